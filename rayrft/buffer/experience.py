@@ -1,0 +1,215 @@
+"""Task and experience: the records that travel between the parts.
+
+An experience is one trajectory segment: a token sequence, which of its tokens the policy produced, and what is known of
+them. Inside a process it is an :class:`Experience`; between processes it is a row of an Arrow record batch with
+:data:`SCHEMA`: ragged one-dimensional lists, no padding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+
+Source = Literal["usual", "expert", "human", "synthetic"]
+SOURCES: tuple[str, ...] = ("usual", "expert", "human", "synthetic")
+SCHEMA_VERSION = "1"
+
+
+@dataclass(frozen=True)
+class Task:
+    """Something to be answered. ``id`` is a stable hash of source and content."""
+
+    id: str
+    question: str
+    answer: str
+    domain: str = "own"
+    workflow: str = "single_turn"
+    difficulty: float | None = None
+    system: str | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def create(cls, source: str, question: str, answer: str, **rest: Any) -> Task:
+        digest = hashlib.blake2b(json.dumps([source, question, answer]).encode(), digest_size=8)
+        return cls(digest.hexdigest(), question, answer, **rest)
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The conversation that opens the task, in chat form."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return [*system, {"role": "user", "content": self.question}]
+
+
+@dataclass(frozen=True)
+class VersionSpan:
+    """Tokens ``[start, end)`` of the sequence were sampled under weights of this version."""
+
+    start: int
+    end: int
+    version: int
+
+
+@dataclass(frozen=True)
+class Experience:
+    """One trajectory segment of T tokens. Arrays have shape ``[T]``.
+
+    ``action_mask`` is 1 on tokens that the model (or the expert) produced; ``logprobs`` (nats, behaviour policy as it
+    sampled) and ``advantages`` are 0 elsewhere. ``experience_id`` follows from run, task, group, repeat, attempt and
+    segment, so that a retry writes the same row again.
+    """
+
+    experience_id: str
+    group_id: str
+    task_id: str
+    token_ids: np.ndarray
+    prompt_length: int
+    action_mask: np.ndarray
+    logprobs: np.ndarray
+    source: Source = "usual"
+    weight_versions: tuple[VersionSpan, ...] = ()
+    reward: float | None = None
+    reward_components: dict[str, float] = field(default_factory=dict)
+    advantages: np.ndarray | None = None
+    status: str = "finished"
+    stop_reason: str | None = None
+    error: str | None = None
+    priority: float = 1.0
+    uses: int = 0
+    turns: tuple[dict[str, str], ...] = ()
+    images: tuple[str, ...] = ()
+    pair_id: str | None = None
+    chosen: bool | None = None
+    teacher_logprobs: np.ndarray | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    created_at: float = 0.0
+    finished_at: float = 0.0
+
+    @property
+    def oldest_version(self) -> int:
+        """Oldest weights that any of its tokens was sampled under."""
+        return min((span.version for span in self.weight_versions), default=0)
+
+
+SCHEMA = pa.schema(
+    [
+        pa.field("experience_id", pa.string(), nullable=False),
+        pa.field("group_id", pa.string(), nullable=False),
+        pa.field("task_id", pa.string(), nullable=False),
+        pa.field("token_ids", pa.list_(pa.int32()), nullable=False),
+        pa.field("prompt_length", pa.int32(), nullable=False),
+        pa.field("action_mask", pa.list_(pa.uint8()), nullable=False),
+        pa.field("logprobs", pa.list_(pa.float32()), nullable=False),
+        pa.field("source", pa.string(), nullable=False),
+        pa.field(
+            "weight_versions",
+            pa.list_(pa.struct([("start", pa.int32()), ("end", pa.int32()), ("version", pa.int64())])),
+        ),
+        pa.field("reward", pa.float32()),
+        pa.field("reward_components", pa.map_(pa.string(), pa.float32())),
+        pa.field("advantages", pa.list_(pa.float32())),
+        pa.field("status", pa.string()),
+        pa.field("stop_reason", pa.string()),
+        pa.field("error", pa.string()),
+        pa.field("priority", pa.float32()),
+        pa.field("uses", pa.int32()),
+        pa.field("turns", pa.list_(pa.map_(pa.string(), pa.string()))),
+        pa.field("images", pa.list_(pa.string())),
+        pa.field("pair_id", pa.string()),
+        pa.field("chosen", pa.bool_()),
+        pa.field("teacher_logprobs", pa.list_(pa.float32())),
+        pa.field("metrics", pa.map_(pa.string(), pa.float32())),
+        pa.field("created_at", pa.float64()),
+        pa.field("finished_at", pa.float64()),
+    ],
+    metadata={"rayrft.schema": SCHEMA_VERSION},
+)
+
+_MAPS = [f.name for f in SCHEMA if pa.types.is_map(f.type)]
+
+
+def to_batch(experiences: list[Experience]) -> pa.RecordBatch:
+    """Experiences as one record batch of :data:`SCHEMA`."""
+    columns = []
+    for f in SCHEMA:
+        values = [getattr(each, f.name) for each in experiences]
+        if f.name in _MAPS:
+            values = [list(value.items()) for value in values]
+        elif f.name == "turns":
+            values = [[list(turn.items()) for turn in value] for value in values]
+        elif f.name == "weight_versions":
+            values = [[dataclasses.asdict(span) for span in value] for value in values]
+        columns.append(pa.array(values, f.type))
+    return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+
+
+def from_batch(batch: pa.RecordBatch) -> list[Experience]:
+    """The rows of a record batch as experiences; arrays are views of the Arrow memory."""
+    columns: dict[str, list[Any]] = {}
+    for f in SCHEMA:
+        column = batch.column(f.name)
+        if pa.types.is_list(f.type) and pa.types.is_primitive(f.type.value_type):
+            columns[f.name] = list_column(column)
+        else:
+            columns[f.name] = column.to_pylist()
+    for name in _MAPS:
+        columns[name] = [dict(value or ()) for value in columns[name]]
+    columns["turns"] = [tuple(dict(turn) for turn in value or ()) for value in columns["turns"]]
+    columns["images"] = [tuple(value or ()) for value in columns["images"]]
+    columns["weight_versions"] = [
+        tuple(VersionSpan(**span) for span in value or ()) for value in columns["weight_versions"]
+    ]
+    return [
+        Experience(**{name: values[row] for name, values in columns.items()}) for row in range(batch.num_rows)
+    ]
+
+
+def list_column(column: pa.ListArray) -> list[np.ndarray | None]:
+    """One numpy view per row of a column of primitive lists; None where the list is null."""
+    values = column.values.to_numpy(zero_copy_only=False)
+    offsets = column.offsets.to_numpy()
+    valid = column.is_valid().to_numpy(zero_copy_only=False)
+    return [
+        values[start:end] if ok else None
+        for start, end, ok in zip(offsets[:-1], offsets[1:], valid, strict=True)
+    ]
+
+
+def find_fault(row: Experience) -> str | None:
+    """Why a row must not be trained, or None where nothing is wrong with it.
+
+    The same check stands at every door of the buffer: a faulty row is rejected with this reason and never repaired.
+    """
+    length = len(row.token_ids)
+    if row.source not in SOURCES:
+        return f"unknown source {row.source!r}"
+    for name in ("action_mask", "logprobs", "advantages", "teacher_logprobs"):
+        values = getattr(row, name)
+        if values is None:
+            continue
+        if len(values) != length:
+            return f"{name} has {len(values)} entries for {length} tokens"
+        if not np.isfinite(values).all():
+            return f"{name} is not finite"
+    if not 0 < row.prompt_length < length:
+        return f"prompt_length {row.prompt_length} leaves no answer in {length} tokens"
+    if not np.any(row.action_mask):
+        return "action_mask is empty"
+    if np.any(row.action_mask[: row.prompt_length]):
+        return "action_mask marks tokens of the prompt"
+    if row.reward is not None and not np.isfinite(row.reward):
+        return "reward is not finite"
+    if row.source == "usual":
+        if row.advantages is None:
+            return "an own row needs advantages"
+        covered = np.zeros(length, dtype=bool)
+        for span in row.weight_versions:
+            covered[span.start : span.end] = True
+        if not covered[np.asarray(row.action_mask, dtype=bool)].all():
+            return "weight_versions do not cover every action token"
+    return None

@@ -1,0 +1,7 @@
+"""Configuration: one YAML file, one pydantic section per part, every rule checked before any actor starts."""
+
+from rayrft.config.load import dump_config, load_config, parse_override
+from rayrft.config.run import RunConfig
+from rayrft.config.stage import StageConfig
+
+__all__ = ["RunConfig", "StageConfig", "dump_config", "load_config", "parse_override"]

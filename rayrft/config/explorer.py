@@ -1,0 +1,50 @@
+"""Rollouts: engines, sampling and what is kept of a group."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from rayrft.config.base import Section
+
+
+class EngineConfig(Section):
+    """vLLM engines. Without GPUs each runs on the CPU."""
+
+    count: int = Field(2, ge=1)
+    cpus: float = Field(0.4, gt=0)
+    gpus: float = Field(0.0, ge=0)
+    """GPUs of one engine; a fraction shares the GPU with a trainer rank (weight_sync.backend: ipc)."""
+    memory_gib: float = Field(1.5, gt=0)
+    """Main memory planned for one engine."""
+    tensor_parallel: int = Field(1, ge=1)
+    kv_cache_mib: int = Field(64, ge=8)
+    """KV cache of a CPU engine."""
+    gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
+    max_running: int = Field(256, ge=1)
+    """Sequences an engine decodes at once."""
+    enforce_eager: bool = True
+    sleep: bool = False
+    """Free an engine's GPU memory while the trainer works (trainer and engine on one GPU)."""
+
+
+class SamplingConfig(Section):
+    """Sampling for training. There is no top-k or top-p: they cut the support, and the log-probs would not be those of
+    the policy that is trained."""
+
+    temperature: float = Field(1.0, gt=0)
+    max_tokens: int = Field(32, ge=1)
+    """Longest answer, in tokens."""
+    max_prompt_tokens: int = Field(256, ge=1)
+    """A task with a longer prompt is dropped with a reason and counted."""
+
+
+class ExplorerConfig(Section):
+    workflow: str = "single_turn"
+    cpus: float = Field(0.2, gt=0)
+    sampling: SamplingConfig = SamplingConfig()
+    engine: EngineConfig = EngineConfig()
+    drop_zero_variance: bool = True
+    """Drop a group whose rewards are all equal: it has no gradient. The place is given to the next task."""
+    over_sampling: float = Field(1.0, ge=1.0, le=8.0)
+    """Groups in flight over groups needed. Above 1, a step does not wait for stragglers; what comes too late is dropped
+    and counted."""

@@ -1,0 +1,113 @@
+"""From YAML and overrides to a checked :class:`RunConfig`."""
+
+from __future__ import annotations
+
+import typing
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from rayrft.config.run import RunConfig
+from rayrft.errors import ConfigError, nearest
+
+
+def load_config(source: str | Path | dict[str, Any] | RunConfig, overrides: dict[str, Any] | None = None) -> RunConfig:
+    """Read a config and apply overrides.
+
+    source: a YAML file, a dictionary, or a config. overrides: dotted key to value; a number in the key picks from a
+    list (``stages.0.steps``), and so does the name of an entry (``stages.mix.steps``).
+
+    Raises ConfigError, with the field, its value and the remedy, on anything that is wrong with it.
+    """
+    raw = _read(source)
+    for key, value in (overrides or {}).items():
+        _assign(raw, key, value)
+    try:
+        return RunConfig.model_validate(raw)
+    except ValidationError as error:
+        raise _explain(error, raw) from None
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """``key.sub=value`` with the value read as YAML; raises ConfigError where there is no '='."""
+    key, mark, value = text.partition("=")
+    if not mark or not key:
+        raise ConfigError("an override is written key.sub=value", field="override", value=text)
+    return key.strip(), yaml.safe_load(value)
+
+
+def dump_config(config: RunConfig) -> str:
+    """The complete config as YAML, defaults included."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def _read(source: str | Path | dict[str, Any] | RunConfig) -> dict[str, Any]:
+    if isinstance(source, RunConfig):
+        return source.model_dump(mode="json")
+    if isinstance(source, dict):
+        return yaml.safe_load(yaml.safe_dump(source))
+    path = Path(source)
+    if not path.is_file():
+        raise ConfigError("no such config file", field="config", value=str(source), remedy="give a YAML file")
+    try:
+        raw = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ConfigError(f"not YAML: {error}", field=str(path)) from None
+    if not isinstance(raw, dict):
+        raise ConfigError("a config is a mapping of sections", field=str(path), value=type(raw).__name__)
+    return raw
+
+
+def _assign(raw: dict[str, Any], dotted: str, value: Any) -> None:
+    *parents, last = dotted.split(".")
+    node: Any = raw
+    for part in parents:
+        node = _entry(node, part, dotted) if isinstance(node, list) else node.setdefault(part, {})
+        if not isinstance(node, dict | list):
+            raise ConfigError(f"{part!r} is a value, not a section", field=dotted, value=node)
+    if isinstance(node, list):
+        raise ConfigError("an override changes a value, not a whole list entry", field=dotted)
+    node[last] = value
+
+
+def _entry(entries: list[Any], part: str, dotted: str) -> Any:
+    if part.isdigit() and int(part) < len(entries):
+        return entries[int(part)]
+    named = {entry.get("name"): entry for entry in entries if isinstance(entry, dict)}
+    if part not in named:
+        raise ConfigError("no such entry", field=dotted, value=part, remedy=nearest(part, [str(name) for name in named]))
+    return named[part]
+
+
+def _explain(error: ValidationError, raw: dict[str, Any]) -> ConfigError:
+    """One error for the first problem: the rest often follows from it."""
+    problem = error.errors()[0]
+    path, kind = [str(part) for part in problem["loc"]], problem["type"]
+    field = ".".join(path)
+    if kind == "extra_forbidden":
+        known = _fields_at(path[:-1])
+        return ConfigError("unknown key", field=field, value=path[-1], remedy=nearest(path[-1], known))
+    if kind == "missing":
+        return ConfigError("a required key is missing", field=field, remedy=f"add '{field}: …'")
+    message = problem["msg"].removeprefix("Value error, ")
+    value = None if isinstance(problem["input"], dict | BaseModel) else problem["input"]
+    return ConfigError(message, field=field or "config", value=value)
+
+
+def _fields_at(path: list[str]) -> list[str]:
+    """Names of the fields of the section at a path of keys."""
+    section: Any = RunConfig
+    for part in path:
+        if isinstance(section, type) and issubclass(section, BaseModel) and part in section.model_fields:
+            section = _section_in(section.model_fields[part].annotation)
+    return list(section.model_fields)
+
+
+def _section_in(annotation: Any) -> Any:
+    """The section class inside an annotation such as ``list[StageConfig]`` or ``TinyModelConfig | None``."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    found = [_section_in(argument) for argument in typing.get_args(annotation)]
+    return next((each for each in found if each is not None), None)

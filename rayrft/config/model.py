@@ -1,0 +1,41 @@
+"""Which model is trained."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from rayrft.config.base import Section
+
+
+class TinyModelConfig(Section):
+    """A Qwen3-architecture model with random weights, made on the spot together with a tokenizer for the tasks."""
+
+    layers: int = Field(3, ge=1)
+    hidden_size: int = Field(128, ge=8)
+    heads: int = Field(4, ge=1)
+    intermediate_size: int = Field(384, ge=8)
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> TinyModelConfig:
+        if self.hidden_size % self.heads:
+            raise ValueError(f"hidden_size {self.hidden_size} must be a multiple of heads {self.heads}")
+        return self
+
+
+class ModelConfig(Section):
+    """Either a Hugging Face folder or hub id (``path``) or a ``tiny`` model made on the spot."""
+
+    path: str | None = None
+    tiny: TinyModelConfig | None = None
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the engines and of the trainer's compute; the trainer's master weights are float32."""
+    max_length: int = Field(512, ge=8)
+    """Longest sequence, prompt and answer together, in tokens."""
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> ModelConfig:
+        if (self.path is None) == (self.tiny is None):
+            raise ValueError("give exactly one of 'path' (a Hugging Face model) and 'tiny' (one made on the spot)")
+        return self

@@ -1,0 +1,115 @@
+"""The whole configuration of a run, and the rules that cross its sections."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from rayrft.config.base import Section
+from rayrft.config.data import DemonstrationsConfig, RewardConfig, TasksConfig
+from rayrft.config.explorer import ExplorerConfig
+from rayrft.config.model import ModelConfig
+from rayrft.config.stage import EvaluationConfig, MonitorConfig, StageConfig
+from rayrft.config.trainer import TrainerConfig, WeightSyncConfig
+
+
+class RunConfig(Section):
+    """One run: one YAML file."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
+    storage: Path = Path("runs")
+    """The run folder is ``<storage>/<name>``."""
+    seed: int = 0
+    max_staleness: int = Field(0, ge=0)
+    """Optimiser steps that may lie between the sampling of a token and its use: 0 is synchronous."""
+    model: ModelConfig
+    tasks: TasksConfig
+    demonstrations: dict[str, DemonstrationsConfig] = Field(default_factory=dict)
+    reward: RewardConfig = RewardConfig()
+    explorer: ExplorerConfig = ExplorerConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    weight_sync: WeightSyncConfig = WeightSyncConfig()
+    stages: list[StageConfig] = Field(min_length=1)
+    evaluation: EvaluationConfig = EvaluationConfig()
+    monitor: MonitorConfig = MonitorConfig()
+
+    @field_validator("storage")
+    @classmethod
+    def _absolute(cls, storage: Path) -> Path:
+        # Actors do not share the driver's working directory.
+        return storage.expanduser().absolute()
+
+    @property
+    def folder(self) -> Path:
+        return self.storage / self.name
+
+    @property
+    def sync_backend(self) -> Literal["gloo", "nccl", "ipc"]:
+        """The weight-transfer backend, derived where the config says ``auto``."""
+        if self.weight_sync.backend != "auto":
+            return self.weight_sync.backend
+        gpus = self.explorer.engine.gpus
+        return "gloo" if gpus == 0 else "ipc" if gpus < 1 else "nccl"
+
+    @model_validator(mode="after")
+    def _stages(self) -> RunConfig:
+        seen: list[str] = []
+        for stage in self.stages:
+            if stage.name in seen:
+                raise ValueError(f"two stages are named {stage.name!r}; names must differ")
+            if stage.start_from is not None and stage.start_from not in seen:
+                raise ValueError(
+                    f"stage {stage.name!r}: start_from {stage.start_from!r} is not an earlier stage; earlier: {seen}"
+                )
+            if stage.expert_rows and stage.demonstrations not in self.demonstrations:
+                raise ValueError(
+                    f"stage {stage.name!r}: no entry {stage.demonstrations!r} in 'demonstrations'; "
+                    f"entries: {sorted(self.demonstrations)}"
+                )
+            units = stage.groups + stage.expert_rows
+            if units < self.trainer.ranks:
+                raise ValueError(
+                    f"stage {stage.name!r}: a batch of {stage.groups} groups and {stage.expert_rows} expert rows cannot "
+                    f"be dealt to {self.trainer.ranks} ranks; enlarge batch_size or lower trainer.ranks"
+                )
+            seen.append(stage.name)
+        return self
+
+    @model_validator(mode="after")
+    def _lengths(self) -> RunConfig:
+        sampling = self.explorer.sampling
+        if sampling.max_prompt_tokens + sampling.max_tokens > self.model.max_length:
+            raise ValueError(
+                f"max_prompt_tokens {sampling.max_prompt_tokens} + max_tokens {sampling.max_tokens} exceed "
+                f"model.max_length {self.model.max_length}; raise max_length or lower one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _devices(self) -> RunConfig:
+        engine, trainer, backend = self.explorer.engine, self.trainer, self.sync_backend
+        if (engine.gpus > 0) != (trainer.gpus > 0):
+            raise ValueError(
+                f"engines take {engine.gpus:g} GPUs and trainer ranks {trainer.gpus:g}: give GPUs to both or to neither"
+            )
+        if backend == "gloo" and engine.gpus > 0:
+            raise ValueError("weight_sync.backend 'gloo' is for CPU engines; use nccl, ipc or auto")
+        if backend in ("nccl", "ipc") and engine.gpus == 0:
+            raise ValueError(f"weight_sync.backend {backend!r} needs explorer.engine.gpus and trainer.gpus above 0")
+        if backend == "nccl" and (engine.gpus < 1 or trainer.gpus < 1):
+            raise ValueError("nccl refuses two ranks on one GPU: give whole GPUs to each side, or use ipc")
+        if backend == "ipc" and (trainer.ranks != engine.count or engine.gpus + trainer.gpus > 1):
+            raise ValueError(
+                f"ipc pairs one engine with one trainer rank on a GPU: needs explorer.engine.count "
+                f"({engine.count}) = trainer.ranks ({trainer.ranks}) and engine.gpus + trainer.gpus <= 1"
+            )
+        if engine.tensor_parallel > 1 and engine.gpus not in (0, engine.tensor_parallel):
+            raise ValueError(
+                f"explorer.engine.tensor_parallel {engine.tensor_parallel} needs explorer.engine.gpus "
+                f"{engine.tensor_parallel}, found {engine.gpus:g}"
+            )
+        if engine.tensor_parallel > 1 and engine.gpus == 0:
+            raise ValueError("explorer.engine.tensor_parallel above 1 needs GPUs; use more engines on a CPU")
+        return self

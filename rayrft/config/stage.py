@@ -1,0 +1,116 @@
+"""Stages: what is trained, with which algorithm, for how long."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from rayrft.algorithms import Algorithm, presets
+from rayrft.config.base import Section
+from rayrft.config.trainer import OptimizerConfig
+
+
+class AlgorithmConfig(Section):
+    """A preset and the pieces that override it; see `rayrft.algorithms.presets`."""
+
+    name: Literal["sft", "grpo", "mix"]
+    mu: float | None = Field(None, ge=0, le=1)
+    """mix: weight of the SFT stream."""
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_high: float = Field(0.28, gt=0)
+
+    @model_validator(mode="after")
+    def _mu_belongs_to_mix(self) -> AlgorithmConfig:
+        if self.mu is not None and self.name != "mix":
+            raise ValueError(f"mu belongs to 'mix'; {self.name!r} fixes it")
+        return self
+
+    def build(self) -> Algorithm:
+        pieces = self.model_dump(exclude={"name"}, exclude_none=True)
+        return presets[self.name](**pieces)
+
+
+class StageConfig(Section):
+    """One stage of a run. A batch is ``expert_rows`` demonstrations plus ``groups`` groups of ``group_size`` answers."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
+    algorithm: AlgorithmConfig
+    steps: int = Field(ge=1)
+    batch_size: int = Field(256, ge=1)
+    """Rows of one optimiser step, over all ranks and both streams."""
+    group_size: int = Field(8, ge=1)
+    """Answers sampled per task."""
+    expert_share: float | None = Field(None, ge=0, le=1)
+    """Share of the batch that is expert rows; 1 for sft, 0 for grpo, to be given for mix."""
+    demonstrations: str | None = None
+    """Which entry of ``demonstrations`` the expert rows come from."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    start_from: str | None = None
+    """Name of an earlier stage whose final weights this stage starts from; the stage before it by default."""
+    evaluate_every: int | None = Field(None, ge=1)
+    """Evaluate at every n-th step of the stage, besides at its start and end."""
+
+    @model_validator(mode="after")
+    def _batch_arithmetic(self) -> StageConfig:
+        build = self.algorithm.build()
+        if self.algorithm.name == "mix" and self.expert_share is None:
+            raise ValueError(
+                f"stage {self.name!r}: mix needs expert_share, the share of the batch that is expert rows"
+            )
+        if self.algorithm.name != "mix" and self.expert_share not in (None, build.mu):
+            raise ValueError(f"stage {self.name!r}: expert_share is fixed at {build.mu:g} by {self.algorithm.name!r}")
+        if build.needs_expert and not self.demonstrations:
+            raise ValueError(f"stage {self.name!r}: {self.algorithm.name} needs 'demonstrations', where its expert rows are")
+        share = self.batch_size * self._share
+        if abs(share - round(share)) > 1e-6:
+            raise ValueError(
+                f"stage {self.name!r}: expert_share {self._share:g} of batch_size {self.batch_size} is {share:g} rows, "
+                f"not a whole number; expert_share {round(share) / self.batch_size:.6g} would be {round(share)}"
+            )
+        if build.needs_expert and not self.expert_rows:
+            raise ValueError(f"stage {self.name!r}: mu is {build.mu:g} but the batch holds no expert rows")
+        if build.needs_rollouts and not self.usual_rows:
+            raise ValueError(f"stage {self.name!r}: mu is {build.mu:g} but the batch holds no own rows")
+        if self.usual_rows % self.group_size:
+            near = max(1, round(self.usual_rows / self.group_size)) * self.group_size
+            raise ValueError(
+                f"stage {self.name!r}: {self.usual_rows} own rows (batch_size {self.batch_size} less {self.expert_rows} "
+                f"expert rows) are not whole groups of group_size {self.group_size}; "
+                f"batch_size {near + self.expert_rows} with {self.expert_rows} expert rows would be"
+            )
+        return self
+
+    @property
+    def _share(self) -> float:
+        return self.algorithm.build().mu if self.expert_share is None else self.expert_share
+
+    @property
+    def expert_rows(self) -> int:
+        """Expert rows in one batch."""
+        return round(self.batch_size * self._share)
+
+    @property
+    def usual_rows(self) -> int:
+        """Own rows in one batch."""
+        return self.batch_size - self.expert_rows
+
+    @property
+    def groups(self) -> int:
+        """Groups of own rows in one batch."""
+        return self.usual_rows // self.group_size
+
+
+class EvaluationConfig(Section):
+    """Accuracy on the held-out tasks, one answer per task and temperature; 0 is greedy."""
+
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    enabled: bool = True
+
+
+class MonitorConfig(Section):
+    """Where metrics go besides ``metrics.jsonl`` and Ray's own metrics."""
+
+    wandb: bool = False
+    project: str = "rayrft"
+    tensorboard: bool = False

@@ -1,0 +1,47 @@
+"""Updates, weight broadcast."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from rayrft.config.base import Section
+
+
+class OptimizerConfig(Section):
+    """AdamW with a learning-rate schedule over the steps of a stage."""
+
+    lr: float = Field(1e-4, gt=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = Field(0.0, ge=0)
+    clip_norm: float = Field(1.0, gt=0)
+
+
+class TrainerConfig(Section):
+    """FSDP2 ranks driven by Ray Train."""
+
+    ranks: int = Field(2, ge=1)
+    cpus: float = Field(0.4, gt=0)
+    gpus: float = Field(0.0, ge=0)
+    """GPUs of one rank; a fraction shares the GPU with an engine (weight_sync.backend: ipc)."""
+    memory_gib: float = Field(1.5, gt=0)
+    """Main memory planned for one rank."""
+    micro_batch_tokens: int = Field(8192, ge=16)
+    """Tokens, padding included, in one forward pass."""
+
+
+class WeightSyncConfig(Section):
+    """How new weights reach the engines."""
+
+    backend: Literal["auto", "gloo", "nccl", "ipc"] = "auto"
+    """auto: gloo for CPU engines, nccl for whole GPUs, ipc where engine and trainer share a GPU."""
+    bucket_mib: float = Field(4.0, gt=0)
+    probe_every: int = Field(50, ge=1)
+    """Compare engine and trainer log-probs on a probe batch at the first sync and at every n-th after it."""
+    tolerance: float = Field(1e-4, gt=0)
+    """Largest difference of a log-prob that is accepted; 1e-4 suits float32, use about 0.2 for bfloat16."""
+    deadline_s: float = Field(120.0, gt=0)
+    """Seconds after which a sync that has not finished ends the run."""

@@ -1,0 +1,72 @@
+"""Errors that name the field, the value found there and the remedy.
+
+Everything a user can get wrong is raised as a :class:`RayrftError`, as early as it can be known; the command
+line prints it without a traceback and exits non-zero.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+
+class RayrftError(Exception):
+    """A problem that the user can act on.
+
+    ``field`` is a config key, a file or an actor; ``value`` is what was found there; ``remedy`` is what to do.
+    """
+
+    def __init__(self, problem: str, *, field: str = "", value: Any = None, remedy: str = "") -> None:
+        super().__init__(problem, field, value, remedy)
+        self.problem, self.field, self.value, self.remedy = problem, field, value, remedy
+
+    def __str__(self) -> str:
+        where = f"{self.field}: " if self.field else ""
+        found = f" (found {self.value!r})" if self.value is not None else ""
+        fix = f". {self.remedy[0].upper()}{self.remedy[1:].rstrip(chr(46))}" if self.remedy else ""
+        text = f"{where}{self.problem}{found}{fix}"
+        return text if text.endswith("?") else text + "."
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exceptions cross process boundaries inside Ray; keyword arguments do not survive the default pickling.
+        return _rebuild, (type(self), self.problem, self.field, self.value, self.remedy)
+
+
+def _rebuild(cls: type[RayrftError], problem: str, field: str, value: Any, remedy: str) -> RayrftError:
+    return cls(problem, field=field, value=value, remedy=remedy)
+
+
+class ConfigError(RayrftError):
+    """The configuration is wrong or contradicts itself."""
+
+
+class DataError(RayrftError):
+    """A task set or a demonstration file is missing, empty or broken."""
+
+
+class ModelError(RayrftError):
+    """The model or its tokenizer cannot be used."""
+
+
+class PlacementError(RayrftError):
+    """The run does not fit on the cluster, or its name is taken."""
+
+
+class WeightSyncError(RayrftError):
+    """Weights did not arrive at an engine as the trainer sent them."""
+
+
+class ActorDied(RayrftError):
+    """An actor of the run is gone; ``field`` names it, ``value`` holds the cause."""
+
+
+class RunNotFound(RayrftError):
+    """No run of that name lives on the cluster."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """``did you mean 'x'`` for the closest known name, else the list of all known names."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
