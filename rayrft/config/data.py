@@ -76,4 +76,6 @@ class RewardConfig(Section):
     on_unknown: Literal["drop_row", "drop_group", "fallback"] = "drop_row"
     """What becomes of an answer whose reward raised or timed out."""
     fallback: float = 0.0
+    truncated: Literal["zero", "score"] = "zero"
+    """An answer cut at max_tokens, without its end: reward 0, or scored like any other."""
     workers: int = Field(1, ge=1)

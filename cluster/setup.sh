@@ -1,0 +1,62 @@
+#!/usr/bin/env bash
+# Sets up .venv in the project's root: everything rayrft needs, in tested versions. Safe to run again: it does nothing
+# when nothing has changed.
+#
+#   bash cluster/setup.sh [extra …]      extras besides cpu or gpu, such as: test
+#
+#   RAYRFT_DEVICE=cpu|gpu    which vLLM to install (default: gpu where an NVIDIA driver answers, else cpu)
+#   PYTHON=python3.11        which Python makes the environment
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+say() { printf 'setup: %s\n' "$*" >&2; }
+
+device=${RAYRFT_DEVICE:-}
+if [ -z "$device" ]; then
+  if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then device=gpu; else device=cpu; fi
+fi
+case "$device" in cpu | gpu) ;; *) say "RAYRFT_DEVICE must be cpu or gpu, found '$device'"; exit 2 ;; esac
+
+python=${PYTHON:-$(command -v python3.11 || command -v python3 || true)}
+[ -n "$python" ] || { say "no Python found: install Python 3.11, or name it in PYTHON"; exit 2; }
+"$python" -c 'import sys; sys.exit(not ((3, 11) <= sys.version_info[:2] < (3, 13)))' ||
+  { say "$($python --version) does not fit: install Python 3.11, or name it in PYTHON"; exit 2; }
+
+extras=$device
+for extra in "$@"; do extras=$extras,$extra; done
+
+# An environment made with more extras serves a call that asks for fewer.
+stamp=.venv/.rayrft-setup
+wanted=$(cat pyproject.toml cluster/constraints.txt cluster/setup.sh | cksum | cut -d' ' -f1)
+if [ -f "$stamp" ] && [ "$(head -n 1 "$stamp")" = "$wanted" ]; then
+  missing=$(tr ',' '\n' <<<"$extras" | grep -vxFf <(tail -n +2 "$stamp" | tr ',' '\n') || true)
+  [ -z "$missing" ] && exit 0
+  extras=$(printf '%s\n%s\n' "$(tail -n +2 "$stamp" | tr ',' '\n')" "${extras//,/$'\n'}" | sort -u | paste -sd, -)
+fi
+
+[ -x .venv/bin/python ] || { say "making .venv with $($python --version)"; "$python" -m venv .venv; }
+pip=(.venv/bin/python -m pip --disable-pip-version-check --no-input)
+
+index=()
+if [ "$device" = cpu ]; then
+  torch="torch==$(sed -n 's/^torch==//p' cluster/constraints.txt)+cpu"
+  if ! "${pip[@]}" install -q --dry-run --no-deps "$torch" >/dev/null 2>&1; then
+    say "the configured package index has no $torch: using PyTorch's own CPU index for it"
+    index=(--extra-index-url https://download.pytorch.org/whl/cpu)
+  fi
+fi
+
+say "installing rayrft[$extras] (about three minutes the first time)"
+"${pip[@]}" install -q -c cluster/constraints.txt ${index[@]+"${index[@]}"} -e ".[$extras]"
+
+# vLLM asks for these; builds for another torch break `import vllm` and `import transformers`. Text models do without.
+for package in torchvision torchaudio torchcodec; do
+  if .venv/bin/python -c "import importlib.util as u; raise SystemExit(u.find_spec('$package') is None)" &&
+    ! .venv/bin/python -c "import $package" >/dev/null 2>&1; then
+    say "removing $package: this build cannot be imported with the installed torch; text models work without it"
+    "${pip[@]}" uninstall -q -y "$package" 2>/dev/null
+  fi
+done
+
+printf '%s\n%s\n' "$wanted" "$extras" >"$stamp"
+say "ready: .venv ($extras)"

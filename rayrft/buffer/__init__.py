@@ -1,0 +1,1 @@
+"""Tasks, experiences and the Buffer that holds them between Explorer and Trainer."""

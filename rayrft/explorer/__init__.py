@@ -1,0 +1,1 @@
+"""Explorer: lets the current model act on tasks, on vLLM engines, through workflows."""

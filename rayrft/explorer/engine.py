@@ -1,0 +1,188 @@
+"""RolloutEngine: one vLLM engine in an actor. Token ids go in, token ids come out.
+
+Log-probs are those of the distribution that was sampled from (after temperature), and every token carries the version of
+the weights it was sampled under. While weights change the engine is paused with its requests kept; they go on under the
+new weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rayrft.config.explorer import EngineConfig
+from rayrft.weights.group import GroupPlan
+from rayrft.weights.wire import TensorMeta, to_wire
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.outputs import RequestOutput
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample; ``temperature`` 0 is greedy."""
+
+    temperature: float
+    max_tokens: int
+    stop_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One answer. ``logprobs`` has an entry per token; ``versions`` are (start, end, version) over the answer."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[tuple[int, int, int], ...]
+    stop_reason: str
+
+
+@dataclass(frozen=True)
+class EngineWeights:
+    """What an engine holds: the version it labels tokens with, and the digest each of its workers computed."""
+
+    version: int
+    digests: tuple[str, ...]
+
+
+class RolloutEngine:
+    """The actor. ``start`` brings vLLM up; nothing else works before it."""
+
+    async def start(self, model: str, config: EngineConfig, *, max_length: int, dtype: str, seed: int) -> None:
+        """Load the model from a Hugging Face folder or hub id; returns when the engine can answer."""
+        _prepare_environment(config)
+        from vllm.config.weight_transfer import WeightTransferConfig
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from rayrft.explorer.weight_plugin import BACKEND, WorkerExtension
+
+        on_cpu: dict[str, Any] = {"kv_cache_memory_bytes": config.kv_cache_mib << 20} if not config.gpus else {}
+        share = config.gpu_memory_utilization * min(config.gpus, 1.0)
+        on_gpu: dict[str, Any] = {"gpu_memory_utilization": share, "enable_sleep_mode": config.sleep}
+        self._engine = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(
+                model=model,
+                skip_tokenizer_init=True,
+                dtype=dtype,  # type: ignore[arg-type]
+                seed=seed,
+                max_model_len=max_length,
+                max_num_seqs=config.max_running,
+                tensor_parallel_size=config.tensor_parallel,
+                enforce_eager=config.enforce_eager,
+                enable_prefix_caching=True,
+                logprobs_mode="processed_logprobs",
+                disable_log_stats=True,
+                worker_extension_cls=f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}",
+                weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+                **(on_gpu if config.gpus else on_cpu),
+            )
+        )
+        await self._engine.update_weight_version("0")
+
+    async def generate(self, prompt: list[int], n: int, sampling: Sampling) -> list[Completion]:
+        """``n`` answers to one prompt. Raises vLLM's EngineDeadError when its core has died."""
+        output = await self._run(
+            prompt,
+            self._params(
+                n=n,
+                temperature=sampling.temperature,
+                max_tokens=sampling.max_tokens,
+                stop_token_ids=list(sampling.stop_token_ids),
+                logprobs=0,
+            ),
+        )
+        return [
+            Completion(
+                token_ids=tuple(each.token_ids),
+                logprobs=tuple(
+                    at[token].logprob for at, token in zip(each.logprobs or (), each.token_ids, strict=True)
+                ),
+                versions=tuple((span.start, span.end, int(span.version)) for span in each.weight_versions or ()),
+                stop_reason=each.finish_reason or "unknown",
+            )
+            for each in output.outputs
+        ]
+
+    async def score(self, token_ids: list[int]) -> list[float]:
+        """Log-prob of every token but the first, given those before it, at temperature 1."""
+        output = await self._run(token_ids, self._params(max_tokens=1, temperature=0.0, prompt_logprobs=0))
+        scores = (output.prompt_logprobs or [])[1:]
+        return [at[token].logprob for at, token in zip(scores, token_ids[1:], strict=True) if at]
+
+    async def join(self, plan: GroupPlan | None, first_rank: int) -> None:
+        """Meet the trainer in a weight group; ``plan`` is None for ipc, which needs no meeting."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        info = {"plan": vars(plan) if plan else {}, "first_rank": first_rank}
+        await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+
+    async def pause(self) -> None:
+        """Stop decoding, keep running requests; their cached keys are dropped and computed anew under the new weights."""
+        await self._engine.pause_generation(mode="keep", clear_cache=True)
+
+    async def receive(
+        self, metas: list[TensorMeta], bucket_bytes: int, version: int, handles: list[str] | None
+    ) -> EngineWeights:
+        """Take part in one broadcast (or open the handles of an ipc transfer) and say what arrived."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self._engine.start_weight_update()
+        info = {"metas": to_wire(metas), "bucket_bytes": bucket_bytes, "handles": handles}
+        await self._engine.update_weights(WeightTransferUpdateRequest(update_info=info))
+        await self._engine.finish_weight_update()
+        await self._engine.update_weight_version(str(version))
+        return await self.weights()
+
+    async def weights(self) -> EngineWeights:
+        """What this engine holds now."""
+        digests = await self._engine.collective_rpc("weight_digest")
+        return EngineWeights(int(await self._engine.get_weight_version()), tuple(digests))
+
+    async def resume(self) -> None:
+        """Decode again."""
+        await self._engine.resume_generation()
+
+    async def sleep(self) -> None:
+        """Free the GPU memory that weights and cache take; the trainer needs it."""
+        await self._engine.sleep(level=1)
+
+    async def wake_up(self) -> None:
+        """Take the GPU memory back."""
+        await self._engine.wake_up()
+
+    async def watch(self) -> None:
+        """Never returns: a caller that awaits it learns at once when this actor dies."""
+        await asyncio.Event().wait()
+
+    async def pid(self) -> int:
+        """Process id of the actor."""
+        return os.getpid()
+
+    def _params(self, **values: Any) -> SamplingParams:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, **values)
+
+    async def _run(self, token_ids: list[int], params: SamplingParams) -> RequestOutput:
+        last: Any = None
+        async for output in self._engine.generate({"prompt_token_ids": token_ids}, params, uuid.uuid4().hex):
+            last = output
+        assert last is not None  # a request that does not finish raises
+        return last
+
+
+def _prepare_environment(config: EngineConfig) -> None:
+    """Settings that vLLM reads when it is imported."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if not config.gpus:
+        # One process less per engine, and no engine pins itself to a core that another one uses.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        os.environ["OMP_NUM_THREADS"] = str(max(1, int(config.cpus)))

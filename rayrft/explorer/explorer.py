@@ -1,0 +1,191 @@
+"""The Explorer actor: as many groups in flight as the Buffer admits, each from task to rows."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from rayrft.buffer.experience import Task, to_batch
+from rayrft.buffer.schedule import Ticket
+from rayrft.buffer.tokens import ChatTokenizer
+from rayrft.config import RunConfig, StageConfig
+from rayrft.errors import ActorDied, RayrftError
+from rayrft.explorer.engine import Sampling
+from rayrft.explorer.evaluation import Evaluation
+from rayrft.explorer.router import Router
+from rayrft.explorer.scoring import apply_rewards, assign_advantages
+from rayrft.explorer.workflow import ModelClient, PromptTooLong, workflows
+from rayrft.rewards.worker import RewardPool
+
+_FAILURES_IN_A_ROW = 32
+"""Groups that may fail one after another, in a workflow or its reward, before the run is stopped."""
+
+
+class BusyClock:
+    """Wall time during which at least one of many concurrent activities was under way."""
+
+    def __init__(self) -> None:
+        self._active, self._since, self._total = 0, 0.0, 0.0
+
+    def __enter__(self) -> None:
+        if self._active == 0:
+            self._since = time.monotonic()
+        self._active += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._active -= 1
+        if self._active == 0:
+            self._total += time.monotonic() - self._since
+
+    def take(self) -> float:
+        """Seconds since the last call."""
+        now = time.monotonic()
+        total = self._total + (now - self._since if self._active else 0.0)
+        self._since, self._total = now, 0.0
+        return total
+
+
+class Explorer:
+    """The actor. Tasks are cycled in an order shuffled anew every epoch; held-out tasks are only evaluated on."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model: str,
+        engines: list[Any],
+        buffer: Any,
+        tasks: list[Task],
+        held_out: list[Task],
+        start_reward: Any,
+    ) -> None:
+        self._config = config
+        self._tokenizer = ChatTokenizer(model)
+        self._router = Router(engines)
+        self._buffer = buffer
+        self._tasks = self._cycle(tasks)
+        self._held_out = held_out
+        self._workflow = workflows.get(config.explorer.workflow, "explorer.workflow")()
+        self._rewards = RewardPool(config.reward, start_reward)
+        self._rolling, self._scoring = BusyClock(), BusyClock()
+        self._failures = 0
+
+    async def start(self) -> None:
+        """Bring the reward workers up."""
+        await self._rewards.open()
+
+    async def explore(self, stage: StageConfig) -> None:
+        """Fill the Buffer until the stage is closed; groups still in flight are abandoned then.
+
+        Raises ActorDied when an engine is gone, and RayrftError when group after group fails.
+        """
+        model = self._client(self._config.explorer.sampling.temperature)
+        running: set[asyncio.Task[None]] = set()
+        admit = asyncio.ensure_future(self._buffer.admit.remote(stage.groups))
+        try:
+            while True:
+                await asyncio.wait({admit, *running}, return_when=asyncio.FIRST_COMPLETED)
+                for task in [task for task in running if task.done()]:
+                    running.remove(task)
+                    task.result()
+                if not admit.done():
+                    continue
+                if not (tickets := admit.result()):
+                    return
+                for ticket in tickets:
+                    running.add(asyncio.create_task(self._group(stage, ticket, next(self._tasks), model)))
+                admit = asyncio.ensure_future(self._buffer.admit.remote(stage.groups))
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    async def evaluate(self, temperature: float) -> Evaluation:
+        """One answer per held-out task. Raises ActorDied when an engine is gone."""
+        model = self._client(temperature)
+        rewards = await asyncio.gather(*(self._evaluate_one(task, model) for task in self._held_out))
+        known = [reward for reward in rewards if reward is not None]
+        return Evaluation(
+            temperature,
+            right=sum(reward >= 1.0 for reward in known),
+            count=len(known),
+            mean_reward=sum(known) / len(known) if known else 0.0,
+            unknown=len(rewards) - len(known),
+        )
+
+    async def timings(self) -> tuple[float, float]:
+        """Seconds in which something was rolled out, and in which something was scored, since the last call."""
+        return self._rolling.take(), self._scoring.take()
+
+    async def watch(self) -> None:
+        """Never returns: a caller that awaits it learns at once when this actor dies."""
+        await asyncio.Event().wait()
+
+    async def _group(self, stage: StageConfig, ticket: Ticket, task: Task, model: ModelClient) -> None:
+        """One group, from task to Buffer. Whatever happens, the ticket is used or given back."""
+        import ray
+
+        group_id = f"{self._config.name}/{stage.name}/{ticket.sequence}/{task.id}"
+        try:
+            with self._rolling:
+                rows = await self._workflow.run(task, model, group_id, stage.group_size)
+        except PromptTooLong:
+            await self._buffer.fail.remote(ticket, "prompt_too_long")
+            return
+        except (ActorDied, asyncio.CancelledError):
+            raise
+        except Exception as error:  # a user's workflow may raise anything: the group is dropped and counted
+            await self._buffer.fail.remote(ticket, "workflow_error")
+            self._count_failure(f"workflow {self._config.explorer.workflow!r}: {type(error).__name__}: {error}")
+            return
+        with self._scoring:
+            results = await self._rewards.score(task, [row.turns[-1]["content"] for row in rows])
+        scored = apply_rewards(rows, results, self._config.reward)
+        scored = assign_advantages(scored, drop_zero_variance=self._config.explorer.drop_zero_variance)
+        if scored.rows:
+            refs = [ray.put(to_batch(scored.rows))]
+            await self._buffer.put.remote(ticket, refs, scored.report, dict(scored.dropped))
+        else:
+            await self._buffer.drop.remote(ticket, dict(scored.dropped), scored.report)
+        if scored.unknown and not scored.rewards:
+            self._count_failure(f"reward {self._config.reward.name!r}: {scored.unknown}")
+        else:
+            self._failures = 0
+
+    async def _evaluate_one(self, task: Task, model: ModelClient) -> float | None:
+        try:
+            [answer] = await model.chat(task.messages)
+        except PromptTooLong:
+            return None
+        if answer.completion.stop_reason == "length" and self._config.reward.truncated == "zero":
+            return 0.0
+        [result] = await self._rewards.score(task, [answer.text])
+        return result.value
+
+    def _client(self, temperature: float) -> ModelClient:
+        sampling = self._config.explorer.sampling
+        return ModelClient(
+            self._router,
+            self._tokenizer,
+            Sampling(temperature, sampling.max_tokens, (self._tokenizer.eos_id,)),
+            max_prompt_tokens=sampling.max_prompt_tokens,
+        )
+
+    def _cycle(self, tasks: list[Task]) -> Iterator[Task]:
+        epoch = 0
+        while True:
+            order = np.random.default_rng([self._config.seed, 2, epoch]).permutation(len(tasks))
+            yield from (tasks[index] for index in order)
+            epoch += 1
+
+    def _count_failure(self, problem: str) -> None:
+        self._failures += 1
+        if self._failures >= _FAILURES_IN_A_ROW:
+            raise RayrftError(
+                f"{self._failures} groups failed one after another; the last: {problem}",
+                field="explorer",
+                remedy="mend it, or try it on one task by itself first",
+            )

@@ -1,0 +1,34 @@
+"""Which engine answers: the one with the fewest answers outstanding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rayrft.errors import ActorDied
+from rayrft.explorer.engine import Completion, Sampling
+
+
+class Router:
+    """Spreads prompts over engine actors. The n answers to one prompt are one request, so they share its prefix."""
+
+    def __init__(self, engines: list[Any]) -> None:
+        self._engines = engines
+        self._outstanding = [0] * len(engines)
+
+    async def generate(self, prompt: list[int], n: int, sampling: Sampling) -> list[Completion]:
+        """``n`` answers. Raises ActorDied, naming the engine, when it or its core is gone."""
+        from ray.exceptions import RayActorError, RayTaskError
+
+        index = min(range(len(self._engines)), key=self._outstanding.__getitem__)
+        self._outstanding[index] += n
+        try:
+            return await self._engines[index].generate.remote(prompt, n, sampling)
+        except (RayActorError, RayTaskError) as error:
+            cause = getattr(error, "cause", None) or error
+            raise ActorDied(
+                f"the engine failed to answer: {type(cause).__name__}: {str(cause).strip().splitlines()[0]}",
+                field=f"engine-{index}",
+                remedy="see the engine's log in the Ray dashboard",
+            ) from None
+        finally:
+            self._outstanding[index] -= n

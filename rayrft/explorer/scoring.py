@@ -1,0 +1,70 @@
+"""From trajectories to rows that can be trained: rewards, then advantages, then what is dropped and why."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from rayrft.algorithms import group_relative_advantages
+from rayrft.buffer.experience import Experience
+from rayrft.buffer.store import GroupReport
+from rayrft.config.data import RewardConfig
+from rayrft.rewards import RewardResult
+
+
+@dataclass(frozen=True)
+class ScoredGroup:
+    """``rows`` may be trained; ``dropped`` counts the others by reason. Without rows, the whole group was dropped."""
+
+    rows: list[Experience]
+    dropped: Counter[str]
+    report: GroupReport
+    unknown: str | None = None
+    """Why a reward of this group is unknown."""
+    rewards: list[float] = field(default_factory=list)
+
+
+def apply_rewards(rows: list[Experience], results: list[RewardResult], config: RewardConfig) -> ScoredGroup:
+    """Give each row its reward, by the run's rules for unknown rewards and for truncated answers."""
+    kept, dropped, unknown = [], Counter[str](), None
+    for row, result in zip(rows, results, strict=True):
+        value, components = result.value, result.components
+        if row.stop_reason == "length" and config.truncated == "zero":
+            value = 0.0
+        if value is None:
+            unknown = result.reason or "no reason given"
+            if config.on_unknown != "fallback":
+                dropped["reward_unknown"] += 1
+                continue
+            value = config.fallback
+        kept.append(dataclasses.replace(row, reward=value, reward_components=components, error=result.reason))
+    if dropped and config.on_unknown == "drop_group":
+        kept, dropped = [], Counter(reward_unknown=len(rows))
+    values = [row.reward for row in kept if row.reward is not None]
+    report = GroupReport(
+        rows=len(rows),
+        reward_sum=sum(values),
+        scored=len(values),
+        tokens=sum(int(row.action_mask.sum()) for row in rows),
+        truncated=sum(row.stop_reason == "length" for row in rows),
+    )
+    return ScoredGroup(kept, dropped, report, unknown, values)
+
+
+def assign_advantages(group: ScoredGroup, *, drop_zero_variance: bool) -> ScoredGroup:
+    """Group-relative advantages, the same on every action token of a row. A group without variance has no gradient."""
+    if not group.rows:
+        return group
+    advantages = group_relative_advantages(torch.tensor(group.rewards, dtype=torch.float64)).tolist()
+    if drop_zero_variance and not any(advantages):
+        dropped = group.dropped + Counter(zero_variance=len(group.rows))
+        return dataclasses.replace(group, rows=[], dropped=dropped)
+    rows = [
+        dataclasses.replace(row, advantages=row.action_mask.astype(np.float32) * np.float32(advantage))
+        for row, advantage in zip(group.rows, advantages, strict=True)
+    ]
+    return dataclasses.replace(group, rows=rows)

@@ -1,0 +1,109 @@
+"""vLLM's side of the weight broadcast: a weight-transfer backend named ``rayrft``.
+
+Importing this module registers the backend; vLLM's workers import it through ``worker_extension_cls``. It runs inside
+the engine's worker process. This module and the engine are the only ones that import vLLM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from rayrft.weights.group import GroupPlan, WeightGroup
+from rayrft.weights.ipc import open_buffer
+from rayrft.weights.wire import Digest, empty_bucket, from_wire, plan_buckets, read_bucket
+
+BACKEND = "rayrft"
+
+
+@dataclass
+class JoinInfo(WeightTransferInitInfo):
+    """``plan`` holds the fields of a `GroupPlan`; empty for ipc. ``first_rank`` is that of the engine's first worker."""
+
+    plan: dict[str, Any] = field(default_factory=dict)
+    first_rank: int = 1
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """The tensors to come, in order, and the bucket size; for ipc one handle per bucket."""
+
+    metas: list[dict[str, Any]]
+    bucket_bytes: int
+    handles: list[str] | None = None
+
+
+class BucketReceiver(WeightTransferEngine[JoinInfo, UpdateInfo]):
+    """Receives buckets, digests them, and loads them in checkpoint format through vLLM's layerwise reload."""
+
+    init_info_cls = JoinInfo
+    update_info_cls = UpdateInfo
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.digest = ""
+        self._group: WeightGroup | None = None
+
+    def init_transfer_engine(self, init_info: JoinInfo) -> None:
+        self.shutdown()
+        if init_info.plan:
+            rank = init_info.first_rank + self.parallel_config.rank
+            self._group = WeightGroup(GroupPlan(**init_info.plan), rank, self.device)
+
+    def start_weight_update(self) -> None:
+        self.digest = ""
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        digest = Digest()
+        buckets = plan_buckets(from_wire(update_info.metas), update_info.bucket_bytes)
+        for index, metas in enumerate(buckets):
+            if update_info.handles is not None:
+                buffer = open_buffer(update_info.handles[index], self.device)
+            elif self._group is not None:
+                buffer = empty_bucket(metas, self.device)
+                self._group.broadcast(buffer)
+            else:
+                raise RuntimeError("no weight group: init_transfer_engine comes first")
+            digest.update(buffer)
+            self.model.load_weights(read_bucket(buffer, metas))
+        self.digest = digest.value
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        self._repack_tied_head()
+
+    def shutdown(self) -> None:
+        self._group = None
+
+    def _repack_tied_head(self) -> None:
+        # On CPU vLLM packs lm_head at load time and, when it is tied to the embedding, keeps the old packing after a
+        # reload: the engine would go on answering with stale output weights.
+        head = getattr(self.model, "lm_head", None)
+        method = getattr(head, "quant_method", None)
+        if self.device.type == "cpu" and hasattr(method, "process_weights_after_loading"):
+            method.process_weights_after_loading(head)
+
+
+class WorkerExtension:
+    """Methods added to every vLLM worker, called by name through ``collective_rpc``."""
+
+    def weight_digest(self) -> str:
+        """Digest of the weights received last."""
+        receiver: BucketReceiver = self.weight_transfer_engine  # type: ignore[attr-defined]
+        return receiver.digest
+
+
+# vLLM refuses a second registration, and this module is imported by the engine's process and by its workers.
+with contextlib.suppress(ValueError):
+    WeightTransferEngineFactory.register_engine(BACKEND, BucketReceiver)
+

@@ -1,0 +1,101 @@
+"""Workflows: how a task is acted on. A workflow turns a task into trajectories; their rewards come afterwards."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from rayrft.buffer.experience import Experience, Task, VersionSpan
+from rayrft.buffer.tokens import ChatTokenizer
+from rayrft.explorer.engine import Completion, Sampling
+from rayrft.explorer.router import Router
+from rayrft.registry import Registry
+
+
+class PromptTooLong(Exception):
+    """A prompt exceeds ``explorer.sampling.max_prompt_tokens``: the task is dropped and counted."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer with the prompt it continues; token ids are those the engine saw and gave."""
+
+    prompt: list[int]
+    completion: Completion
+    text: str
+
+
+class ModelClient:
+    """The current model as a workflow sees it: token ids in, token ids and log-probs out, nothing re-tokenised."""
+
+    def __init__(
+        self, router: Router, tokenizer: ChatTokenizer, sampling: Sampling, *, max_prompt_tokens: int
+    ) -> None:
+        self._router = router
+        self._tokenizer = tokenizer
+        self._sampling = sampling
+        self._max_prompt_tokens = max_prompt_tokens
+
+    async def chat(self, messages: list[dict[str, str]], n: int = 1) -> list[Answer]:
+        """``n`` answers to a conversation. Raises PromptTooLong."""
+        return await self.generate(self._tokenizer.prompt(messages), n)
+
+    async def generate(self, prompt: list[int], n: int = 1) -> list[Answer]:
+        """``n`` continuations of a token sequence. Raises PromptTooLong."""
+        if len(prompt) > self._max_prompt_tokens:
+            raise PromptTooLong(f"{len(prompt)} tokens, at most {self._max_prompt_tokens}")
+        completions = await self._router.generate(prompt, n, self._sampling)
+        return [Answer(prompt, each, self._tokenizer.decode(list(each.token_ids))) for each in completions]
+
+
+class Workflow(Protocol):
+    """Acts on a task ``n`` times. Rows without a reward are scored on their last turn afterwards."""
+
+    async def run(self, task: Task, model: ModelClient, group_id: str, n: int) -> list[Experience]: ...
+
+
+workflows: Registry[type[Workflow]] = Registry("workflow")
+register_workflow = workflows.register
+
+
+@register_workflow("single_turn")
+class SingleTurn:
+    """One question, one answer."""
+
+    async def run(self, task: Task, model: ModelClient, group_id: str, n: int) -> list[Experience]:
+        started = time.time()
+        answers = await model.chat(task.messages, n)
+        return [
+            to_experience(task, answer, f"{group_id}/{repeat}", group_id, started)
+            for repeat, answer in enumerate(answers)
+        ]
+
+
+def to_experience(task: Task, answer: Answer, experience_id: str, group_id: str, started: float) -> Experience:
+    """An answer as a row: prompt masked out, behaviour log-probs and version spans at their places."""
+    prompt, completion = answer.prompt, answer.completion
+    length = len(prompt) + len(completion.token_ids)
+    mask = np.zeros(length, dtype=np.uint8)
+    mask[len(prompt) :] = 1
+    logprobs = np.zeros(length, dtype=np.float32)
+    logprobs[len(prompt) :] = completion.logprobs
+    return Experience(
+        experience_id=experience_id,
+        group_id=group_id,
+        task_id=task.id,
+        token_ids=np.array([*prompt, *completion.token_ids], dtype=np.int32),
+        prompt_length=len(prompt),
+        action_mask=mask,
+        logprobs=logprobs,
+        weight_versions=tuple(
+            VersionSpan(len(prompt) + start, len(prompt) + end, version)
+            for start, end, version in completion.versions
+        ),
+        stop_reason=completion.stop_reason,
+        turns=(*task.messages, {"role": "assistant", "content": answer.text}),
+        created_at=started,
+        finished_at=time.time(),
+    )

@@ -1,0 +1,6 @@
+"""Reward functions by name, and the worker that runs them."""
+
+from rayrft.rewards import math, text
+from rayrft.rewards.base import Reward, RewardResult, build_reward, register_reward, rewards
+
+__all__ = ["Reward", "RewardResult", "build_reward", "math", "register_reward", "rewards", "text"]

@@ -1,0 +1,28 @@
+"""Equivalence of mathematical answers, by the library math-verify."""
+
+from __future__ import annotations
+
+from rayrft.buffer.experience import Task
+from rayrft.rewards.base import Reward, RewardResult, register_reward
+
+
+@register_reward("math")
+def math_answer() -> Reward:
+    """1 where the response's final answer equals the ground truth as mathematics (``1/2`` is ``0.5``), else 0.
+
+    Component ``parsed`` is 1 where an answer was found in the response at all. The library's own timeouts need the main
+    thread of a process; the deadline on the reward worker stands in for them.
+    """
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    extraction = (LatexExtractionConfig(), ExprExtractionConfig())
+
+    def score(task: Task, response: str) -> RewardResult:
+        truth = parse(task.answer, extraction, parsing_timeout=None)
+        if not truth:
+            return RewardResult(None, reason=f"the ground truth {task.answer!r} is not a mathematical answer")
+        answer = parse(response, extraction, parsing_timeout=None)
+        right = bool(answer) and bool(verify(truth, answer, timeout_seconds=None))
+        return RewardResult(float(right), {"parsed": float(bool(answer))})
+
+    return score

@@ -1,0 +1,73 @@
+"""Reward workers: actors that score, each call under a deadline, in a process that can be killed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from rayrft.buffer.experience import Task
+from rayrft.config.data import RewardConfig
+from rayrft.rewards.base import RewardResult, build_reward
+
+
+class RewardWorker:
+    """The actor: scores the responses of one group, one after the other."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._reward = build_reward(config.name, config.options)
+
+    def ready(self) -> None:
+        """Returns once the reward is built."""
+
+    def score(self, task: Task, responses: list[str]) -> list[RewardResult]:
+        """One result per response. A reward that raises gives an unknown with the error as its reason."""
+        return [self._score_one(task, response) for response in responses]
+
+    def _score_one(self, task: Task, response: str) -> RewardResult:
+        try:
+            result = self._reward(task, response)
+        except Exception as error:  # user code may raise anything; it becomes data, and the run's policy decides
+            return RewardResult(None, reason=f"{type(error).__name__}: {error}")
+        return result if isinstance(result, RewardResult) else RewardResult(float(result))
+
+
+class RewardPool:
+    """Hands groups to reward workers, one at a time each; a worker that overruns is killed and replaced.
+
+    ``start`` makes a worker (an actor handle). A worker takes a group only when it is free and up, so the deadline
+    starts with execution, not with waiting.
+    """
+
+    def __init__(self, config: RewardConfig, start: Callable[[], Any]) -> None:
+        self._config = config
+        self._start = start
+        self._free: asyncio.Queue[Any] = asyncio.Queue()
+
+    async def open(self) -> None:
+        """Start the workers; raises ConfigError where the reward cannot be built."""
+        workers = [self._start() for _ in range(self._config.workers)]
+        for worker in workers:
+            await worker.ready.remote()
+            self._free.put_nowait(worker)
+
+    async def score(self, task: Task, responses: list[str]) -> list[RewardResult]:
+        """One result per response; all unknown where the worker overran its deadline or died."""
+        import ray
+        from ray.exceptions import RayActorError
+
+        worker = await self._free.get()
+        try:
+            async with asyncio.timeout(self._config.deadline_s):
+                return await worker.score.remote(task, responses)
+        except TimeoutError:
+            ray.kill(worker)
+            worker = self._start()
+            reason = f"timeout: no reward within {self._config.deadline_s:g} s"
+        except RayActorError as error:
+            worker = self._start()
+            reason = f"reward worker died: {str(error).splitlines()[0]}"
+        finally:
+            await worker.ready.remote()
+            self._free.put_nowait(worker)
+        return [RewardResult(None, reason=reason)] * len(responses)

@@ -1,0 +1,1 @@
+"""Trainer: FSDP2 updates by Ray Train on the batches that the Buffer leases."""

@@ -1,0 +1,97 @@
+"""What the Trainer can be told to do. Each command runs on every rank, in the same order: the ranks are one program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rayrft.algorithms import Algorithm
+from rayrft.buffer.buffer import Lease
+from rayrft.config.trainer import OptimizerConfig
+from rayrft.weights.group import GroupPlan
+from rayrft.weights.wire import TensorMeta
+
+
+@dataclass(frozen=True)
+class OpenStage:
+    """Begin a stage: new optimiser; with ``weights``, from those instead of the present ones."""
+
+    algorithm: Algorithm
+    optimizer: OptimizerConfig
+    steps: int
+    weights: Path | None
+
+
+@dataclass(frozen=True)
+class Train:
+    """One optimiser step on a leased batch; gives a `StepResult`."""
+
+    lease: Lease
+
+
+@dataclass(frozen=True)
+class Locate:
+    """Where rank 0 can host the store of a weight group; gives (host, port)."""
+
+
+@dataclass(frozen=True)
+class Describe:
+    """What a broadcast will send; gives a list of `TensorMeta`."""
+
+
+@dataclass(frozen=True)
+class Join:
+    """Rank 0 joins a weight group."""
+
+    plan: GroupPlan
+
+
+@dataclass(frozen=True)
+class Publish:
+    """Send the weights to the group; gives the digest of what was sent."""
+
+    metas: list[TensorMeta]
+    bucket_bytes: int
+
+
+@dataclass(frozen=True)
+class Export:
+    """ipc: lay the weights out in GPU buffers, kept until the next `Release`; gives an `Exported` per rank."""
+
+    metas: list[TensorMeta]
+    bucket_bytes: int
+
+
+@dataclass(frozen=True)
+class Release:
+    """ipc: the engines are done with the exported buffers."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """Log-probs of sequences under the present weights, at temperature 1; gives a list of lists."""
+
+    sequences: list[list[int]]
+
+
+@dataclass(frozen=True)
+class Save:
+    """Write the weights as a Hugging Face folder and register it as a checkpoint with Ray Train."""
+
+    folder: Path
+
+
+@dataclass(frozen=True)
+class Stop:
+    """End of the program."""
+
+
+Command = OpenStage | Train | Locate | Describe | Join | Publish | Export | Release | Score | Save | Stop
+
+
+@dataclass(frozen=True)
+class Exported:
+    """ipc: one handle per bucket, and the digest of their bytes."""
+
+    handles: list[str]
+    digest: str

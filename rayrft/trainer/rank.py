@@ -1,0 +1,158 @@
+"""One rank of the Trainer: the loop that Ray Train runs in every worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from rayrft.config.trainer import TrainerConfig
+from rayrft.trainer import commands as c
+from rayrft.trainer.batches import fetch_rows
+from rayrft.trainer.learner import Learner
+from rayrft.trainer.model import full_parameters, load_hf, load_model, save_hf, shard
+from rayrft.weights.group import WeightGroup, free_port
+from rayrft.weights.ipc import export_buffer
+from rayrft.weights.wire import Digest, TensorMeta, empty_bucket, fill_bucket, plan_buckets
+
+
+@dataclass(frozen=True)
+class RankSetup:
+    """What every rank is started with. ``trainer`` is the handle of the Trainer actor."""
+
+    trainer: Any
+    config: TrainerConfig
+    model: str
+    dtype: str
+    temperature: float
+
+
+def run_rank(options: dict[str, Any]) -> None:
+    """Fetch commands from the Trainer actor and answer them until `Stop`.
+
+    A failure is reported to the actor at once, with its own traceback, before Ray Train gets to see it.
+    """
+    import ray
+    import ray.train
+
+    setup: RankSetup = options["setup"]
+    index = ray.train.get_context().get_world_rank()
+    try:
+        rank = Rank(setup, index)
+        number = 0
+        ray.get(setup.trainer.ready.remote(index))
+        while not isinstance(command := ray.get(setup.trainer.next_command.remote(number)), c.Stop):
+            setup.trainer.answer.remote(index, number, rank.handle(command))
+            number += 1
+    except BaseException as error:
+        ray.get(setup.trainer.failed.remote(index, error))
+        raise
+
+
+class Rank:
+    """A rank's model and its answers to commands."""
+
+    def __init__(self, setup: RankSetup, index: int) -> None:
+        import ray.train
+        import ray.train.torch
+
+        self._setup = setup
+        self._index = index
+        self._device: torch.device = ray.train.torch.get_device()
+        if self._device.type == "cpu":
+            torch.set_num_threads(max(1, int(setup.config.cpus)))
+        self._wire_dtype: torch.dtype = getattr(torch, setup.dtype)
+        mesh = init_device_mesh(self._device.type, (setup.config.ranks,))
+        model = load_model(setup.model).to(self._device)
+        self._learner = Learner(
+            shard(model, mesh, self._wire_dtype),
+            micro_batch_tokens=setup.config.micro_batch_tokens,
+            temperature=setup.temperature,
+            device=self._device,
+        )
+        self._group: WeightGroup | None = None
+        self._exported: list[Tensor] = []
+
+    def handle(self, command: c.Command) -> Any:
+        match command:
+            case c.OpenStage(algorithm, optimizer, steps, weights):
+                if weights is not None:
+                    load_hf(self._learner.model, weights)
+                self._learner.open_stage(algorithm, optimizer, steps)
+                return None
+            case c.Train(lease):
+                return self._learner.step(fetch_rows(lease.shares[self._index]))
+            case c.Locate():
+                return self._locate()
+            case c.Describe():
+                return [
+                    TensorMeta.of(name, parameter, self._wire_dtype)
+                    for name, parameter in self._learner.model.named_parameters()
+                ]
+            case c.Join(plan):
+                self._group = WeightGroup(plan, rank=0, device=self._device) if self._index == 0 else None
+                return None
+            case c.Publish(metas, bucket_bytes):
+                return self._publish(metas, bucket_bytes)
+            case c.Export(metas, bucket_bytes):
+                return self._export(metas, bucket_bytes)
+            case c.Release():
+                self._exported = []
+                return None
+            case c.Score(sequences):
+                return self._learner.score(sequences)
+            case c.Save(folder):
+                return self._save(folder)
+            case _:
+                raise TypeError(f"unknown command {command!r}")
+
+    def _locate(self) -> tuple[str, int]:
+        import ray.util
+
+        host = ray.util.get_node_ip_address()
+        return host, free_port(host)
+
+    def _buckets(self, metas: list[TensorMeta], bucket_bytes: int) -> Any:
+        """Each bucket, filled with this rank's gathered weights: the gathering is a collective over the ranks."""
+        parameters = full_parameters(self._learner.model)
+        for bucket in plan_buckets(metas, bucket_bytes):
+            buffer = empty_bucket(bucket, self._device)
+            tensors = []
+            for meta, (name, tensor) in zip(bucket, parameters, strict=False):
+                if name != meta.name:
+                    raise ValueError(f"parameter {name!r} came where {meta.name!r} was announced")
+                tensors.append(tensor)
+            fill_bucket(buffer, bucket, tensors)
+            yield buffer
+
+    def _publish(self, metas: list[TensorMeta], bucket_bytes: int) -> str:
+        digest = Digest()
+        for buffer in self._buckets(metas, bucket_bytes):
+            if self._group is not None:
+                digest.update(buffer)
+                self._group.broadcast(buffer)
+        return digest.value
+
+    def _export(self, metas: list[TensorMeta], bucket_bytes: int) -> c.Exported:
+        self._exported = list(self._buckets(metas, bucket_bytes))
+        digest = Digest()
+        for buffer in self._exported:
+            digest.update(buffer)
+        torch.cuda.synchronize()
+        return c.Exported([export_buffer(buffer) for buffer in self._exported], digest.value)
+
+    def _save(self, folder: Path) -> str:
+        import ray.train
+
+        save_hf(self._learner.model, self._setup.model, folder, writer=self._index == 0)
+        checkpoint = ray.train.Checkpoint.from_directory(str(folder)) if self._index == 0 else None
+        ray.train.report(
+            {},
+            checkpoint=checkpoint,
+            checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,
+        )
+        return str(folder)

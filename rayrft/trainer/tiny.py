@@ -1,0 +1,78 @@
+"""A small model made on the spot: Qwen3 architecture, random weights, and a tokenizer that fits the tasks."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from rayrft.config.model import TinyModelConfig
+
+PAD, EOS, USER, ASSISTANT = "<|pad|>", "<|eos|>", "<|user|>", "<|assistant|>"
+_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}<|assistant|>{{ message['content'] }}<|eos|>"
+    "{% else %}<|user|>{{ message['content'] }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def make_tiny_model(
+    config: TinyModelConfig, prompts: list[str], answers: list[str], folder: Path, *, max_length: int, seed: int
+) -> None:
+    """Write a model with random weights and its tokenizer to ``folder``, in Hugging Face format."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer = make_tokenizer(prompts, answers)
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=len(tokenizer),
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.layers,
+            num_attention_heads=config.heads,
+            num_key_value_heads=config.heads,
+            head_dim=config.hidden_size // config.heads,
+            max_position_embeddings=max_length,
+            tie_word_embeddings=True,
+            eos_token_id=tokenizer.eos_token_id,
+            bos_token_id=None,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+    model.save_pretrained(folder)
+
+
+def make_tokenizer(prompts: list[str], answers: list[str], *, frequent: float = 0.5):  # type: ignore[no-untyped-def]
+    """A tokenizer of whole words for the text that prompts share, and of single characters for everything else.
+
+    A word is shared when it stands in at least the share ``frequent`` of the prompts. Every character of prompts and
+    answers has a token, so each text can be spelt and decoding gives it back unchanged.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    counts = Counter(word for prompt in prompts for word in set(re.findall(r"[A-Za-z]{2,}", prompt)))
+    words = sorted(word for word, count in counts.items() if count >= frequent * len(prompts))
+    characters = sorted(set("".join(prompts) + "".join(answers)) | set(map(chr, range(32, 127))) | {"\n"})
+    special = [PAD, EOS, USER, ASSISTANT]
+    vocabulary = {token: index for index, token in enumerate([*special, "<|unk|>", *characters, *words, *(f" {word}" for word in words)])}
+    # A shared word takes the space before it along, which keeps prompts short.
+    pattern = "|".join([rf" ?\b(?:{'|'.join(words)})\b"] * bool(words) + [r"[\s\S]"])
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=EOS,
+        pad_token=PAD,
+        unk_token="<|unk|>",
+        additional_special_tokens=[USER, ASSISTANT],
+        chat_template=_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )

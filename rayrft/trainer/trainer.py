@@ -1,0 +1,145 @@
+"""The Trainer actor: hands commands to the ranks that Ray Train runs, and their answers back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+from rayrft.config.trainer import TrainerConfig
+from rayrft.errors import ActorDied, RayrftError
+from rayrft.trainer.commands import Command, Stop
+from rayrft.trainer.rank import RankSetup, run_rank
+
+
+class Trainer:
+    """The actor. ``start`` returns when every rank holds the model; then ``command`` runs commands one by one."""
+
+    def __init__(self, config: TrainerConfig) -> None:
+        self._config = config
+        self._lock = asyncio.Lock()
+        self._changed = asyncio.Condition()
+        self._number = -1
+        self._command: Command | None = None
+        self._answers: dict[int, Any] = {}
+        self._ready: set[int] = set()
+        self._failure: Exception | None = None
+        self._fit: asyncio.Task[None] | None = None
+
+    async def start(self, folder: Path, setup: RankSetup) -> None:
+        """Start the ranks through Ray Train, whose own files go to ``folder``, the run's. Raises what the first failing rank raised."""
+        self._fit = asyncio.create_task(self._run(folder, setup))
+        async with self._changed:
+            await self._until(lambda: len(self._ready) == self._config.ranks)
+
+    async def command(self, command: Command) -> list[Any]:
+        """Run a command on every rank; the answers in order of rank. Raises what the first failing rank raised."""
+        async with self._lock, self._changed:
+            self._number += 1
+            self._command = command
+            self._answers = {}
+            self._changed.notify_all()
+            await self._until(lambda: len(self._answers) == self._config.ranks)
+            return [self._answers[rank] for rank in range(self._config.ranks)]
+
+    async def stop(self) -> None:
+        """End the ranks; returns when Ray Train has finished."""
+        async with self._lock, self._changed:
+            self._number += 1
+            self._command = Stop()
+            self._changed.notify_all()
+        if self._fit is not None:
+            await self._fit
+
+    async def watch(self) -> None:
+        """Returns when the ranks have ended as told; raises as soon as one has failed."""
+        async with self._changed:
+            await self._until(lambda: isinstance(self._command, Stop))
+
+    async def pid(self) -> int:
+        """Process id of the actor."""
+        return os.getpid()
+
+    # What the ranks call.
+
+    async def ready(self, rank: int) -> None:
+        """A rank holds the model."""
+        async with self._changed:
+            self._ready.add(rank)
+            self._changed.notify_all()
+
+    async def next_command(self, number: int) -> Command:
+        """The command of that number, as soon as it is given; idle ranks wait here."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._number >= number)
+            assert self._command is not None
+            return self._command
+
+    async def answer(self, rank: int, number: int, value: Any) -> None:
+        """A rank's answer to the command of that number."""
+        async with self._changed:
+            if number == self._number:
+                self._answers[rank] = value
+            self._changed.notify_all()
+
+    async def failed(self, rank: int, error: BaseException) -> None:
+        """A rank is about to die of this error. The first one is the root cause: the others only miss their peer."""
+        async with self._changed:
+            if self._failure is None:
+                self._failure = _cause(error, f"trainer rank {rank}")
+            self._changed.notify_all()
+
+    async def _until(self, condition: Any) -> None:
+        await self._changed.wait_for(lambda: condition() or self._failure is not None)
+        if self._failure is not None:
+            raise self._failure
+
+    async def _run(self, folder: Path, setup: RankSetup) -> None:
+        failure: Exception | None = None
+        try:
+            await asyncio.to_thread(self._fit_blocking, folder, setup)
+        except Exception as error:  # whatever ended Ray Train is handed to whoever waits for an answer
+            failure = _cause(error, "trainer")
+        async with self._changed:
+            if self._failure is None and failure is None and not isinstance(self._command, Stop):
+                failure = ActorDied("Ray Train ended before it was told to", field="trainer")
+            self._failure = self._failure or failure
+            self._changed.notify_all()
+
+    def _fit_blocking(self, folder: Path, setup: RankSetup) -> None:
+        # How often Ray Train's controller looks at its workers; its default costs 2 s per checkpoint.
+        os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
+        import ray.train
+        from ray.train.torch import TorchConfig, TorchTrainer
+
+        resources: dict[str, float] = {"CPU": self._config.cpus}
+        if self._config.gpus:
+            resources["GPU"] = self._config.gpus
+        TorchTrainer(
+            run_rank,
+            train_loop_config={"setup": setup},
+            scaling_config=ray.train.ScalingConfig(
+                num_workers=self._config.ranks,
+                use_gpu=self._config.gpus > 0,
+                resources_per_worker=resources,
+            ),
+            run_config=ray.train.RunConfig(
+                name=folder.name,
+                storage_path=str(folder.parent),
+                failure_config=ray.train.FailureConfig(max_failures=0),
+            ),
+            torch_config=TorchConfig(backend="nccl" if self._config.gpus else "gloo", timeout_s=300),
+        ).fit()
+
+
+def _cause(error: BaseException, actor: str) -> Exception:
+    """The root cause as a typed error that names the actor; errors of our own stay as they are."""
+    failures = getattr(error, "worker_failures", None)
+    if failures:
+        rank, first = next(iter(failures.items()))
+        return _cause(first, f"trainer rank {rank}")
+    if isinstance(error, RayrftError):
+        return error
+    lines = str(error).strip().splitlines() or [""]
+    return ActorDied(f"{type(error).__name__}: {lines[-1]}", field=actor, remedy="see its log in the Ray dashboard")

@@ -1,0 +1,62 @@
+"""The process group over which weights are broadcast: the first trainer rank and every engine worker.
+
+It is apart from the default group of either side. Its generation is part of the rendezvous, so members of an older group
+never meet those of a newer one.
+"""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """Where and how to meet. ``rank`` 0 is the trainer; it hosts the store."""
+
+    backend: Literal["gloo", "nccl"]
+    host: str
+    port: int
+    world_size: int
+    generation: int
+    timeout_s: float
+
+
+def free_port(host: str) -> int:
+    """A port that is free on this node now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+class WeightGroup:
+    """One member of the group. Joining blocks until every member has come, or raises after the plan's timeout."""
+
+    def __init__(self, plan: GroupPlan, rank: int, device: torch.device) -> None:
+        timeout = timedelta(seconds=plan.timeout_s)
+        tcp = dist.TCPStore(plan.host, plan.port, plan.world_size, is_master=rank == 0, timeout=timeout)
+        store = dist.PrefixStore(f"rayrft/{plan.generation}", tcp)
+        self._store = tcp  # the master's store must outlive the group
+        self._group: Any
+        if plan.backend == "gloo":
+            self._group = dist.ProcessGroupGloo(store, rank, plan.world_size, timeout)
+        else:
+            torch.cuda.set_device(device)
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            self._group = dist.ProcessGroupNCCL(store, rank, plan.world_size, options)
+
+    def broadcast(self, buffer: Tensor) -> None:
+        """Send (rank 0) or receive (others) one buffer, in place; returns when it is there."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        self._group.broadcast([buffer], options).wait()
+        if buffer.is_cuda:
+            torch.cuda.current_stream().synchronize()
