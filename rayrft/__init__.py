@@ -1,0 +1,54 @@
+"""rayrft: reinforcement fine-tuning of language models, native to Ray.
+
+>>> import rayrft
+>>> run = rayrft.start("jobs/quickstart.yaml", **{"stages.mix.steps": 50})  # doctest: +SKIP
+>>> run.watch()  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rayrft.buffer.experience import Experience, Task
+    from rayrft.config import RunConfig
+    from rayrft.core.run import Run, attach, start
+    from rayrft.errors import RayrftError
+    from rayrft.explorer.workflow import Workflow, register_workflow
+    from rayrft.rewards import RewardResult, register_reward
+
+_HOME = {
+    "Experience": "rayrft.buffer.experience",
+    "Task": "rayrft.buffer.experience",
+    "RunConfig": "rayrft.config",
+    "Run": "rayrft.core.run",
+    "attach": "rayrft.core.run",
+    "start": "rayrft.core.run",
+    "RayrftError": "rayrft.errors",
+    "Workflow": "rayrft.explorer.workflow",
+    "register_workflow": "rayrft.explorer.workflow",
+    "RewardResult": "rayrft.rewards",
+    "register_reward": "rayrft.rewards",
+}
+__all__ = [
+    "Experience",
+    "RayrftError",
+    "RewardResult",
+    "Run",
+    "RunConfig",
+    "Task",
+    "Workflow",
+    "attach",
+    "register_reward",
+    "register_workflow",
+    "start",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded on first use: `import rayrft` must be quick, and need neither torch nor Ray.
+    if name not in _HOME:
+        raise AttributeError(f"module 'rayrft' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOME[name]), name)

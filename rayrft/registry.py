@@ -23,7 +23,10 @@ class Registry(Generic[T]):
         def add(piece: T) -> T:
             if name in self._pieces:
                 raise ConfigError(
-                    f"a {self.kind} of this name exists", field=self.kind, value=name, remedy="choose another name"
+                    f"a {self.kind} of this name exists",
+                    field=self.kind,
+                    value=name,
+                    remedy="choose another name",
                 )
             self._pieces[name] = piece
             return piece
@@ -34,7 +37,10 @@ class Registry(Generic[T]):
         """The piece of that name; raises ConfigError with the nearest known name."""
         if name not in self._pieces:
             raise ConfigError(
-                f"unknown {self.kind}", field=field or self.kind, value=name, remedy=nearest(name, self._pieces)
+                f"unknown {self.kind}",
+                field=field or self.kind,
+                value=name,
+                remedy=nearest(name, self._pieces),
             )
         return self._pieces[name]
 

@@ -47,9 +47,7 @@ class Algorithm:
         total = policy = sft = logprobs.sum() * 0.0
         sums: dict[str, Tensor] = {}
         if self.needs_rollouts:
-            policy_sum, sums = clipped_policy_loss(
-                logprobs, batch, clip_low=self.clip_low, clip_high=self.clip_high
-            )
+            policy_sum, sums = clipped_policy_loss(logprobs, batch, clip_low=self.clip_low, clip_high=self.clip_high)
             sums["entropy"] = masked_sum(entropy, batch.policy_mask)
             policy = policy_sum / over.policy
             total = total + (1.0 - self.mu) * policy

@@ -22,9 +22,7 @@ def balance(sizes: list[int], parts: int) -> list[list[int]]:
     while len(heap) > 1:
         _, order, first = heapq.heappop(heap)
         _, _, second = heapq.heappop(heap)
-        merged = [
-            (a[0] + b[0], a[1] + b[1]) for a, b in zip(first, reversed(second), strict=True)
-        ]
+        merged = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(first, reversed(second), strict=True)]
         merged.sort(key=lambda part: (-part[0], part[1]))
         heapq.heappush(heap, (merged[-1][0] - merged[0][0], order, merged))
     result = [sorted(indices) for _, indices in heap[0][2]] if heap else [[] for _ in range(parts)]

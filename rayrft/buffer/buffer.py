@@ -65,6 +65,7 @@ class Buffer:
         self._expert: dict[str, ExpertStore] = {}
         self._plan: StagePlan | None = None
         self._schedule: Schedule | None = None
+        self._first_sequence = 0
         self._leases: dict[int, Lease] = {}
         self._reports: list[GroupReport] = []
         self._changed = asyncio.Condition()
@@ -93,7 +94,11 @@ class Buffer:
             self._plan = plan
             self._schedule = (
                 Schedule(
-                    plan.groups, plan.max_staleness, over_sampling=plan.over_sampling, version=plan.version
+                    plan.groups,
+                    plan.max_staleness,
+                    over_sampling=plan.over_sampling,
+                    version=plan.version,
+                    first_sequence=self._first_sequence,
                 )
                 if plan.groups
                 else None
@@ -103,6 +108,9 @@ class Buffer:
     async def close_stage(self) -> None:
         """No more groups are admitted; whoever waits for a ticket gets none."""
         async with self._changed:
+            if self._schedule is not None:
+                # A group of this stage that comes late must not be taken for one of the next.
+                self._first_sequence = self._schedule.next_sequence
             self._schedule = None
             self._changed.notify_all()
 
@@ -281,7 +289,10 @@ def _total(reports: list[GroupReport]) -> GroupReport:
 def _check_schema(batch: pa.RecordBatch) -> None:
     if not batch.schema.equals(SCHEMA):
         raise DataError(
-            "rows are not of the experience schema", field="schema", value=batch.schema.names, remedy="use to_batch()"
+            "rows are not of the experience schema",
+            field="schema",
+            value=batch.schema.names,
+            remedy="use to_batch()",
         )
 
 

@@ -20,7 +20,9 @@ def from_tasks(
     name: str, tasks: list[Task], config: DemonstrationsConfig, tokenizer: ChatTokenizer, seed: int
 ) -> list[Experience]:
     """One demonstration per task. The first ``wrong_share`` of a seeded shuffle shows ``wrong_field`` as the answer."""
-    wrong = set(np.random.default_rng([seed, 1]).permutation(len(tasks))[: round(config.wrong_share * len(tasks))].tolist())
+    wrong = set(
+        np.random.default_rng([seed, 1]).permutation(len(tasks))[: round(config.wrong_share * len(tasks))].tolist()
+    )
     rows = []
     for index, task in enumerate(tasks):
         answer = task.answer

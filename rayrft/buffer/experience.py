@@ -164,9 +164,7 @@ def from_batch(batch: pa.RecordBatch) -> list[Experience]:
     columns["weight_versions"] = [
         tuple(VersionSpan(**span) for span in value or ()) for value in columns["weight_versions"]
     ]
-    return [
-        Experience(**{name: values[row] for name, values in columns.items()}) for row in range(batch.num_rows)
-    ]
+    return [Experience(**{name: values[row] for name, values in columns.items()}) for row in range(batch.num_rows)]
 
 
 def list_column(column: pa.ListArray) -> list[np.ndarray | None]:
@@ -174,10 +172,7 @@ def list_column(column: pa.ListArray) -> list[np.ndarray | None]:
     values = column.values.to_numpy(zero_copy_only=False)
     offsets = column.offsets.to_numpy()
     valid = column.is_valid().to_numpy(zero_copy_only=False)
-    return [
-        values[start:end] if ok else None
-        for start, end, ok in zip(offsets[:-1], offsets[1:], valid, strict=True)
-    ]
+    return [values[start:end] if ok else None for start, end, ok in zip(offsets[:-1], offsets[1:], valid, strict=True)]
 
 
 def find_fault(row: Experience) -> str | None:

@@ -39,14 +39,22 @@ class Ticket:
 class Schedule:
     """Pure bookkeeping of active groups; no clock, no actor."""
 
-    def __init__(self, groups_per_step: int, max_staleness: int, *, over_sampling: float = 1.0, version: int = 0):
+    def __init__(
+        self,
+        groups_per_step: int,
+        max_staleness: int,
+        *,
+        over_sampling: float = 1.0,
+        version: int = 0,
+        first_sequence: int = 0,
+    ) -> None:
         if groups_per_step < 1 or max_staleness < 0 or over_sampling < 1:
             raise ValueError("groups_per_step >= 1, max_staleness >= 0 and over_sampling >= 1 are needed")
         self.groups_per_step = groups_per_step
         self.max_staleness = max_staleness
         self.over_sampling = over_sampling
         self.version = version
-        self._sequence = 0
+        self.next_sequence = first_sequence
         self._running: dict[int, Ticket] = {}
         self._ready: dict[int, Ticket] = {}
         self._taken = 0
@@ -69,9 +77,9 @@ class Schedule:
         """Up to ``count`` tickets at the present version."""
         tickets = []
         for _ in range(min(count, self.capacity)):
-            ticket = Ticket(self._sequence, self.version, self.version + self.max_staleness)
+            ticket = Ticket(self.next_sequence, self.version, self.version + self.max_staleness)
             self._running[ticket.sequence] = ticket
-            self._sequence += 1
+            self.next_sequence += 1
             tickets.append(ticket)
         return tickets
 

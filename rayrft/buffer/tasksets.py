@@ -26,9 +26,7 @@ class TaskSplits:
     demonstrated: dict[str, list[Task]]
 
 
-def load_tasks(
-    config: TasksConfig, demonstrations: dict[str, DemonstrationsConfig], seed: int
-) -> TaskSplits:
+def load_tasks(config: TasksConfig, demonstrations: dict[str, DemonstrationsConfig], seed: int) -> TaskSplits:
     """Read, de-duplicate, shuffle by seed, and split.
 
     Raises DataError when the source is missing or empty, or too small for the splits asked for.

@@ -77,7 +77,9 @@ def _entry(entries: list[Any], part: str, dotted: str) -> Any:
         return entries[int(part)]
     named = {entry.get("name"): entry for entry in entries if isinstance(entry, dict)}
     if part not in named:
-        raise ConfigError("no such entry", field=dotted, value=part, remedy=nearest(part, [str(name) for name in named]))
+        raise ConfigError(
+            "no such entry", field=dotted, value=part, remedy=nearest(part, [str(name) for name in named])
+        )
     return named[part]
 
 

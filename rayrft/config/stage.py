@@ -55,13 +55,13 @@ class StageConfig(Section):
     def _batch_arithmetic(self) -> StageConfig:
         build = self.algorithm.build()
         if self.algorithm.name == "mix" and self.expert_share is None:
-            raise ValueError(
-                f"stage {self.name!r}: mix needs expert_share, the share of the batch that is expert rows"
-            )
+            raise ValueError(f"stage {self.name!r}: mix needs expert_share, the share of the batch that is expert rows")
         if self.algorithm.name != "mix" and self.expert_share not in (None, build.mu):
             raise ValueError(f"stage {self.name!r}: expert_share is fixed at {build.mu:g} by {self.algorithm.name!r}")
         if build.needs_expert and not self.demonstrations:
-            raise ValueError(f"stage {self.name!r}: {self.algorithm.name} needs 'demonstrations', where its expert rows are")
+            raise ValueError(
+                f"stage {self.name!r}: {self.algorithm.name} needs 'demonstrations', where its expert rows are"
+            )
         share = self.batch_size * self._share
         if abs(share - round(share)) > 1e-6:
             raise ValueError(

@@ -106,4 +106,3 @@ class WorkerExtension:
 # vLLM refuses a second registration, and this module is imported by the engine's process and by its workers.
 with contextlib.suppress(ValueError):
     WeightTransferEngineFactory.register_engine(BACKEND, BucketReceiver)
-

@@ -31,9 +31,7 @@ class Answer:
 class ModelClient:
     """The current model as a workflow sees it: token ids in, token ids and log-probs out, nothing re-tokenised."""
 
-    def __init__(
-        self, router: Router, tokenizer: ChatTokenizer, sampling: Sampling, *, max_prompt_tokens: int
-    ) -> None:
+    def __init__(self, router: Router, tokenizer: ChatTokenizer, sampling: Sampling, *, max_prompt_tokens: int) -> None:
         self._router = router
         self._tokenizer = tokenizer
         self._sampling = sampling
@@ -91,8 +89,7 @@ def to_experience(task: Task, answer: Answer, experience_id: str, group_id: str,
         action_mask=mask,
         logprobs=logprobs,
         weight_versions=tuple(
-            VersionSpan(len(prompt) + start, len(prompt) + end, version)
-            for start, end, version in completion.versions
+            VersionSpan(len(prompt) + start, len(prompt) + end, version) for start, end, version in completion.versions
         ),
         stop_reason=completion.stop_reason,
         turns=(*task.messages, {"role": "assistant", "content": answer.text}),

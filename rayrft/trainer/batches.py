@@ -30,11 +30,7 @@ def fetch_rows(share: BatchShare) -> list[TrainRow]:
     import ray
 
     batches: list[pa.RecordBatch] = ray.get([ref for ref, _ in share.parts])
-    return [
-        row
-        for batch, (_, indices) in zip(batches, share.parts, strict=True)
-        for row in read_rows(batch, indices)
-    ]
+    return [row for batch, (_, indices) in zip(batches, share.parts, strict=True) for row in read_rows(batch, indices)]
 
 
 def read_rows(batch: pa.RecordBatch, indices: tuple[int, ...]) -> list[TrainRow]:

@@ -39,9 +39,7 @@ class StepResult:
 class Learner:
     """A model (sharded or not), its optimiser and the loss. Every method is a collective over the default group."""
 
-    def __init__(
-        self, model: nn.Module, *, micro_batch_tokens: int, temperature: float, device: torch.device
-    ) -> None:
+    def __init__(self, model: nn.Module, *, micro_batch_tokens: int, temperature: float, device: torch.device) -> None:
         self.model = model
         self._micro_batch_tokens = micro_batch_tokens
         self._temperature = temperature
@@ -55,7 +53,10 @@ class Learner:
         self._steps = steps
         self._taken = 0
         self._optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=optimizer.lr, betas=optimizer.betas, weight_decay=optimizer.weight_decay
+            self.model.parameters(),
+            lr=optimizer.lr,
+            betas=optimizer.betas,
+            weight_decay=optimizer.weight_decay,
         )
 
     def step(self, rows: list[TrainRow]) -> StepResult:

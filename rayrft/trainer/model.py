@@ -10,7 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -25,7 +29,9 @@ def load_model(path: str) -> nn.Module:
         model: nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"no causal language model can be loaded: {str(error).splitlines()[0]}", field="model.path", value=path
+            f"no causal language model can be loaded: {str(error).splitlines()[0]}",
+            field="model.path",
+            value=path,
         ) from None
     model.train()
     return model

@@ -21,7 +21,13 @@ _TEMPLATE = (
 
 
 def make_tiny_model(
-    config: TinyModelConfig, prompts: list[str], answers: list[str], folder: Path, *, max_length: int, seed: int
+    config: TinyModelConfig,
+    prompts: list[str],
+    answers: list[str],
+    folder: Path,
+    *,
+    max_length: int,
+    seed: int,
 ) -> None:
     """Write a model with random weights and its tokenizer to ``folder``, in Hugging Face format."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -61,7 +67,10 @@ def make_tokenizer(prompts: list[str], answers: list[str], *, frequent: float = 
     words = sorted(word for word, count in counts.items() if count >= frequent * len(prompts))
     characters = sorted(set("".join(prompts) + "".join(answers)) | set(map(chr, range(32, 127))) | {"\n"})
     special = [PAD, EOS, USER, ASSISTANT]
-    vocabulary = {token: index for index, token in enumerate([*special, "<|unk|>", *characters, *words, *(f" {word}" for word in words)])}
+    vocabulary = {
+        token: index
+        for index, token in enumerate([*special, "<|unk|>", *characters, *words, *(f" {word}" for word in words)])
+    }
     # A shared word takes the space before it along, which keeps prompts short.
     pattern = "|".join([rf" ?\b(?:{'|'.join(words)})\b"] * bool(words) + [r"[\s\S]"])
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))

@@ -1,0 +1,101 @@
+"""The command line: ``rayrft run | status | stop | watch``."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from typing import Annotated
+
+import typer
+
+from rayrft.config import RunConfig, load_config, parse_override
+from rayrft.errors import RayrftError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def run(
+    config: Annotated[str, typer.Argument(help="YAML file")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value …")] = None,
+) -> None:
+    """Run a config to its end."""
+    follow(load_config(config, dict(map(parse_override, overrides or []))))
+
+
+@app.command()
+def status(name: Annotated[str | None, typer.Argument(help="a run; all by default")] = None) -> None:
+    """Where runs stand."""
+    from rayrft.core.run import attach, connect, running
+
+    connect()
+    names = [name] if name else running()
+    if not names:
+        print("no run is under way")
+    for each in names:
+        print(json.dumps(attach(each).status(), indent=2))
+
+
+@app.command()
+def watch(name: str) -> None:
+    """Follow a run from anywhere on its cluster."""
+    from rayrft.core.run import attach
+
+    attach(name).watch()
+
+
+@app.command()
+def stop(name: str) -> None:
+    """Ask a run to save its weights and end."""
+    from rayrft.core.run import attach
+
+    attach(name).stop()
+    print(f"{name}: stopping")
+
+
+def follow(config: RunConfig) -> dict[str, object]:
+    """Start a run, print its lines, table and whereabouts, and give its summary. Ctrl-C asks the run to stop; a second
+    one ends it at once. Raises the root cause when the run fails."""
+    from rayrft.core.run import start
+    from rayrft.monitor.records import read_records
+    from rayrft.monitor.report import accuracy_table
+
+    handle = start(config, say=_say)
+    interrupted = False
+
+    def interrupt(*_: object) -> None:
+        nonlocal interrupted
+        if interrupted:
+            raise KeyboardInterrupt
+        interrupted = True
+        _say("stopping after the step under way (once more: at once)")
+        handle.stop()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupt)
+    handle.watch(_say)
+    summary = handle.result()
+    _say("\n" + accuracy_table(read_records(handle.folder)))
+    counters = summary["counters"]
+    _say(
+        f"\nrows: sampled {counters['sampled']} = trained {counters['trained']} + dropped "
+        f"{sum(counters['dropped'].values())} {counters['dropped']} + held {counters['held']}"
+    )
+    _say(f"{summary['status']} after {summary['seconds']['total']:.0f} s, {summary['steps']} steps")
+    _say(f"plot        {handle.folder / 'plot.png'}")
+    _say(f"checkpoint  {summary['checkpoint'] or 'none: the run was stopped'}")
+    return summary
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def main() -> None:
+    """Entry point: an error of ours is one paragraph on stderr and exit status 1."""
+    try:
+        app()
+    except RayrftError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)

@@ -1,0 +1,1 @@
+"""RFT-core: places, starts, paces and supervises the actors of a run."""

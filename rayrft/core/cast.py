@@ -1,0 +1,118 @@
+"""The cast of a run: every actor but the Master, started in its placement group."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import Any
+
+from rayrft.buffer.buffer import Buffer
+from rayrft.buffer.experience import to_batch
+from rayrft.config import RunConfig
+from rayrft.core.placement import Placement, plan_placement
+from rayrft.core.prepare import Prepared
+from rayrft.core.weight_sync import WeightSync
+from rayrft.explorer.engine import RolloutEngine
+from rayrft.explorer.explorer import Explorer
+from rayrft.rewards.worker import RewardWorker
+from rayrft.trainer.rank import RankSetup
+from rayrft.trainer.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Handles of the actors; ``explorer`` and ``weight_sync`` are None where nothing is rolled out."""
+
+    buffer: Any
+    trainer: Any
+    explorer: Any | None
+    weight_sync: Any | None
+    engines: list[Any]
+
+    def watches(self) -> dict[str, Awaitable[Any]]:
+        """For every actor a call that ends only when the actor fails."""
+        actors = {"buffer": self.buffer, "trainer": self.trainer}
+        if self.explorer is not None and self.weight_sync is not None:
+            actors |= {"explorer": self.explorer, "weight_sync": self.weight_sync}
+        actors |= {f"engine-{index}": engine for index, engine in enumerate(self.engines)}
+        return {name: actor.watch.remote() for name, actor in actors.items()}
+
+
+def hire(config: RunConfig, prepared: Prepared, placement: Placement) -> Cast:
+    """Create the actors; they are not started yet, but can be watched."""
+    import ray
+
+    buffer = placement.actor(Buffer, "buffer").remote(config.seed)
+    trainer = placement.actor(Trainer, "trainer").remote(config.trainer)
+    if "explorer" not in {part.name for part in plan_placement(config)}:
+        return Cast(buffer, trainer, None, None, [])
+    engine = config.explorer.engine
+    engines = [placement.actor(RolloutEngine, "engines", index).remote() for index in range(engine.count)]
+    reward_worker = placement.actor(RewardWorker, "reward", named=False)
+    explorer = placement.actor(Explorer, "explorer").remote(
+        config,
+        prepared.model,
+        engines,
+        buffer,
+        ray.put(prepared.tasks),
+        ray.put(prepared.held_out),
+        _Starter(reward_worker, config.reward),
+    )
+    weight_sync = placement.actor(WeightSync, "weight_sync").remote(
+        config.weight_sync, config.sync_backend, trainer, engines, engine.tensor_parallel, _probe(prepared)
+    )
+    return Cast(buffer, trainer, explorer, weight_sync, engines)
+
+
+async def start(cast: Cast, config: RunConfig, prepared: Prepared) -> None:
+    """Bring every actor up, side by side; returns when the run can begin."""
+    import ray
+
+    engine = config.explorer.engine
+    setup = RankSetup(
+        cast.trainer,
+        config.trainer,
+        prepared.model,
+        config.model.dtype,
+        config.explorer.sampling.temperature,
+    )
+    starting = [cast.trainer.start.remote(config.folder, setup)]
+    for index, each in enumerate(cast.engines):
+        starting.append(
+            each.start.remote(
+                prepared.model,
+                engine,
+                max_length=config.model.max_length,
+                dtype=config.model.dtype,
+                seed=config.seed + index,
+            )
+        )
+    if cast.explorer is not None:
+        starting.append(cast.explorer.start.remote())
+    for name, rows in prepared.demonstrations.items():
+        starting.append(cast.buffer.load.remote(name, [ray.put(to_batch(rows))]))
+    await asyncio.gather(*starting)
+    if cast.weight_sync is not None:
+        await cast.weight_sync.connect.remote()
+
+
+@dataclass(frozen=True)
+class _Starter:
+    """Makes a reward worker in its placement group; travels to the Explorer, which replaces workers that hang."""
+
+    actor_class: Any
+    config: Any
+
+    def __call__(self) -> Any:
+        return self.actor_class.remote(self.config)
+
+
+def _probe(prepared: Prepared) -> list[list[int]]:
+    """Sequences on which engine and trainer must agree: held-out questions with their answers, whole."""
+    from rayrft.buffer.demonstrations import demonstrate
+    from rayrft.buffer.tokens import ChatTokenizer
+
+    tokenizer = ChatTokenizer(prepared.model)
+    rows = [demonstrate("", task.id, task.messages, task.answer, tokenizer) for task in prepared.held_out[:8]]
+    return [row.token_ids.tolist() for row in rows]

@@ -1,0 +1,322 @@
+"""The Master actor: the run, from the first actor to the summary.
+
+Its main path is `_run` -> `_stage` -> `_step`: lease a batch, train on it, publish the weights, admit new groups. Explorer
+and Trainer overlap by themselves where ``max_staleness`` lets groups be admitted before their step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rayrft.buffer.buffer import Lease, StagePlan
+from rayrft.config import RunConfig, StageConfig
+from rayrft.core import cast as casting
+from rayrft.core.placement import Placement, plan_placement
+from rayrft.core.prepare import Prepared
+from rayrft.core.recorder import Recorder
+from rayrft.core.supervision import root_cause, supervise
+from rayrft.core.weight_sync import SyncReport
+from rayrft.errors import RayrftError
+from rayrft.explorer.evaluation import Evaluation
+from rayrft.monitor.records import EvaluationRecord, Record, StepRecord
+from rayrft.monitor.verdict import verdict
+from rayrft.trainer.commands import OpenStage, Save, Train
+from rayrft.trainer.learner import StepResult
+
+_LEASE_DEADLINE_S = 300.0
+
+
+class _Stopped(Exception):
+    """The user asked the run to stop."""
+
+
+class Master:
+    """The actor. ``run`` is the whole run; everything else may be called while it is under way."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._recorder = Recorder(config)
+        self._stop = asyncio.Event()
+        self._step_number = 0
+        self._version = 0
+        self._status = "starting"
+        self._stages_done: list[dict[str, Any]] = []
+        self._checkpoints: dict[str, Path] = {}
+        self._ledger: dict[str, Any] = {}
+
+    async def run(self, prepared_refs: list[Any]) -> dict[str, Any]:
+        """Run all stages; gives the summary. Raises the root cause when the run fails, after writing the summary.
+
+        ``prepared_refs`` holds one reference to a `Prepared`, inside a list so that it is fetched here.
+        """
+        prepared: Prepared = await prepared_refs[0]
+        placement = Placement(self._config.name, plan_placement(self._config))
+        error: RayrftError | None = None
+        try:
+            await placement.reserve(
+                [part.name for part in plan_placement(self._config) if part.name not in ("master", "ranks")]
+            )
+            self._cast = casting.hire(self._config, prepared, placement)
+            await supervise(self._run(prepared), self._cast.watches())
+            self._status = "finished"
+        except _Stopped:
+            self._status = "stopped"
+        except Exception as failure:  # whatever ended the run becomes its summary and is raised again below
+            self._status, error = "failed", root_cause(failure)
+            await self._recorder.note(f"the run failed: {error}", step=self._step_number)
+        finally:
+            placement.remove()
+        summary = self._summary(error)
+        await self._recorder.close(summary)
+        if error is not None:
+            raise error
+        return summary
+
+    async def records(self, count: int) -> list[Record]:
+        """Records from the ``count``-th on, as soon as there are any; an empty list once the run has ended."""
+        return await self._recorder.after(count)
+
+    async def status(self) -> dict[str, Any]:
+        """Where the run stands: its state, step, version and the ledger of rows."""
+        if self._status == "running":
+            self._ledger = await self._cast.buffer.stats.remote()
+        return {
+            "name": self._config.name,
+            "status": self._status,
+            "step": self._step_number,
+            "version": self._version,
+            "folder": str(self._config.folder),
+            **self._ledger,
+        }
+
+    async def stop(self) -> None:
+        """Ask the run to end after what it is doing; it saves its weights and writes its summary."""
+        self._stop.set()
+
+    async def pids(self) -> dict[str, int]:
+        """Process ids of master, trainer and engines."""
+        engines = {f"engine-{i}": await engine.pid.remote() for i, engine in enumerate(self._cast.engines)}
+        return {"master": os.getpid(), "trainer": await self._cast.trainer.pid.remote(), **engines}
+
+    async def _run(self, prepared: Prepared) -> None:
+        started = time.time()
+        await self._recorder.note("starting engines and trainer")
+        for name, reasons in prepared.left_out.items():
+            if reasons:
+                await self._recorder.note(f"demonstrations {name!r}: left out {dict(reasons)}")
+        await casting.start(self._cast, self._config, prepared)
+        self._status = "running"
+        report = await self._publish()
+        probe = (
+            f"; engine log-probs equal the trainer's to {report.probe_gap:.1e}"
+            if report and report.probe_gap is not None
+            else ""
+        )
+        await self._recorder.note(f"up after {time.time() - started:.0f} s{probe}", startup_s=time.time() - started)
+        try:
+            for stage in self._config.stages:
+                await self._stage(stage)
+        except _Stopped:
+            await self._save(f"stopped-{self._step_number}")
+            self._ledger = await self._cast.buffer.stats.remote()
+            raise
+        await self._save("final")
+        self._ledger = await self._cast.buffer.stats.remote()
+        await self._cast.trainer.stop.remote()
+
+    async def _stage(self, stage: StageConfig) -> None:
+        first = len(self._recorder.records)
+        weights = self._checkpoints[stage.start_from] if stage.start_from else None
+        await self._command(OpenStage(stage.algorithm.build(), stage.optimizer, stage.steps, weights))
+        if weights is not None:
+            await self._publish()
+        await self._recorder.note(self._describe(stage), stage.name, self._step_number)
+        if self._step_number == 0 or weights is not None:
+            await self._evaluate(stage, 0)
+        await self._cast.buffer.open_stage.remote(
+            StagePlan(
+                stage.groups,
+                stage.expert_rows,
+                stage.demonstrations if stage.expert_rows else None,
+                self._config.max_staleness,
+                self._config.explorer.over_sampling,
+                self._version,
+            )
+        )
+        exploring = asyncio.ensure_future(self._explore(stage))
+        try:
+            for done in range(1, stage.steps + 1):
+                await self._step(stage, exploring)
+                if stage.evaluate_every and done % stage.evaluate_every == 0 and done < stage.steps:
+                    await self._publish_unless_rolled_out(stage)
+                    await self._evaluate(stage, done)
+        finally:
+            await self._cast.buffer.close_stage.remote()
+            await exploring
+        await self._publish_unless_rolled_out(stage)
+        await self._save(stage.name)
+        await self._evaluate(stage, stage.steps)
+        steps = [r for r in self._recorder.records[first:] if isinstance(r, StepRecord)]
+        if said := verdict(steps, self._config.max_staleness):
+            await self._recorder.note(said, stage.name, self._step_number)
+        self._stages_done.append({"name": stage.name, "steps": len(steps), "final_step": self._step_number})
+
+    async def _step(self, stage: StageConfig, exploring: asyncio.Future[None]) -> None:
+        """Lease, train, publish, admit: one optimiser step."""
+        step, started = self._step_number, time.perf_counter()
+        leasing = asyncio.ensure_future(
+            self._cast.buffer.lease.remote(step, self._config.trainer.ranks, _LEASE_DEADLINE_S)
+        )
+        lease: Lease = await self._unless_ended(leasing, exploring)
+        waited = time.perf_counter() - started
+        asleep = self._config.explorer.engine.sleep and self._cast.weight_sync is not None and stage.groups > 0
+        if asleep:
+            await self._cast.weight_sync.sleep.remote()
+        result: StepResult = (await self._command(Train(lease)))[0]
+        if asleep:
+            await self._cast.weight_sync.wake_up.remote()
+        await self._cast.buffer.ack.remote(step)
+        trained = time.perf_counter() - started - waited
+        self._step_number += 1
+        report = await self._publish() if stage.groups else None
+        await self._cast.buffer.advance.remote(self._version)
+        seconds = time.perf_counter() - started
+        await self._recorder.add(
+            self._record(stage, lease, result, report, waited, trained, seconds, await self._timings())
+        )
+
+    async def _unless_ended(self, work: asyncio.Future[Any], exploring: asyncio.Future[None]) -> Any:
+        """The result of ``work``, unless the run is stopped or the Explorer fails first."""
+        stop = asyncio.ensure_future(self._stop.wait())
+        try:
+            await asyncio.wait(
+                {work, stop, exploring} if not exploring.done() else {work, stop},
+                return_when="FIRST_COMPLETED",
+            )
+            if self._stop.is_set():
+                raise _Stopped
+            if exploring.done():
+                exploring.result()
+            return await work
+        finally:
+            stop.cancel()
+
+    async def _explore(self, stage: StageConfig) -> None:
+        if stage.groups and self._cast.explorer is not None:
+            await self._cast.explorer.explore.remote(stage)
+
+    async def _publish(self) -> SyncReport | None:
+        """Bring the present weights to the engines as a new version: the number of optimiser steps taken."""
+        self._version = self._step_number
+        if self._cast.weight_sync is None:
+            return None
+        return await self._cast.weight_sync.publish.remote(self._version)
+
+    async def _publish_unless_rolled_out(self, stage: StageConfig) -> None:
+        if not stage.groups:
+            await self._publish()
+
+    async def _evaluate(self, stage: StageConfig, stage_step: int) -> None:
+        if not self._config.evaluation.enabled or self._cast.explorer is None:
+            return
+        for temperature in self._config.evaluation.temperatures:
+            started = time.perf_counter()
+            result: Evaluation = await self._cast.explorer.evaluate.remote(temperature)
+            low, high = result.interval
+            await self._recorder.add(
+                EvaluationRecord(
+                    stage.name,
+                    self._step_number,
+                    stage_step,
+                    time.time(),
+                    temperature,
+                    result.accuracy,
+                    low,
+                    high,
+                    result.right,
+                    result.count,
+                    result.mean_reward,
+                    result.unknown,
+                    time.perf_counter() - started,
+                )
+            )
+
+    async def _save(self, name: str) -> None:
+        folder = self._config.folder / "checkpoints" / name
+        await self._command(Save(folder))
+        self._checkpoints[name] = folder
+
+    async def _command(self, command: Any) -> Any:
+        return await self._cast.trainer.command.remote(command)
+
+    async def _timings(self) -> tuple[float, float]:
+        if self._cast.explorer is None:
+            return 0.0, 0.0
+        return await self._cast.explorer.timings.remote()
+
+    def _record(
+        self,
+        stage: StageConfig,
+        lease: Lease,
+        result: StepResult,
+        report: SyncReport | None,
+        waited: float,
+        trained: float,
+        seconds: float,
+        timings: tuple[float, float],
+    ) -> StepRecord:
+        rollouts, stale = lease.rollouts, lease.staleness
+        tokens = rollouts.tokens if stage.groups else result.policy_tokens + result.expert_tokens
+        numbers = asdict(result)
+        numbers.pop("train_s")
+        return StepRecord(
+            stage=stage.name,
+            step=self._step_number,
+            version=self._version,
+            time=time.time(),
+            usual_rows=lease.usual_rows,
+            expert_rows=lease.expert_rows,
+            reward=rollouts.reward_sum / rollouts.scored if rollouts.scored else None,
+            sampled_rows=rollouts.rows,
+            sampled_tokens=rollouts.tokens,
+            truncated_share=rollouts.truncated / rollouts.rows if rollouts.rows else None,
+            staleness_mean=sum(stale) / len(stale) if stale else None,
+            staleness_max=max(stale) if stale else None,
+            probe_gap=report.probe_gap if report else None,
+            tokens_per_s=tokens / seconds,
+            step_s=seconds,
+            wait_s=waited,
+            rollout_s=timings[0],
+            reward_s=timings[1],
+            train_s=trained,
+            sync_s=report.seconds if report else 0.0,
+            **numbers,
+        )
+
+    def _describe(self, stage: StageConfig) -> str:
+        rows = f"{stage.groups} groups of {stage.group_size}" if stage.groups else ""
+        expert = f"{stage.expert_rows} expert rows" if stage.expert_rows else ""
+        batch = " + ".join(part for part in (rows, expert) if part)
+        return f"stage {stage.name!r}: {stage.algorithm.name}, {stage.steps} steps of {batch}"
+
+    def _summary(self, error: RayrftError | None) -> dict[str, Any]:
+        ledger = self._ledger
+        return {
+            "name": self._config.name,
+            "status": self._status,
+            "error": str(error) if error else None,
+            "stages": self._stages_done,
+            "accuracy": self._recorder.accuracy(),
+            "counters": {key: ledger.get(key) for key in ("sampled", "trained", "dropped", "held")},
+            "dropped_tasks": ledger.get("dropped_tasks"),
+            "expert": ledger.get("expert"),
+            "seconds": self._recorder.seconds(),
+            "steps": self._step_number,
+            "weight_version": self._version,
+            "checkpoint": str(self._checkpoints["final"]) if "final" in self._checkpoints else None,
+        }

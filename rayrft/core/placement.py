@@ -1,0 +1,170 @@
+"""Who gets which CPUs, GPUs and memory: planned, shown and checked before anything starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rayrft.config import RunConfig
+from rayrft.errors import PlacementError
+
+NAMESPACE = "rayrft"
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Part:
+    """A placement group: ``count`` equal bundles. ``note`` says who lives there."""
+
+    name: str
+    count: int
+    cpus: float
+    gpus: float
+    memory_gib: float
+    note: str
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """Ray's resources for one bundle."""
+        resources = {"CPU": self.cpus, "memory": self.memory_gib * _GIB}
+        return {**resources, "GPU": self.gpus} if self.gpus else resources
+
+
+def plan_placement(config: RunConfig) -> list[Part]:
+    """The parts of a run, in the order of the picture. Ray Train makes the group of the trainer's ranks itself."""
+    engine, trainer = config.explorer.engine, config.trainer
+    rollouts = any(stage.groups for stage in config.stages) or config.evaluation.enabled
+    parts = [
+        Part("master", 1, 0.05, 0, 0.25, "paces and supervises"),
+        Part("explorer", 1, config.explorer.cpus, 0, 0.5, "tasks, workflows"),
+        Part("engines", engine.count, engine.cpus, engine.gpus, engine.memory_gib, "vLLM rollout engines"),
+        Part("reward", config.reward.workers, 0.1, 0, 0.25, f"reward workers: {config.reward.name}"),
+        Part("buffer", 1, 0.1, 0, 0.25, "experiences"),
+        Part("weight_sync", 1, 0.05, 0, 0.25, f"broadcast over {config.sync_backend}"),
+        Part("trainer", 1, 0.05, 0, 0.25, "commands the ranks"),
+        Part(
+            "ranks",
+            trainer.ranks,
+            trainer.cpus,
+            trainer.gpus,
+            trainer.memory_gib,
+            "FSDP2, placed by Ray Train",
+        ),
+    ]
+    return parts if rollouts else [part for part in parts if part.name not in ("explorer", "engines", "reward")]
+
+
+def show_plan(run: str, parts: list[Part]) -> str:
+    """The plan as a table."""
+    rows = [("placement group", "bundles", "CPU", "GPU", "memory", "for")]
+    for part in parts:
+        rows.append(_row(f"{run}:{part.name}", str(part.count), part.cpus, part.gpus, part.memory_gib, part.note))
+    total = _total(parts)
+    rows.append(_row("total", "", total["CPU"], total["GPU"], total["memory"] / _GIB, ""))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+
+
+def check_placement(parts: list[Part], available: dict[str, float], nodes: list[dict[str, float]]) -> None:
+    """Raises PlacementError, with the numbers, unless the cluster has what the plan asks for.
+
+    ``available`` is what is free on the cluster, ``nodes`` what each living node has in all.
+    """
+    need = _total(parts)
+    for resource, keys in (
+        ("CPU", "explorer.engine.count, explorer.engine.cpus, trainer.ranks or trainer.cpus"),
+        ("GPU", "explorer.engine.count, explorer.engine.gpus, trainer.ranks or trainer.gpus"),
+        ("memory", "explorer.engine.memory_gib or trainer.memory_gib"),
+    ):
+        free = available.get(resource, 0.0)
+        if need[resource] > free + 1e-6:
+            scale, unit = (_GIB, " GiB") if resource == "memory" else (1, "")
+            raise PlacementError(
+                f"the run needs {need[resource] / scale:.4g}{unit} {resource} and the cluster has "
+                f"{free / scale:.4g}{unit} free",
+                field="placement",
+                remedy=f"lower {keys}, stop other runs, or add nodes",
+            )
+    for part in parts:
+        if not any(all(node.get(k, 0.0) >= v for k, v in part.bundle.items()) for node in nodes):
+            raise PlacementError(
+                f"no single node can hold one bundle of {part.name!r}", field="placement", value=part.bundle
+            )
+
+
+def actor_name(run: str, part: str) -> str:
+    """The name under which an actor is found in the namespace, and under which the dashboard shows it."""
+    return f"{run}:{part}"
+
+
+class Placement:
+    """The placement groups of a run, made from its plan. Actors are put into them by part and bundle."""
+
+    def __init__(self, run: str, parts: list[Part]) -> None:
+        self._run = run
+        self._parts = {part.name: part for part in parts}
+        self._groups: dict[str, Any] = {}
+
+    async def reserve(self, names: list[str]) -> None:
+        """Make the placement groups of these parts; raises PlacementError when one is not placed within 30 s."""
+        import asyncio
+
+        import ray
+        from ray.util.placement_group import placement_group
+
+        for name in names:
+            part = self._parts[name]
+            self._groups[name] = placement_group(
+                [part.bundle] * part.count, strategy="PACK", name=actor_name(self._run, name)
+            )
+        for name, group in self._groups.items():
+            try:
+                await asyncio.wait_for(group.ready(), 30)
+            except TimeoutError:
+                raise PlacementError(
+                    f"placement group {actor_name(self._run, name)!r} found no place within 30 s",
+                    field="placement",
+                    value={"asked": self._parts[name].bundle, "free": ray.available_resources()},
+                    remedy="something took resources meanwhile: stop it, or start the run again",
+                ) from None
+
+    def actor(self, cls: type, part: str, index: int | None = None, *, named: bool = True, **options: Any) -> Any:
+        """A remote class placed in a bundle of its part: call ``.remote(…)`` on it."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        bundle = self._parts[part].bundle
+        name = actor_name(self._run, part if index is None else f"{part}-{index}")
+        if named:
+            options |= {"name": name, "namespace": NAMESPACE}
+        return ray.remote(cls).options(
+            num_cpus=bundle["CPU"],
+            num_gpus=bundle.get("GPU", 0),
+            memory=bundle["memory"],
+            max_concurrency=10_000,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                self._groups[part], placement_group_bundle_index=-1 if index is None else index
+            ),
+            **options,
+        )
+
+    def remove(self) -> None:
+        """Give everything back; actors in the groups are killed by Ray."""
+        from ray.util.placement_group import remove_placement_group
+
+        for group in self._groups.values():
+            remove_placement_group(group)
+        self._groups.clear()
+
+
+def _row(name: str, count: str, cpus: float, gpus: float, memory_gib: float, note: str) -> tuple[str, ...]:
+    return name, count, f"{cpus:g}", f"{gpus:g}" if gpus else "-", f"{memory_gib:g} GiB", note
+
+
+def _total(parts: list[Part]) -> dict[str, float]:
+    return {
+        "CPU": round(sum(part.cpus * part.count for part in parts), 6),
+        "GPU": round(sum(part.gpus * part.count for part in parts), 6),
+        "memory": sum(part.memory_gib * part.count for part in parts) * _GIB,
+    }

@@ -1,0 +1,197 @@
+"""Starting a run, and the handle by which it is watched and stopped, from any process on the cluster."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rayrft.config import RunConfig, load_config
+from rayrft.core.placement import NAMESPACE, Placement, actor_name, check_placement, plan_placement, show_plan
+from rayrft.core.prepare import prepare
+from rayrft.core.recorder import write_summary
+from rayrft.core.supervision import root_cause
+from rayrft.errors import ActorDied, PlacementError, RunNotFound, nearest
+from rayrft.monitor.progress import line
+from rayrft.monitor.records import Record, StepRecord, read_records
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+def start(
+    config: str | Path | dict[str, Any] | RunConfig,
+    *,
+    say: Callable[[str], None] = print,
+    **overrides: Any,
+) -> Run:
+    """Check a config, place the run on the cluster and start it; returns while it goes on.
+
+    ``overrides`` are dotted keys: ``start("run.yaml", **{"trainer.ranks": 1})``. ``say`` gets the placement plan.
+    Raises a RayrftError, before any actor starts, when config, data, model or cluster do not fit.
+    """
+    import asyncio
+
+    import ray
+
+    checked = load_config(config, overrides)
+    connect()
+    _check_name(checked.name)
+    parts = plan_placement(checked)
+    say(show_plan(checked.name, parts))
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    check_placement(parts, ray.available_resources(), nodes)
+    prepared = prepare(checked)
+
+    from rayrft.core.master import Master
+
+    placement = Placement(checked.name, parts)
+    asyncio.run(placement.reserve(["master"]))
+    master = placement.actor(Master, "master").remote(checked)
+    outcome = master.run.remote([ray.put(prepared)])
+    return Run(checked.name, checked.folder, master, outcome, placement)
+
+
+def attach(name: str) -> Run:
+    """The run of that name, started by whichever process on this cluster. Raises RunNotFound."""
+    import ray
+
+    connect()
+    try:
+        master = ray.get_actor(actor_name(name, "master"), namespace=NAMESPACE)
+    except ValueError:
+        names = running()
+        raise RunNotFound(
+            "no run of that name is on this cluster",
+            field="name",
+            value=name,
+            remedy=nearest(name, names) if names else "no run is under way",
+        ) from None
+    return Run(name, Path(ray.get(master.status.remote())["folder"]), master)
+
+
+def running() -> list[str]:
+    """Names of the runs on this cluster."""
+    from ray.util import list_named_actors
+
+    suffix = actor_name("", "master")
+    actors = [actor for actor in list_named_actors(all_namespaces=True) if actor["namespace"] == NAMESPACE]
+    return sorted(actor["name"].removesuffix(suffix) for actor in actors if actor["name"].endswith(suffix))
+
+
+def connect() -> None:
+    """Connect to the cluster of RAY_ADDRESS, or to one on this machine, or start one here for this process."""
+    import ray
+
+    if not ray.is_initialized():
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+
+
+class Run:
+    """A run under way or ended."""
+
+    def __init__(
+        self, name: str, folder: Path, master: Any, outcome: Any = None, placement: Placement | None = None
+    ) -> None:
+        self.name = name
+        self.folder = folder
+        self._master = master
+        self._outcome = outcome
+        self._placement = placement
+
+    def status(self) -> dict[str, Any]:
+        """State, step, version and the ledger ``sampled = trained + dropped + held``."""
+        import ray
+
+        try:
+            return ray.get(self._master.status.remote())
+        except ray.exceptions.RayActorError as error:
+            raise self._dead(error) from None
+
+    def records(self) -> Iterator[Record]:
+        """Every record, those to come as they come; ends with the run."""
+        import ray
+
+        count = 0
+        while True:
+            try:
+                new: list[Record] = ray.get(self._master.records.remote(count))
+            except ray.exceptions.RayActorError as error:
+                raise self._dead(error) from None
+            if not new:
+                return
+            count += len(new)
+            yield from new
+
+    def watch(self, say: Callable[[str], None] = print) -> None:
+        """Print a line per record until the run ends. Steps without rollouts are quick: at most two lines a second."""
+        last = 0.0
+        for record in self.records():
+            quick = isinstance(record, StepRecord) and not record.usual_rows
+            if not quick or time.monotonic() - last >= 0.5:
+                last = time.monotonic() if quick else last
+                say(line(record))
+
+    def metrics(self) -> pd.DataFrame:
+        """One row per optimiser step so far."""
+        import pandas as pd
+
+        return pd.DataFrame([asdict(r) for r in read_records(self.folder) if isinstance(r, StepRecord)])
+
+    def evaluations(self) -> pd.DataFrame:
+        """One row per evaluation so far."""
+        import pandas as pd
+
+        return pd.DataFrame([asdict(r) for r in read_records(self.folder) if r.kind == "evaluation"])
+
+    def result(self) -> dict[str, Any]:
+        """Wait for the end; gives the summary. Raises the root cause when the run failed.
+
+        For the process that started the run: this also gives its resources back.
+        """
+        import ray
+
+        if self._outcome is None:
+            raise RunNotFound("only the process that started a run waits for its result", field="name", value=self.name)
+        try:
+            return ray.get(self._outcome)
+        except ray.exceptions.RayActorError as error:
+            raise self._dead(error) from None
+        except ray.exceptions.RayTaskError as error:
+            raise root_cause(error) from None
+        finally:
+            if self._placement is not None:
+                self._placement.remove()
+
+    def stop(self) -> None:
+        """Ask the run to end after what it is doing, and save its weights."""
+        import ray
+
+        ray.get(self._master.stop.remote())
+
+    def pids(self) -> dict[str, int]:
+        """Process ids of master, trainer and engines."""
+        import ray
+
+        return ray.get(self._master.pids.remote())
+
+    def _dead(self, error: Exception) -> ActorDied:
+        """The Master is gone: without it nothing else writes the summary."""
+        cause = ActorDied(f"the master died: {str(error).splitlines()[0]}", field=actor_name(self.name, "master"))
+        if not (self.folder / "summary.json").exists():
+            write_summary(self.folder, {"name": self.name, "status": "failed", "error": str(cause), "checkpoint": None})
+        return cause
+
+
+def _check_name(name: str) -> None:
+    if name in running():
+        raise PlacementError(
+            "a run of this name is under way",
+            field="name",
+            value=name,
+            remedy=f"choose another name (name=…), or end it with: rayrft stop {name}",
+        )

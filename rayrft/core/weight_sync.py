@@ -1,0 +1,167 @@
+"""The WeightSync actor: carries each new version to every engine, and proves that it arrived.
+
+A round: pause (requests are kept) -> broadcast in buckets -> verify version and digest -> resume, whatever happened.
+Digests prove that the bytes arrived; the log-probs of a probe batch prove that the engine computes with them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rayrft.config.trainer import WeightSyncConfig
+from rayrft.errors import WeightSyncError
+from rayrft.explorer.engine import EngineWeights
+from rayrft.trainer.commands import Describe, Export, Exported, Join, Locate, Publish, Release, Score
+from rayrft.weights.group import GroupPlan
+from rayrft.weights.wire import TensorMeta
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """One round. ``probe_gap`` is the largest difference of a log-prob, or None when no probe was due."""
+
+    version: int
+    seconds: float
+    nbytes: int
+    digest: str
+    probe_gap: float | None
+
+
+class WeightSync:
+    """The actor. ``connect`` before the first ``publish``, and again whenever an engine or rank was replaced."""
+
+    def __init__(
+        self,
+        config: WeightSyncConfig,
+        backend: Literal["gloo", "nccl", "ipc"],
+        trainer: Any,
+        engines: list[Any],
+        workers_per_engine: int,
+        probe: list[list[int]],
+    ) -> None:
+        self._config = config
+        self._backend = backend
+        self._trainer = trainer
+        self._engines = engines
+        self._workers = workers_per_engine
+        self._probe = probe
+        self._generation = 0
+        self._rounds = 0
+        self._metas: list[TensorMeta] = []
+
+    async def connect(self) -> None:
+        """Form the process group of trainer and engines, under a new generation number."""
+        self._metas = (await self._command(Describe()))[0]
+        self._generation += 1
+        plan = None
+        if self._backend != "ipc":
+            host, port = (await self._command(Locate()))[0]
+            size = 1 + self._workers * len(self._engines)
+            plan = GroupPlan(self._backend, host, port, size, self._generation, self._config.deadline_s)
+        joins = [engine.join.remote(plan, 1 + index * self._workers) for index, engine in enumerate(self._engines)]
+        if plan is not None:
+            joins.append(self._trainer.command.remote(Join(plan)))
+        async with self._deadline("engines and trainer to meet"):
+            await asyncio.gather(*joins)
+
+    async def publish(self, version: int) -> SyncReport:
+        """Bring the trainer's present weights to every engine, labelled ``version``.
+
+        Raises WeightSyncError when an engine holds something else afterwards, computes something else, or does not
+        finish in time.
+        """
+        started = time.perf_counter()
+        async with self._deadline(f"weights of version {version} to reach {len(self._engines)} engines"):
+            try:
+                await self._each("pause")
+                sent, held = await self._transfer(version)
+                self._verify(version, sent, held)
+            finally:
+                # A dead engine must neither keep the others paused nor hide the error that is on its way.
+                await asyncio.gather(*(engine.resume.remote() for engine in self._engines), return_exceptions=True)
+        seconds = time.perf_counter() - started
+        due = self._rounds % self._config.probe_every == 0
+        self._rounds += 1
+        gap = await self._compare(version) if due else None
+        return SyncReport(version, seconds, sum(meta.nbytes for meta in self._metas), sent[0], gap)
+
+    async def sleep(self) -> None:
+        """Have the engines free their GPU memory for the trainer."""
+        await self._each("sleep")
+
+    async def wake_up(self) -> None:
+        """Have the engines take their GPU memory back."""
+        await self._each("wake_up")
+
+    async def watch(self) -> None:
+        """Never returns: a caller that awaits it learns at once when this actor dies."""
+        await asyncio.Event().wait()
+
+    async def _transfer(self, version: int) -> tuple[list[str], list[EngineWeights]]:
+        """One broadcast. Gives per engine the digest that was sent to it, and what it holds now."""
+        metas, size = self._metas, int(self._config.bucket_mib * (1 << 20))
+        if self._backend == "ipc":
+            exports: list[Exported] = await self._command(Export(metas, size))
+            held = await asyncio.gather(
+                *(
+                    engine.receive.remote(metas, size, version, export.handles)
+                    for engine, export in zip(self._engines, exports, strict=True)
+                )
+            )
+            await self._command(Release())
+            return [export.digest for export in exports], held
+        receiving = [engine.receive.remote(metas, size, version, None) for engine in self._engines]
+        digests, *held = await asyncio.gather(self._command(Publish(metas, size)), *receiving)
+        return [digests[0]] * len(self._engines), held
+
+    def _verify(self, version: int, sent: list[str], held: list[EngineWeights]) -> None:
+        for index, (digest, weights) in enumerate(zip(sent, held, strict=True)):
+            if weights.version != version or any(each != digest for each in weights.digests):
+                raise WeightSyncError(
+                    f"the trainer sent version {version} with digest {digest}; the engine reports version "
+                    f"{weights.version} with {', '.join(weights.digests)}",
+                    field=f"engine-{index}",
+                    remedy="the transfer is broken: do not trust rollouts of this engine",
+                )
+
+    async def _compare(self, version: int) -> float:
+        trainer: list[list[float]] = (await self._command(Score(self._probe)))[0]
+        worst = 0.0
+        for index, engine in enumerate(self._engines):
+            async with self._deadline(f"engine-{index} to score the probe batch"):
+                scores = await asyncio.gather(*(engine.score.remote(sequence) for sequence in self._probe))
+            pairs = [pair for a, b in zip(trainer, scores, strict=True) for pair in zip(a, b, strict=True)]
+            ours, theirs = max(pairs, key=lambda pair: abs(pair[0] - pair[1]))
+            if not abs(ours - theirs) <= self._config.tolerance:
+                raise WeightSyncError(
+                    f"after version {version} the engine gives a token of the probe batch log-prob {theirs:.6f}, the "
+                    f"trainer {ours:.6f}: {abs(ours - theirs):.2g} apart, more than {self._config.tolerance:g}",
+                    field=f"engine-{index}",
+                    remedy="the engine does not compute with the trainer's weights; in bfloat16 raise "
+                    "weight_sync.tolerance to about 0.2",
+                )
+            worst = max(worst, abs(ours - theirs))
+        return worst
+
+    async def _command(self, command: Any) -> Any:
+        return await self._trainer.command.remote(command)
+
+    async def _each(self, method: str) -> None:
+        await asyncio.gather(*(getattr(engine, method).remote() for engine in self._engines))
+
+    @contextlib.asynccontextmanager
+    async def _deadline(self, what: str) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(self._config.deadline_s):
+                yield
+        except TimeoutError:
+            raise WeightSyncError(
+                f"waited {self._config.deadline_s:g} s for {what}",
+                field="weight_sync",
+                remedy="look for an engine that hangs, or raise weight_sync.deadline_s",
+            ) from None

@@ -1,0 +1,1 @@
+"""What a person sees: records, sinks, the bottleneck verdict, progress lines, the plot."""

@@ -1,0 +1,41 @@
+"""Records as lines for a person."""
+
+from __future__ import annotations
+
+from rayrft.monitor.records import EvaluationRecord, Record, StepRecord
+
+
+def line(record: Record) -> str:
+    """One line per record."""
+    if isinstance(record, StepRecord):
+        return _step(record)
+    if isinstance(record, EvaluationRecord):
+        return (
+            f"[{record.stage} {record.step:>4}] held-out accuracy {record.accuracy:.3f} "
+            f"({record.right} of {record.count}, 95 % {record.low:.3f}-{record.high:.3f}) "
+            f"{temperature_name(record.temperature)}"
+        )
+    return f"[{record.stage} {record.step:>4}] {record.text}" if record.stage else record.text
+
+
+def temperature_name(temperature: float) -> str:
+    return "greedy" if temperature == 0 else f"at temperature {temperature:g}"
+
+
+def _step(r: StepRecord) -> str:
+    parts = [f"[{r.stage} {r.step:>4}]"]
+    if r.usual_rows:
+        reward = "-" if r.reward is None else f"{r.reward:.3f}"
+        parts += [f"reward {reward}", f"policy {r.policy_loss:+.4f}"]
+    if r.expert_rows:
+        parts.append(f"sft {r.sft_loss:.4f}")
+    parts.append(f"{r.tokens_per_s:,.0f} tok/s")
+    if r.usual_rows:
+        parts += [f"stale {r.staleness_mean:.1f}/{r.staleness_max}", f"gap {r.logprob_gap:.1e}"]
+        parts.append(
+            f"{r.step_s:.2f} s = wait {r.wait_s:.2f} (rollout {r.rollout_s:.2f}, reward {r.reward_s:.2f}) "
+            f"+ train {r.train_s:.2f} + sync {r.sync_s:.2f}"
+        )
+    else:
+        parts.append(f"{r.step_s:.2f} s")
+    return "  ".join(parts)

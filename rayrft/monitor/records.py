@@ -1,0 +1,102 @@
+"""The records of a run, one line each in ``metrics.jsonl``."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimiser step. Losses are raw (before mu); seconds split the step's wall time; ``None`` means none of it.
+
+    ``reward`` is the mean over everything sampled since the step before, kept or dropped. ``rollout_s`` and ``reward_s``
+    are the wall time in which anything was rolled out or scored: with ``max_staleness`` 1 or more they overlap the rest.
+    """
+
+    kind: ClassVar[str] = "step"
+    stage: str
+    step: int
+    version: int
+    time: float
+    loss: float
+    policy_loss: float
+    sft_loss: float
+    grad_norm: float
+    lr: float
+    entropy: float
+    clip_fraction: float
+    ratio: float
+    logprob_gap: float
+    policy_tokens: int
+    expert_tokens: int
+    usual_rows: int
+    expert_rows: int
+    reward: float | None
+    sampled_rows: int
+    sampled_tokens: int
+    truncated_share: float | None
+    staleness_mean: float | None
+    staleness_max: int | None
+    probe_gap: float | None
+    tokens_per_s: float
+    step_s: float
+    wait_s: float
+    rollout_s: float
+    reward_s: float
+    train_s: float
+    sync_s: float
+
+
+@dataclass(frozen=True)
+class EvaluationRecord:
+    """Accuracy on the held-out tasks, at the end of ``step`` (0: before the first)."""
+
+    kind: ClassVar[str] = "evaluation"
+    stage: str
+    step: int
+    stage_step: int
+    time: float
+    temperature: float
+    accuracy: float
+    low: float
+    high: float
+    right: int
+    count: int
+    mean_reward: float
+    unknown: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class NoteRecord:
+    """Something to say that is neither: a stage begins, a checkpoint is written."""
+
+    kind: ClassVar[str] = "note"
+    stage: str
+    step: int
+    time: float
+    text: str
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+Record = StepRecord | EvaluationRecord | NoteRecord
+KINDS: dict[str, type[Record]] = {each.kind: each for each in (StepRecord, EvaluationRecord, NoteRecord)}
+
+
+def to_json(record: Record) -> str:
+    """One line of ``metrics.jsonl``."""
+    return json.dumps({"kind": record.kind, **asdict(record)})
+
+
+def read_records(folder: Path) -> list[Record]:
+    """The records of a run folder, also of one that failed or is still being written (a torn last line is left out)."""
+    records = []
+    file = folder / "metrics.jsonl"
+    for line in file.read_text().splitlines(keepends=True) if file.exists() else ():
+        if line.endswith("\n"):
+            values = json.loads(line)
+            records.append(KINDS[values.pop("kind")](**values))
+    return records

@@ -1,0 +1,123 @@
+"""Where records go: a JSONL file always, Ray's metrics always, wandb and TensorBoard when asked for."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+from rayrft.config import RunConfig
+from rayrft.monitor.records import EvaluationRecord, NoteRecord, Record, StepRecord, to_json
+
+
+class Sink(Protocol):
+    """Takes records as they come; ``close`` flushes."""
+
+    def write(self, record: Record) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def open_sinks(config: RunConfig) -> list[Sink]:
+    """The sinks that the config asks for."""
+    sinks: list[Sink] = [JsonLines(config.folder), RayMetrics(config.name)]
+    if config.monitor.tensorboard:
+        sinks.append(TensorBoard(config.folder / "tensorboard"))
+    if config.monitor.wandb:
+        sinks.append(Wandb(config))
+    return sinks
+
+
+def scalars(record: Record) -> dict[str, float]:
+    """The numbers of a record, named for a dashboard."""
+    if isinstance(record, EvaluationRecord):
+        return {f"eval/accuracy_t{record.temperature:g}": record.accuracy}
+    if isinstance(record, StepRecord):
+        values = {k: v for k, v in asdict(record).items() if isinstance(v, int | float) and k not in ("step", "time")}
+        return {f"train/{name}": float(value) for name, value in values.items()}
+    return {}
+
+
+class JsonLines:
+    """``metrics.jsonl``: each record is on disk when ``write`` returns to whoever reads the file."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = (folder / "metrics.jsonl").open("a")
+
+    def write(self, record: Record) -> None:
+        self._file.write(to_json(record) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class RayMetrics:
+    """Gauges for every number and histograms for the times, through ``ray.util.metrics`` (Prometheus, Grafana)."""
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self._gauges: dict[str, Any] = {}
+        self._histograms: dict[str, Any] = {}
+
+    def write(self, record: Record) -> None:
+        from ray.util.metrics import Gauge, Histogram
+
+        for name, value in scalars(record).items():
+            metric = "rayrft_" + name.replace("/", "_").replace(".", "_")
+            if metric not in self._gauges:
+                self._gauges[metric] = Gauge(metric, description=f"rayrft: {name}", tag_keys=("run",))
+            self._gauges[metric].set(value, tags={"run": self._run})
+            if name.endswith("_s"):
+                if metric not in self._histograms:
+                    boundaries = [0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300]
+                    self._histograms[metric] = Histogram(
+                        f"{metric}_seconds", f"rayrft: {name}", boundaries=boundaries, tag_keys=("run",)
+                    )
+                self._histograms[metric].observe(max(value, 1e-9), tags={"run": self._run})
+
+    def close(self) -> None:
+        """Nothing to flush."""
+
+
+class TensorBoard:
+    """Event files under the run folder."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
+
+    def write(self, record: Record) -> None:
+        for name, value in scalars(record).items():
+            self._writer.add_scalar(name, value, record.step)
+        if isinstance(record, NoteRecord):
+            self._writer.add_text("note", record.text, record.step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """A wandb run; offline where ``WANDB_MODE=offline`` is set, or no key is known."""
+
+    def __init__(self, config: RunConfig) -> None:
+        import os
+
+        import wandb
+
+        known = os.environ.get("WANDB_API_KEY") or wandb.api.api_key
+        self._run: Any = wandb.init(
+            project=config.monitor.project,
+            name=config.name,
+            dir=str(config.folder),
+            config=config.model_dump(mode="json"),
+            mode=None if known or "WANDB_MODE" in os.environ else "offline",
+        )
+
+    def write(self, record: Record) -> None:
+        if values := scalars(record):
+            self._run.log(values, step=record.step)
+
+    def close(self) -> None:
+        self._run.finish()
