@@ -23,7 +23,7 @@ def clipped_policy_loss(
     ``logprob_gap`` (``|logprobs - behaviour_logprobs|``).
     """
     mask = batch.policy_mask
-    # Padding and prompts hold arbitrary log-probs: zero the difference there, or exp() could overflow into the gradient.
+    # Padding and prompts hold arbitrary log-probs: zero the difference, or exp() could overflow into the gradient.
     difference = torch.where(mask.bool(), logprobs - batch.behaviour_logprobs, torch.zeros_like(logprobs))
     ratio = difference.exp()
     plain = ratio * batch.advantages

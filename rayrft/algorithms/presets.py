@@ -62,4 +62,4 @@ presets: dict[str, Callable[..., Algorithm]] = {
     "grpo": lambda **pieces: Algorithm("grpo", **{**pieces, "mu": 0.0}),
     "mix": lambda **pieces: Algorithm("mix", **{"mu": 0.1, **pieces}),
 }
-"""Preset name to constructor; keyword arguments override single pieces (``mu`` only where the preset leaves it open)."""
+"""Preset name to constructor; keyword arguments override single pieces (``mu`` where the preset leaves it open)."""

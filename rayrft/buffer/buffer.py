@@ -129,7 +129,8 @@ class Buffer:
     ) -> None:
         """Take a finished group (one record batch, inside a list so that it travels by reference).
 
-        ``dropped`` counts, by reason, rows of the group that were sampled but are not in the batch. Faulty rows are rejected and counted by reason; a group that comes after its deadline or its stage is dropped.
+        ``dropped`` counts, by reason, rows of the group that were sampled but are not in the batch. Faulty rows are
+        rejected and counted by reason; a group that comes after its deadline or its stage is dropped.
         """
         batch: pa.RecordBatch = await refs[0]
         _check_schema(batch)

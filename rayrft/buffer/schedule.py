@@ -2,22 +2,23 @@
 
 Invariants, with t the version of the trainer (optimiser steps), S = max_staleness, P = groups per step:
 
-* A group admitted at version v has the deadline v + S: consumed at a step t <= v + S, no token of it is staler than S,
-  for its tokens were sampled under v or later.
-* At most (S + 1) P groups hold a place: running, ready, or taken by a step whose weights are not published yet. With n(d) the active groups whose deadline is at most d,
-  admission keeps n(d) <= (d - t + 1) P for every d >= t: the steps t..d have room for all that are due by then.
+* A group admitted at version v has the deadline v + S: consumed at a step t <= v + S, no token of it is staler than
+  S, for its tokens were sampled under v or later.
+* At most (S + 1) P groups hold a place: running, ready, or taken by a step whose weights are not published yet. With
+  n(d) the active (running or ready) groups whose deadline is at most d, n(d) <= (d - t + 1) P for every d >= t: the
+  steps t..d have room for all that are due by then.
 * A step takes ready groups by earliest deadline, and only a choice after which the room still suffices (seen from
   t + 1). Otherwise it waits for a straggler that is due.
 
 So every admitted group can be consumed in time whatever the order in which groups finish, and none is thrown away for
-its age. Proof: the condition holds when nothing is active. Admission at t adds a group due at t + S, the latest deadline
-there is, so only n(t + S) grows, and its bound (S + 1) P is the bound on places; groups taken keep theirs until the new
-version is published, so after the take of step t, when S P is the bound that counts, admission still respects it. A lease is made only where the
-condition holds after it. A group that fails or is filtered leaves the active set, which can only lower n. Progress: if
-every active group due is ready, earliest-deadline-first takes them first, and each n(d) falls by P or to 0.
+its age. Proof: the condition holds when nothing is active. Admission at t adds a group due at t + S, the latest
+deadline there is, so only n(t + S) grows, and the bound on places keeps it: (S + 1) P before the take of step t, and
+S P active ones after it, when the P taken still hold theirs. A lease is made only where the condition holds after it.
+A group that fails or is filtered leaves the active set, which can only lower n. Progress: if every active group due
+is ready, the earliest deadlines are taken first, and each n(d) falls by P or to 0.
 
-With ``over_sampling`` > 1 more groups than needed are in flight, a step takes the first P that are ready, and what could
-no longer be in time is swept: expired, to be dropped and counted.
+With ``over_sampling`` > 1 more groups than needed are in flight, a step takes the first P that are ready, and what
+could no longer be in time is swept: expired, to be dropped and counted.
 """
 
 from __future__ import annotations

@@ -71,8 +71,8 @@ class RunConfig(Section):
             units = stage.groups + stage.expert_rows
             if units < self.trainer.ranks:
                 raise ValueError(
-                    f"stage {stage.name!r}: a batch of {stage.groups} groups and {stage.expert_rows} expert rows cannot "
-                    f"be dealt to {self.trainer.ranks} ranks; enlarge batch_size or lower trainer.ranks"
+                    f"stage {stage.name!r}: a batch of {stage.groups} groups and {stage.expert_rows} expert rows "
+                    f"cannot be dealt to {self.trainer.ranks} ranks; enlarge batch_size or lower trainer.ranks"
                 )
             seen.append(stage.name)
         return self

@@ -32,7 +32,7 @@ class AlgorithmConfig(Section):
 
 
 class StageConfig(Section):
-    """One stage of a run. A batch is ``expert_rows`` demonstrations plus ``groups`` groups of ``group_size`` answers."""
+    """One stage of a run. A batch is ``expert_rows`` demonstrations and ``groups`` groups of ``group_size`` answers."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
     algorithm: AlgorithmConfig
@@ -75,8 +75,8 @@ class StageConfig(Section):
         if self.usual_rows % self.group_size:
             near = max(1, round(self.usual_rows / self.group_size)) * self.group_size
             raise ValueError(
-                f"stage {self.name!r}: {self.usual_rows} own rows (batch_size {self.batch_size} less {self.expert_rows} "
-                f"expert rows) are not whole groups of group_size {self.group_size}; "
+                f"stage {self.name!r}: {self.usual_rows} own rows (batch_size {self.batch_size} less "
+                f"{self.expert_rows} expert rows) are not whole groups of group_size {self.group_size}; "
                 f"batch_size {near + self.expert_rows} with {self.expert_rows} expert rows would be"
             )
         return self

@@ -1,14 +1,16 @@
 """The Master actor: the run, from the first actor to the summary.
 
-Its main path is `_run` -> `_stage` -> `_step`: lease a batch, train on it, publish the weights, admit new groups. Explorer
-and Trainer overlap by themselves where ``max_staleness`` lets groups be admitted before their step.
+Its main path is `_run` -> `_stage` -> `_step`: lease a batch, train on it, publish the weights, admit new groups.
+Explorer and Trainer overlap by themselves where ``max_staleness`` lets groups be admitted before their step.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
+from collections.abc import AsyncIterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -174,12 +176,8 @@ class Master:
         )
         lease: Lease = await self._unless_ended(leasing, exploring)
         waited = time.perf_counter() - started
-        asleep = self._config.explorer.engine.sleep and self._cast.weight_sync is not None and stage.groups > 0
-        if asleep:
-            await self._cast.weight_sync.sleep.remote()
-        result: StepResult = (await self._command(Train(lease)))[0]
-        if asleep:
-            await self._cast.weight_sync.wake_up.remote()
+        async with self._engines_asleep():
+            result: StepResult = (await self._command(Train(lease)))[0]
         await self._cast.buffer.ack.remote(step)
         trained = time.perf_counter() - started - waited
         self._step_number += 1
@@ -189,6 +187,16 @@ class Master:
         await self._recorder.add(
             self._record(stage, lease, result, report, waited, trained, seconds, await self._timings())
         )
+
+    @contextlib.asynccontextmanager
+    async def _engines_asleep(self) -> AsyncIterator[None]:
+        """Where trainer and engines share a GPU and the config asks for it, its memory is the trainer's in here."""
+        sync = self._cast.weight_sync if self._config.explorer.engine.sleep else None
+        if sync is not None:
+            await sync.sleep.remote()
+        yield
+        if sync is not None:
+            await sync.wake_up.remote()
 
     async def _unless_ended(self, work: asyncio.Future[Any], exploring: asyncio.Future[None]) -> Any:
         """The result of ``work``, unless the run is stopped or the Explorer fails first."""

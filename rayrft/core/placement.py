@@ -56,7 +56,7 @@ def plan_placement(config: RunConfig) -> list[Part]:
 
 def show_plan(run: str, parts: list[Part]) -> str:
     """The plan as a table."""
-    rows = [("placement group", "bundles", "CPU", "GPU", "memory", "for")]
+    rows: list[tuple[str, ...]] = [("placement group", "bundles", "CPU", "GPU", "memory", "for")]
     for part in parts:
         rows.append(_row(f"{run}:{part.name}", str(part.count), part.cpus, part.gpus, part.memory_gib, part.note))
     total = _total(parts)

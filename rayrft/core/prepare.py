@@ -1,4 +1,4 @@
-"""What can be found wrong before actors start: data, model, tokenizer, reward. What is ready then goes to the actors."""
+"""What can be found wrong before actors start: data, model, tokenizer, reward; and what the actors start with."""
 
 from __future__ import annotations
 

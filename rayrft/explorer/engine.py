@@ -1,8 +1,8 @@
 """RolloutEngine: one vLLM engine in an actor. Token ids go in, token ids come out.
 
-Log-probs are those of the distribution that was sampled from (after temperature), and every token carries the version of
-the weights it was sampled under. While weights change the engine is paused with its requests kept; they go on under the
-new weights.
+Log-probs are those of the distribution that was sampled from (after temperature), and every token carries the version
+of the weights it was sampled under. While weights change the engine is paused with its requests kept; they go on under
+the new weights.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class RolloutEngine:
             AsyncEngineArgs(
                 model=model,
                 skip_tokenizer_init=True,
-                dtype=dtype,  # type: ignore[arg-type]
+                dtype=dtype,
                 seed=seed,
                 max_model_len=max_length,
                 max_num_seqs=config.max_running,
@@ -122,7 +122,7 @@ class RolloutEngine:
         await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
 
     async def pause(self) -> None:
-        """Stop decoding, keep running requests; their cached keys are dropped and computed anew under the new weights."""
+        """Stop decoding, keep running requests; their cached keys are computed anew under the new weights."""
         await self._engine.pause_generation(mode="keep", clear_cache=True)
 
     async def receive(

@@ -27,7 +27,7 @@ BACKEND = "rayrft"
 
 @dataclass
 class JoinInfo(WeightTransferInitInfo):
-    """``plan`` holds the fields of a `GroupPlan`; empty for ipc. ``first_rank`` is that of the engine's first worker."""
+    """``plan``: the fields of a `GroupPlan`, empty for ipc. ``first_rank`` is that of the engine's first worker."""
 
     plan: dict[str, Any] = field(default_factory=dict)
     first_rank: int = 1
@@ -89,7 +89,7 @@ class BucketReceiver(WeightTransferEngine[JoinInfo, UpdateInfo]):
         # On CPU vLLM packs lm_head at load time and, when it is tied to the embedding, keeps the old packing after a
         # reload: the engine would go on answering with stale output weights.
         head = getattr(self.model, "lm_head", None)
-        method = getattr(head, "quant_method", None)
+        method: Any = getattr(head, "quant_method", None)
         if self.device.type == "cpu" and hasattr(method, "process_weights_after_loading"):
             method.process_weights_after_loading(head)
 

@@ -10,10 +10,11 @@ from typing import Any, ClassVar
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimiser step. Losses are raw (before mu); seconds split the step's wall time; ``None`` means none of it.
+    """One optimiser step. Losses are raw (before mu); seconds split the step's wall time.
 
-    ``reward`` is the mean over everything sampled since the step before, kept or dropped. ``rollout_s`` and ``reward_s``
-    are the wall time in which anything was rolled out or scored: with ``max_staleness`` 1 or more they overlap the rest.
+    ``reward`` is the mean over everything sampled since the step before, kept or dropped. ``rollout_s`` and
+    ``reward_s`` are the wall time in which anything was rolled out or scored: with ``max_staleness`` 1 or more they
+    overlap the rest.
     """
 
     kind: ClassVar[str] = "step"

@@ -56,14 +56,12 @@ def save_plot(records: Sequence[Record], path: Path, title: str) -> None:
     evaluations = [each for each in records if isinstance(each, EvaluationRecord)]
     colours = ("tab:blue", "tab:orange", "tab:green")
     for colour, temperature in zip(colours, sorted({each.temperature for each in evaluations}), strict=False):
-        points = [each for each in evaluations if each.temperature == temperature]
-        x, y = [each.step for each in points], [each.accuracy for each in points]
-        errors = [
-            [each.accuracy - each.low for each in points],
-            [each.high - each.accuracy for each in points],
-        ]
-        label = f"held-out accuracy, {temperature_name(temperature)}"
-        axis.errorbar(x, y, yerr=errors, marker="o", capsize=3, color=colour, label=label)
+        label: str | None = f"held-out accuracy, {temperature_name(temperature)}"
+        for points in _curves([each for each in evaluations if each.temperature == temperature]):
+            x, y = [each.step for each in points], [each.accuracy for each in points]
+            errors = [[each.accuracy - each.low for each in points], [each.high - each.accuracy for each in points]]
+            axis.errorbar(x, y, yerr=errors, marker="o", markersize=4, capsize=2, color=colour, label=label)
+            label = None
     for stage in dict.fromkeys(each.stage for each in steps):
         start = min(each.step for each in steps if each.stage == stage) - 1
         axis.axvline(start, color="0.85", zorder=0)
@@ -74,3 +72,13 @@ def save_plot(records: Sequence[Record], path: Path, title: str) -> None:
     axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def _curves(points: list[EvaluationRecord]) -> list[list[EvaluationRecord]]:
+    """Points to be joined by a line: a stage that starts from other weights begins a line of its own."""
+    curves: list[list[EvaluationRecord]] = []
+    for point in points:
+        if point.stage_step == 0 or not curves:
+            curves.append([])
+        curves[-1].append(point)
+    return curves

@@ -20,7 +20,7 @@ from rayrft.trainer.model import reshard
 
 @dataclass(frozen=True)
 class StepResult:
-    """Metrics of one optimiser step, over all ranks. Policy figures are means over RL tokens; 0 where there are none."""
+    """Metrics of one optimiser step over all ranks. Policy figures are means over RL tokens; 0 where there are none."""
 
     loss: float
     policy_loss: float
@@ -120,7 +120,7 @@ class Learner:
         logprobs, entropy = token_logprobs(logits, batch.token_ids, temperature=self._temperature)
         parts = self._algorithm.loss(logprobs, entropy, batch, over)
         # Data parallelism averages gradients over ranks; the loss is already divided globally, so it wants their sum.
-        (parts.loss * self._ranks).backward()
+        torch.autograd.backward(parts.loss * self._ranks)
         return parts.detached()
 
     def _summarise(

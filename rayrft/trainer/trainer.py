@@ -28,7 +28,10 @@ class Trainer:
         self._fit: asyncio.Task[None] | None = None
 
     async def start(self, folder: Path, setup: RankSetup) -> None:
-        """Start the ranks through Ray Train, whose own files go to ``folder``, the run's. Raises what the first failing rank raised."""
+        """Start the ranks through Ray Train, whose own files go to ``folder``, the run's.
+
+        Raises what the first failing rank raised.
+        """
         self._fit = asyncio.create_task(self._run(folder, setup))
         async with self._changed:
             await self._until(lambda: len(self._ready) == self._config.ranks)

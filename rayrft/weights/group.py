@@ -1,7 +1,7 @@
 """The process group over which weights are broadcast: the first trainer rank and every engine worker.
 
-It is apart from the default group of either side. Its generation is part of the rendezvous, so members of an older group
-never meet those of a newer one.
+It is apart from the default group of either side. Its generation is part of the rendezvous, so members of an older
+group never meet those of a newer one.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,8 @@ class WeightGroup:
 
     def __init__(self, plan: GroupPlan, rank: int, device: torch.device) -> None:
         timeout = timedelta(seconds=plan.timeout_s)
-        tcp = dist.TCPStore(plan.host, plan.port, plan.world_size, is_master=rank == 0, timeout=timeout)
-        store = dist.PrefixStore(f"rayrft/{plan.generation}", tcp)
+        tcp = TCPStore(plan.host, plan.port, plan.world_size, is_master=rank == 0, timeout=timeout)
+        store = PrefixStore(f"rayrft/{plan.generation}", tcp)
         self._store = tcp  # the master's store must outlive the group
         self._group: Any
         if plan.backend == "gloo":

@@ -13,7 +13,8 @@ def export_buffer(buffer: Tensor) -> str:
     """A handle to a CUDA buffer, as text. The buffer must stay alive until the receiver is done with it."""
     from torch.multiprocessing.reductions import reduce_tensor
 
-    return base64.b64encode(pickle.dumps(reduce_tensor(buffer))).decode()
+    handle = reduce_tensor(buffer)  # type: ignore[no-untyped-call]
+    return base64.b64encode(pickle.dumps(handle)).decode()
 
 
 def open_buffer(handle: str, device: torch.device) -> Tensor:

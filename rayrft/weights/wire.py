@@ -1,8 +1,8 @@
 """How weights look on the wire.
 
 Both sides cut the same list of tensors into the same buckets, so a bucket travels as bare bytes: one flat buffer, each
-tensor at a 16-byte boundary. Each side digests the buffers it sends or has received; equal digests prove that every byte
-arrived, in its place.
+tensor at a 16-byte boundary. Each side digests the buffers it sends or has received; equal digests prove that every
+byte arrived, in its place.
 """
 
 from __future__ import annotations

@@ -1,0 +1,86 @@
+"""The experience schema: rows survive the trip through Arrow, and faulty ones are found."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rayrft.buffer.experience import SCHEMA, Experience, Task, VersionSpan, find_fault, from_batch, to_batch
+
+
+def make_row(**changes: Any) -> Experience:
+    row = Experience(
+        experience_id="run/stage/0/0",
+        group_id="run/stage/0",
+        task_id="t",
+        token_ids=np.array([5, 6, 7, 8], dtype=np.int32),
+        prompt_length=2,
+        action_mask=np.array([0, 0, 1, 1], dtype=np.uint8),
+        logprobs=np.array([0, 0, -0.5, -1.5], dtype=np.float32),
+        weight_versions=(VersionSpan(2, 3, 6), VersionSpan(3, 4, 7)),
+        reward=1.0,
+        reward_components={"parsed": 1.0},
+        advantages=np.array([0, 0, 0.5, 0.5], dtype=np.float32),
+        turns=({"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}),
+        metrics={"length": 2.0},
+    )
+    return dataclasses.replace(row, **changes)
+
+
+def test_a_row_survives_the_trip_through_arrow() -> None:
+    rows = [make_row(), make_row(experience_id="e", source="expert", advantages=None, weight_versions=(), turns=())]
+    back = from_batch(to_batch(rows))
+    for row, again in zip(rows, back, strict=True):
+        for field in dataclasses.fields(Experience):
+            before, after = getattr(row, field.name), getattr(again, field.name)
+            if isinstance(before, np.ndarray):
+                assert np.array_equal(before, after) and before.dtype == after.dtype, field.name
+            else:
+                assert before == after, field.name
+
+
+def test_a_batch_has_the_schema_whatever_its_rows_leave_out() -> None:
+    assert to_batch([make_row()]).schema.equals(SCHEMA)
+    assert to_batch([]).schema.equals(SCHEMA)
+
+
+def test_slices_of_a_batch_give_their_own_rows() -> None:
+    batch = to_batch([make_row(experience_id=str(i), token_ids=np.arange(i, i + 4, dtype=np.int32)) for i in range(5)])
+    [row] = from_batch(batch.slice(3, 1))
+    assert row.experience_id == "3" and row.token_ids.tolist() == [3, 4, 5, 6]
+
+
+def test_the_oldest_version_of_a_row_counts() -> None:
+    assert make_row().oldest_version == 6
+
+
+def test_a_right_row_has_no_fault() -> None:
+    assert find_fault(make_row()) is None
+    assert find_fault(make_row(source="expert", advantages=None, weight_versions=())) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"logprobs": np.zeros(3, dtype=np.float32)}, "logprobs has 3 entries for 4 tokens"),
+        ({"logprobs": np.array([0, 0, np.nan, 0], dtype=np.float32)}, "logprobs is not finite"),
+        ({"advantages": np.array([0, 0, np.inf, 0], dtype=np.float32)}, "advantages is not finite"),
+        ({"advantages": None}, "an own row needs advantages"),
+        ({"action_mask": np.zeros(4, dtype=np.uint8)}, "action_mask is empty"),
+        ({"action_mask": np.array([0, 1, 1, 1], dtype=np.uint8)}, "action_mask marks tokens of the prompt"),
+        ({"prompt_length": 4}, "prompt_length 4 leaves no answer in 4 tokens"),
+        ({"reward": float("nan")}, "reward is not finite"),
+        ({"source": "stranger"}, "unknown source 'stranger'"),
+        ({"weight_versions": (VersionSpan(2, 3, 6),)}, "weight_versions do not cover every action token"),
+    ],
+)
+def test_a_faulty_row_is_named(changes: dict[str, Any], fault: str) -> None:
+    assert find_fault(make_row(**changes)) == fault
+
+
+def test_task_ids_follow_from_content() -> None:
+    assert Task.create("s", "q", "a").id == Task.create("s", "q", "a", difficulty=3.0).id
+    assert Task.create("s", "q", "a").id != Task.create("s", "q", "b").id

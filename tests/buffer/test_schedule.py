@@ -1,0 +1,117 @@
+"""The staleness bound, attacked with adversarial completion orders."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayrft.buffer.schedule import Schedule, Ticket
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), groups=st.integers(1, 4), staleness=st.integers(0, 3))
+def test_no_group_is_consumed_staler_than_the_bound_whatever_the_completion_order(
+    data: st.DataObject, groups: int, staleness: int
+) -> None:
+    schedule = Schedule(groups, staleness)
+    running: dict[int, Ticket] = {}
+    tickets: dict[int, Ticket] = {}
+
+    def admit() -> None:
+        for ticket in schedule.admit(data.draw(st.integers(0, 5), label="admit")):
+            running[ticket.sequence] = tickets[ticket.sequence] = ticket
+
+    step = 0
+    for _ in range(60):
+        admit()
+        finished = data.draw(st.lists(st.sampled_from(sorted(running)), unique=True), label="finish") if running else []
+        for sequence in finished:
+            ticket = running.pop(sequence)
+            if data.draw(st.booleans(), label="filtered"):
+                schedule.release(ticket)
+            else:
+                assert schedule.finish(ticket)
+        taken = schedule.take(step)
+        if taken is None:
+            continue
+        assert len(taken) == groups
+        assert all(step - tickets[sequence].version <= staleness for sequence in taken)
+        admit()  # while the step trains, before its weights are published
+        step += 1
+        assert schedule.advance(step) == [], "a group was thrown away for its age"
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), groups=st.integers(1, 4), staleness=st.integers(0, 3))
+def test_a_step_is_never_stuck_once_everything_admitted_has_finished(
+    data: st.DataObject, groups: int, staleness: int
+) -> None:
+    schedule = Schedule(groups, staleness)
+    for step in range(8):
+        tickets = schedule.admit(100)
+        order = data.draw(st.permutations(tickets))
+        for ticket in order:
+            schedule.finish(ticket)
+        assert schedule.take(step) is not None
+        schedule.advance(step + 1)
+
+
+def test_synchronous_means_no_group_starts_before_the_weights_it_is_for_are_published() -> None:
+    schedule = Schedule(2, 0)
+    first = schedule.admit(10)
+    assert len(first) == 2
+    for ticket in first:
+        schedule.finish(ticket)
+    assert schedule.take(0) is not None
+    assert schedule.admit(10) == []
+    schedule.advance(1)
+    assert len(schedule.admit(10)) == 2
+
+
+def test_one_step_off_admits_the_next_batch_while_this_one_trains() -> None:
+    schedule = Schedule(2, 1)
+    tickets = schedule.admit(10)
+    assert len(tickets) == 4
+    for ticket in tickets[:2]:
+        schedule.finish(ticket)
+    assert schedule.take(0) == [0, 1]
+    assert schedule.running == 2
+
+
+def test_a_step_waits_for_a_straggler_that_is_due() -> None:
+    schedule = Schedule(1, 1)
+    straggler, quick = schedule.admit(2)
+    schedule.finish(quick)
+    assert schedule.take(0) == [quick.sequence]
+    schedule.advance(1)
+    [later] = schedule.admit(1)
+    schedule.finish(later)
+    assert schedule.take(1) is None, "the straggler is due at step 1; taking another would make it too old"
+    schedule.finish(straggler)
+    assert schedule.take(1) == [straggler.sequence]
+
+
+def test_a_filtered_group_gives_its_place_to_another() -> None:
+    schedule = Schedule(1, 0)
+    [ticket] = schedule.admit(5)
+    assert schedule.capacity == 0
+    schedule.release(ticket)
+    assert len(schedule.admit(5)) == 1
+
+
+def test_over_sampling_takes_the_first_ready_and_expires_the_rest() -> None:
+    schedule = Schedule(2, 0, over_sampling=2.0)
+    tickets = schedule.admit(10)
+    assert len(tickets) == 4
+    for ticket in tickets[1:]:
+        schedule.finish(ticket)
+    assert schedule.take(0) == [1, 2]
+    assert schedule.advance(1) == [3]
+    assert not schedule.finish(tickets[0]), "it finished after its deadline"
+
+
+def test_versions_only_grow() -> None:
+    schedule = Schedule(1, 0, version=5)
+    with pytest.raises(ValueError, match="versions only grow"):
+        schedule.advance(4)

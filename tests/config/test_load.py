@@ -1,0 +1,117 @@
+"""Bad configurations: each error names the field, the value found and the remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rayrft.config import RunConfig, dump_config, load_config, parse_override
+from rayrft.errors import ConfigError
+
+JOBS = Path(__file__).resolve().parents[2] / "jobs"
+
+
+def base() -> dict[str, Any]:
+    return {
+        "name": "a",
+        "model": {"tiny": {}, "max_length": 64},
+        "tasks": {"source": "reasoning_gym", "dataset": "spell_backward", "size": 10},
+        "explorer": {"sampling": {"max_tokens": 8, "max_prompt_tokens": 40}},
+        "demonstrations": {"expert": {"size": 10}},
+        "stages": [
+            {
+                "name": "mix",
+                "algorithm": {"name": "mix", "mu": 0.1},
+                "steps": 3,
+                "batch_size": 40,
+                "group_size": 8,
+                "expert_share": 0.2,
+                "demonstrations": "expert",
+            }
+        ],
+    }
+
+
+def test_batch_arithmetic_is_derived() -> None:
+    [stage] = load_config(base()).stages
+    assert (stage.expert_rows, stage.usual_rows, stage.groups) == (8, 32, 4)
+
+
+def test_a_config_survives_being_written_and_read() -> None:
+    config = load_config(base())
+    again = load_config(yaml.safe_load(dump_config(config)))
+    assert again == config
+
+
+def test_overrides_reach_list_entries_by_name_and_by_number() -> None:
+    config = load_config(base(), {"stages.mix.steps": 7, "stages.0.optimizer.lr": 0.5, "trainer.ranks": 1})
+    assert (config.stages[0].steps, config.stages[0].optimizer.lr, config.trainer.ranks) == (7, 0.5, 1)
+
+
+@pytest.mark.parametrize("text", ["trainer.ranks", "=3", ""])
+def test_an_override_without_a_value_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"written key\.sub=value"):
+        parse_override(text)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ({"trainer.rank": 2}, r"trainer\.rank: unknown key \(found 'rank'\)\. Did you mean 'ranks'\?"),
+        ({"explorer.engine.gpu": 1}, r"explorer\.engine\.gpu: unknown key.*Did you mean 'gpus'\?"),
+        ({"stages.mix.stepz": 3}, r"stages\.0\.stepz: unknown key.*Did you mean 'steps'\?"),
+        ({"stages.mxi.steps": 3}, r"no such entry \(found 'mxi'\)\. Did you mean 'mix'\?"),
+        ({"stages.mix.steps": "many"}, r"stages\.0\.steps: Input should be a valid integer.*found 'many'"),
+        ({"stages.mix.group_size": 7}, r"32 own rows .* are not whole groups of group_size 7; batch_size 43 "),
+        ({"stages.mix.expert_share": 0.21}, r"expert_share 0\.21 of batch_size 40 is 8\.4 rows"),
+        ({"stages.mix.expert_share": None}, r"mix needs expert_share"),
+        ({"stages.mix.expert_share": 0.0}, r"mu is 0\.1 but the batch holds no expert rows"),
+        ({"stages.mix.demonstrations": "expart"}, r"no entry 'expart' in 'demonstrations'"),
+        ({"stages.mix.algorithm.name": "grop"}, r"algorithm\.name: Input should be 'sft', 'grpo' or 'mix'"),
+        ({"stages.mix.algorithm.mu": 1.5}, r"algorithm\.mu: .*less than or equal to 1"),
+        ({"stages.mix.start_from": "warmup"}, r"start_from 'warmup' is not an earlier stage"),
+        ({"trainer.ranks": 16}, r"cannot be dealt to 16 ranks"),
+        ({"model.path": "x"}, r"exactly one of 'path'"),
+        ({"model.max_length": 40}, r"max_prompt_tokens 40 \+ max_tokens 8 exceed model\.max_length 40"),
+        ({"tasks.dataset": None}, r"source 'reasoning_gym' needs 'dataset'"),
+        ({"weight_sync.backend": "nccl"}, r"'nccl' needs explorer\.engine\.gpus"),
+        ({"explorer.engine.gpus": 1}, r"give GPUs to both or to neither"),
+        ({"explorer.engine.gpus": 0.5, "trainer.gpus": 0.6}, r"ipc pairs one engine with one trainer rank"),
+        ({"explorer.engine.tensor_parallel": 2}, r"above 1 needs GPUs"),
+        ({"explorer.sampling.top_k": 5}, r"unknown key"),
+        ({"max_staleness": -1}, r"max_staleness: .*greater than or equal to 0"),
+        ({"name": "a b"}, r"name: String should match pattern"),
+    ],
+)
+def test_a_bad_value_is_named_with_its_remedy(override: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(base(), override)
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"no such config file \(found '/nowhere\.yaml'\)"):
+        load_config("/nowhere.yaml")
+
+
+def test_two_stages_of_one_name_are_refused() -> None:
+    config = base()
+    config["stages"] *= 2
+    with pytest.raises(ConfigError, match="two stages are named 'mix'"):
+        load_config(config)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "backend"), [((0, 0), "gloo"), ((1, 1), "nccl"), ((0.4, 0.5), "ipc")], ids=["cpu", "apart", "shared"]
+)
+def test_the_transfer_backend_follows_from_the_devices(gpus: tuple[float, float], backend: str) -> None:
+    config = load_config(base(), {"explorer.engine.gpus": gpus[0], "trainer.gpus": gpus[1]})
+    assert config.sync_backend == backend
+
+
+@pytest.mark.parametrize("path", sorted(JOBS.glob("*.yaml")), ids=lambda path: path.name)
+def test_every_config_that_is_shipped_is_valid(path: Path) -> None:
+    config: RunConfig = load_config(path)
+    assert config.storage.is_absolute()
