@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from rayrft.cli import follow
 from rayrft.config import load_config, parse_override
@@ -13,11 +16,15 @@ HERE = Path(__file__).resolve().parent
 
 
 def main(arguments: list[str]) -> int:
-    """Run ``jobs/quickstart.yaml``; with ``--controls`` the SFT controls from the same warm-up run before MIX."""
-    config = "quickstart_controls.yaml" if "--controls" in arguments else "quickstart.yaml"
-    overrides = dict(parse_override(each) for each in arguments if each != "--controls")
+    """Run ``jobs/quickstart.yaml``; with ``--controls`` SFT from the same warm-up runs before MIX, for comparison."""
+    raw: dict[str, Any] = yaml.safe_load((HERE / "quickstart.yaml").read_text())
+    if "--controls" in arguments:
+        warmup, mix = raw["stages"]
+        controls = yaml.safe_load((HERE / "quickstart_controls.yaml").read_text())["stages"]
+        raw["stages"] = [warmup, *controls, {**mix, "start_from": "warmup"}]
     try:
-        follow(load_config(HERE / config, overrides))
+        overrides = dict(parse_override(each) for each in arguments if each != "--controls")
+        follow(load_config(raw, overrides))
     except RayrftError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1

@@ -3,7 +3,47 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARED = ROOT.parent / "shared" / "data"
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[Any]:
+    """One local cluster for all tests, with a dashboard to submit jobs to."""
+    import ray
+
+    context = ray.init(num_cpus=4, namespace="rayrft", include_dashboard=True, log_to_driver=False)
+    yield context
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random model with its tokenizer, for spelling tasks."""
+    from rayrft.config.model import TinyModelConfig
+    from rayrft.trainer.tiny import make_tiny_model
+
+    folder = tmp_path_factory.mktemp("tiny")
+    prompts = [f"Spell this word backward: {word}" for word in ("cat", "horse", "bird")]
+    make_tiny_model(TinyModelConfig(layers=2, hidden_size=64, heads=2), prompts, [], folder, max_length=64, seed=0)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def gsm8k() -> Path:
+    """Real word problems, where the folder with shared data lies beside the checkout."""
+    folder = SHARED / "gsm8k"
+    if not folder.is_dir():
+        pytest.skip(f"no GSM8K files at {folder}")
+    return folder

@@ -11,10 +11,10 @@ class EngineConfig(Section):
     """vLLM engines. Without GPUs each runs on the CPU."""
 
     count: int = Field(2, ge=1)
-    cpus: float = Field(0.4, gt=0)
+    cpus: float = Field(0.35, gt=0)
     gpus: float = Field(0.0, ge=0)
     """GPUs of one engine; a fraction shares the GPU with a trainer rank (weight_sync.backend: ipc)."""
-    memory_gib: float = Field(1.5, gt=0)
+    memory_gib: float = Field(1.2, gt=0)
     """Main memory planned for one engine."""
     tensor_parallel: int = Field(1, ge=1)
     kv_cache_mib: int = Field(64, ge=8)

@@ -18,9 +18,13 @@ class TinyModelConfig(Section):
     intermediate_size: int = Field(384, ge=8)
 
     @model_validator(mode="after")
-    def _heads_divide(self) -> TinyModelConfig:
-        if self.hidden_size % self.heads:
-            raise ValueError(f"hidden_size {self.hidden_size} must be a multiple of heads {self.heads}")
+    def _head_size(self) -> TinyModelConfig:
+        # vLLM's attention on the CPU takes no other head sizes.
+        if self.hidden_size % (32 * self.heads):
+            raise ValueError(
+                f"hidden_size {self.hidden_size} over heads {self.heads} must be a multiple of 32, the size of a head; "
+                f"hidden_size {max(1, round(self.hidden_size / (32 * self.heads))) * 32 * self.heads} would be"
+            )
         return self
 
 

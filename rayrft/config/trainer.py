@@ -24,10 +24,10 @@ class TrainerConfig(Section):
     """FSDP2 ranks driven by Ray Train."""
 
     ranks: int = Field(2, ge=1)
-    cpus: float = Field(0.4, gt=0)
+    cpus: float = Field(0.35, gt=0)
     gpus: float = Field(0.0, ge=0)
     """GPUs of one rank; a fraction shares the GPU with an engine (weight_sync.backend: ipc)."""
-    memory_gib: float = Field(1.5, gt=0)
+    memory_gib: float = Field(1.2, gt=0)
     """Main memory planned for one rank."""
     micro_batch_tokens: int = Field(8192, ge=16)
     """Tokens, padding included, in one forward pass."""

@@ -32,4 +32,5 @@ def wilson_interval(right: int, count: int, z: float = 1.96) -> tuple[float, flo
     share, square = right / count, z * z / count
     centre = (share + square / 2) / (1 + square)
     half = z / (1 + square) * math.sqrt(share * (1 - share) / count + square / (4 * count))
-    return max(0.0, centre - half), min(1.0, centre + half)
+    # Rounding must not push an end past the proportion itself.
+    return min(max(0.0, centre - half), share), max(min(1.0, centre + half), share)

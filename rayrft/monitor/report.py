@@ -20,7 +20,7 @@ def accuracy_table(records: Sequence[Record]) -> str:
     temperatures = sorted({each.temperature for each in evaluations})
     rows = [["", *(f"{temperature_name(t)}" for t in temperatures)]]
     first = evaluations[0]
-    names = [(first.stage, "start", [e for e in evaluations if e.stage == first.stage and e.stage_step == 0])]
+    names = [(first.stage, "untrained", [e for e in evaluations if e.stage == first.stage and e.stage_step == 0])]
     for stage in dict.fromkeys(each.stage for each in evaluations):
         after = [each for each in evaluations if each.stage == stage and each.stage_step > 0]
         if after:

@@ -62,11 +62,7 @@ class Learner:
     def step(self, rows: list[TrainRow]) -> StepResult:
         """Update the model on this rank's rows. Raises RayrftError when loss or gradient is not finite."""
         started = time.perf_counter()
-        batches = micro_batches(rows, self._micro_batch_tokens, self._device)
-        over, count = self._count(batches)
-        batches += [empty_batch(self._device)] * (count - len(batches))
-
-        parts = [self._backward(batch, over, last=batch is batches[-1]) for batch in batches]
+        parts, over = self.backward(rows)
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._config.clip_norm)
         grad_norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         lr = learning_rate(self._config, self._taken, self._steps)
@@ -84,6 +80,14 @@ class Learner:
         self._optimizer.zero_grad()
         self._taken += 1
         return result
+
+    def backward(self, rows: list[TrainRow]) -> tuple[list[LossParts], Denominators]:
+        """Leave the gradient of the step's loss in the parameters; gives this rank's parts and the denominators."""
+        batches = micro_batches(rows, self._micro_batch_tokens, self._device)
+        over, count = self._count(batches)
+        batches += [empty_batch(self._device) for _ in range(count - len(batches))]
+        last = len(batches) - 1
+        return [self._backward(batch, over, last=index == last) for index, batch in enumerate(batches)], over
 
     @torch.no_grad()
     def score(self, sequences: list[list[int]]) -> list[list[float]]:
@@ -104,7 +108,7 @@ class Learner:
                 float(sum(batch.expert_mask.sum() for batch in batches)),
             ],
             dtype=torch.float64,
-            device=self._device if self._device.type == "cuda" else None,
+            device=self._device,
         )
         most = torch.tensor([len(batches)], device=sums.device)
         if self._ranks > 1:

@@ -1,0 +1,74 @@
+"""What becomes of a group: rewards, unknown rewards, truncated answers, advantages, zero variance."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rayrft.buffer.experience import Experience
+from rayrft.config.data import RewardConfig
+from rayrft.explorer.evaluation import wilson_interval
+from rayrft.explorer.scoring import apply_rewards, assign_advantages
+from rayrft.rewards import RewardResult
+
+
+def rows(*stop_reasons: str) -> list[Experience]:
+    row = Experience(
+        "e", "g", "t", np.arange(4, dtype=np.int32), 2, np.array([0, 0, 1, 1], dtype=np.uint8), np.zeros(4, np.float32)
+    )
+    return [dataclasses.replace(row, experience_id=str(i), stop_reason=why) for i, why in enumerate(stop_reasons)]
+
+
+def config(**values: Any) -> RewardConfig:
+    return RewardConfig(**values)
+
+
+UNKNOWN = RewardResult(None, reason="ZeroDivisionError: division by zero")
+
+
+def test_advantages_stand_on_action_tokens_only_and_follow_the_reward() -> None:
+    scored = apply_rewards(rows("stop", "stop"), [RewardResult(1.0), RewardResult(0.0)], config())
+    group = assign_advantages(scored, drop_zero_variance=True)
+    right, wrong = (row.advantages for row in group.rows)
+    assert right is not None and wrong is not None
+    assert right[:2].tolist() == [0, 0] and right[2] == right[3] > 0
+    assert wrong[2] == pytest.approx(-right[2])
+    assert group.report.reward_sum == 1.0 and group.report.scored == 2 and group.report.tokens == 4
+
+
+def test_a_group_without_variance_is_dropped_and_counted() -> None:
+    scored = apply_rewards(rows("stop", "stop"), [RewardResult(1.0)] * 2, config())
+    group = assign_advantages(scored, drop_zero_variance=True)
+    assert group.rows == [] and group.dropped == {"zero_variance": 2}
+    assert group.report.rows == 2, "it was sampled all the same"
+    assert len(assign_advantages(scored, drop_zero_variance=False).rows) == 2
+
+
+@pytest.mark.parametrize(
+    ("policy", "kept", "dropped"),
+    [("drop_row", 1, {"reward_unknown": 1}), ("drop_group", 0, {"reward_unknown": 2}), ("fallback", 2, {})],
+)
+def test_an_unknown_reward_is_not_zero(policy: Any, kept: int, dropped: dict[str, int]) -> None:
+    group = apply_rewards(rows("stop", "stop"), [RewardResult(1.0), UNKNOWN], config(on_unknown=policy, fallback=0.25))
+    assert len(group.rows) == kept and group.dropped == dropped
+    assert group.unknown == "ZeroDivisionError: division by zero"
+    if policy == "fallback":
+        assert group.rewards == [1.0, 0.25]
+        assert group.rows[1].error == UNKNOWN.reason
+
+
+def test_an_answer_without_its_end_earns_nothing_unless_asked_for() -> None:
+    results = [RewardResult(1.0), RewardResult(1.0)]
+    assert apply_rewards(rows("stop", "length"), results, config()).rewards == [1.0, 0.0]
+    assert apply_rewards(rows("stop", "length"), results, config(truncated="score")).rewards == [1.0, 1.0]
+
+
+def test_wilson_interval_by_hand() -> None:
+    # 5 of 10, z = 2: centre 0.5, half = 2 / 1.4 * sqrt(0.025 + 0.01) = 0.26726
+    low, high = wilson_interval(5, 10, z=2.0)
+    assert (low, high) == (pytest.approx(0.5 - 0.267261, abs=1e-6), pytest.approx(0.5 + 0.267261, abs=1e-6))
+    assert wilson_interval(0, 0) == (0.0, 1.0)
+    assert wilson_interval(0, 500)[0] == 0.0 and wilson_interval(500, 500)[1] == 1.0

@@ -1,0 +1,88 @@
+"""Records, verdict, table and plot."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayrft.explorer.evaluation import wilson_interval
+from rayrft.monitor.progress import line
+from rayrft.monitor.records import EvaluationRecord, NoteRecord, Record, StepRecord, read_records, to_json
+from rayrft.monitor.report import accuracy_table, save_plot
+from rayrft.monitor.verdict import verdict
+
+
+def step(**changes: Any) -> StepRecord:
+    zeros = {field.name: 0 for field in dataclasses.fields(StepRecord)}
+    values = {"stage": "mix", "step": 3, "usual_rows": 8, "reward": 0.5, "staleness_mean": 0.0, "step_s": 10.0}
+    return StepRecord(**{**zeros, **values, **changes})  # type: ignore[arg-type]
+
+
+def evaluation(stage: str, stage_step: int, right: int, temperature: float = 0.0, step: int = 0) -> EvaluationRecord:
+    low, high = wilson_interval(right, 100)
+    return EvaluationRecord(stage, step, stage_step, 0.0, temperature, right / 100, low, high, right, 100, 0.5, 0, 1.0)
+
+
+def test_records_survive_the_file_and_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
+    records: list[Record] = [NoteRecord("mix", 1, 0.0, "hello", {"a": 1}), step(), evaluation("mix", 3, 50)]
+    text = "".join(to_json(record) + "\n" for record in records)
+    (tmp_path / "metrics.jsonl").write_text(text + to_json(step())[:40])
+    assert read_records(tmp_path) == records
+
+
+def test_a_folder_without_metrics_has_no_records(tmp_path: Path) -> None:
+    assert read_records(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("times", "staleness", "said"),
+    [
+        (
+            {"wait_s": 6.1, "rollout_s": 6, "train_s": 3},
+            0,
+            "waited 61% of the step: rollout-bound; add engines or raise max_staleness",
+        ),
+        ({"wait_s": 6.1, "rollout_s": 6, "train_s": 3}, 2, "rollout-bound; add engines"),
+        ({"wait_s": 6, "rollout_s": 1, "reward_s": 5, "train_s": 3}, 0, "reward-bound; raise reward.workers"),
+        ({"wait_s": 1, "train_s": 8}, 0, "training took 80% of the step: trainer-bound"),
+        ({"wait_s": 1, "train_s": 2, "sync_s": 7}, 0, "weight sync took 70% of the step: sync-bound"),
+    ],
+)
+def test_the_verdict_names_the_bottleneck_and_the_remedy(times: dict[str, float], staleness: int, said: str) -> None:
+    assert said in verdict([step(**times)] * 3, staleness)
+
+
+def test_there_is_no_verdict_without_rollouts() -> None:
+    assert verdict([step(usual_rows=0)], 0) == ""
+
+
+def test_a_step_line_shows_losses_staleness_and_where_the_time_went() -> None:
+    text = line(step(policy_loss=-0.5, expert_rows=2, sft_loss=0.25, wait_s=1, train_s=2, sync_s=3, staleness_max=1))
+    for part in ("[mix    3]", "reward 0.500", "policy -0.5000", "sft 0.2500", "stale 0.0/1", "wait 1.00", "sync 3.00"):
+        assert part in text
+
+
+def test_the_table_shows_each_stage_with_counts_intervals_and_its_best_point() -> None:
+    table = accuracy_table(
+        [
+            evaluation("warmup", 0, 0),
+            evaluation("warmup", 400, 20),
+            evaluation("control", 0, 20),
+            evaluation("control", 20, 60),
+            evaluation("control", 40, 40),
+            evaluation("mix", 0, 20),
+            evaluation("mix", 10, 90),
+        ]
+    )
+    assert "untrained" in table
+    assert "0.400 (40/100, 0.309-0.498), best 0.600 at step 20" in table
+    assert "0.900 (90/100" in table
+
+
+def test_the_plot_is_a_picture(tmp_path: Path) -> None:
+    records: list[Record] = [evaluation("warmup", 0, 0), step(), evaluation("mix", 10, 90, step=10)]
+    save_plot(records, tmp_path / "plot.png", "title")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")

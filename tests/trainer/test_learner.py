@@ -1,0 +1,168 @@
+"""Loss and gradient do not depend on how a batch is split: micro-batches, row order, padding, ranks."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from rayrft.algorithms import presets
+from rayrft.config.trainer import OptimizerConfig
+from rayrft.errors import RayrftError
+from rayrft.trainer.batches import TrainRow, micro_batches
+from rayrft.trainer.learner import Learner, learning_rate
+from rayrft.trainer.model import shard
+
+CPU = torch.device("cpu")
+
+
+def make_model() -> torch.nn.Module:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=50,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        tie_word_embeddings=True,
+    )
+    return Qwen3ForCausalLM(config).double()
+
+
+def make_rows(count: int = 12) -> list[TrainRow]:
+    """Rows of very different lengths, a third of them expert rows."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for index in range(count):
+        length = int(rng.integers(4, 24))
+        mask = np.zeros(length, dtype=np.uint8)
+        mask[int(rng.integers(1, length - 1)) :] = 1
+        expert = index % 3 == 0
+        rows.append(
+            TrainRow(
+                rng.integers(0, 50, length).astype(np.int32),
+                mask,
+                (mask * rng.normal(-4, 0.3, length)).astype(np.float32),
+                (mask * (0.0 if expert else rng.normal())).astype(np.float32),
+                expert,
+            )
+        )
+    return rows
+
+
+def make_learner(model: torch.nn.Module, micro_batch_tokens: int) -> Learner:
+    learner = Learner(model, micro_batch_tokens=micro_batch_tokens, temperature=0.7, device=CPU)
+    learner.open_stage(presets["mix"](mu=0.3), OptimizerConfig(), steps=10)
+    return learner
+
+
+def gradient(learner: Learner, rows: list[TrainRow]) -> tuple[float, torch.Tensor]:
+    """Loss and whole gradient, summed over ranks."""
+    parts, _ = learner.backward(rows)
+    loss = torch.stack([part.loss for part in parts]).sum()
+    if dist.is_initialized():
+        dist.all_reduce(loss)
+    gradients = []
+    for parameter in learner.model.parameters():
+        assert parameter.grad is not None
+        grad = parameter.grad
+        gradients.append((grad.full_tensor() if hasattr(grad, "full_tensor") else grad).flatten())
+    return loss.item(), torch.cat(gradients)
+
+
+@pytest.fixture(scope="module")
+def reference() -> tuple[float, torch.Tensor]:
+    return gradient(make_learner(make_model(), 100_000), make_rows())
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [1, 40, 90, 200])
+def test_micro_batch_split_and_padding_change_nothing(
+    reference: tuple[float, torch.Tensor], micro_batch_tokens: int
+) -> None:
+    loss, grad = gradient(make_learner(make_model(), micro_batch_tokens), make_rows())
+    assert loss == pytest.approx(reference[0], abs=1e-6)
+    torch.testing.assert_close(grad, reference[1], atol=1e-6, rtol=0)
+
+
+def test_row_order_changes_nothing(reference: tuple[float, torch.Tensor]) -> None:
+    loss, grad = gradient(make_learner(make_model(), 60), make_rows()[::-1])
+    assert loss == pytest.approx(reference[0], abs=1e-6)
+    torch.testing.assert_close(grad, reference[1], atol=1e-6, rtol=0)
+
+
+def _rank(rank: int, world_size: int, port: int, out: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,))
+    learner = make_learner(shard(make_model(), mesh, torch.float32), 60)
+    # An uneven deal: the second rank has most rows, hence more micro-batches than the first.
+    rows = make_rows()
+    share = rows if world_size == 1 else (rows[:2] if rank == 0 else rows[2:])
+    result = gradient(learner, share)
+    if rank == 0:
+        torch.save(result, out)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_number_of_fsdp_ranks_changes_nothing(
+    reference: tuple[float, torch.Tensor], world_size: int, tmp_path: Path
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    out = tmp_path / "result.pt"
+    mp.spawn(_rank, args=(world_size, port, str(out)), nprocs=world_size)
+    loss, grad = torch.load(out)
+    assert loss == pytest.approx(reference[0], abs=1e-6)
+    torch.testing.assert_close(grad, reference[1], atol=1e-6, rtol=0)
+
+
+def test_micro_batches_hold_every_row_once_within_the_budget() -> None:
+    rows = make_rows()
+    batches = micro_batches(rows, 60, CPU)
+    assert sum(batch.token_ids.shape[0] for batch in batches) == len(rows)
+    assert all(batch.token_ids.numel() <= 60 or batch.token_ids.shape[0] == 1 for batch in batches)
+    assert sum(int(batch.mask.sum()) for batch in batches) == sum(int(row.mask.sum()) for row in rows)
+
+
+def test_a_step_that_is_not_finite_stops_before_it_spoils_the_model() -> None:
+    learner = make_learner(make_model(), 1000)
+    before = [parameter.detach().clone() for parameter in learner.model.parameters()]
+    row = make_rows()[1]
+    poisoned = TrainRow(row.token_ids, row.mask, row.logprobs, row.advantages * np.float32(np.inf), False)
+    with pytest.raises(RayrftError, match="not finite; the model was not updated"):
+        learner.step([poisoned])
+    for old, parameter in zip(before, learner.model.parameters(), strict=True):
+        assert torch.equal(old, parameter)
+
+
+def test_a_step_lowers_the_loss_it_descends() -> None:
+    learner = make_learner(make_model(), 1000)
+    rows = make_rows()
+    first = learner.step(rows)
+    for _ in range(5):
+        last = learner.step(rows)
+    assert last.loss < first.loss
+    assert first.policy_tokens == sum(int(r.mask.sum()) for r in rows if not r.expert)
+    assert first.expert_tokens == sum(int(r.mask.sum()) for r in rows if r.expert)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "step", "rate"),
+    [("constant", 9, 1.0), ("linear", 2, 1.0), ("linear", 6, 0.5), ("cosine", 6, 0.5), ("linear", 0, 0.5)],
+)
+def test_learning_rate_warms_up_then_follows_its_schedule(schedule: str, step: int, rate: float) -> None:
+    config = OptimizerConfig(lr=1.0, schedule=schedule, warmup_steps=2)  # type: ignore[arg-type]
+    assert learning_rate(config, step, 10) == pytest.approx(rate)
