@@ -31,7 +31,9 @@ def make_tiny_model(
 ) -> None:
     """Write a model with random weights and its tokenizer to ``folder``, in Hugging Face format."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     tokenizer = make_tokenizer(prompts, answers)
     tokenizer.save_pretrained(folder)
     torch.manual_seed(seed)

@@ -1,0 +1,5 @@
+"""``python -m rayrft`` is the command line."""
+
+from rayrft.cli import main
+
+main()

@@ -1,0 +1,151 @@
+"""Bad input from the command line: non-zero within seconds, one clear sentence, no actor started."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rayrft
+from rayrft.config import load_config
+from rayrft.core.prepare import prepare
+from rayrft.errors import ConfigError, DataError, ModelError
+from tests.e2e.conftest import small_config
+
+Call = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def attempt(tmp_path: Path, **overrides: Any) -> None:
+    prepare(load_config(small_config(tmp_path, "bad"), overrides))
+
+
+def test_a_misspelt_key_on_the_command_line(rayrft: Call, config_file: Callable[..., Path]) -> None:
+    result = rayrft("run", str(config_file("bad")), "trainer.rank=2", timeout=60)
+    assert result.returncode == 1
+    assert result.stderr.strip() == "error: trainer.rank: unknown key (found 'rank'). Did you mean 'ranks'?"
+
+
+def test_too_few_resources_on_the_command_line(rayrft: Call, config_file: Callable[..., Path]) -> None:
+    result = rayrft("run", str(config_file("bad")), "explorer.engine.count=50", timeout=60)
+    assert result.returncode == 1
+    assert "the run needs 18.4 CPU and the cluster has" in result.stderr and "Traceback" not in result.stderr
+    assert "bad:engines" in result.stdout, "the plan is shown before it is refused"
+
+
+@pytest.mark.usefixtures("ray_cluster")
+class TestData:
+    def test_an_unknown_task_set_names_the_nearest(self, tmp_path: Path) -> None:
+        with pytest.raises(
+            DataError, match=r"no such data set \(found 'spell_backwards'\)\. Did you mean 'spell_backward'"
+        ):
+            attempt(tmp_path, **{"tasks.dataset": "spell_backwards"})
+
+    def test_options_the_task_set_does_not_have(self, tmp_path: Path) -> None:
+        with pytest.raises(DataError, match=r"tasks\.options: reasoning-gym refuses the options.*word_size"):
+            attempt(tmp_path, **{"tasks.options": {"word_size": 3}})
+
+    def test_more_held_out_tasks_than_there_are(self, tmp_path: Path) -> None:
+        with pytest.raises(DataError, match=r"tasks\.eval_size: only \d+ of 100000 tasks are left"):
+            attempt(tmp_path, **{"tasks.eval_size": 100_000})
+
+    @pytest.mark.parametrize(("content", "message"), [(None, "no such file"), ("", "the file holds no rows")])
+    def test_a_missing_or_empty_file(self, tmp_path: Path, content: str | None, message: str) -> None:
+        path = tmp_path / "tasks.jsonl"
+        if content is not None:
+            path.write_text(content)
+        with pytest.raises(DataError, match=rf"tasks\.path: {message}"):
+            attempt(tmp_path, tasks={"source": "file", "path": str(path), "eval_size": 1})
+
+    def test_a_field_that_the_file_does_not_have(self, tmp_path: Path) -> None:
+        path = tmp_path / "tasks.jsonl"
+        path.write_text('{"query": "q", "answer": "a"}\n')
+        with pytest.raises(DataError, match=r"no field 'question' in .*tasks\.jsonl"):
+            attempt(tmp_path, tasks={"source": "file", "path": str(path), "eval_size": 1})
+
+    def test_broken_demonstrations_are_counted_with_their_line_numbers(self, tmp_path: Path) -> None:
+        path = tmp_path / "gold.jsonl"
+        path.write_text(
+            '{"prompt": "p", "response": "r"}\nnot json\n\n{"prompt": "p"}\n{"prompt": "q", "response": "r"}\n'
+        )
+        with pytest.raises(DataError, match=r"2 broken rows of 4: line 2: not JSON .*; line 4: needs text in 'prompt'"):
+            attempt(tmp_path, demonstrations={"gold": {"path": str(path)}})
+
+    def test_a_held_out_question_is_not_taken_as_a_demonstration(self, tmp_path: Path) -> None:
+        plain = prepare(load_config(small_config(tmp_path, "plain")))
+        question = plain.held_out[0].question
+        path = tmp_path / "gold.jsonl"
+        path.write_text(f'{{"prompt": "{question}", "response": "r"}}\n{{"prompt": "other", "response": "r"}}\n')
+        config = small_config(tmp_path, "other", demonstrations={"gold": {"path": str(path)}})
+        prepared = prepare(load_config(config))
+        assert prepared.left_out["gold"] == {"held-out question": 1}
+        assert len(prepared.demonstrations["gold"]) == 1
+
+    def test_prompts_longer_than_the_limit(self, tmp_path: Path) -> None:
+        with pytest.raises(DataError, match=r"every prompt is longer than the limit of 5 tokens"):
+            attempt(tmp_path, **{"explorer.sampling.max_prompt_tokens": 5})
+
+    def test_splits_never_share_a_question(self, tmp_path: Path) -> None:
+        prepared = prepare(load_config(small_config(tmp_path, "splits")))
+        train = {task.question for task in prepared.tasks}
+        held_out = {task.question for task in prepared.held_out}
+        shown = {row.turns[0]["content"] for row in prepared.demonstrations["gold"]}
+        assert len(held_out) == 40 and len(shown) == 60
+        assert not train & held_out and not train & shown and not held_out & shown
+
+
+@pytest.mark.usefixtures("ray_cluster")
+class TestModelAndReward:
+    def test_a_model_that_does_not_exist(self, tmp_path: Path) -> None:
+        with pytest.raises(ModelError, match=r"model\.path: no such model"):
+            attempt(tmp_path, model={"path": "no/such-model", "max_length": 48})
+
+    def test_a_folder_without_a_model(self, tmp_path: Path) -> None:
+        with pytest.raises(ModelError, match=r"holds no model \(no config\.json\)"):
+            attempt(tmp_path, model={"path": str(tmp_path), "max_length": 48})
+
+    def test_a_tokenizer_without_eos(self, tmp_path: Path, tiny_model: Path) -> None:
+        import shutil
+
+        from transformers import AutoTokenizer
+
+        folder = shutil.copytree(tiny_model, tmp_path / "no-eos")
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer.eos_token = None
+        tokenizer.save_pretrained(folder)
+        with pytest.raises(ModelError, match="the tokenizer has no EOS token"):
+            attempt(tmp_path, model={"path": str(folder), "max_length": 48})
+
+    def test_a_reward_that_raises_is_found_before_anything_starts(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match=r"reward\.name: the reward raised ValueError: bad reward on the answer"):
+            attempt(tmp_path, **{"reward.name": f"{__name__}:broken_reward"})
+
+    def test_an_unwritable_storage(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        with pytest.raises(ConfigError, match="storage: cannot be written"):
+            attempt(tmp_path, storage=str(tmp_path / "file"))
+
+    def test_an_unknown_workflow(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match=r"explorer\.workflow: unknown workflow \(found 'single_trun'\)"):
+            attempt(tmp_path, **{"explorer.workflow": "single_trun"})
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_an_older_run_of_the_same_name_is_kept(tmp_path: Path) -> None:
+    for _ in range(2):
+        prepare(load_config(small_config(tmp_path, "twice")))
+    assert len(list(tmp_path.glob("twice*"))) == 2
+
+
+def test_an_unknown_attribute_of_the_package() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'strat'"):
+        _ = rayrft.strat  # type: ignore[attr-defined]
+
+
+def broken_reward() -> Any:
+    def score(task: Any, response: str) -> float:
+        raise ValueError("bad reward")
+
+    return score

@@ -1,0 +1,68 @@
+"""A dead actor ends the run loudly: within 30 s, root cause first, non-zero exit, no final checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import rayrft
+from rayrft.errors import ActorDied
+from rayrft.monitor.records import StepRecord, read_records
+from tests.e2e.conftest import small_config
+
+
+def kill_engine(run: rayrft.Run) -> None:
+    os.kill(run.pids()["engine-0"], signal.SIGKILL)
+
+
+def kill_engine_core(run: rayrft.Run) -> None:
+    [core] = psutil.Process(run.pids()["engine-0"]).children(recursive=True)
+    core.kill()
+
+
+def kill_trainer_rank(run: rayrft.Run) -> None:
+    [rank, *_] = [
+        p for p in psutil.process_iter(["name", "cmdline"]) if "RayTrainWorker" in " ".join(p.info["cmdline"] or [])
+    ]
+    rank.kill()
+
+
+def kill_buffer(run: rayrft.Run) -> None:
+    import ray
+
+    ray.kill(ray.get_actor("dying:buffer", namespace="rayrft"))
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize(
+    ("kill", "named"),
+    [
+        (kill_engine, "engine-0"),
+        (kill_engine_core, "engine-0"),
+        (kill_trainer_rank, "trainer"),
+        (kill_buffer, "buffer"),
+    ],
+    ids=["engine", "engine-core", "trainer-rank", "buffer"],
+)
+def test_a_dead_actor_ends_the_run_with_its_name(kill: Any, named: str, tmp_path: Path) -> None:
+    config = small_config(tmp_path, "dying")
+    run = rayrft.start(config, say=lambda _: None, **{"stages.mix.steps": 10_000, "trainer.ranks": 2})
+    for record in run.records():
+        if isinstance(record, StepRecord) and record.usual_rows:
+            break
+    started = time.monotonic()
+    kill(run)
+    with pytest.raises(ActorDied, match=named):
+        run.result()
+    assert time.monotonic() - started < 30
+    summary = json.loads((run.folder / "summary.json").read_text())
+    assert summary["status"] == "failed" and named in summary["error"] and summary["checkpoint"] is None
+    assert not (run.folder / "checkpoints" / "final").exists()
+    assert any(isinstance(record, StepRecord) for record in read_records(run.folder)), "the folder stays readable"

@@ -1,0 +1,38 @@
+"""The config a GPU user runs on real word problems, with a small model and two steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import rayrft
+from tests.conftest import ROOT
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_two_steps_of_the_gsm8k_job_on_cpu(gsm8k: Path, tmp_path: Path) -> None:
+    run = rayrft.start(
+        ROOT / "jobs/gsm8k_grpo.yaml",
+        say=lambda _: None,
+        **{
+            "storage": str(tmp_path),
+            "model": {"tiny": {"layers": 1, "hidden_size": 64, "heads": 2}, "max_length": 1024},
+            "tasks.path": str(gsm8k / "train.jsonl"),
+            "tasks.eval_path": str(gsm8k / "test.jsonl"),
+            "tasks.eval_size": 20,
+            "explorer.sampling": {"max_tokens": 16, "max_prompt_tokens": 300},
+            "explorer.engine": {"count": 1, "kv_cache_mib": 128},
+            "explorer.drop_zero_variance": False,
+            "trainer": {"ranks": 1},
+            "weight_sync": {"tolerance": 1e-4},
+            "reward": {"name": "math", "truncated": "score"},
+            "stages.grpo.steps": 2,
+            "stages.grpo.batch_size": 16,
+        },
+    )
+    summary = run.result()
+    assert summary["status"] == "finished" and summary["counters"]["trained"] == 32
+    assert summary["dropped_tasks"].get("prompt_too_long", 0) >= 1, "some word problems are longer than 300 characters"
+    assert summary["accuracy"]["0"]["after"]["count"] > 0
+    assert "reward_unknown" not in summary["counters"]["dropped"], "every ground truth is a number"

@@ -1,0 +1,162 @@
+"""A whole small run, watched as a user would: files, counters, checkpoint, sinks, a second process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import yaml
+
+import rayrft
+from rayrft.monitor.records import EvaluationRecord, StepRecord, read_records
+from tests.e2e.conftest import small_config
+
+Call = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def finished(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[rayrft.Run, dict[str, Any], str]:
+    """A run to its end, with two engines, two ranks, every sink, and staleness 1."""
+    storage, lines = tmp_path_factory.mktemp("runs"), []
+    config = small_config(storage, "whole")
+    run = rayrft.start(
+        config,
+        say=lines.append,
+        max_staleness=1,
+        **{
+            "explorer.engine.count": 2,
+            "trainer.ranks": 2,
+            "monitor.wandb": True,
+            "monitor.tensorboard": True,
+            "stages.mix.steps": 4,
+            "stages.mix.evaluate_every": 2,
+        },
+    )
+    run.watch(lines.append)
+    return run, run.result(), "\n".join(lines)
+
+
+def test_the_plan_is_printed_before_anything_starts_and_a_line_per_step_after(finished: Any) -> None:
+    _, _, text = finished
+    assert text.index("whole:engines") < text.index("starting engines and trainer") < text.index("[mix")
+    assert text.count("[mix    ") >= 4 and "held-out accuracy" in text
+    assert "engine log-probs equal the trainer's to" in text
+
+
+def test_the_summary_closes_its_ledger_and_says_how_it_went(finished: Any) -> None:
+    run, summary, _ = finished
+    assert summary == json.loads((run.folder / "summary.json").read_text())
+    assert (summary["status"], summary["steps"], summary["weight_version"]) == ("finished", 7, 7)
+    counters = summary["counters"]
+    assert counters["sampled"] == counters["trained"] + sum(counters["dropped"].values()) + counters["held"]
+    assert counters["trained"] == 4 * 16
+    for temperature in ("0", "1"):
+        for when in ("before", "after"):
+            assert summary["accuracy"][temperature][when]["count"] == 40
+    assert summary["seconds"]["train"] > 0 and summary["seconds"]["sync"] > 0
+    assert [stage["name"] for stage in summary["stages"]] == ["warmup", "mix"]
+
+
+def test_every_step_is_recorded_with_what_it_was_made_of(finished: Any) -> None:
+    run, _, _ = finished
+    steps = [record for record in read_records(run.folder) if isinstance(record, StepRecord)]
+    assert [step.step for step in steps] == [1, 2, 3, 4, 5, 6, 7]
+    for step in steps[3:]:
+        assert (step.usual_rows, step.expert_rows) == (16, 4)
+        assert step.staleness_max is not None and step.staleness_max <= 1
+        assert step.policy_tokens > 0 and step.expert_tokens > 0
+    assert steps[3].staleness_max == 0, "nothing was published before the first step of the stage"
+    assert steps[3].logprob_gap < 1e-4, "fresh rows: the engine's log-probs are the trainer's"
+    evaluations = [record for record in read_records(run.folder) if isinstance(record, EvaluationRecord)]
+    assert [e.step for e in evaluations if e.temperature == 0] == [0, 3, 5, 7]
+
+
+def test_metrics_are_a_data_frame(finished: Any) -> None:
+    run, _, _ = finished
+    frame = run.metrics()
+    assert isinstance(frame, pd.DataFrame) and len(frame) == 7
+    assert {"stage", "reward", "policy_loss", "sft_loss", "train_s"} <= set(frame.columns)
+
+
+def test_the_config_as_run_is_complete_and_runs_again(finished: Any) -> None:
+    run, _, _ = finished
+    again = rayrft.config.load_config(run.folder / "config.yaml")  # type: ignore[attr-defined]
+    assert again.max_staleness == 1 and again.folder == run.folder
+    assert yaml.safe_load((run.folder / "config.yaml").read_text())["weight_sync"]["backend"] == "auto"
+
+
+def test_the_checkpoint_loads_with_transformers_and_is_what_was_trained(finished: Any) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run, summary, _ = finished
+    model = AutoModelForCausalLM.from_pretrained(summary["checkpoint"])
+    start = AutoModelForCausalLM.from_pretrained(run.folder / "model")
+    assert AutoTokenizer.from_pretrained(summary["checkpoint"]).eos_token == "<|eos|>"
+    pairs = list(zip(model.parameters(), start.parameters(), strict=True))
+    assert all(torch.isfinite(new).all() for new, _ in pairs)
+    assert any(not torch.equal(new, old) for new, old in pairs)
+    assert {path.name for path in (run.folder / "checkpoints").iterdir()} == {"warmup", "mix", "final"}
+
+
+def test_plot_wandb_and_tensorboard_were_written(finished: Any) -> None:
+    run, _, _ = finished
+    assert (run.folder / "plot.png").stat().st_size > 5000
+    assert list(run.folder.glob("wandb/offline-run-*/*.wandb"))
+    assert list(run.folder.glob("tensorboard/events*"))
+
+
+def test_nothing_of_a_finished_run_is_left_on_the_cluster(finished: Any) -> None:
+    import ray
+    from ray.util import list_named_actors
+
+    names = [actor["name"] for actor in list_named_actors(all_namespaces=True)]
+    assert not [name for name in names if name.startswith("whole:")]
+    groups = ray.util.placement_group_table().values()
+    assert not [g for g in groups if g["name"].startswith("whole:") and g["state"] != "REMOVED"]
+
+
+def test_a_run_is_seen_and_stopped_from_another_process(
+    config_file: Callable[..., Path], rayrft: Call, ray_cluster: Any, tmp_path: Path
+) -> None:
+    import os
+
+    from tests.conftest import ROOT
+
+    path = config_file("long")
+    env = {**os.environ, "RAY_ADDRESS": ray_cluster.address_info["gcs_address"], "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rayrft", "run", str(path), "stages.mix.steps=10000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=env,
+        cwd=ROOT,
+    )
+    assert process.stdout is not None
+    output = []
+    for line in process.stdout:
+        output.append(line)
+        if line.startswith("[mix ") and "reward" in line:
+            break
+    assert output and output[-1].startswith("[mix "), "".join(output)
+
+    again = rayrft("run", str(path))
+    assert again.returncode == 1 and "a run of this name is under way (found 'long')" in again.stderr
+    status = json.loads(rayrft("status", "long").stdout)
+    assert status["status"] == "running" and status["step"] >= 4
+    assert status["sampled"] == status["trained"] + sum(status["dropped"].values()) + status["held"]
+    assert rayrft("stop", "long").returncode == 0
+    rest, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, rest
+    summary = json.loads((tmp_path / "runs" / "long" / "summary.json").read_text())
+    assert summary["status"] == "stopped" and summary["checkpoint"] is None
+    assert [p.name for p in (tmp_path / "runs" / "long" / "checkpoints").glob("stopped-*")]
+    missing = rayrft("status", "long")
+    assert missing.returncode == 1 and "no run of that name is on this cluster (found 'long')" in missing.stderr

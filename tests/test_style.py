@@ -1,0 +1,92 @@
+"""The house rules that a tool can check."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+SOURCES = sorted((ROOT / "rayrft").rglob("*.py"))
+
+# Bottom to top: a package imports only from those before it. `rayrft/explorer` and `rayrft/trainer` stand side by side.
+ORDER = [
+    ["errors"],
+    ["registry"],
+    ["algorithms"],
+    ["config"],
+    ["weights"],
+    ["buffer"],
+    ["rewards"],
+    ["explorer", "trainer"],
+    ["monitor"],
+    ["core"],
+    ["cli"],
+    ["__main__", "__init__"],
+]
+LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("arguments", [("check", "."), ("format", "--check", ".")], ids=["lint", "format"])
+def test_ruff_finds_nothing(arguments: tuple[str, ...]) -> None:
+    result = run("ruff", *arguments)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_the_type_checker_finds_nothing() -> None:
+    result = run("mypy")
+    assert result.returncode == 0, result.stdout
+
+
+def imports(path: Path) -> list[tuple[str, bool]]:
+    """Modules a file imports, each with whether at module level (outside functions and TYPE_CHECKING)."""
+    tree = ast.parse(path.read_text())
+    late = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+        for inner in ast.walk(node)
+    }
+    found = []
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module]
+        found += [(name, id(node) not in late) for name in names]
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_run_downhill(path: Path) -> None:
+    part = path.relative_to(ROOT / "rayrft").parts[0].removesuffix(".py")
+    for name, _ in imports(path):
+        if name.startswith("rayrft."):
+            other = name.split(".")[1]
+            if part != "__init__" and other != part:
+                assert LEVEL[other] < LEVEL[part], f"{part} imports {other}"
+
+
+def test_only_the_engine_and_its_plug_in_import_vllm() -> None:
+    users = {path.name for path in SOURCES if any(name.split(".")[0] == "vllm" for name, _ in imports(path))}
+    assert users == {"engine.py", "weight_plugin.py"}
+
+
+def test_algorithms_are_pure_torch() -> None:
+    for path in (ROOT / "rayrft" / "algorithms").glob("*.py"):
+        used = {name.split(".")[0] for name, _ in imports(path)} - set(sys.stdlib_module_names)
+        assert used <= {"torch", "rayrft"}, path.name
+
+
+def test_importing_rayrft_needs_neither_torch_nor_ray_nor_vllm() -> None:
+    code = "import rayrft, sys; print(sorted({'torch', 'ray', 'vllm', 'transformers'} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.strip() == "[]", result.stderr
