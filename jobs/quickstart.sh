@@ -44,5 +44,5 @@ trap stop_job INT TERM
 ray job submit --address "$address" --submission-id "$job" --no-wait -- \
   "$PWD/.venv/bin/python" "$PWD/jobs/quickstart.py" "storage=$PWD/runs" "$@" >/dev/null
 ray job logs --address "$address" --follow "$job" &
-wait $!
-ray job status --address "$address" "$job" | grep -q SUCCEEDED
+wait $! || true
+ray job status --address "$address" "$job" 2>&1 | grep -qi "succeeded"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
@@ -34,7 +35,12 @@ class Registry(Generic[T]):
         return add
 
     def get(self, name: str, field: str | None = None) -> T:
-        """The piece of that name; raises ConfigError with the nearest known name."""
+        """The piece of that name, or the one at ``package.module:attribute``.
+
+        Raises ConfigError where it cannot be imported, or, with the nearest known name, where there is none.
+        """
+        if ":" in name:
+            return self._import(name, field or self.kind)
         if name not in self._pieces:
             raise ConfigError(
                 f"unknown {self.kind}",
@@ -43,6 +49,14 @@ class Registry(Generic[T]):
                 remedy=nearest(name, self._pieces),
             )
         return self._pieces[name]
+
+    def _import(self, path: str, field: str) -> T:
+        module, _, attribute = path.partition(":")
+        try:
+            piece: T = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"cannot be imported: {error}", field=field, value=path) from None
+        return piece
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._pieces)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
-from rayrft.algorithms import Algorithm, presets
 from rayrft.config.base import Section
 from rayrft.config.trainer import OptimizerConfig
+
+if TYPE_CHECKING:
+    from rayrft.algorithms import Algorithm
 
 
 class AlgorithmConfig(Section):
@@ -27,6 +29,9 @@ class AlgorithmConfig(Section):
         return self
 
     def build(self) -> Algorithm:
+        # Here, not above: actors that only carry the config need not load torch.
+        from rayrft.algorithms import presets
+
         pieces = self.model_dump(exclude={"name"}, exclude_none=True)
         return presets[self.name](**pieces)
 

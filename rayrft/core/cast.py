@@ -43,14 +43,17 @@ def hire(config: RunConfig, prepared: Prepared, placement: Placement) -> Cast:
     """Create the actors; they are not started yet, but can be watched."""
     import ray
 
-    buffer = placement.actor(Buffer, "buffer").remote(config.seed)
-    trainer = placement.actor(Trainer, "trainer").remote(config.trainer)
+    buffer = placement.actor(Buffer, "buffer", name="buffer").remote(config.seed)
+    trainer = placement.actor(Trainer, "trainer", name="trainer").remote(config.trainer)
     if "explorer" not in {part.name for part in plan_placement(config)}:
         return Cast(buffer, trainer, None, None, [])
     engine = config.explorer.engine
-    engines = [placement.actor(RolloutEngine, "engines", index).remote() for index in range(engine.count)]
-    reward_worker = placement.actor(RewardWorker, "reward", named=False)
-    explorer = placement.actor(Explorer, "explorer").remote(
+    engines = [
+        placement.actor(RolloutEngine, "engines", name=f"engine-{index}", bundle=index).remote()
+        for index in range(engine.count)
+    ]
+    reward_worker = placement.actor(RewardWorker, "reward")
+    explorer = placement.actor(Explorer, "explorer", name="explorer").remote(
         config,
         prepared.model,
         engines,
@@ -59,7 +62,7 @@ def hire(config: RunConfig, prepared: Prepared, placement: Placement) -> Cast:
         ray.put(prepared.held_out),
         _Starter(reward_worker, config.reward),
     )
-    weight_sync = placement.actor(WeightSync, "weight_sync").remote(
+    weight_sync = placement.actor(WeightSync, "weight_sync", name="weight_sync").remote(
         config.weight_sync, config.sync_backend, trainer, engines, engine.tensor_parallel, _probe(prepared)
     )
     return Cast(buffer, trainer, explorer, weight_sync, engines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,22 +130,24 @@ class Placement:
                     remedy="something took resources meanwhile: stop it, or start the run again",
                 ) from None
 
-    def actor(self, cls: type, part: str, index: int | None = None, *, named: bool = True, **options: Any) -> Any:
-        """A remote class placed in a bundle of its part: call ``.remote(…)`` on it."""
+    def actor(self, cls: type, part: str, *, name: str | None = None, bundle: int = -1) -> Any:
+        """A remote class placed in a bundle of its part: call ``.remote(…)`` on it.
+
+        The actor is found as ``<run>:<name>``, or not at all where there is no name. Bundle -1 is any of the part's.
+        """
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        bundle = self._parts[part].bundle
-        name = actor_name(self._run, part if index is None else f"{part}-{index}")
-        if named:
-            options |= {"name": name, "namespace": NAMESPACE}
+        resources = self._parts[part].bundle
+        options: dict[str, Any] = {"name": actor_name(self._run, name), "namespace": NAMESPACE} if name else {}
+        if any(inspect.iscoroutinefunction(member) for member in vars(cls).values()):
+            options["max_concurrency"] = 10_000  # its calls wait on each other; a plain actor takes one at a time
         return ray.remote(cls).options(
-            num_cpus=bundle["CPU"],
-            num_gpus=bundle.get("GPU", 0),
-            memory=bundle["memory"],
-            max_concurrency=10_000,
+            num_cpus=resources["CPU"],
+            num_gpus=resources.get("GPU", 0),
+            memory=resources["memory"],
             scheduling_strategy=PlacementGroupSchedulingStrategy(
-                self._groups[part], placement_group_bundle_index=-1 if index is None else index
+                self._groups[part], placement_group_bundle_index=bundle
             ),
             **options,
         )

@@ -50,7 +50,7 @@ def start(
 
     placement = Placement(checked.name, parts)
     asyncio.run(placement.reserve(["master"]))
-    master = placement.actor(Master, "master").remote(checked)
+    master = placement.actor(Master, "master", name="master").remote(checked)
     outcome = master.run.remote([ray.put(prepared)])
     return Run(checked.name, checked.folder, master, outcome, placement)
 

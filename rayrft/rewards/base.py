@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -38,14 +37,7 @@ def build_reward(name: str, options: dict[str, Any]) -> Reward:
 
     Raises ConfigError where there is none, or it refuses the options.
     """
-    if ":" in name:
-        module, _, attribute = name.partition(":")
-        try:
-            factory = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError) as error:
-            raise ConfigError(f"cannot be imported: {error}", field="reward.name", value=name) from None
-    else:
-        factory = rewards.get(name, "reward.name")
+    factory = rewards.get(name, "reward.name")
     try:
         return factory(**options)
     except TypeError as error:
