@@ -14,34 +14,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from rayrft.buffer.balance import balance
 from rayrft.buffer.experience import SCHEMA, find_fault, from_batch
+from rayrft.buffer.lease import Lease, deal
 from rayrft.buffer.schedule import Schedule, Ticket
 from rayrft.buffer.store import ExpertStore, GroupReport, Ref, StoredGroup, UsualStore
 from rayrft.errors import DataError, RayrftError
-
-
-@dataclass(frozen=True)
-class BatchShare:
-    """One rank's part of a batch: rows by object, each object with the row indices that count."""
-
-    parts: tuple[tuple[Ref, tuple[int, ...]], ...]
-    tokens: int
-
-
-@dataclass(frozen=True)
-class Lease:
-    """A step's batch, dealt to ranks, and what is known of it before it is trained."""
-
-    step: int
-    shares: tuple[BatchShare, ...]
-    usual_rows: int
-    expert_rows: int
-    staleness: tuple[int, ...]
-    """Of each group: trainer version less its oldest token version."""
-    rollouts: GroupReport
-    """Everything that was sampled since the last lease, kept or dropped."""
-    waited_s: float
 
 
 @dataclass(frozen=True)
@@ -189,11 +166,12 @@ class Buffer:
         if plan is None:
             raise RayrftError("no stage is open", field="buffer.lease", value=step)
         groups = await self._take_groups(step, plan, deadline_s) if plan.groups else []
-        expert = self._expert[plan.demonstrations].draw(plan.expert_rows) if plan.demonstrations else []
+        store = self._expert[plan.demonstrations] if plan.demonstrations else None
+        expert = store.draw(plan.expert_rows) if store else []
         version = self._schedule.version if self._schedule else plan.version
         self._leases[step] = Lease(
             step,
-            self._deal(groups, plan.demonstrations, expert, world_size),
+            deal(groups, store, expert, world_size),
             usual_rows=sum(group.rows for group in groups),
             expert_rows=len(expert),
             staleness=tuple(version - group.oldest_version for group in groups),
@@ -262,21 +240,6 @@ class Buffer:
     def _release(self, ticket: Ticket) -> None:
         if self._schedule is not None:
             self._schedule.release(ticket)
-
-    def _deal(
-        self, groups: list[StoredGroup], demonstrations: str | None, expert: list[int], world_size: int
-    ) -> tuple[BatchShare, ...]:
-        store = self._expert[demonstrations] if demonstrations else None
-        expert_tokens = [int(store.tokens[row]) for row in expert] if store else []
-        sizes = [group.tokens for group in groups] + expert_tokens
-        shares = []
-        for items in balance(sizes, world_size):
-            parts = [(groups[i].ref, tuple(range(groups[i].rows))) for i in items if i < len(groups)]
-            drawn = tuple(expert[i - len(groups)] for i in items if i >= len(groups))
-            if store and drawn:
-                parts.append((store.ref, drawn))
-            shares.append(BatchShare(tuple(parts), sum(sizes[i] for i in items)))
-        return tuple(shares)
 
 
 def _total(reports: list[GroupReport]) -> GroupReport:

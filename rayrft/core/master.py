@@ -11,13 +11,14 @@ import contextlib
 import os
 import time
 from collections.abc import AsyncIterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rayrft.buffer.buffer import Lease, StagePlan
+from rayrft.buffer.buffer import StagePlan
+from rayrft.buffer.lease import Lease
 from rayrft.config import RunConfig, StageConfig
 from rayrft.core import cast as casting
+from rayrft.core.bookkeeping import StepSeconds, evaluation_record, step_record
 from rayrft.core.placement import Placement, plan_placement
 from rayrft.core.prepare import Prepared
 from rayrft.core.recorder import Recorder
@@ -25,7 +26,7 @@ from rayrft.core.supervision import root_cause, supervise
 from rayrft.core.weight_sync import SyncReport
 from rayrft.errors import RayrftError
 from rayrft.explorer.evaluation import Evaluation
-from rayrft.monitor.records import EvaluationRecord, Record, StepRecord
+from rayrft.monitor.records import Record, StepRecord
 from rayrft.monitor.verdict import verdict
 from rayrft.trainer.commands import OpenStage, Save, Train
 from rayrft.trainer.learner import StepResult
@@ -157,15 +158,14 @@ class Master:
                 if stage.evaluate_every and done % stage.evaluate_every == 0 and done < stage.steps:
                     await self._publish_unless_rolled_out(stage)
                     await self._evaluate(stage, done)
+                    await self._judge(stage, first)
         finally:
             await self._cast.buffer.close_stage.remote()
             await exploring
         await self._publish_unless_rolled_out(stage)
         await self._save(stage.name)
         await self._evaluate(stage, stage.steps)
-        steps = [r for r in self._recorder.records[first:] if isinstance(r, StepRecord)]
-        if said := verdict(steps, self._config.max_staleness):
-            await self._recorder.note(said, stage.name, self._step_number)
+        steps = await self._judge(stage, first)
         self._stages_done.append({"name": stage.name, "steps": len(steps), "final_step": self._step_number})
 
     async def _step(self, stage: StageConfig, exploring: asyncio.Future[None]) -> None:
@@ -183,10 +183,9 @@ class Master:
         self._step_number += 1
         report = await self._publish() if stage.groups else None
         await self._cast.buffer.advance.remote(self._version)
-        seconds = time.perf_counter() - started
-        await self._recorder.add(
-            self._record(stage, lease, result, report, waited, trained, seconds, await self._timings())
-        )
+        rollout_s, reward_s = await self._timings()
+        seconds = StepSeconds(time.perf_counter() - started, waited, rollout_s, reward_s, trained)
+        await self._recorder.add(step_record(stage.name, self._step_number, lease, result, report, seconds))
 
     @contextlib.asynccontextmanager
     async def _engines_asleep(self) -> AsyncIterator[None]:
@@ -235,24 +234,15 @@ class Master:
         for temperature in self._config.evaluation.temperatures:
             started = time.perf_counter()
             result: Evaluation = await self._cast.explorer.evaluate.remote(temperature)
-            low, high = result.interval
-            await self._recorder.add(
-                EvaluationRecord(
-                    stage.name,
-                    self._step_number,
-                    stage_step,
-                    time.time(),
-                    temperature,
-                    result.accuracy,
-                    low,
-                    high,
-                    result.right,
-                    result.count,
-                    result.mean_reward,
-                    result.unknown,
-                    time.perf_counter() - started,
-                )
-            )
+            seconds = time.perf_counter() - started
+            await self._recorder.add(evaluation_record(stage.name, self._step_number, stage_step, result, seconds))
+
+    async def _judge(self, stage: StageConfig, first: int) -> list[StepRecord]:
+        """Say what bounds the stage, from its records so far (those from the ``first`` on); gives its steps."""
+        steps = [record for record in self._recorder.records[first:] if isinstance(record, StepRecord)]
+        if said := verdict(steps, self._config.max_staleness):
+            await self._recorder.note(said, stage.name, self._step_number)
+        return steps
 
     async def _save(self, name: str) -> None:
         folder = self._config.folder / "checkpoints" / name
@@ -266,45 +256,6 @@ class Master:
         if self._cast.explorer is None:
             return 0.0, 0.0
         return await self._cast.explorer.timings.remote()
-
-    def _record(
-        self,
-        stage: StageConfig,
-        lease: Lease,
-        result: StepResult,
-        report: SyncReport | None,
-        waited: float,
-        trained: float,
-        seconds: float,
-        timings: tuple[float, float],
-    ) -> StepRecord:
-        rollouts, stale = lease.rollouts, lease.staleness
-        tokens = rollouts.tokens if stage.groups else result.policy_tokens + result.expert_tokens
-        numbers = asdict(result)
-        numbers.pop("train_s")
-        return StepRecord(
-            stage=stage.name,
-            step=self._step_number,
-            version=self._version,
-            time=time.time(),
-            usual_rows=lease.usual_rows,
-            expert_rows=lease.expert_rows,
-            reward=rollouts.reward_sum / rollouts.scored if rollouts.scored else None,
-            sampled_rows=rollouts.rows,
-            sampled_tokens=rollouts.tokens,
-            truncated_share=rollouts.truncated / rollouts.rows if rollouts.rows else None,
-            staleness_mean=sum(stale) / len(stale) if stale else None,
-            staleness_max=max(stale) if stale else None,
-            probe_gap=report.probe_gap if report else None,
-            tokens_per_s=tokens / seconds,
-            step_s=seconds,
-            wait_s=waited,
-            rollout_s=timings[0],
-            reward_s=timings[1],
-            train_s=trained,
-            sync_s=report.seconds if report else 0.0,
-            **numbers,
-        )
 
     def _describe(self, stage: StageConfig) -> str:
         rows = f"{stage.groups} groups of {stage.group_size}" if stage.groups else ""

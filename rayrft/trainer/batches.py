@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from rayrft.algorithms import TokenBatch
-from rayrft.buffer.buffer import BatchShare
 from rayrft.buffer.experience import list_column
+from rayrft.buffer.lease import BatchShare
 
 
 @dataclass(frozen=True)

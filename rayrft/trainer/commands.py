@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rayrft.algorithms import Algorithm
-from rayrft.buffer.buffer import Lease
+from rayrft.buffer.lease import Lease
 from rayrft.config.trainer import OptimizerConfig
 from rayrft.weights.group import GroupPlan
 from rayrft.weights.wire import TensorMeta

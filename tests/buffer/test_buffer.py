@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import ray
 
-from rayrft.buffer.buffer import Buffer, Lease, StagePlan
+from rayrft.buffer.buffer import Buffer, StagePlan
 from rayrft.buffer.experience import Experience, VersionSpan, to_batch
+from rayrft.buffer.lease import Lease
 from rayrft.buffer.schedule import Ticket
 from rayrft.buffer.store import GroupReport
 from rayrft.errors import DataError, RayrftError

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -122,6 +124,20 @@ def test_nothing_of_a_finished_run_is_left_on_the_cluster(finished: Any) -> None
     assert not [g for g in groups if g["name"].startswith("whole:") and g["state"] != "REMOVED"]
 
 
+def metrics_page(wanted: str) -> str:
+    """What Prometheus would scrape. Ray's agents export on a schedule of their own, so ask until it is there."""
+    import ray
+
+    node = ray.nodes()[0]
+    url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+    deadline = time.monotonic() + 40
+    while True:
+        page = urllib.request.urlopen(url, timeout=10).read().decode()
+        if wanted in page or time.monotonic() > deadline:
+            return page
+        time.sleep(1)
+
+
 def test_a_run_is_seen_and_stopped_from_another_process(
     config_file: Callable[..., Path], rayrft: Call, ray_cluster: Any, tmp_path: Path
 ) -> None:
@@ -152,6 +168,7 @@ def test_a_run_is_seen_and_stopped_from_another_process(
     status = json.loads(rayrft("status", "long").stdout)
     assert status["status"] == "running" and status["step"] >= 4
     assert status["sampled"] == status["trained"] + sum(status["dropped"].values()) + status["held"]
+    assert "rayrft_train_reward" in metrics_page("rayrft_train_reward")
     assert rayrft("stop", "long").returncode == 0
     rest, _ = process.communicate(timeout=60)
     assert process.returncode == 0, rest
