@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ import yaml
 
 import rayrft
 from rayrft.monitor.records import EvaluationRecord, StepRecord, read_records
+from tests.conftest import ROOT
 from tests.e2e.conftest import small_config
 
 Call = Callable[..., subprocess.CompletedProcess[str]]
@@ -138,15 +142,10 @@ def metrics_page(wanted: str) -> str:
         time.sleep(1)
 
 
-def test_a_run_is_seen_and_stopped_from_another_process(
-    config_file: Callable[..., Path], rayrft: Call, ray_cluster: Any, tmp_path: Path
-) -> None:
-    import os
-
-    from tests.conftest import ROOT
-
-    path = config_file("long")
-    env = {**os.environ, "RAY_ADDRESS": ray_cluster.address_info["gcs_address"], "PYTHONUNBUFFERED": "1"}
+@contextlib.contextmanager
+def under_way(path: Path, cluster: Any) -> Iterator[subprocess.Popen[str]]:
+    """The command line at work on an endless run, past its first rollout step."""
+    env = {**os.environ, "RAY_ADDRESS": cluster.address_info["gcs_address"], "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
         [sys.executable, "-m", "rayrft", "run", str(path), "stages.mix.steps=10000"],
         stdout=subprocess.PIPE,
@@ -162,18 +161,47 @@ def test_a_run_is_seen_and_stopped_from_another_process(
         if line.startswith("[mix ") and "reward" in line:
             break
     assert output and output[-1].startswith("[mix "), "".join(output)
+    try:
+        yield process
+    finally:
+        process.kill()
 
-    again = rayrft("run", str(path))
-    assert again.returncode == 1 and "a run of this name is under way (found 'long')" in again.stderr
-    status = json.loads(rayrft("status", "long").stdout)
-    assert status["status"] == "running" and status["step"] >= 4
-    assert status["sampled"] == status["trained"] + sum(status["dropped"].values()) + status["held"]
-    assert "rayrft_train_reward" in metrics_page("rayrft_train_reward")
-    assert rayrft("stop", "long").returncode == 0
-    rest, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, rest
-    summary = json.loads((tmp_path / "runs" / "long" / "summary.json").read_text())
+
+def check_stopped(folder: Path) -> None:
+    """It saved its weights under another name than that of a finished run, and its ledger closes."""
+    summary = json.loads((folder / "summary.json").read_text())
     assert summary["status"] == "stopped" and summary["checkpoint"] is None
-    assert [p.name for p in (tmp_path / "runs" / "long" / "checkpoints").glob("stopped-*")]
+    counters = summary["counters"]
+    assert counters["sampled"] == counters["trained"] + sum(counters["dropped"].values()) + counters["held"]
+    assert list((folder / "checkpoints").glob("stopped-*/model.safetensors"))
+    assert not (folder / "checkpoints" / "final").exists()
+
+
+def test_a_run_is_seen_and_stopped_from_another_process(
+    config_file: Callable[..., Path], rayrft: Call, ray_cluster: Any, tmp_path: Path
+) -> None:
+    path = config_file("long")
+    with under_way(path, ray_cluster) as process:
+        again = rayrft("run", str(path))
+        assert again.returncode == 1 and "a run of this name is under way (found 'long')" in again.stderr
+        status = json.loads(rayrft("status", "long").stdout)
+        assert status["status"] == "running" and status["step"] >= 4
+        assert status["sampled"] == status["trained"] + sum(status["dropped"].values()) + status["held"]
+        assert "rayrft_train_reward" in metrics_page("rayrft_train_reward")
+        assert rayrft("stop", "long").returncode == 0
+        rest, _ = process.communicate(timeout=60)
+        assert process.returncode == 0, rest
+    check_stopped(tmp_path / "runs" / "long")
     missing = rayrft("status", "long")
     assert missing.returncode == 1 and "no run of that name is on this cluster (found 'long')" in missing.stderr
+
+
+def test_ctrl_c_saves_the_weights_and_ends_the_run(
+    config_file: Callable[..., Path], ray_cluster: Any, tmp_path: Path
+) -> None:
+    with under_way(config_file("interrupted"), ray_cluster) as process:
+        process.send_signal(signal.SIGINT)
+        rest, _ = process.communicate(timeout=60)
+        assert process.returncode == 0, rest
+        assert "stopping after the step under way" in rest and "stopped after" in rest
+    check_stopped(tmp_path / "runs" / "interrupted")
