@@ -105,6 +105,11 @@ class RunConfig(Section):
                 f"ipc pairs one engine with one trainer rank on a GPU: needs explorer.engine.count "
                 f"({engine.count}) = trainer.ranks ({trainer.ranks}) and engine.gpus + trainer.gpus <= 1"
             )
+        if engine.sleep and (backend != "ipc" or self.max_staleness or self.explorer.over_sampling > 1):
+            raise ValueError(
+                "explorer.engine.sleep is for engine and trainer taking turns on one GPU: it needs weight_sync.backend "
+                "ipc, max_staleness 0 and explorer.over_sampling 1"
+            )
         if engine.tensor_parallel > 1 and engine.gpus not in (0, engine.tensor_parallel):
             raise ValueError(
                 f"explorer.engine.tensor_parallel {engine.tensor_parallel} needs explorer.engine.gpus "

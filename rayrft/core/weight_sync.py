@@ -88,7 +88,7 @@ class WeightSync:
         due = self._rounds % self._config.probe_every == 0
         self._rounds += 1
         gap = await self._compare(version) if due else None
-        return SyncReport(version, seconds, sum(meta.nbytes for meta in self._metas), sent[0], gap)
+        return SyncReport(version, seconds, sum(meta.nbytes for meta in self._metas), sent, gap)
 
     async def sleep(self) -> None:
         """Have the engines free their GPU memory for the trainer."""
@@ -102,28 +102,26 @@ class WeightSync:
         """Never returns: a caller that awaits it learns at once when this actor dies."""
         await asyncio.Event().wait()
 
-    async def _transfer(self, version: int) -> tuple[list[str], list[EngineWeights]]:
-        """One broadcast. Gives per engine the digest that was sent to it, and what it holds now."""
+    async def _transfer(self, version: int) -> tuple[str, list[EngineWeights]]:
+        """One broadcast; gives the digest of what was sent, and what each engine holds now."""
         metas, size = self._metas, int(self._config.bucket_mib * (1 << 20))
         if self._backend == "ipc":
             exports: list[Exported] = await self._command(Export(metas, size))
+            handles = {export.device: export.handles for export in exports}
             held = await asyncio.gather(
-                *(
-                    engine.receive.remote(metas, size, version, export.handles)
-                    for engine, export in zip(self._engines, exports, strict=True)
-                )
+                *(engine.receive.remote(metas, size, version, handles) for engine in self._engines)
             )
             await self._command(Release())
-            return [export.digest for export in exports], held
+            return exports[0].digest, held
         receiving = [engine.receive.remote(metas, size, version, None) for engine in self._engines]
         digests, *held = await asyncio.gather(self._command(Publish(metas, size)), *receiving)
-        return [digests[0]] * len(self._engines), held
+        return digests[0], held
 
-    def _verify(self, version: int, sent: list[str], held: list[EngineWeights]) -> None:
-        for index, (digest, weights) in enumerate(zip(sent, held, strict=True)):
-            if weights.version != version or any(each != digest for each in weights.digests):
+    def _verify(self, version: int, sent: str, held: list[EngineWeights]) -> None:
+        for index, weights in enumerate(held):
+            if weights.version != version or any(digest != sent for digest in weights.digests):
                 raise WeightSyncError(
-                    f"the trainer sent version {version} with digest {digest}; the engine reports version "
+                    f"the trainer sent version {version} with digest {sent}; the engine reports version "
                     f"{weights.version} with {', '.join(weights.digests)}",
                     field=f"engine-{index}",
                     remedy="the transfer is broken: do not trust rollouts of this engine",

@@ -126,7 +126,7 @@ class RolloutEngine:
         await self._engine.pause_generation(mode="keep", clear_cache=True)
 
     async def receive(
-        self, metas: list[TensorMeta], bucket_bytes: int, version: int, handles: list[str] | None
+        self, metas: list[TensorMeta], bucket_bytes: int, version: int, handles: dict[str, list[str]] | None
     ) -> EngineWeights:
         """Take part in one broadcast (or open the handles of an ipc transfer) and say what arrived."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest

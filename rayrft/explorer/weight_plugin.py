@@ -19,7 +19,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from rayrft.weights.group import GroupPlan, WeightGroup
-from rayrft.weights.ipc import open_buffer
+from rayrft.weights.ipc import gpu_uuid, open_buffer
 from rayrft.weights.wire import Digest, empty_bucket, from_wire, plan_buckets, read_bucket
 
 BACKEND = "rayrft"
@@ -35,11 +35,11 @@ class JoinInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """The tensors to come, in order, and the bucket size; for ipc one handle per bucket."""
+    """The tensors to come, in order, and the bucket size; for ipc, by UUID of the GPU, one handle per bucket."""
 
     metas: list[dict[str, Any]]
     bucket_bytes: int
-    handles: list[str] | None = None
+    handles: dict[str, list[str]] | None = None
 
 
 class BucketReceiver(WeightTransferEngine[JoinInfo, UpdateInfo]):
@@ -65,10 +65,11 @@ class BucketReceiver(WeightTransferEngine[JoinInfo, UpdateInfo]):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         digest = Digest()
+        handles = self._own_handles(update_info.handles)
         buckets = plan_buckets(from_wire(update_info.metas), update_info.bucket_bytes)
         for index, metas in enumerate(buckets):
-            if update_info.handles is not None:
-                buffer = open_buffer(update_info.handles[index], self.device)
+            if handles is not None:
+                buffer = open_buffer(handles[index], self.device)
             elif self._group is not None:
                 buffer = empty_bucket(metas, self.device)
                 self._group.broadcast(buffer)
@@ -84,6 +85,15 @@ class BucketReceiver(WeightTransferEngine[JoinInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         self._group = None
+
+    def _own_handles(self, handles: dict[str, list[str]] | None) -> list[str] | None:
+        """Those of the trainer rank on this worker's GPU; None where weights come by broadcast."""
+        if handles is None:
+            return None
+        uuid = gpu_uuid(self.device)
+        if uuid not in handles:
+            raise RuntimeError(f"no trainer rank shares GPU {uuid} with this engine; ranks are on {sorted(handles)}")
+        return handles[uuid]
 
     def _repack_tied_head(self) -> None:
         # On CPU vLLM packs lm_head at load time and, when it is tied to the embedding, keeps the old packing after a

@@ -91,7 +91,8 @@ Command = OpenStage | Train | Locate | Describe | Join | Publish | Export | Rele
 
 @dataclass(frozen=True)
 class Exported:
-    """ipc: one handle per bucket, and the digest of their bytes."""
+    """ipc: the GPU (its UUID) that holds a rank's buffers, one handle per bucket, and the digest of their bytes."""
 
+    device: str
     handles: list[str]
     digest: str

@@ -16,7 +16,7 @@ from rayrft.trainer.batches import fetch_rows
 from rayrft.trainer.learner import Learner
 from rayrft.trainer.model import full_parameters, load_hf, load_model, save_hf, shard
 from rayrft.weights.group import WeightGroup, free_port
-from rayrft.weights.ipc import export_buffer
+from rayrft.weights.ipc import export_buffer, gpu_uuid
 from rayrft.weights.wire import Digest, TensorMeta, empty_bucket, fill_bucket, plan_buckets
 
 
@@ -143,7 +143,8 @@ class Rank:
         for buffer in self._exported:
             digest.update(buffer)
         torch.cuda.synchronize()
-        return c.Exported([export_buffer(buffer) for buffer in self._exported], digest.value)
+        handles = [export_buffer(buffer) for buffer in self._exported]
+        return c.Exported(gpu_uuid(self._device), handles, digest.value)
 
     def _save(self, folder: Path) -> str:
         import ray.train

@@ -9,6 +9,11 @@ import torch
 from torch import Tensor
 
 
+def gpu_uuid(device: torch.device) -> str:
+    """What a GPU is called in every process, however each numbers the devices it sees."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
 def export_buffer(buffer: Tensor) -> str:
     """A handle to a CUDA buffer, as text. The buffer must stay alive until the receiver is done with it."""
     from torch.multiprocessing.reductions import reduce_tensor

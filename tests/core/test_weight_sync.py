@@ -13,17 +13,7 @@ from rayrft.errors import WeightSyncError
 from rayrft.explorer.engine import EngineWeights
 from rayrft.trainer.commands import Describe, Publish, Score
 from rayrft.weights.wire import TensorMeta
-
-
-class Remote:
-    """Makes an object's coroutine methods callable as on an actor handle."""
-
-    def __init__(self, target: Any) -> None:
-        self._target = target
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._target, name)
-        return type("Method", (), {"remote": staticmethod(lambda *args: asyncio.ensure_future(method(*args)))})
+from tests.scripted import Remote
 
 
 class ScriptedEngine:

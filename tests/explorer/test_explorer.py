@@ -1,0 +1,198 @@
+"""The Explorer with the real Buffer and a scripted engine that answers in any order it likes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayrft.buffer.buffer import Buffer, StagePlan
+from rayrft.buffer.experience import Task
+from rayrft.config import RunConfig, load_config
+from rayrft.errors import ActorDied, RayrftError
+from rayrft.explorer.engine import Completion, Sampling
+from rayrft.explorer.explorer import BusyClock, Explorer
+from rayrft.explorer.workflow import register_workflow, workflows
+from rayrft.rewards import RewardResult
+from tests.config.test_load import base
+from tests.scripted import Remote
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+class ScriptedEngine:
+    """Holds every request until it is told to answer one, chosen at random: the worst order there can be."""
+
+    def __init__(self, seed: int) -> None:
+        self.version = 0
+        self.random = random.Random(seed)
+        self.waiting: list[asyncio.Event] = []
+        self.arrived = asyncio.Event()
+
+    async def generate(self, prompt: list[int], n: int, sampling: Sampling) -> list[Completion]:
+        version, told = self.version, asyncio.Event()
+        self.waiting.append(told)
+        self.arrived.set()
+        await told.wait()
+        return [Completion((5, 1), (-0.5, -0.5), ((0, 2, version),), "stop") for _ in range(n)]
+
+    async def answer_one(self) -> None:
+        while not self.waiting:
+            self.arrived.clear()
+            await self.arrived.wait()
+        self.waiting.pop(self.random.randrange(len(self.waiting))).set()
+
+
+class ScriptedRewards:
+    """The first answer of a group is right; in some groups all are, which leaves no variance."""
+
+    def __init__(self, seed: int = 0, unknown: bool = False) -> None:
+        self.random, self.unknown = random.Random(seed), unknown
+
+    async def score(self, task: Task, responses: list[str]) -> list[RewardResult]:
+        if self.unknown:
+            return [RewardResult(None, reason="the judge is away")] * len(responses)
+        flat = self.random.random() < 0.3
+        return [RewardResult(float(flat or index == 0)) for index in range(len(responses))]
+
+
+def config(**overrides: Any) -> RunConfig:
+    grpo = {"name": "grpo", "algorithm": {"name": "grpo"}, "steps": 1, "batch_size": 8, "group_size": 2}
+    return load_config({**base(), "stages": [grpo]}, overrides)
+
+
+def make_explorer(
+    config: RunConfig, model: Path, engine: Any, buffer: Buffer, rewards: Any, words: int = 50
+) -> Explorer:
+    tasks = [Task.create("test", f"Spell this word backward: {i:03d}", "x") for i in range(words)]
+    explorer = Explorer(config, str(model), [Remote(engine)], Remote(buffer), tasks, tasks[:5], None)
+    explorer._rewards = rewards
+    return explorer
+
+
+def plan(config: RunConfig, version: int = 0) -> StagePlan:
+    stage = config.stages[0]
+    return StagePlan(stage.groups, 0, None, config.max_staleness, config.explorer.over_sampling, version)
+
+
+@pytest.fixture
+async def cleanup() -> AsyncIterator[list[asyncio.Task[Any]]]:
+    tasks: list[asyncio.Task[Any]] = []
+    yield tasks
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+@pytest.mark.parametrize("seed", [0, 1])
+async def test_staleness_keeps_its_bound_and_nothing_is_lost_in_the_worst_order(
+    staleness: int, seed: int, tiny_model: Path, cleanup: list[asyncio.Task[Any]]
+) -> None:
+    settings, engine, buffer = config(max_staleness=staleness), ScriptedEngine(seed), Buffer(seed=0)
+    explorer = make_explorer(settings, tiny_model, engine, buffer, ScriptedRewards(seed))
+    await buffer.open_stage(plan(settings))
+    exploring = asyncio.create_task(explorer.explore(settings.stages[0]))
+    cleanup.append(exploring)
+
+    async def answer() -> None:
+        while True:
+            await engine.answer_one()
+
+    cleanup.append(asyncio.create_task(answer()))
+    seen: list[int] = []
+    for step in range(12):
+        lease = await buffer.lease(step, 2, 30)
+        assert len(lease.staleness) == 4 and max(lease.staleness) <= staleness
+        seen += lease.staleness
+        await buffer.ack(step)
+        engine.version = step + 1
+        await buffer.advance(step + 1)
+    await buffer.close_stage()
+    await exploring
+    stats = await buffer.stats()
+    assert stats["sampled"] == stats["trained"] + sum(stats["dropped"].values()) + stats["held"]
+    assert stats["trained"] == 12 * 8
+    assert stats["dropped"].keys() <= {"zero_variance", "late"}, "a group was thrown away for its age"
+    assert staleness == 0 or max(seen) >= 1, "the stage never ran ahead"
+
+
+async def test_a_prompt_over_the_limit_is_dropped_counted_and_replaced(
+    tiny_model: Path, cleanup: list[asyncio.Task[Any]]
+) -> None:
+    settings, engine, buffer = config(), ScriptedEngine(0), Buffer(seed=0)
+    explorer = make_explorer(settings, tiny_model, engine, buffer, ScriptedRewards(1))
+    long = [Task.create("test", "x" * 100 + str(i), "x") for i in range(4)]
+    explorer._tasks = iter([*long, *(next(explorer._tasks) for _ in range(40))])
+    await buffer.open_stage(plan(settings))
+    cleanup.append(asyncio.create_task(explorer.explore(settings.stages[0])))
+    lease = asyncio.create_task(buffer.lease(0, 1, 30))
+    cleanup.append(lease)
+    while not lease.done():
+        await asyncio.wait({lease, asyncio.create_task(engine.answer_one())}, return_when=asyncio.FIRST_COMPLETED)
+    assert (await lease).usual_rows == 8
+    assert (await buffer.stats())["dropped_tasks"] == {"prompt_too_long": 4}
+
+
+async def test_a_dead_engine_ends_exploring_with_its_name(tiny_model: Path) -> None:
+    from ray.exceptions import RayActorError
+
+    class DeadEngine:
+        async def generate(self, *_: Any) -> list[Completion]:
+            raise RayActorError()
+
+    settings, buffer = config(), Buffer(seed=0)
+    explorer = make_explorer(settings, tiny_model, DeadEngine(), buffer, ScriptedRewards())
+    await buffer.open_stage(plan(settings))
+    with pytest.raises(ActorDied, match="engine-0: the engine failed to answer"):
+        await explorer.explore(settings.stages[0])
+
+
+async def test_rewards_that_are_never_known_stop_the_run_with_their_reason(tiny_model: Path) -> None:
+    class PromptEngine:
+        async def generate(self, prompt: list[int], n: int, sampling: Sampling) -> list[Completion]:
+            return [Completion((5, 1), (-0.5, -0.5), ((0, 2, 0),), "stop")] * n
+
+    settings, buffer = config(), Buffer(seed=0)
+    explorer = make_explorer(settings, tiny_model, PromptEngine(), buffer, ScriptedRewards(unknown=True))
+    await buffer.open_stage(plan(settings))
+    with pytest.raises(RayrftError, match=r"32 groups failed one after another; .* 'exact': the judge is away"):
+        await explorer.explore(settings.stages[0])
+    stats = await buffer.stats()
+    assert stats["dropped"] == {"reward_unknown": stats["sampled"]}
+
+
+async def test_a_workflow_that_raises_is_counted_and_stops_the_run_if_it_always_does(tiny_model: Path) -> None:
+    if "broken" not in list(workflows):
+
+        @register_workflow("broken")
+        class Broken:
+            async def run(self, *_: Any) -> Any:
+                raise KeyError("nothing here")
+
+    settings, buffer = config(**{"explorer.workflow": "broken"}), Buffer(seed=0)
+    explorer = make_explorer(settings, tiny_model, ScriptedEngine(0), buffer, ScriptedRewards())
+    await buffer.open_stage(plan(settings))
+    with pytest.raises(RayrftError, match=r"workflow 'broken': KeyError: 'nothing here'"):
+        await explorer.explore(settings.stages[0])
+    assert (await buffer.stats())["dropped_tasks"]["workflow_error"] >= 32
+
+
+def test_a_busy_clock_counts_overlapping_work_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    clock = BusyClock()
+    clock.__enter__()
+    now = 1.0
+    clock.__enter__()
+    now = 3.0
+    clock.__exit__()
+    now = 4.0
+    assert clock.take() == 4.0
+    clock.__exit__()
+    now = 9.0
+    assert clock.take() == 0.0
