@@ -101,6 +101,10 @@ class Master:
         """Ask the run to end after what it is doing; it saves its weights and writes its summary."""
         self._stop.set()
 
+    async def watch(self) -> None:
+        """Never returns: a caller that awaits it learns at once when this actor dies."""
+        await asyncio.Event().wait()
+
     async def pids(self) -> dict[str, int]:
         """Process ids of master, trainer and engines."""
         engines = {f"engine-{i}": await engine.pid.remote() for i, engine in enumerate(self._cast.engines)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -75,11 +76,8 @@ def attach(name: str) -> Run:
 
 def running() -> list[str]:
     """Names of the runs on this cluster."""
-    from ray.util import list_named_actors
-
     suffix = actor_name("", "master")
-    actors = [actor for actor in list_named_actors(all_namespaces=True) if actor["namespace"] == NAMESPACE]
-    return sorted(actor["name"].removesuffix(suffix) for actor in actors if actor["name"].endswith(suffix))
+    return sorted(name.removesuffix(suffix) for name in _named_actors("") if name.endswith(suffix))
 
 
 def connect() -> None:
@@ -164,8 +162,23 @@ class Run:
         except ray.exceptions.RayTaskError as error:
             raise root_cause(error) from None
         finally:
-            if self._placement is not None:
-                self._placement.remove()
+            self.kill()
+
+    def kill(self) -> None:
+        """End the run at once, without saving; returns when its name and its resources are free again."""
+        import ray
+
+        actors = []
+        for name in _named_actors(actor_name(self.name, "")):
+            with contextlib.suppress(ValueError):  # it died since it was listed
+                actors.append(ray.get_actor(name, namespace=NAMESPACE))
+        watches = [actor.watch.remote() for actor in actors]
+        for actor in actors:
+            ray.kill(actor)
+        if watches:
+            ray.wait(watches, num_returns=len(watches))
+        if self._placement is not None:
+            self._placement.remove()
 
     def stop(self) -> None:
         """Ask the run to end after what it is doing, and save its weights."""
@@ -185,6 +198,13 @@ class Run:
         if not (self.folder / "summary.json").exists():
             write_summary(self.folder, {"name": self.name, "status": "failed", "error": str(cause), "checkpoint": None})
         return cause
+
+
+def _named_actors(prefix: str) -> list[str]:
+    from ray.util import list_named_actors
+
+    actors = list_named_actors(all_namespaces=True)
+    return [a["name"] for a in actors if a["namespace"] == NAMESPACE and a["name"].startswith(prefix)]
 
 
 def _check_name(name: str) -> None:
