@@ -50,7 +50,8 @@ class Master:
         self._status = "starting"
         self._stages_done: list[dict[str, Any]] = []
         self._checkpoints: dict[str, Path] = {}
-        self._ledger: dict[str, Any] = {}
+        self._ledger: dict[str, Any] = {"sampled": 0, "trained": 0, "dropped": {}, "held": 0}
+        self._hired: casting.Cast | None = None
 
     async def run(self, prepared_refs: list[Any]) -> dict[str, Any]:
         """Run all stages; gives the summary. Raises the root cause when the run fails, after writing the summary.
@@ -64,7 +65,7 @@ class Master:
             await placement.reserve(
                 [part.name for part in plan_placement(self._config) if part.name not in ("master", "ranks")]
             )
-            self._cast = casting.hire(self._config, prepared, placement)
+            self._hired = casting.hire(self._config, prepared, placement)
             await supervise(self._run(prepared), self._cast.watches())
             self._status = "finished"
         except _Stopped:
@@ -72,6 +73,7 @@ class Master:
         except Exception as failure:  # whatever ended the run becomes its summary and is raised again below
             self._status, error = "failed", root_cause(failure)
             await self._recorder.note(f"the run failed: {error}", step=self._step_number)
+            await self._take_stock()
         finally:
             placement.remove()
         summary = self._summary(error)
@@ -87,7 +89,7 @@ class Master:
     async def status(self) -> dict[str, Any]:
         """Where the run stands: its state, step, version and the ledger of rows."""
         if self._status == "running":
-            self._ledger = await self._cast.buffer.stats.remote()
+            await self._take_stock()
         return {
             "name": self._config.name,
             "status": self._status,
@@ -110,6 +112,11 @@ class Master:
         engines = {f"engine-{i}": await engine.pid.remote() for i, engine in enumerate(self._cast.engines)}
         return {"master": os.getpid(), "trainer": await self._cast.trainer.pid.remote(), **engines}
 
+    @property
+    def _cast(self) -> casting.Cast:
+        assert self._hired is not None  # nothing below runs before the actors are hired
+        return self._hired
+
     async def _run(self, prepared: Prepared) -> None:
         started = time.time()
         await self._recorder.note("starting engines and trainer")
@@ -130,10 +137,10 @@ class Master:
                 await self._stage(stage)
         except _Stopped:
             await self._save(f"stopped-{self._step_number}")
-            self._ledger = await self._cast.buffer.stats.remote()
+            await self._take_stock()
             raise
         await self._save("final")
-        self._ledger = await self._cast.buffer.stats.remote()
+        await self._take_stock()
         await self._cast.trainer.stop.remote()
 
     async def _stage(self, stage: StageConfig) -> None:
@@ -183,6 +190,7 @@ class Master:
         async with self._engines_asleep():
             result: StepResult = (await self._command(Train(lease)))[0]
         await self._cast.buffer.ack.remote(step)
+        await self._take_stock()
         trained = time.perf_counter() - started - waited
         self._step_number += 1
         report = await self._publish() if stage.groups else None
@@ -252,6 +260,14 @@ class Master:
         folder = self._config.folder / "checkpoints" / name
         await self._command(Save(folder))
         self._checkpoints[name] = folder
+
+    async def _take_stock(self) -> None:
+        """Ask the Buffer for its ledger. Where it is gone, or was never there, the last answer stands."""
+        from ray.exceptions import RayActorError
+
+        if self._hired is not None:
+            with contextlib.suppress(RayActorError, TimeoutError):
+                self._ledger = await asyncio.wait_for(self._cast.buffer.stats.remote(), 5)
 
     async def _command(self, command: Any) -> Any:
         return await self._cast.trainer.command.remote(command)

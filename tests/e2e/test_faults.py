@@ -68,5 +68,7 @@ def test_a_dead_actor_ends_the_run_with_its_name(kill: Any, named: str, tmp_path
         run.kill()
     summary = json.loads((run.folder / "summary.json").read_text())
     assert summary["status"] == "failed" and named in summary["error"] and summary["checkpoint"] is None
+    counters = summary["counters"]
+    assert counters["sampled"] == counters["trained"] + sum(counters["dropped"].values()) + counters["held"] > 0
     assert not (run.folder / "checkpoints" / "final").exists()
     assert any(isinstance(record, StepRecord) for record in read_records(run.folder)), "the folder stays readable"
