@@ -62,9 +62,8 @@ class Master:
         placement = Placement(self._config.name, plan_placement(self._config))
         error: RayrftError | None = None
         try:
-            await placement.reserve(
-                [part.name for part in plan_placement(self._config) if part.name not in ("master", "ranks")]
-            )
+            parts = [part.name for part in plan_placement(self._config) if part.name not in ("master", "ranks")]
+            await asyncio.to_thread(placement.reserve, parts)
             self._hired = casting.hire(self._config, prepared, placement)
             await supervise(self._run(prepared), self._cast.watches())
             self._status = "finished"

@@ -107,11 +107,10 @@ class Placement:
         self._parts = {part.name: part for part in parts}
         self._groups: dict[str, Any] = {}
 
-    async def reserve(self, names: list[str]) -> None:
+    def reserve(self, names: list[str]) -> None:
         """Make the placement groups of these parts; raises PlacementError when one is not placed within 30 s."""
-        import asyncio
-
         import ray
+        from ray.exceptions import GetTimeoutError
         from ray.util.placement_group import placement_group
 
         for name in names:
@@ -119,10 +118,10 @@ class Placement:
             self._groups[name] = placement_group(
                 [part.bundle] * part.count, strategy="PACK", name=actor_name(self._run, name)
             )
-        for name, group in self._groups.items():
+        for name in names:
             try:
-                await asyncio.wait_for(group.ready(), 30)
-            except TimeoutError:
+                ray.get(self._groups[name].ready(), timeout=30)
+            except GetTimeoutError:
                 raise PlacementError(
                     f"placement group {actor_name(self._run, name)!r} found no place within 30 s",
                     field="placement",

@@ -34,8 +34,6 @@ def start(
     ``overrides`` are dotted keys: ``start("run.yaml", **{"trainer.ranks": 1})``. ``say`` gets the placement plan.
     Raises a RayrftError, before any actor starts, when config, data, model or cluster do not fit.
     """
-    import asyncio
-
     import ray
 
     checked = load_config(config, overrides)
@@ -50,7 +48,7 @@ def start(
     from rayrft.core.master import Master
 
     placement = Placement(checked.name, parts)
-    asyncio.run(placement.reserve(["master"]))
+    placement.reserve(["master"])
     master = placement.actor(Master, "master", name="master").remote(checked)
     outcome = master.run.remote([ray.put(prepared)])
     return Run(checked.name, checked.folder, master, outcome, placement)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from tests.conftest import ROOT
 
 def test_the_quickstart_learns_from_its_own_rollouts_through_ray_job_submit(ray_cluster: Any, tmp_path: Path) -> None:
     """Half of the quickstart's MIX steps: at least 0.5, and 0.4 above the start, where full length asks for 0.75."""
-    command = ["ray", "job", "submit", "--address", f"http://{ray_cluster.dashboard_url}", "--"]
-    command += [str(ROOT / ".venv/bin/python"), str(ROOT / "jobs/quickstart.py"), f"storage={tmp_path}"]
+    ray = str(Path(sys.executable).with_name("ray"))
+    command = [ray, "job", "submit", "--address", f"http://{ray_cluster.dashboard_url}", "--"]
+    command += [sys.executable, str(ROOT / "jobs/quickstart.py"), f"storage={tmp_path}"]
     command += ["stages.mix.steps=60", "stages.mix.evaluate_every=null", "monitor.wandb=true"]
     env = {**os.environ, "RAY_AUTH_MODE": "token"}
     result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
