@@ -72,6 +72,7 @@ def test_an_override_without_a_value_is_refused(text: str) -> None:
         ({"stages.mix.demonstrations": "expart"}, r"no entry 'expart' in 'demonstrations'"),
         ({"stages.mix.algorithm.name": "grop"}, r"algorithm\.name: Input should be 'sft', 'grpo' or 'mix'"),
         ({"stages.mix.algorithm.mu": 1.5}, r"algorithm\.mu: .*less than or equal to 1"),
+        ({"stages.mix.name": "final"}, r"a stage cannot be named 'final'"),
         ({"stages.mix.start_from": "warmup"}, r"start_from 'warmup' is not an earlier stage"),
         ({"trainer.ranks": 16}, r"cannot be dealt to 16 ranks"),
         ({"model.tiny.heads": 8}, r"hidden_size 128 over heads 8 must be a multiple of 32.*hidden_size 256 would be"),
