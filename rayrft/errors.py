@@ -61,6 +61,18 @@ class ActorDied(RayrftError):
     """An actor of the run is gone; ``field`` names it, ``value`` holds the cause."""
 
 
+class StorageError(RayrftError):
+    """The Buffer's log cannot be written or read; ``field`` names the file. What was written before stays readable."""
+
+
+class LeaseEnded(RayrftError):
+    """A lease will not come; ``value`` is why: ``deadline``, ``end_of_data``, ``producer_died`` or ``stage_closed``."""
+
+
+class FeedbackRefused(RayrftError):
+    """Feedback came too late; ``value`` is the version whose weights were trained on the row."""
+
+
 class RunNotFound(RayrftError):
     """No run of that name lives on the cluster."""
 

@@ -1,266 +1,283 @@
 """The Buffer actor: admits groups, keeps them, and leases each step its batch.
 
-Every wait is on a condition that a put, a drop or a new version wakes; every wait has a deadline and says what it
-waited for. A lease is idempotent by step: asked again, it gives the same rows, until ``ack``.
+It decides on metadata; rows travel by reference and lie in shards. Every call may be made twice: a group, the fate of a
+ticket and a step count once, so that callers need not know whether the actor died on the way. Every wait is woken by a
+change of state, has a deadline, and says what it waited for.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+import contextlib
+import os
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
-from rayrft.buffer.experience import SCHEMA, find_fault, from_batch
-from rayrft.buffer.lease import Lease, deal
-from rayrft.buffer.schedule import Schedule, Ticket
-from rayrft.buffer.store import ExpertStore, GroupReport, Ref, StoredGroup, UsualStore
-from rayrft.errors import DataError, RayrftError
+from rayrft.buffer.experience import unpack
+from rayrft.buffer.expert import ExpertBlocks
+from rayrft.buffer.feedback import Feedback
+from rayrft.buffer.groups import Fate
+from rayrft.buffer.lease import Lease
+from rayrft.buffer.leasing import Leasing
+from rayrft.buffer.log import events as e
+from rayrft.buffer.log.shard import Appended, Ref
+from rayrft.buffer.retention import Retention
+from rayrft.buffer.schedule import StagePlan, Ticket
+from rayrft.buffer.store import Store
+from rayrft.buffer.tasks.sampler import TaskSet
+from rayrft.buffer.validation import find_faults
+from rayrft.buffer.writer import Entry, group_key, shard_of
+from rayrft.config.buffer import BufferConfig
+from rayrft.errors import DataError
 
-
-@dataclass(frozen=True)
-class StagePlan:
-    """What a stage asks of the Buffer."""
-
-    groups: int
-    expert_rows: int
-    demonstrations: str | None
-    max_staleness: int
-    over_sampling: float
-    version: int
+_ROOM_DEADLINE_S = 600.0
 
 
 class Buffer:
-    """Stores ``usual`` (own rows, leased in whole groups) and ``expert`` (demonstrations, by name)."""
+    """Stores ``usual`` (own rows, in whole groups) and ``expert`` (demonstrations, by name), and the task cursor.
 
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._usual = UsualStore()
-        self._expert: dict[str, ExpertStore] = {}
-        self._plan: StagePlan | None = None
-        self._schedule: Schedule | None = None
-        self._first_sequence = 0
-        self._leases: dict[int, Lease] = {}
-        self._reports: list[GroupReport] = []
-        self._changed = asyncio.Condition()
+    ``run`` names the run whose log is at ``location``; ``tasks`` makes the task set; ``others`` are the actors of the
+    shards besides the first.
+    """
 
-    async def load(self, name: str, refs: list[Ref]) -> int:
-        """Take demonstrations (one record batch, inside a list so that it travels by reference) under ``name``.
+    def __init__(
+        self,
+        run: str,
+        location: str,
+        config: BufferConfig,
+        seed: int,
+        tasks: Callable[[], TaskSet] | None = None,
+        others: list[Any] | None = None,
+    ) -> None:
+        self._store = Store(run, location, config, seed, tasks() if tasks else None, others or [])
+        self._state = self._store.state
+        self._experts = ExpertBlocks(self._store.storage, self._state.book)
+        self._leasing = Leasing(self._store, self._experts)
+        self._retention = Retention(self._store)
+        self._feedback = Feedback(self._store)
+        self._producers: dict[str, asyncio.Task[None]] = {}
 
-        Returns the number of rows; raises DataError on the first faulty one.
-        """
-        batch: pa.RecordBatch = await refs[0]
-        _check_schema(batch)
-        rows = from_batch(batch)
-        for index, row in enumerate(rows):
-            if fault := find_fault(row):
-                raise DataError(f"row {index} is faulty: {fault}", field=f"demonstrations.{name}")
-        tokens = batch.column("token_ids").value_lengths().to_numpy()
-        self._expert[name] = ExpertStore(refs[0], tokens, self._seed)
-        return len(rows)
+    # Stages and admission.
 
     async def open_stage(self, plan: StagePlan) -> None:
         """Begin a stage. Groups left over from the one before are dropped and counted."""
-        async with self._changed:
-            if plan.expert_rows and plan.demonstrations not in self._expert:
-                raise DataError("no such demonstrations were loaded", field="demonstrations", value=plan.demonstrations)
-            self._usual.discard(list(self._usual.ready), "stage_ended")
-            self._plan = plan
-            self._schedule = (
-                Schedule(
-                    plan.groups,
-                    plan.max_staleness,
-                    over_sampling=plan.over_sampling,
-                    version=plan.version,
-                    first_sequence=self._first_sequence,
-                )
-                if plan.groups
-                else None
+        if plan.expert_rows and plan.demonstrations not in self._state.book.experts:
+            raise DataError("no such demonstrations were loaded", field="demonstrations", value=plan.demonstrations)
+        bound = self._store.config.max_rows
+        if plan.groups * plan.group_size > bound:
+            raise DataError(
+                f"a step takes {plan.groups * plan.group_size} rows and the Buffer may hold fewer",
+                field="buffer.max_rows",
+                value=bound,
+                remedy="raise it, or lower the stage's batch_size",
             )
-            self._changed.notify_all()
+        self._state.pool = None
+        await self._store.commit(e.StageOpened(plan))
+        self._state.fill_pool(self._store.new_pool)
 
     async def close_stage(self) -> None:
         """No more groups are admitted; whoever waits for a ticket gets none."""
-        async with self._changed:
-            if self._schedule is not None:
-                # A group of this stage that comes late must not be taken for one of the next.
-                self._first_sequence = self._schedule.next_sequence
-            self._schedule = None
-            self._changed.notify_all()
+        await self._store.commit(e.StageClosed())
 
-    async def admit(self, count: int) -> list[Ticket]:
-        """Up to ``count`` tickets as soon as there is room; an empty list once the stage is closed.
+    async def closed(self) -> None:
+        """Returns when the stage is closed."""
+        await self._store.wait_for(lambda: not self._state.book.open)
 
-        The one wait without a deadline: it is idle, not stuck, while the trainer has all it may get, and the trainer's
-        own wait is bounded.
+    async def admit(self, producer: str, call: int, count: int) -> list[Ticket]:
+        """Up to ``count`` tickets as soon as there is room; an empty list when the stage is closed or the tasks end.
+
+        ``call`` numbers the producer's requests: one that is made again gets what it got before. The one wait without
+        a deadline: it is idle, not stuck, while the trainer has all it may get, and the trainer's own wait is bounded.
         """
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._schedule is None or self._schedule.capacity > 0)
-            return self._schedule.admit(count) if self._schedule else []
+        book = self._state.book
 
-    async def put(
-        self, ticket: Ticket, refs: list[Ref], report: GroupReport, dropped: dict[str, int] | None = None
-    ) -> None:
-        """Take a finished group (one record batch, inside a list so that it travels by reference).
+        def answered() -> bool:
+            return producer in book.calls and book.calls[producer][0] == call
 
-        ``dropped`` counts, by reason, rows of the group that were sampled but are not in the batch. Faulty rows are
-        rejected and counted by reason; a group that comes after its deadline or its stage is dropped.
+        await self._store.wait_for(lambda: answered() or not book.open or bool(book.ended) or self._may_admit())
+        if answered():
+            return book.calls[producer][1]
+        if not book.open or book.ended:
+            return []
+        event = e.Admitted(producer, call, min(count, self._state.capacity), [])
+        tickets: list[Ticket] = self._state.apply(event)
+        await self._store.record(replace(event, tasks=[ticket.task for ticket in tickets]))
+        if not tickets:
+            await self._store.commit(e.ProducersEnded("end_of_data"))
+        return tickets
+
+    async def attach(self, producer: str, actor: list[Any]) -> None:
+        """Watch a producer (its handle, in a list). When it dies its tickets go to others; when it was the last one, a
+        lease that cannot be filled ends with ``producer_died``."""
+        self._producers[producer] = asyncio.create_task(self._watch(producer, actor[0]))
+
+    async def detach(self, producer: str) -> None:
+        """The producer is done. After the last one, a lease that cannot be filled ends with ``end_of_data``."""
+        if (watching := self._producers.pop(producer, None)) is not None:
+            watching.cancel()
+        if not self._producers:
+            await self._store.commit(e.ProducersEnded("end_of_data"))
+
+    # What comes of a ticket.
+
+    async def put(self, entries: list[Entry], payload: list[Any]) -> None:
+        """Take groups: one entry for each group of the one packed message in ``payload`` (or its reference).
+
+        Returns when they are in the log. Faulty rows are rejected and counted by reason; a group that was taken before
+        is passed over; one that comes after its deadline or its stage is dropped. `BufferWriter` makes this call.
         """
-        batch: pa.RecordBatch = await refs[0]
-        _check_schema(batch)
-        rows = from_batch(batch)
-        faults = {index: fault for index, row in enumerate(rows) if (fault := find_fault(row))}
-        good = [index for index in range(len(rows)) if index not in faults]
-        async with self._changed:
-            self._reports.append(report)
-            for reason, count in (dropped or {}).items():
-                self._usual.drop(count, reason)
-            for fault in faults.values():
-                self._usual.drop(1, f"rejected: {fault}")
-            if not good:
-                self._release(ticket)
-            elif self._schedule is None or not self._schedule.finish(ticket):
-                self._usual.drop(len(good), "late")
-            else:
-                kept = [rows[index] for index in good]
-                ref = refs[0] if len(good) == len(rows) else _store(batch.take(good))
-                self._usual.add(
-                    StoredGroup(
-                        ticket,
-                        ref,
-                        rows=len(kept),
-                        tokens=sum(len(row.token_ids) for row in kept),
-                        oldest_version=min(row.oldest_version for row in kept),
-                    )
-                )
-            self._changed.notify_all()
+        keys = [group_key(entry.group_id) for entry in entries]
+        wanted = [i for i, entry in enumerate(entries) if self._state.expects(keys[i], entry.sequence)]
+        if not wanted:
+            return
+        # A group with a ticket was given its room when it was admitted.
+        if self._store.config.when_full != "wait" or any(entries[i].ticket is None for i in wanted):
+            await self._retention.make_room(sum(entries[i].report.rows for i in wanted), 0, _ROOM_DEADLINE_S)
+        shard = shard_of(entries[0].group_id, len(self._store.shards))
+        message = payload[0] if shard or isinstance(payload[0], pa.Buffer) else await payload[0]
+        sync = self._store.config.fsync == "always"
+        done: Appended = await self._store.shards.call(shard, "append", message, wanted, sync=sync)
+        stored = [_stored_group(entries[i], keys[i], done, place) for place, i in enumerate(done.groups)]
+        events: list[e.Event] = [e.Stored(shard, done.extent, stored)] if stored else []
+        for i in sorted(set(wanted) - set(done.groups)):
+            dropped = {**entries[i].dropped, **done.faults.get(i, {})}
+            events.append(e.Dropped(entries[i].sequence, dropped, entries[i].report))
+        await self._store.commit(*events)
 
-    async def drop(self, ticket: Ticket, dropped: dict[str, int], report: GroupReport) -> None:
+    async def drop(self, ticket: Ticket, dropped: dict[str, int], report: e.GroupReport) -> None:
         """A whole group was filtered; ``dropped`` counts its rows by reason. Its place goes to another."""
-        async with self._changed:
-            self._reports.append(report)
-            for reason, count in dropped.items():
-                self._usual.drop(count, reason)
-            self._release(ticket)
-            self._changed.notify_all()
+        await self._store.commit(e.Dropped(ticket.sequence, dropped, report))
 
     async def fail(self, ticket: Ticket, reason: str) -> None:
         """A task gave no rows at all. Its place goes to another."""
-        async with self._changed:
-            self._usual.dropped_tasks[reason] += 1
-            self._release(ticket)
-            self._changed.notify_all()
+        await self._store.commit(e.TaskFailed(ticket.sequence, reason))
+
+    async def feedback(
+        self, experience_id: str, reward: float | None = None, labels: dict[str, str] | None = None
+    ) -> None:
+        """Change a row before it is trained: its reward, with its group's advantages and priority, and its labels.
+
+        Raises DataError for an unknown id, and FeedbackRefused, after recording it, when the row was trained already:
+        the error's value is the version that consumed it.
+        """
+        await self._feedback.give(experience_id, reward, labels or {})
+
+    # Leases.
 
     async def lease(self, step: int, world_size: int, deadline_s: float) -> Lease:
-        """The batch of a step, as shares of whole groups balanced by tokens.
+        """The batch of a step, as shares of whole groups balanced by tokens; the same whenever it is asked for again.
 
-        Raises RayrftError, with what was missing, when the groups do not come within ``deadline_s``.
+        Raises LeaseEnded, with what was missing, when the groups do not come within ``deadline_s`` or cannot come.
         """
-        if step in self._leases:
-            return self._leases[step]
-        started = asyncio.get_running_loop().time()
-        plan = self._plan
-        if plan is None:
-            raise RayrftError("no stage is open", field="buffer.lease", value=step)
-        groups = await self._take_groups(step, plan, deadline_s) if plan.groups else []
-        store = self._expert[plan.demonstrations] if plan.demonstrations else None
-        expert = store.draw(plan.expert_rows) if store else []
-        version = self._schedule.version if self._schedule else plan.version
-        self._leases[step] = Lease(
-            step,
-            deal(groups, store, expert, world_size),
-            usual_rows=sum(group.rows for group in groups),
-            expert_rows=len(expert),
-            staleness=tuple(version - group.oldest_version for group in groups),
-            rollouts=_total(self._reports),
-            waited_s=asyncio.get_running_loop().time() - started,
-        )
-        self._reports.clear()
-        return self._leases[step]
+        return await self._leasing.lease(step, world_size, deadline_s)
 
     async def ack(self, step: int) -> None:
         """The step is trained."""
-        self._leases.pop(step)
-        if step in self._usual.leased:
-            self._usual.ack(step)
+        record = self._state.book.leases.get(step)
+        if record is not None and not record.acked:
+            await self._store.commit(e.Acked(step))
+            self._state.check()
+            await self._retention.release(record.slots)
+
+    async def cover(self, step: int) -> None:
+        """A checkpoint holds the work of all steps before ``step``: their batches will not be asked for again."""
+        await self._store.commit(e.Covered(step))
+        await self._retention.trim()
+
+    async def requeue(self, step: int) -> None:
+        """Give a lease back: its groups wait for another step."""
+        if step in self._state.book.leases:
+            await self._store.commit(e.Requeued(step))
+
+    async def rollback(self, step: int) -> None:
+        """The trainer starts again at ``step``: leases from there on are to be trained again, with the same rows."""
+        await self._store.commit(e.RolledBack(step))
 
     async def advance(self, version: int) -> None:
         """Weights of this version are published: there is room for new groups."""
-        async with self._changed:
-            if self._schedule is not None:
-                self._usual.discard(self._schedule.advance(version), "stale")
-            self._changed.notify_all()
+        await self._store.commit(e.Advanced(version))
+        if self._store.log_bytes > self._store.config.log_bytes:
+            await self._retention.trim()
+
+    # Other rows, and looking.
+
+    async def load(self, name: str, payload: list[Any]) -> int:
+        """Take demonstrations (one packed message, or its reference) under ``name``, in place of what was there.
+
+        Returns the number of rows; raises DataError on the first faulty one.
+        """
+        batch = unpack(payload[0] if isinstance(payload[0], pa.Buffer) else await payload[0])
+        for row, fault in find_faults(batch).items():
+            raise DataError(f"row {row} is faulty: {fault}", field=f"demonstrations.{name}")
+        await self._store.commit(e.Loaded(name, await self._experts.write(name, batch)))
+        return batch.num_rows
+
+    async def partition(self, store: str) -> list[tuple[Ref, np.ndarray]]:
+        """Blocks with the rows that count: of held own rows (``usual``), or of demonstrations (``expert/<name>``).
+
+        Raises DataError for a store that there is not.
+        """
+        if store == "usual":
+            return await self._store.rows_by_block(self._state.groups.where(Fate.READY, Fate.LEASED).tolist())
+        name = store.removeprefix("expert/")
+        if name not in self._state.book.experts:
+            known = ["usual", *(f"expert/{each}" for each in self._state.book.experts)]
+            raise DataError("no such store", field="store", value=store, remedy=f"one of {known}")
+        block = await self._experts.get(name)
+        return [(block.ref, np.arange(len(block.tokens)))]
 
     async def stats(self) -> dict[str, Any]:
-        """The ledger of own rows, and how often demonstrations were drawn."""
-        expert = {
-            name: {"rows": len(store.tokens), "drawn": store.drawn, "epoch": store.epoch}
-            for name, store in self._expert.items()
+        """The ledger of own rows, how often demonstrations were drawn, and what memory and disk hold."""
+        book = self._state.book
+        return {
+            **self._state.check(recount=True),
+            "expert": {
+                name: {"rows": each.extent.rows, "drawn": each.drawn, "epoch": each.epoch}
+                for name, each in book.experts.items()
+            },
+            "tasks_drawn": self._state.tasks.position if self._state.tasks is not None else None,
+            "late_feedback": len(book.late_feedback),
+            **await self._store.sizes(),
         }
-        return {**self._usual.ledger(), "expert": expert}
+
+    async def pid(self) -> int:
+        """Process id of the actor."""
+        return os.getpid()
 
     async def watch(self) -> None:
         """Never returns: a caller that awaits it learns at once when this actor dies."""
         await asyncio.Event().wait()
 
-    async def _take_groups(self, step: int, plan: StagePlan, deadline_s: float) -> list[StoredGroup]:
-        taken: list[list[int]] = []
+    def _may_admit(self) -> bool:
+        return self._state.capacity > 0 and not (self._store.config.when_full == "wait" and self._retention.full)
 
-        def take() -> bool:
-            if self._schedule is None:
-                return True
-            sequences = self._schedule.take(step)
-            if sequences is not None:
-                taken.append(sequences)
-            return sequences is not None
+    async def _watch(self, producer: str, actor: Any) -> None:
+        from ray.exceptions import RayActorError
 
-        async with self._changed:
-            await self._wait(take, deadline_s, f"{plan.groups} groups for step {step}")
-            if not taken:
-                raise RayrftError("the stage was closed while a lease waited", field="buffer.lease", value=step)
-            return self._usual.lease(step, taken[0])
-
-    async def _wait(self, ready: Callable[[], bool], deadline_s: float, what: str) -> None:
-        try:
-            await asyncio.wait_for(self._changed.wait_for(ready), deadline_s)
-        except TimeoutError:
-            schedule = self._schedule
-            have = f"{schedule.ready} ready, {schedule.running} running" if schedule else "stage closed"
-            raise RayrftError(
-                f"waited {deadline_s:g} s for {what}: {have}; dropped so far {dict(self._usual.dropped)}, "
-                f"tasks dropped {dict(self._usual.dropped_tasks)}",
-                field="buffer.lease",
-                remedy="look at why rollouts do not arrive: engines too slow, or every group filtered "
-                "(no variance of reward, prompts too long)",
-            ) from None
-
-    def _release(self, ticket: Ticket) -> None:
-        if self._schedule is not None:
-            self._schedule.release(ticket)
+        with contextlib.suppress(RayActorError):
+            await actor.watch.remote()
+        del self._producers[producer]
+        await self._store.commit(e.Abandoned(producer))
+        if not self._producers:
+            await self._store.commit(e.ProducersEnded("producer_died"))
 
 
-def _total(reports: list[GroupReport]) -> GroupReport:
-    sums: dict[str, Any] = defaultdict(int)
-    for report in reports:
-        for each in fields(report):
-            sums[each.name] += getattr(report, each.name)
-    return GroupReport(**sums) if sums else GroupReport(rows=0)
-
-
-def _check_schema(batch: pa.RecordBatch) -> None:
-    if not batch.schema.equals(SCHEMA):
-        raise DataError(
-            "rows are not of the experience schema",
-            field="schema",
-            value=batch.schema.names,
-            remedy="use to_batch()",
-        )
-
-
-def _store(batch: pa.RecordBatch) -> Ref:
-    import ray
-
-    return ray.put(batch)
+def _stored_group(entry: Entry, key: int, done: Appended, place: int) -> e.StoredGroup:
+    """The ``place``-th group that was appended, as the journal keeps it."""
+    numbers = done.numbers
+    return e.StoredGroup(
+        key=key,
+        row=done.row + int(numbers.starts[place]),
+        rows=int(numbers.rows[place]),
+        tokens=int(numbers.tokens[place]),
+        nbytes=int(done.nbytes[place]),
+        version=int(numbers.versions[place]),
+        score=float(done.scores[place]),
+        sequence=entry.sequence,
+        dropped={**entry.dropped, **done.faults.get(done.groups[place], {})},
+        report=entry.report,
+    )

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
+import numpy as np
+
 from rayrft.buffer.balance import balance
-from rayrft.buffer.store import ExpertStore, GroupReport, Ref, StoredGroup
+from rayrft.buffer.log.events import GroupReport
+from rayrft.buffer.log.shard import Ref
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of one block; ``weights`` are the importance weights of these rows."""
+
+    ref: Ref
+    rows: np.ndarray
+    weights: np.ndarray
 
 
 @dataclass(frozen=True)
 class BatchShare:
-    """One rank's part of a batch: rows by object, each object with the row indices that count."""
+    """One rank's part of a batch."""
 
-    parts: tuple[tuple[Ref, tuple[int, ...]], ...]
+    parts: tuple[Part, ...]
     tokens: int
 
 
@@ -31,17 +44,31 @@ class Lease:
     waited_s: float
 
 
-def deal(
-    groups: list[StoredGroup], store: ExpertStore | None, expert: list[int], world_size: int
-) -> tuple[BatchShare, ...]:
-    """Shares of nearly equal tokens. Groups stay whole; the rows ``expert`` of ``store`` are dealt one by one."""
-    expert_tokens = [int(store.tokens[row]) for row in expert] if store else []
-    sizes = [group.tokens for group in groups] + expert_tokens
+@dataclass(frozen=True)
+class Unit:
+    """What goes to one rank as a whole: a group, or one demonstration."""
+
+    ref: Ref
+    row: int
+    rows: int
+    tokens: int
+    weight: float = 1.0
+
+
+def deal(units: list[Unit], world_size: int) -> tuple[BatchShare, ...]:
+    """Shares of nearly equal tokens; within a share, rows by block."""
     shares = []
-    for items in balance(sizes, world_size):
-        parts = [(groups[i].ref, tuple(range(groups[i].rows))) for i in items if i < len(groups)]
-        drawn = tuple(expert[i - len(groups)] for i in items if i >= len(groups))
-        if store and drawn:
-            parts.append((store.ref, drawn))
-        shares.append(BatchShare(tuple(parts), sum(sizes[i] for i in items)))
+    for items in balance([unit.tokens for unit in units], world_size):
+        by_block: dict[Ref, list[Unit]] = defaultdict(list)
+        for item in items:
+            by_block[units[item].ref].append(units[item])
+        parts = tuple(
+            Part(
+                ref,
+                np.concatenate([np.arange(unit.row, unit.row + unit.rows, dtype=np.int32) for unit in block]),
+                np.repeat(np.array([unit.weight for unit in block], np.float32), [unit.rows for unit in block]),
+            )
+            for ref, block in by_block.items()
+        )
+        shares.append(BatchShare(parts, sum(units[item].tokens for item in items)))
     return tuple(shares)

@@ -11,11 +11,7 @@ Invariants, with t the version of the trainer (optimiser steps), S = max_stalene
   t + 1). Otherwise it waits for a straggler that is due.
 
 So every admitted group can be consumed in time whatever the order in which groups finish, and none is thrown away for
-its age. Proof: the condition holds when nothing is active. Admission at t adds a group due at t + S, the latest
-deadline there is, so only n(t + S) grows, and the bound on places keeps it: (S + 1) P before the take of step t, and
-S P active ones after it, when the P taken still hold theirs. A lease is made only where the condition holds after it.
-A group that fails or is filtered leaves the active set, which can only lower n. Progress: if every active group due
-is ready, the earliest deadlines are taken first, and each n(d) falls by P or to 0.
+its age. The note beside this file, schedule.md, has the proof and an example.
 
 With ``over_sampling`` > 1 more groups than needed are in flight, a step takes the first P that are ready, and what
 could no longer be in time is swept: expired, to be dropped and counted.
@@ -25,104 +21,118 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """What a stage asks of the Buffer: ``groups`` groups a step, and ``expert_rows`` demonstrations."""
+
+    groups: int
+    group_size: int = 1
+    expert_rows: int = 0
+    demonstrations: str | None = None
+    max_staleness: int = 0
+    over_sampling: float = 1.0
+    version: int = 0
+    scheduled: bool = True
+    """Whether groups come by ticket. Otherwise producers put what they have, and steps take what is there."""
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """Permission to start one group. ``deadline`` is the last step at which it may be consumed."""
+    """Permission to start one group. ``deadline`` is the last step at which it may be consumed.
+
+    ``task`` is the number of the task to act on, or None where the Buffer was given no tasks.
+    """
 
     sequence: int
     version: int
     deadline: int
+    task: int | None = None
 
 
+@dataclass
 class Schedule:
-    """Pure bookkeeping of active groups; no clock, no actor."""
+    """Pure bookkeeping of active groups; no clock, no actor. Raises ValueError where its numbers make no sense."""
 
-    def __init__(
-        self,
-        groups_per_step: int,
-        max_staleness: int,
-        *,
-        over_sampling: float = 1.0,
-        version: int = 0,
-        first_sequence: int = 0,
-    ) -> None:
-        if groups_per_step < 1 or max_staleness < 0 or over_sampling < 1:
+    groups_per_step: int
+    max_staleness: int
+    over_sampling: float = 1.0
+    version: int = 0
+    next_sequence: int = 0
+    running: dict[int, Ticket] = field(default_factory=dict)
+    ready: dict[int, Ticket] = field(default_factory=dict)
+    taken: int = 0
+    kind: Literal["fifo"] = "fifo"
+
+    def __post_init__(self) -> None:
+        if self.groups_per_step < 1 or self.max_staleness < 0 or self.over_sampling < 1:
             raise ValueError("groups_per_step >= 1, max_staleness >= 0 and over_sampling >= 1 are needed")
-        self.groups_per_step = groups_per_step
-        self.max_staleness = max_staleness
-        self.over_sampling = over_sampling
-        self.version = version
-        self.next_sequence = first_sequence
-        self._running: dict[int, Ticket] = {}
-        self._ready: dict[int, Ticket] = {}
-        self._taken = 0
 
     @property
     def capacity(self) -> int:
         """Groups that may be admitted now."""
         limit = math.ceil(self.over_sampling * (self.max_staleness + 1) * self.groups_per_step)
-        return max(0, limit - len(self._running) - len(self._ready) - self._taken)
-
-    @property
-    def running(self) -> int:
-        return len(self._running)
-
-    @property
-    def ready(self) -> int:
-        return len(self._ready)
+        return max(0, limit - len(self.running) - len(self.ready) - self.taken)
 
     def admit(self, count: int) -> list[Ticket]:
         """Up to ``count`` tickets at the present version."""
         tickets = []
         for _ in range(min(count, self.capacity)):
             ticket = Ticket(self.next_sequence, self.version, self.version + self.max_staleness)
-            self._running[ticket.sequence] = ticket
+            self.running[ticket.sequence] = ticket
             self.next_sequence += 1
             tickets.append(ticket)
         return tickets
 
     def finish(self, ticket: Ticket) -> bool:
         """A group is complete. False where it is not wanted any more (it came after its deadline)."""
-        if self._running.pop(ticket.sequence, None) is None:
+        if self.running.pop(ticket.sequence, None) is None or ticket.deadline < self.version:
             return False
-        self._ready[ticket.sequence] = ticket
+        self.ready[ticket.sequence] = ticket
         return True
 
-    def release(self, ticket: Ticket) -> None:
+    def release(self, sequence: int) -> None:
         """A group failed or was filtered: its place is free."""
-        self._running.pop(ticket.sequence, None)
+        self.running.pop(sequence, None)
 
-    def take(self, step: int) -> list[int] | None:
+    def choose(self, step: int) -> list[int] | None:
         """Sequence numbers of the P groups that step ``step`` consumes, or None while it has to wait."""
-        if len(self._ready) < self.groups_per_step:
+        if len(self.ready) < self.groups_per_step:
             return None
-        by_deadline = sorted(self._ready.values(), key=lambda ticket: (ticket.deadline, ticket.sequence))
+        by_deadline = sorted(self.ready.values(), key=lambda ticket: (ticket.deadline, ticket.sequence))
         chosen = [ticket.sequence for ticket in by_deadline[: self.groups_per_step]]
-        if self.over_sampling == 1.0 and not self._room_after(step, set(chosen)):
-            return None
-        for sequence in chosen:
-            del self._ready[sequence]
-        self._taken = self.groups_per_step
-        return chosen
+        wait = self.over_sampling == 1.0 and self.running and not self._room_after(step, set(chosen))
+        return None if wait else chosen
+
+    def take(self, sequences: list[int]) -> None:
+        """These groups are leased; their places are free once the step's weights are published."""
+        for sequence in sequences:
+            del self.ready[sequence]
+        self.taken = len(sequences)
+
+    def give_back(self, tickets: list[Ticket]) -> None:
+        """Leased groups return."""
+        self.ready.update({ticket.sequence: ticket for ticket in tickets})
+        self.taken = max(0, self.taken - len(tickets))
 
     def advance(self, version: int) -> list[int]:
         """Weights of this version are published. Returns ready groups that can no longer be in time, now expired."""
         if version < self.version:
             raise ValueError(f"versions only grow: {version} after {self.version}")
         self.version = version
-        self._taken = 0
-        late = [sequence for sequence, ticket in self._ready.items() if ticket.deadline < version]
+        self.taken = 0
+        late = [sequence for sequence, ticket in self.ready.items() if ticket.deadline < version]
         for sequence in late:
-            del self._ready[sequence]
-        self._running = {s: ticket for s, ticket in self._running.items() if ticket.deadline >= version}
+            del self.ready[sequence]
+        self.running = {s: ticket for s, ticket in self.running.items() if ticket.deadline >= version}
         return late
 
     def _room_after(self, step: int, taken: set[int]) -> bool:
         """Whether steps from ``step + 1`` on have room for every other active group by its deadline."""
-        active = [*self._running.values(), *self._ready.values()]
+        active = [*self.running.values(), *self.ready.values()]
         due = Counter(ticket.deadline for ticket in active if ticket.sequence not in taken)
         waiting = 0
         for deadline in sorted(due):

@@ -1,123 +1,154 @@
-"""What the Buffer holds: groups of own rows with their fate, and demonstrations with a cursor.
+"""The store under the Buffer: state in memory, journal and rows on disk, and who waits for a change.
 
-Rows stay in the object store; the stores keep references and the few numbers that decisions need. Conservation holds at
-all times: ``sampled = trained + dropped + held`` over own rows, where held means ready or leased.
+What was acknowledged is in the journal: killed at any moment and opened again, the store stands where it stood.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field
+import asyncio
+import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from rayrft.buffer.schedule import Ticket
-
-Ref = Any
-"""A reference to a record batch in the object store (``ray.ObjectRef``)."""
-
-
-@dataclass(frozen=True)
-class GroupReport:
-    """What the Explorer says of a finished group, kept or not: the source of the step's rollout metrics."""
-
-    rows: int
-    reward_sum: float = 0.0
-    """Over rows of known reward."""
-    scored: int = 0
-    tokens: int = 0
-    truncated: int = 0
-    """Rows cut at max_tokens."""
+from rayrft.buffer.experience import SCHEMA_VERSION
+from rayrft.buffer.log import events as e
+from rayrft.buffer.log.commit import GroupCommit
+from rayrft.buffer.log.journal import Journal
+from rayrft.buffer.log.shard import RowSpan, Shard
+from rayrft.buffer.log.shards import Shards
+from rayrft.buffer.log.storage import Storage
+from rayrft.buffer.samplers import Sampler, samplers
+from rayrft.buffer.state import State
+from rayrft.buffer.tasks.sampler import TaskSet
+from rayrft.config.buffer import BufferConfig
+from rayrft.errors import StorageError
 
 
-@dataclass(frozen=True)
-class StoredGroup:
-    """A group that passed the door: its rows lie in ``ref``."""
+class Store:
+    """Opens the log of ``run`` at ``location``, or begins it.
 
-    ticket: Ticket
-    ref: Ref
-    rows: int
-    tokens: int
-    oldest_version: int
+    Raises StorageError when the log is another run's, of another schema version, damaged, or being written by another
+    process.
+    """
 
+    def __init__(
+        self, run: str, location: str, config: BufferConfig, seed: int, tasks: TaskSet | None, others: list[Any]
+    ) -> None:
+        started = time.perf_counter()
+        self.config = config
+        self.storage = Storage(location)
+        self.storage.create()
+        self.storage.lock()
+        self._seed = seed
+        self._journal = Journal(self.storage)
+        self.state = State(config.sampler, seed, tasks)
+        recovered = self._journal.open()
+        if recovered.snapshot is not None:
+            self.state.restore(recovered.snapshot)
+        for event in recovered.events:
+            self.state.apply(event)
+        self._check_run(run, location)
+        self.state.fill_pool(self.new_pool)
+        self.shards = Shards(
+            Shard(self.storage.folder("shard-0").location, config),
+            others,
+            lambda shard: list(self.state.book.extents.get(shard, {}).values()),
+        )
+        self._log = GroupCommit(self._journal, config, self.state.to_snapshot, self._sync_rows)
+        self._changed = asyncio.Condition()
+        self._torn_bytes = recovered.torn_bytes
+        self.recovery_s = time.perf_counter() - started
 
-@dataclass
-class UsualStore:
-    """Groups of own rows and the ledger of every row ever sampled."""
+    async def commit(self, *events: e.Event) -> None:
+        """Apply events, write them to the journal, and wake who waits. Raises StorageError."""
+        self._log.check()
+        for event in events:
+            self.state.apply(event)
+        await self.record(*events)
 
-    ready: dict[int, StoredGroup] = field(default_factory=dict)
-    leased: dict[int, list[StoredGroup]] = field(default_factory=dict)
-    sampled: int = 0
-    trained: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    dropped_tasks: Counter[str] = field(default_factory=Counter)
-    """Tasks that gave no rows at all, such as those with too long a prompt."""
+    async def record(self, *events: e.Event) -> None:
+        """Write events that were applied, and wake who waits."""
+        await self._log.write(*events)
+        await self.wake()
 
-    @property
-    def held(self) -> int:
-        groups = [*self.ready.values(), *(group for lease in self.leased.values() for group in lease)]
-        return sum(group.rows for group in groups)
+    async def wake(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
 
-    def add(self, group: StoredGroup) -> None:
-        self.sampled += group.rows
-        self.ready[group.ticket.sequence] = group
+    async def wait_for(self, ready: Callable[[], bool], deadline_s: float | None = None) -> None:
+        """Returns once ``ready`` is true; it is asked after every change. Raises TimeoutError at the deadline."""
+        async with self._changed, asyncio.timeout(deadline_s):
+            await self._changed.wait_for(ready)
 
-    def drop(self, rows: int, reason: str) -> None:
-        """Rows that were sampled but never stored."""
-        self.sampled += rows
-        self.dropped[reason] += rows
+    def new_pool(self) -> Sampler:
+        """An empty pool of the configured sampler."""
+        return samplers.get(self.config.sampler.name, "buffer.sampler.name")(self.config.sampler, self._seed)
 
-    def discard(self, sequences: list[int], reason: str) -> None:
-        """Stored groups that will not be trained."""
-        for sequence in sequences:
-            self.dropped[reason] += self.ready.pop(sequence).rows
+    def span(self, slot: int) -> RowSpan:
+        """Where a group's rows lie in its shard."""
+        groups = self.state.groups
+        return RowSpan(int(groups.segment[slot]), int(groups.row[slot]), int(groups.rows[slot]))
 
-    def lease(self, step: int, sequences: list[int]) -> list[StoredGroup]:
-        self.leased[step] = [self.ready.pop(sequence) for sequence in sequences]
-        return self.leased[step]
+    def by_shard(self, slots: list[int]) -> dict[int, list[int]]:
+        """The slots of groups, by the shard that holds their rows."""
+        found: dict[int, list[int]] = {}
+        for slot in slots:
+            found.setdefault(int(self.state.groups.shard[slot]), []).append(slot)
+        return found
 
-    def ack(self, step: int) -> None:
-        self.trained += sum(group.rows for group in self.leased.pop(step))
+    async def blocks(self, slots: list[int]) -> dict[int, tuple[Any, int]]:
+        """For each group the block that holds its rows, and the first of them there."""
+        found: dict[int, tuple[Any, int]] = {}
+        for shard, of_shard in self.by_shard(slots).items():
+            refs = await self.shards.call(shard, "refs", [self.span(slot) for slot in of_shard])
+            found.update(zip(of_shard, refs, strict=True))
+        return found
 
-    def ledger(self) -> dict[str, Any]:
-        """The counters, after asserting that they close."""
-        held = self.held
-        if self.sampled != self.trained + self.dropped.total() + held:
-            raise AssertionError(
-                f"rows are lost or doubled: sampled {self.sampled} != trained {self.trained} "
-                f"+ dropped {self.dropped.total()} + held {held}"
-            )
+    async def rows_by_block(self, slots: list[int]) -> list[tuple[Any, np.ndarray]]:
+        """The blocks that hold these groups, each with the rows that are theirs, in order."""
+        groups = self.state.groups
+        rows: dict[Any, list[np.ndarray]] = {}
+        for slot, (ref, row) in (await self.blocks(slots)).items():
+            rows.setdefault(ref, []).append(np.arange(row, row + int(groups.rows[slot])))
+        return [(ref, np.sort(np.concatenate(parts))) for ref, parts in rows.items()]
+
+    async def sizes(self) -> dict[str, Any]:
+        """What memory and disk hold, and what recovery took and cut off."""
+        memory = await self.shards.all("memory")
         return {
-            "sampled": self.sampled,
-            "trained": self.trained,
-            "dropped": dict(self.dropped),
-            "held": held,
-            "dropped_tasks": dict(self.dropped_tasks),
+            "groups": len(self.state.groups),
+            "row_bytes_in_memory": sum(memory),
+            "metadata_bytes": self.state.groups.nbytes_in_memory,
+            "log_bytes": self.log_bytes,
+            "torn_bytes": self._torn_bytes + self.shards.torn_bytes,
+            "recovery_s": round(self.recovery_s, 3),
         }
 
+    @property
+    def log_bytes(self) -> int:
+        """Bytes of all segments."""
+        return sum(each.nbytes for shard in self.state.book.extents.values() for each in shard.values())
 
-@dataclass
-class ExpertStore:
-    """Demonstrations under one name, drawn without replacement in an order that is shuffled anew every epoch."""
+    async def _sync_rows(self) -> None:
+        await self.shards.all("sync")
 
-    ref: Ref
-    tokens: np.ndarray
-    """Tokens of each row."""
-    seed: int
-    epoch: int = 0
-    cursor: int = 0
-    drawn: int = 0
-
-    def draw(self, count: int) -> list[int]:
-        """The next ``count`` row indices; an epoch that ends goes over into the next."""
-        rows: list[int] = []
-        while len(rows) < count:
-            order = np.random.default_rng([self.seed, self.epoch]).permutation(len(self.tokens))
-            part = order[self.cursor : self.cursor + count - len(rows)]
-            rows.extend(int(row) for row in part)
-            self.cursor += len(part)
-            if self.cursor == len(self.tokens):
-                self.epoch, self.cursor = self.epoch + 1, 0
-        self.drawn += count
-        return rows
+    def _check_run(self, run: str, location: str) -> None:
+        book = self.state.book
+        if not book.run:
+            first = e.Began(run, SCHEMA_VERSION)
+            self.state.apply(first)
+            self._journal.append([first])
+        elif book.run != run:
+            raise StorageError(
+                f"the log is that of run {book.run!r}",
+                field=location,
+                remedy="choose another name or buffer.storage",
+            )
+        elif book.schema != SCHEMA_VERSION:
+            raise StorageError(
+                f"the log has schema version {book.schema}; this rayrft writes {SCHEMA_VERSION}",
+                field=location,
+                remedy="go on with the rayrft that wrote it; its segments open with plain pyarrow",
+            )

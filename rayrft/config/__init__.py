@@ -3,5 +3,14 @@
 from rayrft.config.load import dump_config, load_config, parse_override
 from rayrft.config.run import RunConfig
 from rayrft.config.stage import StageConfig
+from rayrft.config.tasks import TasksConfig, TaskSourceConfig
 
-__all__ = ["RunConfig", "StageConfig", "dump_config", "load_config", "parse_override"]
+__all__ = [
+    "RunConfig",
+    "StageConfig",
+    "TaskSourceConfig",
+    "TasksConfig",
+    "dump_config",
+    "load_config",
+    "parse_override",
+]

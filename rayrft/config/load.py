@@ -75,11 +75,9 @@ def _assign(raw: dict[str, Any], dotted: str, value: Any) -> None:
 def _entry(entries: list[Any], part: str, dotted: str) -> Any:
     if part.isdigit() and int(part) < len(entries):
         return entries[int(part)]
-    named = {entry.get("name"): entry for entry in entries if isinstance(entry, dict)}
+    named = {str(entry.get("name") or number): entry for number, entry in enumerate(entries) if isinstance(entry, dict)}
     if part not in named:
-        raise ConfigError(
-            "no such entry", field=dotted, value=part, remedy=nearest(part, [str(name) for name in named])
-        )
+        raise ConfigError("no such entry", field=dotted, value=part, remedy=nearest(part, named))
     return named[part]
 
 

@@ -8,10 +8,13 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from rayrft.config.base import Section
-from rayrft.config.data import DemonstrationsConfig, RewardConfig, TasksConfig
+from rayrft.config.buffer import BufferConfig
+from rayrft.config.data import RewardConfig
+from rayrft.config.demonstrations import DemonstrationsConfig
 from rayrft.config.explorer import ExplorerConfig
 from rayrft.config.model import ModelConfig
 from rayrft.config.stage import EvaluationConfig, MonitorConfig, StageConfig
+from rayrft.config.tasks import TasksConfig
 from rayrft.config.trainer import TrainerConfig, WeightSyncConfig
 
 
@@ -29,6 +32,7 @@ class RunConfig(Section):
     demonstrations: dict[str, DemonstrationsConfig] = Field(default_factory=dict)
     reward: RewardConfig = RewardConfig()
     explorer: ExplorerConfig = ExplorerConfig()
+    buffer: BufferConfig = BufferConfig()
     trainer: TrainerConfig = TrainerConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     stages: list[StageConfig] = Field(min_length=1)
@@ -44,6 +48,11 @@ class RunConfig(Section):
     @property
     def folder(self) -> Path:
         return self.storage / self.name
+
+    @property
+    def buffer_location(self) -> str:
+        """Where the Buffer's log lies: a path or URI."""
+        return f"{self.buffer.storage.rstrip('/')}/{self.name}" if self.buffer.storage else str(self.folder / "buffer")
 
     @property
     def sync_backend(self) -> Literal["gloo", "nccl", "ipc"]:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rayrft.buffer.buffer import Buffer
-from rayrft.buffer.experience import to_batch
+from rayrft.buffer.experience import pack, to_batch
+from rayrft.buffer.log.shard import Shard
 from rayrft.config import RunConfig
 from rayrft.core.placement import Placement, plan_placement
 from rayrft.core.prepare import Prepared
@@ -43,7 +44,7 @@ def hire(config: RunConfig, prepared: Prepared, placement: Placement) -> Cast:
     """Create the actors; they are not started yet, but can be watched."""
     import ray
 
-    buffer = placement.actor(Buffer, "buffer", name="buffer").remote(config.seed)
+    buffer = _hire_buffer(config, prepared, placement)
     trainer = placement.actor(Trainer, "trainer", name="trainer").remote(config.trainer)
     if "explorer" not in {part.name for part in plan_placement(config)}:
         return Cast(buffer, trainer, None, None, [])
@@ -66,6 +67,19 @@ def hire(config: RunConfig, prepared: Prepared, placement: Placement) -> Cast:
         config.weight_sync, config.sync_backend, trainer, engines, engine.tensor_parallel, _probe(prepared)
     )
     return Cast(buffer, trainer, explorer, weight_sync, engines)
+
+
+def _hire_buffer(config: RunConfig, prepared: Prepared, placement: Placement) -> Any:
+    """The Buffer, which comes back when it dies, and the shards besides the first."""
+    shards = [
+        placement.actor(Shard, "buffer", name=f"shard-{number}", bundle=number, restarts=True).remote(
+            f"{config.buffer_location}/shard-{number}", config.buffer
+        )
+        for number in range(1, config.buffer.shards)
+    ]
+    return placement.actor(Buffer, "buffer", name="buffer", bundle=0, restarts=True, retries=-1).remote(
+        prepared.run_id, config.buffer_location, config.buffer, config.seed, prepared.task_set, shards
+    )
 
 
 async def start(cast: Cast, config: RunConfig, prepared: Prepared) -> None:
@@ -94,7 +108,7 @@ async def start(cast: Cast, config: RunConfig, prepared: Prepared) -> None:
     if cast.explorer is not None:
         starting.append(cast.explorer.start.remote())
     for name, rows in prepared.demonstrations.items():
-        starting.append(cast.buffer.load.remote(name, [ray.put(to_batch(rows))]))
+        starting.append(cast.buffer.load.remote(name, [ray.put(pack(to_batch(rows)))]))
     await asyncio.gather(*starting)
     if cast.weight_sync is not None:
         await cast.weight_sync.connect.remote()
@@ -113,7 +127,7 @@ class _Starter:
 
 def _probe(prepared: Prepared) -> list[list[int]]:
     """Sequences on which engine and trainer must agree: held-out questions with their answers, whole."""
-    from rayrft.buffer.demonstrations import demonstrate
+    from rayrft.buffer.demonstrations.rows import demonstrate
     from rayrft.buffer.tokens import ChatTokenizer
 
     tokenizer = ChatTokenizer(prepared.model)

@@ -14,8 +14,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from rayrft.buffer.buffer import StagePlan
 from rayrft.buffer.lease import Lease
+from rayrft.buffer.schedule import StagePlan
 from rayrft.config import RunConfig, StageConfig
 from rayrft.core import cast as casting
 from rayrft.core.bookkeeping import StepSeconds, evaluation_record, step_record
@@ -24,11 +24,11 @@ from rayrft.core.prepare import Prepared
 from rayrft.core.recorder import Recorder
 from rayrft.core.supervision import root_cause, supervise
 from rayrft.core.weight_sync import SyncReport
-from rayrft.errors import RayrftError
+from rayrft.errors import LeaseEnded, RayrftError
 from rayrft.explorer.evaluation import Evaluation
 from rayrft.monitor.records import Record, StepRecord
 from rayrft.monitor.verdict import verdict
-from rayrft.trainer.commands import OpenStage, Save, Train
+from rayrft.trainer.commands import Load, OpenStage, Save, Train
 from rayrft.trainer.learner import StepResult
 
 _LEASE_DEADLINE_S = 300.0
@@ -107,9 +107,10 @@ class Master:
         await asyncio.Event().wait()
 
     async def pids(self) -> dict[str, int]:
-        """Process ids of master, trainer and engines."""
+        """Process ids of master, buffer, trainer and engines."""
         engines = {f"engine-{i}": await engine.pid.remote() for i, engine in enumerate(self._cast.engines)}
-        return {"master": os.getpid(), "trainer": await self._cast.trainer.pid.remote(), **engines}
+        actors = {name: await getattr(self._cast, name).pid.remote() for name in ("buffer", "trainer")}
+        return {"master": os.getpid(), **actors, **engines}
 
     @property
     def _cast(self) -> casting.Cast:
@@ -154,6 +155,7 @@ class Master:
         await self._cast.buffer.open_stage.remote(
             StagePlan(
                 stage.groups,
+                stage.group_size,
                 stage.expert_rows,
                 stage.demonstrations if stage.expert_rows else None,
                 self._config.max_staleness,
@@ -164,7 +166,15 @@ class Master:
         exploring = asyncio.ensure_future(self._explore(stage))
         try:
             for done in range(1, stage.steps + 1):
-                await self._step(stage, exploring)
+                try:
+                    await self._step(stage, exploring)
+                except LeaseEnded as ended:
+                    if ended.value != "end_of_data":
+                        raise
+                    await self._recorder.note(
+                        f"stage ends after {done - 1} steps: {ended}", stage.name, self._step_number
+                    )
+                    break
                 if stage.evaluate_every and done % stage.evaluate_every == 0 and done < stage.steps:
                     await self._publish_unless_rolled_out(stage)
                     await self._evaluate(stage, done)
@@ -181,13 +191,10 @@ class Master:
     async def _step(self, stage: StageConfig, exploring: asyncio.Future[None]) -> None:
         """Lease, train, publish, admit: one optimiser step."""
         step, started = self._step_number, time.perf_counter()
-        leasing = asyncio.ensure_future(
-            self._cast.buffer.lease.remote(step, self._config.trainer.ranks, _LEASE_DEADLINE_S)
-        )
-        lease: Lease = await self._unless_ended(leasing, exploring)
+        lease = await self._unless_ended(asyncio.ensure_future(self._lease(step)), exploring)
         waited = time.perf_counter() - started
         async with self._engines_asleep():
-            result: StepResult = (await self._command(Train(lease)))[0]
+            result: StepResult = (await self._command(Train()))[0]
         await self._cast.buffer.ack.remote(step)
         await self._take_stock()
         trained = time.perf_counter() - started - waited
@@ -197,6 +204,14 @@ class Master:
         rollout_s, reward_s = await self._timings()
         seconds = StepSeconds(time.perf_counter() - started, waited, rollout_s, reward_s, trained)
         await self._recorder.add(step_record(stage.name, self._step_number, lease, result, report, seconds))
+
+    async def _lease(self, step: int) -> Lease:
+        """The batch of the step, loaded on every rank. A Buffer that died takes the blocks with it, and has them again
+        when it is back."""
+        while True:
+            lease: Lease = await self._cast.buffer.lease.remote(step, self._config.trainer.ranks, _LEASE_DEADLINE_S)
+            if all(await self._command(Load(lease))):
+                return lease
 
     @contextlib.asynccontextmanager
     async def _engines_asleep(self) -> AsyncIterator[None]:
@@ -259,6 +274,7 @@ class Master:
         folder = self._config.folder / "checkpoints" / name
         await self._command(Save(folder))
         self._checkpoints[name] = folder
+        await self._cast.buffer.cover.remote(self._step_number)
 
     async def _take_stock(self) -> None:
         """Ask the Buffer for its ledger. Where it is gone, or was never there, the last answer stands."""

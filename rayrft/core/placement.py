@@ -40,7 +40,7 @@ def plan_placement(config: RunConfig) -> list[Part]:
         Part("explorer", 1, config.explorer.cpus, 0, 0.5, "tasks, workflows"),
         Part("engines", engine.count, engine.cpus, engine.gpus, engine.memory_gib, "vLLM rollout engines"),
         Part("reward", config.reward.workers, 0.1, 0, 0.25, f"reward workers: {config.reward.name}"),
-        Part("buffer", 1, 0.1, 0, 0.25, "experiences"),
+        Part("buffer", config.buffer.shards, 0.1, 0, 0.25, "experiences"),
         Part("weight_sync", 1, 0.05, 0, 0.25, f"broadcast over {config.sync_backend}"),
         Part("trainer", 1, 0.05, 0, 0.25, "commands the ranks"),
         Part(
@@ -129,10 +129,20 @@ class Placement:
                     remedy="something took resources meanwhile: stop it, or start the run again",
                 ) from None
 
-    def actor(self, cls: type, part: str, *, name: str | None = None, bundle: int = -1) -> Any:
+    def actor(
+        self,
+        cls: type,
+        part: str,
+        *,
+        name: str | None = None,
+        bundle: int = -1,
+        restarts: bool = False,
+        retries: int = 0,
+    ) -> Any:
         """A remote class placed in a bundle of its part: call ``.remote(…)`` on it.
 
         The actor is found as ``<run>:<name>``, or not at all where there is no name. Bundle -1 is any of the part's.
+        With ``restarts`` Ray starts it again when it dies; ``retries`` -1 makes calls that were under way again, too.
         """
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -141,6 +151,8 @@ class Placement:
         options: dict[str, Any] = {"name": actor_name(self._run, name), "namespace": NAMESPACE} if name else {}
         if any(inspect.iscoroutinefunction(member) for member in vars(cls).values()):
             options["max_concurrency"] = 10_000  # its calls wait on each other; a plain actor takes one at a time
+        if restarts:
+            options |= {"max_restarts": -1, "max_task_retries": retries}
         return ray.remote(cls).options(
             num_cpus=resources["CPU"],
             num_gpus=resources.get("GPU", 0),

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import datetime
 import json
+import uuid
 from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-from rayrft.buffer.demonstrations import from_file, from_tasks
+from rayrft.buffer.demonstrations.conversations import conversations
+from rayrft.buffer.demonstrations.files import read_rows
+from rayrft.buffer.demonstrations.rows import from_file, from_tasks
 from rayrft.buffer.experience import Experience, Task
-from rayrft.buffer.tasksets import TaskSplits, load_tasks
+from rayrft.buffer.log.storage import Storage
+from rayrft.buffer.samplers import samplers
+from rayrft.buffer.scores import scores
+from rayrft.buffer.tasks.sampler import TaskSet
+from rayrft.buffer.tasks.splits import TaskSplits, load_tasks
 from rayrft.buffer.tokens import ChatTokenizer
 from rayrft.config import RunConfig, dump_config
 from rayrft.config.data import RewardConfig
@@ -23,8 +33,12 @@ from rayrft.rewards import build_reward
 class Prepared:
     """Checked and loaded: what the actors are started with."""
 
+    run_id: str
+    """Tells this run from others of its name, such as the one whose log may lie at the same place."""
     model: str
     tasks: list[Task]
+    task_set: Callable[[], TaskSet]
+    """Makes the task set that draws from ``tasks``."""
     held_out: list[Task]
     demonstrations: dict[str, list[Experience]]
     left_out: dict[str, Counter[str]] = field(default_factory=dict)
@@ -37,10 +51,14 @@ def prepare(config: RunConfig) -> Prepared:
     Raises DataError, ModelError or ConfigError. Needs a running Ray only for tasks from files.
     """
     workflows.get(config.explorer.workflow, "explorer.workflow")
+    samplers.get(config.buffer.sampler.name, "buffer.sampler.name")
+    scores.get(config.buffer.sampler.score, "buffer.sampler.score")
     splits = load_tasks(config.tasks, config.demonstrations, config.seed)
-    _check_reward(config.reward, splits.train[0])
+    for source in range(len(config.tasks.sources)):
+        _check_reward(config.reward, splits.train[splits.sources.index(source)])
     _check_files(config)
     open_folder(config)
+    _check_log(config)
     model = _model(config, splits)
     tokenizer = ChatTokenizer(model)
     _check_prompts(config, splits.train, tokenizer)
@@ -50,8 +68,19 @@ def prepare(config: RunConfig) -> Prepared:
         if each.path is None:
             demonstrations[name] = from_tasks(name, splits.demonstrated[name], each, tokenizer, config.seed)
         else:
-            demonstrations[name], left_out[name] = from_file(name, each, tokenizer, config.model.max_length, held_out)
-    return Prepared(model, splits.train, splits.evaluation, demonstrations, left_out)
+            demonstrations[name], report = from_file(name, each, tokenizer, config.model.max_length, held_out)
+            left_out[name] = report.counts
+    task_set = partial(
+        TaskSet,
+        splits.sources,
+        [source.weight for source in config.tasks.sources],
+        sampler=config.tasks.sampler,
+        seed=config.seed,
+        epochs=config.tasks.epochs,
+        difficulties=[task.difficulty for task in splits.train],
+    )
+    task_set()  # a sampler that cannot work with these tasks says so now
+    return Prepared(uuid.uuid4().hex, model, splits.train, task_set, splits.evaluation, demonstrations, left_out)
 
 
 def open_folder(config: RunConfig) -> None:
@@ -65,6 +94,21 @@ def open_folder(config: RunConfig) -> None:
         (folder / "config.yaml").write_text(dump_config(config))
     except OSError as error:
         raise ConfigError(f"cannot be written: {error.strerror}", field="storage", value=str(folder)) from None
+
+
+def _check_log(config: RunConfig) -> None:
+    """The Buffer must be able to write where it is told to, and not find another run's log there."""
+    storage = Storage(config.buffer_location)
+    if any(name.startswith(("journal", "snapshot")) for name in storage.files()):
+        raise ConfigError(
+            "the log of an earlier run lies there",
+            field="buffer.storage",
+            value=config.buffer_location,
+            remedy="choose another name or buffer.storage, or move the old log away",
+        )
+    storage.create()
+    storage.write("writable", b"")
+    storage.delete("writable")
 
 
 def _model(config: RunConfig, splits: TaskSplits) -> str:
@@ -109,15 +153,21 @@ def _model(config: RunConfig, splits: TaskSplits) -> str:
 
 def _demonstrated_text(config: RunConfig) -> list[str]:
     """Text of demonstration files, so that a tiny model's tokenizer knows their characters."""
-    return [
-        each.path.read_text() for each in config.demonstrations.values() if each.path and each.path.suffix == ".jsonl"
-    ]
+    texts: list[str] = []
+    for name, each in config.demonstrations.items():
+        rows = read_rows(each.path, f"demonstrations.{name}.path") if each.path is not None else ()
+        for _, row in rows:
+            with suppress(DataError):  # broken rows are reported when they become experiences
+                conversation = conversations(row, each) if isinstance(row, dict) else []
+                texts += [message["content"] for _, messages in conversation for message in messages]
+    return texts
 
 
 def _check_files(config: RunConfig) -> None:
+    """Read the first row of every file of demonstrations."""
     for name, each in config.demonstrations.items():
-        if each.path is not None and not each.path.is_file():
-            raise DataError("no such file", field=f"demonstrations.{name}.path", value=str(each.path))
+        if each.path is not None:
+            next(read_rows(each.path, f"demonstrations.{name}.path"), None)
 
 
 def _check_reward(config: RewardConfig, task: Task) -> None:
@@ -127,7 +177,7 @@ def _check_reward(config: RewardConfig, task: Task) -> None:
         reward(task, task.answer)
     except Exception as error:  # user code may raise anything
         raise ConfigError(
-            f"the reward raised {type(error).__name__}: {error} on the answer of the first task",
+            f"the reward raised {type(error).__name__}: {error} on the answer of a task",
             field="reward.name",
             value=config.name,
             remedy=f"mend it; the task was {json.dumps(task.question)[:80]}",
@@ -136,7 +186,8 @@ def _check_reward(config: RewardConfig, task: Task) -> None:
 
 def _check_prompts(config: RunConfig, tasks: list[Task], tokenizer: ChatTokenizer) -> None:
     limit = config.explorer.sampling.max_prompt_tokens
-    lengths = [len(tokenizer.prompt(task.messages)) for task in tasks[:200]]
+    # Spread over all tasks: a file may be sorted by length, and sources follow one another.
+    lengths = [len(tokenizer.prompt(task.messages)) for task in tasks[:: max(1, len(tasks) // 200)]]
     if min(lengths) > limit:
         raise DataError(
             f"every prompt is longer than the limit of {limit} tokens (shortest of {len(lengths)}: {min(lengths)})",

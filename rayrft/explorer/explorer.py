@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
 from typing import Any
-
-import numpy as np
 
 from rayrft.buffer.experience import Task, to_batch
 from rayrft.buffer.schedule import Ticket
 from rayrft.buffer.tokens import ChatTokenizer
+from rayrft.buffer.writer import BufferWriter
 from rayrft.config import RunConfig, StageConfig
 from rayrft.errors import ActorDied, RayrftError
 from rayrft.explorer.engine import Sampling
@@ -50,7 +48,7 @@ class BusyClock:
 
 
 class Explorer:
-    """The actor. Tasks are cycled in an order shuffled anew every epoch; held-out tasks are only evaluated on."""
+    """The actor. Which task comes next is on the Buffer's tickets; held-out tasks are only evaluated on."""
 
     def __init__(
         self,
@@ -66,7 +64,9 @@ class Explorer:
         self._tokenizer = ChatTokenizer(model)
         self._router = Router(engines)
         self._buffer = buffer
-        self._tasks = self._cycle(tasks)
+        self._writer = BufferWriter(buffer, config.buffer.shards)
+        self._tasks = tasks
+        self._calls = 0
         self._held_out = held_out
         self._workflow = workflows.get(config.explorer.workflow, "explorer.workflow")()
         self._rewards = RewardPool(config.reward, start_reward)
@@ -84,20 +84,21 @@ class Explorer:
         """
         model = self._client(self._config.explorer.sampling.temperature)
         running: set[asyncio.Task[None]] = set()
-        admit = asyncio.ensure_future(self._buffer.admit.remote(stage.groups))
+        admit = self._admit(stage)
         try:
             while True:
-                await asyncio.wait({admit, *running}, return_when=asyncio.FIRST_COMPLETED)
+                waiting: set[asyncio.Future[Any]] = {admit, *running}
+                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 for task in [task for task in running if task.done()]:
                     running.remove(task)
                     task.result()
                 if not admit.done():
                     continue
                 if not (tickets := admit.result()):
-                    return
+                    return await self._finish(running)
                 for ticket in tickets:
-                    running.add(asyncio.create_task(self._group(stage, ticket, next(self._tasks), model)))
-                admit = asyncio.ensure_future(self._buffer.admit.remote(stage.groups))
+                    running.add(asyncio.create_task(self._group(stage, ticket, model)))
+                admit = self._admit(stage)
         finally:
             for task in running:
                 task.cancel()
@@ -124,10 +125,23 @@ class Explorer:
         """Never returns: a caller that awaits it learns at once when this actor dies."""
         await asyncio.Event().wait()
 
-    async def _group(self, stage: StageConfig, ticket: Ticket, task: Task, model: ModelClient) -> None:
-        """One group, from task to Buffer. Whatever happens, the ticket is used or given back."""
-        import ray
+    async def _finish(self, running: set[asyncio.Task[None]]) -> None:
+        """No more tickets: the tasks came to their end, or the stage did, which abandons what is under way."""
+        closed = asyncio.ensure_future(self._buffer.closed.remote())
+        while running and not closed.done():
+            done, _ = await asyncio.wait({closed, *running}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done & running:
+                running.remove(task)
+                task.result()
 
+    def _admit(self, stage: StageConfig) -> asyncio.Future[list[Ticket]]:
+        self._calls += 1
+        return asyncio.ensure_future(self._buffer.admit.remote("explorer", self._calls, stage.groups))
+
+    async def _group(self, stage: StageConfig, ticket: Ticket, model: ModelClient) -> None:
+        """One group, from task to Buffer. Whatever happens, the ticket is used or given back."""
+        assert ticket.task is not None  # the Buffer was given the tasks
+        task = self._tasks[ticket.task]
         group_id = f"{self._config.name}/{stage.name}/{ticket.sequence}/{task.id}"
         try:
             with self._rolling:
@@ -146,8 +160,8 @@ class Explorer:
         scored = apply_rewards(rows, results, self._config.reward)
         scored = assign_advantages(scored, drop_zero_variance=self._config.explorer.drop_zero_variance)
         if scored.rows:
-            refs = [ray.put(to_batch(scored.rows))]
-            await self._buffer.put.remote(ticket, refs, scored.report, dict(scored.dropped))
+            batch = to_batch(scored.rows)
+            await self._writer.put(batch, scored.report, ticket=ticket, dropped=dict(scored.dropped))
         else:
             await self._buffer.drop.remote(ticket, dict(scored.dropped), scored.report)
         if scored.unknown and not scored.rewards:
@@ -173,13 +187,6 @@ class Explorer:
             Sampling(temperature, sampling.max_tokens, (self._tokenizer.eos_id,)),
             max_prompt_tokens=sampling.max_prompt_tokens,
         )
-
-    def _cycle(self, tasks: list[Task]) -> Iterator[Task]:
-        epoch = 0
-        while True:
-            order = np.random.default_rng([self._config.seed, 2, epoch]).permutation(len(tasks))
-            yield from (tasks[index] for index in order)
-            epoch += 1
 
     def _count_failure(self, problem: str) -> None:
         self._failures += 1

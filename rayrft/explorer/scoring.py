@@ -11,7 +11,7 @@ import torch
 
 from rayrft.algorithms import group_relative_advantages
 from rayrft.buffer.experience import Experience
-from rayrft.buffer.store import GroupReport
+from rayrft.buffer.log.events import GroupReport
 from rayrft.config.data import RewardConfig
 from rayrft.rewards import RewardResult
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rayrft.algorithms import TokenBatch
-from rayrft.buffer.experience import list_column
+from rayrft.buffer.experience import list_column, unpack
 from rayrft.buffer.lease import BatchShare
 
 
@@ -29,25 +29,30 @@ def fetch_rows(share: BatchShare) -> list[TrainRow]:
     """Read a rank's share out of the object store, without copying what shared memory holds."""
     import ray
 
-    batches: list[pa.RecordBatch] = ray.get([ref for ref, _ in share.parts])
-    return [row for batch, (_, indices) in zip(batches, share.parts, strict=True) for row in read_rows(batch, indices)]
+    messages: list[pa.Buffer] = ray.get([part.ref for part in share.parts])
+    return [
+        row
+        for message, part in zip(messages, share.parts, strict=True)
+        for row in read_rows(unpack(message), part.rows, part.weights)
+    ]
 
 
-def read_rows(batch: pa.RecordBatch, indices: tuple[int, ...]) -> list[TrainRow]:
-    """The rows of these indices; expert rows have no advantages and get zeros."""
+def read_rows(batch: pa.RecordBatch, indices: np.ndarray, weights: np.ndarray) -> list[TrainRow]:
+    """The rows of these indices; expert rows have no advantages and get zeros.
+
+    A row's importance weight goes into its advantages: every policy loss is homogeneous in them.
+    """
     tokens, masks, logprobs, advantages = (
-        list_column(batch.column(name)) for name in ("token_ids", "action_mask", "logprobs", "advantages")
+        list_column(batch.column(name), indices) for name in ("token_ids", "action_mask", "logprobs", "advantages")
     )
-    sources = batch.column("source").to_pylist()
+    sources = batch.column("source").take(pa.array(indices)).to_pylist()
     rows = []
-    for index in indices:
-        expert = sources[index] == "expert"
-        token_ids, mask, behaviour = tokens[index], masks[index], logprobs[index]
+    for place, weight in enumerate(weights):
+        token_ids, mask, behaviour = tokens[place], masks[place], logprobs[place]
         assert token_ids is not None and mask is not None and behaviour is not None  # not nullable in the schema
-        advantage = advantages[index]
-        if advantage is None:
-            advantage = np.zeros(len(token_ids), dtype=np.float32)
-        rows.append(TrainRow(token_ids, mask, behaviour, advantage, expert))
+        advantage = advantages[place]
+        advantage = np.zeros(len(token_ids), dtype=np.float32) if advantage is None else advantage * weight
+        rows.append(TrainRow(token_ids, mask, behaviour, advantage, sources[place] == "expert"))
     return rows
 
 

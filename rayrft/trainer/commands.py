@@ -23,10 +23,15 @@ class OpenStage:
 
 
 @dataclass(frozen=True)
-class Train:
-    """One optimiser step on a leased batch; gives a `StepResult`."""
+class Load:
+    """Fetch the rank's share of a batch; gives whether it could be had: its blocks are gone when the Buffer died."""
 
     lease: Lease
+
+
+@dataclass(frozen=True)
+class Train:
+    """One optimiser step on what was loaded; gives a `StepResult`."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,7 @@ class Stop:
     """End of the program."""
 
 
-Command = OpenStage | Train | Locate | Describe | Join | Publish | Export | Release | Score | Save | Stop
+Command = OpenStage | Load | Train | Locate | Describe | Join | Publish | Export | Release | Score | Save | Stop
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from rayrft.buffer.lease import Lease
 from rayrft.config.trainer import TrainerConfig
 from rayrft.trainer import commands as c
-from rayrft.trainer.batches import fetch_rows
+from rayrft.trainer.batches import TrainRow, fetch_rows
 from rayrft.trainer.learner import Learner
 from rayrft.trainer.model import full_parameters, load_hf, load_model, save_hf, shard
 from rayrft.weights.group import WeightGroup, free_port
@@ -76,6 +77,7 @@ class Rank:
         )
         self._group: WeightGroup | None = None
         self._exported: list[Tensor] = []
+        self._rows: list[TrainRow] = []
 
     def handle(self, command: c.Command) -> Any:
         match command:
@@ -84,8 +86,10 @@ class Rank:
                     load_hf(self._learner.model, weights)
                 self._learner.open_stage(algorithm, optimizer, steps)
                 return None
-            case c.Train(lease):
-                return self._learner.step(fetch_rows(lease.shares[self._index]))
+            case c.Load(lease):
+                return self._load(lease)
+            case c.Train():
+                return self._learner.step(self._rows)
             case c.Locate():
                 return self._locate()
             case c.Describe():
@@ -109,6 +113,15 @@ class Rank:
                 return self._save(folder)
             case _:
                 raise TypeError(f"unknown command {command!r}")
+
+    def _load(self, lease: Lease) -> bool:
+        from ray.exceptions import ObjectLostError
+
+        try:
+            self._rows = fetch_rows(lease.shares[self._index])
+        except ObjectLostError:
+            return False
+        return True
 
     def _locate(self) -> tuple[str, int]:
         import ray.util

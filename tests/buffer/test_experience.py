@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rayrft.buffer.experience import SCHEMA, Experience, Task, VersionSpan, find_fault, from_batch, to_batch
+from rayrft.buffer.experience import SCHEMA, Experience, Task, VersionSpan, from_batch, pack, to_batch, unpack
+from rayrft.buffer.validation import find_faults, group_numbers, group_starts
 
 
 def make_row(**changes: Any) -> Experience:
@@ -53,13 +54,32 @@ def test_slices_of_a_batch_give_their_own_rows() -> None:
     assert row.experience_id == "3" and row.token_ids.tolist() == [3, 4, 5, 6]
 
 
+def test_rows_travel_as_one_message() -> None:
+    batch = to_batch([make_row(), make_row(labels={"quality": "good"})])
+    assert unpack(pack(batch)).equals(batch)
+    assert from_batch(unpack(pack(batch.slice(1))))[0].labels == {"quality": "good"}
+
+
+def test_groups_are_found_with_their_tokens_and_oldest_versions() -> None:
+    def row(group: str, repeat: int, version: int) -> Experience:
+        spans = (VersionSpan(2, 3, 9), VersionSpan(3, 4, version))
+        return make_row(group_id=group, experience_id=f"{group}/{repeat}", weight_versions=spans)
+
+    expert = make_row(group_id="c", experience_id="c", source="expert", weight_versions=())
+    batch = to_batch([row("z", 0, 8), row("a", 0, 5), row("a", 1, 4), expert]).slice(1)
+    starts = group_starts(batch)
+    numbers = group_numbers(batch, starts)
+    assert starts.tolist() == [0, 2]
+    assert (numbers.rows.tolist(), numbers.tokens.tolist(), numbers.versions.tolist()) == ([2, 1], [8, 4], [4, 0])
+
+
 def test_the_oldest_version_of_a_row_counts() -> None:
     assert make_row().oldest_version == 6
 
 
 def test_a_right_row_has_no_fault() -> None:
-    assert find_fault(make_row()) is None
-    assert find_fault(make_row(source="expert", advantages=None, weight_versions=())) is None
+    expert = make_row(source="expert", advantages=None, weight_versions=())
+    assert find_faults(to_batch([make_row(), expert, make_row(experience_id="run/stage/0")])) == {}
 
 
 @pytest.mark.parametrize(
@@ -69,16 +89,28 @@ def test_a_right_row_has_no_fault() -> None:
         ({"logprobs": np.array([0, 0, np.nan, 0], dtype=np.float32)}, "logprobs is not finite"),
         ({"advantages": np.array([0, 0, np.inf, 0], dtype=np.float32)}, "advantages is not finite"),
         ({"advantages": None}, "an own row needs advantages"),
+        ({"teacher_logprobs": np.zeros(5, dtype=np.float32)}, "teacher_logprobs has 5 entries for 4 tokens"),
         ({"action_mask": np.zeros(4, dtype=np.uint8)}, "action_mask is empty"),
         ({"action_mask": np.array([0, 1, 1, 1], dtype=np.uint8)}, "action_mask marks tokens of the prompt"),
         ({"prompt_length": 4}, "prompt_length 4 leaves no answer in 4 tokens"),
         ({"reward": float("nan")}, "reward is not finite"),
         ({"source": "stranger"}, "unknown source 'stranger'"),
         ({"weight_versions": (VersionSpan(2, 3, 6),)}, "weight_versions do not cover every action token"),
+        ({"weight_versions": ()}, "weight_versions do not cover every action token"),
+        # Two spans over one token count it twice and hide that another is not covered.
+        (
+            {"weight_versions": (VersionSpan(2, 3, 6), VersionSpan(2, 3, 7))},
+            "weight_versions do not cover every action token",
+        ),
+        ({"weight_versions": (VersionSpan(2, 9, 6),)}, "weight_versions do not cover every action token"),
+        ({"token_ids": np.array([5, -6, 7, 8], dtype=np.int32)}, "token_ids has a negative entry"),
+        ({"experience_id": "else"}, "experience_id 'else' does not begin with its group_id 'run/stage/0'"),
     ],
 )
 def test_a_faulty_row_is_named(changes: dict[str, Any], fault: str) -> None:
-    assert find_fault(make_row(**changes)) == fault
+    good = make_row()
+    assert find_faults(to_batch([good, make_row(**changes), good])) == {1: fault}
+    assert find_faults(to_batch([good, make_row(**changes), good]).slice(1)) == {0: fault}
 
 
 def test_task_ids_follow_from_content() -> None:

@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rayrft.buffer.replay import ReplaySchedule
 from rayrft.buffer.schedule import Schedule, Ticket
+
+
+def take(schedule: Schedule, step: int) -> list[int] | None:
+    chosen = schedule.choose(step)
+    if chosen is not None:
+        schedule.take(chosen)
+    return chosen
 
 
 @settings(max_examples=300, deadline=None)
@@ -29,10 +37,10 @@ def test_no_group_is_consumed_staler_than_the_bound_whatever_the_completion_orde
         for sequence in finished:
             ticket = running.pop(sequence)
             if data.draw(st.booleans(), label="filtered"):
-                schedule.release(ticket)
+                schedule.release(ticket.sequence)
             else:
                 assert schedule.finish(ticket)
-        taken = schedule.take(step)
+        taken = take(schedule, step)
         if taken is None:
             continue
         assert len(taken) == groups
@@ -53,7 +61,7 @@ def test_a_step_is_never_stuck_once_everything_admitted_has_finished(
         order = data.draw(st.permutations(tickets))
         for ticket in order:
             schedule.finish(ticket)
-        assert schedule.take(step) is not None
+        assert take(schedule, step) is not None
         schedule.advance(step + 1)
 
 
@@ -63,7 +71,7 @@ def test_synchronous_means_no_group_starts_before_the_weights_it_is_for_are_publ
     assert len(first) == 2
     for ticket in first:
         schedule.finish(ticket)
-    assert schedule.take(0) is not None
+    assert take(schedule, 0) is not None
     assert schedule.admit(10) == []
     schedule.advance(1)
     assert len(schedule.admit(10)) == 2
@@ -75,28 +83,28 @@ def test_one_step_off_admits_the_next_batch_while_this_one_trains() -> None:
     assert len(tickets) == 4
     for ticket in tickets[:2]:
         schedule.finish(ticket)
-    assert schedule.take(0) == [0, 1]
-    assert schedule.running == 2
+    assert take(schedule, 0) == [0, 1]
+    assert len(schedule.running) == 2
 
 
 def test_a_step_waits_for_a_straggler_that_is_due() -> None:
     schedule = Schedule(1, 1)
     straggler, quick = schedule.admit(2)
     schedule.finish(quick)
-    assert schedule.take(0) == [quick.sequence]
+    assert take(schedule, 0) == [quick.sequence]
     schedule.advance(1)
     [later] = schedule.admit(1)
     schedule.finish(later)
-    assert schedule.take(1) is None, "the straggler is due at step 1; taking another would make it too old"
+    assert take(schedule, 1) is None, "the straggler is due at step 1; taking another would make it too old"
     schedule.finish(straggler)
-    assert schedule.take(1) == [straggler.sequence]
+    assert take(schedule, 1) == [straggler.sequence]
 
 
 def test_a_filtered_group_gives_its_place_to_another() -> None:
     schedule = Schedule(1, 0)
     [ticket] = schedule.admit(5)
     assert schedule.capacity == 0
-    schedule.release(ticket)
+    schedule.release(ticket.sequence)
     assert len(schedule.admit(5)) == 1
 
 
@@ -106,7 +114,7 @@ def test_over_sampling_takes_the_first_ready_and_expires_the_rest() -> None:
     assert len(tickets) == 4
     for ticket in tickets[1:]:
         schedule.finish(ticket)
-    assert schedule.take(0) == [1, 2]
+    assert take(schedule, 0) == [1, 2]
     assert schedule.advance(1) == [3]
     assert not schedule.finish(tickets[0]), "it finished after its deadline"
 
@@ -115,3 +123,62 @@ def test_versions_only_grow() -> None:
     schedule = Schedule(1, 0, version=5)
     with pytest.raises(ValueError, match="versions only grow"):
         schedule.advance(4)
+
+
+def test_a_group_with_older_tokens_than_its_ticket_promised_is_due_earlier() -> None:
+    schedule = Schedule(1, 2, version=3)
+    first, second, _ = schedule.admit(3)
+    assert schedule.finish(first)
+    assert schedule.finish(Ticket(second.sequence, 2, 4))
+    assert take(schedule, 3) == [second.sequence]
+
+
+def test_a_step_does_not_wait_for_nobody() -> None:
+    schedule = Schedule(1, 1)
+    for ticket in schedule.admit(2):
+        assert schedule.finish(Ticket(ticket.sequence, 0, 0))
+    assert take(schedule, 0) == [0], "both are due now: one will be late whatever is done, and nobody is under way"
+    assert schedule.advance(1) == [1]
+
+
+def test_what_was_taken_can_be_given_back() -> None:
+    schedule = Schedule(2, 0)
+    tickets = schedule.admit(2)
+    for ticket in tickets:
+        schedule.finish(ticket)
+    assert take(schedule, 0) == [0, 1]
+    schedule.give_back(tickets)
+    assert schedule.capacity == 0
+    assert take(schedule, 0) == [0, 1]
+
+
+class TestReplay:
+    """The pace of a run that draws from a pool: new groups for every step, and the first step filled."""
+
+    def test_a_first_step_gets_a_whole_batch_and_later_ones_ask_for_what_is_new(self) -> None:
+        schedule = ReplaySchedule(groups=4, fresh=2, max_staleness=0)
+        tickets = schedule.admit(schedule.capacity(eligible=0))
+        assert len(tickets) == 4
+        for count, ticket in enumerate(tickets, start=1):
+            assert not schedule.may_draw(eligible=count - 1)
+            assert schedule.finish(ticket)
+        assert schedule.may_draw(eligible=4)
+        schedule.drawn()
+        assert schedule.capacity(eligible=4) == 0, "two of the four are not paid for by a step yet"
+        assert schedule.may_draw(eligible=4)
+        schedule.drawn()
+        assert not schedule.may_draw(eligible=4)
+        assert schedule.capacity(eligible=4) == 2
+
+    def test_groups_that_were_lost_are_replaced(self) -> None:
+        schedule = ReplaySchedule(groups=1, fresh=1, max_staleness=0)
+        [ticket] = schedule.admit(schedule.capacity(0))
+        schedule.release(ticket.sequence)
+        assert schedule.capacity(0) == 1
+
+    def test_a_group_that_is_too_old_does_not_count(self) -> None:
+        schedule = ReplaySchedule(groups=1, fresh=1, max_staleness=1)
+        old, _ = schedule.admit(schedule.capacity(0))
+        schedule.advance(2)
+        assert not schedule.finish(old)
+        assert not schedule.may_draw(eligible=5)

@@ -11,6 +11,7 @@ import yaml
 from rayrft.config import RunConfig, dump_config, load_config, parse_override
 from rayrft.errors import ConfigError
 
+SPELL = {"name": "spell", "source": "reasoning_gym", "dataset": "spell_backward", "size": 10}
 JOBS = Path(__file__).resolve().parents[2] / "jobs"
 
 
@@ -18,7 +19,7 @@ def base() -> dict[str, Any]:
     return {
         "name": "a",
         "model": {"tiny": {}, "max_length": 64},
-        "tasks": {"source": "reasoning_gym", "dataset": "spell_backward", "size": 10},
+        "tasks": {"sources": [{"source": "reasoning_gym", "dataset": "spell_backward", "size": 10}]},
         "explorer": {"sampling": {"max_tokens": 8, "max_prompt_tokens": 40}},
         "demonstrations": {"expert": {"size": 10}},
         "stages": [
@@ -51,6 +52,16 @@ def test_overrides_reach_list_entries_by_name_and_by_number() -> None:
     assert (config.stages[0].steps, config.stages[0].optimizer.lr, config.trainer.ranks) == (7, 0.5, 1)
 
 
+def test_task_sources_are_overridden_by_number_and_those_with_a_name_by_name() -> None:
+    raw = base()
+    raw["tasks"]["sources"].append({"name": "gsm8k", "source": "file", "path": "a"})
+    changes = {"tasks.sources.0.size": 20, "tasks.sources.1.weight": 3, "tasks.sources.gsm8k.path": "/b"}
+    first, second = load_config(raw, changes).tasks.sources
+    assert (first.size, second.weight, str(second.path)) == (20, 3.0, "/b")
+    with pytest.raises(ConfigError, match=r"tasks\.sources\.2\.size: no such entry \(found '2'\)\. Known: 0, gsm8k"):
+        load_config(raw, {"tasks.sources.2.size": 1})
+
+
 @pytest.mark.parametrize("text", ["trainer.ranks", "=3", ""])
 def test_an_override_without_a_value_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"written key\.sub=value"):
@@ -78,7 +89,16 @@ def test_an_override_without_a_value_is_refused(text: str) -> None:
         ({"model.tiny.heads": 8}, r"hidden_size 128 over heads 8 must be a multiple of 32.*hidden_size 256 would be"),
         ({"model.path": "x"}, r"exactly one of 'path'"),
         ({"model.max_length": 40}, r"max_prompt_tokens 40 \+ max_tokens 8 exceed model\.max_length 40"),
-        ({"tasks.dataset": None}, r"source 'reasoning_gym' needs 'dataset'"),
+        ({"tasks.sources.0.dataset": None}, r"tasks\.sources\.0: source 'reasoning_gym' needs 'dataset'"),
+        ({"tasks.sources.0.pathh": "x"}, r"tasks\.sources\.0\.pathh: unknown key.*Did you mean 'path'\?"),
+        ({"tasks.sources.0.source": "file"}, r"tasks\.sources\.0: source 'file' needs 'path'"),
+        ({"tasks.sources.0.weight": 0}, r"tasks\.sources\.0\.weight: .*greater than 0"),
+        ({"tasks.sources.0.weight": float("inf")}, r"tasks\.sources\.0\.weight: .*finite"),
+        ({"tasks.sources": []}, r"tasks\.sources: .*at least 1 item"),
+        ({"tasks.sources": [SPELL, SPELL]}, r"two task sources are named 'spell'"),
+        ({"tasks.sampler": "easy_to_hard"}, r"'easy_to_hard' needs 'difficulty' in every source; source 0 has none"),
+        ({"tasks.epochs": 0}, r"tasks\.epochs: .*greater than or equal to 1"),
+        ({"tasks": {"source": "file", "path": "x"}}, r"tasks\.sources: a required key is missing"),
         ({"weight_sync.backend": "nccl"}, r"'nccl' needs explorer\.engine\.gpus"),
         ({"explorer.engine.gpus": 1}, r"give GPUs to both or to neither"),
         ({"explorer.engine.gpus": 0.5, "trainer.gpus": 0.6}, r"ipc pairs one engine with one trainer rank"),

@@ -22,10 +22,14 @@ def small_config(storage: Path, name: str, **overrides: Any) -> dict[str, Any]:
         "storage": str(storage),
         "model": {"tiny": {"layers": 2, "hidden_size": 64, "heads": 2}, "max_length": 48},
         "tasks": {
-            "source": "reasoning_gym",
-            "dataset": "spell_backward",
-            "options": {"min_word_len": 3, "max_word_len": 3},
-            "size": 3000,
+            "sources": [
+                {
+                    "source": "reasoning_gym",
+                    "dataset": "spell_backward",
+                    "options": {"min_word_len": 3, "max_word_len": 3},
+                    "size": 3000,
+                }
+            ],
             "eval_size": 40,
         },
         "demonstrations": {"gold": {"size": 60}},

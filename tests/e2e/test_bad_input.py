@@ -41,11 +41,13 @@ class TestData:
         with pytest.raises(
             DataError, match=r"no such data set \(found 'spell_backwards'\)\. Did you mean 'spell_backward'"
         ):
-            attempt(tmp_path, **{"tasks.dataset": "spell_backwards"})
+            attempt(tmp_path, **{"tasks.sources.0.dataset": "spell_backwards"})
 
     def test_options_the_task_set_does_not_have(self, tmp_path: Path) -> None:
-        with pytest.raises(DataError, match=r"tasks\.options: reasoning-gym refuses the options.*word_size"):
-            attempt(tmp_path, **{"tasks.options": {"word_size": 3}})
+        with pytest.raises(
+            DataError, match=r"tasks\.sources\.0\.options: reasoning-gym refuses the options.*word_size"
+        ):
+            attempt(tmp_path, **{"tasks.sources.0.options": {"word_size": 3}})
 
     def test_more_held_out_tasks_than_there_are(self, tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"tasks\.eval_size: only \d+ of 100000 tasks are left"):
@@ -56,14 +58,14 @@ class TestData:
         path = tmp_path / "tasks.jsonl"
         if content is not None:
             path.write_text(content)
-        with pytest.raises(DataError, match=rf"tasks\.path: {message}"):
-            attempt(tmp_path, tasks={"source": "file", "path": str(path), "eval_size": 1})
+        with pytest.raises(DataError, match=rf"tasks\.sources\.0\.path: {message}"):
+            attempt(tmp_path, tasks={"sources": [{"source": "file", "path": str(path)}], "eval_size": 1})
 
     def test_a_field_that_the_file_does_not_have(self, tmp_path: Path) -> None:
         path = tmp_path / "tasks.jsonl"
         path.write_text('{"query": "q", "answer": "a"}\n')
         with pytest.raises(DataError, match=r"no field 'question' in .*tasks\.jsonl"):
-            attempt(tmp_path, tasks={"source": "file", "path": str(path), "eval_size": 1})
+            attempt(tmp_path, tasks={"sources": [{"source": "file", "path": str(path)}], "eval_size": 1})
 
     def test_broken_demonstrations_are_counted_with_their_line_numbers(self, tmp_path: Path) -> None:
         path = tmp_path / "gold.jsonl"

@@ -35,12 +35,6 @@ def kill_trainer_rank(run: rayrft.Run) -> None:
     rank.kill()
 
 
-def kill_buffer(run: rayrft.Run) -> None:
-    import ray
-
-    ray.kill(ray.get_actor("dying:buffer", namespace="rayrft"))
-
-
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize(
     ("kill", "named"),
@@ -48,9 +42,8 @@ def kill_buffer(run: rayrft.Run) -> None:
         (kill_engine, "engine-0"),
         (kill_engine_core, "engine-0"),
         (kill_trainer_rank, "trainer"),
-        (kill_buffer, "buffer"),
     ],
-    ids=["engine", "engine-core", "trainer-rank", "buffer"],
+    ids=["engine", "engine-core", "trainer-rank"],
 )
 def test_a_dead_actor_ends_the_run_with_its_name(kill: Any, named: str, tmp_path: Path) -> None:
     config = small_config(tmp_path, "dying")
@@ -72,3 +65,24 @@ def test_a_dead_actor_ends_the_run_with_its_name(kill: Any, named: str, tmp_path
     assert counters["sampled"] == counters["trained"] + sum(counters["dropped"].values()) + counters["held"] > 0
     assert not (run.folder / "checkpoints" / "final").exists()
     assert any(isinstance(record, StepRecord) for record in read_records(run.folder)), "the folder stays readable"
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_buffer_that_is_killed_again_and_again_loses_nothing_and_the_run_goes_on(tmp_path: Path) -> None:
+    config = small_config(tmp_path, "stubborn")
+    run = rayrft.start(config, say=lambda _: None, **{"stages.mix.steps": 12, "trainer.ranks": 2, "max_staleness": 1})
+    kills = 0
+    try:
+        for record in run.records():
+            if isinstance(record, StepRecord) and record.usual_rows and kills < 4:
+                os.kill(run.pids()["buffer"], signal.SIGKILL)
+                kills += 1
+        summary = run.result()
+    finally:
+        run.kill()
+    assert kills == 4
+    counters = summary["counters"]
+    assert summary["status"] == "finished" and summary["steps"] == 15
+    assert counters["trained"] == 12 * 16, "every step got its whole batch, once"
+    assert counters["sampled"] == counters["trained"] + sum(counters["dropped"].values()) + counters["held"]
+    assert summary["expert"]["gold"]["drawn"] == 3 * 16 + 12 * 4

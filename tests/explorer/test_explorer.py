@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rayrft.buffer.buffer import Buffer, StagePlan
+from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.experience import Task
+from rayrft.buffer.schedule import StagePlan
+from rayrft.buffer.tasks.sampler import TaskSet
 from rayrft.config import RunConfig, load_config
+from rayrft.config.buffer import BufferConfig
 from rayrft.errors import ActorDied, RayrftError
 from rayrft.explorer.engine import Completion, Sampling
 from rayrft.explorer.explorer import BusyClock, Explorer
@@ -65,10 +69,19 @@ def config(**overrides: Any) -> RunConfig:
     return load_config({**base(), "stages": [grpo]}, overrides)
 
 
+def spelling(words: int) -> list[Task]:
+    return [Task.create("test", f"Spell this word backward: {i:03d}", "x") for i in range(words)]
+
+
+def make_buffer(folder: Path, words: int = 50, sampler: str = "shuffled") -> Buffer:
+    tasks = partial(TaskSet, [0] * words, [1.0], sampler=sampler, seed=0)
+    return Buffer("run", str(folder), BufferConfig(), 0, tasks)
+
+
 def make_explorer(
     config: RunConfig, model: Path, engine: Any, buffer: Buffer, rewards: Any, words: int = 50
 ) -> Explorer:
-    tasks = [Task.create("test", f"Spell this word backward: {i:03d}", "x") for i in range(words)]
+    tasks = spelling(words)
     explorer = Explorer(config, str(model), [Remote(engine)], Remote(buffer), tasks, tasks[:5], None)
     explorer._rewards = rewards
     return explorer
@@ -76,7 +89,12 @@ def make_explorer(
 
 def plan(config: RunConfig, version: int = 0) -> StagePlan:
     stage = config.stages[0]
-    return StagePlan(stage.groups, 0, None, config.max_staleness, config.explorer.over_sampling, version)
+    return StagePlan(
+        stage.groups,
+        max_staleness=config.max_staleness,
+        over_sampling=config.explorer.over_sampling,
+        version=version,
+    )
 
 
 @pytest.fixture
@@ -91,9 +109,9 @@ async def cleanup() -> AsyncIterator[list[asyncio.Task[Any]]]:
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 @pytest.mark.parametrize("seed", [0, 1])
 async def test_staleness_keeps_its_bound_and_nothing_is_lost_in_the_worst_order(
-    staleness: int, seed: int, tiny_model: Path, cleanup: list[asyncio.Task[Any]]
+    staleness: int, seed: int, tmp_path: Path, tiny_model: Path, cleanup: list[asyncio.Task[Any]]
 ) -> None:
-    settings, engine, buffer = config(max_staleness=staleness), ScriptedEngine(seed), Buffer(seed=0)
+    settings, engine, buffer = config(max_staleness=staleness), ScriptedEngine(seed), make_buffer(tmp_path)
     explorer = make_explorer(settings, tiny_model, engine, buffer, ScriptedRewards(seed))
     await buffer.open_stage(plan(settings))
     exploring = asyncio.create_task(explorer.explore(settings.stages[0]))
@@ -122,12 +140,11 @@ async def test_staleness_keeps_its_bound_and_nothing_is_lost_in_the_worst_order(
 
 
 async def test_a_prompt_over_the_limit_is_dropped_counted_and_replaced(
-    tiny_model: Path, cleanup: list[asyncio.Task[Any]]
+    tmp_path: Path, tiny_model: Path, cleanup: list[asyncio.Task[Any]]
 ) -> None:
-    settings, engine, buffer = config(), ScriptedEngine(0), Buffer(seed=0)
+    settings, engine, buffer = config(), ScriptedEngine(0), make_buffer(tmp_path, sampler="sequential")
     explorer = make_explorer(settings, tiny_model, engine, buffer, ScriptedRewards(1))
-    long = [Task.create("test", "x" * 100 + str(i), "x") for i in range(4)]
-    explorer._tasks = iter([*long, *(next(explorer._tasks) for _ in range(40))])
+    explorer._tasks[:4] = [Task.create("test", "x" * 100 + str(i), "x") for i in range(4)]
     await buffer.open_stage(plan(settings))
     cleanup.append(asyncio.create_task(explorer.explore(settings.stages[0])))
     lease = asyncio.create_task(buffer.lease(0, 1, 30))
@@ -138,26 +155,26 @@ async def test_a_prompt_over_the_limit_is_dropped_counted_and_replaced(
     assert (await buffer.stats())["dropped_tasks"] == {"prompt_too_long": 4}
 
 
-async def test_a_dead_engine_ends_exploring_with_its_name(tiny_model: Path) -> None:
+async def test_a_dead_engine_ends_exploring_with_its_name(tmp_path: Path, tiny_model: Path) -> None:
     from ray.exceptions import RayActorError
 
     class DeadEngine:
         async def generate(self, *_: Any) -> list[Completion]:
             raise RayActorError()
 
-    settings, buffer = config(), Buffer(seed=0)
+    settings, buffer = config(), make_buffer(tmp_path)
     explorer = make_explorer(settings, tiny_model, DeadEngine(), buffer, ScriptedRewards())
     await buffer.open_stage(plan(settings))
     with pytest.raises(ActorDied, match="engine-0: the engine failed to answer"):
         await explorer.explore(settings.stages[0])
 
 
-async def test_rewards_that_are_never_known_stop_the_run_with_their_reason(tiny_model: Path) -> None:
+async def test_rewards_that_are_never_known_stop_the_run_with_their_reason(tmp_path: Path, tiny_model: Path) -> None:
     class PromptEngine:
         async def generate(self, prompt: list[int], n: int, sampling: Sampling) -> list[Completion]:
             return [Completion((5, 1), (-0.5, -0.5), ((0, 2, 0),), "stop")] * n
 
-    settings, buffer = config(), Buffer(seed=0)
+    settings, buffer = config(), make_buffer(tmp_path)
     explorer = make_explorer(settings, tiny_model, PromptEngine(), buffer, ScriptedRewards(unknown=True))
     await buffer.open_stage(plan(settings))
     with pytest.raises(RayrftError, match=r"32 groups failed one after another; .* 'exact': the judge is away"):
@@ -166,7 +183,9 @@ async def test_rewards_that_are_never_known_stop_the_run_with_their_reason(tiny_
     assert stats["dropped"] == {"reward_unknown": stats["sampled"]}
 
 
-async def test_a_workflow_that_raises_is_counted_and_stops_the_run_if_it_always_does(tiny_model: Path) -> None:
+async def test_a_workflow_that_raises_is_counted_and_stops_the_run_if_it_always_does(
+    tmp_path: Path, tiny_model: Path
+) -> None:
     if "broken" not in list(workflows):
 
         @register_workflow("broken")
@@ -174,7 +193,7 @@ async def test_a_workflow_that_raises_is_counted_and_stops_the_run_if_it_always_
             async def run(self, *_: Any) -> Any:
                 raise KeyError("nothing here")
 
-    settings, buffer = config(**{"explorer.workflow": "broken"}), Buffer(seed=0)
+    settings, buffer = config(**{"explorer.workflow": "broken"}), make_buffer(tmp_path)
     explorer = make_explorer(settings, tiny_model, ScriptedEngine(0), buffer, ScriptedRewards())
     await buffer.open_stage(plan(settings))
     with pytest.raises(RayrftError, match=r"workflow 'broken': KeyError: 'nothing here'"):

@@ -1,0 +1,101 @@
+"""The part of the Buffer's state that is not a column: what a snapshot keeps beside the group table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import Field
+
+from rayrft.buffer.ledger import Ledger
+from rayrft.buffer.log.events import FeedbackNoted, GroupReport
+from rayrft.buffer.log.segments import Extent
+from rayrft.buffer.replay import ReplaySchedule
+from rayrft.buffer.schedule import Schedule, StagePlan, Ticket
+
+
+@dataclass
+class ExpertCursor:
+    """Draws demonstrations without replacement, in an order that is shuffled anew every epoch."""
+
+    extent: Extent
+    seed: int
+    epoch: int = 0
+    cursor: int = 0
+    drawn: int = 0
+
+    def peek(self, count: int) -> list[int]:
+        """The next ``count`` row indices; an epoch that ends goes over into the next."""
+        rows: list[int] = []
+        epoch, cursor = self.epoch, self.cursor
+        while len(rows) < count:
+            order = np.random.default_rng([self.seed, epoch]).permutation(self.extent.rows)
+            part = order[cursor : cursor + count - len(rows)].tolist()
+            rows += part
+            epoch, cursor = (epoch, cursor + len(part)) if cursor + len(part) < len(order) else (epoch + 1, 0)
+        return rows
+
+    def advance(self, count: int) -> None:
+        """These rows are drawn."""
+        epochs, self.cursor = divmod(self.cursor + count, self.extent.rows)
+        self.epoch += epochs
+        self.drawn += count
+
+
+@dataclass
+class LeaseRecord:
+    """A step's batch: kept until a checkpoint covers the step, so that the same batch can be had again."""
+
+    step: int
+    version: int
+    slots: list[int]
+    weights: list[float]
+    demonstrations: str | None
+    expert: list[int]
+    staleness: list[int]
+    rollouts: GroupReport
+    acked: bool = False
+
+
+@dataclass(frozen=True)
+class Outstanding:
+    """A ticket that a producer has and has not reported on."""
+
+    ticket: Ticket
+    producer: str
+
+
+@dataclass
+class Book:
+    """Everything but the groups. ``run`` is the run that the log belongs to, empty before it began."""
+
+    run: str = ""
+    schema: str = ""
+    version: int = 0
+    step: int = 0
+    """The latest that was leased."""
+    plan: StagePlan | None = None
+    schedule: Annotated[Schedule | ReplaySchedule, Field(discriminator="kind")] | None = None
+    open: bool = False
+    """Whether the stage takes groups."""
+    ended: str | None = None
+    """Why no more groups will come."""
+    ledger: Ledger = field(default_factory=Ledger)
+    leases: dict[int, LeaseRecord] = field(default_factory=dict)
+    outstanding: dict[int, Outstanding] = field(default_factory=dict)
+    returned: list[Ticket] = field(default_factory=list)
+    """Tickets of a producer that is gone."""
+    calls: dict[str, tuple[int, list[Ticket]]] = field(default_factory=dict)
+    """The last request for tickets of each producer, and what it got."""
+    next_sequence: int = 0
+    experts: dict[str, ExpertCursor] = field(default_factory=dict)
+    extents: dict[int, dict[int, Extent]] = field(default_factory=dict)
+    """By shard and segment."""
+    reports: GroupReport = field(default_factory=GroupReport)
+    """Sum since the last lease."""
+    arrivals: int = 0
+    draws: int = 0
+    late_feedback: list[FeedbackNoted] = field(default_factory=list)
+    tasks: dict[str, Any] = field(default_factory=dict)
+    """State of the task set; filled in for a snapshot."""

@@ -1,0 +1,1 @@
+"""Expert and offline rows: conversations and preference pairs from files, as experiences."""

@@ -1,0 +1,111 @@
+"""Feedback of people and environments on rows that are in the Buffer already."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import numpy as np
+import pyarrow as pa
+
+from rayrft.buffer.experience import Experience, from_batch, to_batch
+from rayrft.buffer.groups import Fate
+from rayrft.buffer.log import events as e
+from rayrft.buffer.store import Store
+from rayrft.buffer.validation import find_faults
+from rayrft.buffer.writer import group_key
+from rayrft.errors import DataError, FeedbackRefused
+
+
+class Feedback:
+    """Changes rows before they are trained. Rows on disk stay as they are: the group is written again, changed."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._lock = asyncio.Lock()
+
+    async def give(self, experience_id: str, reward: float | None, labels: dict[str, str]) -> None:
+        """See `Buffer.feedback`."""
+        async with self._lock:
+            slot = self._find(experience_id)
+            if self._ready(slot):
+                moved = await self._rewrite(slot, experience_id, reward, labels)
+                # While it was being written, a step may have taken the group as it was.
+                if self._ready(slot):
+                    await self._store.commit(moved)
+                    return
+            await self._refuse(slot, experience_id, reward, labels)
+
+    def _find(self, experience_id: str) -> int:
+        groups = self._store.state.groups
+        parts = experience_id.split("/")
+        for length in range(len(parts), 0, -1):
+            if (slot := groups.find(group_key("/".join(parts[:length])))) is not None:
+                return slot
+        raise DataError(
+            "no row of this id is in the Buffer",
+            field="experience_id",
+            value=experience_id,
+            remedy="ids are in the column experience_id; rows leave the log when it reaches buffer.log_bytes",
+        )
+
+    def _ready(self, slot: int) -> bool:
+        groups = self._store.state.groups
+        return groups.fate[slot] == Fate.READY and not groups.uses[slot]
+
+    async def _rewrite(self, slot: int, experience_id: str, reward: float | None, labels: dict[str, str]) -> e.Moved:
+        shard = int(self._store.state.groups.shard[slot])
+        batch: pa.RecordBatch = await self._store.shards.call(shard, "read", [self._store.span(slot)])
+        rows = change(from_batch(batch), experience_id, reward, labels)
+        sync = self._store.config.fsync == "always"
+        done = await self._store.shards.call(shard, "append", to_batch(rows).serialize(), sync=sync)
+        return e.Moved(shard, done.extent, [slot], done.row, score=float(done.scores[0]))
+
+    async def _refuse(self, slot: int, experience_id: str, reward: float | None, labels: dict[str, str]) -> None:
+        groups = self._store.state.groups
+        version, fate = int(groups.last_step[slot]), Fate(int(groups.fate[slot]))
+        await self._store.commit(e.FeedbackNoted(experience_id, reward, labels, version))
+        if fate == Fate.DROPPED:
+            raise FeedbackRefused("the row was dropped and will not be trained", field=experience_id)
+        raise FeedbackRefused(
+            f"the row was taken for the step after version {version}",
+            field=experience_id,
+            value=version,
+            remedy="the feedback is recorded; give it before the row is trained, or hold the run",
+        )
+
+
+def change(
+    rows: list[Experience], experience_id: str, reward: float | None, labels: dict[str, str]
+) -> list[Experience]:
+    """A group with feedback on one of its rows, its advantages computed anew where the reward changed.
+
+    Raises DataError when the row is not there or a reward is not a number.
+    """
+    places = [place for place, row in enumerate(rows) if row.experience_id == experience_id]
+    if not places:
+        known = f"its rows: {[row.experience_id for row in rows]}"
+        raise DataError("its group has no such row", field="experience_id", value=experience_id, remedy=known)
+    row = rows[places[0]]
+    row = dataclasses.replace(row, labels={**row.labels, **labels}, reward=row.reward if reward is None else reward)
+    rows = [*rows[: places[0]], row, *rows[places[0] + 1 :]]
+    if reward is not None:
+        rows = with_advantages(rows)
+    if faults := find_faults(to_batch(rows)):
+        raise DataError(next(iter(faults.values())), field="feedback", value=reward)
+    return rows
+
+
+def with_advantages(rows: list[Experience]) -> list[Experience]:
+    """Group-relative advantages, the same on every action token of a row; rows without a reward count as 0."""
+    # Here, not above: torch takes seconds to load, and most Buffers never see feedback.
+    import torch
+
+    from rayrft.algorithms import group_relative_advantages
+
+    rewards = torch.tensor([row.reward or 0.0 for row in rows], dtype=torch.float64)
+    advantages = group_relative_advantages(rewards).tolist()
+    return [
+        dataclasses.replace(row, advantages=row.action_mask.astype(np.float32) * np.float32(advantage))
+        for row, advantage in zip(rows, advantages, strict=True)
+    ]

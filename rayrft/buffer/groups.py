@@ -1,0 +1,165 @@
+"""What the Buffer keeps in memory of every group: numpy columns, one entry a group."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from enum import IntEnum
+
+import numpy as np
+import pyarrow as pa
+
+from rayrft.buffer.log.events import StoredGroup
+
+
+class Fate(IntEnum):
+    """Where a group stands. Held are those that are ready or leased."""
+
+    FREE = 0
+    """No group has this slot."""
+    READY = 1
+    LEASED = 2
+    TRAINED = 3
+    DROPPED = 4
+
+
+_COLUMNS: dict[str, type] = {
+    "fate": np.int8,
+    "key": np.uint64,
+    "sequence": np.int64,  # of its ticket, or -1
+    "order": np.int64,  # of its arrival
+    "shard": np.int16,
+    "segment": np.int32,
+    "row": np.int64,
+    "rows": np.int32,
+    "tokens": np.int32,
+    "nbytes": np.int64,
+    "version": np.int64,
+    "score": np.float64,
+    "uses": np.int16,
+    "pending": np.int16,  # leases that are not acknowledged
+    "last_step": np.int64,  # of its last lease, or -1
+}
+
+
+class GroupTable:
+    """Columns by slot. A slot is given to a group for as long as its rows are on the disk, then to another."""
+
+    fate: np.ndarray
+    key: np.ndarray
+    sequence: np.ndarray
+    order: np.ndarray
+    shard: np.ndarray
+    segment: np.ndarray
+    row: np.ndarray
+    rows: np.ndarray
+    tokens: np.ndarray
+    nbytes: np.ndarray
+    version: np.ndarray
+    score: np.ndarray
+    uses: np.ndarray
+    pending: np.ndarray
+    last_step: np.ndarray
+
+    def __init__(self) -> None:
+        for name, dtype in _COLUMNS.items():
+            setattr(self, name, np.zeros(0, dtype))
+        self._free: list[int] = []
+        self._slots: dict[int, int] = {}
+        self.held_rows = 0
+        self.held_bytes = 0
+        self.live: Counter[tuple[int, int]] = Counter()
+        """Held groups by shard and segment."""
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def find(self, key: int) -> int | None:
+        """The slot of a group whose rows are on the disk."""
+        return self._slots.get(key)
+
+    def add(self, group: StoredGroup, shard: int, segment: int, order: int) -> int:
+        """Gives the slot: the lowest that is free, so that a journal read again gives the same."""
+        if not self._free:
+            self._grow()
+        slot = heapq.heappop(self._free)
+        self._slots[group.key] = slot
+        self.fate[slot] = Fate.READY
+        self.key[slot] = group.key
+        self.sequence[slot] = -1 if group.sequence is None else group.sequence
+        self.order[slot] = order
+        self.shard[slot], self.segment[slot], self.row[slot] = shard, segment, group.row
+        self.rows[slot], self.tokens[slot], self.nbytes[slot] = group.rows, group.tokens, group.nbytes
+        self.version[slot], self.score[slot] = group.version, group.score
+        self.uses[slot], self.pending[slot], self.last_step[slot] = 0, 0, -1
+        self.held_rows += group.rows
+        self.held_bytes += group.nbytes
+        self.live[shard, segment] += 1
+        return slot
+
+    def settle(self, slot: int, fate: Fate) -> None:
+        """Change where a group stands, and the sums of what is held with it."""
+        was = int(self.fate[slot] in (Fate.READY, Fate.LEASED))
+        now = int(fate in (Fate.READY, Fate.LEASED))
+        self.fate[slot] = fate
+        self.held_rows += (now - was) * int(self.rows[slot])
+        self.held_bytes += (now - was) * int(self.nbytes[slot])
+        self.live[self.place(slot)] += now - was
+
+    def place(self, slot: int) -> tuple[int, int]:
+        """Shard and segment of a group's rows."""
+        return int(self.shard[slot]), int(self.segment[slot])
+
+    def move(self, slot: int, shard: int, segment: int, row: int) -> None:
+        """The group's rows lie elsewhere now."""
+        held = int(self.fate[slot] in (Fate.READY, Fate.LEASED))
+        self.live[self.place(slot)] -= held
+        self.shard[slot], self.segment[slot], self.row[slot] = shard, segment, row
+        self.live[shard, segment] += held
+
+    def forget(self, slots: np.ndarray) -> None:
+        """The rows of these groups are not on the disk any more."""
+        for slot in slots.tolist():
+            del self._slots[int(self.key[slot])]
+            self.fate[slot] = Fate.FREE
+            heapq.heappush(self._free, slot)
+
+    def where(self, *fates: Fate) -> np.ndarray:
+        """Slots of the groups that stand so, in order of arrival."""
+        slots = np.flatnonzero(np.isin(self.fate, fates))
+        return slots[np.argsort(self.order[slots], kind="stable")]
+
+    def rows_held(self) -> int:
+        """Counted anew: what `held_rows` must be."""
+        return int(self.rows[np.isin(self.fate, (Fate.READY, Fate.LEASED))].sum())
+
+    @property
+    def nbytes_in_memory(self) -> int:
+        """Bytes of the columns, and of the index by key."""
+        columns = sum(getattr(self, name).nbytes for name in _COLUMNS)
+        return columns + self._slots.__sizeof__() + 64 * len(self._slots)  # an entry's two integers
+
+    def to_table(self) -> pa.Table:
+        """The columns, for a snapshot."""
+        return pa.table({name: getattr(self, name) for name in _COLUMNS})
+
+    @classmethod
+    def from_table(cls, table: pa.Table) -> GroupTable:
+        """The table of a snapshot."""
+        self = cls()
+        for name in _COLUMNS:
+            setattr(self, name, table.column(name).to_numpy().copy())
+        taken = np.flatnonzero(self.fate != Fate.FREE)
+        self._free = np.flatnonzero(self.fate == Fate.FREE).tolist()  # sorted: a heap
+        self._slots = dict(zip(self.key[taken].tolist(), taken.tolist(), strict=True))
+        held = np.isin(self.fate, (Fate.READY, Fate.LEASED))
+        self.held_rows, self.held_bytes = int(self.rows[held].sum()), int(self.nbytes[held].sum())
+        self.live = Counter(zip(self.shard[held].tolist(), self.segment[held].tolist(), strict=True))
+        return self
+
+    def _grow(self) -> None:
+        size = len(self.fate)
+        more = max(1024, size // 2)
+        for name, dtype in _COLUMNS.items():
+            setattr(self, name, np.concatenate([getattr(self, name), np.zeros(more, dtype)]))
+        self._free = list(range(size, size + more))

@@ -1,0 +1,127 @@
+"""Leases: which groups a step gets, and waiting for them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from rayrft.buffer.book import LeaseRecord
+from rayrft.buffer.expert import ExpertBlocks
+from rayrft.buffer.lease import Lease, Unit, deal
+from rayrft.buffer.log import events as e
+from rayrft.buffer.replay import ReplaySchedule
+from rayrft.buffer.schedule import Schedule
+from rayrft.buffer.store import Store
+from rayrft.errors import LeaseEnded, RayrftError
+
+_WHY = {
+    "deadline": "look at why rollouts do not arrive: engines too slow, or every group filtered (no variance of reward, "
+    "prompts too long)",
+    "end_of_data": "the tasks or the producers came to their end: raise tasks.epochs, or train fewer steps",
+    "producer_died": "start it again; what it had put is kept",
+    "stage_closed": "the stage ended while a step waited",
+}
+
+
+class Leasing:
+    """Hands out each step's batch, one step at a time, and the same one whenever it is asked for again."""
+
+    def __init__(self, store: Store, experts: ExpertBlocks) -> None:
+        self._store = store
+        self._experts = experts
+        self._lock = asyncio.Lock()
+
+    async def lease(self, step: int, world_size: int, deadline_s: float) -> Lease:
+        """See `Buffer.lease`."""
+        started = time.monotonic()
+        async with self._lock:
+            record = self._store.state.book.leases.get(step)
+            if record is None:
+                await self._store.commit(await self._next(step, deadline_s))
+                record = self._store.state.book.leases[step]
+        return await self._deal(record, world_size, time.monotonic() - started)
+
+    async def _next(self, step: int, deadline_s: float) -> e.Leased:
+        store, book = self._store, self._store.state.book
+        if book.plan is None:
+            raise RayrftError("no stage is open", field="buffer.lease", value=step)
+        drawn: list[e.Leased] = []
+
+        def ready() -> bool:
+            if (lease := self._draw(step)) is not None:
+                drawn.append(lease)
+            return bool(drawn) or self._hopeless() is not None
+
+        try:
+            await store.wait_for(ready, deadline_s)
+        except TimeoutError:
+            raise self._ended("deadline", step, f"waited {deadline_s:g} s for") from None
+        if not drawn:
+            raise self._ended(self._hopeless() or "deadline", step, "no more can come of")
+        return drawn[0]
+
+    def _draw(self, step: int) -> e.Leased | None:
+        """The batch of the step from what is there, or None where it has to wait."""
+        state, book = self._store.state, self._store.state.book
+        plan = book.plan
+        assert plan is not None  # checked by the caller
+        slots: list[int] | None = []
+        weights: list[float] = []
+        if plan.groups and isinstance(book.schedule, Schedule):
+            slots = state.choose(step)
+            weights = [1.0] * plan.groups
+        elif plan.groups:
+            if isinstance(book.schedule, ReplaySchedule) and not book.schedule.may_draw(state.eligible):
+                return None
+            assert state.pool is not None  # without a schedule of its own order, a stage has a pool
+            draw = state.pool.draw(plan.groups, max(step, state.clock), book.draws)
+            slots = None if draw is None else draw.slots.tolist()
+            weights = [] if draw is None else draw.weights.tolist()
+        if slots is None:
+            return None
+        expert = book.experts[plan.demonstrations].peek(plan.expert_rows) if plan.demonstrations else []
+        return e.Leased(step, slots, weights, expert)
+
+    def _hopeless(self) -> str | None:
+        """Why a batch that is not there will not come, where that is certain."""
+        book = self._store.state.book
+        if not book.open:
+            return "stage_closed"
+        if book.ended and not book.outstanding:
+            return book.ended
+        return None
+
+    def _ended(self, reason: str, step: int, what: str) -> LeaseEnded:
+        state, book = self._store.state, self._store.state.book
+        assert book.plan is not None
+        if isinstance(book.schedule, Schedule):
+            have = f"{len(book.schedule.ready)} ready, {len(book.schedule.running)} running"
+        else:
+            have = f"{state.eligible} in the pool, {len(book.outstanding)} running"
+        return LeaseEnded(
+            f"{what} {book.plan.groups} groups for step {step}: {have}; dropped so far {dict(book.ledger.dropped)}, "
+            f"tasks dropped {dict(book.ledger.dropped_tasks)}",
+            field="buffer.lease",
+            value=reason,
+            remedy=_WHY[reason],
+        )
+
+    async def _deal(self, record: LeaseRecord, world_size: int, waited_s: float) -> Lease:
+        groups = self._store.state.groups
+        weights = dict(zip(record.slots, record.weights, strict=True))
+        # In the order in which they lie: then it is the same after a restart, however blocks were cut.
+        slots = sorted(record.slots, key=lambda slot: (*groups.place(slot), int(groups.row[slot])))
+        blocks = await self._store.blocks(slots)
+        units = [Unit(*blocks[slot], int(groups.rows[slot]), int(groups.tokens[slot]), weights[slot]) for slot in slots]
+        if record.demonstrations is not None:
+            expert = await self._experts.get(record.demonstrations)
+            units += [Unit(expert.ref, row, 1, int(expert.tokens[row])) for row in record.expert]
+        return Lease(
+            record.step,
+            deal(units, world_size),
+            usual_rows=int(groups.rows[slots].sum()),
+            expert_rows=len(record.expert),
+            staleness=tuple(record.staleness),
+            rollouts=record.rollouts,
+            waited_s=waited_s,
+        )

@@ -1,0 +1,143 @@
+"""Segments: the files that hold rows, each an Arrow IPC stream that any Arrow reader opens.
+
+A segment is appended to until it has its size, then the next one begins; nothing in it is ever changed. How much of it
+counts is in the journal: rows, bytes and their checksum. What lies behind that is a crash's torn tail.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from rayrft.buffer.experience import SCHEMA, SCHEMA_VERSION
+from rayrft.buffer.log.storage import Appender, Storage
+from rayrft.errors import StorageError
+
+_NAME = re.compile(r"segment-(\d{8})\.arrow$")
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much of a segment counts; ``crc`` is the checksum (CRC-32) of these bytes."""
+
+    segment: int
+    rows: int = 0
+    nbytes: int = 0
+    crc: int = 0
+
+
+class Segments:
+    """The segments in a folder. ``open`` before anything is appended."""
+
+    def __init__(self, storage: Storage, segment_bytes: int) -> None:
+        self._storage = storage
+        self._target = segment_bytes
+        self._number = 0
+        self._file: Appender | None = None
+        self._extent = Extent(0)
+
+    def open(self, committed: list[Extent]) -> int:
+        """Cut off what the journal does not speak of; gives the number of bytes cut.
+
+        Raises StorageError when a segment is missing or shorter than what was committed. Nothing is read.
+        """
+        extents = {each.segment: each for each in committed}
+        found = {int(m[1]): size for name, size in self._storage.files().items() if (m := _NAME.match(name))}
+        torn = 0
+        for number, extent in extents.items():
+            if found.get(number, 0) < extent.nbytes:
+                raise StorageError(
+                    f"{extent.nbytes} bytes were written and {found.get(number, 0)} are there",
+                    field=segment_name(number),
+                    remedy="the file was damaged, or the machine lost power with buffer.fsync 'never' or 'interval': "
+                    "restore it from a copy",
+                )
+        for number, size in found.items():
+            committed_bytes = extents[number].nbytes if number in extents else 0
+            torn += size - committed_bytes
+            if committed_bytes == 0:
+                self._storage.delete(segment_name(number))
+            elif committed_bytes < size:
+                self._storage.cut(segment_name(number), committed_bytes)
+        self._number = max([*found, *extents], default=-1) + 1
+        return torn
+
+    def append(self, message: pa.Buffer, rows: int) -> Extent:
+        """Write rows, packed as one message, behind the others; gives the extent of their segment with them."""
+        if self._file is None:
+            self._file = self._storage.open(segment_name(self._number))
+            self._extent = Extent(self._number)
+            self._number += 1
+        data = message
+        if self._extent.nbytes == 0:
+            data = pa.py_buffer(SCHEMA.serialize().to_pybytes() + message.to_pybytes())
+        if self._storage.grows:
+            self._file.append(data)
+        else:
+            self._storage.write(self._file.name, data)  # an object is written once: every message makes a segment
+        self._extent = Extent(
+            self._extent.segment,
+            self._extent.rows + rows,
+            self._extent.nbytes + len(data),
+            zlib.crc32(data, self._extent.crc),
+        )
+        return self._extent
+
+    @property
+    def full(self) -> bool:
+        """Whether the segment that grows has its size."""
+        return self._extent.nbytes >= self._target or not self._storage.grows
+
+    def seal(self) -> None:
+        """Close the segment that grows; the next row begins another."""
+        if self._file is not None:
+            self._file.sync()
+            self._file.close()
+            self._file = None
+
+    def sync(self) -> None:
+        if self._file is not None:
+            self._file.sync()
+
+    def read(self, extent: Extent) -> pa.RecordBatch:
+        """The rows of a segment as one batch. Raises StorageError when they are not what was written."""
+        return read_rows(self._storage, segment_name(extent.segment), extent)
+
+    def delete(self, segment: int) -> None:
+        self._storage.delete(segment_name(segment))
+
+
+def segment_name(number: int) -> str:
+    return f"segment-{number:08d}.arrow"
+
+
+def read_rows(storage: Storage, name: str, extent: Extent) -> pa.RecordBatch:
+    """The rows of a file of rows, as one batch.
+
+    Raises StorageError when the file is missing, damaged, or of another version of the schema.
+    """
+    where = f"{storage.location}/{name}"
+    try:
+        data = storage.read(name)
+        intact = len(data) >= extent.nbytes and zlib.crc32(data[: extent.nbytes]) == extent.crc
+    except FileNotFoundError:
+        raise StorageError("the file is gone", field=where, remedy="restore it from a copy") from None
+    if not intact:
+        raise StorageError(
+            "the file was changed since it was written",
+            field=where,
+            remedy="the disk or a hand damaged it: restore it from a copy; the other files are readable",
+        )
+    with pa.ipc.open_stream(data[: extent.nbytes]) as stream:
+        if not stream.schema.equals(SCHEMA, check_metadata=True):
+            version = (stream.schema.metadata or {}).get(b"rayrft.schema", b"none").decode()
+            raise StorageError(
+                f"the rows have schema version {version}; this rayrft reads {SCHEMA_VERSION}",
+                field=where,
+                remedy="read it with the rayrft that wrote it, or with plain pyarrow",
+            )
+        batches = list(stream)
+    return pa.concat_batches(batches) if len(batches) != 1 else batches[0]

@@ -1,0 +1,195 @@
+"""A folder that the log lives in: on a local disk, or on any file system that `pyarrow.fs` knows.
+
+A local file grows; an object store only knows whole objects. There, what is appended becomes an object of its own,
+named after the file with a number behind: a reader puts them together again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+
+from rayrft.errors import StorageError
+
+_REMEDY = {
+    errno.ENOSPC: "free disk space and start again: nothing that was acknowledged is lost",
+    errno.EDQUOT: "raise the quota and start again: nothing that was acknowledged is lost",
+    errno.EACCES: "make the folder writable for this user, or choose another buffer.storage",
+    errno.EPERM: "make the folder writable for this user, or choose another buffer.storage",
+    errno.EROFS: "the file system is read-only: choose another buffer.storage",
+}
+
+
+class Storage:
+    """The folder at a path or URI; ``filesystem`` is for one that has no URI.
+
+    Raises StorageError, here and in every method, with the file and the remedy.
+    """
+
+    def __init__(self, location: str, filesystem: pafs.FileSystem | None = None) -> None:
+        self.location = location
+        try:
+            if filesystem is None and "://" in location:
+                filesystem, location = pafs.FileSystem.from_uri(location)
+            self._fs = filesystem or pafs.LocalFileSystem()
+        except (pa.ArrowInvalid, OSError) as error:
+            raise StorageError(f"no such file system: {error}", field="buffer.storage", value=location) from None
+        self.grows = isinstance(self._fs, pafs.LocalFileSystem)
+        """Whether files can be appended to."""
+        self._root = str(Path(location).expanduser().absolute()) if self.grows else location.rstrip("/")
+        self._lock: int | None = None
+
+    def folder(self, name: str) -> Storage:
+        """A folder inside this one."""
+        return Storage(self._path(name), self._fs)
+
+    def create(self) -> None:
+        """Make the folder, where there is none."""
+        with self._errors(""):
+            self._fs.create_dir(self._root, recursive=True)
+
+    def lock(self) -> None:
+        """Keep other processes from writing here, for the life of this one. Object stores have no locks."""
+        if not self.grows:
+            return
+        with self._errors("lock"):
+            descriptor = os.open(self._path("lock"), os.O_CREAT | os.O_RDWR)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise StorageError(
+                "another process writes here",
+                field=self.location,
+                remedy="end the run that uses it, or choose another name or buffer.storage",
+            ) from None
+        self._lock = descriptor
+
+    def unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def files(self) -> dict[str, int]:
+        """Name and size of every file; empty where there is no folder."""
+        with self._errors(""):
+            found = self._fs.get_file_info(pafs.FileSelector(self._root, allow_not_found=True))
+        return {each.base_name: each.size for each in sorted(found, key=lambda each: each.path) if each.is_file}
+
+    def write(self, name: str, data: bytes | pa.Buffer) -> None:
+        """A whole file, or none: a crash in between leaves what was there before."""
+        with self._errors(name):
+            if not self.grows:
+                with self._fs.open_output_stream(self._path(name)) as stream:
+                    stream.write(data)
+                return
+            partial = self._path(f".{name}.partial")
+            descriptor = os.open(partial, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o644)
+            try:
+                _write(descriptor, data)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            os.replace(partial, self._path(name))
+            self._sync_folder()
+
+    def read(self, name: str) -> pa.Buffer:
+        """The bytes of a file; of a local one they are mapped, not read."""
+        with self._errors(name):
+            if self.grows:
+                with pa.memory_map(self._path(name)) as mapped:
+                    return mapped.read_buffer()
+            with self._fs.open_input_file(self._path(name)) as file:
+                return file.read_buffer()
+
+    def delete(self, name: str) -> None:
+        with self._errors(name), contextlib.suppress(FileNotFoundError):
+            self._fs.delete_file(self._path(name))
+
+    def cut(self, name: str, size: int) -> None:
+        """Shorten a local file."""
+        with self._errors(name):
+            os.truncate(self._path(name), size)
+
+    def open(self, name: str) -> Appender:
+        """A new file to append to."""
+        with self._errors(name):
+            if not self.grows:
+                return Appender(self, name)
+            descriptor = os.open(self._path(name), os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o644)
+            self._sync_folder()
+            return Appender(self, name, descriptor)
+
+    def _sync_folder(self) -> None:
+        # The name of a new file is as durable as its folder.
+        descriptor = os.open(self._root, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    @contextlib.contextmanager
+    def _errors(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise StorageError(
+                f"cannot be written or read: {error.strerror or error}",
+                field=f"{self.location}/{name}".rstrip("/"),
+                remedy=_REMEDY.get(error.errno or 0, "look at the storage"),
+            ) from None
+
+
+class Appender:
+    """A file that grows by whole pieces; on an object store, a row of objects ``<name>.<number>``."""
+
+    def __init__(self, storage: Storage, name: str, descriptor: int | None = None) -> None:
+        self._storage = storage
+        self.name = name
+        self._descriptor = descriptor
+        self.parts = 0
+        self.size = 0
+
+    def append(self, data: bytes | pa.Buffer) -> None:
+        """Raises StorageError; what a failed write left behind is cut off again, so that the file stays whole."""
+        if self._descriptor is None:
+            self._storage.write(f"{self.name}.{self.parts:08d}", data)
+            self.parts += 1
+        else:
+            try:
+                with self._storage._errors(self.name):
+                    _write(self._descriptor, data)
+            except StorageError:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._descriptor, self.size)
+                raise
+        self.size += len(data)
+
+    def sync(self) -> None:
+        """Returns when what was appended is on the disk."""
+        if self._descriptor is not None:
+            with self._storage._errors(self.name):
+                os.fdatasync(self._descriptor)
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _write(descriptor: int, data: bytes | pa.Buffer) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]

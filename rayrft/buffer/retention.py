@@ -1,0 +1,133 @@
+"""Bounds: what happens when the Buffer is full, and what leaves the disk."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+
+from rayrft.buffer.groups import Fate
+from rayrft.buffer.log import events as e
+from rayrft.buffer.store import Store
+from rayrft.errors import RayrftError
+
+_EVICT_SHARE = 0.01
+"""Evictions go in batches of this share of the bound: choosing the lowest of many costs a look at all."""
+_SPARSE = 0.5
+"""A segment of which less than this share is held is worth writing again."""
+
+
+class Retention:
+    """Keeps held rows within ``max_rows`` and ``max_bytes``, and the log within ``log_bytes``."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._moving = asyncio.Lock()
+
+    @property
+    def full(self) -> bool:
+        """Whether not one more row has room."""
+        return self._excess(1, 0) > 0
+
+    async def make_room(self, rows: int, nbytes: int, deadline_s: float) -> None:
+        """Wait, or evict, until so much more can be held. Raises RayrftError when there is no room in time."""
+        config = self._store.config
+        if config.when_full == "wait":
+            try:
+                await self._store.wait_for(lambda: self._excess(rows, nbytes) <= 0, deadline_s)
+            except TimeoutError:
+                held = self._store.state.groups
+                raise RayrftError(
+                    f"waited {deadline_s:g} s for room for {rows} rows: {held.held_rows} rows and "
+                    f"{held.held_bytes} bytes are held",
+                    field="buffer.max_rows",
+                    value=config.max_rows,
+                    remedy="train on what is there, raise max_rows or max_bytes, or let when_full evict",
+                ) from None
+        elif self._excess(rows, nbytes) > 0:
+            await self._evict(rows, nbytes)
+
+    async def release(self, slots: list[int]) -> None:
+        """Blocks of segments in which no group is held any more leave the object store."""
+        groups = self._store.state.groups
+        done = {groups.place(slot) for slot in slots}
+        for shard, segment in done:
+            if not groups.live[shard, segment]:
+                await self._store.shards.call(shard, "release", [segment])
+
+    async def trim(self) -> None:
+        """Bring the log within its bound: delete segments that hold nothing, oldest first; then rewrite sparse ones."""
+        if self._store.log_bytes <= self._store.config.log_bytes:
+            return
+        async with self._moving:
+            await self._delete_dead()
+            if self._store.log_bytes > self._store.config.log_bytes:
+                await self._rewrite_sparse()
+                await self._delete_dead()
+
+    async def move(self, shard: int, slots: list[int]) -> None:
+        """Write groups again behind all others."""
+        spans = [self._store.span(slot) for slot in slots]
+        sync = self._store.config.fsync == "always"
+        extent, row = await self._store.shards.call(shard, "rewrite", spans, sync=sync)
+        await self._store.commit(e.Moved(shard, extent, slots, row))
+
+    def _excess(self, rows: int, nbytes: int) -> float:
+        """By how much held rows, with so many more, are above a bound, as a share of it."""
+        config, groups = self._store.config, self._store.state.groups
+        return max((groups.held_rows + rows) / config.max_rows, (groups.held_bytes + nbytes) / config.max_bytes) - 1
+
+    async def _evict(self, rows: int, nbytes: int) -> None:
+        config, groups = self._store.config, self._store.state.groups
+        ready = groups.where(Fate.READY)
+        if config.when_full == "evict_lowest_priority":
+            ready = ready[np.argsort(self._priority(ready), kind="stable")]
+        rows_over = groups.held_rows + rows - config.max_rows
+        bytes_over = groups.held_bytes + nbytes - config.max_bytes
+        if rows_over / config.max_rows >= bytes_over / config.max_bytes:
+            measure, need = groups.rows[ready], rows_over + int(_EVICT_SHARE * config.max_rows)
+        else:
+            measure, need = groups.nbytes[ready], bytes_over + int(_EVICT_SHARE * config.max_bytes)
+        enough = np.cumsum(measure) >= need
+        count = int(np.argmax(enough)) + 1 if enough.any() else len(ready)
+        if count:
+            gone = ready[:count].tolist()
+            await self._store.commit(e.Evicted(gone, f"evicted_{config.when_full.removeprefix('evict_')}"))
+            await self.release(gone)
+
+    def _priority(self, slots: np.ndarray) -> np.ndarray:
+        """What the priority sampler would weigh them by, as a logarithm."""
+        sampler, groups = self._store.config.sampler, self._store.state.groups
+        age = groups.version[slots] / sampler.tau if sampler.tau else 0.0
+        return sampler.alpha * np.log(np.maximum(groups.score[slots], 1e-6)) + age
+
+    def _needed(self) -> set[tuple[int, int]]:
+        """Segments with groups that are held, or that a trainer which starts again would ask for."""
+        groups, book = self._store.state.groups, self._store.state.book
+        held = {place for place, count in groups.live.items() if count}
+        return held | {groups.place(slot) for lease in book.leases.values() for slot in lease.slots}
+
+    async def _delete_dead(self) -> None:
+        needed, extents = self._needed(), self._store.state.book.extents
+        excess = self._store.log_bytes - self._store.config.log_bytes
+        for shard, segments in extents.items():
+            newest = max(segments)
+            dead = []
+            for segment in sorted(segments):
+                if excess > 0 and segment != newest and (shard, segment) not in needed:
+                    dead.append(segment)
+                    excess -= segments[segment].nbytes
+            if dead:
+                await self._store.commit(e.Deleted(shard, dead))
+                await self._store.shards.call(shard, "delete", dead)
+
+    async def _rewrite_sparse(self) -> None:
+        groups, extents = self._store.state.groups, self._store.state.book.extents
+        kept = {groups.place(slot) for lease in self._store.state.book.leases.values() for slot in lease.slots}
+        for shard, segments in list(extents.items()):
+            for segment in sorted(segments)[:-1]:
+                held = groups.where(Fate.READY)
+                held = held[(groups.shard[held] == shard) & (groups.segment[held] == segment)]
+                share = groups.nbytes[held].sum() / segments[segment].nbytes
+                if len(held) and share < _SPARSE and (shard, segment) not in kept:
+                    await self.move(shard, held.tolist())

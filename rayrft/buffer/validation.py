@@ -1,0 +1,149 @@
+"""The door of the Buffer: which rows must not be trained, and the few numbers that are kept of the others.
+
+Everything here works on whole record batches: thousands of rows a second come through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from rayrft.buffer.experience import SOURCES
+
+
+@dataclass(frozen=True)
+class GroupNumbers:
+    """What the Buffer keeps in memory of G groups; arrays of shape ``[G]``."""
+
+    starts: np.ndarray
+    """First row of each group in its batch."""
+    rows: np.ndarray
+    tokens: np.ndarray
+    versions: np.ndarray
+    """Oldest weights that any token of the group was sampled under."""
+
+
+def group_starts(batch: pa.RecordBatch) -> np.ndarray:
+    """The first row of each group; the rows of a group lie together."""
+    ids = np.asarray(batch.column("group_id").to_pylist(), dtype=object)
+    return np.flatnonzero(np.concatenate([[True], ids[1:] != ids[:-1]])) if len(ids) else np.zeros(0, dtype=np.int64)
+
+
+def group_numbers(batch: pa.RecordBatch, starts: np.ndarray) -> GroupNumbers:
+    """The numbers of the groups that begin at ``starts``."""
+    spans = batch.column("weight_versions")
+    versions = np.zeros(batch.num_rows, dtype=np.int64)
+    counts = spans.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+    if counts.any():
+        offsets = spans.offsets.to_numpy()
+        values = spans.values.field("version").to_numpy(zero_copy_only=False)[offsets[0] : offsets[-1]]
+        filled = counts > 0
+        versions[filled] = np.minimum.reduceat(values, (offsets[:-1] - offsets[0])[filled])
+    lengths = batch.column("token_ids").value_lengths().to_numpy(zero_copy_only=False)
+    return GroupNumbers(
+        starts,
+        np.diff(np.append(starts, batch.num_rows)),
+        np.add.reduceat(lengths.astype(np.int64), starts),
+        np.minimum.reduceat(versions, starts),
+    )
+
+
+def find_faults(batch: pa.RecordBatch) -> dict[int, str]:
+    """Why rows must not be trained, by row; empty where nothing is wrong.
+
+    The same check stands at every door of the Buffer: a faulty row is rejected with its reason, never repaired.
+    """
+    faults: dict[int, str] = {}
+
+    def mark(wrong: np.ndarray, reason: Callable[[int], str] | str) -> None:
+        for row in np.flatnonzero(wrong).tolist():
+            faults.setdefault(row, reason if isinstance(reason, str) else reason(row))
+
+    if batch.num_rows == 0:
+        return faults
+    lengths = _lengths(batch.column("token_ids"))
+    sources = np.asarray(batch.column("source").to_pylist(), dtype=object)
+    mark(~np.isin(sources, SOURCES), lambda row: f"unknown source {sources[row]!r}")
+    for name in ("action_mask", "logprobs", "advantages", "teacher_logprobs"):
+        column = batch.column(name)
+        if column.null_count == batch.num_rows:
+            continue
+        valid = column.is_valid().to_numpy(zero_copy_only=False)
+        found = _lengths(column)
+        wrong = valid & (found != lengths)
+        mark(wrong, lambda row, n=name, f=found: f"{n} has {f[row]} entries for {lengths[row]} tokens")  # type: ignore[misc]
+        mark(valid & _any(column, ~np.isfinite(_values(column))), f"{name} is not finite")
+    mark(_any(batch.column("token_ids"), _values(batch.column("token_ids")) < 0), "token_ids has a negative entry")
+    prompt = batch.column("prompt_length").to_numpy(zero_copy_only=False).astype(np.int64)
+    mark(
+        (prompt <= 0) | (prompt >= lengths),
+        lambda row: f"prompt_length {prompt[row]} leaves no answer in {lengths[row]} tokens",
+    )
+    fits = (_lengths(batch.column("action_mask")) == lengths) & (prompt > 0) & (prompt < lengths)
+    action = _MaskCounts(batch.column("action_mask"))
+    mark(fits & (action.total == 0), "action_mask is empty")
+    mark(fits & (action.between(0, np.where(fits, prompt, 0)) > 0), "action_mask marks tokens of the prompt")
+    rewards = batch.column("reward").to_numpy(zero_copy_only=False)
+    known = batch.column("reward").is_valid().to_numpy(zero_copy_only=False)
+    mark(known & ~np.isfinite(rewards), "reward is not finite")
+    own = sources == "usual"
+    mark(own & batch.column("advantages").is_null().to_numpy(zero_copy_only=False), "an own row needs advantages")
+    mark(own & fits & ~_versions_cover(batch, action, lengths), "weight_versions do not cover every action token")
+    ids, groups = batch.column("experience_id").to_pylist(), batch.column("group_id").to_pylist()
+    astray = [i != g and not i.startswith(g + "/") for i, g in zip(ids, groups, strict=True)]
+    mark(np.array(astray), lambda row: f"experience_id {ids[row]!r} does not begin with its group_id {groups[row]!r}")
+    return faults
+
+
+class _MaskCounts:
+    """How many action tokens lie before each place, so that any stretch is counted by one subtraction."""
+
+    def __init__(self, column: pa.ListArray) -> None:
+        self._before = np.concatenate([[0], np.cumsum(_values(column) != 0)])
+        offsets = column.offsets.to_numpy().astype(np.int64)
+        self._starts = (offsets - offsets[0])[:-1]
+        self.total = self._before[offsets[1:] - offsets[0]] - self._before[self._starts]
+
+    def between(self, start: np.ndarray | int, end: np.ndarray, rows: np.ndarray | None = None) -> np.ndarray:
+        starts = self._starts if rows is None else self._starts[rows]
+        return self._before[starts + end] - self._before[starts + start]
+
+
+def _versions_cover(batch: pa.RecordBatch, action: _MaskCounts, lengths: np.ndarray) -> np.ndarray:
+    """Whether the spans of each row lie in it, do not overlap, and hold all its action tokens; shape ``[rows]``."""
+    column = batch.column("weight_versions")
+    counts = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+    offsets = column.offsets.to_numpy()
+    spans = column.values.slice(offsets[0], offsets[-1] - offsets[0])
+    starts, ends = (spans.field(name).to_numpy(zero_copy_only=False) for name in ("start", "end"))
+    rows = np.repeat(np.arange(batch.num_rows), counts)
+    same_row = rows[1:] == rows[:-1]
+    fine = (starts >= 0) & (starts <= ends) & (ends <= np.minimum(lengths, _lengths(batch.column("action_mask")))[rows])
+    fine[1:] &= ~same_row | (starts[1:] >= ends[:-1])
+    covered = action.between(np.where(fine, starts, 0), np.where(fine, ends, 0), rows)
+    total = np.bincount(rows, weights=covered, minlength=batch.num_rows)
+    broken = np.bincount(rows, weights=~fine, minlength=batch.num_rows)
+    return (total == action.total) & (broken == 0)
+
+
+def _lengths(column: pa.ListArray) -> np.ndarray:
+    return column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+
+
+def _values(column: pa.ListArray) -> np.ndarray:
+    """The entries of all rows of a column of lists, one after another."""
+    offsets = column.offsets
+    start, end = offsets[0].as_py(), offsets[-1].as_py()
+    return column.values.slice(start, end - start).to_numpy(zero_copy_only=False)
+
+
+def _any(column: pa.ListArray, wrong: np.ndarray) -> np.ndarray:
+    """Whether any entry of each row is wrong; shape ``[rows]``."""
+    if not wrong.any():
+        return np.zeros(len(column), dtype=bool)
+    before = np.concatenate([[0], np.cumsum(wrong)])
+    offsets = column.offsets.to_numpy() - column.offsets[0].as_py()
+    return before[offsets[1:]] > before[offsets[:-1]]

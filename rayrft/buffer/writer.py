@@ -1,0 +1,103 @@
+"""How producers hand groups to the Buffer: packed once, and as many in a call as have come meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from rayrft.buffer.experience import check_schema, pack
+from rayrft.buffer.log.events import GroupReport
+from rayrft.buffer.schedule import Ticket
+
+_INLINE_BYTES = 64 << 10
+"""A smaller message travels inside the call; a larger one lies in the object store and its reference travels."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a producer says of a group that it puts. ``dropped`` counts rows that were sampled and are not in it."""
+
+    group_id: str
+    ticket: Ticket | None
+    report: GroupReport
+    dropped: dict[str, int]
+
+    @property
+    def sequence(self) -> int | None:
+        return None if self.ticket is None else self.ticket.sequence
+
+
+_Waiting = tuple[Entry, pa.RecordBatch, "asyncio.Future[None]"]
+
+
+def group_key(group_id: str) -> int:
+    """64 bits by which the Buffer knows a group."""
+    return int.from_bytes(hashlib.blake2b(group_id.encode(), digest_size=8).digest(), "little")
+
+
+def shard_of(group_id: str, shards: int) -> int:
+    """The shard that holds a group."""
+    return group_key(group_id) % shards
+
+
+class BufferWriter:
+    """One producer's way into the Buffer, for use in an event loop. ``buffer`` is the actor's handle.
+
+    Groups that are put while a call is under way go together with the next one: the fewer calls, the more groups come.
+    """
+
+    def __init__(self, buffer: Any, shards: int = 1) -> None:
+        self._buffer = buffer
+        self._shards = shards
+        self._waiting: list[_Waiting] = []
+        self._sender: asyncio.Task[None] | None = None
+
+    async def put(
+        self,
+        batch: pa.RecordBatch,
+        report: GroupReport | None = None,
+        *,
+        ticket: Ticket | None = None,
+        dropped: dict[str, int] | None = None,
+    ) -> None:
+        """Hand in a group, as one record batch; returns when it is in the Buffer's log.
+
+        Raises DataError when the rows are not of the experience schema, StorageError when the log cannot be written.
+        """
+        check_schema(batch.schema)
+        report = GroupReport(rows=batch.num_rows) if report is None else report
+        entry = Entry(batch.column("group_id")[0].as_py(), ticket, report, dropped or {})
+        done = asyncio.get_running_loop().create_future()
+        self._waiting.append((entry, batch, done))
+        if self._sender is None or self._sender.done():
+            self._sender = asyncio.create_task(self._send())
+        await done
+
+    async def _send(self) -> None:
+        while self._waiting:
+            sent, self._waiting = self._waiting, []
+            by_shard: dict[int, list[_Waiting]] = {}
+            for each in sent:
+                by_shard.setdefault(shard_of(each[0].group_id, self._shards), []).append(each)
+            await asyncio.gather(*(self._call(part) for part in by_shard.values()))
+
+    async def _call(self, sent: list[_Waiting]) -> None:
+        import ray
+
+        batches = [batch for _, batch, _ in sent]
+        message = pack(pa.concat_batches(batches) if len(batches) > 1 else batches[0])
+        payload = [message if len(message) <= _INLINE_BYTES else ray.put(message)]
+        try:
+            await self._buffer.put.remote([entry for entry, _, _ in sent], payload)
+        except Exception as error:  # whatever it is, those who wait for these groups get it
+            for _, _, done in sent:
+                if not done.done():
+                    done.set_exception(error)
+        else:
+            for _, _, done in sent:
+                if not done.done():
+                    done.set_result(None)

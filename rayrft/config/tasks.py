@@ -1,0 +1,82 @@
+"""Where tasks come from, in what proportion, and in what order they are drawn."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from rayrft.config.base import Section
+
+
+class TaskSourceConfig(Section):
+    """One source of tasks: a reasoning-gym data set, a file, or a reader of your own."""
+
+    name: str | None = None
+    """What overrides may call it by (``tasks.sources.gsm8k.path``); its number always works."""
+    source: str
+    """reasoning_gym, file, or ``package.module:attribute``."""
+    dataset: str | None = None
+    """reasoning_gym: the name of the data set."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """reasoning_gym: options of the data set."""
+    size: int | None = Field(None, ge=1)
+    """How many rows to take before duplicates are removed; all of a file by default."""
+    path: Path | None = None
+    """file: JSONL or Parquet, a file or a folder."""
+    eval_path: Path | None = None
+    """Held-out tasks in a JSONL or Parquet file of their own: the source's share of ``eval_size`` is its first rows, or
+    all of them where they are fewer."""
+    question: str = "question"
+    answer: str = "answer"
+    """file: the fields that hold the question and the ground truth."""
+    answer_after: str | None = None
+    """file: keep of the answer only what follows the last such mark (GSM8K: '####')."""
+    difficulty: str | None = None
+    """The field of a row (reasoning_gym: of a task's metadata) that holds how hard the task is, as a number."""
+    system: str | None = None
+    """System message put before every question."""
+    weight: float = Field(1.0, gt=0, allow_inf_nan=False)
+    """Share of this source among the tasks drawn, held out and set apart for demonstrations, over the sum of all."""
+
+    @model_validator(mode="after")
+    def _source_fields(self) -> TaskSourceConfig:
+        if self.source == "reasoning_gym" and (self.dataset is None or self.size is None):
+            raise ValueError("source 'reasoning_gym' needs 'dataset' (its name) and 'size' (how many tasks to make)")
+        if self.source == "file" and self.path is None:
+            raise ValueError("source 'file' needs 'path' (a JSONL or Parquet file)")
+        return self
+
+
+class TasksConfig(Section):
+    """The task set. Duplicates are removed over all sources before any task is held out; the first one stays."""
+
+    sources: list[TaskSourceConfig] = Field(min_length=1)
+    sampler: str = "shuffled"
+    """The order within a source: sequential, shuffled, easy_to_hard, failure, near_half, or
+    ``package.module:attribute``."""
+    epochs: int | None = Field(None, ge=1)
+    """How often a source is gone through before it ends; none: without end."""
+    eval_size: int = Field(500, ge=1)
+    """How many held-out tasks to evaluate on, from the sources in proportion to their weights."""
+
+    @model_validator(mode="after")
+    def _names(self) -> TasksConfig:
+        counts = Counter(source.name for source in self.sources if source.name is not None)
+        if twice := [name for name, count in counts.items() if count > 1]:
+            raise ValueError(f"two task sources are named {twice[0]!r}; names must differ")
+        return self
+
+    @model_validator(mode="after")
+    def _difficulties(self) -> TasksConfig:
+        # A reader of one's own may know difficulties without being told a field.
+        lacking = [
+            number
+            for number, source in enumerate(self.sources)
+            if source.source in ("reasoning_gym", "file") and source.difficulty is None
+        ]
+        if self.sampler == "easy_to_hard" and lacking:
+            raise ValueError(f"sampler 'easy_to_hard' needs 'difficulty' in every source; source {lacking[0]} has none")
+        return self

@@ -1,0 +1,151 @@
+"""What groups are worth, against the definition written as a loop, and with everything that can be missing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayrft.buffer.experience import Experience, to_batch
+from rayrft.buffer.scores import check_scores, scores
+from rayrft.errors import ConfigError, DataError
+
+
+def row(
+    advantages: list[float] | None = None,
+    mask: list[int] | None = None,
+    reward: float | None = None,
+    metrics: dict[str, float] | None = None,
+) -> Experience:
+    mask = mask or [0, 1]
+    return Experience(
+        "g/0",
+        "g",
+        "t",
+        np.zeros(len(mask), dtype=np.int32),
+        1,
+        np.array(mask, dtype=np.uint8),
+        np.zeros(len(mask), dtype=np.float32),
+        reward=reward,
+        advantages=None if advantages is None else np.array(advantages, dtype=np.float32),
+        metrics=metrics or {},
+    )
+
+
+def score(name: str, *groups: list[Experience]) -> list[float]:
+    starts = np.cumsum([0, *(len(group) for group in groups[:-1])])
+    values = scores.get(name)(to_batch([each for group in groups for each in group]), starts)
+    assert values.dtype == np.float64
+    return values.tolist()
+
+
+def rewarded(*rewards: float | None) -> list[Experience]:
+    return [row(reward=reward) for reward in rewards]
+
+
+def test_abs_advantage_is_the_mean_over_rows_of_the_mean_over_action_tokens() -> None:
+    long, short = row([9, 1, -3, 5], [0, 1, 1, 0]), row([0, -4], [0, 1])
+    assert score("abs_advantage", [long, short], [short], [long]) == [3.0, 4.0, 2.0]
+
+
+def test_rows_without_advantages_count_as_absent() -> None:
+    assert score("abs_advantage", [row([0, 3]), row(None)], [row(None)], [row(None), row([0, -1])]) == [3.0, 0.0, 1.0]
+
+
+def test_reward_deviation_has_divisor_n_and_is_0_for_a_group_of_one() -> None:
+    groups = rewarded(0, 1, 1, 0), rewarded(0.7), rewarded(0.3, 0.3), rewarded(None, 1, 3)
+    assert score("reward_deviation", *groups) == [0.5, 0.0, 0.0, 1.0]
+
+
+def test_failure_is_one_minus_the_mean_reward_clipped() -> None:
+    groups = rewarded(1, 0, 0, 0), rewarded(-5), rewarded(2, 3), rewarded(None, 0.5)
+    assert score("failure", *groups) == [0.75, 1.0, 0.0, 0.5]
+
+
+@pytest.mark.parametrize("name", ["reward_deviation", "failure"])
+def test_a_group_of_unknown_rewards_scores_0(name: str) -> None:
+    assert score(name, rewarded(None, None), rewarded(0, 0))[0] == 0.0
+
+
+def test_td_error_is_the_mean_magnitude() -> None:
+    group = [row(metrics={"td_error": -1.0, "other": 9.0}), row(metrics={"other": 9.0, "td_error": 2.0})]
+    assert score("td_error", group, group[:1]) == [1.5, 1.0]
+
+
+def test_td_error_without_the_metric_names_it_and_what_to_do() -> None:
+    with pytest.raises(DataError, match=r"metrics\.td_error.*'g/0'.*critic"):
+        score("td_error", [row(metrics={"td_error": 1.0}), row()])
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    groups=st.lists(
+        st.lists(
+            st.tuples(
+                st.one_of(st.none(), st.floats(-2, 2, width=32)),
+                st.lists(st.tuples(st.floats(-5, 5, width=32), st.integers(0, 1)), min_size=1, max_size=5),
+                st.booleans(),
+            ),
+            min_size=1,
+            max_size=4,
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+    cut=st.integers(0, 3),
+)
+def test_vectorised_scores_equal_loops_also_on_a_slice(groups: list, cut: int) -> None:
+    rows, expected = [], {"abs_advantage": [], "reward_deviation": [], "failure": []}
+    for group in groups:
+        means, rewards = [], []
+        for reward, tokens, valued in group:
+            advantages, mask = [token[0] for token in tokens], [token[1] for token in tokens]
+            rows.append(row(advantages if valued else None, mask, reward))
+            if valued:
+                means.append(np.mean([abs(a) for a, m in tokens if m]) if any(mask) else 0.0)
+            if reward is not None:
+                rewards.append(reward)
+        expected["abs_advantage"].append(np.mean(means) if means else 0.0)
+        expected["reward_deviation"].append(np.std(rewards) if rewards else 0.0)
+        expected["failure"].append(np.clip(1 - np.mean(rewards), 0, 1) if rewards else 0.0)
+    batch = to_batch([row([0, 7], reward=5.0)] * cut + rows).slice(cut)
+    starts = np.cumsum([0, *(len(group) for group in groups[:-1])])
+    for name, values in expected.items():
+        np.testing.assert_allclose(scores.get(name)(batch, starts), values, atol=1e-6)
+
+
+def by_row(batch: pa.RecordBatch, starts: np.ndarray) -> np.ndarray:
+    return np.ones(batch.num_rows)
+
+
+def infinite(batch: pa.RecordBatch, starts: np.ndarray) -> np.ndarray:
+    return np.full(len(starts), np.inf)
+
+
+def whole(batch: pa.RecordBatch, starts: np.ndarray) -> np.ndarray:
+    return np.diff(starts, append=batch.num_rows)
+
+
+def test_an_own_function_is_found_by_its_path() -> None:
+    assert score(f"{__name__}:whole", rewarded(1, 2), rewarded(1)) == [2.0, 1.0]
+
+
+@pytest.mark.parametrize(("name", "found"), [("infinite", "inf"), ("by_row", r"\(3,\)")])
+def test_what_is_wrong_with_an_own_function_is_said_with_its_name(name: str, found: str) -> None:
+    with pytest.raises(DataError, match=f"buffer.sampler.score: .*{__name__}:{name}.*found {found}"):
+        score(f"{__name__}:{name}", rewarded(1, 2), rewarded(1))
+
+
+@pytest.mark.parametrize("bad", [-1e-9, np.nan, np.inf, -np.inf])
+def test_one_bad_score_among_good_ones_is_refused(bad: float) -> None:
+    check_scores(np.zeros(0), "nobody")
+    check_scores(np.array([0.0, 1e308]), "somebody")
+    with pytest.raises(DataError, match="somebody"):
+        check_scores(np.array([1.0, bad, 2.0]), "somebody")
+
+
+def test_an_unknown_score_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'abs_advantage'"):
+        scores.get("abs_advantages", "buffer.sampler.score")
