@@ -75,7 +75,7 @@ class Buffer:
                 value=bound,
                 remedy="raise it, or lower the stage's batch_size",
             )
-        self._state.pool = None
+        self._state.pool.close()
         await self._store.commit(e.StageOpened(plan))
         self._state.fill_pool(self._store.new_pool)
 

@@ -73,7 +73,6 @@ class Leasing:
         elif plan.groups:
             if isinstance(book.schedule, ReplaySchedule) and not book.schedule.may_draw(state.eligible):
                 return None
-            assert state.pool is not None  # without a schedule of its own order, a stage has a pool
             draw = state.pool.draw(plan.groups, max(step, state.clock), book.draws)
             slots = None if draw is None else draw.slots.tolist()
             weights = [] if draw is None else draw.weights.tolist()

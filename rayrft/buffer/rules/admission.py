@@ -1,0 +1,152 @@
+"""Stages, tickets, and what producers say of their groups."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING
+
+from rayrft.buffer.book import Outstanding
+from rayrft.buffer.groups import Fate
+from rayrft.buffer.log import events as e
+from rayrft.buffer.replay import ReplaySchedule
+from rayrft.buffer.rules.rule import rule
+from rayrft.buffer.schedule import Schedule, Ticket
+from rayrft.errors import StorageError
+
+if TYPE_CHECKING:
+    from rayrft.buffer.state import State
+
+
+@rule(e.Began)
+def began(state: State, event: e.Began) -> None:
+    state.book.run, state.book.schema = event.run, event.schema
+
+
+@rule(e.StageOpened)
+def stage_opened(state: State, event: e.StageOpened) -> None:
+    plan, book = event.plan, state.book
+    for slot in state.groups.where(Fate.READY).tolist():
+        if state.groups.sequence[slot] >= 0:
+            state.retire(slot, "stage_ended")
+    book.plan, book.version, book.open, book.ended = plan, plan.version, True, None
+    book.returned, book.calls = [], {}
+    fresh = math.ceil(plan.groups / state.config.replay_ratio)
+    common = {"over_sampling": plan.over_sampling, "version": plan.version, "next_sequence": book.next_sequence}
+    if not plan.groups or not plan.scheduled:
+        book.schedule = None
+    elif state.config.name == "fifo":
+        book.schedule = Schedule(plan.groups, plan.max_staleness, **common)  # type: ignore[arg-type]
+    else:
+        book.schedule = ReplaySchedule(plan.groups, fresh, plan.max_staleness, **common)  # type: ignore[arg-type]
+    state.by_sequence = {}
+
+
+@rule(e.StageClosed)
+def stage_closed(state: State, event: e.StageClosed) -> None:
+    if state.book.schedule is not None:
+        # A group of this stage that comes late must not be taken for one of the next.
+        state.book.next_sequence = state.book.schedule.next_sequence
+    state.book.open = False
+
+
+@rule(e.Admitted)
+def admitted(state: State, event: e.Admitted) -> list[Ticket]:
+    book = state.book
+    tickets, book.returned = book.returned[: event.count], book.returned[event.count :]
+    schedule = book.schedule
+    assert schedule is not None  # there is room only with one
+    for ticket in schedule.admit(event.count - len(tickets)):
+        task = state.tasks.draw() if state.tasks is not None else None
+        if state.tasks is not None and task is None:
+            schedule.release(ticket.sequence)
+            continue
+        tickets.append(dataclasses.replace(ticket, task=task))
+    for ticket in tickets:
+        book.outstanding[ticket.sequence] = Outstanding(ticket, event.producer)
+    book.calls[event.producer] = (event.call, tickets)
+    if event.tasks and event.tasks != [ticket.task for ticket in tickets]:
+        raise StorageError(
+            "the tasks drawn then are not those drawn now",
+            field="tasks",
+            remedy="the task set or its sampler changed since the run began: start it with the tasks it had",
+        )
+    return tickets
+
+
+@rule(e.Abandoned)
+def abandoned(state: State, event: e.Abandoned) -> None:
+    gone = [each.ticket for each in state.book.outstanding.values() if each.producer == event.producer]
+    schedule = state.book.schedule
+    for ticket in gone:
+        del state.book.outstanding[ticket.sequence]
+        if schedule is not None and ticket.sequence in schedule.running:
+            state.book.returned.append(ticket)
+    state.book.calls.pop(event.producer, None)
+
+
+@rule(e.ProducersEnded)
+def producers_ended(state: State, event: e.ProducersEnded) -> None:
+    state.book.ended = event.reason
+
+
+@rule(e.Stored)
+def stored(state: State, event: e.Stored) -> None:
+    book = state.book
+    book.extents.setdefault(event.shard, {})[event.extent.segment] = event.extent
+    pooled = []
+    for group in event.groups:
+        if not state.expects(group.key, group.sequence):
+            continue
+        slot = state.groups.add(group, event.shard, event.extent.segment, book.arrivals)
+        book.arrivals += 1
+        book.ledger.sampled += group.rows
+        ticket = _report(state, group.sequence, group.dropped, group.report)
+        if ticket is not None and not _in_time(state, ticket, group.version):
+            state.retire(slot, "late")
+        elif ticket is not None and not state.pooled:
+            state.by_sequence[ticket.sequence] = slot
+        else:
+            pooled.append(slot)
+    state.pool.add(pooled, state.groups)
+
+
+@rule(e.Dropped)
+def dropped(state: State, event: e.Dropped) -> None:
+    if event.sequence is not None and event.sequence not in state.book.outstanding:
+        return
+    _report(state, event.sequence, event.dropped, event.report)
+    if event.sequence is not None and state.book.schedule is not None:
+        state.book.schedule.release(event.sequence)
+
+
+@rule(e.TaskFailed)
+def task_failed(state: State, event: e.TaskFailed) -> None:
+    if state.book.outstanding.pop(event.sequence, None) is not None:
+        state.book.ledger.dropped_tasks[event.reason] += 1
+        if state.book.schedule is not None:
+            state.book.schedule.release(event.sequence)
+
+
+def _report(state: State, sequence: int | None, dropped: dict[str, int], report: e.GroupReport) -> Ticket | None:
+    """Count what a producer says of a group; gives the ticket."""
+    book = state.book
+    for reason, rows in dropped.items():
+        book.ledger.sampled += rows
+        book.ledger.drop(rows, reason)
+    book.reports = book.reports + report
+    if sequence is None:
+        return None
+    ticket = book.outstanding.pop(sequence).ticket
+    if state.tasks is not None and ticket.task is not None and report.scored:
+        state.tasks.record(ticket.task, report.scored, min(max(report.reward_sum, 0.0), report.scored))
+    return ticket
+
+
+def _in_time(state: State, ticket: Ticket, version: int) -> bool:
+    book = state.book
+    if book.schedule is None or book.plan is None or not book.open:
+        return False
+    # A token older than the ticket promised makes the group due earlier.
+    deadline = min(ticket.deadline, version + book.plan.max_staleness)
+    return book.schedule.finish(dataclasses.replace(ticket, deadline=deadline))

@@ -1,0 +1,133 @@
+"""Leases: what a step takes, gives back, and takes again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rayrft.buffer.book import LeaseRecord
+from rayrft.buffer.groups import Fate
+from rayrft.buffer.log import events as e
+from rayrft.buffer.rules.rule import rule
+from rayrft.buffer.schedule import Schedule, Ticket
+
+if TYPE_CHECKING:
+    from rayrft.buffer.state import State
+
+
+@rule(e.Leased)
+def leased(state: State, event: e.Leased) -> LeaseRecord:
+    book, groups = state.book, state.groups
+    for slot in event.slots:
+        groups.settle(slot, Fate.LEASED)
+        groups.pending[slot] += 1
+        groups.last_step[slot] = event.step
+    if isinstance(book.schedule, Schedule):
+        sequences = groups.sequence[event.slots].tolist()
+        book.schedule.take(sequences)
+        for sequence in sequences:
+            del state.by_sequence[sequence]
+    else:
+        if book.schedule is not None:
+            book.schedule.drawn()
+        state.pool.leave(event.slots)
+    book.draws += 1
+    book.step = max(book.step, event.step)
+    name = book.plan.demonstrations if book.plan and event.expert else None
+    if name is not None:
+        book.experts[name].advance(len(event.expert))
+    staleness = [book.version - version for version in groups.version[event.slots].tolist()]
+    record = LeaseRecord(
+        event.step, book.version, event.slots, event.weights, name, event.expert, staleness, book.reports
+    )
+    book.leases[event.step] = record
+    book.reports = e.GroupReport()
+    return record
+
+
+@rule(e.Acked)
+def acked(state: State, event: e.Acked) -> None:
+    record, groups = state.book.leases[event.step], state.groups
+    if record.acked:
+        return
+    record.acked = True
+    back = []
+    for slot in record.slots:
+        groups.pending[slot] -= 1
+        groups.uses[slot] += 1
+        if groups.pending[slot] == 0:
+            if groups.uses[slot] >= state.config.max_uses:
+                state.retire(slot, "")
+            else:
+                back.append(slot)
+    state.pool.add(_still_in_time(state, back), groups)
+
+
+@rule(e.Covered)
+def covered(state: State, event: e.Covered) -> None:
+    state.book.leases = {s: lease for s, lease in state.book.leases.items() if s >= event.step or not lease.acked}
+
+
+@rule(e.Requeued)
+def requeued(state: State, event: e.Requeued) -> None:
+    record = state.book.leases.pop(event.step)
+    if record.acked:
+        return
+    for slot in record.slots:
+        state.groups.pending[slot] -= 1
+    back = _still_in_time(state, [slot for slot in record.slots if state.groups.pending[slot] == 0])
+    if isinstance(state.book.schedule, Schedule):
+        sequences, versions = state.groups.sequence[back].tolist(), state.groups.version[back].tolist()
+        state.by_sequence.update(zip(sequences, back, strict=True))
+        bound = state.book.schedule.max_staleness
+        state.book.schedule.give_back([Ticket(s, v, v + bound) for s, v in zip(sequences, versions, strict=True)])
+    else:
+        # They are older than what came since, and order may matter.
+        state.pool.refill(state.groups, state.clock)
+
+
+@rule(e.RolledBack)
+def rolled_back(state: State, event: e.RolledBack) -> None:
+    for record in state.book.leases.values():
+        if record.step < event.step or not record.acked:
+            continue
+        record.acked = False
+        for slot in record.slots:
+            if state.groups.fate[slot] == Fate.TRAINED:
+                state.book.ledger.trained -= int(state.groups.rows[slot])
+            elif state.groups.fate[slot] == Fate.READY:
+                state.pool.leave([slot])
+            state.groups.settle(slot, Fate.LEASED)
+            state.groups.pending[slot] += 1
+            state.groups.uses[slot] -= 1
+
+
+@rule(e.Advanced)
+def advanced(state: State, event: e.Advanced) -> None:
+    book = state.book
+    if event.version <= book.version:
+        return  # a step that is repeated publishes what was published before
+    book.version = event.version
+    book.returned = [ticket for ticket in book.returned if ticket.deadline >= event.version]
+    if isinstance(book.schedule, Schedule):
+        for sequence in book.schedule.advance(event.version):
+            state.retire(state.by_sequence.pop(sequence), "stale")
+    elif book.plan is not None and book.schedule is not None:
+        book.schedule.advance(event.version)
+        ready = state.groups.where(Fate.READY)
+        old = ready[state.groups.version[ready] < event.version - book.plan.max_staleness]
+        state.pool.leave(old.tolist())
+        for slot in old.tolist():
+            state.retire(slot, "stale")
+
+
+def _still_in_time(state: State, slots: list[int]) -> list[int]:
+    """Make leased groups ready again; those that have become too old meanwhile leave, and are not among the result."""
+    book, back = state.book, []
+    oldest = book.version - book.schedule.max_staleness if book.schedule is not None else None
+    for slot in slots:
+        if oldest is not None and state.groups.version[slot] < oldest:
+            state.retire(slot, "stale")
+        else:
+            state.groups.settle(slot, Fate.READY)
+            back.append(slot)
+    return back
