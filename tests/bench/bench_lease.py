@@ -1,0 +1,98 @@
+"""How long a lease of 256 rows takes as the store grows, what a row costs in memory, and how fast a log opens again.
+
+    python -m tests.bench.bench_lease [--group 8] [--leases 200] [--sizes 10000 100000 1000000] [--tokens 128]
+
+For each size a Buffer with the priority sampler is filled with groups and leased from, as a trainer of two ranks does:
+lease, acknowledge, advance. A lease is timed by its caller: the draw, its entry in the journal, the gathering of
+references, the deal to ranks, and the way there and back. Then the actor is killed with SIGKILL, and a new one on the
+same log is timed from its start to its first answer; ``opening`` is the part that grows with the log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import shutil
+import signal
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from rayrft.buffer.buffer import Buffer
+from rayrft.buffer.schedule import StagePlan
+from rayrft.buffer.writer import BufferWriter
+from rayrft.config.buffer import BufferConfig
+from tests.bench.bench_put import named, template
+
+ROWS = 256
+
+
+def start(folder: Path) -> Any:
+    sampler = {"name": "priority", "tau": 50, "max_uses": 30000, "score": "abs_advantage"}
+    config = BufferConfig.model_validate({"sampler": sampler, "max_rows": 10**8, "max_bytes": 1 << 40})
+    return ray.remote(Buffer).options(num_cpus=0, max_concurrency=1000).remote("bench", str(folder), config, 0)
+
+
+async def fill(buffer: Any, rows: int, group: int, tokens: int) -> None:
+    """Put groups, 64 at a time."""
+    writer, batch, numbers = BufferWriter(buffer), template(group, tokens), iter(range(rows // group))
+
+    async def loop() -> None:
+        for number in numbers:
+            await writer.put(named(batch, str(number)))
+
+    await asyncio.gather(*(loop() for _ in range(64)))
+
+
+def lease_times(buffer: Any, group: int, leases: int) -> np.ndarray:
+    """Seconds of each lease; the first few, which wake the sampler and the object store, are left out."""
+    ray.get(buffer.open_stage.remote(StagePlan(ROWS // group, scheduled=False)))
+    seconds = []
+    for step in range(leases + 10):
+        began = time.perf_counter()
+        lease = ray.get(buffer.lease.remote(step, 2, 60))
+        seconds.append(time.perf_counter() - began)
+        assert lease.usual_rows == ROWS
+        ray.get([buffer.ack.remote(step), buffer.cover.remote(step + 1), buffer.advance.remote(step + 1)])
+    return np.array(seconds[10:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--leases", type=int, default=200)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
+    options = parser.parse_args()
+    ray.init(num_cpus=4, log_to_driver=False, logging_level="ERROR", include_dashboard=False)
+    print(f"leases of {ROWS} rows in groups of {options.group}, rows of {options.tokens} tokens")
+    print(f"{'rows':>9} {'p50 ms':>7} {'p99 ms':>7} {'B/row in memory':>16} {'log MB':>8} {'restart s':>10} {'opening s':>10}")
+    for rows in options.sizes:
+        folder = Path(tempfile.mkdtemp(prefix="bench-"))
+        buffer = start(folder)
+        asyncio.run(fill(buffer, rows, options.group, options.tokens))
+        seconds = lease_times(buffer, options.group, options.leases) * 1e3
+        before = ray.get(buffer.stats.remote())
+        os.kill(ray.get(buffer.pid.remote()), signal.SIGKILL)
+        began = time.perf_counter()
+        buffer = start(folder)
+        after = ray.get(buffer.stats.remote())
+        restart = time.perf_counter() - began
+        assert all(after[key] == before[key] for key in ("sampled", "trained", "held", "groups"))
+        print(
+            f"{rows:>9} {np.median(seconds):>7.1f} {np.percentile(seconds, 99):>7.1f} "
+            f"{before['metadata_bytes'] / rows:>16.0f} {before['log_bytes'] / 1e6:>8.0f} {restart:>10.1f} "
+            f"{after['recovery_s']:>10.2f}",
+            flush=True,
+        )
+        ray.kill(buffer)
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""How fast producers put groups: the Buffer, Ray's own queue, and an SQLite table, on the same rows in one run.
+
+    python -m tests.bench.bench_put [--seconds 4] [--rounds 3] [--producers 4]
+
+Rows have 128 tokens. Producers are actors of their own that put as fast as they are acknowledged, with at most 64 groups
+under way each. The Buffer writes its log (fsync: interval) and validates every row; the queue keeps rows in memory only;
+SQLite (one writer, write-ahead log, synchronous=NORMAL, one transaction a group) keeps each row as a blob.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shutil
+import sqlite3
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import ray
+from ray.util.queue import Queue
+
+from rayrft.buffer.buffer import Buffer
+from rayrft.buffer.experience import Experience, VersionSpan, to_batch
+from rayrft.buffer.writer import BufferWriter
+from rayrft.config.buffer import BufferConfig
+
+IN_FLIGHT = 64
+
+
+def template(rows: int, tokens: int = 128) -> pa.RecordBatch:
+    """One group of own rows."""
+    mask = np.zeros(tokens, np.uint8)
+    mask[tokens // 4 :] = 1
+    logprobs = -np.random.default_rng(0).random((rows, tokens)).astype(np.float32) * mask
+    return to_batch(
+        [
+            Experience(
+                experience_id=f"g/{row}",
+                group_id="g",
+                task_id="t",
+                token_ids=np.arange(tokens, dtype=np.int32),
+                prompt_length=tokens // 4,
+                action_mask=mask,
+                logprobs=logprobs[row],
+                weight_versions=(VersionSpan(tokens // 4, tokens, 3),),
+                reward=float(row % 2),
+                advantages=mask.astype(np.float32),
+            )
+            for row in range(rows)
+        ]
+    )
+
+
+def named(batch: pa.RecordBatch, group: str) -> pa.RecordBatch:
+    """The same rows under another group's name."""
+    ids = pa.array([f"{group}/{row}" for row in range(batch.num_rows)])
+    batch = batch.set_column(0, batch.schema.field(0), ids)
+    return batch.set_column(1, batch.schema.field(1), pa.array([group] * batch.num_rows))
+
+
+@ray.remote(num_cpus=0)
+class Producer:
+    """Puts groups for some seconds; gives how many rows were acknowledged."""
+
+    def __init__(self, number: int, rows: int, store: Any) -> None:
+        self._number, self._batch, self._store = number, template(rows), store
+        self._count = 0
+
+    def _next(self) -> pa.RecordBatch:
+        self._count += 1
+        return named(self._batch, f"{self._number}/{self._count}")
+
+    async def into_buffer(self, seconds: float) -> int:
+        writer, end, done = BufferWriter(self._store), time.monotonic() + seconds, 0
+
+        async def loop() -> None:
+            nonlocal done
+            while time.monotonic() < end:
+                batch = self._next()
+                await writer.put(batch)
+                done += batch.num_rows
+
+        await asyncio.gather(*(loop() for _ in range(IN_FLIGHT)))
+        return done
+
+    async def into_queue(self, seconds: float) -> int:
+        end, done = time.monotonic() + seconds, 0
+
+        async def loop() -> None:
+            nonlocal done
+            while time.monotonic() < end:
+                batch = self._next()
+                await self._store.put_async(batch)
+                done += batch.num_rows
+
+        await asyncio.gather(*(loop() for _ in range(IN_FLIGHT)))
+        return done
+
+    async def into_sqlite(self, seconds: float) -> int:
+        end, done = time.monotonic() + seconds, 0
+        while time.monotonic() < end:
+            batch = self._next()
+            await self._store.put.remote(batch)
+            done += batch.num_rows
+        return done
+
+
+@ray.remote(num_cpus=0)
+class Table:
+    """An SQLite table that actors share through one writer."""
+
+    def __init__(self, path: str) -> None:
+        self._db = sqlite3.connect(path)
+        self._db.executescript(
+            "PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;"
+            "CREATE TABLE rows (id TEXT PRIMARY KEY, grp TEXT, reward REAL, data BLOB)"
+        )
+
+    def put(self, batch: pa.RecordBatch) -> None:
+        columns = [batch.column(name).to_pylist() for name in ("experience_id", "group_id", "reward")]
+        data = [batch.slice(row, 1).serialize().to_pybytes() for row in range(batch.num_rows)]
+        with self._db:
+            self._db.executemany("INSERT INTO rows VALUES (?, ?, ?, ?)", zip(*columns, data, strict=True))
+
+
+def measure(kind: str, rows: int, producers: int, seconds: float) -> float:
+    """Rows a second that ``producers`` get acknowledged."""
+    folder = Path(tempfile.mkdtemp(prefix="bench-"))
+    if kind == "buffer":
+        config = BufferConfig(max_rows=10**9, max_bytes=1 << 40, memory_bytes=2 << 30, log_bytes=1 << 40)
+        store = ray.remote(Buffer).options(num_cpus=0, max_concurrency=1000).remote("b", str(folder), config, 0)
+        ray.get(store.stats.remote())
+    elif kind == "queue":
+        store = Queue(actor_options={"num_cpus": 0})
+    else:
+        store = Table.remote(str(folder / "rows.db"))
+    actors = [Producer.remote(number, rows, store) for number in range(producers)]
+    method = {"buffer": "into_buffer", "queue": "into_queue", "sqlite": "into_sqlite"}[kind]
+    ray.get([getattr(actor, method).remote(1.0) for actor in actors])  # everything is imported and connected
+    started = time.monotonic()
+    done = sum(ray.get([getattr(actor, method).remote(seconds) for actor in actors]))
+    rate = done / (time.monotonic() - started)
+    for actor in [*actors, store.actor if kind == "queue" else store]:
+        ray.kill(actor)
+    shutil.rmtree(folder, ignore_errors=True)
+    return rate
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--producers", type=int, default=4)
+    options = parser.parse_args()
+    ray.init(num_cpus=8, log_to_driver=False, logging_level="ERROR", include_dashboard=False)
+    print(f"{'rows a group':>12} {'store':>8} {'rows/s (median)':>16} {'lowest':>9} {'highest':>9}")
+    for rows in (256, 8):
+        rates: dict[str, list[float]] = {"buffer": [], "queue": [], "sqlite": []}
+        for _ in range(options.rounds):
+            for kind, measured in rates.items():
+                measured.append(measure(kind, rows, options.producers, options.seconds))
+        for kind, measured in rates.items():
+            middle, low, high = statistics.median(measured), min(measured), max(measured)
+            print(f"{rows:>12} {kind:>8} {middle:>16,.0f} {low:>9,.0f} {high:>9,.0f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
