@@ -1,4 +1,4 @@
-"""The command line: ``rayrft run | status | stop | watch``."""
+"""The command line: ``rayrft run | status | stop | watch | data``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Annotated
 
 import typer
 
+from rayrft import data_tool
 from rayrft.config import RunConfig, load_config, parse_override
 from rayrft.errors import RayrftError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.add_typer(data_tool.app, name="data")
 
 
 @app.command()

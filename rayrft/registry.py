@@ -1,10 +1,14 @@
-"""Named pieces that a config refers to: rewards, task sources, workflows, presets."""
+"""Named pieces that a config refers to (rewards, task sources, workflows, losses …), and files that add some."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib
-from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 from rayrft.errors import ConfigError, nearest
 
@@ -19,10 +23,11 @@ class Registry(Generic[T]):
         self._pieces: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Decorator: make the piece known as ``name``. Raises ConfigError where the name is taken."""
+        """Decorator: make the piece known as ``name``. Raises ConfigError where another piece has the name; the same
+        one may be defined again, as when its file is loaded or its notebook cell is run once more."""
 
         def add(piece: T) -> T:
-            if name in self._pieces:
+            if name in self._pieces and _origin(self._pieces[name]) != _origin(piece):
                 raise ConfigError(
                     f"a {self.kind} of this name exists",
                     field=self.kind,
@@ -60,3 +65,35 @@ class Registry(Generic[T]):
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._pieces)
+
+
+def _origin(piece: Any) -> tuple[str, str] | int:
+    """Where a function or class is defined; other pieces are each one of a kind."""
+    return (piece.__module__, piece.__qualname__) if hasattr(piece, "__qualname__") else id(piece)
+
+
+def load_plugins(paths: Iterable[Path]) -> None:
+    """Run Python files that register pieces. A file that was loaded as it stands is not run again.
+
+    Every process that looks pieces up by name loads them. Raises ConfigError with the path and the cause.
+    """
+    for path in paths:
+        try:
+            source = path.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"cannot be read: {error.strerror}", field="plugins", value=str(path)) from None
+        name = f"rayrft_plugin_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
+        digest = hashlib.blake2b(source).hexdigest()
+        if getattr(sys.modules.get(name), "__digest__", None) == digest:
+            continue
+        module = types.ModuleType(name)
+        module.__file__ = str(path)
+        sys.modules[name] = module
+        try:
+            exec(compile(source, str(path), "exec"), module.__dict__)
+        except Exception as error:  # a user's file may raise anything
+            del sys.modules[name]
+            raise ConfigError(
+                f"cannot be loaded: {type(error).__name__}: {error}", field="plugins", value=str(path)
+            ) from error
+        vars(module)["__digest__"] = digest

@@ -25,6 +25,7 @@ ORDER = [
     ["explorer", "trainer"],
     ["monitor"],
     ["core"],
+    ["data_tool"],
     ["cli"],
     ["__main__", "__init__"],
 ]

@@ -1,21 +1,68 @@
-"""Losses, advantages and presets in pure torch: no Ray, no vLLM, no I/O.
+"""The algorithm library, in pure torch: no Ray, no vLLM, no I/O.
 
-Shapes: ``[B, T]`` is one micro-batch of B right-padded sequences of T tokens. Every loss is a *sum* over the
-micro-batch divided by a denominator that is global to the optimiser step (all ranks, all micro-batches), so that
-adding the parts up gives the same loss and gradient however the batch was split.
+An `Algorithm` names one piece from each registry: advantage, policy loss, aggregation, correction, KL, entropy, SFT and
+so on. Every piece is one function, whose docstring gives formula and paper, and whose keyword-only parameters are its
+coefficients. A piece of one's own is registered by decorator, say ``@policy_losses.register("mine")``.
+
+Shapes: ``[T]`` are the tokens of one micro-batch, flat, ``[N]`` its rows (`TokenBatch`). Every loss is a *sum* over the
+micro-batch divided by a denominator that is global to the optimiser step (all ranks, all micro-batches), so that adding
+the parts up gives the same loss and gradient however the batch was split.
 """
 
-from rayrft.algorithms.advantages import group_relative_advantages
+from rayrft.algorithms import clipped, reinforce, turns  # they register their pieces
+from rayrft.algorithms.advantages import Group, group_advantages, group_relative_advantages
+from rayrft.algorithms.aggregation import aggregations
+from rayrft.algorithms.algorithm import Algorithm
+from rayrft.algorithms.batch import PolicyOutput, TokenBatch
+from rayrft.algorithms.corrections import corrections
+from rayrft.algorithms.critic import token_advantages, value_losses
+from rayrft.algorithms.distillation import distillations
+from rayrft.algorithms.entropy import EntropyController, entropies
+from rayrft.algorithms.kl import AdaptiveCoefficient, kls
 from rayrft.algorithms.logprobs import token_logprobs
-from rayrft.algorithms.loss import Denominators, LossParts, TokenBatch
-from rayrft.algorithms.presets import Algorithm, presets
+from rayrft.algorithms.loss import Denominators, LossParts, count
+from rayrft.algorithms.normalisation import Moments, normalise, sum_moments
+from rayrft.algorithms.pieces import Fraction, NonNegative, Positive
+from rayrft.algorithms.preference import preferences
+from rayrft.algorithms.presets import build, presets
+from rayrft.algorithms.ratios import TokenLoss, policy_losses, token_ratio
+from rayrft.algorithms.sft import mu_schedules, sft_losses
 
 __all__ = [
+    "AdaptiveCoefficient",
     "Algorithm",
     "Denominators",
+    "EntropyController",
+    "Fraction",
+    "Group",
     "LossParts",
+    "Moments",
+    "NonNegative",
+    "PolicyOutput",
+    "Positive",
     "TokenBatch",
+    "TokenLoss",
+    "aggregations",
+    "build",
+    "clipped",
+    "corrections",
+    "count",
+    "distillations",
+    "entropies",
+    "group_advantages",
     "group_relative_advantages",
+    "kls",
+    "mu_schedules",
+    "normalise",
+    "policy_losses",
+    "preferences",
     "presets",
+    "reinforce",
+    "sft_losses",
+    "sum_moments",
+    "token_advantages",
     "token_logprobs",
+    "token_ratio",
+    "turns",
+    "value_losses",
 ]

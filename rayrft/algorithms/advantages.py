@@ -1,21 +1,148 @@
-"""Advantages from rewards."""
+"""Advantages from the rewards of one group: the answers to one task, whole and alone.
+
+A group advantage takes ``rewards`` ``[n]`` and a `Group` with whatever else is known; it gives ``[n]``, one advantage
+for all action tokens of a row. It raises ValueError on rewards of another shape.
+
+A group of one has nothing to be compared with: unless an advantage looks at the reward alone, it gives 0 there. (Other
+systems let the lone reward itself through, which praises whatever was sampled.) Deviations have divisor n - 1, as in
+TRL, verl and Trinity-RFT.
+"""
 
 from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from rayrft.algorithms.pieces import Pieces, Positive
+
+
+@dataclass(frozen=True)
+class Group:
+    """What is known of a group besides its rewards; tensors have shape ``[n]``."""
+
+    greedy_reward: float | None = None
+    """Reward of the greedy answer to the same task."""
+    trajectory: Tensor | None = None
+    """int64: which trajectory the row is a step of; None where every row is a trajectory of its own."""
+    turn: Tensor | None = None
+    """int64: place of the step in its trajectory, ascending."""
+    state: Tensor | None = None
+    """int64: the state in which the step was taken; equal states have equal numbers."""
+
+
+class GroupAdvantage(Protocol):
+    def __call__(self, rewards: Tensor, group: Group, /) -> Tensor: ...
+
+
+group_advantages: Pieces[GroupAdvantage] = Pieces("advantage")
+
 
 def group_relative_advantages(rewards: Tensor, *, epsilon: float = 1e-6) -> Tensor:
-    """GRPO: how much better than its own group each answer was (Shao et al. 2024, arXiv:2402.03300, eq. 3).
-
-    ``A_i = (r_i - mean(r)) / (std(r) + epsilon)`` with the unbiased deviation (divisor n - 1).
-
-    rewards: ``[n]``, the rewards of the n answers to one task; returns ``[n]``. A group of one, or one whose rewards
-    are all equal, carries no preference: its advantages are 0. Raises ValueError on another number of dimensions.
-    """
+    """``A_i = (r_i - mean(r)) / (std(r) + epsilon)`` for ``[n]`` rewards; 0 where all are equal. See `grpo`."""
     if rewards.dim() != 1:
         raise ValueError(f"rewards of one group must have shape [n], got {tuple(rewards.shape)}")
     if rewards.numel() < 2 or bool((rewards == rewards[0]).all()):
         return torch.zeros_like(rewards)
     return (rewards - rewards.mean()) / (rewards.std() + epsilon)
+
+
+def centred(rewards: Tensor) -> Tensor:
+    """``r_i - mean(r)`` for ``[n]`` rewards; exactly 0 where all are equal."""
+    if rewards.dim() != 1:
+        raise ValueError(f"rewards of one group must have shape [n], got {tuple(rewards.shape)}")
+    if bool((rewards == rewards[:1]).all()):
+        return torch.zeros_like(rewards)
+    return rewards - rewards.mean()
+
+
+@group_advantages.register("grpo")
+def grpo(rewards: Tensor, group: Group, *, epsilon: Positive = 1e-6) -> Tensor:
+    """GRPO: how much better than its own group each answer was (Shao et al. 2024, arXiv:2402.03300, eq. 3).
+
+    ``A_i = (r_i - mean(r)) / (std(r) + epsilon)``. A group whose rewards are all equal carries no preference: 0.
+    epsilon: 1e-6 as in verl; TRL has 1e-4.
+    """
+    return group_relative_advantages(rewards, epsilon=epsilon)
+
+
+@group_advantages.register("dr_grpo")
+def dr_grpo(rewards: Tensor, group: Group) -> Tensor:
+    """Dr. GRPO: ``A_i = r_i - mean(r)`` (Liu et al. 2025, arXiv:2503.20783). Dividing by the deviation would
+    favour tasks that are nearly solved or nearly hopeless."""
+    return centred(rewards)
+
+
+@group_advantages.register("rloo")
+def rloo(rewards: Tensor, group: Group) -> Tensor:
+    """RLOO: each answer against the mean of the others (Ahmadian et al. 2024, arXiv:2402.14740).
+
+    ``A_i = r_i - 1/(n-1) sum_{j != i} r_j = n/(n-1) (r_i - mean(r))``: the baseline does not depend on the answer, so
+    that the gradient is unbiased.
+    """
+    n = rewards.numel()
+    return centred(rewards) * (n / max(n - 1, 1))
+
+
+@group_advantages.register("reinforce_pp")
+def reinforce_pp(rewards: Tensor, group: Group) -> Tensor:
+    """REINFORCE++: ``A_i = r_i``, which the trainer then normalises over the whole batch (Hu et al. 2025,
+    arXiv:2501.03262; see `rayrft.algorithms.normalisation`). There is no group in it: a group of one gets its reward.
+    """
+    centred(rewards)  # for its check of the shape
+    return rewards
+
+
+@group_advantages.register("reinforce_pp_baseline")
+def reinforce_pp_baseline(rewards: Tensor, group: Group) -> Tensor:
+    """REINFORCE++ with baseline: ``A_i = r_i - mean(r)``, which the trainer then normalises over the whole batch (Hu et
+    al. 2025, arXiv:2501.03262): unlike GRPO's, the deviation is that of all answers to all tasks."""
+    return centred(rewards)
+
+
+@group_advantages.register("remax", needs=["greedy_baseline"])
+def remax(rewards: Tensor, group: Group) -> Tensor:
+    """ReMax: ``A_i = r_i - r_greedy`` (Li et al. 2023, arXiv:2310.10505). Works with a group of one.
+
+    Raises ValueError where ``group.greedy_reward`` is not known.
+    """
+    if group.greedy_reward is None:
+        raise ValueError("remax needs the reward of the greedy answer")
+    centred(rewards)  # for its check of the shape
+    return rewards - group.greedy_reward
+
+
+@group_advantages.register("opmd")
+def opmd(rewards: Tensor, group: Group, *, baseline_tau: Positive = 1.0) -> Tensor:
+    """OPMD: ``A_i = r_i - tau log(1/n sum_j exp(r_j / tau))`` (Pan et al. 2025, arXiv:2505.17826).
+
+    The baseline estimates tau log Z, Z normalising the policy that maximises reward less tau times the KL to the old
+    one: the mean for tau to infinity, the greatest reward for tau to 0. It is never below the mean. 0 where all
+    rewards are equal.
+    """
+    if not bool(centred(rewards).any()):
+        return torch.zeros_like(rewards)
+    baseline = baseline_tau * ((rewards / baseline_tau).logsumexp(0) - math.log(rewards.numel()))
+    return rewards - baseline
+
+
+@group_advantages.register("asymre")
+def asymre(rewards: Tensor, group: Group, *, baseline_shift: float = -0.1) -> Tensor:
+    """AsymRE: ``A_i = r_i - (mean(r) + shift)`` (Arnal et al. 2025, arXiv:2506.20520).
+
+    A shift below 0 leans on successes more than on failures, which is what off-policy REINFORCE without a ratio bears;
+    at 0 or above it collapses. Rewards that are all equal give -shift: such answers are imitated a little. A group of
+    one gives 0.
+    """
+    return centred(rewards) - (baseline_shift if rewards.numel() > 1 else 0.0)
+
+
+@group_advantages.register("accept")
+def accept(rewards: Tensor, group: Group, *, accept_above: float = 0.0) -> Tensor:
+    """Rejection sampling: ``A_i = 1`` where ``r_i > accept_above``, else 0. Looks at the reward alone, so a group of
+    one counts like any other."""
+    centred(rewards)  # for its check of the shape
+    return (rewards > accept_above).to(rewards.dtype)

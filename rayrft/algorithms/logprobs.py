@@ -6,17 +6,20 @@ import torch
 from torch import Tensor
 
 
-def token_logprobs(logits: Tensor, token_ids: Tensor, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+def token_logprobs(
+    logits: Tensor, token_ids: Tensor, *, temperature: float = 1.0, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor]:
     """Log-probability of each token given those before it, and the entropy it was drawn with.
 
     logits: ``[B, T, V]``; token_ids: ``[B, T]``. Returns two ``[B, T]`` tensors, float32 or, for such logits, float64:
     entry t belongs to token t, which logits t - 1 predict; entry 0 is 0, for nothing predicts the first token. The
-    entropy (in nats) carries no gradient. ``temperature`` divides the logits, as the sampler did.
+    entropy (in nats) carries a gradient only where it is asked for. ``temperature`` divides the logits, as the sampler
+    did.
     """
     scaled = logits[:, :-1].to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     logprobs = scaled.log_softmax(-1)
     chosen = logprobs.gather(-1, token_ids[:, 1:, None]).squeeze(-1)
-    with torch.no_grad():
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         entropy = -(logprobs.exp() * logprobs).sum(-1)
     first = chosen.new_zeros(chosen.shape[0], 1)
     return torch.cat([first, chosen], 1), torch.cat([first, entropy], 1)

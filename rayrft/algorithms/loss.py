@@ -1,81 +1,115 @@
-"""What goes into a loss and what comes out of it."""
+"""What comes out of a loss, and what it is divided by."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
 from typing import Self
 
 import torch
 from torch import Tensor
 
+from rayrft.algorithms.batch import TokenBatch
+
 
 @dataclass(frozen=True)
-class TokenBatch:
-    """One micro-batch of right-padded rows; every field but ``expert`` has shape ``[B, T]``.
+class Amount:
+    """How much of a stream one optimiser step holds, over all ranks and micro-batches.
 
-    ``mask`` is 1 on tokens that the policy (or the expert) produced and 0 on prompts, observations and padding.
-    ``expert``, ``[B]`` of bool, sends a row to the SFT stream; the other rows form the RL stream.
-    ``behaviour_logprobs`` are those of the policy that sampled the tokens; expert rows hold zeros there.
+    A stream without tokens contributes nothing, so that its amounts are taken as 1.
     """
 
-    token_ids: Tensor
-    mask: Tensor
-    behaviour_logprobs: Tensor
-    advantages: Tensor
-    expert: Tensor
-
-    @property
-    def policy_mask(self) -> Tensor:
-        """``[B, T]``: action tokens of the RL stream."""
-        return self.mask * (~self.expert)[:, None]
-
-    @property
-    def expert_mask(self) -> Tensor:
-        """``[B, T]``: demonstrated tokens of the SFT stream."""
-        return self.mask * self.expert[:, None]
+    tokens: float
+    sequences: float
 
 
 @dataclass(frozen=True)
 class Denominators:
-    """Action tokens of each stream over all ranks and micro-batches of one optimiser step, counted before the first
-    backward pass. A stream without tokens contributes nothing, so its denominator is taken as 1.
+    """Action tokens and rows of every stream over all ranks and micro-batches of one optimiser step, counted before
+    the first backward pass. Rows without an action token are not counted.
     """
 
-    policy_tokens: float
-    expert_tokens: float
+    policy_tokens: float = 0.0
+    policy_sequences: float = 0.0
+    expert_tokens: float = 0.0
+    expert_sequences: float = 0.0
+    pairs: float = 0.0
 
     def __post_init__(self) -> None:
         for each in fields(self):
             if getattr(self, each.name) < 0:
                 raise ValueError(f"{each.name} must not be negative, got {getattr(self, each.name)}")
 
-    @property
-    def policy(self) -> float:
-        return self.policy_tokens or 1.0
+    @classmethod
+    def of(cls, counts: Tensor) -> Self:
+        """From the sum of what `count` gave for each micro-batch on each rank."""
+        return cls(*counts.tolist())
 
     @property
-    def expert(self) -> float:
-        return self.expert_tokens or 1.0
+    def policy(self) -> Amount:
+        """Of own rows: the policy loss, KL, entropy, distillation and the critic."""
+        return Amount(self.policy_tokens or 1.0, self.policy_sequences or 1.0)
+
+    @property
+    def expert(self) -> Amount:
+        """Of expert rows: SFT."""
+        return Amount(self.expert_tokens or 1.0, self.expert_sequences or 1.0)
 
 
-@dataclass
+def count(batches: Iterable[TokenBatch], device: torch.device | None = None) -> Tensor:
+    """``[5]`` float64: the fields of `Denominators`, in their order, over these micro-batches."""
+    total = torch.zeros(len(fields(Denominators)), dtype=torch.float64, device=device)
+    for batch in batches:
+        own, expert = batch.own(), batch.demonstrated()
+        pairs = batch.paired & (torch.zeros_like(batch.expert) if batch.chosen is None else batch.chosen)
+        parts = [own.mask, own.lengths > 0, expert.mask, expert.lengths > 0, pairs]
+        total += torch.stack([part.sum() for part in parts])
+    return total
+
+
+@dataclass(frozen=True)
 class LossParts:
-    """A micro-batch's share of the step's loss, and the sums that the step's metrics are made of.
+    """A micro-batch's share of the step's loss, and of the sums that the step's metrics are made of; all scalars.
 
-    ``loss`` carries the gradient; ``policy`` and ``sft`` are the unweighted streams (each already over its own global
-    denominator); ``sums`` are masked sums over RL tokens, to be divided by ``Denominators.policy`` once added up.
+    ``loss`` carries the gradient. Each term stands unweighted, over its own global denominator. The last five are sums
+    over own action tokens, to be divided by ``Denominators.policy.tokens`` once added up.
     """
 
     loss: Tensor
     policy: Tensor
+    kl: Tensor
+    entropy_term: Tensor
+    distillation: Tensor
     sft: Tensor
-    sums: dict[str, Tensor] = field(default_factory=dict)
+    preference: Tensor
 
-    def detached(self) -> Self:
-        parts = {name: value.detach() for name, value in self.sums.items()}
-        return type(self)(self.loss.detach(), self.policy.detach(), self.sft.detach(), parts)
+    entropy: Tensor
+    ratio: Tensor
+    logprob_gap: Tensor
+    """``|logprobs - behaviour_logprobs|``"""
+    clipped: Tensor
+    """Tokens on which the policy loss binds the ratio."""
+    correction: Tensor
+    """Weights that make up for the gap between engine and trainer."""
 
+    @classmethod
+    def zero(cls, loss: Tensor) -> Self:
+        """No term yet: ``loss`` is a zero that is joined to the graph."""
+        return cls(loss, *[loss.detach()] * (len(fields(cls)) - 1))
 
-def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """Sum of ``values`` where ``mask`` is 1; masked-out entries may be anything, even infinite."""
-    return torch.where(mask.bool(), values, torch.zeros_like(values)).sum()
+    def add(self, term: str, share: Tensor, weight: float) -> Self:
+        """With a term in its place and ``weight`` times it in the loss."""
+        return replace(self, loss=self.loss + weight * share, **{term: share.detach()})
+
+    def metric(self, name: str, values: Tensor) -> Self:
+        """With the sum of ``values``, zero off the mask, in its place."""
+        return replace(self, **{name: values.detach().sum().to(self.loss.dtype)})
+
+    def stack(self) -> Tensor:
+        """``[fields]``, detached: what is added up over micro-batches and ranks."""
+        return torch.stack([getattr(self, each.name).detach() for each in fields(self)])
+
+    @classmethod
+    def unstack(cls, values: Tensor) -> Self:
+        """From a sum of `stack`."""
+        return cls(*values.unbind())

@@ -1,65 +1,159 @@
-"""Algorithms by name: which loss each row feeds, and what a batch must hold."""
+"""Algorithms by name, and any of them with other pieces or coefficients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
 
-from torch import Tensor
+from rayrft.algorithms.algorithm import REGISTRIES, Algorithm
+from rayrft.algorithms.critic import token_advantages
+from rayrft.algorithms.pieces import NONE, NonNegative, Piece, fault
+from rayrft.errors import ConfigError, nearest
+from rayrft.registry import Registry
 
-from rayrft.algorithms.loss import Denominators, LossParts, TokenBatch, masked_sum
-from rayrft.algorithms.policy_loss import clipped_policy_loss
-from rayrft.algorithms.sft import sft_loss
+presets: Registry[Algorithm] = Registry("algorithm")
+
+for _preset in (
+    # Expert rows.
+    Algorithm("sft", sft="nll"),
+    # Own rows in groups. `grpo` is GRPO as it is run today: the token mean and the higher upper clip of DAPO, no KL.
+    # The paper's own is `aggregation: sequence_mean_token_mean, clip_high: 0.2, kl: k3, kl_coef: 0.04`.
+    Algorithm("grpo", advantage="grpo", policy_loss="ppo"),
+    Algorithm("dr_grpo", advantage="dr_grpo", policy_loss="ppo", aggregation="constant"),
+    # Besides its loss DAPO resamples groups without variance (`explorer.drop_zero_variance`) and gives answers that
+    # were cut off no reward (`reward.truncated`).
+    Algorithm("dapo", advantage="grpo", policy_loss="ppo", coefficients={"clip_low": 0.2, "clip_high": 0.28}),
+    Algorithm("gspo", advantage="grpo", policy_loss="gspo", aggregation="sequence_mean_token_mean"),
+    Algorithm("cispo", advantage="grpo", policy_loss="cispo"),
+    Algorithm("sapo", advantage="grpo", policy_loss="sapo", aggregation="sequence_mean_token_mean"),
+    Algorithm("rloo", advantage="rloo", policy_loss="ppo"),
+    Algorithm("opmd", advantage="opmd", policy_loss="opmd"),
+    Algorithm("kimi", advantage="dr_grpo", policy_loss="kimi", aggregation="sequence_mean_token_mean"),
+    Algorithm("topr", advantage="dr_grpo", policy_loss="topr"),
+    Algorithm("sppo", advantage="dr_grpo", policy_loss="sppo"),
+    Algorithm("asymre", advantage="asymre", policy_loss="reinforce"),
+    Algorithm("rec", advantage="dr_grpo", policy_loss="rec"),
+    Algorithm("raft", advantage="accept", policy_loss="raft"),
+    Algorithm("gigpo", advantage="gigpo", policy_loss="ppo"),
+    # Own rows without groups.
+    Algorithm("reinforce_pp", advantage="reinforce_pp", policy_loss="ppo", normalise_advantages=True),
+    Algorithm("reinforce_pp_baseline", advantage="reinforce_pp_baseline", policy_loss="ppo", normalise_advantages=True),
+    Algorithm("remax", advantage="remax", policy_loss="reinforce"),
+    Algorithm(
+        "ppo",
+        advantage="gae",
+        policy_loss="ppo",
+        value_loss="clipped",
+        normalise_advantages=True,
+        coefficients={"clip_high": 0.2},
+    ),
+    # Own and expert rows.
+    Algorithm("mix", advantage="grpo", policy_loss="ppo", sft="nll"),
+    Algorithm("chord", advantage="grpo", policy_loss="ppo", sft="chord_phi"),
+    Algorithm("chord_mu", advantage="grpo", policy_loss="ppo", sft="nll", mu_schedule="cosine"),
+    # Pairs.
+    Algorithm("dpo", preference="dpo"),
+    Algorithm("ipo", preference="ipo"),
+    # A teacher.
+    Algorithm("distill", distillation="reverse_kl"),
+    Algorithm("jsd", distillation="jsd"),
+):
+    presets.register(_preset.name)(_preset)
+
+_WEIGHTS = {"kl_coef": "kl", "kl_in": "kl", "entropy_coef": "entropy", "distillation_coef": "distillation"}
+"""Fields that mean something only where another one names a piece."""
 
 
-@dataclass(frozen=True)
-class Algorithm:
-    """``loss = (1 - mu) * policy / policy_tokens + mu * sft / expert_tokens``.
+def build(name: str, overrides: Mapping[str, Any] | None = None) -> Algorithm:
+    """The preset of that name with other pieces (``policy_loss: gspo``) or coefficients (``clip_low: 0.1``).
 
-    GRPO is ``mu = 0`` (own rows only), SFT is ``mu = 1`` (expert rows only), and MIX is what lies between: expert rows
-    appear in the SFT term alone, own rows in the policy term alone (MIX as in Trinity-RFT, Pan et al. 2025,
-    arXiv:2505.17826). A stream whose weight is 0 is left out altogether, so the ends are exact.
+    Raises ConfigError on an unknown preset, piece or key, naming the nearest right one; on a coefficient that the
+    algorithm's pieces do not use; and on a value that it cannot have.
     """
-
-    name: str
-    mu: float
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.mu <= 1.0:
-            raise ValueError(f"mu must lie in [0, 1], got {self.mu}")
-
-    @property
-    def needs_expert(self) -> bool:
-        return self.mu > 0.0
-
-    @property
-    def needs_rollouts(self) -> bool:
-        return self.mu < 1.0
-
-    def loss(self, logprobs: Tensor, entropy: Tensor, batch: TokenBatch, over: Denominators) -> LossParts:
-        """This micro-batch's share of the step's loss.
-
-        logprobs ``[B, T]`` with gradient and entropy ``[B, T]`` without, both from `token_logprobs`. Parts of the
-        micro-batches of all ranks add up to the loss of the step.
-        """
-        total = policy = sft = logprobs.sum() * 0.0
-        sums: dict[str, Tensor] = {}
-        if self.needs_rollouts:
-            policy_sum, sums = clipped_policy_loss(logprobs, batch, clip_low=self.clip_low, clip_high=self.clip_high)
-            sums["entropy"] = masked_sum(entropy, batch.policy_mask)
-            policy = policy_sum / over.policy
-            total = total + (1.0 - self.mu) * policy
-        if self.needs_expert:
-            sft = sft_loss(logprobs, batch) / over.expert
-            total = total + self.mu * sft
-        return LossParts(total, policy, sft, sums)
+    overrides = dict(overrides or {})
+    preset = presets.get(name, "algorithm.name")
+    own = {each.name for each in fields(Algorithm)} - {"name", "coefficients"}
+    algorithm = replace(preset, **{key: value for key, value in overrides.items() if key in own})
+    for key in own & set(overrides):
+        _check_field(algorithm, key, overrides[key])
+    pieces = [piece for kind in REGISTRIES if (piece := algorithm.piece(kind)) and _is_used(algorithm, kind)]
+    given = {key: value for key, value in overrides.items() if key not in own}
+    for key, value in given.items():
+        _check_coefficient(algorithm, pieces, own, key, value)
+    if algorithm.policy_loss != NONE and algorithm.advantage == NONE:
+        raise ConfigError(f"policy_loss {algorithm.policy_loss!r} needs one", field="algorithm.advantage", value=NONE)
+    if algorithm.kl_in == "reward" and algorithm.advantage not in token_advantages:
+        raise ConfigError(
+            f"a KL in the reward needs advantages of tokens, and {algorithm.advantage!r} gives one to a whole answer",
+            field="algorithm.kl_in",
+            value="reward",
+            remedy=f"use kl_in: loss, or an advantage of {', '.join(token_advantages)}",
+        )
+    used = {key for piece in pieces for key in piece.coefficients}
+    kept = {key: value for key, value in preset.coefficients.items() if key in used}
+    return replace(algorithm, coefficients={**kept, **given})
 
 
-presets: dict[str, Callable[..., Algorithm]] = {
-    "sft": lambda **pieces: Algorithm("sft", **{**pieces, "mu": 1.0}),
-    "grpo": lambda **pieces: Algorithm("grpo", **{**pieces, "mu": 0.0}),
-    "mix": lambda **pieces: Algorithm("mix", **{"mu": 0.1, **pieces}),
-}
-"""Preset name to constructor; keyword arguments override single pieces (``mu`` where the preset leaves it open)."""
+def _check_field(algorithm: Algorithm, key: str, value: Any) -> None:
+    hint = {
+        "kl_coef": NonNegative,
+        "entropy_coef": NonNegative,
+        "distillation_coef": NonNegative,
+        "normalise_advantages": bool,
+    }.get(key, str)
+    if wrong := fault(value, hint):
+        raise ConfigError(wrong, field=f"algorithm.{key}", value=value)
+    if key in REGISTRIES:
+        algorithm.piece(key)
+        if value != NONE and not _is_used(algorithm, key):
+            raise ConfigError(
+                f"is not used: {algorithm.name!r} has no term that it acts on", field=f"algorithm.{key}", value=value
+            )
+    if key == "kl_in" and value not in ("loss", "reward"):
+        raise ConfigError("must be one of loss, reward", field="algorithm.kl_in", value=value)
+    if key in _WEIGHTS and getattr(algorithm, _WEIGHTS[key]) == NONE:
+        raise ConfigError(
+            f"is not used: {algorithm.name!r} has no {_WEIGHTS[key]} term",
+            field=f"algorithm.{key}",
+            value=value,
+            remedy=f"name one with '{_WEIGHTS[key]}', or leave this out",
+        )
+
+
+def _is_used(algorithm: Algorithm, kind: str) -> bool:
+    """Whether the piece of that field has any effect in this algorithm."""
+    return {
+        "advantage": algorithm.policy_loss != NONE,
+        "correction": algorithm.policy_loss != NONE,
+        "aggregation": algorithm.has_own,
+        "kl": algorithm.has_own,
+        "entropy": algorithm.has_own,
+        "sft_aggregation": algorithm.sft != NONE,
+        "mu_schedule": algorithm.mixes,
+        "value_loss": algorithm.advantage in token_advantages,
+    }.get(kind, True)
+
+
+def _check_coefficient(algorithm: Algorithm, pieces: list[Piece[Any]], own: set[str], key: str, value: Any) -> None:
+    users = [piece for piece in pieces if key in piece.coefficients]
+    if users:
+        if wrong := users[0].fault(key, value):
+            raise ConfigError(wrong, field=f"algorithm.{key}", value=value)
+        return
+    used = {each for piece in pieces for each in piece.coefficients}
+    everywhere = {
+        f"{kind} {name!r}"
+        for kind, registries in REGISTRIES.items()
+        for registry in registries
+        for name in registry
+        if key in registry.get(name).coefficients
+    }
+    if not everywhere:
+        raise ConfigError("unknown key", field=f"algorithm.{key}", value=key, remedy=nearest(key, own | used))
+    raise ConfigError(
+        f"is not used: it belongs to {', '.join(sorted(everywhere))}, which {algorithm.name!r} does not contain",
+        field=f"algorithm.{key}",
+        value=value,
+        remedy=f"its coefficients are {', '.join(sorted(used)) or 'none'}",
+    )

@@ -1,16 +1,79 @@
-"""Supervised fine-tuning on expert rows."""
+"""Losses on demonstrated tokens, and how much they weigh against the policy loss.
+
+A loss takes log-probs ``[T]`` with gradient and the expert rows of a batch, zero off the mask, and gives a loss per
+token. ``MIX = (1 - mu) policy + mu sft``; a schedule gives mu for every optimiser step of a stage.
+"""
 
 from __future__ import annotations
 
+import math
+from typing import Protocol
+
 from torch import Tensor
 
-from rayrft.algorithms.loss import TokenBatch, masked_sum
+from rayrft.algorithms.batch import TokenBatch
+from rayrft.algorithms.pieces import Fraction, Pieces, Steps
 
 
-def sft_loss(logprobs: Tensor, batch: TokenBatch) -> Tensor:
-    """Negative log-likelihood of the demonstrated tokens, ``sum_t -log pi(y_t | x, y_<t)``.
+class SFTLoss(Protocol):
+    def __call__(self, logprobs: Tensor, batch: TokenBatch, /) -> Tensor: ...
 
-    logprobs: ``[B, T]`` with gradient. Returns a scalar sum over the expert rows; divide by the global number of
-    demonstrated tokens for the token mean.
+
+class MuSchedule(Protocol):
+    """The number of optimiser steps already taken in the stage, to mu in [0, 1]."""
+
+    def __call__(self, step: int, /) -> float: ...
+
+
+sft_losses: Pieces[SFTLoss] = Pieces("sft")
+mu_schedules: Pieces[MuSchedule] = Pieces("mu_schedule")
+
+
+@sft_losses.register("nll")
+def nll(logprobs: Tensor, batch: TokenBatch) -> Tensor:
+    """Negative log-likelihood, ``-log pi(y_t | x, y_<t)``."""
+    return -logprobs
+
+
+@sft_losses.register("chord_phi")
+def chord_phi(logprobs: Tensor, batch: TokenBatch) -> Tensor:
+    """CHORD-phi: ``-sg(p_t (1 - p_t)) log pi(y_t)``, ``p_t = pi(y_t)`` (Zhang et al. 2025, arXiv:2508.11408).
+
+    What the policy is sure of teaches it nothing, and what it finds all but impossible would tear it away from itself:
+    both fade. The weight is at most 1/4 and is not renormalised.
     """
-    return masked_sum(-logprobs, batch.expert_mask)
+    p = logprobs.detach().exp()
+    return -p * (1 - p) * logprobs
+
+
+@sft_losses.register("nll_by_probability")
+def nll_by_probability(logprobs: Tensor, batch: TokenBatch) -> Tensor:
+    """``-sg(p_t) log pi(y_t)``: SFT with the importance weight of an expert who is as sure as can be (CHORD's
+    comparison "SFT-IS"; dynamic fine-tuning, Wu et al. 2025, arXiv:2508.05629)."""
+    return -logprobs.detach().exp() * logprobs
+
+
+@mu_schedules.register("constant")
+def constant_mu(step: int, *, mu: Fraction = 0.1) -> float:
+    """The same mu throughout. At 0 and 1 the other stream is left out altogether, so that the ends are exact."""
+    return mu
+
+
+@mu_schedules.register("cosine")
+def cosine_mu(
+    step: int,
+    *,
+    mu_peak: Fraction = 0.9,
+    mu_valley: Fraction = 0.05,
+    mu_warmup_steps: Steps = 0,
+    mu_decay_steps: Steps = 200,
+) -> float:
+    """CHORD-mu: from imitation to exploration (Zhang et al. 2025, arXiv:2508.11408).
+
+    Linear from 0 to ``mu_peak`` over the warm-up, then down to ``mu_valley`` along half a cosine over the decay, where
+    it stays.
+    """
+    if step < mu_warmup_steps:
+        return mu_peak * step / mu_warmup_steps
+    done = (step - mu_warmup_steps) / mu_decay_steps if mu_decay_steps else 1.0
+    return mu_valley + (mu_peak - mu_valley) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from rayrft.buffer.ledger import Ledger
 from rayrft.buffer.log.events import FeedbackNoted, GroupReport
@@ -52,6 +52,8 @@ class LeaseRecord:
     slots: list[int]
     weights: list[float]
     demonstrations: str | None
+    extent: Extent
+    """Of the demonstrations as they were."""
     expert: list[int]
     staleness: list[int]
     rollouts: GroupReport
@@ -69,6 +71,8 @@ class Outstanding:
 @dataclass
 class Book:
     """Everything but the groups. ``run`` is the run that the log belongs to, empty before it began."""
+
+    __pydantic_config__ = ConfigDict(ser_json_inf_nan="constants")  # rewards that were reported may be anything
 
     run: str = ""
     schema: str = ""
@@ -89,6 +93,8 @@ class Book:
     calls: dict[str, tuple[int, list[Ticket]]] = field(default_factory=dict)
     """The last request for tickets of each producer, and what it got."""
     next_sequence: int = 0
+    refused: set[int] = field(default_factory=set)
+    """Keys of groups that came without a ticket and were rejected whole."""
     experts: dict[str, ExpertCursor] = field(default_factory=dict)
     extents: dict[int, dict[int, Extent]] = field(default_factory=dict)
     """By shard and segment."""

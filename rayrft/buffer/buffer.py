@@ -100,13 +100,15 @@ class Buffer:
 
         await self._store.wait_for(lambda: answered() or not book.open or bool(book.ended) or self._may_admit())
         if answered():
-            return book.calls[producer][1]
-        if not book.open or book.ended:
+            tickets = book.calls[producer][1]
+            await self._store.commit()
+        elif not book.open or book.ended:
             return []
-        event = e.Admitted(producer, call, min(count, self._state.capacity), [])
-        tickets: list[Ticket] = self._state.apply(event)
-        await self._store.record(replace(event, tasks=[ticket.task for ticket in tickets]))
-        if not tickets:
+        else:
+            event = e.Admitted(producer, call, min(count, self._state.capacity), [])
+            tickets = self._state.apply(event)
+            await self._store.record(replace(event, tasks=[ticket.task for ticket in tickets]))
+        if not tickets and not book.ended:
             await self._store.commit(e.ProducersEnded("end_of_data"))
         return tickets
 
@@ -133,19 +135,20 @@ class Buffer:
         keys = [group_key(entry.group_id) for entry in entries]
         wanted = [i for i, entry in enumerate(entries) if self._state.expects(keys[i], entry.sequence)]
         if not wanted:
-            return
+            return await self._store.commit()
         # A group with a ticket was given its room when it was admitted.
         if self._store.config.when_full != "wait" or any(entries[i].ticket is None for i in wanted):
-            await self._retention.make_room(sum(entries[i].report.rows for i in wanted), 0, _ROOM_DEADLINE_S)
+            rows, nbytes = sum(entries[i].rows for i in wanted), sum(entries[i].nbytes for i in wanted)
+            await self._retention.make_room(rows, nbytes, _ROOM_DEADLINE_S)
         shard = shard_of(entries[0].group_id, len(self._store.shards))
         message = payload[0] if shard or isinstance(payload[0], pa.Buffer) else await payload[0]
         sync = self._store.config.fsync == "always"
-        done: Appended = await self._store.shards.call(shard, "append", message, wanted, sync=sync)
+        done: Appended = await self._store.shards.call(shard, "append", message, wanted, len(entries), sync=sync)
         stored = [_stored_group(entries[i], keys[i], done, place) for place, i in enumerate(done.groups)]
         events: list[e.Event] = [e.Stored(shard, done.extent, stored)] if stored else []
         for i in sorted(set(wanted) - set(done.groups)):
             dropped = {**entries[i].dropped, **done.faults.get(i, {})}
-            events.append(e.Dropped(entries[i].sequence, dropped, entries[i].report))
+            events.append(e.Dropped(entries[i].sequence, dropped, entries[i].report, keys[i]))
         await self._store.commit(*events)
 
     async def drop(self, ticket: Ticket, dropped: dict[str, int], report: e.GroupReport) -> None:
@@ -178,10 +181,11 @@ class Buffer:
     async def ack(self, step: int) -> None:
         """The step is trained."""
         record = self._state.book.leases.get(step)
-        if record is not None and not record.acked:
-            await self._store.commit(e.Acked(step))
-            self._state.check()
-            await self._retention.release(record.slots)
+        if record is None or record.acked:
+            return await self._store.commit()
+        await self._store.commit(e.Acked(step))
+        self._state.check()
+        await self._retention.release(record.slots)
 
     async def cover(self, step: int) -> None:
         """A checkpoint holds the work of all steps before ``step``: their batches will not be asked for again."""
@@ -190,8 +194,7 @@ class Buffer:
 
     async def requeue(self, step: int) -> None:
         """Give a lease back: its groups wait for another step."""
-        if step in self._state.book.leases:
-            await self._store.commit(e.Requeued(step))
+        await self._store.commit(*([e.Requeued(step)] if step in self._state.book.leases else []))
 
     async def rollback(self, step: int) -> None:
         """The trainer starts again at ``step``: leases from there on are to be trained again, with the same rows."""
@@ -213,7 +216,9 @@ class Buffer:
         batch = unpack(payload[0] if isinstance(payload[0], pa.Buffer) else await payload[0])
         for row, fault in find_faults(batch).items():
             raise DataError(f"row {row} is faulty: {fault}", field=f"demonstrations.{name}")
-        await self._store.commit(e.Loaded(name, await self._experts.write(name, batch)))
+        async with self._store.moving:
+            await self._store.commit(e.Loaded(name, await self._experts.write(name, batch)))
+            await self._experts.sweep()
         return batch.num_rows
 
     async def partition(self, store: str) -> list[tuple[Ref, np.ndarray]]:
@@ -227,7 +232,7 @@ class Buffer:
         if name not in self._state.book.experts:
             known = ["usual", *(f"expert/{each}" for each in self._state.book.experts)]
             raise DataError("no such store", field="store", value=store, remedy=f"one of {known}")
-        block = await self._experts.get(name)
+        block = await self._experts.get(name, self._state.book.experts[name].extent)
         return [(block.ref, np.arange(len(block.tokens)))]
 
     async def stats(self) -> dict[str, Any]:

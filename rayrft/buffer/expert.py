@@ -1,4 +1,7 @@
-"""Demonstrations: rows under a name, in a file of their own, drawn in whole epochs."""
+"""Demonstrations: rows under a name, in a file of their own, drawn in whole epochs.
+
+What is loaded in place of others gets another file: a lease of before asks for the rows that it had.
+"""
 
 from __future__ import annotations
 
@@ -33,23 +36,34 @@ class ExpertBlocks:
         self._blocks: dict[str, ExpertBlock] = {}
 
     async def write(self, name: str, batch: pa.RecordBatch) -> Extent:
-        """Write demonstrations to their file, in place of what was there."""
+        """Write demonstrations to their file."""
         data = SCHEMA.serialize().to_pybytes() + batch.serialize().to_pybytes()
-        await asyncio.to_thread(self._storage.write, expert_file(name), data)
-        self._blocks.pop(name, None)
-        return Extent(0, batch.num_rows, len(data), zlib.crc32(data))
+        extent = Extent(0, batch.num_rows, len(data), zlib.crc32(data))
+        await asyncio.to_thread(self._storage.write, expert_file(name, extent), data)
+        return extent
 
-    async def get(self, name: str) -> ExpertBlock:
+    async def get(self, name: str, extent: Extent) -> ExpertBlock:
         """The demonstrations of that name, read from their file where they are not in the object store."""
         import ray
 
-        if name not in self._blocks:
-            extent = self._book.experts[name].extent
-            batch = await asyncio.to_thread(read_rows, self._storage, expert_file(name), extent)
+        file = expert_file(name, extent)
+        if file not in self._blocks:
+            batch = await asyncio.to_thread(read_rows, self._storage, file, extent)
             tokens = batch.column("token_ids").value_lengths().to_numpy()
-            self._blocks[name] = ExpertBlock(ray.put(batch.serialize()), tokens)
-        return self._blocks[name]
+            self._blocks[file] = ExpertBlock(ray.put(batch.serialize()), tokens)
+        return self._blocks[file]
+
+    async def sweep(self) -> None:
+        """Delete demonstrations that others took the place of, once no lease has any of them."""
+        leases = self._book.leases.values()
+        needed = {expert_file(name, each.extent) for name, each in self._book.experts.items()}
+        needed |= {expert_file(each.demonstrations, each.extent) for each in leases if each.demonstrations}
+        files = await asyncio.to_thread(self._storage.files)
+        for file in files.keys() - needed:
+            if file.startswith("expert-"):
+                self._blocks.pop(file, None)
+                await asyncio.to_thread(self._storage.delete, file)
 
 
-def expert_file(name: str) -> str:
-    return f"expert-{name}.arrow"
+def expert_file(name: str, extent: Extent) -> str:
+    return f"expert-{name}-{extent.crc:08x}.arrow"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 
 import numpy as np
@@ -22,18 +21,20 @@ class Feedback:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._lock = asyncio.Lock()
 
     async def give(self, experience_id: str, reward: float | None, labels: dict[str, str]) -> None:
         """See `Buffer.feedback`."""
-        async with self._lock:
+        try:
+            "".join([experience_id, *labels, *labels.values()]).encode()
+        except UnicodeEncodeError as error:
+            raise DataError(f"not valid Unicode: {error.reason}", field="feedback", value=error.object) from None
+        async with self._store.moving:
             slot = self._find(experience_id)
             if self._ready(slot):
                 moved = await self._rewrite(slot, experience_id, reward, labels)
                 # While it was being written, a step may have taken the group as it was.
                 if self._ready(slot):
-                    await self._store.commit(moved)
-                    return
+                    return await self._store.commit(*moved)
             await self._refuse(slot, experience_id, reward, labels)
 
     def _find(self, experience_id: str) -> int:
@@ -53,13 +54,18 @@ class Feedback:
         groups = self._store.state.groups
         return groups.fate[slot] == Fate.READY and not groups.uses[slot]
 
-    async def _rewrite(self, slot: int, experience_id: str, reward: float | None, labels: dict[str, str]) -> e.Moved:
+    async def _rewrite(
+        self, slot: int, experience_id: str, reward: float | None, labels: dict[str, str]
+    ) -> list[e.Event]:
         shard = int(self._store.state.groups.shard[slot])
         batch: pa.RecordBatch = await self._store.shards.call(shard, "read", [self._store.span(slot)])
-        rows = change(from_batch(batch), experience_id, reward, labels)
+        before = from_batch(batch)
+        rows = change(before, experience_id, reward, labels)
+        if rows is before:
+            return []
         sync = self._store.config.fsync == "always"
         done = await self._store.shards.call(shard, "append", to_batch(rows).serialize(), sync=sync)
-        return e.Moved(shard, done.extent, [slot], done.row, score=float(done.scores[0]))
+        return [e.Moved(shard, done.extent, [slot], done.row, score=float(done.scores[0]))]
 
     async def _refuse(self, slot: int, experience_id: str, reward: float | None, labels: dict[str, str]) -> None:
         groups = self._store.state.groups
@@ -78,7 +84,8 @@ class Feedback:
 def change(
     rows: list[Experience], experience_id: str, reward: float | None, labels: dict[str, str]
 ) -> list[Experience]:
-    """A group with feedback on one of its rows, its advantages computed anew where the reward changed.
+    """A group with feedback on one of its rows, its advantages computed anew where the reward changed; the list itself
+    where the row says so already.
 
     Raises DataError when the row is not there or a reward is not a number.
     """
@@ -86,10 +93,13 @@ def change(
     if not places:
         known = f"its rows: {[row.experience_id for row in rows]}"
         raise DataError("its group has no such row", field="experience_id", value=experience_id, remedy=known)
-    row = rows[places[0]]
-    row = dataclasses.replace(row, labels={**row.labels, **labels}, reward=row.reward if reward is None else reward)
+    was = rows[places[0]]
+    said, reward = was.labels | labels, was.reward if reward is None else float(np.float32(reward))
+    if (said, reward) == (was.labels, was.reward):
+        return rows
+    row = dataclasses.replace(was, labels=said, reward=reward)
     rows = [*rows[: places[0]], row, *rows[places[0] + 1 :]]
-    if reward is not None:
+    if reward != was.reward:
         rows = with_advantages(rows)
     if faults := find_faults(to_batch(rows)):
         raise DataError(next(iter(faults.values())), field="feedback", value=reward)

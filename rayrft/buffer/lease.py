@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 
@@ -56,19 +56,14 @@ class Unit:
 
 
 def deal(units: list[Unit], world_size: int) -> tuple[BatchShare, ...]:
-    """Shares of nearly equal tokens; within a share, rows by block."""
+    """Shares of nearly equal tokens, each in the order in which the units are given, however these lie in blocks."""
     shares = []
     for items in balance([unit.tokens for unit in units], world_size):
-        by_block: dict[Ref, list[Unit]] = defaultdict(list)
-        for item in items:
-            by_block[units[item].ref].append(units[item])
-        parts = tuple(
-            Part(
-                ref,
-                np.concatenate([np.arange(unit.row, unit.row + unit.rows, dtype=np.int32) for unit in block]),
-                np.repeat(np.array([unit.weight for unit in block], np.float32), [unit.rows for unit in block]),
-            )
-            for ref, block in by_block.items()
-        )
-        shares.append(BatchShare(parts, sum(units[item].tokens for item in items)))
+        parts = []
+        for ref, run in groupby((units[item] for item in items), key=lambda unit: unit.ref):
+            block = list(run)
+            rows = np.concatenate([np.arange(unit.row, unit.row + unit.rows, dtype=np.int32) for unit in block])
+            weights = np.array([unit.weight for unit in block], np.float32)
+            parts.append(Part(ref, rows, np.repeat(weights, [unit.rows for unit in block])))
+        shares.append(BatchShare(tuple(parts), sum(units[item].tokens for item in items)))
     return tuple(shares)

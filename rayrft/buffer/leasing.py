@@ -39,6 +39,8 @@ class Leasing:
             if record is None:
                 await self._store.commit(await self._next(step, deadline_s))
                 record = self._store.state.book.leases[step]
+            else:
+                await self._store.commit()
         return await self._deal(record, world_size, time.monotonic() - started)
 
     async def _next(self, step: int, deadline_s: float) -> e.Leased:
@@ -108,12 +110,12 @@ class Leasing:
     async def _deal(self, record: LeaseRecord, world_size: int, waited_s: float) -> Lease:
         groups = self._store.state.groups
         weights = dict(zip(record.slots, record.weights, strict=True))
-        # In the order in which they lie: then it is the same after a restart, however blocks were cut.
-        slots = sorted(record.slots, key=lambda slot: (*groups.place(slot), int(groups.row[slot])))
+        # In order of arrival: then it is the same after a restart, however blocks were cut and groups were moved.
+        slots = sorted(record.slots, key=lambda slot: int(groups.order[slot]))
         blocks = await self._store.blocks(slots)
         units = [Unit(*blocks[slot], int(groups.rows[slot]), int(groups.tokens[slot]), weights[slot]) for slot in slots]
         if record.demonstrations is not None:
-            expert = await self._experts.get(record.demonstrations)
+            expert = await self._experts.get(record.demonstrations, record.extent)
             units += [Unit(expert.ref, row, 1, int(expert.tokens[row])) for row in record.expert]
         return Lease(
             record.step,

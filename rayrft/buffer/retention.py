@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import numpy as np
 
 from rayrft.buffer.groups import Fate
@@ -22,7 +20,6 @@ class Retention:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._moving = asyncio.Lock()
 
     @property
     def full(self) -> bool:
@@ -59,7 +56,7 @@ class Retention:
         """Bring the log within its bound: delete segments that hold nothing, oldest first; then rewrite sparse ones."""
         if self._store.log_bytes <= self._store.config.log_bytes:
             return
-        async with self._moving:
+        async with self._store.moving:
             await self._delete_dead()
             if self._store.log_bytes > self._store.config.log_bytes:
                 await self._rewrite_sparse()
@@ -110,7 +107,7 @@ class Retention:
     async def _delete_dead(self) -> None:
         needed, extents = self._needed(), self._store.state.book.extents
         excess = self._store.log_bytes - self._store.config.log_bytes
-        for shard, segments in extents.items():
+        for shard, segments in list(extents.items()):
             newest = max(segments)
             dead = []
             for segment in sorted(segments):

@@ -74,7 +74,8 @@ class State:
 
     def expects(self, key: int, sequence: int | None) -> bool:
         """Whether a group would be new: not one that came before and is sent again."""
-        return self.groups.find(key) is None and (sequence is None or sequence in self.book.outstanding)
+        known = key in self.book.refused if sequence is None else sequence not in self.book.outstanding
+        return not known and self.groups.find(key) is None
 
     def choose(self, step: int) -> list[int] | None:
         """Slots of the groups that the schedule gives a step, or None while it has to wait."""

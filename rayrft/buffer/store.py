@@ -52,17 +52,22 @@ class Store:
         self._check_run(run, location)
         self.state.fill_pool(self.new_pool)
         self.shards = Shards(
-            Shard(self.storage.folder("shard-0").location, config),
+            Shard(self.storage.folder("shard-0"), config),
             others,
             lambda shard: list(self.state.book.extents.get(shard, {}).values()),
         )
         self._log = GroupCommit(self._journal, config, self.state.to_snapshot, self._sync_rows)
+        self.moving = asyncio.Lock()
+        """Held by who writes groups elsewhere or deletes segments, from the look at where rows lie to the event."""
         self._changed = asyncio.Condition()
         self._torn_bytes = recovered.torn_bytes
         self.recovery_s = time.perf_counter() - started
 
     async def commit(self, *events: e.Event) -> None:
-        """Apply events, write them to the journal, and wake who waits. Raises StorageError."""
+        """Apply events, write them to the journal, and wake who waits; with none, only wait for those before.
+
+        Who is told that something was done already must know that it will be so after a restart. Raises StorageError.
+        """
         self._log.check()
         for event in events:
             self.state.apply(event)

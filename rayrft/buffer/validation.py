@@ -102,7 +102,7 @@ class _MaskCounts:
     """How many action tokens lie before each place, so that any stretch is counted by one subtraction."""
 
     def __init__(self, column: pa.ListArray) -> None:
-        self._before = np.concatenate([[0], np.cumsum(_values(column) != 0)])
+        self._before = np.concatenate([[0], np.cumsum(_values(column) != 0, dtype=np.int32)])
         offsets = column.offsets.to_numpy().astype(np.int64)
         self._starts = (offsets - offsets[0])[:-1]
         self.total = self._before[offsets[1:] - offsets[0]] - self._before[self._starts]

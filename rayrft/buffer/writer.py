@@ -16,6 +16,8 @@ from rayrft.buffer.schedule import Ticket
 _INLINE_BYTES = 64 << 10
 """A smaller message travels inside the call; a larger one lies in the object store and its reference travels."""
 
+_CALL_BYTES = 4 << 20
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -25,6 +27,8 @@ class Entry:
     ticket: Ticket | None
     report: GroupReport
     dropped: dict[str, int]
+    rows: int
+    nbytes: int
 
     @property
     def sequence(self) -> int | None:
@@ -69,8 +73,9 @@ class BufferWriter:
         Raises DataError when the rows are not of the experience schema, StorageError when the log cannot be written.
         """
         check_schema(batch.schema)
-        report = GroupReport(rows=batch.num_rows) if report is None else report
-        entry = Entry(batch.column("group_id")[0].as_py(), ticket, report, dropped or {})
+        rows, nbytes = batch.num_rows, batch.nbytes
+        report = GroupReport(rows=rows) if report is None else report
+        entry = Entry(batch.column("group_id")[0].as_py(), ticket, report, dropped or {}, rows, nbytes)
         done = asyncio.get_running_loop().create_future()
         self._waiting.append((entry, batch, done))
         if self._sender is None or self._sender.done():
@@ -79,11 +84,20 @@ class BufferWriter:
 
     async def _send(self) -> None:
         while self._waiting:
-            sent, self._waiting = self._waiting, []
+            sent = self._next()
             by_shard: dict[int, list[_Waiting]] = {}
             for each in sent:
                 by_shard.setdefault(shard_of(each[0].group_id, self._shards), []).append(each)
             await asyncio.gather(*(self._call(part) for part in by_shard.values()))
+
+    def _next(self) -> list[_Waiting]:
+        """What goes with the next call: all that waits, up to a size that is copied at little cost."""
+        count, nbytes = 0, 0
+        while count < len(self._waiting) and nbytes < _CALL_BYTES:
+            nbytes += self._waiting[count][0].nbytes
+            count += 1
+        sent, self._waiting = self._waiting[:count], self._waiting[count:]
+        return sent
 
     async def _call(self, sent: list[_Waiting]) -> None:
         import ray

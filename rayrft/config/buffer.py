@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rayrft.config.base import Section
 
@@ -69,6 +70,17 @@ class BufferConfig(Section):
     ``never``, whatever the operating system had not written."""
     fsync_s: float = Field(1.0, gt=0)
 
+    @field_validator("storage")
+    @classmethod
+    def _absolute(cls, storage: str | None) -> str | None:
+        # Actors do not share the driver's working directory.
+        return storage if storage is None or "://" in storage else str(Path(storage).expanduser().absolute())
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether anything is decided by a group's score."""
+        return self.sampler.name not in ("fifo", "uniform") or self.when_full == "evict_lowest_priority"
+
     @model_validator(mode="after")
     def _sizes(self) -> BufferConfig:
         if self.log_bytes < 2 * self.segment_bytes:
@@ -76,3 +88,9 @@ class BufferConfig(Section):
                 f"log_bytes {self.log_bytes} must hold at least two segments of segment_bytes {self.segment_bytes}"
             )
         return self
+
+
+def join(location: str, name: str) -> str:
+    """The path or URI of what is called ``name`` in a folder; the options behind the ``?`` of a URI stay behind it."""
+    path, mark, options = location.partition("?") if "://" in location else (location, "", "")
+    return f"{path.rstrip('/')}/{name}{mark}{options}"

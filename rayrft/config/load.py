@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from rayrft.config.run import RunConfig
 from rayrft.errors import ConfigError, nearest
+from rayrft.registry import load_plugins
 
 
 def load_config(source: str | Path | dict[str, Any] | RunConfig, overrides: dict[str, Any] | None = None) -> RunConfig:
@@ -19,11 +20,13 @@ def load_config(source: str | Path | dict[str, Any] | RunConfig, overrides: dict
     source: a YAML file, a dictionary, or a config. overrides: dotted key to value; a number in the key picks from a
     list (``stages.0.steps``), and so does the name of an entry (``stages.mix.steps``).
 
-    Raises ConfigError, with the field, its value and the remedy, on anything that is wrong with it.
+    Its ``plugins`` are loaded into this process. Raises ConfigError, with the field, its value and the remedy, on
+    anything that is wrong with it.
     """
     raw = _read(source)
     for key, value in (overrides or {}).items():
         _assign(raw, key, value)
+    _load_plugins(raw.get("plugins"))
     try:
         return RunConfig.model_validate(raw)
     except ValidationError as error:
@@ -41,6 +44,12 @@ def parse_override(text: str) -> tuple[str, Any]:
 def dump_config(config: RunConfig) -> str:
     """The complete config as YAML, defaults included."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def _load_plugins(paths: Any) -> None:
+    """Before validation, which looks up what they register. Anything but a list of paths is left to validation."""
+    if isinstance(paths, list) and all(isinstance(path, str) for path in paths):
+        load_plugins(Path(path).expanduser().absolute() for path in paths)
 
 
 def _read(source: str | Path | dict[str, Any] | RunConfig) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from rayrft.config.base import Section
-from rayrft.config.buffer import BufferConfig
+from rayrft.config.buffer import BufferConfig, join
 from rayrft.config.data import RewardConfig
 from rayrft.config.demonstrations import DemonstrationsConfig
 from rayrft.config.explorer import ExplorerConfig
@@ -38,12 +38,20 @@ class RunConfig(Section):
     stages: list[StageConfig] = Field(min_length=1)
     evaluation: EvaluationConfig = EvaluationConfig()
     monitor: MonitorConfig = MonitorConfig()
+    plugins: list[Path] = Field(default_factory=list)
+    """Python files that register pieces of your own: losses, advantages, rewards, workflows … On a cluster they lie
+    where every node finds them."""
 
     @field_validator("storage")
     @classmethod
     def _absolute(cls, storage: Path) -> Path:
         # Actors do not share the driver's working directory.
         return storage.expanduser().absolute()
+
+    @field_validator("plugins")
+    @classmethod
+    def _all_absolute(cls, plugins: list[Path]) -> list[Path]:
+        return [path.expanduser().absolute() for path in plugins]
 
     @property
     def folder(self) -> Path:
@@ -52,7 +60,7 @@ class RunConfig(Section):
     @property
     def buffer_location(self) -> str:
         """Where the Buffer's log lies: a path or URI."""
-        return f"{self.buffer.storage.rstrip('/')}/{self.name}" if self.buffer.storage else str(self.folder / "buffer")
+        return join(self.buffer.storage, self.name) if self.buffer.storage else str(self.folder / "buffer")
 
     @property
     def sync_backend(self) -> Literal["gloo", "nccl", "ipc"]:

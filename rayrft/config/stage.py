@@ -2,38 +2,54 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from rayrft.config.base import Section
 from rayrft.config.trainer import OptimizerConfig
+from rayrft.errors import ConfigError
 
 if TYPE_CHECKING:
     from rayrft.algorithms import Algorithm
 
 
+_NOT_SERVED = {
+    "reference": "a reference model",
+    "critic": "a critic",
+    "pairs": "preference pairs",
+    "proximal": "the trainer's own log-probs from before the update",
+    "teacher": "a teacher's log-probs",
+    "teacher_candidates": "a teacher's log-probs of its likeliest tokens",
+    "greedy_baseline": "a greedy answer to every task",
+    "states": "the state in which each step was taken",
+}
+"""What pieces may need and no run can supply. A need that is served is not in here."""
+
+
 class AlgorithmConfig(Section):
-    """A preset and the pieces that override it; see `rayrft.algorithms.presets`."""
+    """A preset by name. Every other key overrides one of its pieces (``policy_loss: gspo``) or coefficients
+    (``clip_low: 0.1``); see `rayrft.algorithms.presets` and `rayrft.algorithms.algorithm.Algorithm`."""
 
-    name: Literal["sft", "grpo", "mix"]
-    mu: float | None = Field(None, ge=0, le=1)
-    """mix: weight of the SFT stream."""
-    clip_low: float = Field(0.2, gt=0, lt=1)
-    clip_high: float = Field(0.28, gt=0)
+    # The other keys are the pieces' own: `build` refuses those that no piece takes.
+    model_config = ConfigDict(extra="allow")
 
-    @model_validator(mode="after")
-    def _mu_belongs_to_mix(self) -> AlgorithmConfig:
-        if self.mu is not None and self.name != "mix":
-            raise ValueError(f"mu belongs to 'mix'; {self.name!r} fixes it")
-        return self
+    name: str
 
     def build(self) -> Algorithm:
+        """Raises ConfigError on an unknown name or key, an unfit value, and a piece that no run can serve."""
         # Here, not above: actors that only carry the config need not load torch.
-        from rayrft.algorithms import presets
+        from rayrft.algorithms import build
 
-        pieces = self.model_dump(exclude={"name"}, exclude_none=True)
-        return presets[self.name](**pieces)
+        algorithm = build(self.name, self.model_extra)
+        for need, piece in algorithm.needs().items():
+            if need in _NOT_SERVED:
+                raise ConfigError(
+                    f"{piece} needs {_NOT_SERVED[need]}, which runs do not supply",
+                    field="algorithm",
+                    value=self.name,
+                )
+        return algorithm
 
 
 class StageConfig(Section):
@@ -47,7 +63,7 @@ class StageConfig(Section):
     group_size: int = Field(8, ge=1)
     """Answers sampled per task."""
     expert_share: float | None = Field(None, ge=0, le=1)
-    """Share of the batch that is expert rows; 1 for sft, 0 for grpo, to be given for mix."""
+    """Share of the batch that is expert rows; 1 for sft, 0 for grpo, to be given where both are trained on (mix)."""
     demonstrations: str | None = None
     """Which entry of ``demonstrations`` the expert rows come from."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -58,15 +74,19 @@ class StageConfig(Section):
 
     @model_validator(mode="after")
     def _batch_arithmetic(self) -> StageConfig:
-        build = self.algorithm.build()
-        if self.algorithm.name == "mix" and self.expert_share is None:
-            raise ValueError(f"stage {self.name!r}: mix needs expert_share, the share of the batch that is expert rows")
-        if self.algorithm.name != "mix" and self.expert_share not in (None, build.mu):
-            raise ValueError(f"stage {self.name!r}: expert_share is fixed at {build.mu:g} by {self.algorithm.name!r}")
-        if build.needs_expert and not self.demonstrations:
+        try:
+            build = self.algorithm.build()
+        except ConfigError as error:
+            raise ValueError(f"stage {self.name!r}: {error}") from None
+        name = self.algorithm.name
+        if build.mixes and self.expert_share is None:
             raise ValueError(
-                f"stage {self.name!r}: {self.algorithm.name} needs 'demonstrations', where its expert rows are"
+                f"stage {self.name!r}: {name} needs expert_share, the share of the batch that is expert rows"
             )
+        if not build.mixes and self.expert_share not in (None, build.mu()):
+            raise ValueError(f"stage {self.name!r}: expert_share is fixed at {build.mu():g} by {name!r}")
+        if build.needs_expert and not self.demonstrations:
+            raise ValueError(f"stage {self.name!r}: {name} needs 'demonstrations', where its expert rows are")
         share = self.batch_size * self._share
         if abs(share - round(share)) > 1e-6:
             raise ValueError(
@@ -74,9 +94,9 @@ class StageConfig(Section):
                 f"not a whole number; expert_share {round(share) / self.batch_size:.6g} would be {round(share)}"
             )
         if build.needs_expert and not self.expert_rows:
-            raise ValueError(f"stage {self.name!r}: mu is {build.mu:g} but the batch holds no expert rows")
+            raise ValueError(f"stage {self.name!r}: mu is {build.mu():g} but the batch holds no expert rows")
         if build.needs_rollouts and not self.usual_rows:
-            raise ValueError(f"stage {self.name!r}: mu is {build.mu:g} but the batch holds no own rows")
+            raise ValueError(f"stage {self.name!r}: mu is {build.mu():g} but the batch holds no own rows")
         if self.usual_rows % self.group_size:
             near = max(1, round(self.usual_rows / self.group_size)) * self.group_size
             raise ValueError(
@@ -88,7 +108,7 @@ class StageConfig(Section):
 
     @property
     def _share(self) -> float:
-        return self.algorithm.build().mu if self.expert_share is None else self.expert_share
+        return self.algorithm.build().mu() if self.expert_share is None else self.expert_share
 
     @property
     def expert_rows(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.experience import pack, to_batch
 from rayrft.buffer.log.shard import Shard
+from rayrft.buffer.log.storage import Storage
 from rayrft.config import RunConfig
 from rayrft.core.placement import Placement, plan_placement
 from rayrft.core.prepare import Prepared
@@ -33,11 +35,12 @@ class Cast:
 
     def watches(self) -> dict[str, Awaitable[Any]]:
         """For every actor a call that ends only when the actor fails."""
-        actors = {"buffer": self.buffer, "trainer": self.trainer}
+        actors = {"trainer": self.trainer}
         if self.explorer is not None and self.weight_sync is not None:
             actors |= {"explorer": self.explorer, "weight_sync": self.weight_sync}
         actors |= {f"engine-{index}": engine for index, engine in enumerate(self.engines)}
-        return {name: actor.watch.remote() for name, actor in actors.items()}
+        watches = {name: actor.watch.remote() for name, actor in actors.items()}
+        return {**watches, "buffer": _until_dead_for_good(self.buffer)}
 
 
 def hire(config: RunConfig, prepared: Prepared, placement: Placement) -> Cast:
@@ -61,7 +64,7 @@ def hire(config: RunConfig, prepared: Prepared, placement: Placement) -> Cast:
         buffer,
         ray.put(prepared.tasks),
         ray.put(prepared.held_out),
-        _Starter(reward_worker, config.reward),
+        _Starter(reward_worker, config.reward, config.plugins),
     )
     weight_sync = placement.actor(WeightSync, "weight_sync", name="weight_sync").remote(
         config.weight_sync, config.sync_backend, trainer, engines, engine.tensor_parallel, _probe(prepared)
@@ -72,8 +75,8 @@ def hire(config: RunConfig, prepared: Prepared, placement: Placement) -> Cast:
 def _hire_buffer(config: RunConfig, prepared: Prepared, placement: Placement) -> Any:
     """The Buffer, which comes back when it dies, and the shards besides the first."""
     shards = [
-        placement.actor(Shard, "buffer", name=f"shard-{number}", bundle=number, restarts=True).remote(
-            f"{config.buffer_location}/shard-{number}", config.buffer
+        placement.actor(Shard, "buffer", name=f"shard-{number}", bundle=number, restarts=True, retries=-1).remote(
+            Storage(config.buffer_location).folder(f"shard-{number}"), config.buffer
         )
         for number in range(1, config.buffer.shards)
     ]
@@ -93,6 +96,7 @@ async def start(cast: Cast, config: RunConfig, prepared: Prepared) -> None:
         prepared.model,
         config.model.dtype,
         config.explorer.sampling.temperature,
+        config.plugins,
     )
     starting = [cast.trainer.start.remote(config.folder, setup)]
     for index, each in enumerate(cast.engines):
@@ -114,15 +118,26 @@ async def start(cast: Cast, config: RunConfig, prepared: Prepared) -> None:
         await cast.weight_sync.connect.remote()
 
 
+async def _until_dead_for_good(actor: Any) -> None:
+    """Ends only when an actor that Ray starts again fails to come back."""
+    from ray.exceptions import ActorUnavailableError
+
+    while True:
+        await actor.pid.remote()  # it is up
+        with contextlib.suppress(ActorUnavailableError):
+            await actor.watch.options(max_task_retries=0).remote()
+
+
 @dataclass(frozen=True)
 class _Starter:
     """Makes a reward worker in its placement group; travels to the Explorer, which replaces workers that hang."""
 
     actor_class: Any
     config: Any
+    plugins: Any
 
     def __call__(self) -> Any:
-        return self.actor_class.remote(self.config)
+        return self.actor_class.remote(self.config, self.plugins)
 
 
 def _probe(prepared: Prepared) -> list[list[int]]:

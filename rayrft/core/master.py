@@ -28,6 +28,7 @@ from rayrft.errors import LeaseEnded, RayrftError
 from rayrft.explorer.evaluation import Evaluation
 from rayrft.monitor.records import Record, StepRecord
 from rayrft.monitor.verdict import verdict
+from rayrft.registry import load_plugins
 from rayrft.trainer.commands import Load, OpenStage, Save, Train
 from rayrft.trainer.learner import StepResult
 
@@ -42,6 +43,7 @@ class Master:
     """The actor. ``run`` is the whole run; everything else may be called while it is under way."""
 
     def __init__(self, config: RunConfig) -> None:
+        load_plugins(config.plugins)
         self._config = config
         self._recorder = Recorder(config)
         self._stop = asyncio.Event()

@@ -14,6 +14,7 @@ from rayrft.config import RunConfig, load_config
 from rayrft.core.placement import NAMESPACE, Placement, actor_name, check_placement, plan_placement, show_plan
 from rayrft.core.prepare import prepare
 from rayrft.core.recorder import write_summary
+from rayrft.core.run_data import RunData
 from rayrft.core.supervision import root_cause
 from rayrft.errors import ActorDied, PlacementError, RunNotFound, nearest
 from rayrft.monitor.progress import line
@@ -87,7 +88,7 @@ def connect() -> None:
         ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
 
 
-class Run:
+class Run(RunData):
     """A run under way or ended."""
 
     def __init__(
@@ -170,7 +171,8 @@ class Run:
         for name in _named_actors(actor_name(self.name, "")):
             with contextlib.suppress(ValueError):  # it died since it was listed
                 actors.append(ray.get_actor(name, namespace=NAMESPACE))
-        watches = [actor.watch.remote() for actor in actors]
+        # Without retries, for the Buffer's calls are otherwise made again, and Ray would say so.
+        watches = [actor.watch.options(max_task_retries=0).remote() for actor in actors]
         for actor in actors:
             ray.kill(actor)
         if watches:

@@ -17,6 +17,7 @@ from rayrft.explorer.evaluation import Evaluation
 from rayrft.explorer.router import Router
 from rayrft.explorer.scoring import apply_rewards, assign_advantages
 from rayrft.explorer.workflow import ModelClient, PromptTooLong, workflows
+from rayrft.registry import load_plugins
 from rayrft.rewards.worker import RewardPool
 
 _FAILURES_IN_A_ROW = 32
@@ -60,6 +61,7 @@ class Explorer:
         held_out: list[Task],
         start_reward: Any,
     ) -> None:
+        load_plugins(config.plugins)
         self._config = config
         self._tokenizer = ChatTokenizer(model)
         self._router = Router(engines)
@@ -158,7 +160,8 @@ class Explorer:
         with self._scoring:
             results = await self._rewards.score(task, [row.turns[-1]["content"] for row in rows])
         scored = apply_rewards(rows, results, self._config.reward)
-        scored = assign_advantages(scored, drop_zero_variance=self._config.explorer.drop_zero_variance)
+        algorithm, drop = stage.algorithm.build(), self._config.explorer.drop_zero_variance
+        scored = assign_advantages(scored, algorithm, drop_zero_variance=drop)
         if scored.rows:
             batch = to_batch(scored.rows)
             await self._writer.put(batch, scored.report, ticket=ticket, dropped=dict(scored.dropped))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from rayrft.algorithms import group_relative_advantages
+from rayrft.algorithms import Algorithm, Group
 from rayrft.buffer.experience import Experience
 from rayrft.buffer.log.events import GroupReport
 from rayrft.config.data import RewardConfig
@@ -55,12 +55,13 @@ def apply_rewards(rows: list[Experience], results: list[RewardResult], config: R
     return ScoredGroup(kept, dropped, report, unknown, values)
 
 
-def assign_advantages(group: ScoredGroup, *, drop_zero_variance: bool) -> ScoredGroup:
-    """Group-relative advantages, the same on every action token of a row. A group without variance has no gradient."""
+def assign_advantages(group: ScoredGroup, algorithm: Algorithm, *, drop_zero_variance: bool) -> ScoredGroup:
+    """The algorithm's advantages, the same on every action token of a row. A group where all are 0, for want of
+    variance in its rewards, has no gradient."""
     if not group.rows:
         return group
-    advantages = group_relative_advantages(torch.tensor(group.rewards, dtype=torch.float64)).tolist()
-    if drop_zero_variance and not any(advantages):
+    advantages = algorithm.group_advantages(torch.tensor(group.rewards, dtype=torch.float64), Group()).tolist()
+    if drop_zero_variance and algorithm.is_idle_at_zero and not any(advantages):
         dropped = group.dropped + Counter(zero_variance=len(group.rows))
         return dataclasses.replace(group, rows=[], dropped=dropped)
     rows = [

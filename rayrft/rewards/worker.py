@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from rayrft.buffer.experience import Task
 from rayrft.config.data import RewardConfig
+from rayrft.registry import load_plugins
 from rayrft.rewards.base import RewardResult, build_reward
 
 
 class RewardWorker:
     """The actor: scores the responses of one group, one after the other."""
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: RewardConfig, plugins: list[Path]) -> None:
+        load_plugins(plugins)
         self._reward = build_reward(config.name, config.options)
 
     def ready(self) -> None:

@@ -16,13 +16,27 @@ from rayrft.buffer.lease import BatchShare
 
 @dataclass(frozen=True)
 class TrainRow:
-    """What the losses need of an experience; arrays of shape ``[T]``."""
+    """What the losses need of an experience; arrays of shape ``[T]``. ``weight`` is its importance weight."""
 
     token_ids: np.ndarray
     mask: np.ndarray
     logprobs: np.ndarray
     advantages: np.ndarray
     expert: bool
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows as the forward pass takes them, and their tokens as the losses do.
+
+    ``token_ids`` ``[B, W]`` are right-padded rows, and ``present`` ``[B, W]`` is True on their T real tokens, which
+    ``tokens`` holds flat, row after row.
+    """
+
+    token_ids: Tensor
+    present: Tensor
+    tokens: TokenBatch
 
 
 def fetch_rows(share: BatchShare) -> list[TrainRow]:
@@ -38,10 +52,7 @@ def fetch_rows(share: BatchShare) -> list[TrainRow]:
 
 
 def read_rows(batch: pa.RecordBatch, indices: np.ndarray, weights: np.ndarray) -> list[TrainRow]:
-    """The rows of these indices; expert rows have no advantages and get zeros.
-
-    A row's importance weight goes into its advantages: every policy loss is homogeneous in them.
-    """
+    """The rows of these indices with their importance weights; expert rows have no advantages and get zeros."""
     tokens, masks, logprobs, advantages = (
         list_column(batch.column(name), indices) for name in ("token_ids", "action_mask", "logprobs", "advantages")
     )
@@ -51,12 +62,12 @@ def read_rows(batch: pa.RecordBatch, indices: np.ndarray, weights: np.ndarray) -
         token_ids, mask, behaviour = tokens[place], masks[place], logprobs[place]
         assert token_ids is not None and mask is not None and behaviour is not None  # not nullable in the schema
         advantage = advantages[place]
-        advantage = np.zeros(len(token_ids), dtype=np.float32) if advantage is None else advantage * weight
-        rows.append(TrainRow(token_ids, mask, behaviour, advantage, sources[place] == "expert"))
+        advantage = np.zeros(len(token_ids), dtype=np.float32) if advantage is None else advantage
+        rows.append(TrainRow(token_ids, mask, behaviour, advantage, sources[place] == "expert", float(weight)))
     return rows
 
 
-def micro_batches(rows: list[TrainRow], max_tokens: int, device: torch.device) -> list[TokenBatch]:
+def micro_batches(rows: list[TrainRow], max_tokens: int, device: torch.device) -> list[MicroBatch]:
     """Right-padded micro-batches of at most ``max_tokens`` tokens, padding included; a longer row stands alone.
 
     Rows of similar length go together, so that little is padding; the result does not depend on their order.
@@ -70,26 +81,27 @@ def micro_batches(rows: list[TrainRow], max_tokens: int, device: torch.device) -
     return [_pad(group, device) for group in groups]
 
 
-def empty_batch(device: torch.device) -> TokenBatch:
+def empty_batch(device: torch.device) -> MicroBatch:
     """A micro-batch of nothing, for a rank that has fewer than the others: collectives need every rank."""
     zeros = np.zeros(2, dtype=np.float32)
     return _pad([TrainRow(zeros.astype(np.int32), zeros, zeros, zeros, expert=False)], device)
 
 
-def _pad(rows: list[TrainRow], device: torch.device) -> TokenBatch:
-    width = max(len(row.token_ids) for row in rows)
-
-    def stack(name: str, dtype: torch.dtype) -> Tensor:
-        padded = torch.zeros(len(rows), width, dtype=dtype)
-        for index, row in enumerate(rows):
-            values = getattr(row, name)
-            padded[index, : len(values)] = torch.from_numpy(np.array(values)).to(dtype)
-        return padded.to(device)
-
-    return TokenBatch(
-        token_ids=stack("token_ids", torch.int64),
-        mask=stack("mask", torch.float32),
-        behaviour_logprobs=stack("logprobs", torch.float32),
-        advantages=stack("advantages", torch.float32),
+def _pad(rows: list[TrainRow], device: torch.device) -> MicroBatch:
+    lengths = torch.tensor([len(row.token_ids) for row in rows])
+    present = torch.arange(int(lengths.max())) < lengths[:, None]
+    token_ids = torch.zeros(present.shape, dtype=torch.int64)
+    token_ids[present] = _flat([row.token_ids for row in rows]).to(torch.int64)
+    tokens = TokenBatch(
+        mask=_flat([row.mask for row in rows]).bool().to(device),
+        sequence=torch.arange(len(rows)).repeat_interleave(lengths).to(device),
+        behaviour_logprobs=_flat([row.logprobs for row in rows]).float().to(device),
+        advantages=_flat([row.advantages for row in rows]).float().to(device),
         expert=torch.tensor([row.expert for row in rows], device=device),
+        weight=torch.tensor([row.weight for row in rows], dtype=torch.float32, device=device),
     )
+    return MicroBatch(token_ids.to(device), present.to(device), tokens)
+
+
+def _flat(arrays: list[np.ndarray]) -> Tensor:
+    return torch.from_numpy(np.concatenate(arrays))

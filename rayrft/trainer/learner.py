@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from rayrft.algorithms import Algorithm, Denominators, LossParts, TokenBatch, token_logprobs
+from rayrft.algorithms import (
+    Algorithm,
+    Denominators,
+    LossParts,
+    Moments,
+    PolicyOutput,
+    count,
+    normalise,
+    sum_moments,
+    token_logprobs,
+)
 from rayrft.config.trainer import OptimizerConfig
 from rayrft.errors import RayrftError
-from rayrft.trainer.batches import TrainRow, empty_batch, micro_batches
+from rayrft.trainer.batches import MicroBatch, TrainRow, empty_batch, micro_batches
 from rayrft.trainer.model import reshard
 
 
@@ -81,13 +91,20 @@ class Learner:
         self._taken += 1
         return result
 
-    def backward(self, rows: list[TrainRow]) -> tuple[list[LossParts], Denominators]:
-        """Leave the gradient of the step's loss in the parameters; gives this rank's parts and the denominators."""
+    def backward(self, rows: list[TrainRow]) -> tuple[LossParts, Denominators]:
+        """Leave the gradient of the step's loss in the parameters; gives the parts of all ranks, added up, and the
+        denominators."""
         batches = micro_batches(rows, self._micro_batch_tokens, self._device)
-        over, count = self._count(batches)
-        batches += [empty_batch(self._device) for _ in range(count - len(batches))]
+        over, most = self._count(batches)
+        if self._algorithm.normalise_advantages:
+            batches = self._normalise(batches)
+        batches += [empty_batch(self._device) for _ in range(most - len(batches))]
         last = len(batches) - 1
-        return [self._backward(batch, over, last=index == last) for index, batch in enumerate(batches)], over
+        totals = torch.stack([self._backward(batch, over, last=index == last) for index, batch in enumerate(batches)])
+        total = totals.sum(0)
+        if self._ranks > 1:
+            dist.all_reduce(total)
+        return LossParts.unstack(total), over
 
     @torch.no_grad()
     def score(self, sequences: list[list[int]]) -> list[list[float]]:
@@ -100,59 +117,54 @@ class Learner:
         reshard(self.model)
         return scores
 
-    def _count(self, batches: list[TokenBatch]) -> tuple[Denominators, int]:
+    def _count(self, batches: list[MicroBatch]) -> tuple[Denominators, int]:
         """Global denominators, and how many micro-batches every rank runs (the most that any has)."""
-        sums = torch.tensor(
-            [
-                float(sum(batch.policy_mask.sum() for batch in batches)),
-                float(sum(batch.expert_mask.sum() for batch in batches)),
-            ],
-            dtype=torch.float64,
-            device=self._device,
-        )
-        most = torch.tensor([len(batches)], device=sums.device)
+        counts = count((batch.tokens for batch in batches), self._device)
+        most = torch.tensor([len(batches)], device=counts.device)
+        if self._ranks > 1:
+            dist.all_reduce(counts)
+            dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        return Denominators.of(counts), int(most)
+
+    def _normalise(self, batches: list[MicroBatch]) -> list[MicroBatch]:
+        """Advantages normalised over all ranks."""
+        sums = sum_moments((batch.tokens for batch in batches), self._device)
         if self._ranks > 1:
             dist.all_reduce(sums)
-            dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        return Denominators(policy_tokens=float(sums[0]), expert_tokens=float(sums[1])), int(most)
+        moments = Moments.of(sums)
+        return [replace(batch, tokens=normalise(batch.tokens, moments)) for batch in batches]
 
-    def _backward(self, batch: TokenBatch, over: Denominators, *, last: bool) -> LossParts:
+    def _backward(self, batch: MicroBatch, over: Denominators, *, last: bool) -> Tensor:
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(last)
         # Padding is on the right and attention is causal, so no real token ever sees it: no attention mask is needed.
         logits = self.model(input_ids=batch.token_ids, use_cache=False).logits
-        logprobs, entropy = token_logprobs(logits, batch.token_ids, temperature=self._temperature)
-        parts = self._algorithm.loss(logprobs, entropy, batch, over)
+        logprobs, entropy = token_logprobs(
+            logits,
+            batch.token_ids,
+            temperature=self._temperature,
+            entropy_gradient=self._algorithm.needs_entropy_gradient,
+        )
+        output = PolicyOutput(logprobs[batch.present], entropy[batch.present])
+        parts = self._algorithm.loss(output, batch.tokens, over, step=self._taken)
         # Data parallelism averages gradients over ranks; the loss is already divided globally, so it wants their sum.
         torch.autograd.backward(parts.loss * self._ranks)
-        return parts.detached()
+        return parts.stack()
 
     def _summarise(
-        self, parts: list[LossParts], over: Denominators, grad_norm: float, lr: float, started: float
+        self, parts: LossParts, over: Denominators, grad_norm: float, lr: float, started: float
     ) -> StepResult:
-        names = ("entropy", "clipped", "ratio", "logprob_gap")
-        zero = torch.zeros((), device=self._device)
-        totals: Tensor = sum(
-            (
-                torch.stack([part.loss, part.policy, part.sft, *(part.sums.get(name, zero) for name in names)])
-                for part in parts
-            ),
-            start=torch.zeros(3 + len(names), device=self._device),
-        )
-        if self._ranks > 1:
-            dist.all_reduce(totals)
-        loss, policy, sft, *sums = totals.tolist()
-        entropy, clipped, ratio, gap = (value / over.policy for value in sums)
+        tokens = over.policy.tokens
         return StepResult(
-            loss=loss,
-            policy_loss=policy,
-            sft_loss=sft,
+            loss=float(parts.loss),
+            policy_loss=float(parts.policy),
+            sft_loss=float(parts.sft),
             grad_norm=grad_norm,
             lr=lr,
-            entropy=entropy,
-            clip_fraction=clipped,
-            ratio=ratio,
-            logprob_gap=gap,
+            entropy=float(parts.entropy) / tokens,
+            clip_fraction=float(parts.clipped) / tokens,
+            ratio=float(parts.ratio) / tokens,
+            logprob_gap=float(parts.logprob_gap) / tokens,
             policy_tokens=int(over.policy_tokens),
             expert_tokens=int(over.expert_tokens),
             train_s=time.perf_counter() - started,

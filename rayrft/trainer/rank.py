@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from rayrft.buffer.lease import Lease
 from rayrft.config.trainer import TrainerConfig
+from rayrft.registry import load_plugins
 from rayrft.trainer import commands as c
 from rayrft.trainer.batches import TrainRow, fetch_rows
 from rayrft.trainer.learner import Learner
@@ -30,6 +31,7 @@ class RankSetup:
     model: str
     dtype: str
     temperature: float
+    plugins: list[Path]
 
 
 def run_rank(options: dict[str, Any]) -> None:
@@ -43,6 +45,7 @@ def run_rank(options: dict[str, Any]) -> None:
     setup: RankSetup = options["setup"]
     index = ray.train.get_context().get_world_rank()
     try:
+        load_plugins(setup.plugins)
         rank = Rank(setup, index)
         number = 0
         ray.get(setup.trainer.ready.remote(index))

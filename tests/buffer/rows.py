@@ -9,7 +9,6 @@ import numpy as np
 from rayrft.buffer.experience import Experience, VersionSpan
 from rayrft.buffer.lease import Lease
 from rayrft.buffer.schedule import StagePlan
-from rayrft.trainer.batches import fetch_rows
 
 
 def group(
@@ -46,6 +45,8 @@ def plan(groups: int = 2, **changes: Any) -> StagePlan:
 
 def trained_ids(lease: Lease) -> list[int]:
     """The tokens that a lease's rows are made of, sorted."""
+    from rayrft.trainer.batches import fetch_rows  # with it comes torch, which most tests of the Buffer do without
+
     return sorted(int(row.token_ids[0]) for share in lease.shares for row in fetch_rows(share))
 
 

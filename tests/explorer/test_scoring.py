@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rayrft.algorithms import build
 from rayrft.buffer.experience import Experience
 from rayrft.config.data import RewardConfig
 from rayrft.explorer.evaluation import wilson_interval
@@ -31,7 +32,7 @@ UNKNOWN = RewardResult(None, reason="ZeroDivisionError: division by zero")
 
 def test_advantages_stand_on_action_tokens_only_and_follow_the_reward() -> None:
     scored = apply_rewards(rows("stop", "stop"), [RewardResult(1.0), RewardResult(0.0)], config())
-    group = assign_advantages(scored, drop_zero_variance=True)
+    group = assign_advantages(scored, build("grpo"), drop_zero_variance=True)
     right, wrong = (row.advantages for row in group.rows)
     assert right is not None and wrong is not None
     assert right[:2].tolist() == [0, 0] and right[2] == right[3] > 0
@@ -41,10 +42,10 @@ def test_advantages_stand_on_action_tokens_only_and_follow_the_reward() -> None:
 
 def test_a_group_without_variance_is_dropped_and_counted() -> None:
     scored = apply_rewards(rows("stop", "stop"), [RewardResult(1.0)] * 2, config())
-    group = assign_advantages(scored, drop_zero_variance=True)
+    group = assign_advantages(scored, build("grpo"), drop_zero_variance=True)
     assert group.rows == [] and group.dropped == {"zero_variance": 2}
     assert group.report.rows == 2, "it was sampled all the same"
-    assert len(assign_advantages(scored, drop_zero_variance=False).rows) == 2
+    assert len(assign_advantages(scored, build("grpo"), drop_zero_variance=False).rows) == 2
 
 
 @pytest.mark.parametrize(

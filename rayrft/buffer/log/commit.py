@@ -13,7 +13,8 @@ from rayrft.config.buffer import BufferConfig
 from rayrft.errors import StorageError
 
 _SNAPSHOT_BYTES = 8 << 20
-"""A journal of this size, and of twice the last snapshot's, is replaced by a snapshot."""
+_SNAPSHOT_RATIO = 2
+"""A journal of this size, and of so many times the last snapshot's, is replaced by a snapshot."""
 
 
 class GroupCommit:
@@ -35,9 +36,11 @@ class GroupCommit:
         self._config = config
         self._snapshot = snapshot
         self._sync_rows = sync_rows
-        self._waiting: list[tuple[Event, asyncio.Future[None]]] = []
+        self._waiting: list[tuple[tuple[Event, ...], asyncio.Future[None]]] = []
         self._flusher: asyncio.Task[None] | None = None
         self._syncer: asyncio.Task[None] | None = None
+        self._syncing = asyncio.Lock()
+        self._unsynced = False
         self._snapshot_bytes = 0
         self._error: StorageError | None = None
 
@@ -47,10 +50,10 @@ class GroupCommit:
             raise self._error
 
     async def write(self, *events: Event) -> None:
-        """Raises StorageError."""
+        """Returns when these events, and all that were given before, are in the journal. Raises StorageError."""
         self.check()
         done = asyncio.get_running_loop().create_future()
-        self._waiting += [(event, done) for event in events]
+        self._waiting.append((events, done))
         if self._flusher is None or self._flusher.done():
             self._flusher = asyncio.create_task(self._flush())
         await done
@@ -59,12 +62,12 @@ class GroupCommit:
         while self._waiting:
             batch, self._waiting = self._waiting, []
             try:
-                if self._journal.size > max(_SNAPSHOT_BYTES, 2 * self._snapshot_bytes):
+                if self._journal.size > max(_SNAPSHOT_BYTES, _SNAPSHOT_RATIO * self._snapshot_bytes):
                     await self._begin()
-                else:
-                    await asyncio.to_thread(self._append, [event for event, _ in batch])
-            except StorageError as error:
-                self._error = error
+                elif events := [event for part, _ in batch for event in part]:
+                    await asyncio.to_thread(self._append, events)
+            except Exception as error:  # whatever it is, those who wait must hear of it
+                self._error = _storage_error(error)
                 batch, self._waiting = [*batch, *self._waiting], []
             for _, done in batch:
                 if done.done():
@@ -73,6 +76,7 @@ class GroupCommit:
                     done.set_result(None)
                 else:
                     done.set_exception(self._error)
+        self._unsynced = True
         if self._config.fsync == "interval" and (self._syncer is None or self._syncer.done()):
             self._syncer = asyncio.create_task(self._sync_later())
 
@@ -85,13 +89,27 @@ class GroupCommit:
         # Taken at once, so that it holds the events of this batch and none that comes after.
         snapshot = self._snapshot()
         await self._sync_rows()
-        await asyncio.to_thread(self._journal.begin, snapshot)
+        async with self._syncing:
+            await asyncio.to_thread(self._journal.begin, snapshot)
         self._snapshot_bytes = len(snapshot)
 
     async def _sync_later(self) -> None:
-        await asyncio.sleep(self._config.fsync_s)
-        try:
-            await self._sync_rows()
-            await asyncio.to_thread(self._journal.sync)
-        except StorageError as error:
-            self._error = error
+        while self._unsynced and self._error is None:
+            await asyncio.sleep(self._config.fsync_s)
+            self._unsynced = False
+            try:
+                await self._sync_rows()
+                async with self._syncing:  # of this file, and not of one that a snapshot has just closed
+                    await asyncio.to_thread(self._journal.sync)
+            except Exception as error:  # there is no caller: the next one hears of it
+                self._error = _storage_error(error)
+
+
+def _storage_error(error: Exception) -> StorageError:
+    if isinstance(error, StorageError):
+        return error
+    return StorageError(
+        f"an event cannot be written: {type(error).__name__}: {error}",
+        field="journal",
+        remedy="this is a fault of rayrft: report it; nothing that was acknowledged is lost",
+    )

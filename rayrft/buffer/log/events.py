@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import ConfigDict, Field, TypeAdapter
 
 from rayrft.buffer.log.segments import Extent
 from rayrft.buffer.schedule import StagePlan
@@ -108,6 +108,8 @@ class Dropped:
     sequence: int | None
     dropped: dict[str, int]
     report: GroupReport
+    key: int | None = None
+    """Of a group that came and was rejected."""
     event: Literal["dropped"] = "dropped"
 
 
@@ -204,7 +206,7 @@ class FeedbackNoted:
 
 @dataclass(frozen=True)
 class Loaded:
-    """Demonstrations lie in the file ``expert-<name>.arrow``, of this extent."""
+    """Demonstrations lie in the file ``expert-<name>-<crc>.arrow``, of this extent."""
 
     name: str
     extent: Extent
@@ -242,7 +244,9 @@ Event = (
     | ProducersEnded
 )
 
-_adapter: TypeAdapter[Any] = TypeAdapter(Annotated[Event, Field(discriminator="event")])
+# A reward that is not a number is rejected with its row, but the report that counts it comes here.
+_config = ConfigDict(ser_json_inf_nan="constants")
+_adapter: TypeAdapter[Any] = TypeAdapter(Annotated[Event, Field(discriminator="event")], config=_config)
 
 
 def encode(event: Event) -> bytes:

@@ -2,10 +2,11 @@
 
 The journal is the commit point of the log. Rows are in the Buffer once the line that says so is written; a line that is
 not whole, and row data that no line speaks of, are what a crash left behind, and are cut off. Every line carries its
-checksum. A snapshot of the whole state begins a new journal, so that recovery reads little:
+checksum, and a snapshot has it in its name. A snapshot of the whole state begins a new journal, so that recovery reads
+little:
 
-    snapshot-00000003.arrow     the state when journal 3 began
-    journal-00000003.jsonl      what happened since
+    snapshot-00000003-1a2b3c4d.arrow    the state when journal 3 began
+    journal-00000003.jsonl              what happened since
 """
 
 from __future__ import annotations
@@ -13,15 +14,18 @@ from __future__ import annotations
 import json
 import re
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pyarrow as pa
+from pydantic import ValidationError
 
 from rayrft.buffer.log.events import Event, decode, encode
 from rayrft.buffer.log.storage import Appender, Storage
 from rayrft.errors import StorageError
 
-_NAME = re.compile(r"(snapshot|journal)-(\d{8})\.(arrow|jsonl)(\.\d{8})?$")
+_NAME = re.compile(r"(?:snapshot-(\d{8})-([0-9a-f]{8})\.arrow|journal-(\d{8})\.jsonl(?:\.(\d{8}))?)$")
+_DAMAGED = "the disk or a hand damaged it: restore it from a copy; the segments beside it open with plain pyarrow"
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,22 @@ class Recovered:
     torn_bytes: int
 
 
+@dataclass
+class _Piece:
+    """A file of the journal, or an object: its events, and how many bytes they are."""
+
+    name: str
+    events: list[Event]
+    ends: list[int]
+    """Where each event ends."""
+    size: int
+
+    @property
+    def whole(self) -> int:
+        """Bytes before the torn tail."""
+        return self.ends[-1] if self.ends else 0
+
+
 class Journal:
     """The journal in a folder. ``open`` before anything else."""
 
@@ -41,31 +61,28 @@ class Journal:
         self._number = 0
         self._file: Appender | None = None
 
-    def open(self) -> Recovered:
-        """Read what is there and go on behind it. Raises StorageError, and leaves the files, when a line is corrupt."""
-        recovered = self.read(cut=True)
-        # Object stores go on in a journal of the same number: parts count on behind those that lie there.
-        self._file = self._storage.open(self._journal)
-        self._file.size = sum(size for name, size in self._storage.files().items() if name.startswith(self._journal))
-        self._file.parts = sum(name.startswith(self._journal + ".") for name in self._storage.files())
-        return recovered
+    def open(self, survived: Callable[[Event], bool] = lambda event: True) -> Recovered:
+        """Read what is there, cut off a torn tail, and go on behind it.
 
-    def read(self, *, cut: bool = False) -> Recovered:
-        """Read what is there; with ``cut``, a torn tail is removed from the file."""
-        found = [match for name in self._storage.files() if (match := _NAME.match(name))]
-        self._number = max((int(m[2]) for m in found if m[1] == "snapshot"), default=0)
-        snapshot = self._storage.read(self._snapshot) if self._number else None
-        events: list[Event] = []
+        The tail begins behind the last line that is whole, or before the first event that did not survive. Raises
+        StorageError, and leaves the files as they are, when something before the tail is damaged.
+        """
+        snapshot, pieces = self._read()
         torn = 0
-        for name in sorted(n for n in self._storage.files() if n.startswith(self._journal)):
-            data = self._storage.read(name).to_pybytes()
-            whole = data.rfind(b"\n") + 1
-            events += [_parse(line, f"{name}, line {i}") for i, line in enumerate(data[:whole].splitlines(), start=1)]
-            if whole < len(data):
-                torn += len(data) - whole
-                if cut:
-                    self._storage.cut(name, whole)
-        return Recovered(snapshot, events, torn)
+        for piece in pieces:
+            kept = next((i for i, event in enumerate(piece.events) if torn or not survived(event)), len(piece.events))
+            del piece.events[kept:], piece.ends[kept:]
+            if piece.whole < piece.size:
+                torn += piece.size - piece.whole
+                self._storage.cut(piece.name, piece.whole)
+        self._file = self._storage.open(self._journal, sum(piece.whole for piece in pieces), len(pieces))
+        return Recovered(snapshot, [event for piece in pieces for event in piece.events], torn)
+
+    def read(self) -> Recovered:
+        """Read what is there, without a torn tail, and change nothing."""
+        snapshot, pieces = self._read()
+        torn = sum(piece.size - piece.whole for piece in pieces)
+        return Recovered(snapshot, [event for piece in pieces for event in piece.events], torn)
 
     def append(self, events: list[Event]) -> None:
         """Write events, as one piece. Raises StorageError; then none of them is in the journal."""
@@ -85,10 +102,11 @@ class Journal:
     def begin(self, snapshot: pa.Buffer) -> None:
         """Start a new journal with a snapshot of the state; the one before is deleted once the new one stands."""
         old = [name for name in self._storage.files() if _NAME.match(name)]
+        self._storage.write(f"snapshot-{self._number + 1:08d}-{zlib.crc32(snapshot):08x}.arrow", snapshot)
         self._number += 1
-        self._storage.write(self._snapshot, snapshot)
+        file = self._storage.open(self._journal)
         self.close()
-        self._file = self._storage.open(self._journal)
+        self._file = file
         for name in old:
             self._storage.delete(name)
 
@@ -97,13 +115,52 @@ class Journal:
             self._file.close()
             self._file = None
 
+    def _read(self) -> tuple[pa.Buffer | None, list[_Piece]]:
+        """The latest snapshot and the journal that goes on from it. Only the last piece may have a torn tail."""
+        names = self._storage.files()
+        snapshots = {int(m[1]): name for name in names if (m := _NAME.match(name)) and m[1]}
+        self._number = max(snapshots, default=0)
+        snapshot = self._snapshot(snapshots[self._number]) if snapshots else None
+        pieces = [self._piece(name) for name in names if (m := _NAME.match(name)) and m[3] == f"{self._number:08d}"]
+        for number, piece in enumerate(pieces):
+            if not self._storage.grows and piece.name != f"{self._journal}.{number:08d}":
+                raise StorageError("is gone", field=f"{self._journal}.{number:08d}", remedy="restore it from a copy")
+            if piece is not pieces[-1] and piece.whole < piece.size:
+                raise StorageError("the end of it is damaged", field=piece.name, remedy=_DAMAGED)
+        return snapshot, pieces
+
+    def _snapshot(self, name: str) -> pa.Buffer:
+        snapshot, match = self._storage.read(name), _NAME.match(name)
+        if match is None or zlib.crc32(snapshot) != int(match[2], 16):
+            raise StorageError("the snapshot was changed since it was written", field=name, remedy=_DAMAGED)
+        return snapshot
+
+    def _piece(self, name: str) -> _Piece:
+        data = self._storage.read(name).to_pybytes()
+        lines = data.split(b"\n")[:-1]
+        bodies = [_body(line) for line in lines]
+        while bodies and bodies[-1] is None:
+            bodies.pop()  # nothing whole lies behind it: a torn tail
+        events: list[Event] = []
+        ends: list[int] = []
+        for number, (line, body) in enumerate(zip(lines, bodies, strict=False), start=1):
+            where = f"{name}, line {number}"
+            if body is None:
+                raise StorageError("the line was changed since it was written", field=where, remedy=_DAMAGED)
+            try:
+                events.append(decode(body))
+            except ValidationError as error:
+                raise StorageError(
+                    f"this rayrft does not know what the line says: {error.errors()[0]['msg']}",
+                    field=where,
+                    remedy="go on with the rayrft that wrote it",
+                ) from None
+            ends.append((ends[-1] if ends else 0) + len(line) + 1)
+        return _Piece(name, events, ends, len(data))
+
     @property
     def _journal(self) -> str:
         return f"journal-{self._number:08d}.jsonl"
-
-    @property
-    def _snapshot(self) -> str:
-        return f"snapshot-{self._number:08d}.arrow"
 
 
 def _line(event: Event) -> bytes:
@@ -111,17 +168,11 @@ def _line(event: Event) -> bytes:
     return b'%s,"crc":%d}\n' % (body[:-1], zlib.crc32(body))
 
 
-def _parse(line: bytes, where: str) -> Event:
+def _body(line: bytes) -> bytes | None:
+    """What a line says, or None where it is not what was written."""
     body, _, rest = line.rpartition(b',"crc":')
     body += b"}"
     try:
-        intact = zlib.crc32(body) == json.loads(rest.removesuffix(b"}"))
+        return body if zlib.crc32(body) == json.loads(rest.removesuffix(b"}")) else None
     except ValueError:
-        intact = False
-    if not intact:
-        raise StorageError(
-            "the line was changed since it was written",
-            field=where,
-            remedy="the disk or a hand damaged it: restore it from a copy; rayrft data export still reads the segments",
-        )
-    return decode(body)
+        return None

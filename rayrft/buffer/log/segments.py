@@ -40,7 +40,7 @@ class Segments:
         self._extent = Extent(0)
 
     def open(self, committed: list[Extent]) -> int:
-        """Cut off what the journal does not speak of; gives the number of bytes cut.
+        """Cut off what the journal does not speak of, and go on in the last segment; gives the number of bytes cut.
 
         Raises StorageError when a segment is missing or shorter than what was committed. Nothing is read.
         """
@@ -62,8 +62,16 @@ class Segments:
                 self._storage.delete(segment_name(number))
             elif committed_bytes < size:
                 self._storage.cut(segment_name(number), committed_bytes)
-        self._number = max([*found, *extents], default=-1) + 1
+        self._number = max(extents, default=-1) + 1
+        if extents and self._storage.grows and extents[self._number - 1].nbytes < self._target:
+            self._extent = extents[self._number - 1]
+            self._file = self._storage.open(segment_name(self._extent.segment), self._extent.nbytes)
         return torn
+
+    @property
+    def growing(self) -> int | None:
+        """The segment that rows are appended to."""
+        return None if self._file is None else self._extent.segment
 
     def append(self, message: pa.Buffer, rows: int) -> Extent:
         """Write rows, packed as one message, behind the others; gives the extent of their segment with them."""
@@ -93,14 +101,18 @@ class Segments:
 
     def seal(self) -> None:
         """Close the segment that grows; the next row begins another."""
-        if self._file is not None:
-            self._file.sync()
-            self._file.close()
-            self._file = None
+        self.sync()
+        self.close()
 
     def sync(self) -> None:
         if self._file is not None:
             self._file.sync()
+
+    def close(self) -> None:
+        """Let go of the segment that grows."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def read(self, extent: Extent) -> pa.RecordBatch:
         """The rows of a segment as one batch. Raises StorageError when they are not what was written."""

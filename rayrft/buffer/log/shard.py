@@ -22,9 +22,14 @@ from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.scores import scores
 from rayrft.buffer.validation import GroupNumbers, find_faults, group_numbers, group_starts
 from rayrft.config.buffer import BufferConfig
+from rayrft.errors import DataError
 
 Ref = Any
 """A reference to a packed block of rows in the object store (``ray.ObjectRef``)."""
+
+
+_MOST_BLOCKS = 8
+"""A full segment that has more is read again as one block before a lease gathers from it."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,7 @@ class Appended:
 @dataclass
 class _Block:
     row: int
-    rows: int
+    """The first of its rows in the segment."""
     nbytes: int
     ref: Ref
 
@@ -68,32 +73,57 @@ class _Segment:
     used: int = 0
 
 
+class NotOpen(Exception):
+    """The shard was started again meanwhile, and does not know yet where the journal stands."""
+
+
 class Shard:
     """One shard's rows. ``open`` before anything else. ``put`` brings a packed block into the object store."""
 
-    def __init__(self, location: str, config: BufferConfig, put: Callable[[pa.Buffer], Ref] | None = None) -> None:
-        self._storage = Storage(location)
+    def __init__(self, storage: Storage, config: BufferConfig, put: Callable[[pa.Buffer], Ref] | None = None) -> None:
+        self._storage = storage
         self._config = config
-        self._segments = Segments(self._storage, config.segment_bytes)
+        self._opened: Segments | None = None
         self._put = put or _ray_put
-        self._score = scores.get(config.sampler.score, "buffer.sampler.score")
+        self._score = scores.get(config.sampler.score, "buffer.sampler.score") if config.needs_scores else None
         self._rows: dict[int, _Segment] = {}
-        self._pending: list[pa.RecordBatch] = []
+        self._pending: list[pa.Buffer] = []
         self._pending_row = 0
         self._pending_bytes = 0
         self._block_bytes = 0
         self._clock = 0
 
     def open(self, committed: list[Extent]) -> int:
-        """Stand where the journal stands; gives the bytes of a torn tail that were cut. Reads no rows."""
+        """Stand where the journal stands; gives the bytes of a torn tail that were cut. Reads no rows.
+
+        A shard that outlived its Buffer is opened again, and forgets what the Buffer does not know of.
+        """
+        if self._opened is not None:
+            self._opened.close()
         self._storage.create()
         self._rows = {extent.segment: _Segment(extent) for extent in committed}
-        return self._segments.open(committed)
+        self._pending, self._pending_bytes, self._block_bytes = [], 0, 0
+        self._opened = Segments(self._storage, self._config.segment_bytes)
+        torn = self._opened.open(committed)
+        if (growing := self._opened.growing) is not None:
+            self._rows[growing].sealed = False
+        return torn
 
-    def append(self, message: pa.Buffer, wanted: list[int] | None = None, *, sync: bool = False) -> Appended:
-        """Write the groups of a message (those at the places ``wanted``), without the rows that must not be trained."""
+    def append(
+        self, message: pa.Buffer, wanted: list[int] | None = None, announced: int | None = None, *, sync: bool = False
+    ) -> Appended:
+        """Write the groups of a message (those at the places ``wanted``), without the rows that must not be trained.
+
+        Raises DataError when it does not hold as many groups as were ``announced``.
+        """
         batch = unpack(message)
         starts = group_starts(batch)
+        if announced is not None and len(starts) != announced:
+            raise DataError(
+                f"the message holds {len(starts)} groups and {announced} were announced",
+                field="group_id",
+                remedy="put a group by itself, with all its rows, and once",
+            )
         faults = find_faults(batch)
         groups = list(range(len(starts))) if wanted is None else wanted
         of_row = np.repeat(np.arange(len(starts)), np.diff(np.append(starts, batch.num_rows)))
@@ -110,17 +140,20 @@ class Shard:
         if not groups:
             empty = np.zeros(0, dtype=np.int64)
             return Appended(Extent(-1), 0, [], GroupNumbers(empty, empty, empty, empty), empty, empty, rejected)
-        numbers, score = group_numbers(batch, starts), self._score(batch, starts)
+        numbers = group_numbers(batch, starts)
+        score = np.ones(len(starts)) if self._score is None else self._score(batch, starts)
         extent = self._segments.append(message, batch.num_rows)
-        if sync:
-            self._segments.sync()
         row = extent.rows - batch.num_rows
         segment = self._rows.setdefault(extent.segment, _Segment(extent, sealed=False))
         segment.extent = extent
         if not self._pending:
             self._pending_row = row
-        self._pending.append(batch)
+        self._pending.append(message)
         self._pending_bytes += len(message)
+        if len(message) * _MOST_BLOCKS >= self._config.segment_bytes:
+            self._gather(segment)  # large enough to be a block of its own, without a copy
+        if sync:
+            self._segments.sync()
         if self._segments.full:
             self._gather(segment)
             self._segments.seal()
@@ -134,12 +167,9 @@ class Shard:
         self._clock += 1
         found = []
         for span in spans:
-            segment = self._rows[span.segment]
+            segment = self._segment(span.segment)
             segment.used = self._clock
-            if segment.sealed and len(segment.blocks) != 1:
-                self._load(segment)
-            elif not segment.sealed and self._pending and span.row >= self._pending_row:
-                self._gather(segment)
+            self._bring(segment, span.row)
             at = bisect_right(segment.blocks, span.row, key=lambda block: block.row) - 1
             block = segment.blocks[at]
             found.append((block.ref, span.row - block.row))
@@ -148,7 +178,7 @@ class Shard:
 
     def read(self, spans: list[RowSpan]) -> pa.RecordBatch:
         """The rows themselves, from the disk; for the few that feedback or compaction touch."""
-        batches = {s: self._segments.read(self._rows[s].extent) for s in {span.segment for span in spans}}
+        batches = {s: self._segments.read(self._segment(s).extent) for s in {span.segment for span in spans}}
         return pa.concat_batches([batches[span.segment].slice(span.row, span.rows) for span in spans])
 
     def rewrite(self, spans: list[RowSpan], *, sync: bool = False) -> tuple[Extent, int]:
@@ -173,33 +203,44 @@ class Shard:
         """Returns when everything is on the disk."""
         self._segments.sync()
 
-    def seal(self) -> None:
-        """Close the segment that grows."""
-        for segment in self._rows.values():
-            if not segment.sealed:
-                self._gather(segment)
-                segment.sealed = True
-        self._segments.seal()
-
     def memory(self) -> int:
         """Bytes of row data in the object store and pending in this process."""
         return self._block_bytes + self._pending_bytes
 
+    @property
+    def _segments(self) -> Segments:
+        if self._opened is None:
+            raise NotOpen
+        return self._opened
+
+    def _segment(self, number: int) -> _Segment:
+        if self._opened is None:
+            raise NotOpen
+        return self._rows[number]
+
     def _gather(self, segment: _Segment) -> None:
         """Make one block of the rows that are pending."""
         if self._pending:
-            batch = pa.concat_batches(self._pending) if len(self._pending) > 1 else self._pending[0]
-            segment.blocks.append(self._block(batch, self._pending_row))
+            message = self._pending[0]
+            if len(self._pending) > 1:
+                message = pa.concat_batches([unpack(each) for each in self._pending]).serialize()
+            segment.blocks.append(self._block(message, self._pending_row))
             self._pending, self._pending_bytes = [], 0
 
-    def _load(self, segment: _Segment) -> None:
-        self._drop_blocks(segment)
-        segment.blocks = [self._block(self._segments.read(segment.extent), 0)]
+    def _bring(self, segment: _Segment, row: int) -> None:
+        """Have a block with this row in the object store."""
+        growing = not segment.sealed
+        if growing and self._pending and row >= self._pending_row:
+            self._gather(segment)
+        elif not segment.blocks or segment.blocks[0].row or (segment.sealed and len(segment.blocks) > _MOST_BLOCKS):
+            if growing:
+                self._gather(segment)
+            self._drop_blocks(segment)
+            segment.blocks = [self._block(self._segments.read(segment.extent).serialize(), 0)]
 
-    def _block(self, batch: pa.RecordBatch, row: int) -> _Block:
-        message = batch.serialize()
+    def _block(self, message: pa.Buffer, row: int) -> _Block:
         self._block_bytes += len(message)
-        return _Block(row, batch.num_rows, len(message), self._put(message))
+        return _Block(row, len(message), self._put(message))
 
     def _drop_blocks(self, segment: _Segment) -> None:
         self._block_bytes -= sum(block.nbytes for block in segment.blocks)

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rayrft.buffer.log.segments import Extent
-from rayrft.buffer.log.shard import Shard
+from rayrft.buffer.log.shard import NotOpen, Shard
 from rayrft.errors import StorageError
 
 _ATTEMPTS = 5
@@ -17,8 +17,8 @@ _ATTEMPTS = 5
 class Shards:
     """``committed`` gives the extents of a shard that the journal speaks of.
 
-    A shard does one thing at a time. One that died is opened again where the journal stands, and what it was doing is
-    done again: rows that it had written and nobody had heard of are cut off.
+    A shard does one thing at a time. One that died is started again by Ray and opened where the journal stands, and
+    what it was doing is done again: rows that it had written and nobody had heard of are cut off.
     """
 
     def __init__(self, first: Shard, others: list[Any], committed: Callable[[int], list[Extent]]) -> None:
@@ -45,11 +45,11 @@ class Shards:
                         self.torn_bytes += await self._do(shard, "open", self._committed(shard))
                         self._opened.add(shard)
                     return await self._do(shard, method, *arguments, **named)
-                except RayActorError as error:
+                except (RayActorError, NotOpen) as error:
                     self._opened.discard(shard)
                     died = error
         raise StorageError(
-            f"died {_ATTEMPTS} times in a row: {str(died).splitlines()[0]}",
+            f"died {_ATTEMPTS} times in a row: {type(died).__name__}",
             field=f"buffer.shard-{shard}",
             remedy="see its log in the Ray dashboard",
         )

@@ -7,6 +7,7 @@ named after the file with a number behind: a reader puts them together again.
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import fcntl
 import os
@@ -16,11 +17,13 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.fs as pafs
 
+from rayrft.config.buffer import join
 from rayrft.errors import StorageError
 
 _REMEDY = {
     errno.ENOSPC: "free disk space and start again: nothing that was acknowledged is lost",
     errno.EDQUOT: "raise the quota and start again: nothing that was acknowledged is lost",
+    errno.EFBIG: "raise the limit on the size of files and start again: nothing that was acknowledged is lost",
     errno.EACCES: "make the folder writable for this user, or choose another buffer.storage",
     errno.EPERM: "make the folder writable for this user, or choose another buffer.storage",
     errno.EROFS: "the file system is read-only: choose another buffer.storage",
@@ -48,7 +51,9 @@ class Storage:
 
     def folder(self, name: str) -> Storage:
         """A folder inside this one."""
-        return Storage(self._path(name), self._fs)
+        inner = copy.copy(self)
+        inner.location, inner._root, inner._lock = join(self.location, name), self._path(name), None
+        return inner
 
     def create(self) -> None:
         """Make the folder, where there is none."""
@@ -60,7 +65,7 @@ class Storage:
         if not self.grows:
             return
         with self._errors("lock"):
-            descriptor = os.open(self._path("lock"), os.O_CREAT | os.O_RDWR)
+            descriptor = os.open(self._path("lock"), os.O_CREAT | os.O_RDWR, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -91,18 +96,23 @@ class Storage:
                     stream.write(data)
                 return
             partial = self._path(f".{name}.partial")
-            descriptor = os.open(partial, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o644)
             try:
-                _write(descriptor, data)
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-            os.replace(partial, self._path(name))
+                descriptor = os.open(partial, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o644)
+                try:
+                    _write(descriptor, data)
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+                os.replace(partial, self._path(name))
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.unlink(partial)  # on a full disk every byte counts
+                raise
             self._sync_folder()
 
     def read(self, name: str) -> pa.Buffer:
-        """The bytes of a file; of a local one they are mapped, not read."""
-        with self._errors(name):
+        """The bytes of a file; of a local one they are mapped, not read. Raises FileNotFoundError if there is none."""
+        with self._errors(name, absent=True):
             if self.grows:
                 with pa.memory_map(self._path(name)) as mapped:
                     return mapped.read_buffer()
@@ -114,18 +124,20 @@ class Storage:
             self._fs.delete_file(self._path(name))
 
     def cut(self, name: str, size: int) -> None:
-        """Shorten a local file."""
+        """Shorten a file."""
+        if not self.grows:
+            return self.write(name, self.read(name)[:size])
         with self._errors(name):
             os.truncate(self._path(name), size)
 
-    def open(self, name: str) -> Appender:
-        """A new file to append to."""
+    def open(self, name: str, size: int = 0, parts: int = 0) -> Appender:
+        """A file to append to: a new one, or one that has this size and, on an object store, so many parts."""
         with self._errors(name):
             if not self.grows:
-                return Appender(self, name)
+                return Appender(self, name, None, size, parts)
             descriptor = os.open(self._path(name), os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o644)
             self._sync_folder()
-            return Appender(self, name, descriptor)
+            return Appender(self, name, descriptor, size)
 
     def _sync_folder(self) -> None:
         # The name of a new file is as durable as its folder.
@@ -139,15 +151,16 @@ class Storage:
         return f"{self._root}/{name}"
 
     @contextlib.contextmanager
-    def _errors(self, name: str) -> Iterator[None]:
+    def _errors(self, name: str, *, absent: bool = False) -> Iterator[None]:
+        """Says what went wrong with which file; ``absent`` lets FileNotFoundError pass."""
         try:
             yield
-        except FileNotFoundError:
-            raise
         except OSError as error:
+            if absent and isinstance(error, FileNotFoundError):
+                raise
             raise StorageError(
                 f"cannot be written or read: {error.strerror or error}",
-                field=f"{self.location}/{name}".rstrip("/"),
+                field=join(self.location, name) if name else self.location,
                 remedy=_REMEDY.get(error.errno or 0, "look at the storage"),
             ) from None
 
@@ -155,18 +168,18 @@ class Storage:
 class Appender:
     """A file that grows by whole pieces; on an object store, a row of objects ``<name>.<number>``."""
 
-    def __init__(self, storage: Storage, name: str, descriptor: int | None = None) -> None:
+    def __init__(self, storage: Storage, name: str, descriptor: int | None, size: int, parts: int = 0) -> None:
         self._storage = storage
         self.name = name
         self._descriptor = descriptor
-        self.parts = 0
-        self.size = 0
+        self._parts = parts
+        self.size = size
 
     def append(self, data: bytes | pa.Buffer) -> None:
         """Raises StorageError; what a failed write left behind is cut off again, so that the file stays whole."""
         if self._descriptor is None:
-            self._storage.write(f"{self.name}.{self.parts:08d}", data)
-            self.parts += 1
+            self._storage.write(f"{self.name}.{self._parts:08d}", data)
+            self._parts += 1
         else:
             try:
                 with self._storage._errors(self.name):

@@ -31,6 +31,9 @@ def stage_opened(state: State, event: e.StageOpened) -> None:
             state.retire(slot, "stage_ended")
     book.plan, book.version, book.open, book.ended = plan, plan.version, True, None
     book.returned, book.calls = [], {}
+    if book.schedule is not None:
+        # A group of the stage before that comes late must not be taken for one of this.
+        book.next_sequence = book.schedule.next_sequence
     fresh = math.ceil(plan.groups / state.config.replay_ratio)
     common = {"over_sampling": plan.over_sampling, "version": plan.version, "next_sequence": book.next_sequence}
     if not plan.groups or not plan.scheduled:
@@ -44,9 +47,6 @@ def stage_opened(state: State, event: e.StageOpened) -> None:
 
 @rule(e.StageClosed)
 def stage_closed(state: State, event: e.StageClosed) -> None:
-    if state.book.schedule is not None:
-        # A group of this stage that comes late must not be taken for one of the next.
-        state.book.next_sequence = state.book.schedule.next_sequence
     state.book.open = False
 
 
@@ -56,12 +56,11 @@ def admitted(state: State, event: e.Admitted) -> list[Ticket]:
     tickets, book.returned = book.returned[: event.count], book.returned[event.count :]
     schedule = book.schedule
     assert schedule is not None  # there is room only with one
-    for ticket in schedule.admit(event.count - len(tickets)):
-        task = state.tasks.draw() if state.tasks is not None else None
-        if state.tasks is not None and task is None:
-            schedule.release(ticket.sequence)
-            continue
-        tickets.append(dataclasses.replace(ticket, task=task))
+    fresh = schedule.admit(event.count - len(tickets))
+    tasks = _tasks(state, event.tasks[len(tickets) :], len(fresh))
+    tickets += [dataclasses.replace(ticket, task=task) for ticket, task in zip(fresh, tasks, strict=False)]
+    for ticket in fresh[len(tasks) :]:
+        schedule.release(ticket.sequence)
     for ticket in tickets:
         book.outstanding[ticket.sequence] = Outstanding(ticket, event.producer)
     book.calls[event.producer] = (event.call, tickets)
@@ -115,6 +114,10 @@ def stored(state: State, event: e.Stored) -> None:
 def dropped(state: State, event: e.Dropped) -> None:
     if event.sequence is not None and event.sequence not in state.book.outstanding:
         return
+    if event.sequence is None and event.key is not None:
+        if event.key in state.book.refused:
+            return
+        state.book.refused.add(event.key)
     _report(state, event.sequence, event.dropped, event.report)
     if event.sequence is not None and state.book.schedule is not None:
         state.book.schedule.release(event.sequence)
@@ -128,6 +131,14 @@ def task_failed(state: State, event: e.TaskFailed) -> None:
             state.book.schedule.release(event.sequence)
 
 
+def _tasks(state: State, recorded: list[int | None], count: int) -> list[int | None]:
+    """Tasks for ``count`` tickets, fewer where the tasks end. A log that is read without its task set says them."""
+    if state.tasks is None:
+        return recorded or [None] * count
+    drawn = [state.tasks.draw() for _ in range(count)]
+    return [task for task in drawn if task is not None]
+
+
 def _report(state: State, sequence: int | None, dropped: dict[str, int], report: e.GroupReport) -> Ticket | None:
     """Count what a producer says of a group; gives the ticket."""
     book = state.book
@@ -138,7 +149,7 @@ def _report(state: State, sequence: int | None, dropped: dict[str, int], report:
     if sequence is None:
         return None
     ticket = book.outstanding.pop(sequence).ticket
-    if state.tasks is not None and ticket.task is not None and report.scored:
+    if state.tasks is not None and ticket.task is not None and report.scored and math.isfinite(report.reward_sum):
         state.tasks.record(ticket.task, report.scored, min(max(report.reward_sum, 0.0), report.scored))
     return ticket
 

@@ -50,9 +50,12 @@ def deleted(state: State, event: e.Deleted) -> None:
 
 @rule(e.FeedbackNoted)
 def feedback_noted(state: State, event: e.FeedbackNoted) -> None:
-    state.book.late_feedback.append(event)
+    if event not in state.book.late_feedback:  # else it is the same, given again
+        state.book.late_feedback.append(event)
 
 
 @rule(e.Loaded)
 def loaded(state: State, event: e.Loaded) -> None:
-    state.book.experts[event.name] = ExpertCursor(event.extent, state.seed)
+    known = state.book.experts.get(event.name)
+    if known is None or known.extent != event.extent:  # else it is the same, loaded again: the draws go on
+        state.book.experts[event.name] = ExpertCursor(event.extent, state.seed)

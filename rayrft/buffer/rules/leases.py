@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rayrft.buffer.book import LeaseRecord
 from rayrft.buffer.groups import Fate
 from rayrft.buffer.log import events as e
+from rayrft.buffer.log.segments import Extent
 from rayrft.buffer.rules.rule import rule
 from rayrft.buffer.schedule import Schedule, Ticket
 
@@ -33,11 +34,13 @@ def leased(state: State, event: e.Leased) -> LeaseRecord:
     book.draws += 1
     book.step = max(book.step, event.step)
     name = book.plan.demonstrations if book.plan and event.expert else None
+    extent = Extent(0)
     if name is not None:
+        extent = book.experts[name].extent
         book.experts[name].advance(len(event.expert))
     staleness = [book.version - version for version in groups.version[event.slots].tolist()]
     record = LeaseRecord(
-        event.step, book.version, event.slots, event.weights, name, event.expert, staleness, book.reports
+        event.step, book.version, event.slots, event.weights, name, extent, event.expert, staleness, book.reports
     )
     book.leases[event.step] = record
     book.reports = e.GroupReport()

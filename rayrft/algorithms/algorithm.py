@@ -1,0 +1,255 @@
+"""An algorithm: one piece from each registry, their coefficients, and the loss that they make up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rayrft.algorithms.advantages import Group, group_advantages
+from rayrft.algorithms.aggregation import aggregations
+from rayrft.algorithms.batch import PolicyOutput, TokenBatch, keep
+from rayrft.algorithms.corrections import corrections
+from rayrft.algorithms.critic import token_advantages, value_losses, with_advantages
+from rayrft.algorithms.distillation import distillations
+from rayrft.algorithms.entropy import entropies
+from rayrft.algorithms.kl import kls
+from rayrft.algorithms.loss import Denominators, LossParts
+from rayrft.algorithms.pieces import NONE, Coefficient, Need, Piece, Pieces
+from rayrft.algorithms.preference import margins, preferences
+from rayrft.algorithms.ratios import policy_losses, token_ratio
+from rayrft.algorithms.sft import mu_schedules, sft_losses
+
+REGISTRIES: dict[str, tuple[Pieces[Any], ...]] = {
+    "advantage": (group_advantages, token_advantages),
+    "policy_loss": (policy_losses,),
+    "aggregation": (aggregations,),
+    "correction": (corrections,),
+    "kl": (kls,),
+    "entropy": (entropies,),
+    "distillation": (distillations,),
+    "sft": (sft_losses,),
+    "sft_aggregation": (aggregations,),
+    "mu_schedule": (mu_schedules,),
+    "preference": (preferences,),
+    "value_loss": (value_losses,),
+}
+"""Each field of an `Algorithm` that names a piece, and where the name is looked up."""
+
+_FIELDS: dict[Need, str] = {
+    "reference": "reference_logprobs",
+    "proximal": "proximal_logprobs",
+    "teacher": "teacher_logprobs",
+    "teacher_candidates": "teacher_candidates",
+    "pairs": "pair",
+}
+"""Needs that a loss finds in its batch."""
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """The loss of a step is ``(1 - mu) own + mu sft + preference``, where
+    ``own = policy + kl_coef kl + entropy_coef entropy + distillation_coef distillation``.
+
+    Own rows feed the first term alone, expert rows the second (MIX as in Trinity-RFT, Pan et al. 2025,
+    arXiv:2505.17826), pairs the third, each over its own global denominator. GRPO has mu = 0, SFT mu = 1. A term whose
+    weight is 0 is left out altogether, so that the ends are exact.
+
+    The first fields name pieces, ``none`` leaving one out; `rayrft.algorithms.presets.build` makes an Algorithm with
+    all names and coefficients checked.
+    """
+
+    name: str
+    advantage: str = NONE
+    policy_loss: str = NONE
+    aggregation: str = "token_mean"
+    correction: str = NONE
+    kl: str = NONE
+    entropy: str = NONE
+    distillation: str = NONE
+    sft: str = NONE
+    sft_aggregation: str = "token_mean"
+    mu_schedule: str = "constant"
+    preference: str = NONE
+    value_loss: str = NONE
+    kl_coef: float = 1e-3
+    kl_in: Literal["loss", "reward"] = "loss"
+    entropy_coef: float = 1e-3
+    distillation_coef: float = 1.0
+    normalise_advantages: bool = False
+    """Over all own action tokens of a step; see `rayrft.algorithms.normalisation`."""
+    coefficients: Mapping[str, Coefficient] = field(default_factory=dict)
+    """Of the pieces, where they are not left at their defaults."""
+
+    def piece(self, kind: str) -> Piece[Any] | None:
+        """The piece that the field ``kind`` names, if any. Raises ConfigError on an unknown name."""
+        name = getattr(self, kind)
+        if name == NONE:
+            return None
+        registries = REGISTRIES[kind]
+        return next((each for each in registries if name in each), registries[0]).get(name)
+
+    @property
+    def has_own(self) -> bool:
+        """It has a term for own rows."""
+        return self.policy_loss != NONE or self.distillation != NONE
+
+    @property
+    def mixes(self) -> bool:
+        """It has terms for own rows and for expert rows, whatever they weigh."""
+        return self.has_own and self.sft != NONE
+
+    def mu(self, step: int = 0) -> float:
+        """Weight of the SFT term after this many optimiser steps of the stage."""
+        return float(self._bound("mu_schedule")(step)) if self.mixes else float(self.sft != NONE)
+
+    @property
+    def needs_rollouts(self) -> bool:
+        return self.has_own and not (self.mixes and self.mu_schedule == "constant" and self.mu() == 1.0)
+
+    @property
+    def needs_expert(self) -> bool:
+        return self.sft != NONE and not (self.mixes and self.mu_schedule == "constant" and self.mu() == 0.0)
+
+    @property
+    def needs_pairs(self) -> bool:
+        return "pairs" in self.needs()
+
+    @property
+    def needs_reference(self) -> bool:
+        return "reference" in self.needs()
+
+    @property
+    def needs_critic(self) -> bool:
+        return "critic" in self.needs()
+
+    @property
+    def needs_proximal(self) -> bool:
+        return "proximal" in self.needs()
+
+    @property
+    def needs_teacher(self) -> bool:
+        return bool({"teacher", "teacher_candidates"} & set(self.needs()))
+
+    @property
+    def needs_greedy_baseline(self) -> bool:
+        return "greedy_baseline" in self.needs()
+
+    @property
+    def needs_entropy_gradient(self) -> bool:
+        return "entropy" in self.terms
+
+    @property
+    def is_idle_at_zero(self) -> bool:
+        """A group whose advantages are all 0 teaches nothing."""
+        return self.advantage != NONE and not self.normalise_advantages and self.distillation == NONE
+
+    @property
+    def terms(self) -> frozenset[str]:
+        """The pieces of the ``own`` term besides the policy loss that have a weight."""
+        weights = {"kl": self.kl_coef, "entropy": self.entropy_coef, "distillation": self.distillation_coef}
+        return frozenset(kind for kind, weight in weights.items() if weight and getattr(self, kind) != NONE)
+
+    def needs(self) -> dict[Need, str]:
+        """What a run must supply, each with the piece that needs it. A term of weight 0 needs nothing."""
+        idle = {"kl", "entropy", "distillation"} - self.terms
+        pieces = [(kind, self.piece(kind)) for kind in REGISTRIES if kind not in idle]
+        return {need: f"{kind} {piece.name!r}" for kind, piece in pieces if piece for need in piece.needs}
+
+    def group_advantages(self, rewards: Tensor, group: Group) -> Tensor:
+        """``[n]``: one advantage for each row of a group; see `rayrft.algorithms.advantages`. Zeros where there is no
+        policy loss.
+
+        Raises ValueError where they come from a critic instead.
+        """
+        if self.advantage == NONE:
+            return torch.zeros_like(rewards)
+        if self.advantage in token_advantages:
+            raise ValueError(f"advantage {self.advantage!r} is computed by the trainer, not where groups are scored")
+        return self._bound("advantage")(rewards, group)
+
+    def token_advantages(self, batch: TokenBatch) -> TokenBatch:
+        """The batch with advantages and returns from rewards and values, less the KL where that is in the reward.
+
+        Raises ValueError on what the batch lacks.
+        """
+        penalty = None
+        if self.kl_in == "reward" and "kl" in self.terms:
+            self._check(batch, "kl")
+            own = batch.own()
+            penalty = self.kl_coef * self._bound("kl")(own.old_logprobs, own.reference_logprobs)
+        return with_advantages(batch, self._bound("advantage"), penalty)
+
+    def value_loss_of(self, values: Tensor, batch: TokenBatch, over: Denominators) -> Tensor:
+        """This micro-batch's share of the critic's loss: its new ``values`` ``[T]`` against the batch's returns, as the
+        mean over own action tokens."""
+        own = batch.own()
+        return keep(self._bound("value_loss")(keep(values, own.mask), own), own.mask).sum() / over.policy.tokens
+
+    def loss(self, output: PolicyOutput, batch: TokenBatch, over: Denominators, *, step: int = 0) -> LossParts:
+        """This micro-batch's share of the step's loss; the shares of all micro-batches and ranks add up to it.
+
+        ``step`` counts the optimiser steps of the stage so far. Raises ValueError on what the batch lacks.
+        """
+        mu = self.mu(step)
+        # Zero, but part of the graph: a rank without rows must take part in the backward pass all the same.
+        parts = LossParts.zero(keep(output.logprobs, torch.zeros_like(batch.mask)).sum())
+        if self.has_own and mu < 1.0:
+            parts = self._own(parts, output, batch, over, 1.0 - mu)
+        if self.sft != NONE and mu > 0.0:
+            rows = batch.demonstrated()
+            values = self._bound("sft")(keep(output.logprobs, rows.mask), rows)
+            parts = parts.add("sft", self._bound("sft_aggregation")(values, rows, over.expert), mu)
+        if self.preference != NONE:
+            self._check(batch, "preference")
+            rows = batch.only(batch.paired)
+            margin = margins(keep(output.logprobs, rows.mask), rows)
+            parts = parts.add("preference", self._bound("preference")(margin).sum() / (over.pairs or 1.0), 1.0)
+        return parts
+
+    def _own(
+        self, parts: LossParts, output: PolicyOutput, batch: TokenBatch, over: Denominators, weight: float
+    ) -> LossParts:
+        own = batch.own()
+        output = output.only(own.mask)
+        aggregate = self._bound("aggregation")
+        if self.policy_loss != NONE:
+            found = self._bound("policy_loss")(output.logprobs, own)
+            values = found.values if own.weight is None else found.values * own.spread(own.weight)
+            if self.correction != NONE:
+                self._check(batch, "correction")
+                factor = self._bound("correction")(output.logprobs, own)
+                values = values * factor
+                parts = parts.metric("correction", keep(factor, own.mask))
+            parts = parts.add("policy", aggregate(values, own, over.policy), weight)
+            if found.clipped is not None:
+                parts = parts.metric("clipped", found.clipped & own.mask)
+        if "kl" in self.terms and self.kl_in == "loss":
+            self._check(batch, "kl")
+            values = self._bound("kl")(output.logprobs, own.reference_logprobs)
+            parts = parts.add("kl", aggregate(values, own, over.policy), weight * self.kl_coef)
+        if "entropy" in self.terms:
+            values = self._bound("entropy")(output.entropy)
+            parts = parts.add("entropy_term", aggregate(values, own, over.policy), weight * self.entropy_coef)
+        if "distillation" in self.terms:
+            self._check(batch, "distillation")
+            values = self._bound("distillation")(output, own)
+            parts = parts.add("distillation", aggregate(values, own, over.policy), weight * self.distillation_coef)
+        parts = parts.metric("entropy", output.entropy)
+        parts = parts.metric("ratio", keep(token_ratio(output.logprobs, own), own.mask))
+        return parts.metric("logprob_gap", (output.logprobs - own.behaviour_logprobs).abs())
+
+    def _bound(self, kind: str) -> Any:
+        piece = self.piece(kind)
+        if piece is None:
+            raise ValueError(f"algorithm {self.name!r} has no {kind}")
+        return piece.bind(self.coefficients)
+
+    def _check(self, batch: TokenBatch, kind: str) -> None:
+        piece = self.piece(kind)
+        for need in piece.needs if piece else ():
+            if need in _FIELDS and getattr(batch, _FIELDS[need]) is None:
+                raise ValueError(f"{kind} {getattr(self, kind)!r} needs {_FIELDS[need]}, which the batch does not hold")

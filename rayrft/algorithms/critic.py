@@ -1,0 +1,117 @@
+"""Advantages from a critic, and the critic's own losses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rayrft.algorithms.batch import TokenBatch, keep
+from rayrft.algorithms.pieces import Fraction, Pieces, Positive
+
+
+class TokenAdvantage(Protocol):
+    """``rewards`` ``[T]`` (zero off the mask) to advantages and returns, ``[T]`` each and zero off the mask."""
+
+    def __call__(self, rewards: Tensor, batch: TokenBatch, /) -> tuple[Tensor, Tensor]: ...
+
+
+class ValueLoss(Protocol):
+    """The critic's new ``values`` ``[T]`` to a loss per token, ``[T]``."""
+
+    def __call__(self, values: Tensor, batch: TokenBatch, /) -> Tensor: ...
+
+
+token_advantages: Pieces[TokenAdvantage] = Pieces("advantage")
+value_losses: Pieces[ValueLoss] = Pieces("value_loss")
+
+
+def token_rewards(batch: TokenBatch, penalty: Tensor | None = None) -> Tensor:
+    """``[T]``: a row's reward on its last action token, less a penalty on every one (``kl_coef`` times the KL, for a KL
+    in the reward: Ouyang et al. 2022, arXiv:2203.02155).
+
+    Raises ValueError where the batch has no rewards.
+    """
+    if batch.reward is None:
+        raise ValueError("token rewards need the rewards of the rows")
+    place = torch.arange(batch.mask.numel(), device=batch.mask.device)
+    last = torch.full((batch.rows,), -1, dtype=place.dtype, device=place.device)
+    last = last.index_reduce(0, batch.sequence[batch.mask], place[batch.mask], "amax")
+    rewards = torch.zeros_like(batch.advantages)
+    rewards[last[last >= 0]] = batch.reward[last >= 0].to(rewards.dtype)
+    return rewards if penalty is None else rewards - keep(penalty, batch.mask)
+
+
+@token_advantages.register("gae", needs=["critic"])
+def gae(rewards: Tensor, batch: TokenBatch, *, gamma: Fraction = 1.0, lam: Fraction = 1.0) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438, eq. 16) over the action tokens.
+
+    ``delta_t = r_t + gamma V_{t+1} - V_t``, ``A_t = delta_t + gamma lam A_{t+1}``, ``R_t = A_t + V_t``. Observations
+    and prompts are skipped: t + 1 is the row's next action token, and after the last one V and A are 0. So the tokens
+    of a tool's answer neither discount nor carry values. Advantages are not normalised here.
+
+    Raises ValueError where the batch has no values.
+    """
+    if batch.values is None:
+        raise ValueError("gae needs the critic's values")
+    row, position = _positions(batch)
+    width = int(position.max()) + 1 if position.numel() else 0
+
+    def lay_out(flat: Tensor) -> Tensor:
+        return flat.new_zeros(batch.rows, width + 1).index_put((row, position), flat[batch.mask])
+
+    reward, value = lay_out(rewards), lay_out(batch.values)
+    advantage = torch.zeros_like(value)
+    for t in reversed(range(width)):
+        delta = reward[:, t] + gamma * value[:, t + 1] - value[:, t]
+        advantage[:, t] = delta + gamma * lam * advantage[:, t + 1]
+    advantages, returns = torch.zeros_like(batch.values), torch.zeros_like(batch.values)
+    advantages[batch.mask] = advantage[row, position]
+    returns[batch.mask] = (advantage + value)[row, position]
+    return advantages, returns
+
+
+def with_advantages(batch: TokenBatch, advantage: TokenAdvantage, penalty: Tensor | None = None) -> TokenBatch:
+    """The batch with advantages and returns of its tokens filled in."""
+    own = batch.own()
+    advantages, returns = advantage(token_rewards(own, penalty), own)
+    return replace(batch, advantages=advantages, returns=returns)
+
+
+@value_losses.register("squared")
+def squared(values: Tensor, batch: TokenBatch) -> Tensor:
+    """``1/2 (V_t - R_t)^2``. Raises ValueError where the batch has no returns."""
+    return 0.5 * (values - _returns(batch)).square()
+
+
+@value_losses.register("clipped")
+def clipped(values: Tensor, batch: TokenBatch, *, value_clip: Positive = 0.2) -> Tensor:
+    """``1/2 max((V_t - R_t)^2, (clip(V_t, V_old - value_clip, V_old + value_clip) - R_t)^2)``: a critic that moved far
+    from its old values in this step gains nothing by moving on (OpenAI Baselines' PPO2; also TRL and verl).
+
+    Raises ValueError where the batch has no returns or old values.
+    """
+    if batch.values is None:
+        raise ValueError("the clipped value loss needs the critic's old values")
+    near = batch.values + (values - batch.values).clamp(-value_clip, value_clip)
+    returns = _returns(batch)
+    return 0.5 * torch.maximum((values - returns).square(), (near - returns).square())
+
+
+def _returns(batch: TokenBatch) -> Tensor:
+    if batch.returns is None:
+        raise ValueError("a value loss needs returns")
+    return batch.returns
+
+
+def _positions(batch: TokenBatch) -> tuple[Tensor, Tensor]:
+    """Row of every masked-in token, and its place among those of its row."""
+    row = batch.sequence[batch.mask]
+    order = row.argsort(stable=True)
+    counts = torch.bincount(row, minlength=batch.rows)
+    starts = counts.cumsum(0) - counts
+    position = torch.empty_like(row)
+    position[order] = torch.arange(row.numel(), device=row.device) - starts[row[order]]
+    return row, position

@@ -1,0 +1,67 @@
+"""Learning from a teacher on the policy's own samples (on-policy distillation: Agarwal et al. 2023, arXiv:2306.13649).
+
+A loss takes the policy's output and the own rows of a batch, zero off the mask, and gives a loss per token.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rayrft.algorithms.batch import PolicyOutput, TokenBatch
+from rayrft.algorithms.pieces import Fraction, Pieces
+from rayrft.algorithms.ratios import log_ratio, token_ratio
+
+
+class DistillationLoss(Protocol):
+    def __call__(self, output: PolicyOutput, batch: TokenBatch, /) -> Tensor: ...
+
+
+distillations: Pieces[DistillationLoss] = Pieces("distillation")
+
+
+@distillations.register("reverse_kl", needs=["teacher"])
+def reverse_kl(output: PolicyOutput, batch: TokenBatch) -> Tensor:
+    """``KL(pi || teacher)`` at every state, from the teacher's log-prob of the sampled token alone (Gu et al. 2023,
+    arXiv:2306.08543; as a per-token advantage: Lu 2025, "On-policy distillation").
+
+    ``rho_t sg(d_t)`` with ``d_t = log pi(y_t) - log teacher(y_t)``, cut to +-20, and the ratio rho_t to the policy that
+    sampled: its gradient ``rho_t d_t grad log pi(y_t)`` is unbiased for the KL at the states visited. What a token does
+    to later states is left out. Raises ValueError where the batch has no teacher log-probs.
+    """
+    if batch.teacher_logprobs is None:
+        raise ValueError("reverse_kl needs the teacher's log-probs of the sampled tokens")
+    gap = log_ratio(output.logprobs.detach(), batch.teacher_logprobs)
+    return token_ratio(output.logprobs, batch) * gap
+
+
+@distillations.register("jsd", needs=["teacher_candidates"])
+def jsd(output: PolicyOutput, batch: TokenBatch, *, teacher_share: Fraction = 0.5) -> Tensor:
+    """Generalised Jensen-Shannon divergence over the vocabulary (Agarwal et al. 2023, arXiv:2306.13649).
+
+    ``b KL(teacher || M) + (1 - b) KL(pi || M)`` with ``M = b teacher + (1 - b) pi``, b being ``teacher_share``; between
+    0 and log 2 nats.
+
+    Needs ``teacher_candidates`` and ``output.candidates``: both distributions over the same K tokens, ``[T, K]``. K may
+    be the vocabulary, or the teacher's likeliest tokens; what remains of each distribution counts as one token more,
+    which makes the divergence smaller than the full one, never greater. Raises ValueError where one is missing.
+    """
+    if batch.teacher_candidates is None or output.candidates is None:
+        raise ValueError("jsd needs the log-probs of teacher and policy over the teacher's candidate tokens")
+    teacher, policy = _whole(batch.teacher_candidates), _whole(output.candidates)
+    middle = teacher_share * teacher + (1 - teacher_share) * policy
+    return teacher_share * _kl(teacher, middle) + (1 - teacher_share) * _kl(policy, middle)
+
+
+def _whole(logprobs: Tensor) -> Tensor:
+    """``[T, K]`` log-probs to ``[T, K + 1]`` probabilities, the last one being what remains to 1."""
+    p = logprobs.exp()
+    return torch.cat([p, (1 - p.sum(-1, keepdim=True)).clamp(min=0)], -1)
+
+
+def _kl(p: Tensor, q: Tensor) -> Tensor:
+    """``[T, K]`` probabilities to ``[T]``: ``sum p log(p / q)``, where p = 0 counts 0 and has no gradient."""
+    tiny = torch.finfo(p.dtype).tiny
+    return (p * (p.clamp(min=tiny).log() - q.clamp(min=tiny).log())).sum(-1)

@@ -1,0 +1,86 @@
+"""Estimates of ``KL(pi || pi_ref)`` from sampled tokens (Schulman 2020, "Approximating KL divergence").
+
+With ``d_t = log pi(y_t) - log pi_ref(y_t)``, cut to +-20, each gives ``[T]`` nats per token. As a value, k1 and k3 are
+unbiased where the policy sampled the tokens, and k2 is nearly so where the policies are close. As a loss what counts is
+the gradient: that of k2 is unbiased, that of k1 is 0 in the mean (it belongs in the reward, or straight through), and
+that of k3 is the gradient of the other direction, ``KL(pi_ref || pi)``. The straight-through forms, whose names end in
+``_st``, have the value of their name and the gradient of k2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol, Self
+
+from torch import Tensor
+
+from rayrft.algorithms.pieces import Pieces
+from rayrft.algorithms.ratios import log_ratio
+
+
+class KL(Protocol):
+    """Log-probs of the policy (with gradient) and of the reference, ``[T]``, to an estimate per token, ``[T]``."""
+
+    def __call__(self, logprobs: Tensor, reference: Tensor, /) -> Tensor: ...
+
+
+kls: Pieces[KL] = Pieces("kl")
+
+
+@kls.register("k1", needs=["reference"])
+def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """``d``: unbiased, of high variance, and negative for every other token."""
+    return log_ratio(logprobs, reference)
+
+
+@kls.register("k2", needs=["reference"])
+def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """``d^2 / 2``: never negative, biased by the third order of d; its gradient ``d grad log pi`` is unbiased."""
+    return 0.5 * log_ratio(logprobs, reference).square()
+
+
+@kls.register("k3", needs=["reference"])
+def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """``exp(-d) - 1 + d``: unbiased and never negative; GRPO's (Shao et al. 2024, arXiv:2402.03300, eq. 4). The value
+    is not cut besides d, where verl cuts it at 10."""
+    d = log_ratio(logprobs, reference)
+    return (-d).expm1() + d
+
+
+@kls.register("k1_st", needs=["reference"])
+def k1_st(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """The value of k1 with the gradient of k2."""
+    return straight_through(k1(logprobs, reference), k2(logprobs, reference))
+
+
+@kls.register("k3_st", needs=["reference"])
+def k3_st(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """The value of k3 with the gradient of k2 (verl's ``k3+``)."""
+    return straight_through(k3(logprobs, reference), k2(logprobs, reference))
+
+
+def straight_through(value: Tensor, gradient: Tensor) -> Tensor:
+    """The value of one tensor with the gradient of the other."""
+    return value.detach() + gradient - gradient.detach()
+
+
+@dataclass(frozen=True)
+class AdaptiveCoefficient:
+    """A KL coefficient that seeks a target (Ziegler et al. 2019, arXiv:1909.08593).
+
+    ``coef <- coef (1 + clip(KL / target - 1, -0.2, 0.2) n / horizon)`` after n sequences: a KL of 20 % or more over the
+    target raises it by e^0.2 within about ``horizon`` sequences.
+    """
+
+    coef: float
+    target: float
+    horizon: float
+
+    def __post_init__(self) -> None:
+        if self.coef <= 0 or self.target <= 0 or self.horizon <= 0:
+            raise ValueError(f"coefficient, target and horizon must be above 0, got {self}")
+
+    def update(self, kl: float, sequences: int) -> Self:
+        """The controller after a step with this mean KL (nats per token, or per sequence if the target is)."""
+        error = min(max(kl / self.target - 1.0, -0.2), 0.2)
+        return replace(self, coef=self.coef * (1.0 + error * sequences / self.horizon))

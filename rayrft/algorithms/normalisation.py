@@ -1,0 +1,46 @@
+"""Advantages normalised over all own action tokens of an optimiser step (REINFORCE++)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from rayrft.algorithms.batch import TokenBatch, keep
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Mean and deviation of the advantages of all own action tokens of a step, over ranks and micro-batches.
+
+    The deviation is the biased one, with divisor n, as in OpenRLHF: at thousands of tokens the choice is immaterial.
+    """
+
+    mean: float
+    deviation: float
+
+    @classmethod
+    def of(cls, sums: Tensor) -> Self:
+        """From the sum of what `sum_moments` gave on each rank."""
+        tokens, total, squares = sums.tolist()
+        mean = total / max(tokens, 1.0)
+        return cls(mean, max(squares / max(tokens, 1.0) - mean**2, 0.0) ** 0.5)
+
+
+def sum_moments(batches: Iterable[TokenBatch], device: torch.device | None = None) -> Tensor:
+    """``[3]`` float64: number, sum and sum of squares of the advantages of own action tokens."""
+    total = torch.zeros(3, dtype=torch.float64, device=device)
+    for batch in batches:
+        own = batch.own()
+        values = own.advantages.double()
+        total += torch.stack([own.mask.sum(), values.sum(), values.square().sum()])
+    return total
+
+
+def normalise(batch: TokenBatch, moments: Moments, *, epsilon: float = 1e-8) -> TokenBatch:
+    """The batch with ``(A - mean) / (deviation + epsilon)`` in place of each advantage; 0 off the mask."""
+    normal = (batch.advantages - moments.mean) / (moments.deviation + epsilon)
+    return replace(batch, advantages=keep(normal, batch.mask))

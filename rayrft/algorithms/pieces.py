@@ -1,0 +1,136 @@
+"""Pieces: functions by name, the coefficients they take, and what they need of a run.
+
+A piece's keyword-only parameters are its coefficients: their defaults are the defaults, their annotations the values
+that are accepted. So a piece of one's own is one decorated function, whose coefficients are config keys by that alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Generic, Literal, TypeVar, cast
+
+from rayrft.errors import ConfigError
+from rayrft.registry import Registry
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+NONE = "none"
+"""The name that stands for leaving a piece out."""
+
+Coefficient = float | int | bool | str | None
+
+Need = Literal["reference", "critic", "pairs", "proximal", "teacher", "teacher_candidates", "greedy_baseline", "states"]
+"""What a run must supply for a piece besides own rows with rewards and behaviour log-probs, or expert rows."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """The numbers that a coefficient may have."""
+
+    low: float
+    high: float
+    low_is_in: bool = True
+
+    def __contains__(self, value: float) -> bool:
+        return (self.low <= value if self.low_is_in else self.low < value) and value <= self.high and value < math.inf
+
+    def __str__(self) -> str:
+        if self.high < math.inf:
+            return f"lie in [{self.low:g}, {self.high:g}]"
+        return f"be at least {self.low:g}" if self.low_is_in else f"be above {self.low:g}"
+
+
+Fraction = Annotated[float, Interval(0.0, 1.0)]
+Positive = Annotated[float, Interval(0.0, math.inf, low_is_in=False)]
+NonNegative = Annotated[float, Interval(0.0, math.inf)]
+Steps = Annotated[int, Interval(0.0, math.inf)]
+
+
+@dataclass(frozen=True)
+class Piece(Generic[F]):
+    """A registered function. ``coefficients`` maps each of its keyword-only parameters to the default."""
+
+    kind: str
+    name: str
+    function: F
+    needs: frozenset[Need]
+    coefficients: Mapping[str, Coefficient]
+
+    def bind(self, values: Mapping[str, Coefficient]) -> F:
+        """The function with those of the values that it takes."""
+        return cast(F, functools.partial(self.function, **{k: v for k, v in values.items() if k in self.coefficients}))
+
+    def fault(self, coefficient: str, value: Coefficient) -> str | None:
+        """What is wrong with a value, such as ``must lie in [0, 1]``; None where nothing is."""
+        return fault(value, _parameters(self.function).get(coefficient))
+
+
+class Pieces(Generic[F]):
+    """A registry of pieces of one kind, which all have the same positional parameters and result."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._functions: Registry[F] = Registry(kind)
+        self._needs: dict[str, frozenset[Need]] = {}
+
+    def register(self, name: str, *, needs: Iterable[Need] = ()) -> Callable[[F], F]:
+        """Decorator: make a function known as ``name``. Raises ConfigError where the name is taken."""
+
+        def add(function: F) -> F:
+            self._functions.register(name)(function)
+            self._needs[name] = frozenset(needs)
+            return function
+
+        return add
+
+    def get(self, name: str) -> Piece[F]:
+        """The piece of that name, or the function at ``package.module:attribute``; raises ConfigError without one."""
+        function = self._functions.get(name, f"algorithm.{self.kind}")
+        defaults = {key: parameter.default for key, parameter in _keywords(function).items()}
+        return Piece(self.kind, name, function, self._needs.get(name, frozenset()), defaults)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._needs
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._functions)
+
+
+def fault(value: Coefficient, hint: Any) -> str | None:
+    """What is wrong with a value for a parameter so annotated; None where nothing is, or the annotation is not one of
+    numbers, flags and strings."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        faults = [fault(value, each) for each in arguments]
+        return None if None in faults else faults[0]
+    if origin is Annotated:
+        kind, interval = arguments
+        return fault(value, kind) or (None if cast(float, value) in interval else f"must {interval}")
+    if origin is Literal:
+        return None if value in arguments else f"must be one of {', '.join(map(str, arguments))}"
+    if hint is type(None):
+        return None if value is None else "must be left out"
+    accepted = {float: (float, int), int: (int,), bool: (bool,), str: (str,)}.get(hint, (object,))
+    fits = isinstance(value, accepted) and (hint not in (float, int) or not isinstance(value, bool))
+    return None if fits else f"must be a {hint.__name__}"
+
+
+@functools.cache
+def _keywords(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Its keyword-only parameters. Raises ConfigError on one without a default, which could not be left out."""
+    found = {k: v for k, v in inspect.signature(function).parameters.items() if v.kind is v.KEYWORD_ONLY}
+    for key, parameter in found.items():
+        if parameter.default is inspect.Parameter.empty:
+            raise ConfigError("a coefficient needs a default", field=f"{function.__qualname__}.{key}")
+    return found
+
+
+@functools.cache
+def _parameters(function: Callable[..., Any]) -> dict[str, Any]:
+    return typing.get_type_hints(function, include_extras=True)

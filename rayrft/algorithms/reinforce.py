@@ -1,0 +1,128 @@
+"""Policy losses that descend on log-probs: REINFORCE, its off-policy relatives, and rejection sampling.
+
+``rho_t`` is the ratio of `rayrft.algorithms.ratios.token_ratio`, ``A_t`` the advantage, sg(.) stops the gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rayrft.algorithms.batch import TokenBatch
+from rayrft.algorithms.pieces import Fraction, NonNegative, Positive
+from rayrft.algorithms.ratios import TokenLoss, log_ratio, policy_losses, sequence_log_ratio, token_ratio
+
+
+@policy_losses.register("reinforce")
+def reinforce(logprobs: Tensor, batch: TokenBatch) -> TokenLoss:
+    """``-A_t log pi(y_t)``, as if the policy had sampled the tokens itself (Williams 1992)."""
+    return TokenLoss(-batch.advantages * logprobs)
+
+
+@policy_losses.register("raft")
+def raft(logprobs: Tensor, batch: TokenBatch) -> TokenLoss:
+    """RAFT: ``-log pi(y_t)`` on tokens with A_t > 0, 0 on the others: SFT on the accepted answers (Dong et al. 2023,
+    arXiv:2304.06767). The denominator still counts all own tokens: what is rejected shortens the step."""
+    return TokenLoss(-(batch.advantages > 0).to(logprobs.dtype) * logprobs)
+
+
+@policy_losses.register("opmd")
+def opmd(logprobs: Tensor, batch: TokenBatch, *, tau: NonNegative = 1.0) -> TokenLoss:
+    """OPMD: ``-A_t log pi(y_t) / (1 + tau)`` (Pan et al. 2025, arXiv:2505.17826): one step of mirror descent from the
+    present policy, whose regularisation of strength tau does no more than shorten it."""
+    return TokenLoss(-batch.advantages * logprobs / (1 + tau))
+
+
+@policy_losses.register("kimi")
+def kimi(logprobs: Tensor, batch: TokenBatch, *, tau: Positive = 0.1) -> TokenLoss:
+    """Kimi k1.5's mirror descent: ``(A_i - tau h_i)^2 / (2 tau)``, ``h_i = log pi(y_i) - log pi_old(y_i)`` (Kimi Team
+    2025, arXiv:2501.12599, sec. 2.3.2).
+
+    A_i is the reward less the mean of its group (``advantage: dr_grpo``); the mean stands for tau log Z. The square is
+    divided by 2 tau, so that its gradient, ``-(A_i - tau h_i) d log pi(y_i)``, is the paper's and starts as
+    REINFORCE's. A loss of whole answers.
+    """
+    error = batch.mean(batch.advantages) - tau * sequence_log_ratio(logprobs, batch)
+    return TokenLoss(batch.spread(error.square() / (2 * tau)))
+
+
+@policy_losses.register("topr")
+def topr(logprobs: Tensor, batch: TokenBatch) -> TokenLoss:
+    """TOPR: imitate what was good, and forget what was bad only as far as it is still likely (Le Roux et al. 2025,
+    arXiv:2503.14286).
+
+    ``-A_i log pi(y_i)`` where A_i > 0, ``-sg(min(pi(y_i) / pi_old(y_i), 1)) A_i log pi(y_i)`` elsewhere. The ratio is
+    that of the whole answer, as in the paper; Trinity-RFT takes each token's (`topr_token`).
+    """
+    taper = batch.spread(sequence_log_ratio(logprobs, batch).detach().clamp(max=0).exp())
+    return _tapered(logprobs, batch, taper)
+
+
+@policy_losses.register("topr_token")
+def topr_token(logprobs: Tensor, batch: TokenBatch) -> TokenLoss:
+    """`topr` with ``min(rho_t, 1)`` of each token as the weight of what was bad."""
+    return _tapered(logprobs, batch, token_ratio(logprobs, batch).detach().clamp(max=1))
+
+
+@policy_losses.register("sppo")
+def sppo(logprobs: Tensor, batch: TokenBatch, *, log_clip: Positive = 0.3) -> TokenLoss:
+    """sPPO: ``-A_t log(clip(rho_t, 1/(1 + log_clip), 1 + log_clip))`` (Vaswani et al. 2022, arXiv:2108.05828; bounds
+    as in Trinity-RFT): unlike PPO's, the bound holds for either sign of A_t, and the gradient does not grow with
+    rho_t."""
+    bound = math.log1p(log_clip)
+    ratio = log_ratio(logprobs, batch.old_logprobs)
+    return TokenLoss(-batch.advantages * ratio.clamp(-bound, bound), ratio.detach().abs() > bound)
+
+
+@policy_losses.register("rec")
+def rec(
+    logprobs: Tensor,
+    batch: TokenBatch,
+    *,
+    keep_where: Literal["all", "one_side", "two_side", "ring"] = "one_side",
+    weigh_by_ratio: bool = False,
+    clip_low: Fraction = 0.2,
+    clip_high: Positive = 0.2,
+    ring_low: Fraction = 0.6,
+    ring_high: Positive = 2.0,
+) -> TokenLoss:
+    """REC: group-relative REINFORCE with clipping and, at will, importance weights (Yao et al. 2025, arXiv:2509.24203).
+
+    ``-M_t w_t A_t log pi(y_t)`` with w_t = sg(rho_t) or 1, and M_t = 1 where, for ``keep_where``,
+
+    * ``one_side``: rho_t <= 1 + clip_high if A_t > 0, rho_t >= 1 - clip_low if A_t < 0. With the ratio as weight this
+      has PPO's gradient, and GRPO's advantages are all that GRPO adds to it;
+    * ``two_side``: 1 - clip_low <= rho_t <= 1 + clip_high;
+    * ``ring``: as two_side, and also rho_t <= 1 - ring_low if A_t > 0, rho_t >= 1 + ring_high if A_t < 0: tokens that
+      went far astray in the wrong direction are brought back;
+    * ``all``: everywhere.
+
+    Bounds as in Trinity-RFT.
+    """
+    ratio, advantages = token_ratio(logprobs, batch).detach(), batch.advantages
+    inside = (ratio >= 1 - clip_low) & (ratio <= 1 + clip_high)
+    up, down = advantages >= 0, advantages <= 0
+    kept = {
+        "all": torch.ones_like(inside),
+        "one_side": (up & (ratio <= 1 + clip_high)) | (down & (ratio >= 1 - clip_low)),
+        "two_side": inside,
+        "ring": inside | (up & (ratio <= 1 - ring_low)) | (down & (ratio >= 1 + ring_high)),
+    }[keep_where]
+    weight = ratio if weigh_by_ratio else torch.ones_like(ratio)
+    return TokenLoss(-torch.where(kept, weight * advantages, torch.zeros_like(weight)) * logprobs, ~kept)
+
+
+@policy_losses.register("red_weight")
+def red_weight(logprobs: Tensor, batch: TokenBatch, *, weight_tau: Positive = 1.0) -> TokenLoss:
+    """RED-Weight: ``-exp(A_t / weight_tau) A_t log pi(y_t)`` (Yao et al. 2025, arXiv:2509.24203): leans on successes
+    the way `asymre` does, by the size of the advantage. The exponent is cut to +-20."""
+    weight = log_ratio(batch.advantages / weight_tau, torch.zeros_like(logprobs)).exp()
+    return TokenLoss(-weight * batch.advantages * logprobs)
+
+
+def _tapered(logprobs: Tensor, batch: TokenBatch, taper: Tensor) -> TokenLoss:
+    weight = torch.where(batch.advantages > 0, torch.ones_like(taper), taper)
+    return TokenLoss(-weight * batch.advantages * logprobs)

@@ -1,0 +1,81 @@
+"""Group advantages for trajectories of several steps (turns), each step a row of its own.
+
+``rewards`` are those of the steps; the group says which trajectory, turn and state each belongs to. Without
+trajectories every row is one, of one step.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rayrft.algorithms.advantages import Group, centred, group_advantages, group_relative_advantages
+from rayrft.algorithms.pieces import Fraction, NonNegative, Positive
+
+
+def trajectories(rewards: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+    """``[m]``: the return of each trajectory, which is the sum over its steps; ``[n]``: the trajectory of each step, as
+    an index into the former."""
+    centred(rewards)  # for its check of the shape
+    if group.trajectory is None:
+        return rewards, torch.arange(rewards.numel(), device=rewards.device)
+    names, index = torch.unique(group.trajectory, return_inverse=True)
+    return rewards.new_zeros(names.numel()).index_add(0, index, rewards), index
+
+
+@group_advantages.register("step_wise")
+def step_wise(rewards: Tensor, group: Group, *, epsilon: Positive = 1e-6) -> Tensor:
+    """GRPO over trajectories, each step getting its trajectory's advantage.
+
+    ``A_k = (R_tau(k) - mean(R)) / (std(R) + epsilon)`` with R the returns of the trajectories: long ones weigh no more
+    in mean and deviation than short ones. One trajectory alone gives 0.
+    """
+    returns, index = trajectories(rewards, group)
+    return group_relative_advantages(returns, epsilon=epsilon)[index]
+
+
+@group_advantages.register("gigpo", needs=["states"])
+def gigpo(
+    rewards: Tensor,
+    group: Group,
+    *,
+    step_weight: NonNegative = 1.0,
+    discount: Fraction = 0.95,
+    deviation: bool = True,
+    epsilon: Positive = 1e-6,
+) -> Tensor:
+    """GiGPO: a group within the group (Feng et al. 2025, arXiv:2505.10978).
+
+    ``A_k = A^E(tau(k)) + step_weight A^S(k)``. A^E compares returns of trajectories, as `step_wise`. A^S compares the
+    discounted returns to go ``R_k = sum_{l >= k} discount^(l-k) r_l`` of all steps that were taken in the same state;
+    a state met once gives 0. Both are divided by the deviation, or by nothing (``deviation: false``, which the paper
+    takes for its agents).
+
+    Raises ValueError where trajectory, turn or state are not known.
+    """
+    if group.trajectory is None or group.turn is None or group.state is None:
+        raise ValueError("gigpo needs the trajectory, turn and state of every step")
+
+    def compare(values: Tensor) -> Tensor:
+        return group_relative_advantages(values, epsilon=epsilon) if deviation else centred(values)
+
+    returns, index = trajectories(rewards, group)
+    to_go = returns_to_go(rewards, group.trajectory, group.turn, discount)
+    steps = torch.zeros_like(rewards)
+    for state in torch.unique(group.state):
+        same = group.state == state
+        steps[same] = compare(to_go[same])
+    return compare(returns)[index] + step_weight * steps
+
+
+def returns_to_go(rewards: Tensor, trajectory: Tensor, turn: Tensor, discount: float) -> Tensor:
+    """``[n]``: ``R_k = r_k + discount R_{k+1}`` along each trajectory, whatever the order of the rows."""
+    result = torch.zeros_like(rewards)
+    for each in torch.unique(trajectory):
+        steps = (trajectory == each).nonzero().squeeze(1)
+        steps = steps[turn[steps].argsort(descending=True)]
+        future = 0.0
+        for step in steps.tolist():
+            future = float(rewards[step]) + discount * future
+            result[step] = future
+    return result

@@ -1,0 +1,158 @@
+"""Rows of a live Buffer as Ray Datasets, and Ray Datasets as demonstrations, without passing through the driver."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import ray
+import ray.data
+from ray.data.block import BlockMetadata
+from ray.data.datasource import Datasource, ReadTask
+from ray.exceptions import RayTaskError
+
+from rayrft.buffer.exchange import conform, expert_message
+from rayrft.buffer.experience import SCHEMA, Experience, from_batch, to_batch, unpack
+from rayrft.buffer.log.shard import Ref
+from rayrft.buffer.selection import Selection
+from rayrft.errors import DataError, RayrftError
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_Parts = list[tuple[Ref, np.ndarray]]
+
+
+def dataset(
+    buffer: Any, store: str = "usual", *, columns: Sequence[str] | None = None, where: Any = None
+) -> ray.data.Dataset:
+    """The rows that a store holds now, as a lazy Ray Dataset with columns of ``experience.SCHEMA``.
+
+    ``buffer`` is the actor's handle; ``store`` is ``usual`` (own rows that wait for training or are being trained) or
+    ``expert/<name>``; ``columns`` are those to read, all by default; ``where`` is a ``pyarrow.compute.Expression``
+    over columns that hold one value a row, selected or not. What happens to the store afterwards does not change the
+    dataset: it keeps its blocks in the object store, for as long as it and the Buffer live.
+
+    Raises DataError for a store or column that there is not, and for a condition that is none.
+    """
+    selection = Selection(SCHEMA, columns, where)
+    source = _BlockSource(_answer(buffer.partition.remote(store)), selection)
+    # No CPU is asked for: a run may have reserved all there are, and its rows can be looked at all the same.
+    return ray.data.read_datasource(source, num_cpus=0, override_num_blocks=len(source))
+
+
+def load_dataset(buffer: Any, rows: ray.data.Dataset | pa.Table | list[Experience], name: str) -> int:
+    """Make rows the demonstrations ``name``, in their order, in place of what was there.
+
+    A Ray Dataset or a table has the columns of ``experience.SCHEMA``, such as those of :func:`dataset` and of
+    ``demonstrations.rows.from_dataset``. Own rows become expert rows, so that what a run found can be imitated. Gives
+    their number; raises DataError when there are none, a column is missing, or a row is faulty.
+    """
+    if not _NAME.fullmatch(name):
+        raise DataError(
+            "demonstrations cannot have this name",
+            field="name",
+            value=name,
+            remedy="use letters, digits, '_', '-' and '.', and begin with a letter or a digit",
+        )
+    if isinstance(rows, ray.data.Dataset):
+        message = ray.remote(num_cpus=0)(_gather).remote(_blocks(rows), name)
+    else:
+        table = rows if isinstance(rows, pa.Table) else pa.Table.from_batches([to_batch(rows)])
+        message = ray.put(_message([table], name))
+    return _answer(buffer.load.remote(name, [message]))
+
+
+def newest(buffer: Any, count: int) -> list[Experience]:
+    """The ``count`` own rows that finished last of those that are held, the last one first."""
+    parts = _answer(buffer.partition.remote("usual"))
+    return _answer(ray.remote(num_cpus=0)(_newest).remote(parts, count))
+
+
+class _BlockSource(Datasource):
+    """Reads packed blocks of the object store: one task each. A reference in a task keeps the block there."""
+
+    def __init__(self, parts: _Parts, selection: Selection) -> None:
+        super().__init__()
+        self._parts = parts
+        self._selection = selection
+
+    def __len__(self) -> int:
+        # A task without a block gives an empty dataset its schema.
+        return max(1, len(self._parts))
+
+    def estimate_inmemory_data_size(self) -> int | None:
+        return None
+
+    def get_read_tasks(
+        self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
+    ) -> list[ReadTask]:
+        del parallelism, data_context  # a block is what there is to read at once
+        reads = [partial(_read, [part], self._selection) for part in self._parts] or [
+            partial(_read, [], self._selection)
+        ]
+        rows = [len(rows) for _, rows in self._parts] or [0]
+        known = not self._selection.filters
+        return [
+            ReadTask(
+                read,
+                BlockMetadata(num_rows=count if known else None, size_bytes=None, input_files=None, exec_stats=None),
+                schema=self._selection.schema,
+                per_task_row_limit=per_task_row_limit,
+            )
+            for read, count in zip(reads, rows, strict=True)
+        ]
+
+
+def _read(parts: _Parts, selection: Selection) -> Iterable[pa.Table]:
+    batches = [selection.apply(unpack(ray.get(ref)), rows) for ref, rows in parts]
+    return [pa.Table.from_batches(batches, selection.schema)]
+
+
+def _blocks(dataset: ray.data.Dataset) -> list[Any]:
+    """References to the blocks, in the dataset's own order: Ray Data hands them on as they finish, unless told to."""
+    options = dataset.context.execution_options
+    before, options.preserve_order = options.preserve_order, True
+    try:
+        return dataset.to_arrow_refs()
+    finally:
+        options.preserve_order = before
+
+
+def _gather(blocks: list[Any], name: str) -> pa.Buffer:
+    """In a task: the blocks as one message of demonstrations."""
+    return _message((ray.get(block) for block in blocks), name)
+
+
+def _message(tables: Iterable[pa.Table], name: str) -> pa.Buffer:
+    field = f"demonstrations.{name}"
+    made = [conform(table, field) for table in tables if len(table)]
+    if not made:
+        raise DataError("there are no rows", field=field)
+    return expert_message(pa.concat_tables(made))
+
+
+def _newest(parts: _Parts, count: int) -> list[Experience]:
+    """In a task: times of all rows are looked at, and nothing else of rows that are not among the newest."""
+    batches = [unpack(ray.get(ref)) for ref, _ in parts]
+    places = [(block, row) for block, (_, rows) in enumerate(parts) for row in rows.tolist()]
+    times = [
+        batch.column("finished_at").fill_null(0.0).to_numpy()[rows]
+        for batch, (_, rows) in zip(batches, parts, strict=True)
+    ]
+    order = np.argsort(np.concatenate([np.zeros(0), *times]), kind="stable")[::-1][:count]
+    found = [places[place] for place in order.tolist()]
+    return [row for block, at in found for row in from_batch(batches[block].slice(at, 1))]
+
+
+def _answer(call: Any) -> Any:
+    """What an actor or a task gives. Errors of ours are raised as they were, without Ray's wrappings."""
+    try:
+        return ray.get(call)
+    except RayTaskError as error:
+        cause: Any = error
+        while isinstance(cause, RayTaskError) and cause.cause is not None:
+            cause = cause.cause
+        raise (cause if isinstance(cause, RayrftError) else error) from None

@@ -1,0 +1,167 @@
+"""Rows in forms that people and other programs read and write: glances, files, and tables of any origin."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from rayrft.buffer.demonstrations.files import read_rows
+from rayrft.buffer.experience import SCHEMA, Experience, pack
+from rayrft.errors import DataError
+
+_SUFFIXES = (".jsonl", ".parquet")
+GLANCE = ["id", "reward", "question", "answer", "labels", "versions"]
+_ROLES = ("user", "assistant")
+_MAPS = [field.name for field in SCHEMA if pa.types.is_map(field.type)]
+
+
+def glance(row: Experience) -> dict[str, Any]:
+    """What a person asks of a row first; ``versions`` are those of the weights that gave its tokens, ascending."""
+    said = {role: [turn.get("content") for turn in row.turns if turn.get("role") == role] for role in _ROLES}
+    question = said["user"][0] if said["user"] else None
+    answer = said["assistant"][-1] if said["assistant"] else None
+    versions = sorted({span.version for span in row.weight_versions})
+    return dict(zip(GLANCE, (row.experience_id, row.reward, question, answer, row.labels, versions), strict=True))
+
+
+def check_path(path: Path, field: str) -> None:
+    """Raises DataError unless the name says how rows are written."""
+    if path.suffix not in _SUFFIXES:
+        raise DataError(
+            "the name does not say how to write rows",
+            field=field,
+            value=str(path),
+            remedy=f"give a name that ends in {' or '.join(_SUFFIXES)}",
+        )
+
+
+def write_file(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> int:
+    """Write rows to a JSONL or Parquet file, whole or not at all; gives their number.
+
+    In JSONL maps are objects. ``turns`` are chat messages then: the file is one of demonstrations, too, with
+    ``demonstrations.<name>: {path: …, messages: turns}`` in a config, which makes tokens anew.
+    """
+    check_path(path, "file")
+    partial = path.with_name(f".{path.name}.partial")
+    write = _write_parquet if path.suffix == ".parquet" else _write_json_lines
+    try:
+        rows = write(partial, schema, batches)
+        os.replace(partial, path)
+    except OSError as error:
+        raise DataError(f"cannot be written: {error.strerror or error}", field="file", value=str(path)) from None
+    finally:
+        partial.unlink(missing_ok=True)
+    return rows
+
+
+def read_file(path: Path) -> pa.Table:
+    """The rows of a JSONL or Parquet file that :func:`write_file` wrote, with ``experience.SCHEMA``.
+
+    Raises DataError when there is no such file, a line is broken, or the rows are not experiences.
+    """
+    check_path(path, "file")
+    if path.suffix == ".jsonl":
+        rows = []
+        for number, row in read_rows(path, "file"):
+            if isinstance(row, str):
+                raise DataError(f"line {number}: {row}", field="file", value=str(path))
+            rows.append(row)
+        _check_columns(set(rows[0]) if rows else set(), str(path))
+        return _from_python(rows, str(path))
+    try:
+        return conform(pq.read_table(path), str(path))
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"cannot be read: {str(error).splitlines()[0]}", field="file", value=str(path)) from None
+
+
+def conform(table: pa.Table, field: str) -> pa.Table:
+    """Rows as a table of ``experience.SCHEMA``; other columns are left out.
+
+    Raises DataError, with ``field``, when a column is missing, or holds what it cannot.
+    """
+    _check_columns(set(table.schema.names), field)
+    table = table.select(SCHEMA.names)
+    try:
+        made = table.cast(SCHEMA)
+    except (pa.ArrowException, ValueError):
+        # Functions on single rows in Ray Data give lists of pairs for maps, and objects for what Arrow cannot say.
+        return _from_python(table.to_pylist(), field)
+    return _checked(made, field)
+
+
+def expert_message(table: pa.Table) -> pa.Buffer:
+    """Rows of ``experience.SCHEMA`` as one packed message of demonstrations, wherever they came from."""
+    changes = {
+        "source": pa.repeat(pa.scalar("expert"), len(table)),
+        "uses": pa.repeat(pa.scalar(0, pa.int32()), len(table)),
+        "advantages": pa.nulls(len(table), SCHEMA.field("advantages").type),
+    }
+    columns = [changes.get(name, table.column(name)) for name in SCHEMA.names]
+    return pack(pa.Table.from_arrays(columns, schema=SCHEMA).combine_chunks().to_batches()[0])
+
+
+def _from_python(rows: list[dict[str, Any]], field: str) -> pa.Table:
+    for row in rows:
+        row.update({name: _pairs(row.get(name)) for name in _MAPS})
+        row["turns"] = None if row.get("turns") is None else [_pairs(turn) for turn in row["turns"]]
+    try:
+        made = pa.Table.from_pylist(rows, schema=SCHEMA)
+    except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
+        raise DataError(f"rows are not experiences: {str(error).splitlines()[0]}", field=field) from None
+    return _checked(made, field)
+
+
+def _pairs(value: Any) -> Any:
+    """A map as Arrow takes it: pairs are tuples, or objects with key and value."""
+    if value is None or isinstance(value, dict):
+        return value
+    return [pair if isinstance(pair, dict) else tuple(pair) for pair in value]
+
+
+def _check_columns(names: set[str], field: str) -> None:
+    if missing := [name for name in SCHEMA.names if name not in names]:
+        raise DataError(
+            f"rows have no column {missing[0]!r}",
+            field=field,
+            value=sorted(names),
+            remedy="give rows with every column of experience.SCHEMA, such as those of run.dataset() and data export; "
+            "chats and pairs become such rows by demonstrations.rows.from_dataset()",
+        )
+
+
+def _checked(table: pa.Table, field: str) -> pa.Table:
+    for place, each in enumerate(SCHEMA):
+        column = table.column(place)
+        if pa.types.is_floating(each.type):
+            # Numpy and pandas, which Ray Data hands rows on in, have no other way to say that there is no number.
+            table = table.set_column(place, each, pc.if_else(pc.is_nan(column), pa.scalar(None, each.type), column))
+        within = pa.types.is_list(each.type) and pc.list_flatten(column).null_count
+        if within or (not each.nullable and column.null_count):
+            raise DataError(f"column {each.name!r} has empty places", field=field)
+    return table
+
+
+def _write_parquet(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> int:
+    rows = 0
+    with pq.ParquetWriter(path, schema) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+            rows += batch.num_rows
+    return rows
+
+
+def _write_json_lines(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> int:
+    rows = 0
+    with path.open("w", encoding="utf-8") as file:
+        for batch in batches:
+            for row in batch.to_pylist(maps_as_pydicts="lossy"):
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            rows += batch.num_rows
+    return rows

@@ -1,0 +1,71 @@
+"""The experiences of a run under way, through its handle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rayrft.core.placement import NAMESPACE, actor_name
+from rayrft.core.supervision import root_cause
+from rayrft.errors import RunNotFound
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import pyarrow as pa
+    import ray.data
+
+    from rayrft.buffer.experience import Experience
+
+
+class RunData:
+    """The part of a `Run` that is about its Buffer. Every method raises RunNotFound once the run has ended."""
+
+    name: str
+    folder: Path
+
+    def dataset(
+        self, store: str = "usual", *, columns: Sequence[str] | None = None, where: Any = None
+    ) -> ray.data.Dataset:
+        """The experiences that a store (``usual`` or ``expert/<name>``) holds now: see `rayrft.buffer.dataset`."""
+        from rayrft.buffer.dataset import dataset
+
+        return dataset(self._buffer(), store, columns=columns, where=where)
+
+    def experiences(self, n: int = 10) -> pd.DataFrame:
+        """The newest of the own rows that are held: id, reward, question, answer, labels and weight versions."""
+        import pandas as pd
+
+        from rayrft.buffer.dataset import newest
+        from rayrft.buffer.exchange import GLANCE, glance
+
+        return pd.DataFrame([glance(row) for row in newest(self._buffer(), n)], columns=GLANCE)
+
+    def feedback(self, experience_id: str, reward: float | None = None, labels: dict[str, str] | None = None) -> None:
+        """Change the reward and labels of a row before it is trained; see `Buffer.feedback` for the errors."""
+        import ray
+
+        try:
+            ray.get(self._buffer().feedback.remote(experience_id, reward, labels))
+        except ray.exceptions.RayTaskError as error:
+            raise root_cause(error, "buffer") from None
+
+    def load(self, rows: ray.data.Dataset | pa.Table | list[Experience], name: str) -> int:
+        """Make rows the demonstrations ``name``, in place of what was there; gives their number. Own rows become expert
+        rows. Raises DataError when a column is missing or a row is faulty."""
+        from rayrft.buffer.dataset import load_dataset
+
+        return load_dataset(self._buffer(), rows, name)
+
+    def _buffer(self) -> Any:
+        import ray
+
+        try:
+            return ray.get_actor(actor_name(self.name, "buffer"), namespace=NAMESPACE)
+        except ValueError:
+            raise RunNotFound(
+                "the run is not under way, and its Buffer is gone",
+                field="name",
+                value=self.name,
+                remedy=f"look at what is left with: rayrft data head {self.folder}",
+            ) from None

@@ -1,0 +1,115 @@
+"""Group advantages against values worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rayrft.algorithms import Group, group_advantages, group_relative_advantages
+from rayrft.algorithms.advantages import accept, asymre, dr_grpo, grpo, opmd, reinforce_pp, remax, rloo
+from rayrft.algorithms.normalisation import Moments, normalise, sum_moments
+from tests.algorithms.flat import make_batch, on_mask
+
+ONE_RIGHT = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)
+LONE = Group(greedy_reward=0.5, trajectory=torch.tensor([0]), turn=torch.tensor([0]), state=torch.tensor([0]))
+
+
+def test_grpo_by_hand() -> None:
+    # mean 0.25; unbiased variance (0.5625 + 3 * 0.0625) / 3 = 0.25, deviation 0.5
+    assert grpo(ONE_RIGHT, Group(), epsilon=1e-12).tolist() == pytest.approx([1.5, -0.5, -0.5, -0.5])
+    assert grpo(ONE_RIGHT, Group()).tolist() == group_relative_advantages(ONE_RIGHT).tolist()
+
+
+def test_dr_grpo_by_hand() -> None:
+    assert dr_grpo(ONE_RIGHT, Group()).tolist() == [0.75, -0.25, -0.25, -0.25]
+
+
+def test_rloo_by_hand() -> None:
+    # The others of the first have mean 0; those of the second (1 + 0 + 0) / 3.
+    assert rloo(ONE_RIGHT, Group()).tolist() == pytest.approx([1.0, -1 / 3, -1 / 3, -1 / 3])
+
+
+def test_rloo_is_dr_grpo_scaled_by_n_over_n_less_1() -> None:
+    rewards = torch.randn(6, dtype=torch.float64)
+    torch.testing.assert_close(rloo(rewards, Group()), dr_grpo(rewards, Group()) * 6 / 5)
+
+
+def test_remax_by_hand() -> None:
+    assert remax(ONE_RIGHT, Group(greedy_reward=0.5)).tolist() == [0.5, -0.5, -0.5, -0.5]
+    with pytest.raises(ValueError, match="needs the reward of the greedy answer"):
+        remax(ONE_RIGHT, Group())
+
+
+def test_opmd_by_hand() -> None:
+    # tau = 1 / log 2: exp(r / tau) = 2^r, so 2, 1, 1, 1 of mean 5/4; baseline tau log(5/4) = log2(5/4) = 0.3219
+    tau = 1 / math.log(2)
+    baseline = math.log2(5 / 4)
+    assert opmd(ONE_RIGHT, Group(), baseline_tau=tau).tolist() == pytest.approx([1 - baseline] + [-baseline] * 3)
+
+
+def test_opmd_goes_to_the_mean_at_high_temperature_and_to_the_best_at_low() -> None:
+    assert opmd(ONE_RIGHT, Group(), baseline_tau=1e6).tolist() == pytest.approx([0.75] + [-0.25] * 3, abs=1e-5)
+    assert opmd(ONE_RIGHT, Group(), baseline_tau=1e-3).tolist() == pytest.approx([0.0] + [-1.0] * 3, abs=2e-3)
+
+
+def test_asymre_by_hand() -> None:
+    # baseline 0.25 - 0.1 = 0.15
+    assert asymre(ONE_RIGHT, Group()).tolist() == pytest.approx([0.85, -0.15, -0.15, -0.15])
+    assert asymre(torch.ones(2), Group()).tolist() == pytest.approx([0.1, 0.1])
+
+
+def test_accept_by_hand() -> None:
+    assert accept(ONE_RIGHT, Group()).tolist() == [1.0, 0.0, 0.0, 0.0]
+    assert accept(ONE_RIGHT, Group(), accept_above=-0.5).tolist() == [1.0] * 4
+
+
+def test_reinforce_pp_is_the_reward_until_the_batch_is_normalised() -> None:
+    assert reinforce_pp(ONE_RIGHT, Group()).tolist() == ONE_RIGHT.tolist()
+
+
+LOOK_AT_THE_REWARD_ALONE = {"reinforce_pp", "remax", "accept"}
+
+
+@pytest.mark.parametrize("name", group_advantages)
+def test_a_group_of_one_carries_no_preference(name: str) -> None:
+    advantage = group_advantages.get(name).bind({})(torch.tensor([1.0]), LONE)
+    assert advantage.shape == (1,)
+    assert (advantage.item() == 0.0) == (name not in LOOK_AT_THE_REWARD_ALONE)
+
+
+@pytest.mark.parametrize("name", sorted(set(group_advantages) - LOOK_AT_THE_REWARD_ALONE - {"asymre"}))
+@pytest.mark.parametrize("rewards", [[0.5] * 3, [0.1] * 7])
+def test_equal_rewards_carry_no_preference(name: str, rewards: list[float]) -> None:
+    count = torch.arange(len(rewards))
+    group = Group(trajectory=count, turn=torch.zeros_like(count), state=torch.zeros_like(count))
+    assert group_advantages.get(name).bind({})(torch.tensor(rewards), group).tolist() == [0.0] * len(rewards)
+
+
+@pytest.mark.parametrize("name", group_advantages)
+def test_the_order_of_a_group_changes_nothing(name: str) -> None:
+    rewards, order = torch.randn(6, dtype=torch.float64), torch.randperm(6)
+    trajectory, turn, state = torch.tensor([0, 0, 1, 1, 2, 2]), torch.arange(6) % 2, torch.tensor([0, 1, 0, 1, 1, 2])
+    advantage = group_advantages.get(name).bind({})
+    plain = advantage(rewards, Group(0.3, trajectory, turn, state))
+    shuffled = advantage(rewards[order], Group(0.3, trajectory[order], turn[order], state[order]))
+    torch.testing.assert_close(shuffled, plain[order])
+
+
+@pytest.mark.parametrize("name", group_advantages)
+def test_rewards_of_another_shape_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"must have shape \[n\], got \(2, 2\)"):
+        group_advantages.get(name).bind({})(torch.zeros(2, 2), LONE)
+
+
+def test_normalisation_over_the_batch_by_hand() -> None:
+    # Own tokens 1, 1, 1 and -3: mean 0, biased variance (1 + 1 + 1 + 9) / 4 = 3. The expert's are not counted.
+    batch = make_batch([[0.0] * 3, [0.0], [0.0] * 2], [[1.0] * 3, [-3.0], [50.0] * 2], expert=[False, False, True])
+    moments = Moments.of(sum_moments([batch]))
+    assert moments == Moments(0.0, pytest.approx(3**0.5))
+    normal = normalise(batch, moments)
+    assert on_mask(normal.advantages, batch.own()) == pytest.approx([3**-0.5] * 3 + [-(3**0.5)])
+    halves = [make_batch([[0.0] * 3], [[1.0] * 3]), make_batch([[0.0]], [[-3.0]])]
+    assert Moments.of(sum(sum_moments([half]) for half in halves)) == moments
+    assert Moments.of(sum_moments([])) == Moments(0.0, 0.0)

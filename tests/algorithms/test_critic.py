@@ -1,0 +1,102 @@
+"""GAE over action tokens, rewards of tokens, and the critic's losses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rayrft.algorithms import Denominators, TokenBatch, build, count
+from rayrft.algorithms.critic import clipped, gae, squared, token_rewards, with_advantages
+from tests.algorithms.flat import make_batch, on_mask, own, tokens
+
+
+def test_gae_by_hand() -> None:
+    # r = 0, 1; V = 0.5, 0.25; gamma = 0.5, lam = 0.5.
+    # t = 1: delta = 1 + 0 - 0.25 = 0.75, A = 0.75, R = 1
+    # t = 0: delta = 0 + 0.5 * 0.25 - 0.5 = -0.375, A = -0.375 + 0.25 * 0.75 = -0.1875, R = 0.3125
+    batch = own([[0.0, 0.0]], values=[[0.5, 0.25]])
+    advantages, returns = gae(tokens([[0.0, 1.0]], prompt=0.0), batch, gamma=0.5, lam=0.5)
+    assert on_mask(advantages, batch) == pytest.approx([-0.1875, 0.75])
+    assert on_mask(returns, batch) == pytest.approx([0.3125, 1.0])
+
+
+def test_gae_with_gamma_and_lambda_1_is_return_less_value() -> None:
+    batch = own([[0.0] * 3, [0.0] * 2], values=[[0.1, 0.2, 0.3], [0.4, 0.5]])
+    advantages, returns = gae(tokens([[0.0, 0.0, 1.0], [0.0, 2.0]], prompt=0.0), batch)
+    assert on_mask(advantages, batch) == pytest.approx([0.9, 0.8, 0.7, 1.6, 1.5])
+    assert on_mask(returns, batch) == pytest.approx([1.0, 1.0, 1.0, 2.0, 2.0])
+
+
+def test_gae_skips_what_the_policy_did_not_produce() -> None:
+    """An observation between two action tokens, and rows that lie interleaved, change nothing."""
+    values, rewards = torch.tensor([0.5, 9.0, 0.3, 0.25, 0.0]), torch.tensor([0.0, 0.0, 1.0, 1.0, 0.0])
+    batch = TokenBatch(
+        mask=torch.tensor([True, False, True, True, False]),
+        sequence=torch.tensor([0, 0, 1, 0, 0]),
+        behaviour_logprobs=torch.zeros(5),
+        advantages=torch.zeros(5),
+        expert=torch.tensor([False, False]),
+        values=values,
+    )
+    advantages, returns = gae(rewards, batch, gamma=0.5, lam=0.5)
+    assert advantages.tolist() == pytest.approx([-0.1875, 0.0, 0.7, 0.75, 0.0])
+    assert returns.tolist() == pytest.approx([0.3125, 0.0, 1.0, 1.0, 0.0])
+
+
+def test_a_row_without_action_tokens_gets_nothing() -> None:
+    batch = own([[], [0.0]], values=[[], [0.5]], reward=torch.tensor([3.0, 1.0], dtype=torch.float64))
+    assert token_rewards(batch).tolist() == [0.0, 0.0, 1.0]
+    advantages, _ = gae(token_rewards(batch), batch)
+    assert advantages.tolist() == [0.0, 0.0, 0.5]
+
+
+def test_token_rewards_stand_on_the_last_action_token_less_a_penalty_on_each() -> None:
+    batch = own([[0.0, 0.0], [0.0]], reward=torch.tensor([1.0, 2.0], dtype=torch.float64))
+    found = token_rewards(batch, tokens([[0.1, 0.2], [0.3]]))
+    assert on_mask(found, batch) == pytest.approx([-0.1, 0.8, 1.7])
+    assert (found[~batch.mask] == 0).all()
+    with pytest.raises(ValueError, match="need the rewards of the rows"):
+        token_rewards(own([[0.0]]))
+
+
+def test_advantages_are_filled_in_for_own_rows_only() -> None:
+    batch = make_batch(
+        [[0.0], [0.0]], expert=[False, True], values=[[0.25], [0.5]], reward=torch.tensor([1.0, 1.0]).double()
+    )
+    filled = with_advantages(batch, gae)
+    assert filled.advantages.tolist() == [0.0, 0.75, 0.0, 0.0]
+    assert filled.returns is not None and filled.returns.tolist() == [0.0, 1.0, 0.0, 0.0]
+
+
+def test_a_kl_in_the_reward_by_hand() -> None:
+    # k1 of the behaviour policy: log pi - log pi_ref = -1 + 2 = 1 on the only token; reward 1 - 0.5 * 1 - V 0.25
+    algorithm = build("ppo", {"kl": "k1", "kl_in": "reward", "kl_coef": 0.5})
+    fields = {"values": [[0.25]], "reference_logprobs": [[-2.0]], "reward": torch.ones(1).double()}
+    filled = algorithm.token_advantages(make_batch([[-1.0]], **fields))
+    assert filled.advantages.tolist() == pytest.approx([0.0, 0.25])
+    with pytest.raises(ValueError, match="kl 'k1' needs reference_logprobs, which the batch does not hold"):
+        algorithm.token_advantages(make_batch([[-1.0]], values=[[0.25]], reward=torch.ones(1)))
+
+
+def test_value_losses_by_hand() -> None:
+    # V 1.0, R 0.0: 0.5. Old value 0.5 and bound 0.2: clipped to 0.7, (0.7)^2 / 2 < 0.5, so the greater stays.
+    batch = own([[0.0, 0.0]], values=[[0.5, 0.5]], returns=[[0.0, 2.0]])
+    values = tokens([[1.0, 1.0]], prompt=0.0)
+    assert on_mask(squared(values, batch), batch) == [0.5, 0.5]
+    # Towards its return 2 the second may go to 0.7 only: (2 - 0.7)^2 / 2 = 0.845, without gradient.
+    assert on_mask(clipped(values, batch), batch) == pytest.approx([0.5, 0.845])
+
+
+def test_the_critics_loss_is_a_mean_over_own_tokens() -> None:
+    batch = make_batch(
+        [[0.0, 0.0], [0.0]], expert=[False, True], values=[[0.0, 0.0], [0.0]], returns=[[1.0, 2.0], [9.0]]
+    )
+    over = Denominators.of(count([batch]))
+    found = build("ppo", {"value_loss": "squared"}).value_loss_of(tokens([[0.0, 0.0], [0.0]]), batch, over)
+    assert found.item() == pytest.approx((0.5 + 2.0) / 2)
+
+
+@pytest.mark.parametrize("missing", [lambda b: gae(b.advantages, b), lambda b: squared(b.advantages, b)])
+def test_what_is_missing_is_named(missing) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ValueError, match=r"needs (the critic's values|returns)"):
+        missing(own([[0.0]]))

@@ -1,0 +1,127 @@
+"""A Buffer in this process: no actor, a table in place of the object store, and a kill that leaves only the disk."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import ray
+
+from rayrft.buffer.buffer import Buffer
+from rayrft.buffer.experience import Experience, from_batch, to_batch, unpack
+from rayrft.buffer.lease import Lease, Part
+from rayrft.buffer.log.events import GroupReport
+from rayrft.buffer.schedule import Ticket
+from rayrft.buffer.tasks.sampler import TaskSet
+from rayrft.buffer.writer import BufferWriter
+from rayrft.config.buffer import BufferConfig
+from rayrft.errors import DataError, FeedbackRefused, LeaseEnded
+from tests.scripted import Remote
+
+KEPT = ("sampled", "trained", "dropped", "held", "dropped_tasks", "expert", "tasks_drawn", "late_feedback")
+"""What a restart must not change of `Buffer.stats`."""
+
+
+class ObjectTable:
+    """Stands for ``ray.put`` and ``ray.get``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._messages: list[pa.Buffer] = []
+        monkeypatch.setattr("ray.put", self.put)
+        monkeypatch.setattr("ray.get", lambda refs: [self._messages[ref] for ref in refs])
+
+    def put(self, message: pa.Buffer) -> int:
+        self._messages.append(pa.py_buffer(message.to_pybytes()))
+        return len(self._messages) - 1
+
+
+def small(**settings: Any) -> BufferConfig:
+    """Settings of any size, also below what a config may ask for."""
+    sampler = BufferConfig.model_validate({"sampler": settings.pop("sampler", {})}).sampler
+    return BufferConfig.model_construct(**{"fsync": "never", **settings, "sampler": sampler})
+
+
+class LocalBuffer:
+    """A Buffer at ``folder``. ``do`` makes a call and gives what came of it: errors of the contract as their names."""
+
+    def __init__(
+        self, folder: Path, config: BufferConfig, tasks: Callable[[], TaskSet] | None = None, run: str = "run"
+    ) -> None:
+        self._arguments = (run, str(folder), config, 0, tasks)
+        self.open()
+
+    def open(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.buffer = Buffer(*self._arguments)
+
+    def kill(self) -> None:
+        """As SIGKILL does it: nothing is written any more, and the lock is free."""
+        for task in asyncio.all_tasks(self.loop):
+            task.cancel()
+        self.loop.run_until_complete(self.loop.shutdown_default_executor())
+        self.loop.close()
+        self.buffer._store.shards._thread.shutdown()
+        self.buffer._store.storage.unlock()
+
+    def restart(self) -> None:
+        self.kill()
+        self.open()
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return self.loop.run_until_complete(work)
+
+    def do(self, method: str, *arguments: Any) -> Any:
+        try:
+            return self.run(getattr(self.buffer, method)(*arguments))
+        except (LeaseEnded, FeedbackRefused, DataError) as error:
+            return type(error).__name__, error.value
+
+    def put(self, groups: list[tuple[list[Experience], Ticket | None]], **said: Any) -> None:
+        """Groups in one call of a producer's writer; ``said`` is what their reports say beside the number of rows."""
+        writer = BufferWriter(Remote(self.buffer))
+
+        async def all_at_once() -> None:
+            reports = [GroupReport(rows=len(rows), **said) for rows, _ in groups]
+            await asyncio.gather(
+                *(
+                    writer.put(to_batch(rows), report, ticket=ticket)
+                    for (rows, ticket), report in zip(groups, reports, strict=True)
+                )
+            )
+
+        self.run(all_at_once())
+
+    def lease(self, step: int, ranks: int = 2) -> Any:
+        """What the trainer sees of the step's batch, rank by rank and row by row; or why there is none now."""
+        lease = self.do("lease", step, ranks, 0)
+        if not isinstance(lease, Lease):
+            return lease
+        shares = [[row for part in share.parts for row in _rows(part)] for share in lease.shares]
+        return lease.step, shares, lease.usual_rows, lease.expert_rows, lease.staleness, lease.rollouts
+
+    def held(self) -> list[tuple[str, float | None]]:
+        """Id and reward of every held row."""
+        found: list[tuple[str, float | None]] = []
+        for ref, rows in self.do("partition", "usual"):
+            batch = unpack(ray.get([ref])[0]).take(pa.array(rows))
+            found += zip(batch.column("experience_id").to_pylist(), batch.column("reward").to_pylist(), strict=True)
+        return sorted(found)
+
+    def standing(self) -> dict[str, Any]:
+        """Everything that a restart must not change."""
+        leases = {step: self.lease(step) for step in sorted(self.buffer._state.book.leases)}
+        stats = self.do("stats")
+        return {**{name: stats[name] for name in KEPT}, "rows": self.held(), "leases": leases}
+
+
+def _rows(part: Part) -> list[tuple[str, list[float] | None, float]]:
+    """Id, advantages and weight of the rows of a part."""
+    batch = unpack(ray.get([part.ref])[0]).take(pa.array(part.rows))
+    return [
+        (row.experience_id, None if row.advantages is None else row.advantages.tolist(), float(weight))
+        for row, weight in zip(from_batch(batch), part.weights, strict=True)
+    ]

@@ -1,0 +1,256 @@
+"""A log read without its actor: beside a live one, after a crash, and where it is damaged."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+import ray
+
+from rayrft.buffer.archive import ARCHIVE_SCHEMA, Archive
+from rayrft.buffer.experience import SCHEMA
+from rayrft.buffer.tasks.sampler import TaskSet
+from rayrft.config import dump_config, load_config
+from rayrft.config.buffer import SamplerConfig
+from rayrft.errors import DataError, StorageError
+from tests.buffer.live import buffers, history, put
+from tests.buffer.rows import group, plan
+from tests.e2e.conftest import small_config
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+Start = Callable[..., Any]
+LEDGER = ("sampled", "trained", "dropped", "held")
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    with buffers() as begin:
+        yield begin
+
+
+@pytest.fixture(scope="module")
+def ended(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[int]]]:
+    """The log of a Buffer that was killed after its `history`, and the groups by fate."""
+    folder = tmp_path_factory.mktemp("ended")
+    with buffers() as begin:
+        return folder, history(begin(folder, segment_bytes=4096), length=1000)
+
+
+@pytest.fixture
+def log(ended: tuple[Path, dict[str, list[int]]], tmp_path: Path) -> Path:
+    """A copy of it, to be changed."""
+    shutil.copytree(ended[0], tmp_path / "log")
+    return tmp_path / "log"
+
+
+def archive(folder: Path, **sampler: Any) -> Archive:
+    return Archive(str(folder), SamplerConfig(**sampler))
+
+
+def rows(of: Archive, store: str = "usual", **asked: Any) -> list[dict[str, Any]]:
+    return [row for batch in of.rows(store, **asked) for row in batch.to_pylist(maps_as_pydicts="strict")]
+
+
+def fates(of: Archive, **asked: Any) -> dict[str, list[int]]:
+    """Groups by fate; every group whole."""
+    found: dict[str, list[int]] = {}
+    seen = [(row["fate"], row["group_id"], row["experience_id"]) for row in rows(of, **asked)]
+    assert len(set(seen)) == len(seen)
+    for fate, number, _ in sorted(seen)[::2]:
+        found.setdefault(fate, []).append(int(number))
+    return found
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def segments(folder: Path) -> list[Path]:
+    return sorted(folder.glob("shard-*/segment-*.arrow"))
+
+
+def damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    path.write_bytes(data)
+
+
+def test_every_row_is_there_with_what_became_of_it(ended: tuple[Path, dict[str, list[int]]]) -> None:
+    folder, expected = ended
+    seen = archive(folder)
+    assert fates(seen) == expected
+    steps = {row["group_id"]: (row["trained_step"], row["uses"]) for row in rows(seen)}
+    assert steps == {"0": (0, 1), "1": (0, 1), **{number: (None, 0) for number in "2349"}}
+    assert {row["fate"] for row in rows(seen, "expert/gold")} == {None} and len(rows(seen, "expert/gold")) == 5
+    assert all((folder / row["segment"]).is_file() for row in [*rows(seen), *rows(seen, "expert/gold")])
+
+
+def test_the_ledger_is_the_live_ones_and_stores_are_counted(start: Start, tmp_path: Path) -> None:
+    buffer = start(tmp_path)
+    history(buffer)
+    stats, live = archive(tmp_path).stats(), ray.get(buffer.stats.remote())
+    assert {name: stats[name] for name in LEDGER} == {name: live[name] for name in LEDGER}
+    usual = stats["stores"]["usual"]
+    assert usual == usual | {"rows": 12, "groups": 6, "trained": 4, "leased": 4, "ready": 2, "dropped": 2}
+    assert usual["bytes"] == live["log_bytes"] == sum(path.stat().st_size for path in segments(tmp_path))
+    assert stats["stores"]["expert/gold"]["rows"] == 5
+    assert (stats["late_feedback"], stats["torn_bytes"], stats["run"]) == (1, 0, "run")
+
+
+def test_a_live_log_is_neither_locked_nor_changed_by_its_readers(start: Start, tmp_path: Path) -> None:
+    buffer = start(tmp_path)
+    expected = history(buffer)
+    before = contents(tmp_path)
+    for _ in range(2):
+        seen = archive(tmp_path)
+        assert fates(seen) == expected
+        seen.stats()
+        seen.find("0/1")
+    assert contents(tmp_path) == before
+    put(buffer, group(5))
+    assert fates(archive(tmp_path)) == expected | {"ready": [4, 5]}
+    assert fates(seen) == expected, "an archive stands where it was opened"
+
+
+def test_what_a_crash_left_behind_is_reported_and_does_not_count(
+    ended: tuple[Path, dict[str, list[int]]], log: Path
+) -> None:
+    [journal] = log.glob("journal-*")
+    for path in (journal, segments(log)[-1]):
+        with path.open("ab") as file:
+            file.write(b'{"event":"stored","sha')
+    before = contents(log)
+    seen = archive(log)
+    assert fates(seen) == ended[1] and seen.stats()["torn_bytes"] == 44
+    assert contents(log) == before
+
+
+def test_a_log_of_several_shards_is_one(start: Start, tmp_path: Path) -> None:
+    buffer = start(tmp_path, shards=3)
+    expected = history(buffer, shards=3)
+    assert len({path.parent for path in segments(tmp_path)}) > 1
+    assert fates(archive(tmp_path)) == expected
+    assert archive(tmp_path).find("3/1").experience.token_ids[0] == 31
+
+
+def test_a_run_with_tasks_is_read_without_them_even_behind_their_end(start: Start, tmp_path: Path) -> None:
+    tasks = partial(TaskSet, [0] * 5, [1.0], sampler="shuffled", seed=0, epochs=1)
+    buffer = start(tmp_path, tasks=tasks)
+    call, numbers = 0, iter(range(100))
+    for stage in range(3):
+        ray.get(buffer.open_stage.remote(plan(2, max_staleness=1, version=stage)))
+        call += 1
+        for ticket in ray.get(buffer.admit.remote("test", call, 2)):
+            put(buffer, group(next(numbers), version=stage), ticket=ticket)
+        call += 1
+        ray.get(buffer.admit.remote("test", call, 1)) if stage == 2 else None
+        ray.get(buffer.close_stage.remote())
+    live, stats = ray.get(buffer.stats.remote()), archive(tmp_path).stats()
+    assert live["sampled"] == 10 and live["tasks_drawn"] == 5
+    assert {name: stats[name] for name in LEDGER} == {name: live[name] for name in LEDGER}
+
+
+def test_columns_and_conditions_on_what_became_of_a_row(log: Path) -> None:
+    seen = archive(log)
+    kept = rows(seen, columns=["experience_id"], where=(pc.field("fate") == "trained") & (pc.field("reward") == 1))
+    assert kept == [{"experience_id": "0/1"}, {"experience_id": "1/1"}]
+    with pytest.raises(DataError, match=r"columns: no such column \(found 'fates'\). Did you mean 'fate'"):
+        seen.rows(columns=["fates"])
+    with pytest.raises(DataError, match="store: no such store"):
+        seen.rows("expert/silver")
+
+
+def test_a_row_that_feedback_changed_is_there_once_as_it_is_now(log: Path) -> None:
+    found = {row["experience_id"]: row["labels"] for row in rows(archive(log)) if row["group_id"] == "4"}
+    assert found == {"4/0": {"quality": "good"}, "4/1": {}}
+
+
+def test_the_columns_of_an_archive_are_those_of_an_experience_and_its_fate(log: Path) -> None:
+    for store in ("usual", "expert/gold"):
+        assert all(batch.schema.equals(ARCHIVE_SCHEMA) for batch in archive(log).rows(store))
+
+
+class TestFind:
+    def test_a_row_is_found_with_its_fate_and_what_was_said_too_late(self, log: Path) -> None:
+        found = archive(log).find("0/1")
+        assert (found.store, found.fate, found.trained_step, found.experience.uses) == ("usual", "trained", 0, 1)
+        assert set(found.experience.token_ids) == {1} and found.experience.reward == 1.0
+        assert [(late.labels, late.version) for late in found.late_feedback] == [({"quality": "bad"}, 0)]
+        assert archive(log).find("4/0").experience.labels == {"quality": "good"}
+
+    def test_a_demonstration_is_found(self, log: Path) -> None:
+        found = archive(log).find("90/3")
+        assert (found.store, found.fate, found.trained_step) == ("expert/gold", None, None)
+
+    @pytest.mark.parametrize("unknown", ["0/2", "77/0", "", "0/1/2"])
+    def test_an_unknown_id_is_named(self, log: Path, unknown: str) -> None:
+        with pytest.raises(DataError, match=f"no row of this id is in the log .found '{unknown}'"):
+            archive(log).find(unknown)
+
+
+class TestDamage:
+    def test_a_damaged_segment_is_named_and_the_others_stay_readable(
+        self, ended: tuple[Path, dict[str, list[int]]], log: Path
+    ) -> None:
+        whole = {row["experience_id"]: row["segment"] for row in rows(archive(log))}
+        broken = whole["2/0"]
+        damage(log / broken)
+        with pytest.raises(StorageError, match=rf"{broken}: the file was changed"):
+            rows(archive(log))
+        seen = archive(log)
+        kept = {row["experience_id"] for row in rows(seen, skip_damaged=True)}
+        lost = {name for name, segment in whole.items() if segment == broken}
+        assert kept == whole.keys() - lost and kept and seen.damaged == {str(log / broken): len(lost)}
+        with pytest.raises(StorageError, match=broken):
+            seen.find("2/0")
+        assert seen.find("4/0").fate == "ready" and seen.stats()["sampled"] == 12
+
+    def test_missing_demonstrations_are_named(self, log: Path) -> None:
+        [file] = log.glob("expert-gold*.arrow")
+        file.unlink()
+        seen = archive(log)
+        with pytest.raises(StorageError, match=f"{file.name}: the file is gone"):
+            rows(seen, "expert/gold")
+        assert rows(seen, "expert/gold", skip_damaged=True) == [] and seen.damaged == {str(file): 5}
+
+    def test_a_damaged_journal_is_named(self, log: Path) -> None:
+        [journal] = log.glob("journal-*")
+        damage(journal)
+        with pytest.raises(StorageError, match=rf"{journal.name}, line \d+"):
+            archive(log)
+
+    def test_a_folder_without_a_log_is_refused(self, tmp_path: Path) -> None:
+        for folder in (tmp_path, tmp_path / "nowhere"):
+            with pytest.raises(StorageError, match="no Buffer has written here"):
+                archive(folder)
+
+
+def test_the_log_of_a_run_is_found_in_its_folder_wherever_that_was_moved(log: Path, tmp_path: Path) -> None:
+    config = load_config(small_config(tmp_path / "elsewhere", "moved"))
+    folder = tmp_path / "moved.20260101-000000"
+    shutil.copytree(log, folder / "buffer")
+    (folder / "config.yaml").write_text(dump_config(config))
+    assert Archive.of_run(folder).stats() == archive(log).stats()
+
+
+def test_other_programs_read_the_log(log: Path) -> None:
+    import duckdb
+    import pandas as pd
+
+    files, [journal] = segments(log), log.glob("journal-*")
+    table = pa.concat_tables(pa.ipc.open_stream(file.read_bytes()).read_all() for file in files)
+    assert table.schema.equals(SCHEMA) and table.num_rows == 14, "two rows were written again with feedback"
+    frame = table.to_pandas()
+    assert frame.groupby("group_id")["reward"].max().to_dict() == {"0": 1, "1": 1, "2": 1, "3": 1, "4": 7, "9": 1}
+    assert frame["token_ids"][0].tolist() == [90] * 1000
+    events = pd.read_json(journal, lines=True)
+    assert events["event"].value_counts()[["stored", "leased", "acked", "loaded"]].tolist() == [6, 2, 1, 1]
+    labelled = "select max(reward) from rows where labels['quality'] = 'good'"
+    assert duckdb.from_arrow(table).query("rows", labelled).fetchall() == [(7.0,)]
+    assert duckdb.sql(f"select count(*) from read_json('{journal}') where event = 'stored'").fetchall() == [(6,)]

@@ -1,0 +1,232 @@
+"""Rows of a live Buffer as Ray Datasets and back, on a real actor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+import ray
+
+from rayrft.buffer.dataset import dataset, load_dataset, newest
+from rayrft.buffer.experience import SCHEMA, Experience, from_batch, pack, to_batch
+from rayrft.errors import DataError
+from rayrft.trainer.batches import fetch_rows
+from tests.buffer.live import buffers, put
+from tests.buffer.rows import expert_rows, group, plan
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    with buffers() as begin:
+        yield partial(begin, tmp_path)
+
+
+@pytest.fixture
+def buffer(start: Callable[..., Any]) -> Any:
+    return start()
+
+
+def ids(made: Any) -> list[str]:
+    return sorted(row["experience_id"] for row in made.take_all())
+
+
+def rows_of(made: Any) -> list[Experience]:
+    return [row for table in ray.get(made.to_arrow_refs()) for part in table.to_batches() for row in from_batch(part)]
+
+
+def test_a_dataset_has_every_held_row_as_it_was_put(buffer: Any) -> None:
+    rich = replace(
+        group(3)[0],
+        labels={"quality": "good"},
+        reward_components={"format": 0.5},
+        turns=({"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}),
+    )
+    put(buffer, group(1), group(2), [rich])
+    made = dataset(buffer)
+    assert ids(made) == ["1/0", "1/1", "2/0", "2/1", "3/0"]
+    [found] = [row for row in rows_of(made) if row.experience_id == "3/0"]
+    assert (found.labels, found.reward_components, found.turns) == (rich.labels, rich.reward_components, rich.turns)
+    assert found.token_ids.tolist() == rich.token_ids.tolist() and found.weight_versions == rich.weight_versions
+
+
+def test_an_empty_store_gives_an_empty_dataset_that_knows_its_columns(buffer: Any) -> None:
+    made = dataset(buffer)
+    assert made.count() == 0
+    assert made.schema().base_schema.equals(SCHEMA)
+    assert dataset(buffer, columns=["reward", "labels"]).schema().names == ["reward", "labels"]
+    assert list(dataset(buffer, columns=["reward"]).to_pandas().columns) in (["reward"], [])
+
+
+def test_what_happens_later_does_not_disturb_a_dataset(start: Callable[..., Any]) -> None:
+    buffer = start(segment_bytes=4096, memory_bytes=1 << 20, log_bytes=1 << 20)
+    put(buffer, *(group(number) for number in range(8)))
+    made = dataset(buffer)
+    ray.get(buffer.feedback.remote("0/0", reward=9.0))
+    ray.get(buffer.open_stage.remote(plan(8, scheduled=False)))
+    ray.get(buffer.lease.remote(0, 1, 5))
+    ray.get([buffer.ack.remote(0), buffer.cover.remote(1)])
+    put(buffer, *(group(number, length=4000) for number in range(10, 40)))
+    assert ids(made) == sorted(f"{number}/{row}" for number in range(8) for row in range(2))
+    assert {row["reward"] for row in made.take_all()} == {0.0, 1.0}
+    assert not {"0/0", "7/1"} & set(ids(dataset(buffer, columns=["experience_id"])))
+
+
+def test_feedback_shows_in_the_next_dataset_and_once(buffer: Any) -> None:
+    put(buffer, group(1))
+    ray.get(buffer.feedback.remote("1/0", labels={"quality": "good"}))
+    found = {row["experience_id"]: dict(row["labels"]) for row in dataset(buffer).take_all()}
+    assert found == {"1/0": {"quality": "good"}, "1/1": {}}
+
+
+def test_columns_and_a_condition_on_a_column_that_is_not_selected(buffer: Any) -> None:
+    put(buffer, group(1, rows=5), group(2, rows=5))
+    made = dataset(buffer, columns=["experience_id", "token_ids"], where=pc.field("reward") >= 3)
+    assert made.schema().names == ["experience_id", "token_ids"]
+    assert ids(made) == ["1/3", "1/4", "2/3", "2/4"]
+    assert made.count() == 4
+    assert dataset(buffer, where=pc.field("reward") > 100).count() == 0
+
+
+def test_rows_keep_their_order_under_a_condition(buffer: Any) -> None:
+    many = [replace(row, reward=float(n % 3)) for n, row in enumerate(group(1, rows=70_000, length=2))]
+    put(buffer, many)
+    kept = dataset(buffer, columns=["experience_id"], where=pc.field("reward") == 1).to_pandas()["experience_id"]
+    assert kept.tolist() == [row.experience_id for row in many if row.reward == 1]
+
+
+def test_expert_rows_are_a_store_of_their_own(buffer: Any) -> None:
+    ray.get(buffer.load.remote("gold", [pack(to_batch(expert_rows(3)))]))
+    put(buffer, group(1))
+    assert ids(dataset(buffer, "expert/gold")) == ["90/0", "90/1", "90/2"]
+    assert ids(dataset(buffer)) == ["1/0", "1/1"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "problem"),
+    [
+        ({"store": "expert/gld"}, r"store: no such store \(found 'expert/gld'\).*usual"),
+        (
+            {"columns": ["reward", "tokens_ids"]},
+            r"columns: no such column \(found 'tokens_ids'\). Did you mean 'token_i",
+        ),
+        (
+            {"where": pc.field("rewards") > 1},
+            r"where: no such column to filter by \(found 'rewards'\). Did you mean 'rew",
+        ),
+        ({"where": pc.field("labels") == "x"}, r"where: no such column to filter by \(found 'labels'\)"),
+        ({"where": pc.field("reward") + 1}, "where: not a condition on rows: .*must evaluate to bool"),
+        ({"where": pc.field("source") > 1}, "where: not a condition on rows: .*no kernel"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_before_anything_is_read(
+    buffer: Any, asked: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(DataError, match=problem):
+        dataset(buffer, **asked)
+
+
+def test_rows_can_be_looked_at_while_a_run_has_every_cpu(buffer: Any) -> None:
+    put(buffer, group(1))
+    everything = ray.util.placement_group([{"CPU": ray.available_resources()["CPU"]}])
+    ray.get(everything.ready(), timeout=30)
+    try:
+        assert ids(dataset(buffer)) == ["1/0", "1/1"]
+        assert load_dataset(buffer, dataset(buffer), "found") == 2
+        assert len(newest(buffer, 5)) == 2
+    finally:
+        ray.util.remove_placement_group(everything)
+
+
+def test_what_a_run_found_can_be_imitated(buffer: Any) -> None:
+    put(buffer, group(1, rows=4), group(2, rows=4))
+    assert load_dataset(buffer, dataset(buffer, where=pc.field("reward") >= 2), "found") == 4
+    ray.get(buffer.open_stage.remote(plan(0, expert_rows=4, demonstrations="found")))
+    lease = ray.get(buffer.lease.remote(0, 1, 5))
+    rows = [row for share in lease.shares for row in fetch_rows(share)]
+    assert sorted(int(row.token_ids[0]) for row in rows) == [12, 13, 22, 23]
+    assert all(row.expert and not row.advantages.any() for row in rows)
+    found = rows_of(dataset(buffer, "expert/found"))
+    assert [row.source for row in found] == ["expert"] * 4
+    assert all(row.reward in (2.0, 3.0) and row.weight_versions for row in found), "where they came from is kept"
+
+
+def test_loaded_rows_keep_the_order_of_the_dataset(buffer: Any) -> None:
+    rows = expert_rows(64)
+    tables = [pa.Table.from_batches([to_batch([row])]) for row in rows]
+    assert load_dataset(buffer, ray.data.from_arrow(tables).map_batches(lambda batch: batch), "gold") == 64
+    assert [row.experience_id for row in rows_of(dataset(buffer, "expert/gold"))] == [r.experience_id for r in rows]
+
+
+ROW_FUNCTIONS: dict[str, Callable[[Any], Any]] = {
+    "map": lambda made: made.map(lambda row: row),
+    "filter": lambda made: made.filter(lambda row: row["reward"] > 0),
+    "pandas": lambda made: made.map_batches(lambda batch: batch, batch_format="pandas"),
+    "numpy": lambda made: made.map_batches(lambda batch: batch, batch_format="numpy"),
+    "another column": lambda made: made.add_column("mine", lambda batch: batch["reward"]),
+}
+
+
+@pytest.mark.parametrize("function", ROW_FUNCTIONS.values(), ids=ROW_FUNCTIONS)
+def test_rows_come_back_whole_from_what_ray_data_does_with_them(buffer: Any, function: Callable[[Any], Any]) -> None:
+    turns = ({"role": "user", "content": "?"}, {"role": "assistant", "content": "!"})
+    given = [
+        replace(row, turns=turns, labels={"a": "b"}, metrics={"m": 0.5}, reward=1.0, pair_id="p", chosen=True)
+        for row in group(1, rows=3)
+    ]
+    put(buffer, given)
+    assert load_dataset(buffer, function(dataset(buffer)), "found") == 3
+    for before, after in zip(given, rows_of(dataset(buffer, "expert/found")), strict=True):
+        changed = {"source": "expert", "advantages": None}
+        for name, value in vars(replace(before, **changed)).items():
+            assert np.array_equal(getattr(after, name), value), name
+
+
+def test_a_missing_column_is_named(buffer: Any) -> None:
+    put(buffer, group(1))
+    with pytest.raises(DataError, match=r"demonstrations\.found: rows have no column 'token_ids'"):
+        load_dataset(buffer, dataset(buffer, columns=["experience_id", "group_id", "task_id"]), "found")
+    assert ray.get(buffer.stats.remote())["expert"] == {}
+
+
+def test_rows_that_cannot_be_experiences_are_refused(buffer: Any) -> None:
+    table = pa.Table.from_batches([to_batch(expert_rows(2))])
+
+    def with_column(name: str, values: list[Any]) -> pa.Table:
+        return table.set_column(table.schema.get_field_index(name), name, pa.array(values))
+
+    for broken, problem in (
+        (with_column("token_ids", ["a", "b"]), "not experiences"),
+        (with_column("token_ids", [[1, None, 2, 3], [1, 2, 3, 4]]), "'token_ids' has empty places"),
+        (with_column("group_id", [None, "90"]), "'group_id' has empty places"),
+        (with_column("prompt_length", [4, 1]), "row 0 is faulty: prompt_length 4"),
+        (table.slice(0, 0), "there are no rows"),
+    ):
+        with pytest.raises(DataError, match=rf"demonstrations\.gold: .*{problem}"):
+            load_dataset(buffer, broken, "gold")
+
+
+@pytest.mark.parametrize("name", ["../journal", "a/b", "", ".hidden"])
+def test_a_name_that_is_no_file_name_is_refused(buffer: Any, name: str) -> None:
+    with pytest.raises(DataError, match="cannot have this name"):
+        load_dataset(buffer, pa.Table.from_batches([to_batch(expert_rows(2))]), name)
+
+
+def test_the_newest_rows_are_those_that_finished_last(buffer: Any) -> None:
+    for number, finished in ((1, 30.0), (2, 10.0), (3, 20.0)):
+        put(buffer, [replace(row, finished_at=finished + place) for place, row in enumerate(group(number))])
+    assert [row.experience_id for row in newest(buffer, 3)] == ["1/1", "1/0", "3/1"]
+    assert len(newest(buffer, 100)) == 6
+    assert newest(buffer, 0) == []
+
+
+def test_a_buffer_without_rows_has_no_newest(buffer: Any) -> None:
+    assert newest(buffer, 3) == []

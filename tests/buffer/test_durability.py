@@ -1,0 +1,308 @@
+"""What the Buffer has acknowledged is on the disk, whatever the disk, the folder or the caller does."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import multiprocessing
+import os
+import resource
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayrft.buffer import store
+from rayrft.buffer.experience import Experience, pack, to_batch
+from rayrft.buffer.log.events import Event
+from rayrft.buffer.schedule import Ticket
+from rayrft.buffer.writer import BufferWriter
+from rayrft.errors import DataError, StorageError
+from tests.buffer.disk import Disk
+from tests.buffer.in_process import LocalBuffer, ObjectTable, small
+from tests.buffer.rows import expert_rows, group, plan
+from tests.scripted import Remote
+
+ROOMY: dict[str, Any] = {"max_rows": 1000, "max_bytes": 1 << 30, "memory_bytes": 1 << 30, "log_bytes": 1 << 30}
+CONFIG = small(**ROOMY, segment_bytes=6000)
+TICKET = Ticket(0, 0, 0)
+
+
+@pytest.fixture(autouse=True)
+def objects(monkeypatch: pytest.MonkeyPatch) -> ObjectTable:
+    return ObjectTable(monkeypatch)
+
+
+@pytest.fixture
+def buffer(tmp_path: Path) -> Iterator[LocalBuffer]:
+    made = LocalBuffer(tmp_path / "buffer", CONFIG)
+    yield made
+    made.kill()
+
+
+def put(buffer: LocalBuffer, *numbers: int) -> None:
+    buffer.put([(group(number), None) for number in numbers])
+
+
+def held(buffer: LocalBuffer) -> list[int]:
+    return sorted({int(name.split("/")[0]) for name, _ in buffer.held()})
+
+
+class TestOpening:
+    def test_the_log_of_another_run_is_refused(self, tmp_path: Path) -> None:
+        LocalBuffer(tmp_path, CONFIG).kill()
+        with pytest.raises(StorageError, match=r"the log is that of run 'run'\. Choose another name"):
+            LocalBuffer(tmp_path, CONFIG, run="another")
+
+    def test_a_log_of_another_schema_version_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        with monkeypatch.context() as before:
+            before.setattr(store, "SCHEMA_VERSION", "0")
+            LocalBuffer(tmp_path, CONFIG).kill()
+        with pytest.raises(StorageError, match=r"the log has schema version 0; this rayrft writes \d"):
+            LocalBuffer(tmp_path, CONFIG)
+
+    def test_two_cannot_write_at_once(self, buffer: LocalBuffer, tmp_path: Path) -> None:
+        put(buffer, 1)
+        with pytest.raises(StorageError, match=r"buffer: another process writes here\. End the run that uses it"):
+            LocalBuffer(tmp_path / "buffer", CONFIG)
+        put(buffer, 2)
+        assert held(buffer) == [1, 2]
+
+    def test_a_file_where_the_folder_should_be_is_named(self, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        with pytest.raises(StorageError, match=r"file/buffer: cannot be written or read: .*[Nn]ot a directory"):
+            LocalBuffer(tmp_path / "file" / "buffer", CONFIG)
+
+    def test_a_folder_that_may_not_be_written_is_named_with_the_remedy(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            os.chmod(folder, 0o555)
+            user = os.geteuid()
+            if user == 0:
+                os.seteuid(65534)  # root may write anywhere
+            try:
+                with pytest.raises(StorageError, match=rf"{folder}/\w+: .*Make the folder writable for this user"):
+                    LocalBuffer(Path(folder), CONFIG)
+            finally:
+                os.seteuid(user)
+
+    def test_a_folder_that_vanishes_is_an_error_and_not_a_silent_wait(
+        self, buffer: LocalBuffer, tmp_path: Path
+    ) -> None:
+        put(buffer, 1)
+        (tmp_path / "buffer").rename(tmp_path / "gone")
+        with pytest.raises(StorageError, match=r"segment-00000001\.arrow: .*No such file"):
+            for number in range(2, 9):
+                put(buffer, number)
+
+
+def fill_disk(of: Any) -> None:
+    """From here on the disk that the journal, or the segments, are written to is full."""
+    device = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(device, of._file._descriptor)
+    os.close(device)
+
+
+class TestFullDisk:
+    @pytest.mark.parametrize("full", ["rows", "journal"])
+    def test_what_was_acknowledged_is_kept_and_nothing_else_is_acknowledged(
+        self, buffer: LocalBuffer, full: str
+    ) -> None:
+        put(buffer, 1)
+        fill_disk(buffer.buffer._store.shards._first._segments if full == "rows" else buffer.buffer._store._journal)
+        for _ in range(2):
+            with pytest.raises(StorageError, match=r"No space left on device\. Free disk space and start again"):
+                put(buffer, 2)
+        buffer.restart()
+        assert held(buffer) == [1]
+        put(buffer, 2, 3)
+        buffer.restart()
+        assert held(buffer) == [1, 2, 3]
+
+    def test_nothing_is_said_to_be_done_already_that_the_journal_does_not_hold(self, buffer: LocalBuffer) -> None:
+        put(buffer, 1, 2)
+        buffer.do("open_stage", plan(1, scheduled=False))
+        buffer.lease(0)
+        fill_disk(buffer.buffer._store._journal)
+        calls = [
+            lambda: put(buffer, 3),
+            lambda: buffer.do("ack", 0),
+            lambda: buffer.lease(1),
+            lambda: buffer.do("requeue", 0),
+            lambda: buffer.do("cover", 1),
+        ]
+        for call in [*calls, *calls]:
+            with pytest.raises(StorageError, match="No space left"):
+                call()
+        buffer.restart()
+        assert buffer.do("stats")["trained"] == 0 and held(buffer) == [1, 2]
+
+    def test_a_write_that_is_cut_short_by_a_limit_leaves_no_trace(self, tmp_path: Path) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        ours, theirs = spawn.Pipe()
+        child = spawn.Process(target=fill_up, args=(tmp_path, theirs))
+        child.start()
+        for limit in LIMITS:
+            acknowledged, error = ours.recv()
+            assert "File too large" in error and "Raise the limit" in error
+            buffer = LocalBuffer(tmp_path / str(limit), CONFIG)
+            assert held(buffer) == acknowledged
+            put(buffer, 99)
+            buffer.restart()
+            assert held(buffer) == [*acknowledged, 99]
+            buffer.kill()
+            ours.send("next")
+        child.join()
+        assert child.exitcode == 0
+
+
+class TestOrder:
+    @pytest.mark.parametrize("fsync", ["always", "never"])
+    def test_rows_are_on_the_disk_before_the_journal_speaks_of_them(
+        self, fsync: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        disk = Disk(monkeypatch)
+        buffer = LocalBuffer(tmp_path, small(**ROOMY, segment_bytes=1 << 20, fsync=fsync))
+        put(buffer, 0)
+        disk.calls.clear()
+        put(buffer, 1)
+        done = [(call, file.split("-")[0]) for call, file in disk.calls]
+        synced = [("write", "segment"), ("fdatasync", "segment"), ("write", "journal"), ("fdatasync", "journal")]
+        assert done == (synced if fsync == "always" else synced[::2])
+        buffer.kill()
+
+    def test_what_is_written_while_the_disk_is_forced_is_forced_the_next_time(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        disk = Disk(monkeypatch)
+        buffer = LocalBuffer(tmp_path, small(**ROOMY, segment_bytes=1 << 20, fsync="interval", fsync_s=0.001))
+
+        async def until_synced() -> None:
+            while (syncer := buffer.buffer._store._log._syncer) is not None and not syncer.done():
+                await syncer
+
+        real = buffer.buffer._store._journal.sync
+
+        def sync() -> None:
+            real()
+            monkeypatch.setattr(buffer.buffer._store._journal, "sync", real)
+            asyncio.run_coroutine_threadsafe(buffer.buffer.fail(TICKET, "meanwhile"), buffer.loop).result()
+
+        monkeypatch.setattr(buffer.buffer._store._journal, "sync", sync)
+        put(buffer, 1)
+        buffer.run(until_synced())
+        journal = [call for call, file in disk.calls if file.startswith("journal")]
+        assert journal[-2:] == ["write", "fdatasync"]
+        segment = [call for call, file in disk.calls if file.startswith("segment")]
+        assert segment[:3] == ["open", "write", "fdatasync"]
+        buffer.kill()
+
+    def test_a_group_that_is_sent_again_is_not_acknowledged_before_it_is_written(self, buffer: LocalBuffer) -> None:
+        put(buffer, 1)
+        journal, begun, free = buffer.buffer._store._journal, asyncio.Event(), threading.Event()
+        append = journal.append
+
+        def held_up(events: list[Event]) -> None:
+            buffer.loop.call_soon_threadsafe(begun.set)
+            free.wait()
+            append(events)
+
+        journal.append = held_up  # type: ignore[method-assign]
+
+        async def twice() -> None:
+            puts = [asyncio.ensure_future(BufferWriter(Remote(buffer.buffer)).put(to_batch(group(2))))]
+            await begun.wait()
+            puts.append(asyncio.ensure_future(BufferWriter(Remote(buffer.buffer)).put(to_batch(group(2)))))
+            done, _ = await asyncio.wait(puts, timeout=0.3, return_when=asyncio.FIRST_COMPLETED)
+            free.set()
+            await asyncio.gather(*puts)
+            assert not done
+
+        buffer.run(twice())
+        buffer.restart()
+        assert held(buffer) == [1, 2]
+
+
+class TestDoors:
+    def test_a_report_that_is_not_a_number_does_not_keep_the_log_from_being_read(self, buffer: LocalBuffer) -> None:
+        for number, reward in enumerate((math.nan, math.inf, -math.inf)):
+            buffer.put([(group(number), None)], reward_sum=reward, scored=2)
+        before = buffer.buffer._state.book.reports
+        buffer.restart()
+        assert repr(buffer.buffer._state.book.reports) == repr(before)
+
+    def test_labels_that_cannot_be_written_are_refused_and_the_buffer_goes_on(self, buffer: LocalBuffer) -> None:
+        put(buffer, 1)
+        for labels in ({"said": "\ud800"}, {"\udfff": "good"}):
+            assert buffer.do("feedback", "1/0", None, labels)[0] == "DataError"
+        buffer.do("feedback", "1/0", 3.0, {"said": "😀"})
+        buffer.restart()
+        assert buffer.held() == [("1/0", 3.0), ("1/1", 1.0)]
+
+    @pytest.mark.parametrize("rows", [group(1) + group(2), group(1, name="1") + group(2, name="2")[:1]])
+    def test_rows_of_two_groups_put_as_one_are_refused_and_none_is_lost_in_silence(
+        self, buffer: LocalBuffer, rows: list[Any]
+    ) -> None:
+        with pytest.raises(DataError, match="the message holds 2 groups and 1 were announced"):
+            buffer.put([(rows, None)])
+        assert buffer.do("stats")["sampled"] == 0
+
+    def test_a_group_twice_in_a_call_is_refused(self, buffer: LocalBuffer) -> None:
+        with pytest.raises(DataError, match="the message holds 1 groups and 2 were announced"):
+            put(buffer, 1, 1)
+
+    def test_a_rejected_group_that_is_sent_again_is_counted_once(self, buffer: LocalBuffer) -> None:
+        broken = [Experience(**{**vars(row), "advantages": None}) for row in group(1)]
+        for _ in range(3):
+            buffer.put([(broken, None)])
+            buffer.restart()
+        assert buffer.do("stats")["dropped"] == {"rejected: an own row needs advantages": 2}
+
+
+class TestDemonstrations:
+    def test_a_lease_has_its_demonstrations_also_after_others_took_their_place(
+        self, buffer: LocalBuffer, tmp_path: Path
+    ) -> None:
+        buffer.do("load", "gold", [pack(to_batch(expert_rows(5)))])
+        buffer.do("open_stage", plan(0, expert_rows=3, demonstrations="gold"))
+        lease = buffer.lease(0)
+        buffer.do("load", "gold", [pack(to_batch(expert_rows(2)))])
+        buffer.restart()
+        assert buffer.lease(0) == lease
+        assert len(list((tmp_path / "buffer").glob("expert-*"))) == 2
+        buffer.do("ack", 0)
+        buffer.do("cover", 1)
+        buffer.do("load", "gold", [pack(to_batch(expert_rows(3)))])
+        assert len(list((tmp_path / "buffer").glob("expert-*"))) == 1
+
+    def test_the_same_demonstrations_loaded_again_go_on_where_they_were(self, buffer: LocalBuffer) -> None:
+        message = pack(to_batch(expert_rows(5)))
+        buffer.do("load", "gold", [message])
+        buffer.do("open_stage", plan(0, expert_rows=3, demonstrations="gold"))
+        buffer.lease(0)
+        buffer.restart()
+        buffer.do("load", "gold", [message])
+        buffer.lease(1)
+        assert buffer.do("stats")["expert"]["gold"] == {"rows": 5, "drawn": 6, "epoch": 1}
+
+
+LIMITS = [3000, 5001, 5999]
+
+
+def fill_up(folder: Path, pipe: Any) -> None:
+    """In a process of its own: put groups into Buffers whose files may not become larger, until that fails."""
+    ObjectTable(pytest.MonkeyPatch())
+    for limit in LIMITS:
+        buffer, acknowledged = LocalBuffer(folder / str(limit), small(**ROOMY, segment_bytes=1 << 20)), list[int]()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        try:
+            for number in range(99):
+                put(buffer, number)
+                acknowledged.append(number)
+        except StorageError as error:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            buffer.kill()
+            pipe.send((acknowledged, str(error)))
+            pipe.recv()

@@ -1,0 +1,57 @@
+"""Experiences through the handle of a run, on a real Buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayrft.core.run import Run, attach
+from rayrft.errors import DataError, FeedbackRefused, RunNotFound
+from tests.buffer.live import live_run
+from tests.buffer.rows import group
+
+
+@pytest.fixture(scope="module")
+def live(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with live_run(tmp_path_factory.mktemp("runs"), "handled") as folder:
+        yield folder
+
+
+@pytest.fixture
+def run(live: Path) -> Run:
+    return attach("handled")
+
+
+def test_experiences_are_a_frame_that_people_read(run: Run) -> None:
+    frame = run.experiences(3)
+    assert list(frame.columns) == ["id", "reward", "question", "answer", "labels", "versions"]
+    row = frame.set_index("id").loc["7/0"]
+    assert (row["question"], row["answer"], row["versions"]) == ("1 + 1?", "It is\n2.", [0])
+    assert len(frame) == 3 and len(run.experiences(100)) == 7, "what was trained or dropped is not held"
+
+
+def test_a_dataset_goes_out_and_comes_back(run: Run) -> None:
+    assert run.dataset(columns=["reward"]).count() == 7
+    assert run.load(run.dataset(), "again") == 7
+    assert run.dataset("expert/again").count() == 7
+    assert run.load(group(3), "mine") == 2
+
+
+def test_feedback_reaches_the_row_or_says_why_not(run: Run) -> None:
+    run.feedback("7/0", labels={"quality": "fine"})
+    assert run.experiences(100).set_index("id").loc["7/0", "labels"] == {"quality": "fine"}
+    with pytest.raises(FeedbackRefused, match="0/0: the row was taken for the step"):
+        run.feedback("0/0", reward=1.0)
+    with pytest.raises(DataError, match="no row of this id"):
+        run.feedback("8/0", reward=1.0)
+
+
+def test_a_run_that_ended_says_where_its_data_is(live: Path) -> None:
+    ended = Run("ended", live.parent / "ended", None)
+    asked: list[Callable[[], Any]] = [ended.experiences, ended.dataset, lambda: ended.load(group(1), "x")]
+    for ask in asked:
+        with pytest.raises(RunNotFound, match=f"rayrft data head {live.parent}/ended"):
+            ask()
