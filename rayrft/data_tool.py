@@ -51,9 +51,8 @@ def head(
     from rayrft.buffer.experience import from_batch
 
     archive = _archive(run, storage)
-    table = Table("id", "fate", "reward", "tokens", "version", "uses", "answer", box=None, pad_edge=False)
-    table.columns[0].overflow = "fold"
-    table.columns[-1].no_wrap = True
+    table = Table("id", "fate", "reward", "tokens", "version", "uses", box=None, pad_edge=False, expand=True)
+    table.add_column("answer", no_wrap=True, ratio=1)  # what room the others leave
     for batch in archive.rows(store, where=_condition(where), skip_damaged=skip_damaged):
         part = batch.slice(0, count - table.row_count)
         for row, fate in zip(from_batch(part), part.column("fate").to_pylist(), strict=True):

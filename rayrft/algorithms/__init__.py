@@ -9,7 +9,6 @@ micro-batch divided by a denominator that is global to the optimiser step (all r
 the parts up gives the same loss and gradient however the batch was split.
 """
 
-from rayrft.algorithms import clipped, reinforce, turns  # they register their pieces
 from rayrft.algorithms.advantages import Group, group_advantages, group_relative_advantages
 from rayrft.algorithms.aggregation import aggregations
 from rayrft.algorithms.algorithm import Algorithm
@@ -22,7 +21,7 @@ from rayrft.algorithms.kl import AdaptiveCoefficient, kls
 from rayrft.algorithms.logprobs import token_logprobs
 from rayrft.algorithms.loss import Denominators, LossParts, count
 from rayrft.algorithms.normalisation import Moments, normalise, sum_moments
-from rayrft.algorithms.pieces import Fraction, NonNegative, Positive
+from rayrft.algorithms.pieces import Fraction, NonNegative, Positive, Steps
 from rayrft.algorithms.preference import preferences
 from rayrft.algorithms.presets import build, presets
 from rayrft.algorithms.ratios import TokenLoss, policy_losses, token_ratio
@@ -40,11 +39,11 @@ __all__ = [
     "NonNegative",
     "PolicyOutput",
     "Positive",
+    "Steps",
     "TokenBatch",
     "TokenLoss",
     "aggregations",
     "build",
-    "clipped",
     "corrections",
     "count",
     "distillations",
@@ -57,12 +56,10 @@ __all__ = [
     "policy_losses",
     "preferences",
     "presets",
-    "reinforce",
     "sft_losses",
     "sum_moments",
     "token_advantages",
     "token_logprobs",
     "token_ratio",
-    "turns",
     "value_losses",
 ]

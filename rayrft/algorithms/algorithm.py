@@ -9,35 +9,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rayrft.algorithms.advantages import Group, group_advantages
-from rayrft.algorithms.aggregation import aggregations
+from rayrft.algorithms.advantages import Group
 from rayrft.algorithms.batch import PolicyOutput, TokenBatch, keep
-from rayrft.algorithms.corrections import corrections
-from rayrft.algorithms.critic import token_advantages, value_losses, with_advantages
-from rayrft.algorithms.distillation import distillations
-from rayrft.algorithms.entropy import entropies
-from rayrft.algorithms.kl import kls
+from rayrft.algorithms.critic import token_advantages, with_advantages
 from rayrft.algorithms.loss import Denominators, LossParts
-from rayrft.algorithms.pieces import NONE, Coefficient, Need, Piece, Pieces
-from rayrft.algorithms.preference import margins, preferences
-from rayrft.algorithms.ratios import policy_losses, token_ratio
-from rayrft.algorithms.sft import mu_schedules, sft_losses
-
-REGISTRIES: dict[str, tuple[Pieces[Any], ...]] = {
-    "advantage": (group_advantages, token_advantages),
-    "policy_loss": (policy_losses,),
-    "aggregation": (aggregations,),
-    "correction": (corrections,),
-    "kl": (kls,),
-    "entropy": (entropies,),
-    "distillation": (distillations,),
-    "sft": (sft_losses,),
-    "sft_aggregation": (aggregations,),
-    "mu_schedule": (mu_schedules,),
-    "preference": (preferences,),
-    "value_loss": (value_losses,),
-}
-"""Each field of an `Algorithm` that names a piece, and where the name is looked up."""
+from rayrft.algorithms.pieces import NONE, Coefficient, Need, Piece
+from rayrft.algorithms.preference import margins
+from rayrft.algorithms.ratios import token_ratio
+from rayrft.algorithms.registries import REGISTRIES
 
 _FIELDS: dict[Need, str] = {
     "reference": "reference_logprobs",
@@ -144,7 +123,7 @@ class Algorithm:
 
     @property
     def is_idle_at_zero(self) -> bool:
-        """A group whose advantages are all 0 teaches nothing."""
+        """A group whose advantages are all 0 has no part in the policy loss, and nothing else is learnt from it."""
         return self.advantage != NONE and not self.normalise_advantages and self.distillation == NONE
 
     @property

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rayrft.algorithms.batch import TokenBatch
-from rayrft.algorithms.pieces import Fraction, Positive
+from rayrft.algorithms.pieces import AboveOne, Fraction, Positive
 from rayrft.algorithms.ratios import TokenLoss, log_ratio, policy_losses, sequence_log_ratio, token_ratio
 
 
@@ -20,7 +20,7 @@ def ppo(
     *,
     clip_low: Fraction = 0.2,
     clip_high: Positive = 0.28,
-    dual_clip: Positive | None = None,
+    dual_clip: AboveOne | None = None,
 ) -> TokenLoss:
     """The clipped surrogate of PPO (Schulman et al. 2017, arXiv:1707.06347, eq. 7) with an upper bound of its own
     ("clip higher", DAPO: Yu et al. 2025, arXiv:2503.14476).
@@ -78,8 +78,9 @@ def sapo(
     ``-4/tau sigmoid(tau (rho_t - 1)) A_t``, tau being ``tau_positive`` where A_t > 0, else ``tau_negative``. At
     rho_t = 1 the gradient is REINFORCE's; it fades on both sides, the faster the greater tau.
     """
-    tau = torch.where(batch.advantages > 0, tau_positive, tau_negative)
-    gate = torch.sigmoid(tau * (token_ratio(logprobs, batch) - 1)) * (4 / tau)
+    ratio = token_ratio(logprobs, batch)
+    tau = torch.full_like(ratio, tau_negative).masked_fill(batch.advantages > 0, tau_positive)
+    gate = torch.sigmoid(tau * (ratio - 1)) * (4 / tau)
     return TokenLoss(-gate * batch.advantages)
 
 

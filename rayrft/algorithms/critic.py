@@ -38,7 +38,7 @@ def token_rewards(batch: TokenBatch, penalty: Tensor | None = None) -> Tensor:
         raise ValueError("token rewards need the rewards of the rows")
     place = torch.arange(batch.mask.numel(), device=batch.mask.device)
     last = torch.full((batch.rows,), -1, dtype=place.dtype, device=place.device)
-    last = last.index_reduce(0, batch.sequence[batch.mask], place[batch.mask], "amax")
+    last = last.scatter_reduce(0, batch.sequence[batch.mask], place[batch.mask], "amax")
     rewards = torch.zeros_like(batch.advantages)
     rewards[last[last >= 0]] = batch.reward[last >= 0].to(rewards.dtype)
     return rewards if penalty is None else rewards - keep(penalty, batch.mask)

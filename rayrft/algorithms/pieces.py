@@ -49,6 +49,7 @@ class Interval:
 Fraction = Annotated[float, Interval(0.0, 1.0)]
 Positive = Annotated[float, Interval(0.0, math.inf, low_is_in=False)]
 NonNegative = Annotated[float, Interval(0.0, math.inf)]
+AboveOne = Annotated[float, Interval(1.0, math.inf, low_is_in=False)]
 Steps = Annotated[int, Interval(0.0, math.inf)]
 
 
@@ -116,9 +117,17 @@ def fault(value: Coefficient, hint: Any) -> str | None:
         return None if value in arguments else f"must be one of {', '.join(map(str, arguments))}"
     if hint is type(None):
         return None if value is None else "must be left out"
-    accepted = {float: (float, int), int: (int,), bool: (bool,), str: (str,)}.get(hint, (object,))
+    accepted, called = _KINDS.get(hint, ((object,), "fit"))
     fits = isinstance(value, accepted) and (hint not in (float, int) or not isinstance(value, bool))
-    return None if fits else f"must be a {hint.__name__}"
+    return None if fits else f"must be {called}"
+
+
+_KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
+    float: ((float, int), "a number"),
+    int: ((int,), "a whole number"),
+    bool: ((bool,), "true or false"),
+    str: ((str,), "text"),
+}
 
 
 @functools.cache

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from rayrft.algorithms.algorithm import REGISTRIES, Algorithm
+from rayrft.algorithms.algorithm import Algorithm
 from rayrft.algorithms.critic import token_advantages
 from rayrft.algorithms.pieces import NONE, NonNegative, Piece, fault
+from rayrft.algorithms.registries import REGISTRIES
 from rayrft.errors import ConfigError, nearest
 from rayrft.registry import Registry
 
@@ -75,14 +76,17 @@ def build(name: str, overrides: Mapping[str, Any] | None = None) -> Algorithm:
     preset = presets.get(name, "algorithm.name")
     own = {each.name for each in fields(Algorithm)} - {"name", "coefficients"}
     algorithm = replace(preset, **{key: value for key, value in overrides.items() if key in own})
-    for key in own & set(overrides):
-        _check_field(algorithm, key, overrides[key])
+    for key, value in overrides.items():
+        if key in own:
+            _check_field(algorithm, key, value)
     pieces = [piece for kind in REGISTRIES if (piece := algorithm.piece(kind)) and _is_used(algorithm, kind)]
     given = {key: value for key, value in overrides.items() if key not in own}
     for key, value in given.items():
         _check_coefficient(algorithm, pieces, own, key, value)
     if algorithm.policy_loss != NONE and algorithm.advantage == NONE:
         raise ConfigError(f"policy_loss {algorithm.policy_loss!r} needs one", field="algorithm.advantage", value=NONE)
+    if algorithm.advantage in token_advantages and algorithm.value_loss == NONE:
+        raise ConfigError(f"advantage {algorithm.advantage!r} needs one", field="algorithm.value_loss", value=NONE)
     if algorithm.kl_in == "reward" and algorithm.advantage not in token_advantages:
         raise ConfigError(
             f"a KL in the reward needs advantages of tokens, and {algorithm.advantage!r} gives one to a whole answer",
@@ -137,9 +141,10 @@ def _is_used(algorithm: Algorithm, kind: str) -> bool:
 
 def _check_coefficient(algorithm: Algorithm, pieces: list[Piece[Any]], own: set[str], key: str, value: Any) -> None:
     users = [piece for piece in pieces if key in piece.coefficients]
-    if users:
-        if wrong := users[0].fault(key, value):
+    for piece in users:
+        if wrong := piece.fault(key, value):
             raise ConfigError(wrong, field=f"algorithm.{key}", value=value)
+    if users:
         return
     used = {each for piece in pieces for each in piece.coefficients}
     everywhere = {

@@ -13,15 +13,17 @@ import ray
 import ray.data
 from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
-from ray.exceptions import RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from rayrft.buffer.exchange import conform, expert_message
 from rayrft.buffer.experience import SCHEMA, Experience, from_batch, to_batch, unpack
 from rayrft.buffer.log.shard import Ref
 from rayrft.buffer.selection import Selection
-from rayrft.errors import DataError, RayrftError
+from rayrft.errors import ActorDied, DataError, RayrftError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_DEADLINE_S = 300.0
+"""Blocks that left the object store are read back from the log before a Buffer answers."""
 _Parts = list[tuple[Ref, np.ndarray]]
 
 
@@ -33,13 +35,13 @@ def dataset(
     ``buffer`` is the actor's handle; ``store`` is ``usual`` (own rows that wait for training or are being trained) or
     ``expert/<name>``; ``columns`` are those to read, all by default; ``where`` is a ``pyarrow.compute.Expression``
     over columns that hold one value a row, selected or not. What happens to the store afterwards does not change the
-    dataset: it keeps its blocks in the object store, for as long as it and the Buffer live.
+    dataset: it keeps its blocks in the object store, for as long as it and the Buffer live. Reading asks for no CPU of
+    the cluster; other operations of Ray Data do, and wait where a run has left less than their ``num_cpus``.
 
     Raises DataError for a store or column that there is not, and for a condition that is none.
     """
     selection = Selection(SCHEMA, columns, where)
-    source = _BlockSource(_answer(buffer.partition.remote(store)), selection)
-    # No CPU is asked for: a run may have reserved all there are, and its rows can be looked at all the same.
+    source = _BlockSource(answer(buffer.partition.remote(store)), selection)
     return ray.data.read_datasource(source, num_cpus=0, override_num_blocks=len(source))
 
 
@@ -62,13 +64,13 @@ def load_dataset(buffer: Any, rows: ray.data.Dataset | pa.Table | list[Experienc
     else:
         table = rows if isinstance(rows, pa.Table) else pa.Table.from_batches([to_batch(rows)])
         message = ray.put(_message([table], name))
-    return _answer(buffer.load.remote(name, [message]))
+    return answer(buffer.load.remote(name, [message]))
 
 
 def newest(buffer: Any, count: int) -> list[Experience]:
     """The ``count`` own rows that finished last of those that are held, the last one first."""
-    parts = _answer(buffer.partition.remote("usual"))
-    return _answer(ray.remote(num_cpus=0)(_newest).remote(parts, count))
+    parts = answer(buffer.partition.remote("usual"))
+    return answer(ray.remote(num_cpus=0)(_newest).remote(parts, count))
 
 
 class _BlockSource(Datasource):
@@ -147,12 +149,21 @@ def _newest(parts: _Parts, count: int) -> list[Experience]:
     return [row for block, at in found for row in from_batch(batches[block].slice(at, 1))]
 
 
-def _answer(call: Any) -> Any:
-    """What an actor or a task gives. Errors of ours are raised as they were, without Ray's wrappings."""
+def answer(call: Any) -> Any:
+    """What an actor or a task gives. Errors of ours are raised as they were, without Ray's wrappings.
+
+    Raises ActorDied when the actor is gone, and RayrftError when nothing comes.
+    """
     try:
-        return ray.get(call)
+        return ray.get(call, timeout=_DEADLINE_S)
     except RayTaskError as error:
         cause: Any = error
         while isinstance(cause, RayTaskError) and cause.cause is not None:
             cause = cause.cause
         raise (cause if isinstance(cause, RayrftError) else error) from None
+    except RayActorError as error:
+        raise ActorDied(str(error).splitlines()[0], field="buffer", remedy="the run's summary says more") from None
+    except GetTimeoutError:
+        raise RayrftError(
+            f"no answer for {_DEADLINE_S:g} s", field="buffer", remedy="look at it in the Ray dashboard, and try again"
+        ) from None

@@ -12,7 +12,7 @@ from rayrft.errors import RayrftError
 _EVICT_SHARE = 0.01
 """Evictions go in batches of this share of the bound: choosing the lowest of many costs a look at all."""
 _SPARSE = 0.5
-"""A segment of which less than this share is held is worth writing again."""
+"""A segment of which less than this share of the rows is held is worth writing again."""
 
 
 class Retention:
@@ -125,6 +125,6 @@ class Retention:
             for segment in sorted(segments)[:-1]:
                 held = groups.where(Fate.READY)
                 held = held[(groups.shard[held] == shard) & (groups.segment[held] == segment)]
-                share = groups.nbytes[held].sum() / segments[segment].nbytes
+                share = groups.rows[held].sum() / segments[segment].rows
                 if len(held) and share < _SPARSE and (shard, segment) not in kept:
                     await self.move(shard, held.tolist())

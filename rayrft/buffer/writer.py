@@ -83,28 +83,40 @@ class BufferWriter:
         await done
 
     async def _send(self) -> None:
+        """One call at a time, so that groups arrive in order. What fills a call is packed while another is under way;
+        less than that waits for more to come."""
+        call: asyncio.Future[Any] | None = None
         while self._waiting:
-            sent = self._next()
-            by_shard: dict[int, list[_Waiting]] = {}
-            for each in sent:
-                by_shard.setdefault(shard_of(each[0].group_id, self._shards), []).append(each)
-            await asyncio.gather(*(self._call(part) for part in by_shard.values()))
+            if call is not None and sum(entry.nbytes for entry, _, _ in self._waiting) < _CALL_BYTES:
+                await call
+            packed = [(part, self._pack(part)) for part in self._next()]
+            if call is not None:
+                await call
+            call = asyncio.gather(*(self._call(part, payload) for part, payload in packed))
+            await asyncio.sleep(0)  # the call goes out before anything else is packed
+            if not self._waiting:
+                await call
 
-    def _next(self) -> list[_Waiting]:
-        """What goes with the next call: all that waits, up to a size that is copied at little cost."""
+    def _next(self) -> list[list[_Waiting]]:
+        """What goes with the next call, by shard: all that waits, up to a size that is copied at little cost."""
         count, nbytes = 0, 0
         while count < len(self._waiting) and nbytes < _CALL_BYTES:
             nbytes += self._waiting[count][0].nbytes
             count += 1
         sent, self._waiting = self._waiting[:count], self._waiting[count:]
-        return sent
+        by_shard: dict[int, list[_Waiting]] = {}
+        for each in sent:
+            by_shard.setdefault(shard_of(each[0].group_id, self._shards), []).append(each)
+        return list(by_shard.values())
 
-    async def _call(self, sent: list[_Waiting]) -> None:
+    def _pack(self, sent: list[_Waiting]) -> list[Any]:
         import ray
 
         batches = [batch for _, batch, _ in sent]
         message = pack(pa.concat_batches(batches) if len(batches) > 1 else batches[0])
-        payload = [message if len(message) <= _INLINE_BYTES else ray.put(message)]
+        return [message if len(message) <= _INLINE_BYTES else ray.put(message)]
+
+    async def _call(self, sent: list[_Waiting], payload: list[Any]) -> None:
         try:
             await self._buffer.put.remote([entry for entry, _, _ in sent], payload)
         except Exception as error:  # whatever it is, those who wait for these groups get it

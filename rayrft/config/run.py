@@ -39,8 +39,8 @@ class RunConfig(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     monitor: MonitorConfig = MonitorConfig()
     plugins: list[Path] = Field(default_factory=list)
-    """Python files that register pieces of your own: losses, advantages, rewards, workflows … On a cluster they lie
-    where every node finds them."""
+    """Python files that register losses, advantages, rewards or workflows of your own; on a cluster, where every node
+    finds them. The Buffer does not load them: its samplers and scores go by ``package.module:attribute``."""
 
     @field_validator("storage")
     @classmethod

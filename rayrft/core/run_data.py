@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rayrft.core.placement import NAMESPACE, actor_name
-from rayrft.core.supervision import root_cause
 from rayrft.errors import RunNotFound
 
 if TYPE_CHECKING:
@@ -43,12 +42,9 @@ class RunData:
 
     def feedback(self, experience_id: str, reward: float | None = None, labels: dict[str, str] | None = None) -> None:
         """Change the reward and labels of a row before it is trained; see `Buffer.feedback` for the errors."""
-        import ray
+        from rayrft.buffer.dataset import answer
 
-        try:
-            ray.get(self._buffer().feedback.remote(experience_id, reward, labels))
-        except ray.exceptions.RayTaskError as error:
-            raise root_cause(error, "buffer") from None
+        answer(self._buffer().feedback.remote(experience_id, reward, labels))
 
     def load(self, rows: ray.data.Dataset | pa.Table | list[Experience], name: str) -> int:
         """Make rows the demonstrations ``name``, in place of what was there; gives their number. Own rows become expert
@@ -61,11 +57,13 @@ class RunData:
         import ray
 
         try:
-            return ray.get_actor(actor_name(self.name, "buffer"), namespace=NAMESPACE)
+            if not (self.folder / "summary.json").exists():  # at its end a run takes its actors down, one by one
+                return ray.get_actor(actor_name(self.name, "buffer"), namespace=NAMESPACE)
         except ValueError:
-            raise RunNotFound(
-                "the run is not under way, and its Buffer is gone",
-                field="name",
-                value=self.name,
-                remedy=f"look at what is left with: rayrft data head {self.folder}",
-            ) from None
+            pass
+        raise RunNotFound(
+            "the run is not under way, and its Buffer is gone",
+            field="name",
+            value=self.name,
+            remedy=f"look at what is left with: rayrft data head {self.folder}",
+        )

@@ -71,7 +71,8 @@ def main() -> None:
     options = parser.parse_args()
     ray.init(num_cpus=4, log_to_driver=False, logging_level="ERROR", include_dashboard=False)
     print(f"leases of {ROWS} rows in groups of {options.group}, rows of {options.tokens} tokens")
-    print(f"{'rows':>9} {'p50 ms':>7} {'p99 ms':>7} {'B/row in memory':>16} {'log MB':>8} {'restart s':>10} {'opening s':>10}")
+    titles = ("p50 ms", "p99 ms", "B/row in memory", "log MB", "restart s", "opening s")
+    print("{:>9} {:>7} {:>7} {:>16} {:>8} {:>10} {:>10}".format("rows", *titles))
     for rows in options.sizes:
         folder = Path(tempfile.mkdtemp(prefix="bench-"))
         buffer = start(folder)

@@ -2,9 +2,9 @@
 
     python -m tests.bench.bench_put [--seconds 4] [--rounds 3] [--producers 4]
 
-Rows have 128 tokens. Producers are actors of their own that put as fast as they are acknowledged, with at most 64 groups
-under way each. The Buffer writes its log (fsync: interval) and validates every row; the queue keeps rows in memory only;
-SQLite (one writer, write-ahead log, synchronous=NORMAL, one transaction a group) keeps each row as a blob.
+Rows have 128 tokens. Producers are actors of their own that put as fast as they are acknowledged, with at most 64
+groups under way each. The Buffer writes its log (fsync: interval) and validates every row; the queue keeps rows in
+memory only; SQLite (one writer, write-ahead log, synchronous=NORMAL, one transaction a group) keeps each row as a blob.
 """
 
 from __future__ import annotations

@@ -60,9 +60,9 @@ class LocalBuffer:
 
     def kill(self) -> None:
         """As SIGKILL does it: nothing is written any more, and the lock is free."""
-        for task in asyncio.all_tasks(self.loop):
+        for task in (tasks := asyncio.all_tasks(self.loop)):
             task.cancel()
-        self.loop.run_until_complete(self.loop.shutdown_default_executor())
+        self.loop.run_until_complete(asyncio.wait([*tasks, self.loop.create_task(_threads_end(self.loop))]))
         self.loop.close()
         self.buffer._store.shards._thread.shutdown()
         self.buffer._store.storage.unlock()
@@ -111,11 +111,20 @@ class LocalBuffer:
             found += zip(batch.column("experience_id").to_pylist(), batch.column("reward").to_pylist(), strict=True)
         return sorted(found)
 
+    def may_admit(self) -> bool:
+        """Whether a request for tickets is answered at once."""
+        book = self.buffer._state.book
+        return not book.open or bool(book.ended) or self.buffer._may_admit()
+
     def standing(self) -> dict[str, Any]:
         """Everything that a restart must not change."""
         leases = {step: self.lease(step) for step in sorted(self.buffer._state.book.leases)}
         stats = self.do("stats")
         return {**{name: stats[name] for name in KEPT}, "rows": self.held(), "leases": leases}
+
+
+async def _threads_end(loop: asyncio.AbstractEventLoop) -> None:
+    await loop.shutdown_default_executor()
 
 
 def _rows(part: Part) -> list[tuple[str, list[float] | None, float]]:

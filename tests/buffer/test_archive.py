@@ -25,6 +25,7 @@ from tests.e2e.conftest import small_config
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 Start = Callable[..., Any]
+Ended = tuple[Path, dict[str, list[int]]]
 LEDGER = ("sampled", "trained", "dropped", "held")
 
 
@@ -35,7 +36,7 @@ def start() -> Iterator[Start]:
 
 
 @pytest.fixture(scope="module")
-def ended(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[int]]]:
+def ended(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Ended:
     """The log of a Buffer that was killed after its `history`, and the groups by fate."""
     folder = tmp_path_factory.mktemp("ended")
     with buffers() as begin:
@@ -43,7 +44,7 @@ def ended(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
 
 
 @pytest.fixture
-def log(ended: tuple[Path, dict[str, list[int]]], tmp_path: Path) -> Path:
+def log(ended: Ended, tmp_path: Path) -> Path:
     """A copy of it, to be changed."""
     shutil.copytree(ended[0], tmp_path / "log")
     return tmp_path / "log"
@@ -81,7 +82,7 @@ def damage(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_every_row_is_there_with_what_became_of_it(ended: tuple[Path, dict[str, list[int]]]) -> None:
+def test_every_row_is_there_with_what_became_of_it(ended: Ended) -> None:
     folder, expected = ended
     seen = archive(folder)
     assert fates(seen) == expected
@@ -118,9 +119,7 @@ def test_a_live_log_is_neither_locked_nor_changed_by_its_readers(start: Start, t
     assert fates(seen) == expected, "an archive stands where it was opened"
 
 
-def test_what_a_crash_left_behind_is_reported_and_does_not_count(
-    ended: tuple[Path, dict[str, list[int]]], log: Path
-) -> None:
+def test_what_a_crash_left_behind_is_reported_and_does_not_count(ended: Ended, log: Path) -> None:
     [journal] = log.glob("journal-*")
     for path in (journal, segments(log)[-1]):
         with path.open("ab") as file:
@@ -195,9 +194,7 @@ class TestFind:
 
 
 class TestDamage:
-    def test_a_damaged_segment_is_named_and_the_others_stay_readable(
-        self, ended: tuple[Path, dict[str, list[int]]], log: Path
-    ) -> None:
+    def test_a_damaged_segment_is_named_and_the_others_stay_readable(self, log: Path) -> None:
         whole = {row["experience_id"]: row["segment"] for row in rows(archive(log))}
         broken = whole["2/0"]
         damage(log / broken)

@@ -85,7 +85,7 @@ def from_a_pool(script: Script, groups: int = 3) -> None:
         script("put", [(group(number), None) for number in range(first, first + 4)])
     script("put", [(broken_rows(30), None), (group(31), None)])
     script("do", "open_stage", plan(groups, scheduled=False))
-    for step in range(8):
+    for step in range(6):
         script("lease", step)
         if step != 3:
             script("do", "ack", step)
@@ -115,9 +115,9 @@ def half_broken(ticket: Ticket) -> list[Experience]:
     return [rows(ticket)[0], broken(ticket)[1]]
 
 
-SIZES = {"segment_bytes": 6000, "log_bytes": 12000, "memory_bytes": 8000, "max_bytes": 1 << 30, "fsync": "always"}
+SIZES = {"segment_bytes": 6000, "log_bytes": 12000, "memory_bytes": 8000, "max_bytes": 1 << 30}
 FULL = {**SIZES, "max_rows": 24, "when_full": "evict_oldest"}
-ROOMY = small(**SIZES, max_rows=1000)
+ROOMY = small(**SIZES, max_rows=1000, fsync="always")
 TASKS = partial(TaskSet, [0] * 11, [1.0], sampler="shuffled", seed=0, epochs=1)
 BAD_DISK = partial(OSError, errno.EIO, "Input/output error")
 REPLAYED = small(**FULL, sampler={"name": "priority", "max_uses": 3})
@@ -133,7 +133,8 @@ class Mortal(LocalBuffer):
     def open(self) -> None:
         while True:
             try:
-                return super().open()
+                super().open()
+                return self.loop.set_exception_handler(lambda *_: None)  # nobody waits for what was killed
             except (Killed, StorageError):
                 self._disk.close_all()
                 self._disk.stop(None)
@@ -199,8 +200,8 @@ def test_a_run_goes_on_as_if_nothing_had_been(
     play(script)
     twin.restart()
     standing, changes = twin.standing(), disk.calls.copy()
-    kinds = {call for call, _ in changes} | {file.split("-")[0] for _, file in changes}
-    assert kinds >= {"write", "fdatasync", "replace", "delete", "segment", "journal", ".snapshot"}
+    kinds = {(call, file.split("-")[0]) for call, file in changes}
+    assert kinds >= {("write", "segment"), ("delete", "segment"), ("replace", ".snapshot"), ("delete", "journal")}
     for number, change in enumerate(changes):
         disk.stop(number, failure())
         buffer = Mortal(disk, tmp_path / str(number), config, tasks)

@@ -139,7 +139,8 @@ def test_rows_can_be_looked_at_while_a_run_has_every_cpu(buffer: Any) -> None:
     everything = ray.util.placement_group([{"CPU": ray.available_resources()["CPU"]}])
     ray.get(everything.ready(), timeout=30)
     try:
-        assert ids(dataset(buffer)) == ["1/0", "1/1"]
+        assert ids(dataset(buffer)) == ["1/0", "1/1"] and dataset(buffer).count() == 2
+        assert len(dataset(buffer, where=pc.field("reward") == 1).to_pandas()) == 1
         assert load_dataset(buffer, dataset(buffer), "found") == 2
         assert len(newest(buffer, 5)) == 2
     finally:

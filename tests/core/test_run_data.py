@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
+from rayrft.buffer.dataset import dataset
 from rayrft.core.run import Run, attach
-from rayrft.errors import DataError, FeedbackRefused, RunNotFound
+from rayrft.errors import ActorDied, DataError, FeedbackRefused, RayrftError, RunNotFound
 from tests.buffer.live import live_run
 from tests.buffer.rows import group
 
@@ -50,8 +54,25 @@ def test_feedback_reaches_the_row_or_says_why_not(run: Run) -> None:
 
 
 def test_a_run_that_ended_says_where_its_data_is(live: Path) -> None:
-    ended = Run("ended", live.parent / "ended", None)
-    asked: list[Callable[[], Any]] = [ended.experiences, ended.dataset, lambda: ended.load(group(1), "x")]
-    for ask in asked:
-        with pytest.raises(RunNotFound, match=f"rayrft data head {live.parent}/ended"):
-            ask()
+    (live.parent / "half-gone").mkdir()
+    (live.parent / "half-gone" / "summary.json").touch()
+    for ended in (Run("ended", live.parent / "ended", None), Run("handled", live.parent / "half-gone", None)):
+        asked: list[Callable[[], Any]] = [ended.experiences, ended.dataset, partial(ended.load, group(1), "x")]
+        for ask in asked:
+            with pytest.raises(RunNotFound, match=f"rayrft data head {ended.folder}"):
+                ask()
+
+
+def test_a_buffer_that_does_not_answer_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Silent:
+        async def partition(self, store: str) -> None:
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr("rayrft.buffer.dataset._DEADLINE_S", 0.1)
+    silent = ray.remote(Silent).options(num_cpus=0).remote()
+    with pytest.raises(RayrftError, match=r"buffer: no answer for 0\.1 s"):
+        dataset(silent)
+    monkeypatch.undo()
+    ray.kill(silent)
+    with pytest.raises(ActorDied, match="buffer: "):
+        dataset(silent)

@@ -48,6 +48,17 @@ def test_a_group_without_variance_is_dropped_and_counted() -> None:
     assert len(assign_advantages(scored, build("grpo"), drop_zero_variance=False).rows) == 2
 
 
+def test_advantages_are_those_of_the_stages_algorithm() -> None:
+    scored = apply_rewards(rows("stop", "stop", "stop"), [RewardResult(float(i == 0)) for i in range(3)], config())
+    group = assign_advantages(scored, build("rloo"), drop_zero_variance=True)
+    assert [row.advantages[2] for row in group.rows if row.advantages is not None] == [1.0, -0.5, -0.5]
+
+
+def test_a_group_without_variance_stays_where_advantages_are_normalised_over_the_batch() -> None:
+    scored = apply_rewards(rows("stop", "stop"), [RewardResult(0.0)] * 2, config())
+    assert len(assign_advantages(scored, build("reinforce_pp"), drop_zero_variance=True).rows) == 2
+
+
 @pytest.mark.parametrize(
     ("policy", "kept", "dropped"),
     [("drop_row", 1, {"reward_unknown": 1}), ("drop_group", 0, {"reward_unknown": 2}), ("fallback", 2, {})],

@@ -55,6 +55,7 @@ def make_rows(count: int = 12) -> list[TrainRow]:
                 (mask * rng.normal(-4, 0.3, length)).astype(np.float32),
                 (mask * (0.0 if expert else rng.normal())).astype(np.float32),
                 expert,
+                weight=1.0 + index % 2,
             )
         )
     return rows
@@ -62,7 +63,8 @@ def make_rows(count: int = 12) -> list[TrainRow]:
 
 def make_learner(model: torch.nn.Module, micro_batch_tokens: int) -> Learner:
     learner = Learner(model, micro_batch_tokens=micro_batch_tokens, temperature=0.7, device=CPU)
-    learner.open_stage(build("mix", {"mu": 0.3}), OptimizerConfig(), steps=10)
+    pieces = {"mu": 0.3, "normalise_advantages": True, "aggregation": "sequence_mean_token_mean", "entropy": "bonus"}
+    learner.open_stage(build("mix", pieces), OptimizerConfig(), steps=10)
     return learner
 
 

@@ -1,0 +1,34 @@
+"""Every registry of pieces, filled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rayrft.algorithms import clipped, reinforce, turns  # noqa: F401  (they register their pieces)
+from rayrft.algorithms.advantages import group_advantages
+from rayrft.algorithms.aggregation import aggregations
+from rayrft.algorithms.corrections import corrections
+from rayrft.algorithms.critic import token_advantages, value_losses
+from rayrft.algorithms.distillation import distillations
+from rayrft.algorithms.entropy import entropies
+from rayrft.algorithms.kl import kls
+from rayrft.algorithms.pieces import Pieces
+from rayrft.algorithms.preference import preferences
+from rayrft.algorithms.ratios import policy_losses
+from rayrft.algorithms.sft import mu_schedules, sft_losses
+
+REGISTRIES: dict[str, tuple[Pieces[Any], ...]] = {
+    "advantage": (group_advantages, token_advantages),
+    "policy_loss": (policy_losses,),
+    "aggregation": (aggregations,),
+    "correction": (corrections,),
+    "kl": (kls,),
+    "entropy": (entropies,),
+    "distillation": (distillations,),
+    "sft": (sft_losses,),
+    "sft_aggregation": (aggregations,),
+    "mu_schedule": (mu_schedules,),
+    "preference": (preferences,),
+    "value_loss": (value_losses,),
+}
+"""Each field of an `Algorithm` that names a piece, and where the name is looked up."""

@@ -1,0 +1,115 @@
+"""How the terms of a loss come together: streams, their weights, and the sums for the metrics."""
+
+from __future__ import annotations
+
+import math
+import pickle
+
+import pytest
+import torch
+
+from rayrft.algorithms import Denominators, Group, LossParts, build, presets
+from tests.algorithms.flat import LOG2, leaf, make_batch, output
+
+
+def over(policy: float = 0, expert: float = 0) -> Denominators:
+    """Rows of one token each."""
+    return Denominators(policy, policy, expert, expert)
+
+
+def test_grpo_by_hand() -> None:
+    # Ratios 1, 2 and 1/2 with advantages 1, 1 and -1; bounds 0.8 and 1.28.
+    # min(1, 1) = 1; min(2, 1.28) = 1.28; min(-0.5, -0.8) = -0.8. Loss = -(1 + 1.28 - 0.8) / 3.
+    batch = make_batch([[-1.0]] * 3, [[1.0], [1.0], [-1.0]])
+    logprobs = leaf([[-1.0], [-1.0 + LOG2], [-1.0 - LOG2]])
+    parts = build("grpo").loss(output(logprobs), batch, over(policy=3))
+    assert parts.loss.item() == pytest.approx(-(1 + 1.28 - 0.8) / 3)
+    assert parts.policy.item() == pytest.approx(parts.loss.item())
+    assert (parts.sft.item(), parts.kl.item(), parts.preference.item()) == (0.0, 0.0, 0.0)
+    assert parts.clipped.item() == 2
+    assert parts.ratio.item() == pytest.approx(3.5)
+    assert parts.logprob_gap.item() == pytest.approx(2 * LOG2)
+
+
+def test_sft_by_hand() -> None:
+    batch = make_batch([[0.0], [0.0]], expert=[True, True])
+    parts = build("sft").loss(output(leaf([[-0.5], [-1.5]])), batch, over(expert=2))
+    assert parts.loss.item() == pytest.approx(1.0)
+    assert parts.policy.item() == 0.0
+
+
+def test_mix_weighs_two_streams_each_over_its_own_denominator() -> None:
+    batch = make_batch([[-1.0], [0.0], [0.0]], [[2.0], [0.0], [0.0]], expert=[False, True, True])
+    logprobs = leaf([[-1.0], [-0.5], [-1.5]])
+    parts = build("mix", {"mu": 0.25}).loss(output(logprobs), batch, over(policy=1, expert=2))
+    assert parts.policy.item() == pytest.approx(-2.0)
+    assert parts.sft.item() == pytest.approx(1.0)
+    assert parts.loss.item() == pytest.approx(0.75 * -2.0 + 0.25 * 1.0)
+
+
+def test_expert_rows_never_feed_the_policy_term_and_own_rows_never_the_sft_term() -> None:
+    batch = make_batch([[-1.0], [-3.0]], [[1.0], [5.0]], expert=[False, True])
+    for name, idle in (("grpo", 1), ("sft", 0)):
+        logprobs = leaf([[-1.2], [-0.7]])
+        build(name).loss(output(logprobs), batch, over(1, 1)).loss.backward()
+        assert logprobs.grad is not None
+        assert (logprobs.grad[batch.mask] != 0).tolist() == [idle == 1, idle == 0]
+
+
+@pytest.mark.parametrize(("mu", "same"), [(0.0, "grpo"), (1.0, "sft")])
+def test_the_ends_of_mix_are_grpo_and_sft_exactly(mu: float, same: str) -> None:
+    batch = make_batch([[-1.1], [0.0], [-0.4]], [[1.0], [0.0], [-0.7]], expert=[False, True, False])
+    results = []
+    for algorithm in (build("mix", {"mu": mu}), build(same)):
+        logprobs = leaf([[-1.0], [-0.3], [-0.9]])
+        loss = algorithm.loss(output(logprobs), batch, over(2, 1)).loss
+        loss.backward()
+        assert logprobs.grad is not None
+        results.append((loss.item(), logprobs.grad))
+    assert results[0][0] == results[1][0]
+    assert torch.equal(results[0][1], results[1][1])
+
+
+def test_the_weight_of_a_row_multiplies_its_policy_loss_alone() -> None:
+    # Kimi's loss is not proportional to the advantage: (1 - 0)^2 / 0.2 = 5 for either row, weighed 1 and 3.
+    batch = make_batch([[-1.0], [-1.0]], [[1.0], [1.0]], weight=torch.tensor([1.0, 3.0]))
+    parts = build("kimi").loss(output(leaf([[-1.0], [-1.0]])), batch, over(policy=2))
+    assert parts.loss.item() == pytest.approx(5.0 * (1 + 3) / 2)
+
+
+def test_a_rank_without_rows_takes_part_with_a_zero() -> None:
+    logprobs = torch.tensor([-math.inf], requires_grad=True)
+    batch = make_batch([[]])
+    for name in ("grpo", "sft", "mix", "kimi", "gspo"):
+        loss = build(name).loss(output(logprobs), batch, over()).loss
+        assert loss.item() == 0.0
+        assert torch.autograd.grad(loss, logprobs)[0].item() == 0.0
+
+
+def test_parts_travel_as_one_tensor() -> None:
+    batch = make_batch([[-1.0]], [[1.0]])
+    parts = build("grpo").loss(output(leaf([[-0.9]])), batch, over(policy=1))
+    stacked = parts.stack()
+    assert not stacked.requires_grad
+    again = LossParts.unstack(stacked + stacked)
+    assert again.loss.item() == 2 * parts.loss.item() and again.correction.item() == 2 * parts.correction.item()
+
+
+@pytest.mark.parametrize("name", presets)
+def test_algorithms_travel_between_processes(name: str) -> None:
+    assert pickle.loads(pickle.dumps(build(name))) == build(name)
+
+
+def test_advantages_of_a_group_are_those_of_the_chosen_piece() -> None:
+    rewards = torch.tensor([1.0, 0.0])
+    assert build("grpo", {"advantage": "rloo"}).group_advantages(rewards, Group()).tolist() == [1.0, -1.0]
+    assert build("asymre", {"baseline_shift": -0.5}).group_advantages(rewards, Group()).tolist() == [1.0, 0.0]
+    assert build("sft").group_advantages(rewards, Group()).tolist() == [0.0, 0.0]
+    with pytest.raises(ValueError, match="advantage 'gae' is computed by the trainer"):
+        build("ppo").group_advantages(rewards, Group())
+
+
+def test_groups_without_advantages_are_idle_only_where_nothing_else_is_learnt_from_them() -> None:
+    assert build("grpo").is_idle_at_zero and build("kimi").is_idle_at_zero
+    assert not build("reinforce_pp").is_idle_at_zero, "a reward of 0 may be below the batch's mean"
+    assert not build("distill").is_idle_at_zero

@@ -1,0 +1,84 @@
+"""Weights for the gap between engine and trainer, against values worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rayrft.algorithms import Denominators, build, corrections
+from rayrft.algorithms.corrections import decoupled, masked, sequence_mask, token_mask, truncated
+from tests.algorithms.flat import LOG2, leaf, make_batch, on_mask, output, own, tokens
+
+# Two answers; ratios of the proximal policy to the behaviour policy 1 and 4, then 1/4.
+GAP = own([[-1.0, -3.0], [-1.0]], proximal_logprobs=[[-1.0, -3.0 + 2 * LOG2], [-1.0 - 2 * LOG2]])
+NOW = tokens([[-9.0, -9.0], [-9.0]], prompt=0.0)  # the present policy has no part in it
+
+
+def test_decoupled_by_hand() -> None:
+    assert on_mask(decoupled(NOW, GAP), GAP) == pytest.approx([1.0, 4.0, 0.25])
+
+
+def test_truncated_by_hand() -> None:
+    assert on_mask(truncated(NOW, GAP), GAP) == pytest.approx([1.0, 2.0, 0.25])
+    assert on_mask(truncated(NOW, GAP, weight_cap=3.0), GAP) == pytest.approx([1.0, 3.0, 0.25])
+
+
+def test_masked_by_hand() -> None:
+    assert on_mask(masked(NOW, GAP), GAP) == pytest.approx([1.0, 4.0, 0.0])
+    assert on_mask(masked(NOW, GAP, weight_low=0.1, weight_high=3.0), GAP) == pytest.approx([1.0, 0.0, 0.25])
+
+
+def test_token_mask_by_hand() -> None:
+    assert on_mask(token_mask(NOW, GAP), GAP) == [1.0, 0.0, 0.0]
+
+
+def test_sequence_mask_by_hand() -> None:
+    # Geometric means: sqrt(1 * 4) = 2, kept whole up to rounding of the bound; 1/4, left out whole.
+    assert on_mask(sequence_mask(NOW, GAP, weight_high=2.001), GAP) == [1.0, 1.0, 0.0]
+    assert on_mask(sequence_mask(NOW, GAP, weight_high=1.9), GAP) == [0.0, 0.0, 0.0]
+
+
+def test_without_a_proximal_policy_masks_look_at_the_present_one() -> None:
+    batch = own([[-1.0], [-1.0]])
+    assert on_mask(token_mask(tokens([[-1.0], [-1.0 + 2 * LOG2]], prompt=0.0), batch), batch) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("name", corrections)
+def test_where_the_policies_agree_every_weight_is_1_and_carries_no_gradient(name: str) -> None:
+    batch, logprobs = own([[-1.0, -2.0]], proximal_logprobs=[[-1.0, -2.0]]), leaf([[-1.0, -2.0]])
+    weights = corrections.get(name).bind({})(logprobs, batch)
+    assert on_mask(weights, batch) == [1.0, 1.0]
+    assert not weights.requires_grad
+
+
+def test_decoupled_ppo_by_hand() -> None:
+    # Behaviour 1/4, proximal 1/2, now 3/4: ratio to the proximal policy 1.5, clipped to 1.28; weight 2. Loss -2.56.
+    batch = make_batch([[math.log(0.25)]], [[1.0]], proximal_logprobs=[[math.log(0.5)]])
+    algorithm = build("grpo", {"correction": "decoupled"})
+    over = Denominators(policy_tokens=1, policy_sequences=1)
+    parts = algorithm.loss(output(leaf([[math.log(0.75)]])), batch, over)
+    assert parts.loss.item() == pytest.approx(-2.56)
+    assert parts.correction.item() == pytest.approx(2.0)
+    assert parts.ratio.item() == pytest.approx(1.5)
+
+
+def test_what_is_left_out_stays_in_the_denominator() -> None:
+    # Of two tokens one is masked: half the loss of the other.
+    batch = make_batch([[-1.0, -1.0]], [[1.0, 1.0]])
+    over = Denominators(policy_tokens=2, policy_sequences=1)
+    algorithm = build("grpo", {"correction": "token_mask", "policy_loss": "importance"})
+    logprobs = leaf([[-1.0, -1.0 + 2 * LOG2]])
+    parts = algorithm.loss(output(logprobs), batch, over)
+    assert parts.loss.item() == pytest.approx(-0.5)
+    [grad] = torch.autograd.grad(parts.loss, logprobs)
+    assert grad.tolist() == [0.0, -0.5, 0.0]
+
+
+def test_a_missing_proximal_policy_is_named() -> None:
+    algorithm = build("grpo", {"correction": "truncated"})
+    with pytest.raises(
+        ValueError, match="correction 'truncated' needs proximal_logprobs, which the batch does not hold"
+    ):
+        algorithm.loss(output(leaf([[-1.0]])), make_batch([[-1.0]], [[1.0]]), Denominators(1, 1))

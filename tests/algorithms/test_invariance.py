@@ -1,0 +1,182 @@
+"""What holds for every registered piece: loss and gradient do not depend on how a step is split into micro-batches or
+on the order of rows, nothing off the mask comes through, and no log-prob is too small."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rayrft.algorithms import Algorithm, Denominators, build, count, policy_losses, presets
+from rayrft.algorithms.critic import gae, token_advantages, value_losses
+from rayrft.algorithms.registries import REGISTRIES
+from tests.algorithms.rows import PER_TOKEN, collate, make_rows, step
+
+
+def cases() -> Iterator[Any]:
+    """Every preset, and every piece of every registry in an algorithm that uses it."""
+    for name in presets:
+        yield pytest.param(build(name), id=f"preset {name}")
+    base = {
+        "aggregation": ("grpo", {"kl": "k3", "entropy": "bonus"}),
+        "sft_aggregation": ("mix", {}),
+        "sft": ("mix", {}),
+        "mu_schedule": ("mix", {}),
+        "preference": ("dpo", {}),
+        "distillation": ("distill", {}),
+        "value_loss": ("ppo", {}),
+    }
+    for kind, registries in REGISTRIES.items():
+        name, pieces = base.get(kind, ("grpo", {}))
+        for registry in registries:
+            for piece in registry:
+                critic = {"value_loss": "squared"} if registry is token_advantages else {}
+                yield pytest.param(build(name, {**pieces, **critic, kind: piece}), id=f"{kind} {piece}")
+    yield pytest.param(build("grpo", {"policy_loss": "ppo", "dual_clip": 1.1}), id="dual clip")
+    for keep_where in ("all", "two_side", "ring"):
+        yield pytest.param(build("rec", {"keep_where": keep_where, "weigh_by_ratio": True}), id=f"rec {keep_where}")
+
+
+ALL = list(cases())
+
+
+WHOLE = [list(range(12))]
+SPLITS = {
+    "reversed": [list(range(12))[::-1]],
+    "halves": [[0, 2, 5, 8, 9, 6], [1, 3, 4, 7, 10, 11]],
+    "one by one": [*([number] for number in range(8)), [8, 9], [10, 11]],
+    "shuffled": [[11, 3, 10], [7, 0], [4, 9, 8, 1], [2], [6, 5]],
+}
+
+
+@pytest.mark.parametrize("algorithm", ALL)
+def test_split_and_order_change_nothing(algorithm: Algorithm) -> None:
+    rows = make_rows()
+    loss, parts, grad = step(algorithm, rows, WHOLE)
+    assert loss != 0.0 and grad.abs().sum() > 0
+    for name, split in SPLITS.items():
+        again, parts_again, grad_again = step(algorithm, rows, split)
+        assert again == pytest.approx(loss, abs=1e-9), name
+        torch.testing.assert_close(parts_again, parts, atol=1e-9, rtol=0)
+        torch.testing.assert_close(grad_again, grad, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("algorithm", ALL)
+@pytest.mark.parametrize("garbage", [torch.inf, -torch.inf, -1e30])
+def test_nothing_off_the_mask_comes_through(algorithm: Algorithm, garbage: float) -> None:
+    loss, parts, grad = step(algorithm, make_rows(garbage=0.0), WHOLE)
+    again, parts_again, grad_again = step(algorithm, make_rows(garbage=garbage), WHOLE)
+    assert again == loss and torch.equal(parts_again, parts) and torch.equal(grad_again, grad)
+    off = torch.cat([(~row.mask)[:, None].expand(-1, width).flatten() for row in make_rows() for width in (1, 1, 4)])
+    assert (grad[off] == 0).all()
+
+
+@pytest.mark.parametrize("algorithm", ALL)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", ["unlikely now", "unlikely then", "unlikely always"])
+def test_no_logprob_is_too_small(algorithm: Algorithm, dtype: torch.dtype, kind: str) -> None:
+    rows = make_rows(dtype=dtype)
+    for row in rows:
+        if kind != "unlikely then":
+            row.output["logprobs"].mul_(1e4)
+            row.output["candidates"].mul_(1e4)
+        if kind != "unlikely now":
+            for name in PER_TOKEN:
+                if name.endswith(("logprobs", "candidates")):
+                    row.fields[name].mul_(1e4)
+    _, parts, grad = step(algorithm, rows, WHOLE)
+    assert torch.isfinite(parts).all() and torch.isfinite(grad).all()
+
+
+@pytest.mark.parametrize("algorithm", [case for case in ALL if case.values[0].needs_rollouts])
+def test_at_the_policy_that_sampled_ratio_is_1_and_nothing_is_clipped(algorithm: Algorithm) -> None:
+    rows = make_rows()
+    for row in rows:
+        for name in ("behaviour_logprobs", "proximal_logprobs"):
+            row.fields[name].copy_(row.output["logprobs"])
+    batch, output = collate(rows, WHOLE[0], [row.output for row in rows])
+    over = Denominators.of(count([batch]))
+    parts = algorithm.loss(output, batch, over, step=20)
+    assert parts.ratio.item() == pytest.approx(over.policy_tokens)
+    assert (parts.clipped.item(), parts.logprob_gap.item()) == (0.0, 0.0)
+
+
+ON_POLICY = sorted(set(policy_losses) - {"opmd", "raft", "red_weight"})
+
+
+@pytest.mark.parametrize("name", ON_POLICY)
+def test_at_the_policy_that_sampled_every_policy_loss_has_the_gradient_of_reinforce(name: str) -> None:
+    """Those that do not are meant to differ there: opmd is scaled, raft and red_weight weigh by the advantage."""
+    rows = make_rows()
+    for row in rows:
+        for field in ("behaviour_logprobs", "proximal_logprobs"):
+            row.fields[field].copy_(row.output["logprobs"])
+    found, expected = (
+        step(build("grpo", {"policy_loss": each, "aggregation": "sequence_mean_token_mean"}), rows, WHOLE)[2]
+        for each in (name, "reinforce")
+    )
+    whole = name in ("kimi", "importance_sequence")  # the gradient of the sum over the answer, not of its mean
+    if whole:
+        lengths = torch.cat(
+            [torch.full((len(row.mask) * width,), float(row.mask.sum())) for row in rows for width in (1, 1, 4)]
+        )
+        expected = expected * lengths
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-9)
+
+
+def test_advantages_from_a_critic_do_not_depend_on_the_split() -> None:
+    rows = make_rows()
+    algorithm = build("ppo", {"kl": "k1", "kl_in": "reward", "kl_coef": 0.3, "gamma": 0.9, "lam": 0.8})
+    leaves = [row.output for row in rows]
+
+    def by_row(split: list[list[int]]) -> dict[int, Tensor]:
+        found = {}
+        for numbers in split:
+            batch = algorithm.token_advantages(collate(rows, numbers, leaves)[0])
+            for place, number in enumerate(numbers):
+                mine = (batch.sequence == place) & batch.own().mask
+                assert batch.returns is not None
+                found[number] = torch.stack([batch.advantages[mine], batch.returns[mine]])
+        return found
+
+    whole = by_row(WHOLE)
+    for split in SPLITS.values():
+        again = by_row(split)
+        assert all(torch.equal(again[number], whole[number]) for number in range(12))
+    assert list(token_advantages) == ["gae"] and token_advantages.get("gae").function is gae
+
+
+@pytest.mark.parametrize("name", value_losses)
+def test_the_critics_loss_does_not_depend_on_the_split(name: str) -> None:
+    rows, algorithm = make_rows(), build("ppo", {"value_loss": name})
+    leaves = [row.output for row in rows]
+
+    def loss(split: list[list[int]]) -> float:
+        batches = [collate(rows, numbers, leaves) for numbers in split]
+        over = Denominators.of(count([batch for batch, _ in batches]))
+        return sum(algorithm.value_loss_of(output.logprobs, batch, over).item() for batch, output in batches)
+
+    whole = loss(WHOLE)
+    assert whole > 0 and all(loss(split) == pytest.approx(whole, abs=1e-9) for split in SPLITS.values())
+
+
+def test_packed_and_padded_rows_give_the_same() -> None:
+    """Padding is no more than tokens off the mask, wherever it stands."""
+    rows = make_rows()
+    padded = [
+        dataclasses.replace(
+            row,
+            mask=torch.cat([row.mask, torch.zeros(3, dtype=torch.bool)]),
+            fields={name: torch.cat([values, values[:3] * torch.nan]) for name, values in row.fields.items()},
+            output={name: torch.cat([values, values[:3] * torch.nan]) for name, values in row.output.items()},
+        )
+        for row in rows
+    ]
+    for case in ALL:
+        (packed, parts, _), (loose, loose_parts, _) = (step(case.values[0], each, WHOLE) for each in (rows, padded))
+        assert loose == pytest.approx(packed, abs=1e-12)
+        torch.testing.assert_close(loose_parts, parts, atol=1e-12, rtol=0)

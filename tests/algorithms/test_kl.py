@@ -1,0 +1,87 @@
+"""KL estimators against values worked out by hand, and against the true divergence."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from rayrft.algorithms import AdaptiveCoefficient, Denominators, build, kls
+from rayrft.algorithms.kl import k1, k1_st, k2, k3, k3_st
+from tests.algorithms.flat import LOG2, leaf, make_batch, output
+
+REFERENCE = torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64)
+LOGPROBS = REFERENCE + torch.tensor([0.0, LOG2, -LOG2], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("estimate", "expected", "slope"),
+    [
+        (k1, [0.0, LOG2, -LOG2], [1.0, 1.0, 1.0]),
+        (k2, [0.0, LOG2**2 / 2, LOG2**2 / 2], [0.0, LOG2, -LOG2]),
+        (k3, [0.0, 0.5 - 1 + LOG2, 2 - 1 - LOG2], [0.0, 0.5, -1.0]),  # slope 1 - exp(-d)
+        (k1_st, [0.0, LOG2, -LOG2], [0.0, LOG2, -LOG2]),
+        (k3_st, [0.0, 0.5 - 1 + LOG2, 2 - 1 - LOG2], [0.0, LOG2, -LOG2]),
+    ],
+)
+def test_estimators_and_their_gradients_by_hand(estimate, expected: list[float], slope: list[float]) -> None:  # type: ignore[no-untyped-def]
+    logprobs = LOGPROBS.clone().requires_grad_()
+    found = estimate(logprobs, REFERENCE)
+    assert found.tolist() == pytest.approx(expected)
+    assert torch.autograd.grad(found.sum(), logprobs)[0].tolist() == pytest.approx(slope)
+
+
+def test_k2_and_k3_are_never_negative() -> None:
+    torch.manual_seed(0)
+    d = torch.randn(1000, dtype=torch.float64) * 3
+    assert (k2(d, torch.zeros_like(d)) >= 0).all() and (k3(d, torch.zeros_like(d)) >= 0).all()
+
+
+def distributions() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    logits = torch.randn(2, 6, dtype=torch.float64)
+    return logits[0].clone().requires_grad_(), logits[1].log_softmax(0)
+
+
+@pytest.mark.parametrize("estimate", [k1, k3])
+def test_k1_and_k3_have_the_kl_as_their_mean(estimate) -> None:  # type: ignore[no-untyped-def]
+    logits, reference = distributions()
+    policy = logits.log_softmax(0)
+    true = (policy.exp() * (policy - reference)).sum()
+    torch.testing.assert_close((policy.exp() * estimate(policy, reference)).sum(), true)
+
+
+@pytest.mark.parametrize("estimate", [k2, k1_st, k3_st])
+def test_the_gradient_of_k2_has_the_gradient_of_the_kl_as_its_mean(estimate) -> None:  # type: ignore[no-untyped-def]
+    logits, reference = distributions()
+    policy = logits.log_softmax(0)
+    [true] = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), logits, retain_graph=True)
+    [found] = torch.autograd.grad((policy.detach().exp() * estimate(policy, reference)).sum(), logits)
+    torch.testing.assert_close(found, true)
+
+
+@pytest.mark.parametrize("name", kls)
+def test_equal_policies_have_no_kl(name: str) -> None:
+    assert kls.get(name).function(REFERENCE, REFERENCE).tolist() == [0.0] * 3
+
+
+def test_the_kl_is_added_with_its_coefficient_over_own_tokens() -> None:
+    # Two own tokens, k2 of log 2 on each, coefficient 0.5; the expert's reference is not looked at.
+    batch = make_batch([[-1.0, -1.0], [0.0]], expert=[False, True], reference_logprobs=[[-1.0 - LOG2] * 2, [math.nan]])
+    algorithm = build("grpo", {"kl": "k2", "kl_coef": 0.5})
+    over = Denominators(policy_tokens=2, policy_sequences=1, expert_tokens=1, expert_sequences=1)
+    parts = algorithm.loss(output(leaf([[-1.0, -1.0], [-1.0]])), batch, over)
+    assert parts.kl.item() == pytest.approx(LOG2**2 / 2)
+    assert parts.loss.item() == pytest.approx(0.5 * LOG2**2 / 2)
+
+
+def test_the_adaptive_coefficient_by_hand() -> None:
+    controller = AdaptiveCoefficient(coef=0.1, target=2.0, horizon=1000.0)
+    # 10 % over the target: 0.1 (1 + 0.1 * 100 / 1000)
+    assert controller.update(2.2, 100).coef == pytest.approx(0.1 * 1.01)
+    assert controller.update(20.0, 100).coef == pytest.approx(0.1 * 1.02), "the error is cut at 20 %"
+    assert controller.update(0.0, 100).coef == pytest.approx(0.1 * 0.98)
+    with pytest.raises(ValueError, match="must be above 0"):
+        AdaptiveCoefficient(coef=0.0, target=1.0, horizon=1.0)

@@ -1,0 +1,142 @@
+"""Algorithms by name: what they need, what may be overridden, and how a mistake is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rayrft.algorithms import Algorithm, build, presets
+from rayrft.algorithms.registries import REGISTRIES
+from rayrft.errors import ConfigError
+
+NEEDS = ["rollouts", "expert", "pairs", "reference", "critic", "proximal", "teacher", "greedy_baseline"]
+
+
+def needs(algorithm: Algorithm) -> set[str]:
+    return {need for need in NEEDS if getattr(algorithm, f"needs_{need}")}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("sft", {"expert"}),
+        ("mix", {"rollouts", "expert"}),
+        ("chord", {"rollouts", "expert"}),
+        ("chord_mu", {"rollouts", "expert"}),
+        ("dpo", {"pairs", "reference"}),
+        ("ipo", {"pairs", "reference"}),
+        ("ppo", {"rollouts", "critic"}),
+        ("remax", {"rollouts", "greedy_baseline"}),
+        ("distill", {"rollouts", "teacher"}),
+        ("jsd", {"rollouts", "teacher"}),
+        *(
+            (name, {"rollouts"})
+            for name in ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce_pp")
+        ),
+        *((name, {"rollouts"}) for name in ("opmd", "kimi", "topr", "sppo", "asymre", "rec", "raft")),
+    ],
+)
+def test_presets_say_what_they_need(name: str, expected: set[str]) -> None:
+    assert needs(build(name)) == expected
+
+
+def test_an_algorithm_needs_what_its_pieces_need() -> None:
+    assert needs(build("grpo", {"kl": "k3"})) == {"rollouts", "reference"}
+    assert needs(build("grpo", {"kl": "k3", "kl_coef": 0})) == {"rollouts"}, "a term of weight 0 needs nothing"
+    assert needs(build("grpo", {"correction": "truncated"})) == {"rollouts", "proximal"}
+    assert needs(build("mix", {"mu": 0.0})) == {"rollouts"}
+    assert needs(build("mix", {"mu": 1.0})) == {"expert"}
+    assert build("grpo", {"kl": "k2"}).needs() == {"reference": "kl 'k2'"}
+
+
+@pytest.mark.parametrize("name", presets)
+def test_every_preset_names_pieces_that_exist(name: str) -> None:
+    algorithm = build(name)
+    assert algorithm.name == name
+    for kind in REGISTRIES:
+        algorithm.piece(kind)
+
+
+def test_any_piece_and_coefficient_can_be_overridden() -> None:
+    algorithm = build(
+        "grpo", {"policy_loss": "gspo", "clip_low": 0.01, "aggregation": "constant", "constant_length": 32}
+    )
+    assert (algorithm.policy_loss, algorithm.advantage) == ("gspo", "grpo")
+    assert algorithm.coefficients == {"clip_low": 0.01, "constant_length": 32}
+
+
+def test_coefficients_of_a_preset_go_with_the_piece_that_takes_them() -> None:
+    assert build("dapo").coefficients == {"clip_low": 0.2, "clip_high": 0.28}
+    assert build("dapo", {"policy_loss": "reinforce"}).coefficients == {}
+    assert build("dapo", {"clip_high": 0.5}).coefficients == {"clip_low": 0.2, "clip_high": 0.5}
+
+
+def test_a_piece_may_be_any_function_by_its_path() -> None:
+    algorithm = build("grpo", {"policy_loss": "rayrft.algorithms.reinforce:kimi", "tau": 0.3})
+    assert algorithm.piece("policy_loss").coefficients == {"tau": 0.1}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "message"),
+    [
+        ("grop", {}, r"algorithm\.name: unknown algorithm \(found 'grop'\)\. Did you mean 'grpo'\?"),
+        (
+            "grpo",
+            {"policy_loss": "gpso"},
+            r"algorithm\.policy_loss: unknown .*\(found 'gpso'\)\. Did you mean 'gspo'\?",
+        ),
+        ("grpo", {"advantage": "rlo"}, r"algorithm\.advantage: unknown advantage .*Did you mean 'rloo'\?"),
+        ("grpo", {"clip_hi": 0.3}, r"algorithm\.clip_hi: unknown key \(found 'clip_hi'\)\. Did you mean 'clip_high'\?"),
+        ("grpo", {"policy_los": "ppo"}, r"unknown key .*Did you mean 'policy_loss'\?"),
+        (
+            "grpo",
+            {"tau": 0.1},
+            r"algorithm\.tau: is not used: it belongs to policy_loss 'kimi', policy_loss 'opmd', whi",
+        ),
+        (
+            "grpo",
+            {"tau": 0.1},
+            r"which 'grpo' does not contain \(found 0\.1\)\. Its coefficients are .*clip_high, clip_",
+        ),
+        ("grpo", {"mu": 0.1}, r"algorithm\.mu: is not used: it belongs to mu_schedule 'constant'"),
+        ("chord_mu", {"mu": 0.1}, r"algorithm\.mu: is not used"),
+        ("sft", {"clip_low": 0.1}, r"algorithm\.clip_low: is not used"),
+        ("grpo", {"constant_length": 8}, r"algorithm\.constant_length: is not used: it belongs to aggregation 'const"),
+        ("grpo", {"clip_low": 1.5}, r"algorithm\.clip_low: must lie in \[0, 1\] \(found 1\.5\)"),
+        ("grpo", {"clip_high": 0}, r"algorithm\.clip_high: must be above 0 \(found 0\)"),
+        ("grpo", {"clip_high": float("inf")}, r"algorithm\.clip_high: must be above 0"),
+        ("grpo", {"clip_high": float("nan")}, r"algorithm\.clip_high: must be above 0"),
+        ("grpo", {"clip_low": "small"}, r"algorithm\.clip_low: must be a number \(found 'small'\)"),
+        ("grpo", {"clip_low": True}, r"algorithm\.clip_low: must be a number"),
+        ("rec", {"keep_where": "here"}, r"algorithm\.keep_where: must be one of all, one_side, two_side, ring"),
+        ("gigpo", {"deviation": 1}, r"algorithm\.deviation: must be true or false"),
+        ("chord_mu", {"mu_decay_steps": 1.5}, r"algorithm\.mu_decay_steps: must be a whole number"),
+        ("grpo", {"kl_coef": 0.1}, r"algorithm\.kl_coef: is not used: 'grpo' has no kl term.*Name one with 'kl'"),
+        ("grpo", {"entropy_coef": 0.1}, r"algorithm\.entropy_coef: is not used"),
+        ("grpo", {"kl": "k3", "kl_coef": -1}, r"algorithm\.kl_coef: must be at least 0"),
+        ("grpo", {"kl": "k3", "kl_in": "lost"}, r"algorithm\.kl_in: must be one of loss, reward"),
+        ("grpo", {"kl": "k1", "kl_in": "reward"}, r"algorithm\.kl_in: a KL in the reward needs advantages of tokens"),
+        ("grpo", {"advantage": "none"}, r"algorithm\.advantage: policy_loss 'ppo' needs one"),
+        ("grpo", {"advantage": "gae"}, r"algorithm\.value_loss: advantage 'gae' needs one"),
+        ("sft", {"kl": "k3"}, r"algorithm\.kl: is not used: 'sft' has no term that it acts on"),
+        ("grpo", {"value_loss": "clipped"}, r"algorithm\.value_loss: is not used"),
+        ("grpo", {"kl": None}, r"algorithm\.kl: must be text"),
+        ("grpo", {"normalise_advantages": "yes"}, r"algorithm\.normalise_advantages: must be true or false"),
+    ],
+)
+def test_a_mistake_is_told_with_its_remedy(name: str, overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(name, overrides)
+
+
+def test_none_leaves_a_piece_out() -> None:
+    assert build("mix", {"sft": "none"}).needs_expert is False
+    assert build("grpo", {"kl": "none"}) == build("grpo")
+
+
+def test_an_optional_coefficient_takes_nothing_or_a_number() -> None:
+    assert build("grpo", {"dual_clip": None}).coefficients == {"dual_clip": None}
+    assert build("grpo", {"dual_clip": 3.0}).coefficients == {"dual_clip": 3.0}
+    with pytest.raises(ConfigError, match="dual_clip: must be above 1"):
+        build("grpo", {"dual_clip": 0.9})

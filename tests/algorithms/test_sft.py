@@ -1,0 +1,71 @@
+"""Losses on demonstrations and the schedules of their weight, against values worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from rayrft.algorithms import Denominators, build
+from rayrft.algorithms.sft import chord_phi, constant_mu, cosine_mu, nll, nll_by_probability
+from tests.algorithms.flat import gradient, leaf, make_batch, on_mask, output
+
+BATCH = make_batch([[0.0, 0.0]], expert=[True]).demonstrated()
+QUARTER = [[math.log(0.5), math.log(0.25)]]
+
+
+def test_nll_by_hand() -> None:
+    assert on_mask(nll(leaf([[-0.5, -1.5]]), BATCH), BATCH) == [0.5, 1.5]
+
+
+def test_chord_phi_by_hand() -> None:
+    # Weights 0.5 * 0.5 and 0.25 * 0.75, without gradient of their own.
+    logprobs = leaf(QUARTER)
+    found = chord_phi(logprobs, BATCH)
+    assert on_mask(found, BATCH) == pytest.approx([0.25 * math.log(2), 0.1875 * math.log(4)])
+    assert gradient(found, logprobs, BATCH) == pytest.approx([-0.25, -0.1875])
+
+
+def test_chord_phi_fades_where_the_policy_is_sure_either_way() -> None:
+    logprobs = leaf([[-1e-9, -50.0]])
+    assert gradient(chord_phi(logprobs, BATCH), logprobs, BATCH) == pytest.approx([0.0, 0.0], abs=1e-8)
+
+
+def test_nll_by_probability_by_hand() -> None:
+    logprobs = leaf(QUARTER)
+    assert gradient(nll_by_probability(logprobs, BATCH), logprobs, BATCH) == pytest.approx([-0.5, -0.25])
+
+
+@pytest.mark.parametrize(
+    ("step", "mu"),
+    [(0, 0.0), (5, 0.45), (10, 0.9), (60, 0.5), (110, 0.1), (500, 0.1)],  # half way down: (0.9 + 0.1) / 2
+)
+def test_the_cosine_schedule_by_hand(step: int, mu: float) -> None:
+    found = cosine_mu(step, mu_peak=0.9, mu_valley=0.1, mu_warmup_steps=10, mu_decay_steps=100)
+    assert found == pytest.approx(mu)
+
+
+def test_a_schedule_without_decay_stands_at_its_valley() -> None:
+    assert cosine_mu(0, mu_decay_steps=0) == 0.05
+    assert constant_mu(7, mu=0.3) == 0.3
+
+
+def test_the_schedule_follows_the_steps_of_the_stage() -> None:
+    batch = make_batch([[-1.0], [0.0]], [[2.0], [0.0]], expert=[False, True])
+    algorithm = build("chord_mu", {"mu_peak": 0.5, "mu_valley": 0.1, "mu_decay_steps": 10})
+    over = Denominators(1, 1, 1, 1)
+    for step, mu in ((0, 0.5), (5, 0.3), (10, 0.1)):
+        loss = algorithm.loss(output(leaf([[-1.0], [-0.5]])), batch, over, step=step).loss
+        assert loss.item() == pytest.approx((1 - mu) * -2.0 + mu * 0.5)
+
+
+def test_chord_with_mu_0_is_the_policy_loss() -> None:
+    batch = make_batch([[-1.0], [0.0]], [[2.0], [0.0]], expert=[False, True])
+    over, results = Denominators(1, 1, 1, 1), []
+    for algorithm in (build("chord", {"mu": 0.0}), build("grpo")):
+        logprobs = leaf([[-0.9], [-0.5]])
+        loss = algorithm.loss(output(logprobs), batch, over).loss
+        loss.backward()
+        assert logprobs.grad is not None
+        results.append((loss.item(), logprobs.grad.tolist()))
+    assert results[0] == results[1]

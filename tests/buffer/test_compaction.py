@@ -1,0 +1,123 @@
+"""What leaves the disk when the log is full, and what must not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.buffer.in_process import LocalBuffer, ObjectTable, small
+from tests.buffer.rows import group, plan
+
+SIZES: dict[str, Any] = {"segment_bytes": 6000, "log_bytes": 20_000, "max_rows": 1000, "max_bytes": 1 << 30}
+SIZES["memory_bytes"] = 1 << 30
+CONFIG = small(**SIZES)
+
+
+@pytest.fixture
+def buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalBuffer]:
+    ObjectTable(monkeypatch)
+    made = LocalBuffer(tmp_path, CONFIG)
+    made.do("open_stage", plan(2, scheduled=False))
+    yield made
+    made.kill()
+
+
+def put(buffer: LocalBuffer, *numbers: int) -> None:
+    buffer.put([(group(number), None) for number in numbers])
+
+
+def on_disk(folder: Path) -> int:
+    return sum(file.stat().st_size for file in (folder / "shard-0").iterdir())
+
+
+def test_the_log_stays_within_its_bound_once_steps_are_covered(buffer: LocalBuffer, tmp_path: Path) -> None:
+    for step in range(20):
+        put(buffer, 2 * step, 2 * step + 1)
+        buffer.lease(step)
+        buffer.do("ack", step)
+        buffer.do("cover", step + 1)
+        stats = buffer.do("stats")
+        assert stats["log_bytes"] == on_disk(tmp_path) <= CONFIG.log_bytes + 2 * CONFIG.segment_bytes
+    assert stats["trained"] == 80 and stats["groups"] < 20
+
+
+def test_nothing_leaves_that_a_trainer_which_starts_again_would_ask_for(buffer: LocalBuffer, tmp_path: Path) -> None:
+    leases = []
+    for step in range(12):
+        put(buffer, 2 * step, 2 * step + 1)
+        leases.append(buffer.lease(step))
+        buffer.do("ack", step)
+        buffer.do("advance", step + 1)
+    before = on_disk(tmp_path)
+    buffer.do("cover", 8)
+    assert on_disk(tmp_path) < before / 2
+    buffer.restart()
+    buffer.do("rollback", 8)
+    assert [buffer.lease(step) for step in range(8, 12)] == leases[8:]
+    assert buffer.do("stats")["trained"] == 2 * 2 * 8
+
+
+def leave_behind(buffer: LocalBuffer, rounds: int) -> None:
+    """Of every five groups four are trained on. The fifth, of number 100 r, waits beside them for good."""
+    for step in range(rounds):
+        heavy = [(group(100 * step + each, advantage=1.0), None) for each in range(1, 5)]
+        buffer.put([(group(100 * step, advantage=1e-3), None), *heavy])
+        buffer.lease(step)
+        buffer.do("ack", step)
+
+
+@pytest.fixture
+def picky(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], LocalBuffer]:
+    """Starts Buffers that draw four groups a step, those with large advantages."""
+    ObjectTable(monkeypatch)
+
+    def begin(name: str) -> LocalBuffer:
+        buffer = LocalBuffer(tmp_path / name, small(**SIZES, sampler={"name": "priority", "alpha": 30}))
+        buffer.do("open_stage", plan(4, scheduled=False))
+        return buffer
+
+    return begin
+
+
+def test_groups_that_wait_in_sparse_segments_are_written_again_as_they_were(
+    picky: Callable[[str], LocalBuffer], tmp_path: Path
+) -> None:
+    buffer = picky("buffer")
+    leave_behind(buffer, 8)
+    waiting, before = buffer.held(), on_disk(tmp_path / "buffer")
+    assert [name for name, _ in waiting] == [f"{100 * i}/{row}" for i in range(8) for row in range(2)]
+    buffer.do("cover", 8)
+    buffer.do("cover", 8)  # what was the newest segment is not any more
+    after = on_disk(tmp_path / "buffer")
+    assert after < before
+    assert buffer.held() == waiting
+    buffer.do("cover", 8)
+    assert on_disk(tmp_path / "buffer") == after, "what is not sparse was written again"
+    buffer.restart()
+    assert buffer.held() == waiting
+    buffer.kill()
+
+
+@pytest.mark.parametrize("first", ["feedback", "cover"])
+def test_feedback_that_comes_while_the_log_is_compacted_is_kept(
+    picky: Callable[[str], LocalBuffer], first: str
+) -> None:
+    for head_start in range(0, 60, 3):
+        buffer = picky(str(head_start))
+        leave_behind(buffer, 6)
+        calls = [buffer.buffer.feedback("0/1", 7.0), buffer.buffer.cover(6)]
+
+        async def race(one: Coroutine[Any, Any, None], other: Coroutine[Any, Any, None], head_start: int) -> None:
+            begun = asyncio.ensure_future(one)
+            for _ in range(head_start):
+                await asyncio.sleep(0)
+            await asyncio.gather(begun, other)
+
+        buffer.run(race(*calls if first == "feedback" else calls[::-1], head_start))
+        buffer.restart()
+        assert buffer.held()[1] == ("0/1", 7.0), f"with a head start of {head_start}"
+        buffer.kill()

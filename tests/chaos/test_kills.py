@@ -1,0 +1,241 @@
+"""Buffer and shards are killed again and again, at any moment, while producers put and a trainer takes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import socket
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import ray
+from ray.exceptions import ObjectLostError
+
+from rayrft.buffer.buffer import Buffer
+from rayrft.buffer.experience import to_batch, unpack
+from rayrft.buffer.log import commit
+from rayrft.buffer.log.events import GroupReport
+from rayrft.buffer.log.shard import Shard
+from rayrft.buffer.log.storage import Storage
+from rayrft.buffer.schedule import Ticket
+from rayrft.buffer.tasks.sampler import TaskSet
+from rayrft.buffer.writer import BufferWriter
+from rayrft.errors import LeaseEnded
+from tests.buffer.in_process import small
+from tests.buffer.rows import group, plan
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+TASKS = partial(TaskSet, [0] * 50, [1.0], sampler="failure", seed=0)
+SIZES = {"segment_bytes": 50_000, "log_bytes": 500_000, "memory_bytes": 200_000, "max_bytes": 1 << 30}
+CONFIG = small(**SIZES, max_rows=100, fsync="interval", fsync_s=0.05)
+FOREVER = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
+
+
+def report(name: str, door: str) -> None:
+    """Tell the test that a process begins."""
+    with socket.socket(socket.AF_UNIX) as there:
+        there.connect(door)
+        there.sendall(f"{name} {os.getpid()}".encode())
+
+
+class MortalBuffer(Buffer):
+    def __init__(self, door: str, *arguments: Any) -> None:
+        report("buffer", door)
+        commit._SNAPSHOT_BYTES, commit._SNAPSHOT_RATIO = 20_000, 0
+        super().__init__(*arguments)
+
+
+class MortalShard(Shard):
+    def __init__(self, door: str, *arguments: Any) -> None:
+        report("shard", door)
+        super().__init__(*arguments)
+
+
+class Reaper:
+    """Kills every process that reports at its door, a random while after it began, until there were enough."""
+
+    def __init__(self, chance: random.Random, wanted: dict[str, int]) -> None:
+        self._chance, self._left = chance, Counter(wanted)
+        self.door = f"{tempfile.mkdtemp()}/door"
+        self.done = asyncio.Event()
+
+    async def __aenter__(self) -> Reaper:
+        self._server = await asyncio.start_unix_server(self._begun, self.door)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+
+    async def _begun(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        name, pid = (await reader.read()).decode().split()
+        writer.close()
+        if self._left[name]:
+            await asyncio.sleep(self._chance.uniform(0, 0.6))
+            os.kill(int(pid), signal.SIGKILL)
+            self._left[name] -= 1
+        if not self._left.total():
+            self.done.set()
+
+
+class Trainer:
+    """Takes step after step, now and then one twice, and now and then starts again a few steps before."""
+
+    def __init__(self, buffer: Any, chance: random.Random) -> None:
+        self._buffer, self._chance = buffer, chance
+        self.trained: list[list[str]] = []
+        self.stale = 0
+
+    async def train(self) -> None:
+        while True:
+            step = len(self.trained)
+            try:
+                ids = await self._take(step)
+            except LeaseEnded as ended:
+                assert ended.value == "stage_closed"
+                return
+            if self._chance.random() < 0.3:
+                assert await self._take(step) == ids
+            await self._buffer.ack.remote(step)
+            self.trained.append(ids)
+            await self._buffer.advance.remote(step + 1)
+            await self._buffer.cover.remote(step - 3)
+            if step > 3 and self._chance.random() < 0.1:
+                await self._buffer.rollback.remote(step - 2)
+                for again in range(step - 2, step + 1):
+                    assert await self._take(again) == self.trained[again]
+                    await self._buffer.ack.remote(again)
+
+    async def _take(self, step: int) -> list[str]:
+        """The rows of the step's lease. Blocks may die with the process that made them: then it is asked for again."""
+        while True:
+            lease = await self._buffer.lease.remote(step, 2, 100)
+            self.stale = max(self.stale, *lease.staleness)
+            parts = [part for share in lease.shares for part in share.parts]
+            try:
+                messages = await asyncio.gather(*(part.ref for part in parts))
+            except ObjectLostError:
+                continue
+            rows = [unpack(message).take(pa.array(part.rows)) for message, part in zip(messages, parts, strict=True)]
+            return [name for batch in rows for name in batch.column("experience_id").to_pylist()]
+
+
+class Producer:
+    """Puts groups of two rows, small and large, and remembers which the Buffer has acknowledged."""
+
+    def __init__(self, name: str, buffer: Any, chance: random.Random, shards: int) -> None:
+        self._name, self._buffer, self._chance = name, buffer, chance
+        self._writer = BufferWriter(buffer, shards)
+        self.put: list[str] = []
+        self.dropped = self.failed = 0
+
+    async def with_tickets(self) -> None:
+        call = 0
+        while tickets := await self._buffer.admit.remote(self._name, call := call + 1, 4):
+            await asyncio.gather(*(self._use(ticket) for ticket in tickets))
+
+    async def without(self, done: asyncio.Event) -> None:
+        while not done.is_set():
+            await self._put(len(self.put), f"{self._name}-{len(self.put)}")
+
+    async def _use(self, ticket: Ticket) -> None:
+        await asyncio.sleep(self._chance.uniform(0, 0.02))
+        fate = self._chance.random()
+        if fate < 0.1:
+            await self._buffer.fail.remote(ticket, "workflow_error")
+            self.failed += 1
+        elif fate < 0.2:
+            await self._buffer.drop.remote(ticket, {"zero_variance": 2}, GroupReport(rows=2))
+            self.dropped += 1
+        else:
+            await self._put(ticket.sequence, f"{self._name}-{ticket.sequence}", ticket)
+
+    async def _put(self, number: int, name: str, ticket: Ticket | None = None) -> None:
+        version = 0 if ticket is None else ticket.version
+        rows = group(number, length=self._chance.choice([4, 4, 4, 4, 5000]), version=version, name=name)
+        await self._writer.put(to_batch(rows), GroupReport(rows=2, reward_sum=1.0, scored=2), ticket=ticket)
+        self.put.append(name)
+
+
+async def settle(buffer: Any, trainer: Trainer, producers: list[Producer]) -> list[str]:
+    """Every group that was acknowledged is trained once, or held, or counted; gives those that are held."""
+    stats = await buffer.stats.remote()
+    held: list[str] = []
+    for ref, rows in await buffer.partition.remote("usual"):
+        held += unpack(await ref).take(pa.array(rows)).column("experience_id").to_pylist()
+    trained = [row for step in trainer.trained for row in step]
+    assert max(Counter(trained + held).values()) == 1, "a row was doubled"
+    put = {f"{name}/{row}" for producer in producers for name in producer.put for row in range(2)}
+    assert put >= {*trained, *held}
+    filtered = 2 * sum(producer.dropped for producer in producers)
+    dropped = stats["dropped"]
+    assert dropped.pop("zero_variance", 0) == filtered
+    assert sum(dropped.values()) == len(put) - len(trained) - len(held)
+    assert dropped.keys() <= {"late", "stale"}
+    assert stats["dropped_tasks"].get("workflow_error", 0) == sum(producer.failed for producer in producers)
+    assert (stats["sampled"], stats["trained"], stats["held"]) == (len(put) + filtered, len(trained), len(held))
+    return held
+
+
+@pytest.fixture
+def actors() -> Iterator[list[Any]]:
+    made: list[Any] = []
+    yield made
+    for actor in made:
+        ray.kill(actor)
+
+
+async def test_sixty_kills_of_the_buffer_lose_no_ticket_and_no_group(tmp_path: Path, actors: list[Any]) -> None:
+    chance = random.Random(0)
+    async with Reaper(chance, {"buffer": 60}) as reaper:
+        options = {**FOREVER, "max_concurrency": 1000, "name": "mortal:buffer"}
+        buffer = ray.remote(MortalBuffer).options(**options).remote(reaper.door, "run", str(tmp_path), CONFIG, 0, TASKS)
+        actors.append(buffer)
+        await buffer.open_stage.remote(plan(3, max_staleness=1))
+        trainer = Trainer(buffer, chance)
+        producers = [Producer(name, buffer, chance, 1) for name in "ab"]
+        working = [asyncio.create_task(each) for each in (trainer.train(), *(p.with_tickets() for p in producers))]
+        await asyncio.wait({*working, asyncio.create_task(reaper.done.wait())}, return_when=asyncio.FIRST_COMPLETED)
+        await buffer.close_stage.remote()
+        await asyncio.gather(*working)
+        await settle(buffer, trainer, producers)
+        assert trainer.stale <= 1 and len(trainer.trained) > 60
+
+
+async def test_fifty_kills_of_the_buffer_and_thirty_of_a_shard_keep_the_order(
+    tmp_path: Path, actors: list[Any]
+) -> None:
+    chance = random.Random(1)
+    async with Reaper(chance, {"buffer": 50, "shard": 30}) as reaper:
+        storage = Storage(str(tmp_path)).folder("shard-1")
+        options = {**FOREVER, "name": "mortal:shard-1"}
+        shard = ray.remote(MortalShard).options(**options).remote(reaper.door, storage, CONFIG)
+        options = {**FOREVER, "max_concurrency": 1000, "name": "mortal:buffer-2"}
+        arguments = ("run", str(tmp_path), CONFIG, 0, None, [shard])
+        buffer = ray.remote(MortalBuffer).options(**options).remote(reaper.door, *arguments)
+        actors += [buffer, shard]
+        await buffer.open_stage.remote(plan(3, scheduled=False))
+        trainer = Trainer(buffer, chance)
+        producers = [Producer(name, buffer, chance, 2) for name in "ab"]
+        training = asyncio.create_task(trainer.train())
+        producing = [asyncio.create_task(producer.without(reaper.done)) for producer in producers]
+        await asyncio.wait({training, *producing}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.gather(*producing)
+        await buffer.close_stage.remote()
+        await training
+        held = await settle(buffer, trainer, producers)
+        for producer in "ab":
+            order = [turns(step, producer) for step in [*trainer.trained, held]]
+            assert order == sorted(order) and [each for step in order for each in step] == list(range(len(producers)))
+
+
+def turns(rows: list[str], producer: str) -> list[int]:
+    """Which of the producer's groups these rows are, by number."""
+    return sorted({int(row.split("/")[0].split("-")[1]) for row in rows if row.startswith(producer)})

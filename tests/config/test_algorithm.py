@@ -1,0 +1,71 @@
+"""The algorithm of a stage: pieces and coefficients in YAML, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+
+from rayrft.config import StageConfig, dump_config, load_config
+from rayrft.errors import ConfigError
+from tests.config.test_load import base
+
+
+def stage(algorithm: dict[str, Any], **changes: Any) -> StageConfig:
+    plain = {"name": "s", "steps": 1, "batch_size": 40, "group_size": 8}
+    return load_config({**base(), "stages": [{**plain, "algorithm": algorithm, **changes}]}).stages[0]
+
+
+def test_every_piece_and_coefficient_can_be_given() -> None:
+    algorithm = stage(
+        {"name": "grpo", "policy_loss": "gspo", "clip_low": 0.01, "entropy": "bonus", "entropy_coef": 0.002}
+    ).algorithm.build()
+    assert (algorithm.policy_loss, algorithm.entropy, algorithm.entropy_coef) == ("gspo", "bonus", 0.002)
+    assert algorithm.coefficients == {"clip_low": 0.01}
+
+
+def test_the_keys_of_an_algorithm_survive_being_written_and_read() -> None:
+    config = load_config(base(), {"stages.mix.algorithm.policy_loss": "cispo", "stages.mix.algorithm.clip_high": 2.0})
+    assert load_config(yaml.safe_load(dump_config(config))) == config
+    assert config.stages[0].algorithm.build().coefficients == {"clip_high": 2.0, "mu": 0.1}
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "gspo", "reinforce_pp", "kimi", "topr", "raft"])
+def test_own_rows_alone_take_the_whole_batch(name: str) -> None:
+    found = stage({"name": name})
+    assert (found.expert_rows, found.groups) == (0, 5)
+
+
+def test_chord_takes_its_share_of_expert_rows_as_mix_does() -> None:
+    chord = {"name": "chord_mu", "mu_peak": 0.5}
+    found = stage(chord, expert_share=0.2, demonstrations="expert")
+    assert (found.expert_rows, found.groups) == (8, 4)
+    with pytest.raises(ConfigError, match="chord_mu needs expert_share"):
+        stage(chord, demonstrations="expert")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        ({"name": "grpo", "clip_lo": 0.1}, r"stage 's': algorithm\.clip_lo: unknown key .*Did you mean 'clip_low'\?"),
+        ({"name": "grpo", "tau": 0.1}, r"stage 's': algorithm\.tau: is not used: it belongs to policy_loss 'kimi'"),
+        ({"name": "grpo", "policy_loss": "gpso"}, r"algorithm\.policy_loss: unknown .*Did you mean 'gspo'\?"),
+        ({"name": "ppo"}, r"advantage 'gae' needs a critic, which runs do not supply \(found 'ppo'\)"),
+        ({"name": "grpo", "kl": "k3"}, r"kl 'k3' needs a reference model, which runs do not supply"),
+        ({"name": "grpo", "correction": "truncated"}, r"correction 'truncated' needs the trainer's own log-probs"),
+        ({"name": "dpo"}, r"preference 'dpo' needs (preference pairs|a reference model)"),
+        ({"name": "distill"}, r"distillation 'reverse_kl' needs a teacher's log-probs"),
+        ({"name": "jsd"}, r"distillation 'jsd' needs a teacher's log-probs of its likeliest tokens"),
+        ({"name": "remax"}, r"advantage 'remax' needs a greedy answer to every task"),
+        ({"name": "gigpo"}, r"advantage 'gigpo' needs the state in which each step was taken"),
+        ({}, r"stages\.0\.algorithm\.name: a required key is missing"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_it_starts(algorithm: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        stage(algorithm)
+
+
+def test_a_term_of_weight_0_is_served_by_any_run() -> None:
+    assert stage({"name": "grpo", "kl": "k3", "kl_coef": 0}).groups == 5

@@ -1,0 +1,118 @@
+"""Files that register pieces of one's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rayrft.algorithms import Denominators, Group, policy_losses
+from rayrft.config import load_config
+from rayrft.config.load import dump_config
+from rayrft.errors import ConfigError
+from rayrft.registry import Registry, load_plugins
+from tests.algorithms.flat import LOG2, leaf, make_batch, output
+from tests.config.test_load import JOBS, base
+
+EXAMPLE = JOBS / "plugins" / "my_loss.py"
+
+
+def run_with(*plugins: Path, **algorithm: Any) -> dict[str, Any]:
+    stage = {"name": "s", "steps": 1, "batch_size": 40, "group_size": 8, "algorithm": {"name": "grpo", **algorithm}}
+    return {**base(), "stages": [stage], "plugins": [str(path) for path in plugins]}
+
+
+def test_the_example_runs_as_it_says() -> None:
+    assert len(EXAMPLE.read_text().splitlines()) < 40
+    config = load_config(run_with(EXAMPLE, policy_loss="tanh_ratio", advantage="above_median", sharpness=4.0))
+    algorithm = config.stages[0].algorithm.build()
+    assert algorithm.group_advantages(torch.tensor([1.0, 0.0, 5.0]), Group()).tolist() == [0.0, -1.0, 4.0]
+    # Ratios 1 and 2, advantages 1: -(0 + tanh(4) / 4) / 2
+    batch = make_batch([[-1.0], [-1.0]], [[1.0], [1.0]])
+    parts = algorithm.loss(output(leaf([[-1.0], [-1.0 + LOG2]])), batch, Denominators(2, 2))
+    assert parts.loss.item() == pytest.approx(-torch.tanh(torch.tensor(4.0)).item() / 8)
+    assert config.plugins == [EXAMPLE], "absolute, for actors have another working directory"
+    assert str(EXAMPLE) in dump_config(config)
+
+
+def test_coefficients_of_ones_own_pieces_are_checked_like_any_other() -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.sharpness: must be above 0 \(found -1\)"):
+        load_config(run_with(EXAMPLE, policy_loss="tanh_ratio", sharpness=-1))
+    with pytest.raises(ConfigError, match=r"algorithm\.sharpnes: unknown key .*Did you mean 'sharpness'\?"):
+        load_config(run_with(EXAMPLE, policy_loss="tanh_ratio", sharpnes=1))
+
+
+def test_a_file_is_run_again_only_when_it_changed(tmp_path: Path) -> None:
+    path = tmp_path / "piece.py"
+    source = (
+        "from rayrft.algorithms import TokenLoss, policy_losses\n"
+        "@policy_losses.register('a_test_piece')\n"
+        "def mine(logprobs, batch, *, factor: float = {}):\n"
+        "    return TokenLoss(-factor * logprobs)\n"
+    )
+    path.write_text(source.format(2.0))
+    load_plugins([path])
+    first = policy_losses.get("a_test_piece").function
+    load_plugins([path])
+    assert policy_losses.get("a_test_piece").function is first
+    path.write_text(source.format(3.0))
+    load_plugins([path])
+    assert policy_losses.get("a_test_piece").coefficients == {"factor": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (None, r"plugins: cannot be read: No such file or directory \(found '.*piece\.py'\)"),
+        ("1 / 0", r"plugins: cannot be loaded: ZeroDivisionError: division by zero \(found '.*piece\.py'\)"),
+        ("def f(:", r"plugins: cannot be loaded: SyntaxError: "),
+        (
+            "from rayrft.algorithms import policy_losses\n@policy_losses.register('ppo')\ndef ppo(a, b): ...",
+            r"cannot be loaded: ConfigError: policy_loss: a policy_loss of this name exists \(found 'ppo'\)",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_loaded_is_named_with_the_cause(source: str | None, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "piece.py"
+    if source is not None:
+        path.write_text(source)
+    for _ in range(2):  # the failure is not remembered as a success
+        with pytest.raises(ConfigError, match=message):
+            load_config(run_with(path))
+
+
+def test_a_coefficient_without_a_default_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "piece.py"
+    path.write_text(
+        "from rayrft.algorithms import policy_losses\n"
+        "@policy_losses.register('no_default')\n"
+        "def mine(logprobs, batch, *, factor: float): ...\n"
+    )
+    with pytest.raises(ConfigError, match=r"mine\.factor: a coefficient needs a default"):
+        load_config(run_with(path, policy_loss="no_default"))
+
+
+def test_plugins_that_are_not_a_list_of_paths_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"plugins: Input should be a valid list"):
+        load_config({**run_with(), "plugins": str(EXAMPLE)})
+
+
+def test_a_name_can_be_taken_again_by_the_same_definition_only() -> None:
+    registry: Registry[Any] = Registry("thing")
+
+    def define(value: int) -> Any:
+        def thing() -> int:
+            return value
+
+        return thing
+
+    registry.register("a")(define(1))
+    registry.register("a")(define(2))
+    assert registry.get("a")() == 2
+    with pytest.raises(ConfigError, match=r"thing: a thing of this name exists \(found 'a'\)"):
+        registry.register("a")(lambda: 3)
+    registry.register("b")(Group())
+    with pytest.raises(ConfigError, match="a thing of this name exists"):
+        registry.register("b")(Group())
