@@ -32,6 +32,8 @@ class Cast:
     explorer: Any | None
     weight_sync: Any | None
     engines: list[Any]
+    shards: list[Any]
+    """Of the Buffer, besides the first."""
 
     def watches(self) -> dict[str, Awaitable[Any]]:
         """For every actor a call that ends only when the actor fails."""
@@ -43,14 +45,25 @@ class Cast:
         return {**watches, "buffer": _until_dead_for_good(self.buffer)}
 
 
+    def dismiss(self) -> None:
+        """End the actors that Ray would start again: without their placement group they never could."""
+        import ray
+
+        for actor in (self.buffer, *self.shards):
+            ray.kill(actor)
+
+
 def hire(config: RunConfig, prepared: Prepared, placement: Placement) -> Cast:
     """Create the actors; they are not started yet, but can be watched."""
     import ray
 
-    buffer = _hire_buffer(config, prepared, placement)
+    shards = _hire_shards(config, placement)
+    buffer = placement.actor(Buffer, "buffer", name="buffer", bundle=0, restarts=True, retries=-1).remote(
+        prepared.run_id, config.buffer_location, config.buffer, config.seed, prepared.task_set, shards
+    )
     trainer = placement.actor(Trainer, "trainer", name="trainer").remote(config.trainer)
     if "explorer" not in {part.name for part in plan_placement(config)}:
-        return Cast(buffer, trainer, None, None, [])
+        return Cast(buffer, trainer, None, None, [], shards)
     engine = config.explorer.engine
     engines = [
         placement.actor(RolloutEngine, "engines", name=f"engine-{index}", bundle=index).remote()
@@ -69,20 +82,17 @@ def hire(config: RunConfig, prepared: Prepared, placement: Placement) -> Cast:
     weight_sync = placement.actor(WeightSync, "weight_sync", name="weight_sync").remote(
         config.weight_sync, config.sync_backend, trainer, engines, engine.tensor_parallel, _probe(prepared)
     )
-    return Cast(buffer, trainer, explorer, weight_sync, engines)
+    return Cast(buffer, trainer, explorer, weight_sync, engines, shards)
 
 
-def _hire_buffer(config: RunConfig, prepared: Prepared, placement: Placement) -> Any:
-    """The Buffer, which comes back when it dies, and the shards besides the first."""
-    shards = [
+def _hire_shards(config: RunConfig, placement: Placement) -> list[Any]:
+    """The Buffer's shards besides the first, which is in its own process."""
+    return [
         placement.actor(Shard, "buffer", name=f"shard-{number}", bundle=number, restarts=True, retries=-1).remote(
             Storage(config.buffer_location).folder(f"shard-{number}"), config.buffer
         )
         for number in range(1, config.buffer.shards)
     ]
-    return placement.actor(Buffer, "buffer", name="buffer", bundle=0, restarts=True, retries=-1).remote(
-        prepared.run_id, config.buffer_location, config.buffer, config.seed, prepared.task_set, shards
-    )
 
 
 async def start(cast: Cast, config: RunConfig, prepared: Prepared) -> None:

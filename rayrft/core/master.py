@@ -76,6 +76,8 @@ class Master:
             await self._recorder.note(f"the run failed: {error}", step=self._step_number)
             await self._take_stock()
         finally:
+            if self._hired is not None:
+                self._hired.dismiss()
             placement.remove()
         summary = self._summary(error)
         await self._recorder.close(summary)
