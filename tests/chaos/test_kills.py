@@ -37,7 +37,7 @@ FOREVER = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
 
 
 class Reaper:
-    """Kills every process that reports at its door, a random while after it began or was ready, as often as it shall."""
+    """Kills processes that report at its door, a random while after they began or were ready, as often as it shall."""
 
     def __init__(self, chance: random.Random, kills: dict[str, int]) -> None:
         self._chance, self._left = chance, Counter(kills)
@@ -176,9 +176,9 @@ def actors() -> Iterator[list[Any]]:
         ray.kill(actor)
 
 
-async def test_fifty_five_kills_of_the_buffer_lose_no_ticket_and_no_group(tmp_path: Path, actors: list[Any]) -> None:
+async def test_sixty_kills_of_the_buffer_lose_no_ticket_and_no_group(tmp_path: Path, actors: list[Any]) -> None:
     chance = random.Random(0)
-    async with Reaper(chance, {"buffer": 55}) as reaper:
+    async with Reaper(chance, {"buffer": 60}) as reaper:
         options = {**FOREVER, "max_concurrency": 1000, "name": "mortal:buffer"}
         buffer = ray.remote(MortalBuffer).options(**options).remote(reaper.door, "run", str(tmp_path), CONFIG, 0, TASKS)
         actors.append(buffer)
@@ -194,11 +194,11 @@ async def test_fifty_five_kills_of_the_buffer_lose_no_ticket_and_no_group(tmp_pa
         assert trainer.stale <= 1
 
 
-async def test_forty_five_kills_of_the_buffer_and_twenty_of_a_shard_keep_the_order(
+async def test_sixty_kills_of_the_buffer_and_thirty_of_a_shard_keep_the_order(
     tmp_path: Path, actors: list[Any]
 ) -> None:
     chance = random.Random(1)
-    async with Reaper(chance, {"buffer": 45, "shard": 20}) as reaper:
+    async with Reaper(chance, {"buffer": 60, "shard": 30}) as reaper:
         storage = Storage(str(tmp_path)).folder("shard-1")
         options = {**FOREVER, "name": "mortal:shard-1"}
         shard = ray.remote(MortalShard).options(**options).remote(reaper.door, storage, CONFIG)
