@@ -16,6 +16,7 @@ from rayrft.buffer.experience import SCHEMA_VERSION
 from rayrft.buffer.log import events as e
 from rayrft.buffer.log.commit import GroupCommit
 from rayrft.buffer.log.journal import Journal
+from rayrft.buffer.log.segments import segment_name
 from rayrft.buffer.log.shard import RowSpan, Shard
 from rayrft.buffer.log.shards import Shards
 from rayrft.buffer.log.storage import Storage
@@ -44,7 +45,7 @@ class Store:
         self._seed = seed
         self._journal = Journal(self.storage)
         self.state = State(config.sampler, seed, tasks)
-        recovered = self._journal.open()
+        recovered = self._journal.open(self._survived())
         if recovered.snapshot is not None:
             self.state.restore(recovered.snapshot)
         for event in recovered.events:
@@ -138,6 +139,21 @@ class Store:
 
     async def _sync_rows(self) -> None:
         await self.shards.all("sync")
+
+    def _survived(self) -> Callable[[e.Event], bool]:
+        """Whether the rows that an event speaks of are on the disk. Power that fails takes the end of the segment that
+        grew, where it was not forced to the disk, and the journal's words with it; a full segment was."""
+        files = {}
+        if self.config.fsync != "always" and self.storage.grows:
+            files = {shard: self.storage.folder(f"shard-{shard}").files() for shard in range(self.config.shards)}
+
+        def survived(event: e.Event) -> bool:
+            if not isinstance(event, e.Stored | e.Moved) or not files.get(event.shard):
+                return True
+            newest, size = list(files[event.shard].items())[-1]
+            return newest != segment_name(event.extent.segment) or size >= event.extent.nbytes
+
+        return survived
 
     def _check_run(self, run: str, location: str) -> None:
         book = self.state.book

@@ -44,7 +44,6 @@ class Cast:
         watches = {name: actor.watch.remote() for name, actor in actors.items()}
         return {**watches, "buffer": _until_dead_for_good(self.buffer)}
 
-
     def dismiss(self) -> None:
         """End the actors that Ray would start again: without their placement group they never could."""
         import ray

@@ -225,6 +225,54 @@ class TestOrder:
         assert held(buffer) == [1, 2]
 
 
+class TestPower:
+    """What a machine that loses power does to files that were not forced to the disk."""
+
+    def rows_lost(self, folder: Path) -> None:
+        segment = max((folder / "shard-0").iterdir())
+        os.truncate(segment, segment.stat().st_size - 1)
+
+    def test_the_log_goes_back_to_the_last_group_whose_rows_are_there(
+        self, buffer: LocalBuffer, tmp_path: Path
+    ) -> None:
+        for number in range(8):
+            put(buffer, number)
+            if number % 3:
+                buffer.kill()
+                self.rows_lost(tmp_path / "buffer")
+                buffer.open()
+                assert held(buffer) == list(range(number)) and buffer.do("stats")["torn_bytes"] > 0
+                put(buffer, number)
+        assert held(buffer) == list(range(8))
+
+    def test_a_lost_segment_is_an_error_and_not_a_loss_of_all_that_came_after(
+        self, buffer: LocalBuffer, tmp_path: Path
+    ) -> None:
+        for number in range(8):
+            put(buffer, number)
+        buffer.kill()
+        oldest = min((tmp_path / "buffer" / "shard-0").iterdir())
+        whole = oldest.read_bytes()
+        oldest.write_bytes(whole[:-1])
+        buffer.open()
+        with pytest.raises(
+            StorageError, match=rf"{oldest.name}: {len(whole)} bytes were written and {len(whole) - 1} are"
+        ):
+            held(buffer)
+        oldest.write_bytes(whole)
+        assert held(buffer) == list(range(8))
+
+    def test_rows_that_were_forced_to_the_disk_cannot_be_lost_so(self, tmp_path: Path) -> None:
+        buffer = LocalBuffer(tmp_path, small(**ROOMY, segment_bytes=1 << 20, fsync="always"))
+        put(buffer, 1)
+        buffer.kill()
+        self.rows_lost(tmp_path)
+        buffer.open()
+        with pytest.raises(StorageError, match=r"bytes were written and \d+ are there"):
+            held(buffer)
+        buffer.kill()
+
+
 class TestDoors:
     def test_a_report_that_is_not_a_number_does_not_keep_the_log_from_being_read(self, buffer: LocalBuffer) -> None:
         for number, reward in enumerate((math.nan, math.inf, -math.inf)):

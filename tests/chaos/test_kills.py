@@ -176,9 +176,9 @@ def actors() -> Iterator[list[Any]]:
         ray.kill(actor)
 
 
-async def test_sixty_kills_of_the_buffer_lose_no_ticket_and_no_group(tmp_path: Path, actors: list[Any]) -> None:
+async def test_fifty_kills_of_the_buffer_lose_no_ticket_and_no_group(tmp_path: Path, actors: list[Any]) -> None:
     chance = random.Random(0)
-    async with Reaper(chance, {"buffer": 60}) as reaper:
+    async with Reaper(chance, {"buffer": 50}) as reaper:
         options = {**FOREVER, "max_concurrency": 1000, "name": "mortal:buffer"}
         buffer = ray.remote(MortalBuffer).options(**options).remote(reaper.door, "run", str(tmp_path), CONFIG, 0, TASKS)
         actors.append(buffer)
@@ -194,11 +194,11 @@ async def test_sixty_kills_of_the_buffer_lose_no_ticket_and_no_group(tmp_path: P
         assert trainer.stale <= 1
 
 
-async def test_sixty_kills_of_the_buffer_and_thirty_of_a_shard_keep_the_order(
+async def test_fifty_kills_of_the_buffer_and_twenty_five_of_a_shard_keep_the_order(
     tmp_path: Path, actors: list[Any]
 ) -> None:
     chance = random.Random(1)
-    async with Reaper(chance, {"buffer": 60, "shard": 30}) as reaper:
+    async with Reaper(chance, {"buffer": 50, "shard": 25}) as reaper:
         storage = Storage(str(tmp_path)).folder("shard-1")
         options = {**FOREVER, "name": "mortal:shard-1"}
         shard = ray.remote(MortalShard).options(**options).remote(reaper.door, storage, CONFIG)
