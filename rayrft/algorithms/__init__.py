@@ -18,7 +18,7 @@ from rayrft.algorithms.critic import token_advantages, value_losses
 from rayrft.algorithms.distillation import distillations
 from rayrft.algorithms.entropy import EntropyController, entropies
 from rayrft.algorithms.kl import AdaptiveCoefficient, kls
-from rayrft.algorithms.logprobs import token_logprobs
+from rayrft.algorithms.logprobs import chosen_logprobs, token_logprobs
 from rayrft.algorithms.loss import Denominators, LossParts, count
 from rayrft.algorithms.normalisation import Moments, normalise, sum_moments
 from rayrft.algorithms.pieces import Fraction, NonNegative, Positive, Steps
@@ -44,6 +44,7 @@ __all__ = [
     "TokenLoss",
     "aggregations",
     "build",
+    "chosen_logprobs",
     "corrections",
     "count",
     "distillations",

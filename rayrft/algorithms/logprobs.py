@@ -11,15 +11,28 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each token given those before it, and the entropy it was drawn with.
 
-    logits: ``[B, T, V]``; token_ids: ``[B, T]``. Returns two ``[B, T]`` tensors, float32 or, for such logits, float64:
-    entry t belongs to token t, which logits t - 1 predict; entry 0 is 0, for nothing predicts the first token. The
-    entropy (in nats) carries a gradient only where it is asked for. ``temperature`` divides the logits, as the sampler
-    did.
+    logits: ``[B, T, V]``; token_ids: ``[B, T]``. Returns two ``[B, T]`` tensors: entry t belongs to token t, which
+    logits t - 1 predict; entry 0 is 0, for nothing predicts the first token. For the rest see `chosen_logprobs`.
     """
-    scaled = logits[:, :-1].to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    logprobs = scaled.log_softmax(-1)
-    chosen = logprobs.gather(-1, token_ids[:, 1:, None]).squeeze(-1)
-    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-        entropy = -(logprobs.exp() * logprobs).sum(-1)
+    chosen, entropy = chosen_logprobs(
+        logits[:, :-1], token_ids[:, 1:], temperature=temperature, entropy_gradient=entropy_gradient
+    )
     first = chosen.new_zeros(chosen.shape[0], 1)
     return torch.cat([first, chosen], 1), torch.cat([first, entropy], 1)
+
+
+def chosen_logprobs(
+    logits: Tensor, targets: Tensor, *, temperature: float | Tensor = 1.0, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target under its logits, and the entropy (nats) of the distribution it is drawn from.
+
+    logits: ``[..., V]``; targets: ``[...]``. Returns two ``[...]`` tensors, float32 or, for such logits, float64. The
+    entropy carries a gradient only where it is asked for. ``temperature`` (a number, or one
+    for each token: ``[..., 1]``) divides the logits, as the sampler did.
+    """
+    scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    logprobs = scaled.log_softmax(-1)
+    chosen = logprobs.gather(-1, targets[..., None]).squeeze(-1)
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+        entropy = -(logprobs.exp() * logprobs).sum(-1)
+    return chosen, entropy

@@ -17,20 +17,25 @@ from rayrft.buffer.schedule import Schedule, StagePlan, Ticket
 
 @dataclass
 class ExpertCursor:
-    """Draws demonstrations without replacement, in an order that is shuffled anew every epoch."""
+    """Draws demonstrations without replacement, in an order that is shuffled anew every epoch.
+
+    ``unit`` rows that follow one another are drawn together: 2 for preference pairs.
+    """
 
     extent: Extent
     seed: int
+    unit: int = 1
     epoch: int = 0
     cursor: int = 0
     drawn: int = 0
 
     def peek(self, count: int) -> list[int]:
-        """The next ``count`` row indices; an epoch that ends goes over into the next."""
+        """The next ``count`` row indices (whole units); an epoch that ends goes over into the next."""
         rows: list[int] = []
         epoch, cursor = self.epoch, self.cursor
         while len(rows) < count:
-            order = np.random.default_rng([self.seed, epoch]).permutation(self.extent.rows)
+            units = np.random.default_rng([self.seed, epoch]).permutation(self.extent.rows // self.unit)
+            order = (units[:, None] * self.unit + np.arange(self.unit)).ravel()
             part = order[cursor : cursor + count - len(rows)].tolist()
             rows += part
             epoch, cursor = (epoch, cursor + len(part)) if cursor + len(part) < len(order) else (epoch + 1, 0)
@@ -55,6 +60,9 @@ class LeaseRecord:
     extent: Extent
     """Of the demonstrations as they were."""
     expert: list[int]
+    unit: int
+    """Demonstrations that belong together."""
+    mini_batches: int
     staleness: list[int]
     rollouts: GroupReport
     acked: bool = False

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from rayrft.buffer.experience import unpack
-from rayrft.buffer.expert import ExpertBlocks
+from rayrft.buffer.expert import ExpertBlocks, are_pairs, check_pairs
 from rayrft.buffer.feedback import Feedback
 from rayrft.buffer.groups import Fate
 from rayrft.buffer.lease import Lease
@@ -65,8 +65,10 @@ class Buffer:
 
     async def open_stage(self, plan: StagePlan) -> None:
         """Begin a stage. Groups left over from the one before are dropped and counted."""
-        if plan.expert_rows and plan.demonstrations not in self._state.book.experts:
-            raise DataError("no such demonstrations were loaded", field="demonstrations", value=plan.demonstrations)
+        if plan.expert_rows:
+            if plan.demonstrations not in self._state.book.experts:
+                raise DataError("no such demonstrations were loaded", field="demonstrations", value=plan.demonstrations)
+            check_pairs(plan.demonstrations, self._state.book.experts[plan.demonstrations].unit, plan.pairs)
         bound = self._store.config.max_rows
         if plan.groups * plan.group_size > bound:
             raise DataError(
@@ -217,7 +219,8 @@ class Buffer:
         for row, fault in find_faults(batch).items():
             raise DataError(f"row {row} is faulty: {fault}", field=f"demonstrations.{name}")
         async with self._store.moving:
-            await self._store.commit(e.Loaded(name, await self._experts.write(name, batch)))
+            extent = await self._experts.write(name, batch)
+            await self._store.commit(e.Loaded(name, extent, 2 if are_pairs(batch) else 1))
             await self._experts.sweep()
         return batch.num_rows
 

@@ -17,6 +17,7 @@ from rayrft.buffer.experience import SCHEMA
 from rayrft.buffer.log.segments import Extent, read_rows
 from rayrft.buffer.log.shard import Ref
 from rayrft.buffer.log.storage import Storage
+from rayrft.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,36 @@ class ExpertBlocks:
             if file.startswith("expert-"):
                 self._blocks.pop(file, None)
                 await asyncio.to_thread(self._storage.delete, file)
+
+
+def are_pairs(batch: pa.RecordBatch) -> bool:
+    """Whether demonstrations are preference pairs: every two rows are the sides of one, the chosen side first.
+
+    Raises DataError where some are and others are not.
+    """
+    names, chosen = batch.column("pair_id").to_pylist(), batch.column("chosen").to_pylist()
+    if not any(names):
+        return False
+    if names[::2] != names[1::2] or None in names or chosen != [True, False] * (len(names) // 2):
+        raise DataError(
+            "some rows are sides of preference pairs, and not every two rows are one, the chosen side first",
+            field="demonstrations",
+            remedy="keep pairs and other rows under different names",
+        )
+    return True
+
+
+def check_pairs(name: str, unit: int, wanted: bool) -> None:
+    """Raises DataError where a stage wants pairs and has none, or has pairs and would imitate their rejected sides."""
+    if (unit == 2) != wanted:
+        raise DataError(
+            "these are no preference pairs, which the stage's algorithm needs"
+            if wanted
+            else "these are preference pairs, and the stage's algorithm would imitate their rejected sides",
+            field="demonstrations",
+            value=name,
+            remedy="give rows with 'chosen' and 'rejected'" if wanted else "use a preference loss such as dpo",
+        )
 
 
 def expert_file(name: str, extent: Extent) -> str:

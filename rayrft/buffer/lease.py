@@ -23,10 +23,11 @@ class Part:
 
 @dataclass(frozen=True)
 class BatchShare:
-    """One rank's part of a batch."""
+    """One rank's part of a batch: the rows of its mini-batches, one after the other; ``rows`` counts those of each."""
 
     parts: tuple[Part, ...]
     tokens: int
+    rows: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Lease:
 
 @dataclass(frozen=True)
 class Unit:
-    """What goes to one rank as a whole: a group, or one demonstration."""
+    """What goes to one rank as a whole: a group, a demonstration, or a preference pair."""
 
     ref: Ref
     row: int
@@ -55,15 +56,26 @@ class Unit:
     weight: float = 1.0
 
 
-def deal(units: list[Unit], world_size: int) -> tuple[BatchShare, ...]:
-    """Shares of nearly equal tokens, each in the order in which the units are given, however these lie in blocks."""
-    shares = []
-    for items in balance([unit.tokens for unit in units], world_size):
-        parts = []
-        for ref, run in groupby((units[item] for item in items), key=lambda unit: unit.ref):
-            block = list(run)
-            rows = np.concatenate([np.arange(unit.row, unit.row + unit.rows, dtype=np.int32) for unit in block])
-            weights = np.array([unit.weight for unit in block], np.float32)
-            parts.append(Part(ref, rows, np.repeat(weights, [unit.rows for unit in block])))
-        shares.append(BatchShare(tuple(parts), sum(units[item].tokens for item in items)))
-    return tuple(shares)
+def deal(units: list[Unit], world_size: int, mini_batches: int = 1) -> tuple[BatchShare, ...]:
+    """Shares of nearly equal tokens, each in the order in which the units are given, however these lie in blocks.
+
+    Every ``mini_batches``-th unit belongs to the same mini-batch, and each mini-batch is balanced by itself.
+    """
+    dealt: list[list[list[Unit]]] = [[] for _ in range(world_size)]
+    for number in range(mini_batches):
+        some = units[number::mini_batches]
+        for rank, items in enumerate(balance([unit.tokens for unit in some], world_size)):
+            dealt[rank].append([some[item] for item in items])
+    return tuple(_share(each) for each in dealt)
+
+
+def _share(mini_batches: list[list[Unit]]) -> BatchShare:
+    parts = []
+    units = [unit for each in mini_batches for unit in each]
+    for ref, run in groupby(units, key=lambda unit: unit.ref):
+        block = list(run)
+        rows = np.concatenate([np.arange(unit.row, unit.row + unit.rows, dtype=np.int32) for unit in block])
+        weights = np.array([unit.weight for unit in block], np.float32)
+        parts.append(Part(ref, rows, np.repeat(weights, [unit.rows for unit in block])))
+    counts = tuple(sum(unit.rows for unit in each) for each in mini_batches)
+    return BatchShare(tuple(parts), sum(unit.tokens for unit in units), counts)

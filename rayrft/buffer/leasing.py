@@ -116,10 +116,12 @@ class Leasing:
         units = [Unit(*blocks[slot], int(groups.rows[slot]), int(groups.tokens[slot]), weights[slot]) for slot in slots]
         if record.demonstrations is not None:
             expert = await self._experts.get(record.demonstrations, record.extent)
-            units += [Unit(expert.ref, row, 1, int(expert.tokens[row])) for row in record.expert]
+            for row in record.expert[:: record.unit]:
+                tokens = int(expert.tokens[row : row + record.unit].sum())
+                units.append(Unit(expert.ref, row, record.unit, tokens))
         return Lease(
             record.step,
-            deal(units, world_size),
+            deal(units, world_size, record.mini_batches),
             usual_rows=int(groups.rows[slots].sum()),
             expert_rows=len(record.expert),
             staleness=tuple(record.staleness),

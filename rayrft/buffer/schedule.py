@@ -27,7 +27,8 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What a stage asks of the Buffer: ``groups`` groups a step, and ``expert_rows`` demonstrations."""
+    """What a stage asks of the Buffer: ``groups`` groups a step, and ``expert_rows`` demonstrations, which are
+    preference ``pairs`` or not; dealt in ``mini_batches`` parts."""
 
     groups: int
     group_size: int = 1
@@ -36,6 +37,8 @@ class StagePlan:
     max_staleness: int = 0
     over_sampling: float = 1.0
     version: int = 0
+    pairs: bool = False
+    mini_batches: int = 1
     scheduled: bool = True
     """Whether groups come by ticket. Otherwise producers put what they have, and steps take what is there."""
 

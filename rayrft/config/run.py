@@ -87,11 +87,13 @@ class RunConfig(Section):
                     f"stage {stage.name!r}: no entry {stage.demonstrations!r} in 'demonstrations'; "
                     f"entries: {sorted(self.demonstrations)}"
                 )
-            units = stage.groups + stage.expert_rows
-            if units < self.trainer.ranks:
+            units = stage.groups + stage.expert_rows // (2 if stage.algorithm.build().needs_pairs else 1)
+            parts = stage.update.mini_batches
+            if units // parts < self.trainer.ranks:
                 raise ValueError(
-                    f"stage {stage.name!r}: a batch of {stage.groups} groups and {stage.expert_rows} expert rows "
-                    f"cannot be dealt to {self.trainer.ranks} ranks; enlarge batch_size or lower trainer.ranks"
+                    f"stage {stage.name!r}: {parts} mini-batches of {stage.groups} groups and {stage.expert_rows} "
+                    f"expert rows cannot be dealt to {self.trainer.ranks} ranks; enlarge batch_size or lower "
+                    "trainer.ranks"
                 )
             seen.append(stage.name)
         return self
@@ -112,6 +114,10 @@ class RunConfig(Section):
         if (engine.gpus > 0) != (trainer.gpus > 0):
             raise ValueError(
                 f"engines take {engine.gpus:g} GPUs and trainer ranks {trainer.gpus:g}: give GPUs to both or to neither"
+            )
+        if trainer.cpu_offload and not trainer.gpus:
+            raise ValueError(
+                "trainer.cpu_offload is for trainer.gpus above 0: without GPUs everything is in main memory"
             )
         if backend == "gloo" and engine.gpus > 0:
             raise ValueError("weight_sync.backend 'gloo' is for CPU engines; use nccl, ipc or auto")

@@ -15,10 +15,6 @@ if TYPE_CHECKING:
 
 
 _NOT_SERVED = {
-    "reference": "a reference model",
-    "critic": "a critic",
-    "pairs": "preference pairs",
-    "proximal": "the trainer's own log-probs from before the update",
     "teacher": "a teacher's log-probs",
     "teacher_candidates": "a teacher's log-probs of its likeliest tokens",
     "greedy_baseline": "a greedy answer to every task",
@@ -52,6 +48,20 @@ class AlgorithmConfig(Section):
         return algorithm
 
 
+class UpdateConfig(Section):
+    """How a batch is used: the policy is updated ``epochs`` times ``mini_batches`` times on it."""
+
+    epochs: int = Field(1, ge=1)
+    mini_batches: int = Field(1, ge=1)
+    """Parts of a batch of nearly as many groups and expert rows, with an update each."""
+    reference_refresh: int | None = Field(None, ge=1)
+    """Steps after which the policy becomes the reference anew; by default it is the policy as the stage began."""
+    reset_optimizer: bool = False
+    """Forget the optimiser's moments at each such refresh."""
+    critic_warmup_steps: int = Field(0, ge=0)
+    """Steps at the beginning in which only the critic learns."""
+
+
 class StageConfig(Section):
     """One stage of a run. A batch is ``expert_rows`` demonstrations and ``groups`` groups of ``group_size`` answers."""
 
@@ -67,6 +77,9 @@ class StageConfig(Section):
     demonstrations: str | None = None
     """Which entry of ``demonstrations`` the expert rows come from."""
     optimizer: OptimizerConfig = OptimizerConfig()
+    critic_optimizer: OptimizerConfig = OptimizerConfig()
+    """Of the critic, for algorithms that have one."""
+    update: UpdateConfig = UpdateConfig()
     start_from: str | None = None
     """Name of an earlier stage whose final weights this stage starts from; the stage before it by default."""
     evaluate_every: int | None = Field(None, ge=1)
@@ -83,10 +96,13 @@ class StageConfig(Section):
             raise ValueError(
                 f"stage {self.name!r}: {name} needs expert_share, the share of the batch that is expert rows"
             )
-        if not build.mixes and self.expert_share not in (None, build.mu()):
-            raise ValueError(f"stage {self.name!r}: expert_share is fixed at {build.mu():g} by {name!r}")
-        if build.needs_expert and not self.demonstrations:
-            raise ValueError(f"stage {self.name!r}: {name} needs 'demonstrations', where its expert rows are")
+        if not build.mixes and self.expert_share not in (None, self._fixed_share):
+            raise ValueError(f"stage {self.name!r}: expert_share is fixed at {self._fixed_share:g} by {name!r}")
+        if (build.needs_expert or build.needs_pairs) and not self.demonstrations:
+            rows = "preference pairs" if build.needs_pairs else "expert rows"
+            raise ValueError(f"stage {self.name!r}: {name} needs 'demonstrations', where its {rows} are")
+        if build.needs_pairs and self.batch_size % 2:
+            raise ValueError(f"stage {self.name!r}: batch_size {self.batch_size} is not a number of whole pairs")
         share = self.batch_size * self._share
         if abs(share - round(share)) > 1e-6:
             raise ValueError(
@@ -107,8 +123,13 @@ class StageConfig(Section):
         return self
 
     @property
+    def _fixed_share(self) -> float:
+        algorithm = self.algorithm.build()
+        return 1.0 if algorithm.needs_pairs else algorithm.mu()
+
+    @property
     def _share(self) -> float:
-        return self.algorithm.build().mu() if self.expert_share is None else self.expert_share
+        return self._fixed_share if self.expert_share is None else self.expert_share
 
     @property
     def expert_rows(self) -> int:

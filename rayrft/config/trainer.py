@@ -12,7 +12,7 @@ from rayrft.config.base import Section
 class OptimizerConfig(Section):
     """AdamW with a learning-rate schedule over the steps of a stage."""
 
-    lr: float = Field(1e-4, gt=0)
+    lr: float = Field(1e-4, ge=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(0, ge=0)
     betas: tuple[float, float] = (0.9, 0.99)
@@ -30,7 +30,13 @@ class TrainerConfig(Section):
     memory_gib: float = Field(1.2, gt=0)
     """Main memory planned for one rank."""
     micro_batch_tokens: int = Field(8192, ge=16)
-    """Tokens, padding included, in one forward pass."""
+    """Tokens in one forward pass; a longer row has one to itself."""
+    pack: bool = True
+    """Rows share one sequence, without padding or attention between them, where the model allows it."""
+    gradient_checkpointing: bool = False
+    """Keep one state per layer for the backward pass and compute the others again: a third more time, less memory."""
+    cpu_offload: bool = False
+    """GPUs: parameters, gradients and optimiser state lie in main memory while they are not used."""
 
 
 class WeightSyncConfig(Section):

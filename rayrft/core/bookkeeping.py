@@ -9,7 +9,7 @@ from rayrft.buffer.lease import Lease
 from rayrft.core.weight_sync import SyncReport
 from rayrft.explorer.evaluation import Evaluation
 from rayrft.monitor.records import EvaluationRecord, StepRecord
-from rayrft.trainer.learner import StepResult
+from rayrft.trainer.result import StepResult
 
 
 @dataclass(frozen=True)

@@ -94,8 +94,8 @@ def _hire_shards(config: RunConfig, placement: Placement) -> list[Any]:
     ]
 
 
-async def start(cast: Cast, config: RunConfig, prepared: Prepared) -> None:
-    """Bring every actor up, side by side; returns when the run can begin."""
+async def start(cast: Cast, config: RunConfig, prepared: Prepared) -> str | None:
+    """Bring every actor up, side by side; returns when the run can begin, with what is unusual about the model."""
     import ray
 
     engine = config.explorer.engine
@@ -122,9 +122,10 @@ async def start(cast: Cast, config: RunConfig, prepared: Prepared) -> None:
         starting.append(cast.explorer.start.remote())
     for name, rows in prepared.demonstrations.items():
         starting.append(cast.buffer.load.remote(name, [ray.put(pack(to_batch(rows)))]))
-    await asyncio.gather(*starting)
+    remark, *_ = await asyncio.gather(*starting)
     if cast.weight_sync is not None:
         await cast.weight_sync.connect.remote()
+    return remark
 
 
 async def _until_dead_for_good(actor: Any) -> None:

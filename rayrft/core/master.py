@@ -30,7 +30,7 @@ from rayrft.monitor.records import Record, StepRecord
 from rayrft.monitor.verdict import verdict
 from rayrft.registry import load_plugins
 from rayrft.trainer.commands import Load, OpenStage, Save, Train
-from rayrft.trainer.learner import StepResult
+from rayrft.trainer.result import StepResult
 
 _LEASE_DEADLINE_S = 300.0
 
@@ -127,7 +127,8 @@ class Master:
         for name, reasons in prepared.left_out.items():
             if reasons:
                 await self._recorder.note(f"demonstrations {name!r}: left out {dict(reasons)}")
-        await casting.start(self._cast, self._config, prepared)
+        if remark := await casting.start(self._cast, self._config, prepared):
+            await self._recorder.note(f"the trainer's way with this model: {remark}")
         self._status = "running"
         report = await self._publish()
         probe = (
@@ -150,7 +151,8 @@ class Master:
     async def _stage(self, stage: StageConfig) -> None:
         first = len(self._recorder.records)
         weights = self._checkpoints[stage.start_from] if stage.start_from else None
-        await self._command(OpenStage(stage.algorithm.build(), stage.optimizer, stage.steps, weights))
+        algorithm = stage.algorithm.build()
+        await self._command(OpenStage(algorithm, stage, weights))
         if weights is not None:
             await self._publish()
         await self._recorder.note(self._describe(stage), stage.name, self._step_number)
@@ -165,6 +167,8 @@ class Master:
                 self._config.max_staleness,
                 self._config.explorer.over_sampling,
                 self._version,
+                pairs=algorithm.needs_pairs,
+                mini_batches=stage.update.mini_batches,
             )
         )
         exploring = asyncio.ensure_future(self._explore(stage))

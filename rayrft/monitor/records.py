@@ -25,6 +25,10 @@ class StepRecord:
     loss: float
     policy_loss: float
     sft_loss: float
+    preference_loss: float
+    distillation_loss: float
+    value_loss: float
+    kl: float
     grad_norm: float
     lr: float
     entropy: float

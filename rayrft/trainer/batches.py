@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby, islice
 
 import numpy as np
 import pyarrow as pa
@@ -12,11 +15,15 @@ from torch import Tensor
 from rayrft.algorithms import TokenBatch
 from rayrft.buffer.experience import list_column, unpack
 from rayrft.buffer.lease import BatchShare
+from rayrft.trainer.packing import Packing
 
 
 @dataclass(frozen=True)
 class TrainRow:
-    """What the losses need of an experience; arrays of shape ``[T]``. ``weight`` is its importance weight."""
+    """What the losses need of an experience; arrays of shape ``[T]``. ``weight`` is its importance weight.
+
+    ``pair`` names the preference pair that it is one side of; the other side is the row before or after it.
+    """
 
     token_ids: np.ndarray
     mask: np.ndarray
@@ -24,19 +31,35 @@ class TrainRow:
     advantages: np.ndarray
     expert: bool
     weight: float = 1.0
+    reward: float = 0.0
+    pair: str | None = None
+    chosen: bool = False
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows as the forward pass takes them, and their tokens as the losses do.
-
-    ``token_ids`` ``[B, W]`` are right-padded rows, and ``present`` ``[B, W]`` is True on their T real tokens, which
-    ``tokens`` holds flat, row after row.
-    """
+    """Rows as the forward pass takes them: ``token_ids`` ``[T]``, row after row, with the length of each row; and as
+    the losses do."""
 
     token_ids: Tensor
-    present: Tensor
+    lengths: tuple[int, ...]
     tokens: TokenBatch
+
+    @cached_property
+    def packing(self) -> Packing:
+        """Where the rows lie."""
+        return Packing.of(list(self.lengths), self.token_ids.device)
+
+    @cached_property
+    def predicted(self) -> Tensor:
+        """``[A]``: places of the action tokens that something before them predicts."""
+        return torch.nonzero(self.tokens.mask & (self.packing.positions > 0)).squeeze(-1)
+
+
+def fetch_mini_batches(share: BatchShare) -> list[list[TrainRow]]:
+    """A rank's rows of each mini-batch."""
+    rows = iter(fetch_rows(share))
+    return [list(islice(rows, count)) for count in share.rows]
 
 
 def fetch_rows(share: BatchShare) -> list[TrainRow]:
@@ -56,52 +79,81 @@ def read_rows(batch: pa.RecordBatch, indices: np.ndarray, weights: np.ndarray) -
     tokens, masks, logprobs, advantages = (
         list_column(batch.column(name), indices) for name in ("token_ids", "action_mask", "logprobs", "advantages")
     )
-    sources = batch.column("source").take(pa.array(indices)).to_pylist()
+    taken = batch.select(["source", "reward", "pair_id", "chosen"]).take(pa.array(indices)).to_pydict()
     rows = []
     for place, weight in enumerate(weights):
         token_ids, mask, behaviour = tokens[place], masks[place], logprobs[place]
         assert token_ids is not None and mask is not None and behaviour is not None  # not nullable in the schema
         advantage = advantages[place]
-        advantage = np.zeros(len(token_ids), dtype=np.float32) if advantage is None else advantage
-        rows.append(TrainRow(token_ids, mask, behaviour, advantage, sources[place] == "expert", float(weight)))
+        rows.append(
+            TrainRow(
+                token_ids,
+                mask,
+                behaviour,
+                np.zeros(len(token_ids), dtype=np.float32) if advantage is None else advantage,
+                expert=taken["source"][place] == "expert",
+                weight=float(weight),
+                reward=taken["reward"][place] or 0.0,
+                pair=taken["pair_id"][place],
+                chosen=bool(taken["chosen"][place]),
+            )
+        )
     return rows
 
 
 def micro_batches(rows: list[TrainRow], max_tokens: int, device: torch.device) -> list[MicroBatch]:
-    """Right-padded micro-batches of at most ``max_tokens`` tokens, padding included; a longer row stands alone.
+    """Micro-batches of nearly equal size and at most ``max_tokens`` tokens, as few as can be.
 
-    Rows of similar length go together, so that little is padding; the result does not depend on their order.
+    A longer row stands alone, the sides of a pair stay together. The result does not depend on the order of the rows.
     """
-    rows = sorted(rows, key=lambda row: len(row.token_ids))
-    groups: list[list[TrainRow]] = []
-    for row in rows:
-        if not groups or (len(groups[-1]) + 1) * len(row.token_ids) > max_tokens:
-            groups.append([])
-        groups[-1].append(row)
-    return [_pad(group, device) for group in groups]
+    if not rows:
+        return []
+    units = [list(unit) for _, unit in groupby(rows, key=lambda row: row.pair or id(row))]
+    units.sort(key=lambda unit: (-_tokens(unit), [row.token_ids.tobytes() for row in unit]))
+    bound = max(max_tokens, _tokens(units[0]))
+    count = -(-sum(map(_tokens, units)) // bound)
+    while max(map(_tokens, bins := _level(units, count))) > bound:
+        count += 1
+    return [_flatten(held, device) for held in bins]
 
 
 def empty_batch(device: torch.device) -> MicroBatch:
     """A micro-batch of nothing, for a rank that has fewer than the others: collectives need every rank."""
     zeros = np.zeros(2, dtype=np.float32)
-    return _pad([TrainRow(zeros.astype(np.int32), zeros, zeros, zeros, expert=False)], device)
+    return _flatten([TrainRow(zeros.astype(np.int32), zeros, zeros, zeros, expert=False)], device)
 
 
-def _pad(rows: list[TrainRow], device: torch.device) -> MicroBatch:
-    lengths = torch.tensor([len(row.token_ids) for row in rows])
-    present = torch.arange(int(lengths.max())) < lengths[:, None]
-    token_ids = torch.zeros(present.shape, dtype=torch.int64)
-    token_ids[present] = _flat([row.token_ids for row in rows]).to(torch.int64)
+def _tokens(unit: list[TrainRow]) -> int:
+    return sum(len(row.token_ids) for row in unit)
+
+
+def _level(units: list[list[TrainRow]], count: int) -> list[list[TrainRow]]:
+    """Each unit, longest first, to the bin that holds least (longest processing time first, Graham 1969)."""
+    bins: list[list[TrainRow]] = [[] for _ in range(count)]
+    heap = [(0, number) for number in range(count)]
+    for unit in units:
+        tokens, number = heap[0]
+        bins[number] += unit
+        heapq.heapreplace(heap, (tokens + _tokens(unit), number))
+    return [held for held in bins if held]
+
+
+def _flatten(rows: list[TrainRow], device: torch.device) -> MicroBatch:
+    lengths = [len(row.token_ids) for row in rows]
+    pairs = {name: number for number, name in enumerate(dict.fromkeys(row.pair for row in rows if row.pair))}
     tokens = TokenBatch(
-        mask=_flat([row.mask for row in rows]).bool().to(device),
-        sequence=torch.arange(len(rows)).repeat_interleave(lengths).to(device),
-        behaviour_logprobs=_flat([row.logprobs for row in rows]).float().to(device),
-        advantages=_flat([row.advantages for row in rows]).float().to(device),
+        mask=_join([row.mask for row in rows]).bool().to(device),
+        sequence=torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths)).to(device),
+        behaviour_logprobs=_join([row.logprobs for row in rows]).float().to(device),
+        advantages=_join([row.advantages for row in rows]).float().to(device),
         expert=torch.tensor([row.expert for row in rows], device=device),
         weight=torch.tensor([row.weight for row in rows], dtype=torch.float32, device=device),
+        reward=torch.tensor([row.reward for row in rows], dtype=torch.float32, device=device),
+        pair=torch.tensor([pairs.get(row.pair or "", -1) for row in rows], device=device) if pairs else None,
+        chosen=torch.tensor([row.chosen for row in rows], device=device) if pairs else None,
     )
-    return MicroBatch(token_ids.to(device), present.to(device), tokens)
+    return MicroBatch(_join([row.token_ids for row in rows]).to(device, torch.int64), tuple(lengths), tokens)
 
 
-def _flat(arrays: list[np.ndarray]) -> Tensor:
+def _join(arrays: list[np.ndarray]) -> Tensor:
     return torch.from_numpy(np.concatenate(arrays))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rayrft.algorithms import Algorithm
 from rayrft.buffer.lease import Lease
-from rayrft.config.trainer import OptimizerConfig
+from rayrft.config.stage import StageConfig
 from rayrft.weights.group import GroupPlan
 from rayrft.weights.wire import TensorMeta
 
@@ -17,8 +17,7 @@ class OpenStage:
     """Begin a stage: new optimiser; with ``weights``, from those instead of the present ones."""
 
     algorithm: Algorithm
-    optimizer: OptimizerConfig
-    steps: int
+    stage: StageConfig
     weights: Path | None
 
 

@@ -1,183 +1,192 @@
-"""One optimiser step, exact whatever the split: torch and FSDP2 only, no Ray."""
+"""One step of training, exact whatever the split: torch and FSDP2 only, no Ray."""
 
 from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from rayrft.algorithms import (
-    Algorithm,
-    Denominators,
-    LossParts,
-    Moments,
-    PolicyOutput,
-    count,
-    normalise,
-    sum_moments,
-    token_logprobs,
-)
+from rayrft.algorithms import Algorithm, Denominators, LossParts, Moments, count, normalise, sum_moments
+from rayrft.config.stage import UpdateConfig
 from rayrft.config.trainer import OptimizerConfig
 from rayrft.errors import RayrftError
 from rayrft.trainer.batches import MicroBatch, TrainRow, empty_batch, micro_batches
+from rayrft.trainer.critic import Critic
 from rayrft.trainer.model import reshard
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """Metrics of one optimiser step over all ranks. Policy figures are means over RL tokens; 0 where there are none."""
-
-    loss: float
-    policy_loss: float
-    sft_loss: float
-    grad_norm: float
-    lr: float
-    entropy: float
-    clip_fraction: float
-    ratio: float
-    logprob_gap: float
-    policy_tokens: int
-    expert_tokens: int
-    train_s: float
+from rayrft.trainer.optimizer import Optimizer
+from rayrft.trainer.policy import Policy, scored_batch
+from rayrft.trainer.reference import Reference
+from rayrft.trainer.result import StepResult, Update
 
 
 class Learner:
-    """A model (sharded or not), its optimiser and the loss. Every method is a collective over the default group."""
+    """The policy (sharded or not), its optimiser and the loss. Every method is a collective over the default group."""
 
-    def __init__(self, model: nn.Module, *, micro_batch_tokens: int, temperature: float, device: torch.device) -> None:
-        self.model = model
+    def __init__(self, policy: Policy, *, micro_batch_tokens: int, temperature: float, device: torch.device) -> None:
+        self.policy = policy
         self._micro_batch_tokens = micro_batch_tokens
         self._temperature = temperature
         self._device = device
         self._ranks = dist.get_world_size() if dist.is_initialized() else 1
 
-    def open_stage(self, algorithm: Algorithm, optimizer: OptimizerConfig, steps: int) -> None:
-        """Begin a stage with a fresh optimiser and schedule."""
+    def open_stage(
+        self,
+        algorithm: Algorithm,
+        optimizer: OptimizerConfig,
+        steps: int,
+        update: UpdateConfig | None = None,
+        critic: Critic | None = None,
+    ) -> None:
+        """Begin a stage with a fresh optimiser, schedule and reference."""
         self._algorithm = algorithm
-        self._config = optimizer
+        self._update_config = update or UpdateConfig()
         self._steps = steps
-        self._taken = 0
-        self._optimizer = torch.optim.AdamW(
-            self.model.parameters(),
-            lr=optimizer.lr,
-            betas=optimizer.betas,
-            weight_decay=optimizer.weight_decay,
-        )
+        self._step = 0
+        updates = steps * self._update_config.epochs * self._update_config.mini_batches
+        self.optimizer = Optimizer(self.policy.parameters(), optimizer, updates)
+        self.reference = Reference(self.policy) if algorithm.needs_reference else None
+        self.critic = critic
 
-    def step(self, rows: list[TrainRow]) -> StepResult:
-        """Update the model on this rank's rows. Raises RayrftError when loss or gradient is not finite."""
+    def step(self, mini_batches: list[list[TrainRow]]) -> StepResult:
+        """Train on this rank's rows of each mini-batch, in as many epochs as the stage says.
+
+        Raises RayrftError when loss or gradient is not finite; the policy is as it was before that update.
+        """
         started = time.perf_counter()
-        parts, over = self.backward(rows)
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._config.clip_norm)
-        grad_norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-        lr = learning_rate(self._config, self._taken, self._steps)
-        result = self._summarise(parts, over, grad_norm, lr, started)
-        if not math.isfinite(result.loss) or not math.isfinite(grad_norm):
-            raise RayrftError(
-                "the loss or its gradient is not finite; the model was not updated",
-                field="trainer",
-                value={"loss": result.loss, "grad_norm": grad_norm, "step of the stage": self._taken},
-                remedy="lower optimizer.lr, or look at the rows of this step",
-            )
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        self._taken += 1
-        return result
+        batches = self._lay_out(mini_batches)
+        over = self._count(batches)
+        batches = self._prepare(batches)
+        updates, value_losses = [], []
+        for _ in range(self._update_config.epochs):
+            for batch, denominators in zip(batches, over, strict=True):
+                updates.append(self._update(batch, denominators))
+                if self.critic is not None:
+                    share = self.critic.update(batch, denominators, self._algorithm)
+                    value_losses.append(float(self._reduce(share)))
+        self._step += 1
+        self._refresh()
+        value_loss = sum(value_losses) / max(len(value_losses), 1)
+        return StepResult.of(updates, value_loss, time.perf_counter() - started, self._update_config.epochs)
 
-    def backward(self, rows: list[TrainRow]) -> tuple[LossParts, Denominators]:
-        """Leave the gradient of the step's loss in the parameters; gives the parts of all ranks, added up, and the
-        denominators."""
-        batches = micro_batches(rows, self._micro_batch_tokens, self._device)
-        over, most = self._count(batches)
-        if self._algorithm.normalise_advantages:
-            batches = self._normalise(batches)
-        batches += [empty_batch(self._device) for _ in range(most - len(batches))]
-        last = len(batches) - 1
-        totals = torch.stack([self._backward(batch, over, last=index == last) for index, batch in enumerate(batches)])
-        total = totals.sum(0)
-        if self._ranks > 1:
-            dist.all_reduce(total)
-        return LossParts.unstack(total), over
+    def gradient(self, rows: list[TrainRow]) -> tuple[LossParts, Denominators]:
+        """Leave the gradient of one update in the parameters; gives the parts of its loss over all ranks, and what
+        they are over."""
+        batches = self._lay_out([rows])
+        over = self._count(batches)
+        (batch,) = self._prepare(batches)
+        return self._backward(batch, over[0]), over[0]
 
     @torch.no_grad()
     def score(self, sequences: list[list[int]]) -> list[list[float]]:
         """Log-prob of every token but the first, at temperature 1, as the engines' `score` gives it."""
         scores = []
         for token_ids in sequences:
-            ids = torch.tensor([token_ids], device=self._device)
-            logprobs, _ = token_logprobs(self.model(input_ids=ids).logits, ids)
-            scores.append(logprobs[0, 1:].tolist())
-        reshard(self.model)
+            batch = scored_batch([torch.tensor(token_ids, device=self._device)])
+            scores.append(self.policy.output(batch, temperature=1.0).logprobs[1:].tolist())
+        reshard(self.policy)
         return scores
 
-    def _count(self, batches: list[MicroBatch]) -> tuple[Denominators, int]:
-        """Global denominators, and how many micro-batches every rank runs (the most that any has)."""
-        counts = count((batch.tokens for batch in batches), self._device)
-        most = torch.tensor([len(batches)], device=counts.device)
-        if self._ranks > 1:
-            dist.all_reduce(counts)
-            dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        return Denominators.of(counts), int(most)
+    def _lay_out(self, mini_batches: list[list[TrainRow]]) -> list[list[MicroBatch]]:
+        """The micro-batches of each mini-batch, as many on every rank: the most that any has."""
+        batches = [micro_batches(rows, self._micro_batch_tokens, self._device) for rows in mini_batches]
+        most = self._reduce(torch.tensor([len(each) for each in batches]), dist.ReduceOp.MAX).tolist()
+        empty = empty_batch(self._device)
+        return [each + [empty] * (number - len(each)) for each, number in zip(batches, most, strict=True)]
 
-    def _normalise(self, batches: list[MicroBatch]) -> list[MicroBatch]:
-        """Advantages normalised over all ranks."""
-        sums = sum_moments((batch.tokens for batch in batches), self._device)
-        if self._ranks > 1:
-            dist.all_reduce(sums)
-        moments = Moments.of(sums)
-        return [replace(batch, tokens=normalise(batch.tokens, moments)) for batch in batches]
+    def _count(self, batches: list[list[MicroBatch]]) -> list[Denominators]:
+        """Global denominators of each mini-batch, before its first backward pass."""
+        counts = torch.stack([count((micro.tokens for micro in each), self._device) for each in batches])
+        return [Denominators.of(each) for each in self._reduce(counts)]
 
-    def _backward(self, batch: MicroBatch, over: Denominators, *, last: bool) -> Tensor:
-        if isinstance(self.model, FSDPModule):
-            self.model.set_requires_gradient_sync(last)
-        # Padding is on the right and attention is causal, so no real token ever sees it: no attention mask is needed.
-        logits = self.model(input_ids=batch.token_ids, use_cache=False).logits
-        logprobs, entropy = token_logprobs(
-            logits,
-            batch.token_ids,
-            temperature=self._temperature,
-            entropy_gradient=self._algorithm.needs_entropy_gradient,
+    def _prepare(self, batches: list[list[MicroBatch]]) -> list[list[MicroBatch]]:
+        """What a loss needs of the time before the first update, and costs a forward pass only where it needs it."""
+        if self._algorithm.needs_proximal:
+            batches = self._annotate(batches, "proximal_logprobs")
+        if self.reference is not None:
+            with self.reference.in_place():
+                batches = self._annotate(batches, "reference_logprobs")
+        if self.critic is not None:
+            critic = self.critic
+            batches = [[_with(micro, values=critic.values(micro)) for micro in each] for each in batches]
+            reshard(critic)
+            batches = [
+                [replace(micro, tokens=self._algorithm.token_advantages(micro.tokens)) for micro in each]
+                for each in batches
+            ]
+        if self._algorithm.normalise_advantages:
+            sums = sum_moments((micro.tokens for each in batches for micro in each), self._device)
+            moments = Moments.of(self._reduce(sums))
+            batches = [[replace(m, tokens=normalise(m.tokens, moments)) for m in each] for each in batches]
+        return batches
+
+    @torch.no_grad()
+    def _annotate(self, batches: list[list[MicroBatch]], name: str) -> list[list[MicroBatch]]:
+        """The batches with the log-probs of the policy as it is now under that name."""
+        found = [
+            [
+                _with(micro, **{name: self.policy.output(micro, temperature=self._temperature).logprobs})
+                for micro in each
+            ]
+            for each in batches
+        ]
+        reshard(self.policy)
+        return found
+
+    def _update(self, batch: list[MicroBatch], over: Denominators) -> Update:
+        parts = self._backward(batch, over)
+        grad_norm, lr = self.optimizer.clip(), self.optimizer.lr
+        if not math.isfinite(float(parts.loss)) or not math.isfinite(grad_norm):
+            self.optimizer.adam.zero_grad()
+            raise RayrftError(
+                "the loss or its gradient is not finite; the model was not updated",
+                field="trainer",
+                value={"loss": float(parts.loss), "grad_norm": grad_norm, "step of the stage": self._step},
+                remedy="lower optimizer.lr, or look at the rows of this step",
+            )
+        if self._step >= self._update_config.critic_warmup_steps or self.critic is None:
+            self.optimizer.step()
+        else:
+            self.optimizer.adam.zero_grad()
+        return Update(parts, over, grad_norm, lr)
+
+    def _backward(self, batch: list[MicroBatch], over: Denominators) -> LossParts:
+        """Leave the gradient of a mini-batch in the parameters; gives the parts of its loss over all ranks."""
+        total = torch.stack(
+            [self._backward_micro(micro, over, last=index == len(batch) - 1) for index, micro in enumerate(batch)]
+        ).sum(0)
+        return LossParts.unstack(self._reduce(total))
+
+    def _backward_micro(self, micro: MicroBatch, over: Denominators, *, last: bool) -> Tensor:
+        if isinstance(self.policy, FSDPModule):
+            self.policy.set_requires_gradient_sync(last)
+        output = self.policy.output(
+            micro, temperature=self._temperature, entropy_gradient=self._algorithm.needs_entropy_gradient
         )
-        output = PolicyOutput(logprobs[batch.present], entropy[batch.present])
-        parts = self._algorithm.loss(output, batch.tokens, over, step=self._taken)
+        parts = self._algorithm.loss(output, micro.tokens, over, step=self._step)
         # Data parallelism averages gradients over ranks; the loss is already divided globally, so it wants their sum.
         torch.autograd.backward(parts.loss * self._ranks)
         return parts.stack()
 
-    def _summarise(
-        self, parts: LossParts, over: Denominators, grad_norm: float, lr: float, started: float
-    ) -> StepResult:
-        tokens = over.policy.tokens
-        return StepResult(
-            loss=float(parts.loss),
-            policy_loss=float(parts.policy),
-            sft_loss=float(parts.sft),
-            grad_norm=grad_norm,
-            lr=lr,
-            entropy=float(parts.entropy) / tokens,
-            clip_fraction=float(parts.clipped) / tokens,
-            ratio=float(parts.ratio) / tokens,
-            logprob_gap=float(parts.logprob_gap) / tokens,
-            policy_tokens=int(over.policy_tokens),
-            expert_tokens=int(over.expert_tokens),
-            train_s=time.perf_counter() - started,
-        )
+    def _refresh(self) -> None:
+        every = self._update_config.reference_refresh
+        if self.reference is not None and every and self._step % every == 0:
+            self.reference.refresh()
+            if self._update_config.reset_optimizer:
+                self.optimizer.reset()
+
+    def _reduce(self, values: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        """The sum (or another reduction) over ranks."""
+        if self._ranks > 1:
+            values = values.to(self._device)
+            dist.all_reduce(values, op=op)
+        return values
 
 
-def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """Rate at step ``step`` (from 0) of ``steps``: a linear warm-up, then constant, or decayed to 0 at the end."""
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    done = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
-    if config.schedule == "linear":
-        return config.lr * (1 - done)
-    if config.schedule == "cosine":
-        return config.lr * 0.5 * (1 + math.cos(math.pi * done))
-    return config.lr
+def _with(micro: MicroBatch, **fields: Tensor) -> MicroBatch:
+    return replace(micro, tokens=replace(micro.tokens, **fields))

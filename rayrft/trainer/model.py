@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,17 +16,28 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
 
 from rayrft.errors import ModelError
+from rayrft.trainer.policy import Policy
+
+if TYPE_CHECKING:
+    from rayrft.trainer.critic import Critic
 
 
-def load_model(path: str) -> nn.Module:
+def load_policy(path: str) -> Policy:
     """A causal language model in float32 (the master weights). Raises ModelError where none can be loaded."""
     from transformers import AutoModelForCausalLM
 
     try:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     except (OSError, ValueError) as error:
         raise ModelError(
             f"no causal language model can be loaded: {str(error).splitlines()[0]}",
@@ -34,22 +45,29 @@ def load_model(path: str) -> nn.Module:
             value=path,
         ) from None
     model.train()
-    return model
+    return Policy(model)
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, compute: torch.dtype) -> nn.Module:
-    """FSDP2: every decoder layer is a unit, and the root holds the rest. Gradients are reduced in float32."""
-    policy = (
+Sharded = TypeVar("Sharded", bound="Policy | Critic")
+
+
+def shard(policy: Sharded, mesh: DeviceMesh, compute: torch.dtype, *, cpu_offload: bool = False) -> Sharded:
+    """FSDP2: every decoder layer is a unit, and the root holds the rest. Gradients are reduced in float32.
+
+    ``cpu_offload``: parameters, gradients and optimiser state lie in main memory while they are not used.
+    """
+    precision = (
         MixedPrecisionPolicy()
         if compute == torch.float32
         else MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     )
-    layers = set(getattr(model, "_no_split_modules", None) or ())
-    for module in model.modules():
+    offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
+    layers = set(policy.model._no_split_modules or ())
+    for module in policy.modules():
         if type(module).__name__ in layers:
-            fully_shard(module, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    return model
+            fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    return policy
 
 
 def reshard(model: nn.Module) -> None:
@@ -59,27 +77,32 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def named_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter under its checkpoint name, sharded as it is."""
+    for name, parameter in policy.model.named_parameters():
+        yield name, parameter.detach()
+
+
+def full_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
     """Every parameter, gathered, under its checkpoint name. A collective: all ranks iterate in step."""
-    for name, parameter in model.named_parameters():
-        tensor = parameter.detach()
-        yield name, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    for name, tensor in named_weights(policy):
+        yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def save_hf(model: nn.Module, tokenizer_from: str, folder: Path, *, writer: bool) -> None:
+def save_hf(policy: Policy, tokenizer_from: str, folder: Path, *, writer: bool) -> None:
     """Write a Hugging Face folder: weights, configuration, tokenizer. A collective; only ``writer`` touches the disk.
 
     The folder appears at once and whole, or not at all.
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = get_model_state_dict(model, options=options)
+    state = get_model_state_dict(policy, options=options)
     if not writer:
         return
     temporary = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    hf: Any = model
-    hf.save_pretrained(temporary, state_dict=state)
+    weights = {name.removeprefix("model."): tensor for name, tensor in state.items()}
+    policy.model.save_pretrained(temporary, state_dict=weights)
     from transformers import AutoTokenizer
 
     AutoTokenizer.from_pretrained(tokenizer_from).save_pretrained(temporary)
@@ -88,10 +111,10 @@ def save_hf(model: nn.Module, tokenizer_from: str, folder: Path, *, writer: bool
     temporary.rename(folder)
 
 
-def load_hf(model: nn.Module, folder: Path) -> None:
+def load_hf(policy: Policy, folder: Path) -> None:
     """Put the weights of a Hugging Face folder into a sharded model. A collective."""
-    state = load_model(str(folder)).state_dict()
-    set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))
+    state = load_policy(str(folder)).state_dict()
+    set_model_state_dict(policy, state, options=StateDictOptions(full_state_dict=True))
 
 
 def _sync_to_disk(folder: Path) -> None:

@@ -14,9 +14,11 @@ from rayrft.buffer.lease import Lease
 from rayrft.config.trainer import TrainerConfig
 from rayrft.registry import load_plugins
 from rayrft.trainer import commands as c
-from rayrft.trainer.batches import TrainRow, fetch_rows
+from rayrft.trainer.batches import TrainRow, fetch_mini_batches
+from rayrft.trainer.critic import Critic
 from rayrft.trainer.learner import Learner
-from rayrft.trainer.model import full_parameters, load_hf, load_model, save_hf, shard
+from rayrft.trainer.model import Sharded, full_weights, load_hf, load_policy, named_weights, save_hf, shard
+from rayrft.trainer.policy import Policy
 from rayrft.weights.group import WeightGroup, free_port
 from rayrft.weights.ipc import export_buffer, gpu_uuid
 from rayrft.weights.wire import Digest, TensorMeta, empty_bucket, fill_bucket, plan_buckets
@@ -48,7 +50,7 @@ def run_rank(options: dict[str, Any]) -> None:
         load_plugins(setup.plugins)
         rank = Rank(setup, index)
         number = 0
-        ray.get(setup.trainer.ready.remote(index))
+        ray.get(setup.trainer.ready.remote(index, rank.remark))
         while not isinstance(command := ray.get(setup.trainer.next_command.remote(number)), c.Stop):
             setup.trainer.answer.remote(index, number, rank.handle(command))
             number += 1
@@ -70,35 +72,35 @@ class Rank:
         if self._device.type == "cpu":
             torch.set_num_threads(max(1, int(setup.config.cpus)))
         self._wire_dtype: torch.dtype = getattr(torch, setup.dtype)
-        mesh = init_device_mesh(self._device.type, (setup.config.ranks,))
-        model = load_model(setup.model).to(self._device)
+        self._mesh = init_device_mesh(self._device.type, (setup.config.ranks,))
+        policy = self._load_policy()
+        self.remark = policy.choose(pack=setup.config.pack)
+        """What is unusual about the model; None where nothing is."""
+        self._critic: Critic | None = None
         self._learner = Learner(
-            shard(model, mesh, self._wire_dtype),
+            self._shard(policy),
             micro_batch_tokens=setup.config.micro_batch_tokens,
             temperature=setup.temperature,
             device=self._device,
         )
         self._group: WeightGroup | None = None
         self._exported: list[Tensor] = []
-        self._rows: list[TrainRow] = []
+        self._mini_batches: list[list[TrainRow]] = []
 
     def handle(self, command: c.Command) -> Any:
         match command:
-            case c.OpenStage(algorithm, optimizer, steps, weights):
-                if weights is not None:
-                    load_hf(self._learner.model, weights)
-                self._learner.open_stage(algorithm, optimizer, steps)
-                return None
+            case c.OpenStage():
+                return self._open_stage(command)
             case c.Load(lease):
                 return self._load(lease)
             case c.Train():
-                return self._learner.step(self._rows)
+                return self._learner.step(self._mini_batches)
             case c.Locate():
                 return self._locate()
             case c.Describe():
                 return [
                     TensorMeta.of(name, parameter, self._wire_dtype)
-                    for name, parameter in self._learner.model.named_parameters()
+                    for name, parameter in named_weights(self._learner.policy)
                 ]
             case c.Join(plan):
                 self._group = WeightGroup(plan, rank=0, device=self._device) if self._index == 0 else None
@@ -117,11 +119,39 @@ class Rank:
             case _:
                 raise TypeError(f"unknown command {command!r}")
 
+    def _open_stage(self, command: c.OpenStage) -> None:
+        algorithm, stage = command.algorithm, command.stage
+        if command.weights is not None:
+            load_hf(self._learner.policy, command.weights)
+        critic = None
+        if algorithm.needs_critic:
+            critic = self._critic = self._critic or self._make_critic()
+            updates = stage.steps * stage.update.epochs * stage.update.mini_batches
+            critic.open_stage(stage.critic_optimizer, updates, self._setup.config.ranks)
+        self._learner.open_stage(algorithm, stage.optimizer, stage.steps, stage.update, critic)
+
+    def _load_policy(self) -> Policy:
+        """The run's model as it was given."""
+        config = self._setup.config
+        policy = load_policy(self._setup.model)
+        if config.gradient_checkpointing:
+            policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+        return policy if config.cpu_offload else policy.to(self._device)
+
+    def _make_critic(self) -> Critic:
+        """A critic that begins as the run's model, whatever the policy has become."""
+        policy = self._load_policy()
+        policy.choose(pack=self._setup.config.pack)
+        return self._shard(Critic(policy))
+
+    def _shard(self, model: Sharded) -> Sharded:
+        return shard(model, self._mesh, self._wire_dtype, cpu_offload=self._setup.config.cpu_offload)
+
     def _load(self, lease: Lease) -> bool:
         from ray.exceptions import ObjectLostError
 
         try:
-            self._rows = fetch_rows(lease.shares[self._index])
+            self._mini_batches = fetch_mini_batches(lease.shares[self._index])
         except ObjectLostError:
             return False
         return True
@@ -134,7 +164,7 @@ class Rank:
 
     def _buckets(self, metas: list[TensorMeta], bucket_bytes: int) -> Any:
         """Each bucket, filled with this rank's gathered weights: the gathering is a collective over the ranks."""
-        parameters = full_parameters(self._learner.model)
+        parameters = full_weights(self._learner.policy)
         for bucket in plan_buckets(metas, bucket_bytes):
             buffer = empty_bucket(bucket, self._device)
             tensors = []
@@ -165,7 +195,7 @@ class Rank:
     def _save(self, folder: Path) -> str:
         import ray.train
 
-        save_hf(self._learner.model, self._setup.model, folder, writer=self._index == 0)
+        save_hf(self._learner.policy, self._setup.model, folder, writer=self._index == 0)
         checkpoint = ray.train.Checkpoint.from_directory(str(folder)) if self._index == 0 else None
         ray.train.report(
             {},

@@ -23,18 +23,19 @@ class Trainer:
         self._number = -1
         self._command: Command | None = None
         self._answers: dict[int, Any] = {}
-        self._ready: set[int] = set()
+        self._ready: dict[int, str | None] = {}
         self._failure: Exception | None = None
         self._fit: asyncio.Task[None] | None = None
 
-    async def start(self, folder: Path, setup: RankSetup) -> None:
+    async def start(self, folder: Path, setup: RankSetup) -> str | None:
         """Start the ranks through Ray Train, whose own files go to ``folder``, the run's.
 
-        Raises what the first failing rank raised.
+        Gives what is unusual about the model, if anything. Raises what the first failing rank raised.
         """
         self._fit = asyncio.create_task(self._run(folder, setup))
         async with self._changed:
             await self._until(lambda: len(self._ready) == self._config.ranks)
+            return self._ready[0]
 
     async def command(self, command: Command) -> list[Any]:
         """Run a command on every rank; the answers in order of rank. Raises what the first failing rank raised."""
@@ -66,10 +67,10 @@ class Trainer:
 
     # What the ranks call.
 
-    async def ready(self, rank: int) -> None:
-        """A rank holds the model."""
+    async def ready(self, rank: int, remark: str | None) -> None:
+        """A rank holds the model; ``remark`` is what it found unusual about it."""
         async with self._changed:
-            self._ready.add(rank)
+            self._ready[rank] = remark
             self._changed.notify_all()
 
     async def next_command(self, number: int) -> Command:

@@ -16,13 +16,15 @@ from rayrft.algorithms import build
 from rayrft.config.trainer import OptimizerConfig
 from rayrft.errors import RayrftError
 from rayrft.trainer.batches import TrainRow, micro_batches
-from rayrft.trainer.learner import Learner, learning_rate
+from rayrft.trainer.learner import Learner
 from rayrft.trainer.model import shard
+from rayrft.trainer.optimizer import learning_rate
+from rayrft.trainer.policy import Policy
 
 CPU = torch.device("cpu")
 
 
-def make_model() -> torch.nn.Module:
+def make_model(*, pack: bool = True) -> Policy:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
@@ -36,7 +38,9 @@ def make_model() -> torch.nn.Module:
         head_dim=8,
         tie_word_embeddings=True,
     )
-    return Qwen3ForCausalLM(config).double()
+    policy = Policy(Qwen3ForCausalLM(config).double())
+    assert policy.choose(pack=pack) is None
+    return policy
 
 
 def make_rows(count: int = 12) -> list[TrainRow]:
@@ -61,7 +65,7 @@ def make_rows(count: int = 12) -> list[TrainRow]:
     return rows
 
 
-def make_learner(model: torch.nn.Module, micro_batch_tokens: int) -> Learner:
+def make_learner(model: Policy, micro_batch_tokens: int) -> Learner:
     learner = Learner(model, micro_batch_tokens=micro_batch_tokens, temperature=0.7, device=CPU)
     pieces = {"mu": 0.3, "normalise_advantages": True, "aggregation": "sequence_mean_token_mean", "entropy": "bonus"}
     learner.open_stage(build("mix", pieces), OptimizerConfig(), steps=10)
@@ -70,9 +74,9 @@ def make_learner(model: torch.nn.Module, micro_batch_tokens: int) -> Learner:
 
 def gradient(learner: Learner, rows: list[TrainRow]) -> tuple[float, torch.Tensor]:
     """Loss and whole gradient, summed over ranks."""
-    parts, _ = learner.backward(rows)
+    parts, _ = learner.gradient(rows)
     gradients = []
-    for parameter in learner.model.parameters():
+    for parameter in learner.policy.parameters():
         assert parameter.grad is not None
         grad = parameter.grad
         gradients.append((grad.full_tensor() if hasattr(grad, "full_tensor") else grad).flatten())
@@ -85,10 +89,11 @@ def reference() -> tuple[float, torch.Tensor]:
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [1, 40, 90, 200])
-def test_micro_batch_split_and_padding_change_nothing(
-    reference: tuple[float, torch.Tensor], micro_batch_tokens: int
+@pytest.mark.parametrize("pack", [True, False])
+def test_micro_batch_split_packing_and_padding_change_nothing(
+    reference: tuple[float, torch.Tensor], micro_batch_tokens: int, pack: bool
 ) -> None:
-    loss, grad = gradient(make_learner(make_model(), micro_batch_tokens), make_rows())
+    loss, grad = gradient(make_learner(make_model(pack=pack), micro_batch_tokens), make_rows())
     assert loss == pytest.approx(reference[0], abs=1e-6)
     torch.testing.assert_close(grad, reference[1], atol=1e-6, rtol=0)
 
@@ -105,16 +110,17 @@ def _rank(rank: int, world_size: int, port: int, out: str) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
     mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,))
     learner = make_learner(shard(make_model(), mesh, torch.float32), 60)
-    # An uneven deal: the second rank has most rows, hence more micro-batches than the first.
+    # An uneven deal: the last rank has most rows, hence more micro-batches than the others; a rank may have none.
     rows = make_rows()
-    share = rows if world_size == 1 else (rows[:2] if rank == 0 else rows[2:])
+    share = rows[2 * (world_size - 1) :] if rank == world_size - 1 else rows[2 * rank : 2 * rank + 2] if rank else []
+    share = share + (rows[:2] if rank == world_size - 1 and world_size > 1 else [])
     result = gradient(learner, share)
     if rank == 0:
         torch.save(result, out)
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_number_of_fsdp_ranks_changes_nothing(
     reference: tuple[float, torch.Tensor], world_size: int, tmp_path: Path
 ) -> None:
@@ -131,28 +137,28 @@ def test_number_of_fsdp_ranks_changes_nothing(
 def test_micro_batches_hold_every_row_once_within_the_budget() -> None:
     rows = make_rows()
     batches = micro_batches(rows, 60, CPU)
-    assert sum(batch.token_ids.shape[0] for batch in batches) == len(rows)
-    assert all(batch.token_ids.numel() <= 60 or batch.token_ids.shape[0] == 1 for batch in batches)
+    assert sum(len(batch.lengths) for batch in batches) == len(rows)
+    assert all(len(batch.token_ids) == sum(batch.lengths) <= 60 for batch in batches)
     assert sum(int(batch.tokens.mask.sum()) for batch in batches) == sum(int(row.mask.sum()) for row in rows)
 
 
 def test_a_step_that_is_not_finite_stops_before_it_spoils_the_model() -> None:
     learner = make_learner(make_model(), 1000)
-    before = [parameter.detach().clone() for parameter in learner.model.parameters()]
+    before = [parameter.detach().clone() for parameter in learner.policy.parameters()]
     row = make_rows()[1]
     poisoned = TrainRow(row.token_ids, row.mask, row.logprobs, row.advantages * np.float32(np.inf), False)
     with pytest.raises(RayrftError, match="not finite; the model was not updated"):
-        learner.step([poisoned])
-    for old, parameter in zip(before, learner.model.parameters(), strict=True):
+        learner.step([[poisoned]])
+    for old, parameter in zip(before, learner.policy.parameters(), strict=True):
         assert torch.equal(old, parameter)
 
 
 def test_a_step_lowers_the_loss_it_descends() -> None:
     learner = make_learner(make_model(), 1000)
     rows = make_rows()
-    first = learner.step(rows)
+    first = learner.step([rows])
     for _ in range(5):
-        last = learner.step(rows)
+        last = learner.step([rows])
     assert last.loss < first.loss
     assert first.policy_tokens == sum(int(r.mask.sum()) for r in rows if not r.expert)
     assert first.expert_tokens == sum(int(r.mask.sum()) for r in rows if r.expert)

@@ -210,6 +210,8 @@ class Loaded:
 
     name: str
     extent: Extent
+    unit: int = 1
+    """Rows that belong together: 2 for preference pairs."""
     event: Literal["loaded"] = "loaded"
 
 

@@ -58,4 +58,4 @@ def feedback_noted(state: State, event: e.FeedbackNoted) -> None:
 def loaded(state: State, event: e.Loaded) -> None:
     known = state.book.experts.get(event.name)
     if known is None or known.extent != event.extent:  # else it is the same, loaded again: the draws go on
-        state.book.experts[event.name] = ExpertCursor(event.extent, state.seed)
+        state.book.experts[event.name] = ExpertCursor(event.extent, state.seed, event.unit)

@@ -34,13 +34,24 @@ def leased(state: State, event: e.Leased) -> LeaseRecord:
     book.draws += 1
     book.step = max(book.step, event.step)
     name = book.plan.demonstrations if book.plan and event.expert else None
-    extent = Extent(0)
+    extent, unit = Extent(0), 1
     if name is not None:
-        extent = book.experts[name].extent
+        extent, unit = book.experts[name].extent, book.experts[name].unit
         book.experts[name].advance(len(event.expert))
+    mini_batches = book.plan.mini_batches if book.plan else 1
     staleness = [book.version - version for version in groups.version[event.slots].tolist()]
     record = LeaseRecord(
-        event.step, book.version, event.slots, event.weights, name, extent, event.expert, staleness, book.reports
+        event.step,
+        book.version,
+        event.slots,
+        event.weights,
+        name,
+        extent,
+        event.expert,
+        unit,
+        mini_batches,
+        staleness,
+        book.reports,
     )
     book.leases[event.step] = record
     book.reports = e.GroupReport()

@@ -1,0 +1,61 @@
+"""The critic: a model of its own that says what a state is worth, for algorithms with advantages by token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from rayrft.algorithms import Algorithm, Denominators
+from rayrft.config.trainer import OptimizerConfig
+from rayrft.trainer.batches import MicroBatch
+from rayrft.trainer.optimizer import Optimizer
+from rayrft.trainer.policy import Policy, lay_out
+
+
+class Critic(nn.Module):
+    """The decoder of a language model with one number on top of each state.
+
+    It starts with the weights of the policy's model and a head of zeros: every state is worth 0 at first.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__()
+        self.packs = policy.packs
+        self.model = policy.model.base_model
+        config = self.model.config.get_text_config()
+        example = next(self.model.parameters())
+        self.head = nn.Linear(config.hidden_size, 1, bias=False, dtype=example.dtype, device=example.device)
+        nn.init.zeros_(self.head.weight)
+
+    def open_stage(self, config: OptimizerConfig, updates: int, ranks: int) -> None:
+        """Begin a stage with a fresh optimiser."""
+        self.optimizer = Optimizer(self.parameters(), config, updates)
+        self._ranks = ranks
+
+    def forward(self, batch: MicroBatch) -> Tensor:
+        """``[T]``: the value of the state in which each action token was chosen, and 0 elsewhere."""
+        inputs, before = lay_out(batch, packs=self.packs)
+        states = self.model(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[before]
+        values = self.head(states).squeeze(-1)
+        values = values.to(torch.promote_types(values.dtype, torch.float32))
+        return values.new_zeros(len(batch.token_ids)).index_copy(0, batch.predicted, values)
+
+    @torch.no_grad()
+    def values(self, batch: MicroBatch) -> Tensor:
+        """As `forward` gives them, without gradient."""
+        found: Tensor = self(batch)
+        return found
+
+    def update(self, batches: list[MicroBatch], over: Denominators, algorithm: Algorithm) -> Tensor:
+        """One update on a mini-batch, whose rows carry returns; gives this rank's share of the loss."""
+        total = torch.zeros(())
+        for index, micro in enumerate(batches):
+            if isinstance(self, FSDPModule):
+                self.set_requires_gradient_sync(index == len(batches) - 1)
+            loss = algorithm.value_loss_of(self(micro), micro.tokens, over)
+            torch.autograd.backward(loss * self._ranks)
+            total += loss.detach().cpu()
+        self.optimizer.clip()
+        self.optimizer.step()
+        return total

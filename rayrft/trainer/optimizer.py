@@ -1,0 +1,58 @@
+"""AdamW and its learning rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from rayrft.config.trainer import OptimizerConfig
+
+
+class Optimizer:
+    """AdamW over the steps of a stage. ``taken`` counts the updates made, from which the rate follows."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], config: OptimizerConfig, updates: int) -> None:
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._config = config
+        self._updates = updates
+        self.taken = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the moments; the rate goes on."""
+        self.adam = torch.optim.AdamW(
+            self._parameters, lr=self.lr, betas=self._config.betas, weight_decay=self._config.weight_decay
+        )
+
+    @property
+    def lr(self) -> float:
+        """Of the next update."""
+        return learning_rate(self._config, self.taken, self._updates)
+
+    def clip(self) -> float:
+        """Scale the gradient to the largest norm that is allowed; gives the norm that it had. A collective."""
+        norm = nn.utils.clip_grad_norm_(self._parameters, self._config.clip_norm)
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+    def step(self) -> None:
+        """One update with the gradient that is there, which is used up."""
+        for group in self.adam.param_groups:
+            group["lr"] = self.lr
+        self.adam.step()
+        self.adam.zero_grad()
+        self.taken += 1
+
+
+def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
+    """Rate at step ``step`` (from 0) of ``steps``: a linear warm-up, then constant, or decayed to 0 at the end."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    done = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
+    if config.schedule == "linear":
+        return config.lr * (1 - done)
+    if config.schedule == "cosine":
+        return config.lr * 0.5 * (1 + math.cos(math.pi * done))
+    return config.lr

@@ -1,0 +1,75 @@
+"""What an optimiser step says of itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from rayrft.algorithms import Denominators, LossParts
+
+
+@dataclass(frozen=True)
+class Update:
+    """One update of the policy: the parts of its loss over all ranks, and what they are over."""
+
+    parts: LossParts
+    over: Denominators
+    grad_norm: float
+    lr: float
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Metrics of one step over all ranks: means over its updates, of which there are epochs times mini-batches.
+
+    Losses are raw, before their weights. Figures of the policy are means over own action tokens, 0 where there are
+    none. ``logprob_gap`` and ``kl`` are those of the first update, before which the policy is the one that was
+    published and, in a stage's first step, the reference.
+    """
+
+    loss: float
+    policy_loss: float
+    sft_loss: float
+    preference_loss: float
+    distillation_loss: float
+    value_loss: float
+    kl: float
+    grad_norm: float
+    lr: float
+    entropy: float
+    clip_fraction: float
+    ratio: float
+    logprob_gap: float
+    policy_tokens: int
+    expert_tokens: int
+    train_s: float
+
+    @classmethod
+    def of(cls, updates: list[Update], value_loss: float, train_s: float, epochs: int) -> Self:
+        """From the updates of one step, which went ``epochs`` times over the batch."""
+
+        def mean(name: str) -> float:
+            return sum(float(getattr(each.parts, name)) for each in updates) / len(updates)
+
+        def per_token(name: str, some: list[Update]) -> float:
+            tokens = sum(each.over.policy_tokens for each in some)
+            return sum(float(getattr(each.parts, name)) for each in some) / max(tokens, 1.0)
+
+        return cls(
+            loss=mean("loss"),
+            policy_loss=mean("policy"),
+            sft_loss=mean("sft"),
+            preference_loss=mean("preference"),
+            distillation_loss=mean("distillation"),
+            value_loss=value_loss,
+            kl=float(updates[0].parts.kl),
+            grad_norm=sum(each.grad_norm for each in updates) / len(updates),
+            lr=updates[-1].lr,
+            entropy=per_token("entropy", updates),
+            clip_fraction=per_token("clipped", updates),
+            ratio=per_token("ratio", updates),
+            logprob_gap=per_token("logprob_gap", updates[:1]),
+            policy_tokens=round(sum(each.over.policy_tokens for each in updates) / epochs),
+            expert_tokens=round(sum(each.over.expert_tokens for each in updates) / epochs),
+            train_s=train_s,
+        )

@@ -1,0 +1,67 @@
+"""The chunked head against the plain one: same numbers, same gradients, less memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rayrft.trainer.head import head_logprobs
+
+
+def plain(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    logp = ((hidden @ weight.T) / temperature).log_softmax(-1)
+    return logp.gather(-1, targets[:, None]).squeeze(-1), -(logp.exp() * logp).sum(-1)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 100])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_values_and_gradients_are_those_of_the_plain_head_whatever_the_chunk(chunk: int, temperature: float) -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(7, 5, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(11, 5, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(11, (7,))
+    mix = torch.randn(2, 7, dtype=torch.float64)
+    results = []
+    for function in (
+        plain,
+        lambda h, w, t, T: head_logprobs(h, w, t, torch.full((7,), T, dtype=torch.float64), chunk=chunk),
+    ):
+        logprobs, entropy = function(hidden, weight, targets, temperature)
+        loss = (logprobs * mix[0] + entropy * mix[1]).sum()
+        results.append((logprobs, entropy, *torch.autograd.grad(loss, (hidden, weight))))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_one_token_by_hand() -> None:
+    # Logits 0 and log 3: probabilities 1/4 and 3/4.
+    hidden, weight = torch.tensor([[1.0]]), torch.tensor([[0.0], [3.0]]).log1p()
+    weight[1] = torch.log(torch.tensor(3.0))
+    weight[0] = 0.0
+    logprobs, entropy = head_logprobs(hidden, weight, torch.tensor([1]), torch.ones(1))
+    assert logprobs.item() == pytest.approx(torch.log(torch.tensor(0.75)).item())
+    expected = -(0.25 * torch.log(torch.tensor(0.25)) + 0.75 * torch.log(torch.tensor(0.75)))
+    assert entropy.item() == pytest.approx(expected.item())
+
+
+def test_nothing_of_the_size_of_tokens_times_vocabulary_is_kept_for_the_backward_pass() -> None:
+    hidden = torch.randn(64, 4, requires_grad=True)
+    weight = torch.randn(1000, 4, requires_grad=True)
+    kept: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        head_logprobs(hidden, weight, torch.zeros(64, dtype=torch.int64), torch.ones(64), chunk=8)
+    assert max(kept) < 64 * 1000 / 10
+
+
+def test_a_frozen_head_gets_no_gradient_and_costs_none() -> None:
+    hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(6, 4)
+    logprobs, _ = head_logprobs(hidden, weight, torch.tensor([0, 1, 2]), torch.ones(3))
+    logprobs.sum().backward()
+    assert hidden.grad is not None and weight.grad is None
