@@ -149,8 +149,8 @@ def _flatten(rows: list[TrainRow], device: torch.device) -> MicroBatch:
         expert=torch.tensor([row.expert for row in rows], device=device),
         weight=torch.tensor([row.weight for row in rows], dtype=torch.float32, device=device),
         reward=torch.tensor([row.reward for row in rows], dtype=torch.float32, device=device),
-        pair=torch.tensor([pairs.get(row.pair or "", -1) for row in rows], device=device) if pairs else None,
-        chosen=torch.tensor([row.chosen for row in rows], device=device) if pairs else None,
+        pair=torch.tensor([pairs.get(row.pair or "", -1) for row in rows], device=device),
+        chosen=torch.tensor([row.chosen for row in rows], device=device),
     )
     return MicroBatch(_join([row.token_ids for row in rows]).to(device, torch.int64), tuple(lengths), tokens)
 

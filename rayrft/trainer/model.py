@@ -44,7 +44,6 @@ def load_policy(path: str) -> Policy:
             field="model.path",
             value=path,
         ) from None
-    model.train()
     return Policy(model)
 
 

@@ -25,9 +25,19 @@ class Policy(nn.Module):
 
     def __init__(self, model: Any) -> None:
         super().__init__()
-        self.model = model
+        # Without dropout: where probabilities are compared, chance must not make them differ.
+        self.model = model.eval()
         self.packs = False
         self.chunks_head = False
+
+    def checkpoint_layers(self) -> None:
+        """Keep only the input of each layer for the backward pass, which computes the rest again."""
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        for module in self.model.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                module.training = True  # the layer itself, not what is in it: else it does not checkpoint
 
     def choose(self, *, pack: bool) -> str | None:
         """Chunk the head, and ``pack`` rows, where that gives the log-probs that the model gives by itself.

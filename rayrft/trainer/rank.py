@@ -135,7 +135,7 @@ class Rank:
         config = self._setup.config
         policy = load_policy(self._setup.model)
         if config.gradient_checkpointing:
-            policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+            policy.checkpoint_layers()
         return policy if config.cpu_offload else policy.to(self._device)
 
     def _make_critic(self) -> Critic:

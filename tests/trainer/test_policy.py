@@ -1,0 +1,131 @@
+"""The policy gives the log-probs of the model that it wraps, or says why it does not take its shorter ways."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM as Auto
+from transformers import (
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    PhiConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from rayrft.algorithms import token_logprobs
+from rayrft.trainer.policy import Policy, scored_batch
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+PLAIN = [
+    LlamaConfig(**SMALL),
+    Qwen2Config(**SMALL),
+    Qwen3Config(**SMALL, head_dim=8, tie_word_embeddings=True),
+    MistralConfig(**SMALL, sliding_window=6),
+    Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8),
+]
+
+
+def make(config: PreTrainedConfig) -> Policy:
+    torch.manual_seed(0)
+    # Only the eager attention of transformers knows of caps.
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    model = Auto.from_config(config, attn_implementation="eager" if capped else None)
+    with torch.no_grad():  # larger than at the start of training, so that a leak between rows shows
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.3)
+    return Policy(model)
+
+
+def rows() -> list[torch.Tensor]:
+    chance = torch.Generator().manual_seed(1)
+    return [torch.randint(60, (n,), generator=chance) for n in (13, 3, 30, 1, 8)]
+
+
+def by_the_model_itself(policy: Policy, temperature: float) -> torch.Tensor:
+    own = policy.model.config._attn_implementation
+    policy.model.set_attn_implementation("sdpa" if own.startswith("rayrft") else own)
+    found = [token_logprobs(policy.model(row[None]).logits, row[None], temperature=temperature)[0][0] for row in rows()]
+    policy.model.set_attn_implementation(own)
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("config", PLAIN, ids=lambda config: config.model_type)
+def test_packed_rows_and_a_chunked_head_give_the_models_own_log_probs(config: PreTrainedConfig) -> None:
+    policy = make(config)
+    assert policy.choose(pack=True) is None and policy.packs and policy.chunks_head
+    found = policy.output(scored_batch(rows()), temperature=0.7).logprobs
+    torch.testing.assert_close(found, by_the_model_itself(policy, 0.7), atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (
+            Gemma2Config(**SMALL, head_dim=8, final_logit_softcapping=5.0, attn_logit_softcapping=None),
+            "the head is not chunked",
+        ),
+        (Gemma2Config(**SMALL, head_dim=8, attn_logit_softcapping=1.0), "rows are padded, not packed"),
+        (MambaConfig(vocab_size=60, hidden_size=32, num_hidden_layers=2, state_size=8), "rows are padded, not packed"),
+    ],
+    ids=["capped logits", "capped attention", "no attention"],
+)
+def test_a_model_of_another_kind_goes_the_plain_way_and_says_so(config: PreTrainedConfig, said: str) -> None:
+    policy = make(config)
+    remark = policy.choose(pack=True)
+    assert remark is not None and said in remark
+    found = policy.output(scored_batch(rows()), temperature=0.7).logprobs
+    torch.testing.assert_close(found, by_the_model_itself(policy, 0.7), atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [GPT2Config(vocab_size=60, n_embd=32, n_layer=2, n_head=4), PhiConfig(**{**SMALL, "num_key_value_heads": 4})],
+    ids=lambda config: config.model_type,
+)
+def test_older_models_and_a_head_with_a_bias_are_right_too(config: PreTrainedConfig) -> None:
+    policy = make(config)
+    policy.choose(pack=True)
+    found = policy.output(scored_batch(rows()), temperature=1.0).logprobs
+    torch.testing.assert_close(found, by_the_model_itself(policy, 1.0), atol=2e-4, rtol=1e-4)
+
+
+def test_packing_can_be_switched_off() -> None:
+    policy = make(PLAIN[0])
+    assert policy.choose(pack=False) is None and not policy.packs
+    found = policy.output(scored_batch(rows()), temperature=1.0).logprobs
+    torch.testing.assert_close(found, by_the_model_itself(policy, 1.0), atol=2e-4, rtol=1e-4)
+
+
+def test_gradient_checkpointing_keeps_less_and_changes_no_gradient() -> None:
+    gradients, kept = [], []
+    for checkpointing in (False, True):
+        policy = make(PLAIN[2])
+        policy.choose(pack=True)
+        if checkpointing:
+            policy.checkpoint_layers()
+        saved: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, into=saved: (into.append(t.numel()), t)[1], lambda t: t
+        ):
+            loss = policy.output(scored_batch(rows()), temperature=1.0).logprobs.sum()
+        loss.backward()
+        kept.append(sum(saved))
+        gradients.append(torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None]))
+    torch.testing.assert_close(*gradients)
+    assert kept[1] < kept[0] / 2

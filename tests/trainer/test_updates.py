@@ -1,0 +1,222 @@
+"""What a step does besides one gradient: references, critics, pairs, several updates on a batch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from rayrft.algorithms import build
+from rayrft.config.stage import UpdateConfig
+from rayrft.config.trainer import OptimizerConfig
+from rayrft.trainer.batches import TrainRow
+from rayrft.trainer.critic import Critic
+from rayrft.trainer.learner import Learner
+from rayrft.trainer.model import shard
+from rayrft.trainer.result import StepResult
+from tests.trainer.ranks import on_ranks
+from tests.trainer.test_learner import CPU, make_model, make_rows
+
+PLAIN = OptimizerConfig(lr=1e-2)
+
+
+def own_rows(count: int = 12) -> list[TrainRow]:
+    return [replace(row, expert=False, weight=1.0) for row in make_rows(count)]
+
+
+def on_policy(learner: Learner, rows: list[TrainRow]) -> list[TrainRow]:
+    """The rows with the log-probs that the learner's own policy gives them, as an engine would."""
+    batches = learner._annotate(learner._lay_out([rows]), "proximal_logprobs")
+    found = {}
+    for micro in batches[0]:
+        assert micro.tokens.proximal_logprobs is not None
+        parts = zip(
+            micro.token_ids.split(micro.lengths), micro.tokens.proximal_logprobs.split(micro.lengths), strict=True
+        )
+        for ids, logprobs in parts:
+            found[tuple(ids.tolist())] = logprobs.numpy().astype(np.float32)
+    return [replace(row, logprobs=found[tuple(row.token_ids.tolist())]) for row in rows]
+
+
+def pairs(count: int = 6) -> list[TrainRow]:
+    """Pairs of rows with the same prompt."""
+    made = []
+    for number, row in enumerate(own_rows(count)):
+        start = int(row.mask.argmax())
+        ids = np.concatenate([row.token_ids[:start], row.token_ids[start:][::-1], row.token_ids[:2]])
+        mask = np.concatenate([row.mask, np.ones(2, np.uint8)])
+        zeros = np.zeros(len(ids), np.float32)
+        other = TrainRow(ids, mask, zeros, zeros, expert=True, pair=str(number), chosen=False)
+        blank = np.zeros(len(row.token_ids), np.float32)
+        made += [replace(row, logprobs=blank, advantages=blank, expert=True, pair=str(number), chosen=True), other]
+    return made
+
+
+def make_learner(
+    name: str,
+    pieces: dict[str, Any] | None = None,
+    *,
+    optimizer: OptimizerConfig = PLAIN,
+    update: UpdateConfig | None = None,
+    tokens: int = 60,
+    sharded: bool = False,
+) -> Learner:
+    policy, valued = make_model(), make_model()
+    if sharded:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+        shard(policy, mesh, torch.float32)
+    learner = Learner(policy, micro_batch_tokens=tokens, temperature=1.0, device=CPU)
+    algorithm, critic = build(name, pieces), None
+    if algorithm.needs_critic:
+        critic = Critic(valued)
+        if sharded:
+            shard(critic, mesh, torch.float32)
+        critic.open_stage(OptimizerConfig(lr=1e-2), 10, dist.get_world_size() if sharded else 1)
+    learner.open_stage(algorithm, optimizer, 10, update, critic)
+    return learner
+
+
+def weights(learner: Learner) -> torch.Tensor:
+    whole = [p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in learner.policy.parameters()]
+    return torch.cat([weight.flatten() for weight in whole])
+
+
+def test_the_first_step_has_ratio_one_and_no_kl() -> None:
+    learner = make_learner("grpo", {"kl": "k3", "kl_coef": 0.1})
+    result = learner.step([on_policy(learner, own_rows())])
+    assert result.ratio == pytest.approx(1.0, abs=1e-6) and result.kl == pytest.approx(0.0, abs=1e-9)
+    assert result.logprob_gap == pytest.approx(0.0, abs=1e-6) and result.clip_fraction == 0.0
+
+
+def test_a_learning_rate_of_zero_leaves_every_log_prob_as_it_was() -> None:
+    learner = make_learner("grpo", optimizer=OptimizerConfig(lr=0.0, weight_decay=0.1))
+    rows = [row.token_ids.tolist() for row in own_rows()]
+    before = learner.score(rows)
+    learner.step([own_rows()])
+    assert learner.score(rows) == before
+
+
+def test_the_reference_stays_while_the_policy_moves() -> None:
+    learner = make_learner("grpo", {"kl": "k2", "kl_coef": 1e-3})
+    rows = on_policy(learner, own_rows())
+    assert learner.reference is not None
+    start = [weight.clone() for weight in learner.reference.state()]
+    kls = [learner.step([rows]).kl for _ in range(3)]
+    assert kls[0] == pytest.approx(0.0, abs=1e-12) and 0 < kls[1] < kls[2]
+    assert all(torch.equal(old, new) for old, new in zip(start, learner.reference.state(), strict=True))
+
+
+def test_a_refreshed_reference_is_the_policy_of_that_step() -> None:
+    learner = make_learner("grpo", {"kl": "k2"}, update=UpdateConfig(reference_refresh=2, reset_optimizer=True))
+    rows = on_policy(learner, own_rows())
+    kls = []
+    for step in range(4):
+        kls.append(learner.step([rows]).kl)
+        assert bool(learner.optimizer.adam.state) == (step % 2 == 0)
+    assert kls[1] > 0 and kls[3] > 0
+    assert kls[0] == pytest.approx(0.0, abs=1e-12) and kls[2] == pytest.approx(0.0, abs=1e-12)
+
+
+def test_no_reference_is_kept_where_its_coefficient_is_zero() -> None:
+    assert make_learner("grpo", {"kl": "k3", "kl_coef": 0.0}).reference is None
+
+
+def test_one_update_on_behaviour_log_probs_takes_one_forward_pass_per_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    learner, seen = make_learner("grpo", tokens=10_000), []
+    forward = type(learner.policy).forward
+    monkeypatch.setattr(
+        type(learner.policy), "forward", lambda self, batch, *rest: (seen.append(batch), forward(self, batch, *rest))[1]
+    )
+    learner.step([own_rows()])
+    assert sum(len(batch.token_ids) for batch in seen) == sum(len(row.token_ids) for row in own_rows())
+
+
+def test_epochs_and_mini_batches_are_that_many_updates() -> None:
+    rows = own_rows()
+    learner = make_learner("grpo", update=UpdateConfig(epochs=3, mini_batches=2))
+    result = learner.step([rows[::2], rows[1::2]])
+    assert learner.optimizer.taken == 6
+    assert result.policy_tokens == sum(int(row.mask.sum()) for row in rows)
+    by_hand = make_learner("grpo")
+    for _ in range(3):
+        by_hand.step([rows[::2]])
+        by_hand.step([rows[1::2]])
+    torch.testing.assert_close(weights(learner), weights(by_hand), atol=1e-12, rtol=0)
+
+
+def test_the_proximal_policy_is_that_from_before_the_first_update() -> None:
+    rows = own_rows()
+    stale = [replace(row, logprobs=row.logprobs - row.mask.astype(np.float32)) for row in rows]
+    learner = make_learner("grpo", {"correction": "truncated"}, update=UpdateConfig(epochs=2))
+    results = learner.step([stale])
+    # Ratios are taken to the trainer's own policy: 1 in the first update, near it in the second.
+    assert results.ratio == pytest.approx(1.0, abs=0.3) and results.logprob_gap > 0.5
+
+
+def test_dpo_begins_at_log_two_and_learns_to_prefer() -> None:
+    learner = make_learner("dpo", tokens=30)
+    first = learner.step([pairs()])
+    assert first.preference_loss == pytest.approx(math.log(2), abs=1e-6)
+    for _ in range(8):
+        last = learner.step([pairs()])
+    assert last.preference_loss < 0.5
+
+
+def test_the_sides_of_a_pair_share_a_micro_batch_whatever_its_size() -> None:
+    reference, split = make_learner("dpo", tokens=10_000), make_learner("dpo", tokens=1)
+    for _ in range(2):
+        losses = [learner.step([pairs()]).loss for learner in (reference, split)]
+        assert losses[0] == pytest.approx(losses[1], abs=1e-9)
+    torch.testing.assert_close(weights(reference), weights(split), atol=1e-9, rtol=0)
+
+
+def test_the_critic_learns_the_returns_and_the_policy_waits_for_it() -> None:
+    learner = make_learner("ppo", update=UpdateConfig(critic_warmup_steps=5))
+    rows = [replace(row, reward=float(number % 2)) for number, row in enumerate(on_policy(learner, own_rows()))]
+    before = weights(learner)
+    results = [learner.step([rows]) for _ in range(5)]
+    assert torch.equal(before, weights(learner))
+    # Values begin at 0, and the mean square of returns that are 0 or 1 is halved: tokens of rows with reward 1.
+    tokens = [int(row.mask.sum()) for row in rows]
+    assert results[0].value_loss == pytest.approx(0.5 * sum(tokens[1::2]) / sum(tokens), abs=1e-6)
+    assert results[4].value_loss < 0.7 * results[0].value_loss
+    learner.step([rows])
+    assert not torch.equal(before, weights(learner))
+
+
+def _train(name: str, pieces: dict[str, Any], rows: list[TrainRow], update: UpdateConfig) -> tuple[StepResult, Any]:
+    """Two steps on rows dealt to ranks by whole pairs, with one rank getting more than the others."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    learner = make_learner(name, pieces, update=update, sharded=True)
+    units = [rows[i : i + 2] for i in range(0, len(rows), 2)]
+    batches = [units[number :: update.mini_batches] for number in range(update.mini_batches)]
+    dealt = [each[:1] if size > 1 and rank == 0 else each[1 if size > 1 else 0 :] for each in batches]
+    for _ in range(2):
+        result = learner.step([[row for unit in each for row in unit] for each in dealt])
+    return result, weights(learner)
+
+
+@pytest.mark.parametrize(
+    ("name", "pieces", "update"),
+    [
+        ("dpo", {}, UpdateConfig()),
+        ("grpo", {"kl": "k3", "correction": "truncated"}, UpdateConfig(epochs=2, mini_batches=2)),
+        ("ppo", {"kl": "k1", "kl_in": "reward"}, UpdateConfig()),
+    ],
+    ids=["pairs", "reference and proximal", "critic"],
+)
+def test_everything_is_the_same_on_two_ranks(
+    name: str, pieces: dict[str, Any], update: UpdateConfig, tmp_path: Path
+) -> None:
+    rows = pairs() if name == "dpo" else [replace(row, reward=i / 10) for i, row in enumerate(own_rows())]
+    one = on_ranks(1, tmp_path, _train, name, pieces, rows, update)
+    two = on_ranks(2, tmp_path, _train, name, pieces, rows, update)
+    torch.testing.assert_close(one[1], two[1], atol=1e-6, rtol=0)
+    for field in ("loss", "grad_norm", "value_loss", "kl", "entropy", "policy_tokens"):
+        assert getattr(one[0], field) == pytest.approx(getattr(two[0], field), abs=1e-6), field
