@@ -1,0 +1,103 @@
+"""What belongs together stays together: groups, demonstrations and preference pairs, by mini-batch and by rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayrft.buffer.experience import Experience, pack, to_batch
+from rayrft.buffer.lease import Lease, Unit, deal
+from tests.buffer.in_process import LocalBuffer, ObjectTable, small
+from tests.buffer.rows import expert_rows, group, plan
+
+
+def pairs(count: int) -> list[Experience]:
+    made = []
+    for number, row in enumerate(expert_rows(2 * count)):
+        name = f"given/{number // 2}"
+        sides = {"group_id": name, "experience_id": f"{name}/{number % 2}", "pair_id": name}
+        made.append(replace(row, **sides, chosen=number % 2 == 0))
+    return made
+
+
+@pytest.fixture
+def buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    ObjectTable(monkeypatch)
+    local = LocalBuffer(tmp_path, small(shards=1, max_rows=10_000, max_bytes=1 << 30, memory_bytes=1 << 30))
+    yield local
+    local.kill()
+
+
+def load(buffer: LocalBuffer, rows: list[Experience]) -> Any:
+    return buffer.do("load", "given", [pack(to_batch(rows))])
+
+
+def lease(buffer: LocalBuffer, step: int, ranks: int = 2) -> Lease:
+    found = buffer.do("lease", step, ranks, 0)
+    assert isinstance(found, Lease), found
+    return found
+
+
+def test_each_mini_batch_is_dealt_evenly_by_itself() -> None:
+    units = [Unit(0, row=number * 2, rows=2, tokens=10 + number) for number in range(16)]
+    shares = deal(units, 2, mini_batches=4)
+    for share in shares:
+        assert share.rows == (4, 4, 4, 4)
+    for number in range(4):
+        starts = [sum(share.rows[:number]) for share in shares]
+        rows = [share.parts[0].rows[start : start + 4].tolist() for share, start in zip(shares, starts, strict=True)]
+        assert sorted(rows[0] + rows[1]) == sorted(r for u in units[number::4] for r in (u.row, u.row + 1))
+
+
+def test_pairs_are_drawn_and_dealt_whole_and_each_once_an_epoch(buffer: LocalBuffer) -> None:
+    assert load(buffer, pairs(6)) == 12
+    buffer.do("open_stage", plan(0, expert_rows=4, demonstrations="given", pairs=True))
+    drawn = []
+    for step in range(3):
+        for share in lease(buffer, step).shares:
+            rows = [int(row) for part in share.parts for row in part.rows]
+            assert [row // 2 for row in rows[::2]] == [row // 2 for row in rows[1::2]] and rows[0] % 2 == 0
+            drawn += rows
+        buffer.do("ack", step)
+    assert sorted(drawn) == list(range(12))
+
+
+def test_a_lease_of_pairs_is_the_same_after_a_kill(buffer: LocalBuffer) -> None:
+    load(buffer, pairs(6))
+    buffer.do("open_stage", plan(0, expert_rows=8, demonstrations="given", pairs=True, mini_batches=2))
+    before = buffer.lease(0)
+    assert lease(buffer, 0).shares[0].rows == (2, 2)
+    buffer.restart()
+    assert buffer.lease(0) == before and lease(buffer, 0).shares[0].rows == (2, 2)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_stage_gets_no_pairs_to_imitate_and_no_single_rows_to_prefer(buffer: LocalBuffer, wanted: bool) -> None:
+    load(buffer, expert_rows(6) if wanted else pairs(3))
+    stage = plan(0, expert_rows=2, demonstrations="given", pairs=wanted)
+    assert buffer.do("open_stage", stage) == ("DataError", "given")
+
+
+@pytest.mark.parametrize("spoil", ["order", "half", "mixed"])
+def test_broken_pairs_are_refused(buffer: LocalBuffer, spoil: str) -> None:
+    rows = pairs(2)
+    if spoil == "order":
+        rows = [rows[0], rows[2], rows[1], rows[3]]
+    elif spoil == "half":
+        rows = rows[:3]
+    else:
+        rows = [*rows[:2], *(replace(row, pair_id=None, chosen=None) for row in rows[2:])]
+    assert load(buffer, rows)[0] == "DataError"
+
+
+def test_own_groups_and_demonstrations_are_spread_over_mini_batches(buffer: LocalBuffer) -> None:
+    load(buffer, expert_rows(8))
+    buffer.do(
+        "open_stage", plan(4, group_size=2, expert_rows=4, demonstrations="given", mini_batches=2, scheduled=False)
+    )
+    buffer.put([(group(number), None) for number in range(4)])
+    shares = lease(buffer, 0).shares
+    assert [sum(share.rows[number] for share in shares) for number in range(2)] == [6, 6]
