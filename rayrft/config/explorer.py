@@ -34,6 +34,9 @@ class SamplingConfig(Section):
     temperature: float = Field(1.0, gt=0)
     max_tokens: int = Field(32, ge=1)
     """Longest answer, in tokens."""
+    seeded: bool | None = None
+    """Whether the answers to a task follow from the run's seed, however requests meet in an engine. By default they do
+    on CPUs; on a GPU it costs speed."""
     max_prompt_tokens: int = Field(256, ge=1)
     """A task with a longer prompt is dropped with a reason and counted."""
 

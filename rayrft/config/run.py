@@ -13,7 +13,7 @@ from rayrft.config.data import RewardConfig
 from rayrft.config.demonstrations import DemonstrationsConfig
 from rayrft.config.explorer import ExplorerConfig
 from rayrft.config.model import ModelConfig
-from rayrft.config.stage import EvaluationConfig, MonitorConfig, StageConfig
+from rayrft.config.stage import CheckpointConfig, EvaluationConfig, MonitorConfig, StageConfig
 from rayrft.config.tasks import TasksConfig
 from rayrft.config.trainer import TrainerConfig, WeightSyncConfig
 
@@ -36,6 +36,7 @@ class RunConfig(Section):
     trainer: TrainerConfig = TrainerConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     stages: list[StageConfig] = Field(min_length=1)
+    checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     monitor: MonitorConfig = MonitorConfig()
     plugins: list[Path] = Field(default_factory=list)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -145,6 +145,18 @@ class StageConfig(Section):
     def groups(self) -> int:
         """Groups of own rows in one batch."""
         return self.usual_rows // self.group_size
+
+
+class CheckpointConfig(Section):
+    """From which a run goes on when it was ended by whatever. There is one at the end of every stage, too."""
+
+    every: int | None = Field(50, ge=1)
+    """Steps of a stage between checkpoints; none: only at the ends of stages."""
+    keep_last: int = Field(2, ge=1)
+    keep_best: int = Field(0, ge=0)
+    """Besides the last, so many are kept that are best by ``best_by``."""
+    best_by: Literal["accuracy", "reward"] = "accuracy"
+    """Of the evaluation before it, or the mean of the step's rollouts."""
 
 
 class EvaluationConfig(Section):

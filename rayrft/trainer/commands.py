@@ -86,11 +86,41 @@ class Save:
 
 
 @dataclass(frozen=True)
+class Checkpoint:
+    """Write the whole state to a folder, in the background: `Trainer.written` tells when it is there."""
+
+    folder: Path
+
+
+@dataclass(frozen=True)
+class Restore:
+    """Put the state of a checkpoint in place: weights, and with ``whole`` all else that the open stage has."""
+
+    folder: Path
+    whole: bool
+
+
+@dataclass(frozen=True)
 class Stop:
     """End of the program."""
 
 
-Command = OpenStage | Load | Train | Locate | Describe | Join | Publish | Export | Release | Score | Save | Stop
+Command = (
+    OpenStage
+    | Load
+    | Train
+    | Locate
+    | Describe
+    | Join
+    | Publish
+    | Export
+    | Release
+    | Score
+    | Save
+    | Checkpoint
+    | Restore
+    | Stop
+)
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,22 @@ class Learner:
         value_loss = sum(value_losses) / max(len(value_losses), 1)
         return StepResult.of(updates, value_loss, time.perf_counter() - started, self._update_config.epochs)
 
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps besides weights and moments."""
+        return {
+            "step": self._step,
+            "taken": self.optimizer.taken,
+            "critic_taken": self.critic.optimizer.taken if self.critic is not None else 0,
+            "reference": self.reference.weights if self.reference is not None else {},
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Stand where the stage stood; the reference was filled in place."""
+        self._step = state["step"]
+        self.optimizer.taken = state["taken"]
+        if self.critic is not None:
+            self.critic.optimizer.taken = state["critic_taken"]
+
     def gradient(self, rows: list[TrainRow]) -> tuple[LossParts, Denominators]:
         """Leave the gradient of one update in the parameters; gives the parts of its loss over all ranks, and what
         they are over."""

@@ -15,6 +15,7 @@ from rayrft.config.trainer import TrainerConfig
 from rayrft.registry import load_plugins
 from rayrft.trainer import commands as c
 from rayrft.trainer.batches import TrainRow, fetch_mini_batches
+from rayrft.trainer.checkpoint import Checkpointer
 from rayrft.trainer.critic import Critic
 from rayrft.trainer.learner import Learner
 from rayrft.trainer.model import Sharded, full_weights, load_hf, load_policy, named_weights, save_hf, shard
@@ -83,6 +84,7 @@ class Rank:
             temperature=setup.temperature,
             device=self._device,
         )
+        self._checkpointer = Checkpointer()
         self._group: WeightGroup | None = None
         self._exported: list[Tensor] = []
         self._mini_batches: list[list[TrainRow]] = []
@@ -116,6 +118,11 @@ class Rank:
                 return self._learner.score(sequences)
             case c.Save(folder):
                 return self._save(folder)
+            case c.Checkpoint(folder):
+                return self._checkpoint(folder)
+            case c.Restore(folder, whole):
+                self._checkpointer.load(self._learner, self._critic, folder, whole=whole)
+                return None
             case _:
                 raise TypeError(f"unknown command {command!r}")
 
@@ -155,6 +162,12 @@ class Rank:
         except ObjectLostError:
             return False
         return True
+
+    def _checkpoint(self, folder: Path) -> None:
+        def done(problem: str | None) -> None:
+            self._setup.trainer.wrote.remote(self._index, folder, problem)
+
+        self._checkpointer.save(self._learner, self._critic, folder, done)
 
     def _locate(self) -> tuple[str, int]:
         import ray.util

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from rayrft.trainer.policy import Policy
 
@@ -20,35 +19,30 @@ class Reference:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._kept = [weight.clone() for weight in self._weights()]
+        self.weights = self._present()
+        """By parameter; what is copied into these tensors becomes the reference."""
 
     def refresh(self) -> None:
         """Take the present weights."""
-        for kept, weight in zip(self._kept, self._weights(), strict=True):
-            kept.copy_(weight)
+        _copy(self._present(), self.weights)
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """The policy is the reference in here. Without gradients: its own weights come back as they were."""
-        present = [weight.clone() for weight in self._weights()]
-        self._put(self._kept)
+        present = self._present()
+        parameters = dict(self._policy.named_parameters())
+        _copy(self.weights, parameters)
         try:
             yield
         finally:
-            self._put(present)
+            _copy(present, parameters)
 
-    def state(self) -> list[Tensor]:
-        """The weights, for a checkpoint; what is copied into these tensors becomes the reference."""
-        return self._kept
-
-    def _put(self, values: list[Tensor]) -> None:
-        for weight, value in zip(self._weights(), values, strict=True):
-            weight.copy_(value)
-
-    def _weights(self) -> list[Tensor]:
-        with torch.no_grad():
-            return [_local(parameter.detach()) for parameter in self._policy.parameters() if parameter.requires_grad]
+    def _present(self) -> dict[str, Tensor]:
+        named = self._policy.named_parameters()
+        return {name: parameter.detach().clone() for name, parameter in named if parameter.requires_grad}
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+@torch.no_grad()
+def _copy(values: dict[str, Tensor], into: dict[str, Tensor] | dict[str, torch.nn.Parameter]) -> None:
+    for name, value in values.items():
+        into[name].copy_(value)

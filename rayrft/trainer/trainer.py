@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rayrft.config.trainer import TrainerConfig
-from rayrft.errors import ActorDied, RayrftError
+from rayrft.errors import ActorDied, RayrftError, StorageError
 from rayrft.trainer.commands import Command, Stop
 from rayrft.trainer.rank import RankSetup, run_rank
 
@@ -24,6 +24,7 @@ class Trainer:
         self._command: Command | None = None
         self._answers: dict[int, Any] = {}
         self._ready: dict[int, str | None] = {}
+        self._written: dict[Path, dict[int, str | None]] = {}
         self._failure: Exception | None = None
         self._fit: asyncio.Task[None] | None = None
 
@@ -46,6 +47,14 @@ class Trainer:
             self._changed.notify_all()
             await self._until(lambda: len(self._answers) == self._config.ranks)
             return [self._answers[rank] for rank in range(self._config.ranks)]
+
+    async def written(self, folder: Path) -> None:
+        """Returns when every rank has written its part of a checkpoint. Raises StorageError when one could not."""
+        async with self._changed:
+            await self._until(lambda: len(self._written.get(folder, ())) == self._config.ranks)
+            problems = [problem for problem in self._written.pop(folder).values() if problem is not None]
+        if problems:
+            raise StorageError(f"a checkpoint cannot be written: {problems[0]}", field="storage", value=str(folder))
 
     async def stop(self) -> None:
         """End the ranks; returns when Ray Train has finished."""
@@ -85,6 +94,12 @@ class Trainer:
         async with self._changed:
             if number == self._number:
                 self._answers[rank] = value
+            self._changed.notify_all()
+
+    async def wrote(self, rank: int, folder: Path, problem: str | None) -> None:
+        """A rank has written its part of a checkpoint, or could not."""
+        async with self._changed:
+            self._written.setdefault(folder, {})[rank] = problem
             self._changed.notify_all()
 
     async def failed(self, rank: int, error: BaseException) -> None:

@@ -106,10 +106,10 @@ def test_the_reference_stays_while_the_policy_moves() -> None:
     learner = make_learner("grpo", {"kl": "k2", "kl_coef": 1e-3})
     rows = on_policy(learner, own_rows())
     assert learner.reference is not None
-    start = [weight.clone() for weight in learner.reference.state()]
+    start = [weight.clone() for weight in learner.reference.weights.values()]
     kls = [learner.step([rows]).kl for _ in range(3)]
     assert kls[0] == pytest.approx(0.0, abs=1e-12) and 0 < kls[1] < kls[2]
-    assert all(torch.equal(old, new) for old, new in zip(start, learner.reference.state(), strict=True))
+    assert all(torch.equal(old, new) for old, new in zip(start, learner.reference.weights.values(), strict=True))
 
 
 def test_a_refreshed_reference_is_the_policy_of_that_step() -> None:

@@ -1,0 +1,121 @@
+"""A trainer that starts from a checkpoint goes on as the one that wrote it, on any number of ranks."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rayrft.config.stage import UpdateConfig
+from rayrft.config.trainer import OptimizerConfig
+from rayrft.errors import ModelError
+from rayrft.trainer.batches import TrainRow
+from rayrft.trainer.checkpoint import Checkpointer, load_weights
+from rayrft.trainer.learner import Learner
+from tests.trainer.ranks import on_ranks
+from tests.trainer.test_learner import make_model
+from tests.trainer.test_updates import make_learner, own_rows, weights
+
+PIECES = {"kl": "k1", "kl_in": "reward"}
+SCHEDULE = OptimizerConfig(lr=1e-2, schedule="cosine", warmup_steps=2)
+
+
+def rows() -> list[TrainRow]:
+    return [replace(row, reward=i / 10) for i, row in enumerate(own_rows())]
+
+
+def ready() -> Learner:
+    """PPO with a KL, which has everything: reference, critic, two optimisers."""
+    return make_learner("ppo", PIECES, optimizer=SCHEDULE, update=UpdateConfig(reference_refresh=2), sharded=True)
+
+
+def mine() -> list[TrainRow]:
+    return rows()[dist.get_rank() :: dist.get_world_size()]
+
+
+def write(learner: Learner, folder: Path) -> list[str | None]:
+    said: list[str | None] = []
+    written = threading.Event()
+    Checkpointer().save(learner, learner.critic, folder, lambda problem: (said.append(problem), written.set())[1])
+    learner.step([mine()])  # what is written must not be what the policy has become meanwhile
+    assert written.wait(60)
+    return said
+
+
+def _save_and_go_on(folder: Path) -> Any:
+    learner = ready()
+    for _ in range(3):
+        learner.step([mine()])
+    before = weights(learner)
+    assert write(learner, folder) == [None]
+    for _ in range(2):
+        result = learner.step([mine()])
+    return before, weights(learner), result
+
+
+def _load_and_go_on(folder: Path) -> Any:
+    learner = ready()
+    Checkpointer().load(learner, learner.critic, folder, whole=True)
+    before = weights(learner)
+    for _ in range(3):
+        result = learner.step([mine()])
+    return before, weights(learner), result
+
+
+@pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 2), (2, 4)], ids=lambda ranks: f"{ranks[0]} to {ranks[1]}")
+def test_resumed_training_is_the_training_that_went_on(ranks: tuple[int, int], tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    before, after, result = on_ranks(ranks[0], tmp_path, _save_and_go_on, folder)
+    again, resumed, last = on_ranks(ranks[1], tmp_path, _load_and_go_on, folder)
+    torch.testing.assert_close(again, before, atol=1e-12, rtol=0)
+    torch.testing.assert_close(resumed, after, atol=1e-6, rtol=0)
+    for field in ("loss", "value_loss", "kl", "lr", "grad_norm"):
+        assert getattr(last, field) == pytest.approx(getattr(result, field), abs=1e-6), field
+
+
+def _save_and_take_weights(folder: Path) -> Any:
+    learner = ready()
+    learner.step([mine()])
+    taken = weights(learner)
+    assert write(learner, folder) == [None]
+    other = ready()
+    Checkpointer().load(other, other.critic, folder, whole=False)
+    return taken, weights(other), other.optimizer.taken, len(other.optimizer.adam.state)
+
+
+def test_between_stages_only_weights_are_taken_along(tmp_path: Path) -> None:
+    taken, found, updates, state = on_ranks(2, tmp_path, _save_and_take_weights, tmp_path / "checkpoint")
+    torch.testing.assert_close(found, taken, atol=1e-12, rtol=0)
+    assert updates == 0 and state == 0
+    model = make_model().model
+    load_weights(tmp_path / "checkpoint", dict(model.named_parameters()))
+    torch.testing.assert_close(torch.cat([p.detach().flatten() for p in model.parameters()]), taken)
+
+
+def _load_another_model(folder: Path) -> str:
+    learner = ready()
+    assert write(learner, folder) == [None]
+    wider = make_learner("grpo")
+    wider.policy.model.resize_token_embeddings(60)
+    with pytest.raises(ModelError, match="does not fit the model") as raised:
+        Checkpointer().load(wider, None, folder, whole=True)
+    return str(raised.value)
+
+
+def test_a_checkpoint_of_another_model_is_an_error(tmp_path: Path) -> None:
+    assert "Resume with the model" in on_ranks(1, tmp_path, _load_another_model, tmp_path / "checkpoint")
+
+
+def _write_where_nothing_can_be(folder: Path) -> list[str | None]:
+    return write(ready(), folder)
+
+
+def test_a_checkpoint_that_cannot_be_written_says_why(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    [problem] = on_ranks(1, tmp_path, _write_where_nothing_can_be, tmp_path / "file" / "checkpoint")
+    assert problem is not None and "Not a directory" in problem
