@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from rayrft import start
 from rayrft.cli import follow
 from rayrft.config import load_config, parse_override
 from rayrft.errors import RayrftError
@@ -24,7 +25,7 @@ def main(arguments: list[str]) -> int:
         raw["stages"] = [warmup, *controls, {**mix, "start_from": "warmup"}]
     try:
         overrides = dict(parse_override(each) for each in arguments if each != "--controls")
-        follow(load_config(raw, overrides))
+        follow(start(load_config(raw, overrides)))
     except RayrftError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rayrft.buffer.experience import Experience, Task
     from rayrft.config import RunConfig
-    from rayrft.core.run import Run, attach, start
+    from rayrft.core.run import Run, attach, resume, start
     from rayrft.errors import RayrftError
     from rayrft.explorer.workflow import Workflow, register_workflow
     from rayrft.rewards import RewardResult, register_reward
@@ -23,6 +23,7 @@ _HOME = {
     "RunConfig": "rayrft.config",
     "Run": "rayrft.core.run",
     "attach": "rayrft.core.run",
+    "resume": "rayrft.core.run",
     "start": "rayrft.core.run",
     "RayrftError": "rayrft.errors",
     "Workflow": "rayrft.explorer.workflow",
@@ -41,6 +42,7 @@ __all__ = [
     "attach",
     "register_reward",
     "register_workflow",
+    "resume",
     "start",
 ]
 

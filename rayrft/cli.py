@@ -1,17 +1,22 @@
-"""The command line: ``rayrft run | status | stop | watch | data``."""
+"""The command line: ``rayrft run | resume | export | status | stop | watch | data``."""
 
 from __future__ import annotations
 
 import json
 import signal
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rayrft import data_tool
-from rayrft.config import RunConfig, load_config, parse_override
+from rayrft.config import load_config, parse_override
+from rayrft.core.folders import find_folder
 from rayrft.errors import RayrftError
+
+if TYPE_CHECKING:
+    from rayrft.core.run import Run
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(data_tool.app, name="data")
@@ -23,7 +28,32 @@ def run(
     overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value …")] = None,
 ) -> None:
     """Run a config to its end."""
-    follow(load_config(config, dict(map(parse_override, overrides or []))))
+    from rayrft.core.run import start
+
+    follow(start(load_config(config, dict(map(parse_override, overrides or []))), say=_say))
+
+
+@app.command()
+def resume(
+    run: Annotated[str, typer.Argument(help="a run's folder, or its name in runs/")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value …")] = None,
+) -> None:
+    """Go on with a run that crashed or was stopped, from its latest checkpoint."""
+    from rayrft.core.run import resume
+
+    follow(resume(find_folder(run), say=_say, **dict(map(parse_override, overrides or []))))
+
+
+@app.command()
+def export(
+    run: Annotated[str, typer.Argument(help="a run's folder, or its name in runs/")],
+    to: Annotated[Path, typer.Option(help="the folder to write, in Hugging Face format")],
+    step: Annotated[int | None, typer.Option(help="of the checkpoint; the latest by default")] = None,
+) -> None:
+    """Write a checkpoint as a model that transformers and vLLM can load."""
+    from rayrft.core.export import export
+
+    print(f"step {export(find_folder(run), to, step)} written to {to}")
 
 
 @app.command()
@@ -56,14 +86,12 @@ def stop(name: str) -> None:
     print(f"{name}: stopping")
 
 
-def follow(config: RunConfig) -> dict[str, object]:
-    """Start a run, print its lines, table and whereabouts, and give its summary. Ctrl-C asks the run to stop; a second
-    one ends it at once. Raises the root cause when the run fails."""
-    from rayrft.core.run import start
+def follow(handle: Run) -> dict[str, object]:
+    """Print a run's lines, table and whereabouts, and give its summary. Ctrl-C asks the run to stop; a second one ends
+    it at once. Raises the root cause when the run fails."""
     from rayrft.monitor.records import read_records
     from rayrft.monitor.report import accuracy_table
 
-    handle = start(config, say=_say)
     interrupted = False
 
     def interrupt(*_: object) -> None:
@@ -86,7 +114,7 @@ def follow(config: RunConfig) -> dict[str, object]:
     )
     _say(f"{summary['status']} after {summary['seconds']['total']:.0f} s, {summary['steps']} steps")
     _say(f"plot        {handle.folder / 'plot.png'}")
-    _say(f"checkpoint  {summary['checkpoint'] or 'none: the run was stopped'}")
+    _say(f"checkpoint  {summary['checkpoint'] or f'to go on: rayrft resume {handle.folder}'}")
     return summary
 
 

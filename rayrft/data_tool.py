@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rayrft.errors import RunNotFound, nearest
+from rayrft.core.folders import find_folder
+from rayrft.errors import RunNotFound
 
 if TYPE_CHECKING:
     from rayrft.buffer.archive import Archive, Found
@@ -112,7 +113,7 @@ def import_rows(
     from rayrft.core.run import attach
 
     rows = read_file(file)
-    folder = _folder(run, storage)
+    folder = find_folder(run, storage)
     try:
         live = attach(load_config(folder / "config.yaml").name)
     except RunNotFound:
@@ -130,17 +131,7 @@ def import_rows(
 def _archive(run: str, storage: Path) -> Archive:
     from rayrft.buffer.archive import Archive
 
-    return Archive.of_run(_folder(run, storage))
-
-
-def _folder(run: str, storage: Path) -> Path:
-    """The folder of a run: the one given, or that of its name."""
-    for folder in (Path(run), storage / run):
-        if (folder / "config.yaml").is_file():
-            return folder
-    known = [path.parent.name for path in storage.glob("*/config.yaml")]
-    remedy = nearest(run, known) if known else f"there are none in {storage}: give a run folder, or --storage"
-    raise RunNotFound("no such run folder", field="run", value=run, remedy=remedy)
+    return Archive.of_run(find_folder(run, storage))
 
 
 def _condition(where: list[str] | None) -> Any:

@@ -64,7 +64,10 @@ class Buffer:
     # Stages and admission.
 
     async def open_stage(self, plan: StagePlan) -> None:
-        """Begin a stage. Groups left over from the one before are dropped and counted."""
+        """Begin a stage. Groups left over from the one before are dropped and counted.
+
+        The stage that was opened last, by name and first version, goes on where it stood.
+        """
         if plan.expert_rows:
             if plan.demonstrations not in self._state.book.experts:
                 raise DataError("no such demonstrations were loaded", field="demonstrations", value=plan.demonstrations)
@@ -77,9 +80,18 @@ class Buffer:
                 value=bound,
                 remedy="raise it, or lower the stage's batch_size",
             )
+        last = self._state.book.plan
+        if last is not None and last.name and (last.name, last.version) == (plan.name, plan.version):
+            return await self._store.commit(e.StageResumed(plan))
         self._state.pool.close()
         await self._store.commit(e.StageOpened(plan))
         self._state.fill_pool(self._store.new_pool)
+
+    async def resume(self, step: int) -> None:
+        """The run goes on from a checkpoint of ``step``: what producers had under way goes to others, and leases from
+        there on are to be trained again, with the same rows in the same order."""
+        gone = sorted({each.producer for each in self._state.book.outstanding.values()} | set(self._state.book.calls))
+        await self._store.commit(*(e.Abandoned(producer) for producer in gone), e.RolledBack(step))
 
     async def close_stage(self) -> None:
         """No more groups are admitted; whoever waits for a ticket gets none."""

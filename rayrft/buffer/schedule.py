@@ -37,6 +37,8 @@ class StagePlan:
     max_staleness: int = 0
     over_sampling: float = 1.0
     version: int = 0
+    name: str = ""
+    """By which the Buffer knows that a stage is opened once more."""
     pairs: bool = False
     mini_batches: int = 1
     scheduled: bool = True

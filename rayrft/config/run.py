@@ -22,13 +22,15 @@ class RunConfig(Section):
     """One run: one YAML file."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
+    mode: Literal["both", "train"] = "both"
+    """``train``: no engines. Stages train on files, or on groups that other jobs put into the run's Buffer."""
     storage: Path = Path("runs")
     """The run folder is ``<storage>/<name>``."""
     seed: int = 0
     max_staleness: int = Field(0, ge=0)
     """Optimiser steps that may lie between the sampling of a token and its use: 0 is synchronous."""
     model: ModelConfig
-    tasks: TasksConfig
+    tasks: TasksConfig | None = None
     demonstrations: dict[str, DemonstrationsConfig] = Field(default_factory=dict)
     reward: RewardConfig = RewardConfig()
     explorer: ExplorerConfig = ExplorerConfig()
@@ -64,12 +66,35 @@ class RunConfig(Section):
         return join(self.buffer.storage, self.name) if self.buffer.storage else str(self.folder / "buffer")
 
     @property
+    def rolls_out(self) -> bool:
+        """Whether there are engines: to sample groups, or to evaluate."""
+        return self.mode == "both" and (any(stage.groups for stage in self.stages) or self.evaluation.enabled)
+
+    @property
+    def seeds_requests(self) -> bool:
+        """Whether each answer follows from the seed."""
+        seeded = self.explorer.sampling.seeded
+        return self.explorer.engine.gpus == 0 if seeded is None else seeded
+
+    @property
     def sync_backend(self) -> Literal["gloo", "nccl", "ipc"]:
         """The weight-transfer backend, derived where the config says ``auto``."""
         if self.weight_sync.backend != "auto":
             return self.weight_sync.backend
         gpus = self.explorer.engine.gpus
         return "gloo" if gpus == 0 else "ipc" if gpus < 1 else "nccl"
+
+    @model_validator(mode="after")
+    def _mode(self) -> RunConfig:
+        if self.mode == "both" and self.tasks is None:
+            raise ValueError("'tasks' is missing: only mode 'train' does without tasks")
+        for stage in self.stages:
+            if self.mode == "train" and stage.evaluate_every:
+                raise ValueError(f"stage {stage.name!r}: evaluate_every needs engines, and mode 'train' has none")
+        for name, each in self.demonstrations.items():
+            if each.path is None and self.tasks is None:
+                raise ValueError(f"demonstrations.{name}: give a path, for there are no tasks to take them from")
+        return self
 
     @model_validator(mode="after")
     def _stages(self) -> RunConfig:

@@ -55,6 +55,20 @@ def step_record(
     )
 
 
+def first_step_doubt(lease: Lease, result: StepResult, tolerance: float) -> str | None:
+    """What is not as it must be where the trainer's policy is the one that sampled, and the reference: log-probs are
+    equal and the KL is 0. None where nothing is amiss, or where the batch was sampled earlier."""
+    fresh = bool(lease.staleness) and max(lease.staleness) == 0
+    if fresh and result.logprob_gap > tolerance:
+        return (
+            f"engine and trainer disagree by {result.logprob_gap:.2g} nats a token (tolerance {tolerance:g}) on tokens "
+            "that were sampled under these weights: their precision or the temperature differ, or the weights do"
+        )
+    if abs(result.kl) > tolerance:
+        return f"the KL to the reference is {result.kl:.2g} and not 0, though the policy has not moved yet"
+    return None
+
+
 def evaluation_record(stage: str, step: int, stage_step: int, result: Evaluation, seconds: float) -> EvaluationRecord:
     """One evaluation, with its interval."""
     low, high = result.interval

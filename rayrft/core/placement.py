@@ -34,7 +34,6 @@ class Part:
 def plan_placement(config: RunConfig) -> list[Part]:
     """The parts of a run, in the order of the picture. Ray Train makes the group of the trainer's ranks itself."""
     engine, trainer = config.explorer.engine, config.trainer
-    rollouts = any(stage.groups for stage in config.stages) or config.evaluation.enabled
     parts = [
         Part("master", 1, 0.05, 0, 0.25, "paces and supervises"),
         Part("explorer", 1, config.explorer.cpus, 0, 0.5, "tasks, workflows"),
@@ -52,7 +51,8 @@ def plan_placement(config: RunConfig) -> list[Part]:
             "FSDP2, placed by Ray Train",
         ),
     ]
-    return parts if rollouts else [part for part in parts if part.name not in ("explorer", "engines", "reward")]
+    idle = () if config.rolls_out else ("explorer", "engines", "reward", "weight_sync")
+    return [part for part in parts if part.name not in idle]
 
 
 def show_plan(run: str, parts: list[Part]) -> str:

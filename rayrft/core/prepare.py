@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import uuid
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -37,31 +36,35 @@ class Prepared:
     """Tells this run from others of its name, such as the one whose log may lie at the same place."""
     model: str
     tasks: list[Task]
-    task_set: Callable[[], TaskSet]
-    """Makes the task set that draws from ``tasks``."""
+    task_set: Callable[[], TaskSet] | None
+    """Makes the task set that draws from ``tasks``, where there are any."""
     held_out: list[Task]
     demonstrations: dict[str, list[Experience]]
     left_out: dict[str, Counter[str]] = field(default_factory=dict)
     """Demonstrations left out, by name and reason."""
 
 
-def prepare(config: RunConfig) -> Prepared:
-    """Load and check everything a run reads, and open its folder.
+def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepared:
+    """Load and check everything a run reads, and open its folder; that of a ``resumed`` run is as it was left.
 
     Raises DataError, ModelError or ConfigError. Needs a running Ray only for tasks from files.
     """
     workflows.get(config.explorer.workflow, "explorer.workflow")
     samplers.get(config.buffer.sampler.name, "buffer.sampler.name")
     scores.get(config.buffer.sampler.score, "buffer.sampler.score")
-    splits = load_tasks(config.tasks, config.demonstrations, config.seed)
-    for source in range(len(config.tasks.sources)):
-        _check_reward(config.reward, splits.train[splits.sources.index(source)])
+    splits = TaskSplits([], [], [], {})
+    if config.tasks is not None:
+        splits = load_tasks(config.tasks, config.demonstrations, config.seed)
+        for source in range(len(config.tasks.sources)):
+            _check_reward(config.reward, splits.train[splits.sources.index(source)])
     _check_files(config)
-    open_folder(config)
-    _check_log(config)
+    if not resumed:
+        open_folder(config)
+        _check_log(config)
     model = _model(config, splits)
     tokenizer = ChatTokenizer(model)
-    _check_prompts(config, splits.train, tokenizer)
+    if config.rolls_out:
+        _check_prompts(config, splits.train, tokenizer)
     held_out = {task.question for task in splits.evaluation}
     demonstrations, left_out = {}, {}
     for name, each in config.demonstrations.items():
@@ -70,17 +73,7 @@ def prepare(config: RunConfig) -> Prepared:
         else:
             demonstrations[name], report = from_file(name, each, tokenizer, config.model.max_length, held_out)
             left_out[name] = report.counts
-    task_set = partial(
-        TaskSet,
-        splits.sources,
-        [source.weight for source in config.tasks.sources],
-        sampler=config.tasks.sampler,
-        seed=config.seed,
-        epochs=config.tasks.epochs,
-        difficulties=[task.difficulty for task in splits.train],
-    )
-    task_set()  # a sampler that cannot work with these tasks says so now
-    return Prepared(uuid.uuid4().hex, model, splits.train, task_set, splits.evaluation, demonstrations, left_out)
+    return Prepared(run_id, model, splits.train, _task_set(config, splits), splits.evaluation, demonstrations, left_out)
 
 
 def open_folder(config: RunConfig) -> None:
@@ -94,6 +87,23 @@ def open_folder(config: RunConfig) -> None:
         (folder / "config.yaml").write_text(dump_config(config))
     except OSError as error:
         raise ConfigError(f"cannot be written: {error.strerror}", field="storage", value=str(folder)) from None
+
+
+def _task_set(config: RunConfig, splits: TaskSplits) -> Callable[[], TaskSet] | None:
+    tasks = config.tasks
+    if tasks is None:
+        return None
+    make = partial(
+        TaskSet,
+        splits.sources,
+        [source.weight for source in tasks.sources],
+        sampler=tasks.sampler,
+        seed=config.seed,
+        epochs=tasks.epochs,
+        difficulties=[task.difficulty for task in splits.train],
+    )
+    make()  # a sampler that cannot work with these tasks says so now
+    return make
 
 
 def _check_log(config: RunConfig) -> None:
@@ -123,6 +133,8 @@ def _model(config: RunConfig, splits: TaskSplits) -> str:
         ]
         prompts = [message["content"] for task in tasks for message in task.messages]
         folder = config.folder / "model"
+        if folder.exists():  # of a run that is resumed
+            return str(folder)
         make_tiny_model(
             config.model.tiny,
             prompts,

@@ -51,6 +51,11 @@ class Checkpoints:
     def due(self, stage_step: int) -> bool:
         return self._config.every is not None and stage_step % self._config.every == 0
 
+    def mark_beginning(self, progress: Progress) -> None:
+        """A checkpoint without a trainer's state, from which a run that has no other begins again."""
+        self.begin(0)
+        self.commit(progress)
+
     def begin(self, step: int) -> Path:
         """An empty folder into which the trainer may write."""
         partial = self._folder / f".step-{step:06d}.partial"
@@ -97,6 +102,8 @@ class Checkpoints:
         if self._config.keep_best and scored:
             scored.sort(key=lambda each: (getattr(each, metric), each.step))
             needed |= {each.step for each in scored[-self._config.keep_best :]}
+        for partial in self._folder.glob(".step-*.partial"):  # of a run that was killed while it wrote
+            shutil.rmtree(partial, ignore_errors=True)
         for each in kept:
             if each.step not in needed:
                 shutil.rmtree(self.at(each.step), ignore_errors=True)

@@ -11,20 +11,25 @@ from pathlib import Path
 from typing import Any
 
 from rayrft.config import RunConfig
-from rayrft.monitor.records import EvaluationRecord, NoteRecord, Record, StepRecord
+from rayrft.monitor.records import EvaluationRecord, NoteRecord, Record, StepRecord, read_records, rewrite_records
 from rayrft.monitor.report import save_plot
 from rayrft.monitor.sinks import open_sinks
 
 
 class Recorder:
-    """Keeps every record, writes it to every sink, and wakes those who follow."""
+    """Keeps every record, writes it to every sink, and wakes those who follow.
 
-    def __init__(self, config: RunConfig) -> None:
+    A run that goes on keeps the first ``kept`` records that it had; steps after them are taken again.
+    """
+
+    def __init__(self, config: RunConfig, kept: int = 0) -> None:
         self._config = config
+        had = read_records(config.folder)[:kept]
+        rewrite_records(config.folder, had)
         self._sinks = open_sinks(config)
         self._changed = asyncio.Condition()
         self._started = time.time()
-        self.records: list[Record] = []
+        self.records: list[Record] = had
         self.ended = False
 
     async def add(self, record: Record) -> None:

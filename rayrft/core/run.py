@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -13,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 from rayrft.config import RunConfig, load_config
 from rayrft.core.placement import NAMESPACE, Placement, actor_name, check_placement, plan_placement, show_plan
 from rayrft.core.prepare import prepare
+from rayrft.core.progress import Checkpoints, Progress
 from rayrft.core.recorder import write_summary
 from rayrft.core.run_data import RunData
 from rayrft.core.supervision import root_cause
-from rayrft.errors import ActorDied, PlacementError, RunNotFound, nearest
+from rayrft.errors import ActorDied, ConfigError, PlacementError, RunNotFound, nearest
 from rayrft.monitor.progress import line
 from rayrft.monitor.records import Record, StepRecord, read_records
 
@@ -35,22 +37,55 @@ def start(
     ``overrides`` are dotted keys: ``start("run.yaml", **{"trainer.ranks": 1})``. ``say`` gets the placement plan.
     Raises a RayrftError, before any actor starts, when config, data, model or cluster do not fit.
     """
+    return _start(load_config(config, overrides), None, say)
+
+
+def resume(folder: str | Path, *, say: Callable[[str], None] = print, **overrides: Any) -> Run:
+    """Go on with the run in that folder, which crashed or was stopped: from its latest checkpoint, with the rows that
+    were leased since, in their order. ``overrides`` may raise a stage's steps, change resources and the like.
+
+    Raises ConfigError where there is no such run, or it is finished, and what `start` raises.
+    """
+    folder = Path(folder)
+    if not (folder / "config.yaml").is_file():
+        raise ConfigError("no run lies there (no config.yaml)", field="run", value=str(folder))
+    config = load_config(folder / "config.yaml", overrides)
+    if config.folder != folder.absolute():  # it was moved, or the storage is mounted elsewhere
+        config = load_config(config, {"storage": str(folder.absolute().parent), "name": folder.name})
+    progress = Checkpoints(config.folder, config.checkpoint).latest()
+    if progress is None:
+        raise ConfigError("the run did not begin", field="run", value=str(folder), remedy="start it instead")
+    last = config.stages[-1]
+    if progress.stage == len(config.stages) - 1 and progress.stage_ended and progress.stage_step >= last.steps:
+        raise ConfigError(
+            f"the run is finished after {progress.step} steps",
+            field="run",
+            value=str(folder),
+            remedy=f"to train on, raise stages.{last.name}.steps",
+        )
+    return _start(config, progress, say)
+
+
+def _start(checked: RunConfig, progress: Progress | None, say: Callable[[str], None]) -> Run:
+    """Start a run, or go on with one from where it stands."""
     import ray
 
-    checked = load_config(config, overrides)
     connect()
     _check_name(checked.name)
     parts = plan_placement(checked)
     say(show_plan(checked.name, parts))
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     check_placement(parts, ray.available_resources(), nodes)
-    prepared = prepare(checked)
+    began = progress or Progress(uuid.uuid4().hex)
+    prepared = prepare(checked, began.run_id, resumed=progress is not None)
+    if progress is None:
+        Checkpoints(checked.folder, checked.checkpoint).mark_beginning(began)
 
     from rayrft.core.master import Master
 
     placement = Placement(checked.name, parts)
     placement.reserve(["master"])
-    master = placement.actor(Master, "master", name="master").remote(checked)
+    master = placement.actor(Master, "master", name="master").remote(checked, began)
     outcome = master.run.remote([ray.put(prepared)])
     return Run(checked.name, checked.folder, master, outcome, placement)
 

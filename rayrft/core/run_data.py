@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rayrft.core.placement import NAMESPACE, actor_name
-from rayrft.errors import RunNotFound
+from rayrft.errors import ConfigError, RunNotFound
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -52,6 +52,27 @@ class RunData:
         from rayrft.buffer.dataset import load_dataset
 
         return load_dataset(self._buffer(), rows, name)
+
+    def put(self, rows: list[Experience]) -> None:
+        """Hand in whole groups of own rows, to a run in mode ``train``; returns when they are in its log.
+
+        Advantages that are missing are computed from the rewards of the group, by the algorithm of the run's first stage
+        that takes groups. Raises DataError when rows are faulty.
+        """
+        from rayrft.buffer.filling import put_groups
+        from rayrft.config import load_config
+
+        config = load_config(self.folder / "config.yaml")
+        algorithms = [stage.algorithm.build() for stage in config.stages if stage.groups]
+        if not algorithms:
+            raise ConfigError("no stage of the run takes groups", field="stages", value=self.name)
+        put_groups(self._buffer(), config.buffer.shards, rows, algorithms[0])
+
+    def finish(self) -> None:
+        """Say that no more groups will be put: a step that cannot be filled ends the run's stage."""
+        from rayrft.buffer.dataset import answer
+
+        answer(self._buffer().detach.remote("put"))
 
     def _buffer(self) -> Any:
         import ray

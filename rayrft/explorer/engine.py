@@ -29,6 +29,8 @@ class Sampling:
     temperature: float
     max_tokens: int
     stop_token_ids: tuple[int, ...]
+    seed: int | None = None
+    """With one, the answers do not depend on what else the engine does."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ class RolloutEngine:
                 max_tokens=sampling.max_tokens,
                 stop_token_ids=list(sampling.stop_token_ids),
                 logprobs=0,
+                seed=sampling.seed,
             ),
         )
         return [

@@ -16,7 +16,7 @@ from rayrft.explorer.engine import Sampling
 from rayrft.explorer.evaluation import Evaluation
 from rayrft.explorer.router import Router
 from rayrft.explorer.scoring import apply_rewards, assign_advantages
-from rayrft.explorer.workflow import ModelClient, PromptTooLong, workflows
+from rayrft.explorer.workflow import ModelClient, PromptTooLong, derive_seed, workflows
 from rayrft.registry import load_plugins
 from rayrft.rewards.worker import RewardPool
 
@@ -84,7 +84,6 @@ class Explorer:
 
         Raises ActorDied when an engine is gone, and RayrftError when group after group fails.
         """
-        model = self._client(self._config.explorer.sampling.temperature)
         running: set[asyncio.Task[None]] = set()
         admit = self._admit(stage)
         try:
@@ -99,7 +98,7 @@ class Explorer:
                 if not (tickets := admit.result()):
                     return await self._finish(running)
                 for ticket in tickets:
-                    running.add(asyncio.create_task(self._group(stage, ticket, model)))
+                    running.add(asyncio.create_task(self._group(stage, ticket)))
                 admit = self._admit(stage)
         finally:
             for task in running:
@@ -108,8 +107,9 @@ class Explorer:
 
     async def evaluate(self, temperature: float) -> Evaluation:
         """One answer per held-out task. Raises ActorDied when an engine is gone."""
-        model = self._client(temperature)
-        rewards = await asyncio.gather(*(self._evaluate_one(task, model) for task in self._held_out))
+        rewards = await asyncio.gather(
+            *(self._evaluate_one(task, self._client(temperature, task.id)) for task in self._held_out)
+        )
         known = [reward for reward in rewards if reward is not None]
         return Evaluation(
             temperature,
@@ -140,11 +140,12 @@ class Explorer:
         self._calls += 1
         return asyncio.ensure_future(self._buffer.admit.remote("explorer", self._calls, stage.groups))
 
-    async def _group(self, stage: StageConfig, ticket: Ticket, model: ModelClient) -> None:
+    async def _group(self, stage: StageConfig, ticket: Ticket) -> None:
         """One group, from task to Buffer. Whatever happens, the ticket is used or given back."""
         assert ticket.task is not None  # the Buffer was given the tasks
         task = self._tasks[ticket.task]
         group_id = f"{self._config.name}/{stage.name}/{ticket.sequence}/{task.id}"
+        model = self._client(self._config.explorer.sampling.temperature, group_id)
         try:
             with self._rolling:
                 rows = await self._workflow.run(task, model, group_id, stage.group_size)
@@ -182,12 +183,14 @@ class Explorer:
         [result] = await self._rewards.score(task, [answer.text])
         return result.value
 
-    def _client(self, temperature: float) -> ModelClient:
+    def _client(self, temperature: float, name: str) -> ModelClient:
+        """A client for what has that name, and samples accordingly."""
         sampling = self._config.explorer.sampling
+        seed = derive_seed(self._config.seed, name) if self._config.seeds_requests else None
         return ModelClient(
             self._router,
             self._tokenizer,
-            Sampling(temperature, sampling.max_tokens, (self._tokenizer.eos_id,)),
+            Sampling(temperature, sampling.max_tokens, (self._tokenizer.eos_id,), seed),
             max_prompt_tokens=sampling.max_prompt_tokens,
         )
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -36,6 +37,7 @@ class ModelClient:
         self._tokenizer = tokenizer
         self._sampling = sampling
         self._max_prompt_tokens = max_prompt_tokens
+        self._calls = 0
 
     async def chat(self, messages: list[dict[str, str]], n: int = 1) -> list[Answer]:
         """``n`` answers to a conversation. Raises PromptTooLong."""
@@ -45,8 +47,20 @@ class ModelClient:
         """``n`` continuations of a token sequence. Raises PromptTooLong."""
         if len(prompt) > self._max_prompt_tokens:
             raise PromptTooLong(f"{len(prompt)} tokens, at most {self._max_prompt_tokens}")
-        completions = await self._router.generate(prompt, n, self._sampling)
+        completions = await self._router.generate(prompt, n, self._next())
         return [Answer(prompt, each, self._tokenizer.decode(list(each.token_ids))) for each in completions]
+
+    def _next(self) -> Sampling:
+        """A workflow that asks the same twice gets two answers."""
+        self._calls += 1
+        if self._sampling.seed is None:
+            return self._sampling
+        return replace(self._sampling, seed=derive_seed(self._sampling.seed, str(self._calls)))
+
+
+def derive_seed(seed: int, name: str) -> int:
+    """A seed of its own for whatever has that name."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=4).digest(), "little") >> 1
 
 
 class Workflow(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -105,3 +106,10 @@ def read_records(folder: Path) -> list[Record]:
             values = json.loads(line)
             records.append(KINDS[values.pop("kind")](**values))
     return records
+
+
+def rewrite_records(folder: Path, records: list[Record]) -> None:
+    """Put these records in place of what the file holds."""
+    temporary = folder / ".metrics.jsonl.partial"
+    temporary.write_text("".join(to_json(record) + "\n" for record in records))
+    os.replace(temporary, folder / "metrics.jsonl")

@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -89,18 +89,20 @@ def full_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
 
 
 def save_hf(policy: Policy, tokenizer_from: str, folder: Path, *, writer: bool) -> None:
-    """Write a Hugging Face folder: weights, configuration, tokenizer. A collective; only ``writer`` touches the disk.
-
-    The folder appears at once and whole, or not at all.
-    """
+    """Write a Hugging Face folder: weights, configuration, tokenizer. A collective; ``writer`` touches the disk."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = get_model_state_dict(policy, options=options)
+    state: dict[str, Any] = get_model_state_dict(policy, options=options)
     if not writer:
         return
+    weights = {name.removeprefix("model."): tensor for name, tensor in state.items()}
+    write_hf(policy, weights, tokenizer_from, folder)
+
+
+def write_hf(policy: Policy, weights: dict[str, Tensor], tokenizer_from: str, folder: Path) -> None:
+    """Write a Hugging Face folder; it appears at once and whole, or not at all."""
     temporary = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    weights = {name.removeprefix("model."): tensor for name, tensor in state.items()}
     policy.model.save_pretrained(temporary, state_dict=weights)
     from transformers import AutoTokenizer
 

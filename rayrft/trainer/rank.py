@@ -44,12 +44,13 @@ def run_rank(options: dict[str, Any]) -> None:
     """
     import ray
     import ray.train
+    import ray.train.torch
 
     setup: RankSetup = options["setup"]
     index = ray.train.get_context().get_world_rank()
     try:
         load_plugins(setup.plugins)
-        rank = Rank(setup, index)
+        rank = Rank(setup, index, ray.train.torch.get_device())
         number = 0
         ray.get(setup.trainer.ready.remote(index, rank.remark))
         while not isinstance(command := ray.get(setup.trainer.next_command.remote(number)), c.Stop):
@@ -63,13 +64,10 @@ def run_rank(options: dict[str, Any]) -> None:
 class Rank:
     """A rank's model and its answers to commands."""
 
-    def __init__(self, setup: RankSetup, index: int) -> None:
-        import ray.train
-        import ray.train.torch
-
+    def __init__(self, setup: RankSetup, index: int, device: torch.device) -> None:
         self._setup = setup
         self._index = index
-        self._device: torch.device = ray.train.torch.get_device()
+        self._device = device
         if self._device.type == "cpu":
             torch.set_num_threads(max(1, int(setup.config.cpus)))
         self._wire_dtype: torch.dtype = getattr(torch, setup.dtype)

@@ -19,7 +19,7 @@ Call = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def attempt(tmp_path: Path, **overrides: Any) -> None:
-    prepare(load_config(small_config(tmp_path, "bad"), overrides))
+    prepare(load_config(small_config(tmp_path, "bad"), overrides), "run")
 
 
 def test_a_misspelt_key_on_the_command_line(rayrft: Call, config_file: Callable[..., Path]) -> None:
@@ -76,12 +76,12 @@ class TestData:
             attempt(tmp_path, demonstrations={"gold": {"path": str(path)}})
 
     def test_a_held_out_question_is_not_taken_as_a_demonstration(self, tmp_path: Path) -> None:
-        plain = prepare(load_config(small_config(tmp_path, "plain")))
+        plain = prepare(load_config(small_config(tmp_path, "plain")), "run")
         question = plain.held_out[0].question
         path = tmp_path / "gold.jsonl"
         path.write_text(f'{{"prompt": "{question}", "response": "r"}}\n{{"prompt": "other", "response": "r"}}\n')
         config = small_config(tmp_path, "other", demonstrations={"gold": {"path": str(path)}})
-        prepared = prepare(load_config(config))
+        prepared = prepare(load_config(config), "run")
         assert prepared.left_out["gold"] == {"held-out question": 1}
         assert len(prepared.demonstrations["gold"]) == 1
 
@@ -90,7 +90,7 @@ class TestData:
             attempt(tmp_path, **{"explorer.sampling.max_prompt_tokens": 5})
 
     def test_splits_never_share_a_question(self, tmp_path: Path) -> None:
-        prepared = prepare(load_config(small_config(tmp_path, "splits")))
+        prepared = prepare(load_config(small_config(tmp_path, "splits")), "run")
         train = {task.question for task in prepared.tasks}
         held_out = {task.question for task in prepared.held_out}
         shown = {row.turns[0]["content"] for row in prepared.demonstrations["gold"]}
@@ -137,7 +137,7 @@ class TestModelAndReward:
 @pytest.mark.usefixtures("ray_cluster")
 def test_an_older_run_of_the_same_name_is_kept(tmp_path: Path) -> None:
     for _ in range(2):
-        prepare(load_config(small_config(tmp_path, "twice")))
+        prepare(load_config(small_config(tmp_path, "twice")), "run")
     assert len(list(tmp_path.glob("twice*"))) == 2
 
 

@@ -68,6 +68,14 @@ class StageOpened:
 
 
 @dataclass(frozen=True)
+class StageResumed:
+    """The stage is open again, as it was; what may have changed is what it asks for each step."""
+
+    plan: StagePlan
+    event: Literal["stage_resumed"] = "stage_resumed"
+
+
+@dataclass(frozen=True)
 class StageClosed:
     event: Literal["stage_closed"] = "stage_closed"
 
@@ -226,6 +234,7 @@ class ProducersEnded:
 Event = (
     Began
     | StageOpened
+    | StageResumed
     | StageClosed
     | Admitted
     | Abandoned

@@ -45,6 +45,17 @@ def stage_opened(state: State, event: e.StageOpened) -> None:
     state.by_sequence = {}
 
 
+@rule(e.StageResumed)
+def stage_resumed(state: State, event: e.StageResumed) -> None:
+    book = state.book
+    book.plan, book.open, book.ended = event.plan, True, None
+    if book.schedule is not None:
+        # Tickets whose groups came when the stage was closed: their places are free.
+        held = book.outstanding.keys() | {ticket.sequence for ticket in book.returned}
+        for sequence in set(book.schedule.running) - held:
+            book.schedule.release(sequence)
+
+
 @rule(e.StageClosed)
 def stage_closed(state: State, event: e.StageClosed) -> None:
     state.book.open = False

@@ -1,0 +1,283 @@
+"""The stages of a run. The main path is `run` -> `_step`: lease a batch, train on it, publish weights, admit groups.
+
+Explorer and Trainer overlap by themselves where ``max_staleness`` lets groups be admitted before their step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from rayrft.buffer.lease import Lease
+from rayrft.buffer.schedule import StagePlan
+from rayrft.config import RunConfig, StageConfig
+from rayrft.core.bookkeeping import StepSeconds, evaluation_record, first_step_doubt, step_record
+from rayrft.core.cast import Cast
+from rayrft.core.progress import Checkpoints, Progress
+from rayrft.core.recorder import Recorder
+from rayrft.core.weight_sync import SyncReport
+from rayrft.errors import LeaseEnded
+from rayrft.explorer.evaluation import Evaluation
+from rayrft.monitor.records import StepRecord
+from rayrft.monitor.verdict import verdict
+from rayrft.trainer.commands import Checkpoint, Load, OpenStage, Restore, Save, Train
+from rayrft.trainer.result import StepResult
+
+_LEASE_DEADLINE_S = 300.0
+
+
+class Stopped(Exception):
+    """The user asked the run to stop."""
+
+
+class Stages:
+    """Runs stages on a cast that is up, from wherever ``progress`` says the run stands."""
+
+    def __init__(
+        self, config: RunConfig, cast: Cast, recorder: Recorder, progress: Progress, stop: asyncio.Event
+    ) -> None:
+        self._config = config
+        self._cast = cast
+        self._recorder = recorder
+        self._stop = stop
+        self._checkpoints = Checkpoints(config.folder, config.checkpoint)
+        self._saving: asyncio.Future[None] | None = None
+        self.progress = progress
+        self.ledger: dict[str, Any] = {}
+        """Of rows, as the Buffer last gave it."""
+        self.published = 0
+        """The version of the weights that the engines hold."""
+
+    async def run(self) -> None:
+        """All stages that are left. Raises Stopped when the user asked for it, after saving."""
+        progress = self.progress
+        await self._cast.buffer.resume.remote(progress.step)
+        try:
+            for number, stage in enumerate(self._config.stages):
+                if number > progress.stage:
+                    progress.stage, progress.stage_step = number, 0
+                    progress.stage_began, progress.stage_ended = progress.step, False
+                if number == progress.stage and (not progress.stage_ended or progress.stage_step < stage.steps):
+                    await self._stage(stage)
+        except Stopped:
+            await self._checkpoint()
+            await self._save(f"stopped-{progress.step}")
+            await self.saved()
+            await self.take_stock()
+            raise
+        await self._save("final")
+        await self.take_stock()
+
+    async def publish(self) -> SyncReport | None:
+        """Bring the present weights to the engines as a new version: the number of optimiser steps taken."""
+        self.published = self.progress.step
+        if self._cast.weight_sync is None:
+            return None
+        return await self._cast.weight_sync.publish.remote(self.progress.step)
+
+    async def restore(self) -> None:
+        """Put the weights of the latest checkpoint in place; the rest of it follows when the stage is open."""
+        if self.progress.step:
+            await self._command(Restore(self._checkpoints.at(self.progress.step), whole=False))
+
+    async def saved(self) -> None:
+        """Returns when the checkpoint that is being written is there. Raises StorageError when it cannot be."""
+        if self._saving is not None:
+            await self._saving
+
+    async def take_stock(self) -> None:
+        """Ask the Buffer for its ledger. Where it is gone, or was never there, the last answer stands."""
+        from ray.exceptions import RayActorError
+
+        with contextlib.suppress(RayActorError, TimeoutError):
+            self.ledger = await asyncio.wait_for(self._cast.buffer.stats.remote(), 5)
+
+    async def _stage(self, stage: StageConfig) -> None:
+        progress, first = self.progress, len(self._recorder.records)
+        await self._open(stage)
+        exploring = asyncio.ensure_future(self._explore(stage))
+        try:
+            while progress.stage_step < stage.steps:
+                try:
+                    await self._step(stage, exploring)
+                except LeaseEnded as ended:
+                    if ended.value != "end_of_data":
+                        raise
+                    taken = progress.stage_step
+                    await self._recorder.note(f"stage ends after {taken} steps: {ended}", stage.name, progress.step)
+                    break
+                if progress.stage_step < stage.steps:
+                    await self._between(stage, first)
+        finally:
+            await self._cast.buffer.close_stage.remote()
+            await exploring
+        if not stage.groups:
+            await self.publish()
+        progress.stage_ended = True
+        await self._save(stage.name)
+        await self._evaluate(stage)
+        progress.stages_done.append({"name": stage.name, "steps": progress.stage_step, "final_step": progress.step})
+        await self._judge(stage, first)
+        await self._checkpoint()
+        await self.saved()
+
+    async def _open(self, stage: StageConfig) -> None:
+        """Bring Trainer, engines and Buffer to where the stage stands."""
+        progress, algorithm = self.progress, stage.algorithm.build()
+        resumed = progress.stage_step > 0
+        weights = Path(progress.saved[stage.start_from]) if stage.start_from and not resumed else None
+        await self._command(OpenStage(algorithm, stage, weights))
+        if resumed:
+            await self._command(Restore(self._checkpoints.at(progress.step), whole=True))
+            said = f"goes on after {progress.stage_step} steps"
+        else:
+            said = self._describe(stage)
+        if weights is not None:
+            await self.publish()
+        await self._recorder.note(f"stage {stage.name!r}: {said}", stage.name, progress.step)
+        if not resumed and (progress.step == 0 or weights is not None):
+            await self._evaluate(stage)
+        plan = StagePlan(
+            stage.groups,
+            stage.group_size,
+            stage.expert_rows,
+            stage.demonstrations if stage.expert_rows else None,
+            self._config.max_staleness,
+            self._config.explorer.over_sampling,
+            progress.stage_began,
+            scheduled=self._config.mode == "both",
+            name=stage.name,
+            pairs=algorithm.needs_pairs,
+            mini_batches=stage.update.mini_batches,
+        )
+        await self._cast.buffer.open_stage.remote(plan)
+
+    async def _step(self, stage: StageConfig, exploring: asyncio.Future[None]) -> None:
+        """Lease, train, publish, admit: one optimiser step."""
+        progress, started = self.progress, time.perf_counter()
+        step = progress.step
+        lease = await self._unless_ended(asyncio.ensure_future(self._lease(step)), exploring)
+        waited = time.perf_counter() - started
+        async with self._engines_asleep():
+            result: StepResult = (await self._command(Train()))[0]
+        await self._cast.buffer.ack.remote(step)
+        await self.take_stock()
+        trained = time.perf_counter() - started - waited
+        progress.step += 1
+        progress.stage_step += 1
+        report = await self.publish() if stage.groups else None
+        await self._cast.buffer.advance.remote(self.published)
+        rollout_s, reward_s = await self._timings()
+        seconds = StepSeconds(time.perf_counter() - started, waited, rollout_s, reward_s, trained)
+        record = step_record(stage.name, progress.step, lease, result, report, seconds)
+        progress.reward = progress.reward if record.reward is None else record.reward
+        await self._recorder.add(record)
+        if progress.stage_step == 1:
+            doubt = first_step_doubt(lease, result, self._config.weight_sync.tolerance)
+            if doubt is not None:
+                await self._recorder.note(f"first step of {stage.name!r}: {doubt}", stage.name, progress.step)
+
+    async def _between(self, stage: StageConfig, first: int) -> None:
+        """Evaluate and save, where that is due between two steps."""
+        taken = self.progress.stage_step
+        if stage.evaluate_every and taken % stage.evaluate_every == 0:
+            if not stage.groups:
+                await self.publish()
+            await self._evaluate(stage)
+            await self._judge(stage, first)
+        if self._checkpoints.due(taken):
+            await self._checkpoint()
+
+    async def _lease(self, step: int) -> Lease:
+        """The batch of the step, loaded on every rank. A Buffer that died takes the blocks with it, and has them again
+        when it is back."""
+        while True:
+            lease: Lease = await self._cast.buffer.lease.remote(step, self._config.trainer.ranks, _LEASE_DEADLINE_S)
+            if all(await self._command(Load(lease))):
+                return lease
+
+    @contextlib.asynccontextmanager
+    async def _engines_asleep(self) -> AsyncIterator[None]:
+        """Where trainer and engines share a GPU and the config asks for it, its memory is the trainer's in here."""
+        sync = self._cast.weight_sync if self._config.explorer.engine.sleep else None
+        if sync is not None:
+            await sync.sleep.remote()
+        yield
+        if sync is not None:
+            await sync.wake_up.remote()
+
+    async def _unless_ended(self, work: asyncio.Future[Any], exploring: asyncio.Future[None]) -> Any:
+        """The result of ``work``, unless the run is stopped or the Explorer fails first."""
+        stop = asyncio.ensure_future(self._stop.wait())
+        try:
+            await asyncio.wait(
+                {work, stop, exploring} if not exploring.done() else {work, stop},
+                return_when="FIRST_COMPLETED",
+            )
+            if self._stop.is_set():
+                raise Stopped
+            if exploring.done():
+                exploring.result()
+            return await work
+        finally:
+            stop.cancel()
+
+    async def _explore(self, stage: StageConfig) -> None:
+        if stage.groups and self._cast.explorer is not None:
+            await self._cast.explorer.explore.remote(stage)
+
+    async def _evaluate(self, stage: StageConfig) -> None:
+        if not self._config.evaluation.enabled or self._cast.explorer is None:
+            return
+        progress = self.progress
+        for number, temperature in enumerate(self._config.evaluation.temperatures):
+            started = time.perf_counter()
+            result: Evaluation = await self._cast.explorer.evaluate.remote(temperature)
+            seconds = time.perf_counter() - started
+            progress.accuracy = progress.accuracy if number else result.accuracy
+            record = evaluation_record(stage.name, progress.step, progress.stage_step, result, seconds)
+            await self._recorder.add(record)
+
+    async def _judge(self, stage: StageConfig, first: int) -> None:
+        """Say what bounds the stage, from its records so far: those from the ``first`` on."""
+        steps = [record for record in self._recorder.records[first:] if isinstance(record, StepRecord)]
+        if said := verdict(steps, self._config.max_staleness):
+            await self._recorder.note(said, stage.name, self.progress.step)
+
+    async def _save(self, name: str) -> None:
+        """Write the weights in Hugging Face format."""
+        folder = self._config.folder / "checkpoints" / name
+        await self._command(Save(folder))
+        self.progress.saved[name] = str(folder)
+
+    async def _checkpoint(self) -> None:
+        """Begin to write what a resumed run needs; steps go on meanwhile."""
+        await self.saved()
+        self.progress.records = len(self._recorder.records)
+        folder = await asyncio.to_thread(self._checkpoints.begin, self.progress.step)
+        await self._command(Checkpoint(folder))
+        self._saving = asyncio.ensure_future(self._commit(folder, dataclasses.replace(self.progress)))
+
+    async def _commit(self, folder: Path, progress: Progress) -> None:
+        await self._cast.trainer.written.remote(folder)
+        await asyncio.to_thread(self._checkpoints.commit, progress)
+        await self._cast.buffer.cover.remote(progress.step)
+
+    async def _command(self, command: Any) -> Any:
+        return await self._cast.trainer.command.remote(command)
+
+    async def _timings(self) -> tuple[float, float]:
+        if self._cast.explorer is None:
+            return 0.0, 0.0
+        return await self._cast.explorer.timings.remote()
+
+    def _describe(self, stage: StageConfig) -> str:
+        rows = f"{stage.groups} groups of {stage.group_size}" if stage.groups else ""
+        expert = f"{stage.expert_rows} expert rows" if stage.expert_rows else ""
+        batch = " + ".join(part for part in (rows, expert) if part)
+        return f"{stage.algorithm.name}, {stage.steps} steps of {batch}"

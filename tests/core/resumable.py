@@ -1,0 +1,192 @@
+"""A whole run in one process that may be killed at any moment: real stages, Buffer, rank and checkpoints.
+
+Stand-ins are the engines (answers follow from task, seed and weights) and what carries calls between actors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import ray
+import torch
+import torch.distributed as dist
+
+from rayrft.buffer.buffer import Buffer
+from rayrft.buffer.experience import Experience, VersionSpan, pack, to_batch, unpack
+from rayrft.buffer.log.events import GroupReport
+from rayrft.buffer.schedule import Ticket
+from rayrft.buffer.tasks.sampler import TaskSet
+from rayrft.buffer.writer import BufferWriter
+from rayrft.config import RunConfig, StageConfig
+from rayrft.core.cast import Cast
+from rayrft.core.progress import Checkpoints, Progress
+from rayrft.core.recorder import Recorder
+from rayrft.core.stages import Stages
+from rayrft.trainer.commands import Command, Load, Save, Score
+from rayrft.trainer.rank import Rank, RankSetup
+from tests.scripted import Remote
+
+TASKS = 40
+VOCABULARY = 50
+
+
+class Objects:
+    """Stands for the object store."""
+
+    def __init__(self) -> None:
+        self._messages: list[Any] = []
+        ray.put, ray.get = self.put, self.get
+
+    def put(self, message: Any) -> int:
+        self._messages.append(pa.py_buffer(message.to_pybytes()))
+        return len(self._messages) - 1
+
+    def get(self, refs: Any) -> Any:
+        return [self._messages[ref] for ref in refs]
+
+
+class OneRank:
+    """The Trainer actor with its one rank in this process. Notes which rows each step was trained on."""
+
+    def __init__(self, config: RunConfig, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._folder = config.folder
+        self._loop = asyncio.get_running_loop()
+        self._lock = asyncio.Lock()
+        self._written: dict[Path, asyncio.Future[str | None]] = {}
+        setup = RankSetup(self, config.trainer, str(config.model.path), "float32", 1.0, [])
+        self.rank = Rank(setup, 0, torch.device("cpu"))
+        self.wrote = type("Method", (), {"remote": self._wrote})
+
+    async def command(self, command: Command) -> list[Any]:
+        async with self._lock:
+            if isinstance(command, Load):
+                self._note(command)
+            if isinstance(command, Save):
+                answer = None  # Hugging Face folders are not what a run resumes from
+            else:
+                answer = await asyncio.to_thread(self.rank.handle, command)
+            self._pipe.send(type(command).__name__)
+            return [answer]
+
+    async def written(self, folder: Path) -> None:
+        problem = await self._of(folder)
+        assert problem is None, problem
+        self._pipe.send("written")
+
+    def _wrote(self, rank: int, folder: Path, problem: str | None) -> None:
+        self._loop.call_soon_threadsafe(lambda: self._of(folder).set_result(problem))
+
+    def _of(self, folder: Path) -> asyncio.Future[str | None]:
+        return self._written.setdefault(folder, self._loop.create_future())
+
+    def _note(self, command: Load) -> None:
+        ids = []
+        for part in command.lease.shares[0].parts:
+            [message] = ray.get([part.ref])
+            ids += unpack(message).column("experience_id").take(pa.array(part.rows)).to_pylist()
+        with (self._folder / "trained.jsonl").open("a") as file:
+            file.write(json.dumps([command.lease.step, ids]) + "\n")
+
+
+class Actors:
+    """An explorer whose answers are drawn by task and seed and rewarded by the present weights."""
+
+    def __init__(self, buffer: Any, trainer: Any, pipe: Connection) -> None:
+        self._buffer, self._trainer, self._pipe = buffer, trainer, pipe
+        self._writer = BufferWriter(buffer)
+
+    async def explore(self, stage: StageConfig) -> None:
+        call = 0
+        while tickets := await self._buffer.admit.remote("explorer", call := call + 1, stage.groups):
+            self._pipe.send("admitted")
+            await asyncio.gather(*(self._group(stage, ticket) for ticket in tickets))
+
+    async def timings(self) -> tuple[float, float]:
+        return 0.0, 0.0
+
+    async def _group(self, stage: StageConfig, ticket: Ticket) -> None:
+        chance = np.random.default_rng([ticket.task or 0, ticket.sequence])
+        name = f"{stage.name}/{ticket.sequence}/{ticket.task}"
+        if chance.random() < 0.2:
+            return await self._buffer.drop.remote(ticket, {"zero_variance": 2}, GroupReport(rows=2))
+        rows = [chance.integers(1, VOCABULARY, size=chance.integers(4, 12)) for _ in range(2)]
+        scores = (await self._trainer.command.remote(Score([row.tolist() for row in rows])))[0]
+        means = [float(np.mean(each)) for each in scores]
+        group = []
+        for number, (row, score) in enumerate(zip(rows, scores, strict=True)):
+            mask = np.ones(len(row), np.uint8)
+            mask[0] = 0
+            advantage = np.float32(means[number] - np.mean(means))
+            group.append(
+                Experience(
+                    f"{name}/{number}",
+                    name,
+                    str(ticket.task),
+                    row.astype(np.int32),
+                    1,
+                    mask,
+                    np.array([0.0, *score], np.float32),
+                    weight_versions=(VersionSpan(1, len(row), ticket.version),),
+                    reward=means[number],
+                    advantages=mask.astype(np.float32) * advantage,
+                )
+            )
+        await self._writer.put(to_batch(group), ticket=ticket)
+        self._pipe.send("put")
+
+
+def demonstrations() -> list[Experience]:
+    chance = np.random.default_rng(5)
+    rows = []
+    for number in range(12):
+        ids = chance.integers(1, VOCABULARY, size=8).astype(np.int32)
+        mask = np.array([0, 0, 1, 1, 1, 1, 1, 1], np.uint8)
+        name = f"gold/{number}"
+        rows.append(Experience(name, name, "", ids, 2, mask, np.zeros(8, np.float32), source="expert"))
+    return rows
+
+
+def run(config: RunConfig, pipe: Connection) -> None:
+    """Begin the run, or go on with it, to its end. ``pipe`` gets what was just done, for a reader that may kill."""
+    torch.set_num_threads(1)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(probe.getsockname()[1]))
+    dist.init_process_group("gloo", rank=0, world_size=1)
+    asyncio.run(_run(config, pipe))
+
+
+async def _run(config: RunConfig, pipe: Connection) -> None:
+    Objects()
+    checkpoints = Checkpoints(config.folder, config.checkpoint)
+    progress = checkpoints.latest()
+    if progress is None:
+        progress = Progress("run")
+        checkpoints.mark_beginning(progress)
+    tasks: Callable[[], TaskSet] = partial(TaskSet, [0] * TASKS, [1.0], sampler="shuffled", seed=3)
+    buffer = Remote(Buffer("run", config.buffer_location, config.buffer, 0, tasks))
+    local = OneRank(config, pipe)
+    trainer = Remote(local)
+    explorer = Remote(Actors(buffer, trainer, pipe))
+    await buffer.load.remote("gold", [pack(to_batch(demonstrations()))])
+    cast = Cast(buffer, trainer, explorer, None, [], [])
+    stages = Stages(config, cast, Recorder(config, progress.records), progress, asyncio.Event())
+    await stages.restore()
+    pipe.send("up")
+    await stages.run()
+    stats = await buffer.stats.remote()
+    (config.folder / "end.json").write_text(json.dumps({key: stats[key] for key in ("sampled", "trained", "held")}))
+    weights = [p.detach().full_tensor().flatten() for p in local.rank._learner.policy.parameters()]
+    torch.save(torch.cat(weights), config.folder / "weights.pt")
+    pipe.send("end")

@@ -1,0 +1,200 @@
+"""A run that is killed anywhere and resumed is the run that was not killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rayrft.config import RunConfig, load_config
+from rayrft.monitor.records import StepRecord, read_records
+from tests.core.resumable import run
+
+KILLS = 20
+FORKS: Any = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["tests.core.resumable"])
+
+
+def make_config(storage: Path, model: Path, name: str, **overrides: Any) -> RunConfig:
+    config = load_config(
+        {
+            "name": name,
+            "storage": str(storage),
+            "model": {"path": str(model)},
+            "tasks": {"sources": [{"source": "reasoning_gym", "dataset": "spell_backward", "size": 10}]},
+            "demonstrations": {"gold": {"size": 5}},
+            "trainer": {"ranks": 1, "micro_batch_tokens": 40},
+            "evaluation": {"enabled": False},
+            "checkpoint": {"every": 3},
+            "stages": [
+                {
+                    "name": "warmup",
+                    "algorithm": {"name": "sft"},
+                    "demonstrations": "gold",
+                    "steps": 5,
+                    "batch_size": 4,
+                    "optimizer": {"lr": 1e-3},
+                },
+                {
+                    "name": "mix",
+                    "algorithm": {"name": "mix", "mu": 0.3, "kl": "k3", "kl_coef": 0.1},
+                    "demonstrations": "gold",
+                    "steps": 10,
+                    "batch_size": 10,
+                    "group_size": 2,
+                    "expert_share": 0.2,
+                    "update": {"mini_batches": 2, "reference_refresh": 4},
+                    "optimizer": {"lr": 1e-3, "schedule": "cosine"},
+                },
+            ],
+        },
+        overrides,
+    )
+    (config.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+    return config
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=50,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        tie_word_embeddings=True,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+class Process:
+    """The run in a process of its own, and what it says."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._receiving, sending = FORKS.Pipe(duplex=False)
+        self._process = FORKS.Process(target=run, args=(config, sending))
+        self._process.start()
+        sending.close()
+
+    def events(self) -> Iterator[str]:
+        with contextlib.suppress(EOFError):
+            while True:
+                yield self._receiving.recv()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+    def end(self) -> None:
+        self._process.join(60)
+        assert self._process.exitcode == 0, self._process.exitcode
+
+
+def trained(config: RunConfig) -> dict[int, list[str]]:
+    """The rows of each step, which must be the same as often as it is repeated."""
+    rows: dict[int, list[str]] = {}
+    for line in (config.folder / "trained.jsonl").read_text().splitlines():
+        step, ids = json.loads(line)
+        assert rows.setdefault(step, ids) == ids, f"step {step} was repeated with other rows"
+    return rows
+
+
+def go_through(config: RunConfig) -> list[str]:
+    """Run to the end without a kill; gives the events."""
+    process = Process(config)
+    events = list(process.events())
+    process.end()
+    assert events[-1] == "end"
+    return events
+
+
+def assert_same(config: RunConfig, reference: RunConfig) -> None:
+    assert trained(config) == trained(reference)
+    weights = [torch.load(each.folder / "weights.pt") for each in (config, reference)]
+    torch.testing.assert_close(*weights, atol=1e-6, rtol=0)
+    ends = [json.loads((each.folder / "end.json").read_text()) for each in (config, reference)]
+    assert ends[0] == ends[1]
+    steps = [record.step for record in read_records(config.folder) if isinstance(record, StepRecord)]
+    assert steps == list(range(1, 16)), "a step was counted twice, or not at all"
+
+
+def test_twenty_kills_at_random_points_change_nothing(model: Path, tmp_path: Path) -> None:
+    reference = make_config(tmp_path, model, "whole")
+    events = go_through(reference)
+    chance, kills, number = random.Random(0), 0, 0
+    while kills < KILLS:
+        config = make_config(tmp_path, model, f"killed-{number}")
+        number += 1
+        for _ in range(100):
+            process, last = Process(config), chance.randrange(len(events))
+            for count, _ in enumerate(process.events()):
+                if count == last:
+                    process.kill()
+                    kills += 1
+                    break
+            else:
+                process.end()
+                break
+        assert_same(config, reference)
+
+
+def test_a_run_begins_again_where_no_checkpoint_was_written(model: Path, tmp_path: Path) -> None:
+    reference = make_config(tmp_path, model, "whole")
+    go_through(reference)
+    config = make_config(tmp_path, model, "early")
+    process = Process(config)
+    for event in process.events():
+        if event == "Train":
+            process.kill()
+            break
+    go_through(config)
+    assert_same(config, reference)
+
+
+def test_a_checkpoint_that_was_being_written_is_not_taken_for_one(model: Path, tmp_path: Path) -> None:
+    config = make_config(tmp_path, model, "torn")
+    process = Process(config)
+    for event in process.events():
+        if event == "Checkpoint":
+            process.kill()
+            break
+    checkpoints = config.folder / "checkpoints"
+    (checkpoints / "step-000099").mkdir()  # as if a file system had kept the folder and lost what was in it
+    go_through(config)
+    assert not list(checkpoints.glob(".*"))
+    reference = make_config(tmp_path, model, "whole")
+    go_through(reference)
+    assert_same(config, reference)
+
+
+def test_a_finished_stage_takes_more_steps_when_it_is_told_to(model: Path, tmp_path: Path) -> None:
+    config = make_config(tmp_path, model, "longer")
+    go_through(config)
+    longer = make_config(tmp_path, model, "longer", **{"stages.mix.steps": 12})
+    go_through(longer)
+    steps = [record.step for record in read_records(longer.folder) if isinstance(record, StepRecord)]
+    assert steps == list(range(1, 18))
+
+
+def test_the_last_and_the_best_checkpoints_are_kept(model: Path, tmp_path: Path) -> None:
+    overrides = {"checkpoint.keep_last": 2, "checkpoint.keep_best": 1, "checkpoint.best_by": "reward"}
+    config = make_config(tmp_path, model, "kept", **overrides)
+    go_through(config)
+    rewards = {r.step: r.reward for r in read_records(config.folder) if isinstance(r, StepRecord) and r.reward}
+    kept = sorted(int(path.name.removeprefix("step-")) for path in (config.folder / "checkpoints").glob("step-*"))
+    saved = [step for step in (8, 11, 14, 15) if step in rewards]
+    assert set(kept) == {14, 15, max(saved, key=lambda step: (rewards[step], step))}
