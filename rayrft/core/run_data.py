@@ -56,7 +56,7 @@ class RunData:
     def put(self, rows: list[Experience]) -> None:
         """Hand in whole groups of own rows, to a run in mode ``train``; returns when they are in its log.
 
-        Advantages that are missing are computed from the rewards of the group, by the algorithm of the run's first stage
+        Advantages that are missing are computed from the rewards of their group, by the algorithm of the first stage
         that takes groups. Raises DataError when rows are faulty.
         """
         from rayrft.buffer.filling import put_groups
