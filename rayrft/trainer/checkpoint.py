@@ -25,6 +25,7 @@ from rayrft.errors import ModelError
 from rayrft.trainer.critic import Critic
 from rayrft.trainer.learner import Learner
 from rayrft.trainer.optimizer import Optimizer
+from rayrft.trainer.policy import Policy
 
 State = dict[str, Any]
 
@@ -48,14 +49,27 @@ class Checkpointer:
         writing = self._thread.submit(save, state, checkpoint_id=str(folder), process_group=self._group)
         writing.add_done_callback(finished)
 
-    def load(self, learner: Learner, critic: Critic | None, folder: Path, *, whole: bool) -> None:
-        """Put weights in place, and with ``whole`` optimisers, schedules and reference too, of the stage that is open.
+    def load_policy(self, policy: Policy, folder: Path) -> None:
+        """Put the weights in place, and nothing else. Raises ModelError when the checkpoint is of another model."""
+        state: State = {"policy": get_model_state_dict(policy)}
+        self._read(state, folder)
+        set_model_state_dict(policy, state["policy"])
+
+    def load(self, learner: Learner, critic: Critic | None, folder: Path) -> None:
+        """Put everything in place that the open stage has: weights, optimisers, schedules, reference.
 
         Raises ModelError when the checkpoint is of another model.
         """
         names = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
-        held = {name.partition(".")[0] for name in names}
-        state = _state(learner, critic, held if whole else held & {"policy", "critic"})
+        state = _state(learner, critic, {name.partition(".")[0] for name in names})
+        self._read(state, folder)
+        for name, (model, optimizer) in _models(learner, critic).items():
+            set_model_state_dict(model, state[name])
+            if (moments := state.get(_optimizer(name))) is not None:
+                set_optimizer_state_dict(model, optimizer.adam, moments)
+        learner.restore(state["learner"])
+
+    def _read(self, state: State, folder: Path) -> None:
         try:
             load(state, checkpoint_id=str(folder), process_group=self._group)
         except CheckpointException as error:
@@ -65,11 +79,6 @@ class Checkpointer:
                 value=str(folder),
                 remedy="resume with the model that the run began with",
             ) from None
-        _put(learner.policy, learner.optimizer if whole else None, state, "policy")
-        if critic is not None:
-            _put(critic, critic.optimizer if whole else None, state, "critic")
-        if whole:
-            learner.restore(state["learner"])
 
 
 def load_weights(folder: Path, weights: dict[str, torch.Tensor]) -> None:
@@ -78,29 +87,24 @@ def load_weights(folder: Path, weights: dict[str, torch.Tensor]) -> None:
     load(state, checkpoint_id=str(folder), no_dist=True)
 
 
-def _state(learner: Learner, critic: Critic | None, wanted: set[str] | None = None) -> State:
-    """What a checkpoint holds, or those parts of it: tensors that `load` fills in place."""
-    models: dict[str, tuple[nn.Module, Optimizer]] = {"policy": (learner.policy, learner.optimizer)}
-    if critic is not None:
-        models["critic"] = (critic, critic.optimizer)
+def _models(learner: Learner, critic: Critic | None) -> dict[str, tuple[nn.Module, Optimizer]]:
+    policy: dict[str, tuple[nn.Module, Optimizer]] = {"policy": (learner.policy, learner.optimizer)}
+    return policy if critic is None else {**policy, "critic": (critic, critic.optimizer)}
+
+
+def _state(learner: Learner, critic: Critic | None, written: set[str] | None = None) -> State:
+    """What a checkpoint holds: tensors that `load` fills in place. ``written`` are the parts of the one to be read."""
     state: State = {"learner": learner.state()}
-    for name, (model, optimizer) in models.items():
+    for name, (model, optimizer) in _models(learner, critic).items():
         state[name] = get_model_state_dict(model)
         # Before its first update an optimiser has no state, and asking for it would make one.
-        if optimizer.adam.state or (wanted is not None and _optimizer(name) in wanted):
+        if _optimizer(name) in written if written is not None else optimizer.adam.state:
             state[_optimizer(name)] = get_optimizer_state_dict(model, optimizer.adam)
-    return state if wanted is None else {part: values for part, values in state.items() if part in wanted}
+    return state
 
 
 def _optimizer(name: str) -> str:
     return f"{name}_optimizer"
-
-
-def _put(model: nn.Module, optimizer: Optimizer | None, state: State, name: str) -> None:
-    if name in state:
-        set_model_state_dict(model, state[name])
-    if optimizer is not None and _optimizer(name) in state:
-        set_optimizer_state_dict(model, optimizer.adam, state[_optimizer(name)])
 
 
 def _why(error: BaseException) -> str:

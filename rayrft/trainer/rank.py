@@ -119,8 +119,7 @@ class Rank:
             case c.Checkpoint(folder):
                 return self._checkpoint(folder)
             case c.Restore(folder, whole):
-                self._checkpointer.load(self._learner, self._critic, folder, whole=whole)
-                return None
+                return self._restore(folder, whole)
             case _:
                 raise TypeError(f"unknown command {command!r}")
 
@@ -128,12 +127,12 @@ class Rank:
         algorithm, stage = command.algorithm, command.stage
         if command.weights is not None:
             load_hf(self._learner.policy, command.weights)
-        critic = None
+        self._critic = None
         if algorithm.needs_critic:
-            critic = self._critic = self._critic or self._make_critic()
+            self._critic = self._make_critic()
             updates = stage.steps * stage.update.epochs * stage.update.mini_batches
-            critic.open_stage(stage.critic_optimizer, updates, self._setup.config.ranks)
-        self._learner.open_stage(algorithm, stage.optimizer, stage.steps, stage.update, critic)
+            self._critic.open_stage(stage.critic_optimizer, updates, self._setup.config.ranks)
+        self._learner.open_stage(algorithm, stage.optimizer, stage.steps, stage.update, self._critic)
 
     def _load_policy(self) -> Policy:
         """The run's model as it was given."""
@@ -144,7 +143,7 @@ class Rank:
         return policy if config.cpu_offload else policy.to(self._device)
 
     def _make_critic(self) -> Critic:
-        """A critic that begins as the run's model, whatever the policy has become."""
+        """A critic for a stage. It begins as the run's model, whatever the policy has become."""
         policy = self._load_policy()
         policy.choose(pack=self._setup.config.pack)
         return self._shard(Critic(policy))
@@ -166,6 +165,12 @@ class Rank:
             self._setup.trainer.wrote.remote(self._index, folder, problem)
 
         self._checkpointer.save(self._learner, self._critic, folder, done)
+
+    def _restore(self, folder: Path, whole: bool) -> None:
+        if whole:
+            self._checkpointer.load(self._learner, self._critic, folder)
+        else:
+            self._checkpointer.load_policy(self._learner.policy, folder)
 
     def _locate(self) -> tuple[str, int]:
         import ray.util

@@ -142,7 +142,8 @@ class Actors:
                     advantages=mask.astype(np.float32) * advantage,
                 )
             )
-        await self._writer.put(to_batch(group), ticket=ticket)
+        report = GroupReport(rows=2, reward_sum=sum(means), scored=2)
+        await self._writer.put(to_batch(group), report, ticket=ticket)
         self._pipe.send("put")
 
 
@@ -186,7 +187,7 @@ async def _run(config: RunConfig, pipe: Connection) -> None:
     pipe.send("up")
     await stages.run()
     stats = await buffer.stats.remote()
-    (config.folder / "end.json").write_text(json.dumps({key: stats[key] for key in ("sampled", "trained", "held")}))
+    (config.folder / "end.json").write_text(json.dumps({key: stats[key] for key in ("trained", "held")}))
     weights = [p.detach().full_tensor().flatten() for p in local.rank._learner.policy.parameters()]
     torch.save(torch.cat(weights), config.folder / "weights.pt")
     pipe.send("end")

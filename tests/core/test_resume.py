@@ -122,6 +122,13 @@ def go_through(config: RunConfig) -> list[str]:
     return events
 
 
+@pytest.fixture(scope="module")
+def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, list[str]]:
+    """A run that was not killed, and its events."""
+    config = make_config(tmp_path_factory.mktemp("reference"), model, "whole")
+    return config, go_through(config)
+
+
 def assert_same(config: RunConfig, reference: RunConfig) -> None:
     assert trained(config) == trained(reference)
     weights = [torch.load(each.folder / "weights.pt") for each in (config, reference)]
@@ -132,15 +139,15 @@ def assert_same(config: RunConfig, reference: RunConfig) -> None:
     assert steps == list(range(1, 16)), "a step was counted twice, or not at all"
 
 
-def test_twenty_kills_at_random_points_change_nothing(model: Path, tmp_path: Path) -> None:
-    reference = make_config(tmp_path, model, "whole")
-    events = go_through(reference)
+def test_twenty_kills_at_random_points_change_nothing(
+    model: Path, tmp_path: Path, whole: tuple[RunConfig, list[str]]
+) -> None:
     chance, kills, number = random.Random(0), 0, 0
     while kills < KILLS:
         config = make_config(tmp_path, model, f"killed-{number}")
         number += 1
         for _ in range(100):
-            process, last = Process(config), chance.randrange(len(events))
+            process, last = Process(config), chance.randrange(len(whole[1]))
             for count, _ in enumerate(process.events()):
                 if count == last:
                     process.kill()
@@ -149,12 +156,12 @@ def test_twenty_kills_at_random_points_change_nothing(model: Path, tmp_path: Pat
             else:
                 process.end()
                 break
-        assert_same(config, reference)
+        assert_same(config, whole[0])
 
 
-def test_a_run_begins_again_where_no_checkpoint_was_written(model: Path, tmp_path: Path) -> None:
-    reference = make_config(tmp_path, model, "whole")
-    go_through(reference)
+def test_a_run_begins_again_where_no_checkpoint_was_written(
+    model: Path, tmp_path: Path, whole: tuple[RunConfig, list[str]]
+) -> None:
     config = make_config(tmp_path, model, "early")
     process = Process(config)
     for event in process.events():
@@ -162,10 +169,12 @@ def test_a_run_begins_again_where_no_checkpoint_was_written(model: Path, tmp_pat
             process.kill()
             break
     go_through(config)
-    assert_same(config, reference)
+    assert_same(config, whole[0])
 
 
-def test_a_checkpoint_that_was_being_written_is_not_taken_for_one(model: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_that_was_being_written_is_not_taken_for_one(
+    model: Path, tmp_path: Path, whole: tuple[RunConfig, list[str]]
+) -> None:
     config = make_config(tmp_path, model, "torn")
     process = Process(config)
     for event in process.events():
@@ -176,9 +185,7 @@ def test_a_checkpoint_that_was_being_written_is_not_taken_for_one(model: Path, t
     (checkpoints / "step-000099").mkdir()  # as if a file system had kept the folder and lost what was in it
     go_through(config)
     assert not list(checkpoints.glob(".*"))
-    reference = make_config(tmp_path, model, "whole")
-    go_through(reference)
-    assert_same(config, reference)
+    assert_same(config, whole[0])
 
 
 def test_a_finished_stage_takes_more_steps_when_it_is_told_to(model: Path, tmp_path: Path) -> None:

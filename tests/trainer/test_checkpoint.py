@@ -60,7 +60,7 @@ def _save_and_go_on(folder: Path) -> Any:
 
 def _load_and_go_on(folder: Path) -> Any:
     learner = ready()
-    Checkpointer().load(learner, learner.critic, folder, whole=True)
+    Checkpointer().load(learner, learner.critic, folder)
     before = weights(learner)
     for _ in range(3):
         result = learner.step([mine()])
@@ -84,7 +84,7 @@ def _save_and_take_weights(folder: Path) -> Any:
     taken = weights(learner)
     assert write(learner, folder) == [None]
     other = ready()
-    Checkpointer().load(other, other.critic, folder, whole=False)
+    Checkpointer().load_policy(other.policy, folder)
     return taken, weights(other), other.optimizer.taken, len(other.optimizer.adam.state)
 
 
@@ -103,7 +103,7 @@ def _load_another_model(folder: Path) -> str:
     wider = make_learner("grpo")
     wider.policy.model.resize_token_embeddings(60)
     with pytest.raises(ModelError, match="does not fit the model") as raised:
-        Checkpointer().load(wider, None, folder, whole=True)
+        Checkpointer().load_policy(wider.policy, folder)
     return str(raised.value)
 
 
