@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from rayrft.buffer.arrivals import Arrivals
 from rayrft.buffer.experience import unpack
 from rayrft.buffer.expert import ExpertBlocks, are_pairs, check_pairs
 from rayrft.buffer.feedback import Feedback
@@ -24,17 +25,15 @@ from rayrft.buffer.groups import Fate
 from rayrft.buffer.lease import Lease
 from rayrft.buffer.leasing import Leasing
 from rayrft.buffer.log import events as e
-from rayrft.buffer.log.shard import Appended, Ref
+from rayrft.buffer.log.shard import Ref
 from rayrft.buffer.retention import Retention
 from rayrft.buffer.schedule import StagePlan, Ticket
 from rayrft.buffer.store import Store
 from rayrft.buffer.tasks.sampler import TaskSet
 from rayrft.buffer.validation import find_faults
-from rayrft.buffer.writer import Entry, group_key, shard_of
+from rayrft.buffer.writer import Entry
 from rayrft.config.buffer import BufferConfig
 from rayrft.errors import DataError
-
-_ROOM_DEADLINE_S = 600.0
 
 
 class Buffer:
@@ -59,6 +58,7 @@ class Buffer:
         self._leasing = Leasing(self._store, self._experts)
         self._retention = Retention(self._store)
         self._feedback = Feedback(self._store)
+        self._arrivals = Arrivals(self._store, self._retention)
         self._producers: dict[str, asyncio.Task[None]] = {}
 
     # Stages and admission.
@@ -146,24 +146,7 @@ class Buffer:
         Returns when they are in the log. Faulty rows are rejected and counted by reason; a group that was taken before
         is passed over; one that comes after its deadline or its stage is dropped. `BufferWriter` makes this call.
         """
-        keys = [group_key(entry.group_id) for entry in entries]
-        wanted = [i for i, entry in enumerate(entries) if self._state.expects(keys[i], entry.sequence)]
-        if not wanted:
-            return await self._store.commit()
-        # A group with a ticket was given its room when it was admitted.
-        if self._store.config.when_full != "wait" or any(entries[i].ticket is None for i in wanted):
-            rows, nbytes = sum(entries[i].rows for i in wanted), sum(entries[i].nbytes for i in wanted)
-            await self._retention.make_room(rows, nbytes, _ROOM_DEADLINE_S)
-        shard = shard_of(entries[0].group_id, len(self._store.shards))
-        message = payload[0] if shard or isinstance(payload[0], pa.Buffer) else await payload[0]
-        sync = self._store.config.fsync == "always"
-        done: Appended = await self._store.shards.call(shard, "append", message, wanted, len(entries), sync=sync)
-        stored = [_stored_group(entries[i], keys[i], done, place) for place, i in enumerate(done.groups)]
-        events: list[e.Event] = [e.Stored(shard, done.extent, stored)] if stored else []
-        for i in sorted(set(wanted) - set(done.groups)):
-            dropped = {**entries[i].dropped, **done.faults.get(i, {})}
-            events.append(e.Dropped(entries[i].sequence, dropped, entries[i].report, keys[i]))
-        await self._store.commit(*events)
+        await self._arrivals.put(entries, payload)
 
     async def drop(self, ticket: Ticket, dropped: dict[str, int], report: e.GroupReport) -> None:
         """A whole group was filtered; ``dropped`` counts its rows by reason. Its place goes to another."""
@@ -284,20 +267,3 @@ class Buffer:
         await self._store.commit(e.Abandoned(producer))
         if not self._producers:
             await self._store.commit(e.ProducersEnded("producer_died"))
-
-
-def _stored_group(entry: Entry, key: int, done: Appended, place: int) -> e.StoredGroup:
-    """The ``place``-th group that was appended, as the journal keeps it."""
-    numbers = done.numbers
-    return e.StoredGroup(
-        key=key,
-        row=done.row + int(numbers.starts[place]),
-        rows=int(numbers.rows[place]),
-        tokens=int(numbers.tokens[place]),
-        nbytes=int(done.nbytes[place]),
-        version=int(numbers.versions[place]),
-        score=float(done.scores[place]),
-        sequence=entry.sequence,
-        dropped={**entry.dropped, **done.faults.get(done.groups[place], {})},
-        report=entry.report,
-    )

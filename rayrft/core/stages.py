@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -18,14 +17,15 @@ from rayrft.buffer.schedule import StagePlan
 from rayrft.config import RunConfig, StageConfig
 from rayrft.core.bookkeeping import StepSeconds, evaluation_record, first_step_doubt, step_record
 from rayrft.core.cast import Cast
-from rayrft.core.progress import Checkpoints, Progress
+from rayrft.core.progress import Progress
 from rayrft.core.recorder import Recorder
+from rayrft.core.saving import Saving
 from rayrft.core.weight_sync import SyncReport
 from rayrft.errors import LeaseEnded
 from rayrft.explorer.evaluation import Evaluation
 from rayrft.monitor.records import StepRecord
 from rayrft.monitor.verdict import verdict
-from rayrft.trainer.commands import Checkpoint, Load, OpenStage, Restore, Save, Train
+from rayrft.trainer.commands import Load, OpenStage, Train
 from rayrft.trainer.result import StepResult
 
 _LEASE_DEADLINE_S = 300.0
@@ -45,8 +45,7 @@ class Stages:
         self._cast = cast
         self._recorder = recorder
         self._stop = stop
-        self._checkpoints = Checkpoints(config.folder, config.checkpoint)
-        self._saving: asyncio.Future[None] | None = None
+        self._saving = Saving(config, cast, progress)
         self.progress = progress
         self.ledger: dict[str, Any] = {}
         """Of rows, as the Buffer last gave it."""
@@ -65,12 +64,12 @@ class Stages:
                 if number == progress.stage and (not progress.stage_ended or progress.stage_step < stage.steps):
                     await self._stage(stage)
         except Stopped:
-            await self._checkpoint()
-            await self._save(f"stopped-{progress.step}")
-            await self.saved()
+            await self._saving.checkpoint(len(self._recorder.records))
+            await self._saving.export(f"stopped-{progress.step}")
+            await self._saving.done()
             await self.take_stock()
             raise
-        await self._save("final")
+        await self._saving.export("final")
         await self.take_stock()
 
     async def publish(self) -> SyncReport | None:
@@ -83,12 +82,7 @@ class Stages:
     async def restore(self) -> None:
         """Put the weights of the latest checkpoint in place; the rest of it follows when the stage is open."""
         if self.progress.step:
-            await self._command(Restore(self._checkpoints.at(self.progress.step), whole=False))
-
-    async def saved(self) -> None:
-        """Returns when the checkpoint that is being written is there. Raises StorageError when it cannot be."""
-        if self._saving is not None:
-            await self._saving
+            await self._saving.restore(whole=False)
 
     async def take_stock(self) -> None:
         """Ask the Buffer for its ledger. Where it is gone, or was never there, the last answer stands."""
@@ -119,12 +113,12 @@ class Stages:
         if not stage.groups:
             await self.publish()
         progress.stage_ended = True
-        await self._save(stage.name)
+        await self._saving.export(stage.name)
         await self._evaluate(stage)
         progress.stages_done.append({"name": stage.name, "steps": progress.stage_step, "final_step": progress.step})
         await self._judge(stage, first)
-        await self._checkpoint()
-        await self.saved()
+        await self._saving.checkpoint(len(self._recorder.records))
+        await self._saving.done()
 
     async def _open(self, stage: StageConfig) -> None:
         """Bring Trainer, engines and Buffer to where the stage stands."""
@@ -133,7 +127,7 @@ class Stages:
         weights = Path(progress.saved[stage.start_from]) if stage.start_from and not resumed else None
         await self._command(OpenStage(algorithm, stage, weights))
         if resumed:
-            await self._command(Restore(self._checkpoints.at(progress.step), whole=True))
+            await self._saving.restore(whole=True)
             said = f"goes on after {progress.stage_step} steps"
         else:
             said = self._describe(stage)
@@ -190,8 +184,8 @@ class Stages:
                 await self.publish()
             await self._evaluate(stage)
             await self._judge(stage, first)
-        if self._checkpoints.due(taken):
-            await self._checkpoint()
+        if self._saving.due():
+            await self._saving.checkpoint(len(self._recorder.records))
 
     async def _lease(self, step: int) -> Lease:
         """The batch of the step, loaded on every rank. A Buffer that died takes the blocks with it, and has them again
@@ -248,25 +242,6 @@ class Stages:
         steps = [record for record in self._recorder.records[first:] if isinstance(record, StepRecord)]
         if said := verdict(steps, self._config.max_staleness):
             await self._recorder.note(said, stage.name, self.progress.step)
-
-    async def _save(self, name: str) -> None:
-        """Write the weights in Hugging Face format."""
-        folder = self._config.folder / "checkpoints" / name
-        await self._command(Save(folder))
-        self.progress.saved[name] = str(folder)
-
-    async def _checkpoint(self) -> None:
-        """Begin to write what a resumed run needs; steps go on meanwhile."""
-        await self.saved()
-        self.progress.records = len(self._recorder.records)
-        folder = await asyncio.to_thread(self._checkpoints.begin, self.progress.step)
-        await self._command(Checkpoint(folder))
-        self._saving = asyncio.ensure_future(self._commit(folder, dataclasses.replace(self.progress)))
-
-    async def _commit(self, folder: Path, progress: Progress) -> None:
-        await self._cast.trainer.written.remote(folder)
-        await asyncio.to_thread(self._checkpoints.commit, progress)
-        await self._cast.buffer.cover.remote(progress.step)
 
     async def _command(self, command: Any) -> Any:
         return await self._cast.trainer.command.remote(command)

@@ -75,12 +75,11 @@ class School:
         return [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
 
     def demonstrate(self, steps: int, lr: float) -> None:
-        """Imitate answers of which three in five repeat the word unreversed: a model that holds a right and a wrong way."""
-        wrong = self.chance.random(len(self.shown)) < 0.6
-        shown = [
-            (question, answer[::-1] if w else answer) for (question, answer), w in zip(self.shown, wrong, strict=True)
-        ]
-        rows = [row(self.prompt(question), self.answer(answer), expert=True) for question, answer in shown]
+        """Imitate answers of which three in five repeat the word unreversed, so that the model holds two ways."""
+        rows = []
+        for question, answer in self.shown:
+            shown = answer[::-1] if self.chance.random() < 0.6 else answer
+            rows.append(row(self.prompt(question), self.answer(shown), expert=True))
         learner = self.learner("sft", steps, lr, "linear")
         for batch in _batches(rows, 64, steps, self.chance):
             learner.step([batch])
