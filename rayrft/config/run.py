@@ -138,7 +138,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _lengths(self) -> RunConfig:
         sampling = self.explorer.sampling
-        if sampling.max_prompt_tokens + sampling.max_tokens > self.model.max_length:
+        if self.rolls_out and sampling.max_prompt_tokens + sampling.max_tokens > self.model.max_length:
             raise ValueError(
                 f"max_prompt_tokens {sampling.max_prompt_tokens} + max_tokens {sampling.max_tokens} exceed "
                 f"model.max_length {self.model.max_length}; raise max_length or lower one of them"

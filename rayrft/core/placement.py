@@ -172,6 +172,16 @@ class Placement:
         self._groups.clear()
 
 
+def remove_groups(prefix: str) -> None:
+    """Remove the placement groups whose names begin so, whoever made them: those of a Master that died stay as long as
+    the process lives that started it."""
+    from ray.util.placement_group import get_placement_group, placement_group_table, remove_placement_group
+
+    for entry in placement_group_table().values():
+        if entry["name"].startswith(prefix) and entry["state"] != "REMOVED":
+            remove_placement_group(get_placement_group(entry["name"]))
+
+
 def _row(name: str, count: str, cpus: float, gpus: float, memory_gib: float, note: str) -> tuple[str, ...]:
     return name, count, f"{cpus:g}", f"{gpus:g}" if gpus else "-", f"{memory_gib:g} GiB", note
 

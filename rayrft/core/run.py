@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rayrft.config import RunConfig, load_config
-from rayrft.core.placement import NAMESPACE, Placement, actor_name, check_placement, plan_placement, show_plan
+from rayrft.core.placement import (
+    NAMESPACE,
+    Placement,
+    actor_name,
+    check_placement,
+    plan_placement,
+    remove_groups,
+    show_plan,
+)
 from rayrft.core.prepare import prepare
 from rayrft.core.progress import Checkpoints, Progress
 from rayrft.core.recorder import write_summary
@@ -87,7 +95,7 @@ def _start(checked: RunConfig, progress: Progress | None, say: Callable[[str], N
     placement.reserve(["master"])
     master = placement.actor(Master, "master", name="master").remote(checked, began)
     outcome = master.run.remote([ray.put(prepared)])
-    return Run(checked.name, checked.folder, master, outcome, placement)
+    return Run(checked.name, checked.folder, master, outcome)
 
 
 def attach(name: str) -> Run:
@@ -126,14 +134,11 @@ def connect() -> None:
 class Run(RunData):
     """A run under way or ended."""
 
-    def __init__(
-        self, name: str, folder: Path, master: Any, outcome: Any = None, placement: Placement | None = None
-    ) -> None:
+    def __init__(self, name: str, folder: Path, master: Any, outcome: Any = None) -> None:
         self.name = name
         self.folder = folder
         self._master = master
         self._outcome = outcome
-        self._placement = placement
 
     def status(self) -> dict[str, Any]:
         """State, step, version and the ledger ``sampled = trained + dropped + held``."""
@@ -208,12 +213,12 @@ class Run(RunData):
                 actors.append(ray.get_actor(name, namespace=NAMESPACE))
         # Without retries, for the Buffer's calls are otherwise made again, and Ray would say so.
         watches = [actor.watch.options(max_task_retries=0).remote() for actor in actors]
-        for actor in actors:
+        # The Master also where it is dead and not listed: a process that holds its handle takes its name for taken.
+        for actor in (*actors, self._master):
             ray.kill(actor)
         if watches:
             ray.wait(watches, num_returns=len(watches))
-        if self._placement is not None:
-            self._placement.remove()
+        remove_groups(actor_name(self.name, ""))
 
     def stop(self) -> None:
         """Ask the run to end after what it is doing, and save its weights."""

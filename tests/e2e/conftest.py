@@ -90,3 +90,9 @@ def rayrft(ray_cluster: Any) -> Callable[..., subprocess.CompletedProcess[str]]:
         )
 
     return call
+
+
+@pytest.fixture
+def command_line(rayrft: Callable[..., subprocess.CompletedProcess[str]]) -> Callable[..., Any]:
+    """`rayrft`, for modules that import the package by that name."""
+    return rayrft

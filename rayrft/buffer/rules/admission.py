@@ -29,7 +29,9 @@ def stage_opened(state: State, event: e.StageOpened) -> None:
     for slot in state.groups.where(Fate.READY).tolist():
         if state.groups.sequence[slot] >= 0:
             state.retire(slot, "stage_ended")
-    book.plan, book.version, book.open, book.ended = plan, plan.version, True, None
+    book.plan, book.version, book.open = plan, plan.version, True
+    # Who puts groups of its own accord may have come to an end before.
+    book.ended = None if plan.scheduled else book.ended
     book.returned, book.calls = [], {}
     if book.schedule is not None:
         # A group of the stage before that comes late must not be taken for one of this.

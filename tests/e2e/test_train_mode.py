@@ -1,0 +1,142 @@
+"""Training without engines: on files, and on groups that another job puts into the run's Buffer."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rayrft
+from rayrft.config import load_config
+from rayrft.errors import ConfigError
+from rayrft.monitor.records import NoteRecord, StepRecord, read_records
+from tests.conftest import ROOT
+
+FILLER = """
+import numpy as np
+import rayrft
+from rayrft.buffer.experience import VersionSpan
+
+run = rayrft.attach("offline")
+rows = []
+for group in range(6):
+    for answer in range(4):
+        ids = np.random.default_rng([group, answer]).integers(1, 20, 8).astype(np.int32)
+        mask = np.array([0, 0, 1, 1, 1, 1, 1, 1], np.uint8)
+        name = f"other/{group}"
+        rows.append(
+            rayrft.Experience(
+                f"{name}/{answer}", name, "task", ids, 2, mask, -3.0 * mask.astype(np.float32),
+                weight_versions=(VersionSpan(2, 8, 0),), reward=float(answer % 2),
+            )
+        )
+run.put(rows)
+run.put(rows)  # what was put before is passed over
+run.finish()
+"""
+
+
+def make_config(folder: Path, **overrides: Any) -> dict[str, Any]:
+    words = ["red", "green", "blue", "black", "white", "grey", "pink", "brown"]
+    chats = [{"prompt": f"Spell {word}.", "response": " ".join(word)} for word in words]
+    pairs = [{"prompt": f"Spell {word}.", "chosen": " ".join(word), "rejected": word} for word in words]
+    for name, rows in (("chats", chats), ("pairs", pairs)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    dpo = {"name": "prefer", "algorithm": {"name": "dpo", "beta": 0.5}, "demonstrations": "pairs", "batch_size": 8}
+    return {
+        "name": "offline",
+        "storage": str(folder / "runs"),
+        "mode": "train",
+        "model": {"tiny": {"layers": 2, "hidden_size": 64, "heads": 2}, "max_length": 64},
+        "demonstrations": {name: {"path": str(folder / f"{name}.jsonl")} for name in ("chats", "pairs")},
+        "trainer": {"ranks": 2},
+        "stages": [
+            {
+                "name": "imitate",
+                "algorithm": {"name": "sft"},
+                "demonstrations": "chats",
+                "steps": 6,
+                "batch_size": 8,
+                "optimizer": {"lr": 1e-3},
+            },
+            {**dpo, "steps": 12, "optimizer": {"lr": 1e-3}},
+            {"name": "live", "algorithm": {"name": "grpo"}, "steps": 10, "batch_size": 8, "group_size": 4},
+        ],
+        **overrides,
+    }
+
+
+@pytest.fixture(scope="module")
+def finished(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[rayrft.Run, dict[str, Any]]:
+    run = rayrft.start(make_config(tmp_path_factory.mktemp("offline")))
+    for record in run.records():
+        if isinstance(record, StepRecord) and record.step == 1:
+            break
+    subprocess.run([sys.executable, "-c", FILLER], check=True, cwd=ROOT, env=ray_cluster_env(ray_cluster))
+    return run, run.result()
+
+
+def ray_cluster_env(ray_cluster: Any) -> dict[str, str]:
+    import os
+
+    return {**os.environ, "RAY_ADDRESS": ray_cluster.address_info["gcs_address"], "PYTHONPATH": str(ROOT)}
+
+
+def stage(run: rayrft.Run, name: str) -> list[StepRecord]:
+    return [r for r in read_records(run.folder) if isinstance(r, StepRecord) and r.stage == name]
+
+
+def test_chats_are_imitated_and_pairs_preferred(finished: tuple[rayrft.Run, dict[str, Any]]) -> None:
+    run, _ = finished
+    sft, dpo = stage(run, "imitate"), stage(run, "prefer")
+    assert sft[-1].sft_loss < sft[0].sft_loss
+    assert dpo[0].preference_loss == pytest.approx(0.6931, abs=1e-4) and dpo[-1].preference_loss < 0.3
+    assert dpo[0].expert_rows == 8 and dpo[0].usual_rows == 0
+
+
+def test_groups_of_another_job_are_trained_once_each_until_it_has_no_more(
+    finished: tuple[rayrft.Run, dict[str, Any]],
+) -> None:
+    run, summary = finished
+    steps = stage(run, "live")
+    assert [step.usual_rows for step in steps] == [8, 8, 8]
+    assert summary["status"] == "finished" and summary["counters"]["sampled"] == summary["counters"]["trained"] == 24
+    notes = [record.text for record in read_records(run.folder) if isinstance(record, NoteRecord)]
+    assert any("stage ends after 3 steps" in note and "end_of_data" in note for note in notes)
+    assert all(step.policy_tokens == 8 * 6 for step in steps)
+
+
+def test_no_engine_is_started(finished: tuple[rayrft.Run, dict[str, Any]]) -> None:
+    from rayrft.core.placement import plan_placement
+
+    parts = {part.name for part in plan_placement(load_config(finished[0].folder / "config.yaml"))}
+    assert parts == {"master", "buffer", "trainer", "ranks"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ({"mode": "both"}, "'tasks' is missing"),
+        ({"stages.imitate.evaluate_every": 2}, "mode 'train' has none"),
+        ({"demonstrations.chats": {"size": 5}}, "no tasks to take them from"),
+        ({"stages.prefer.batch_size": 7}, "not a number of whole pairs"),
+        ({"stages.prefer.update": {"mini_batches": 4}}, "cannot be dealt to 2 ranks"),
+        ({"trainer.cpu_offload": True}, "is for trainer.gpus"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_starts(overrides: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config(make_config(tmp_path), overrides)
+
+
+def test_pairs_are_not_imitated(tmp_path: Path, ray_cluster: Any, rayrft: Callable[..., Any]) -> None:
+    config = make_config(tmp_path, name="wrong")
+    config["stages"] = [{**config["stages"][0], "demonstrations": "pairs"}]
+    (tmp_path / "wrong.yaml").write_text(json.dumps(config))
+    ended = rayrft("run", str(tmp_path / "wrong.yaml"))
+    assert ended.returncode == 1 and "would imitate their rejected sides" in ended.stderr
