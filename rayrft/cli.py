@@ -49,11 +49,12 @@ def export(
     run: Annotated[str, typer.Argument(help="a run's folder, or its name in runs/")],
     to: Annotated[Path, typer.Option(help="the folder to write, in Hugging Face format")],
     step: Annotated[int | None, typer.Option(help="of the checkpoint; the latest by default")] = None,
+    merge: Annotated[bool, typer.Option(help="LoRA: a whole model, or the adapter alone, for peft")] = True,
 ) -> None:
     """Write a checkpoint as a model that transformers and vLLM can load."""
     from rayrft.core.export import export
 
-    print(f"step {export(find_folder(run), to, step)} written to {to}")
+    print(f"step {export(find_folder(run), to, step, merged=merge)} written to {to}")
 
 
 @app.command()

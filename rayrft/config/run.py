@@ -125,6 +125,17 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _lora(self) -> RunConfig:
+        for stage in self.stages:
+            if self.trainer.lora is not None and stage.update.reference_refresh:
+                raise ValueError(
+                    f"stage {stage.name!r}: update.reference_refresh is not possible with trainer.lora, where the "
+                    "reference is the model without its adapter; leave it out, or split the stage in two: each begins "
+                    "with the policy as its reference"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _lengths(self) -> RunConfig:
         sampling = self.explorer.sampling
         if self.rolls_out and sampling.max_prompt_tokens + sampling.max_tokens > self.model.max_length:

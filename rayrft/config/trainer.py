@@ -20,6 +20,15 @@ class OptimizerConfig(Section):
     clip_norm: float = Field(1.0, gt=0)
 
 
+class LoraConfig(Section):
+    """A low-rank adapter beside frozen weights: ``W + alpha / rank * B A`` in every target. There is no dropout."""
+
+    rank: int = Field(16, ge=1)
+    alpha: float = Field(32.0, gt=0)
+    targets: Literal["all-linear"] | list[str] = "all-linear"
+    """Linear layers of the decoder by the end of their names, such as ``q_proj``; by default all but the head."""
+
+
 class TrainerConfig(Section):
     """FSDP2 ranks driven by Ray Train."""
 
@@ -37,6 +46,8 @@ class TrainerConfig(Section):
     """Keep one state per layer for the backward pass and compute the others again: a third more time, less memory."""
     cpu_offload: bool = False
     """GPUs: parameters, gradients and optimiser state lie in main memory while they are not used."""
+    lora: LoraConfig | None = None
+    """Train an adapter only. Every stage begins a new one, on the weights that it starts from with theirs merged."""
 
 
 class WeightSyncConfig(Section):

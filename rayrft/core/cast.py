@@ -106,6 +106,7 @@ async def start(cast: Cast, config: RunConfig, prepared: Prepared) -> str | None
         config.model.dtype,
         config.explorer.sampling.temperature,
         config.plugins,
+        config.seed,
     )
     starting = [cast.trainer.start.remote(config.folder, setup)]
     for index, each in enumerate(cast.engines):

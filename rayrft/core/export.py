@@ -9,16 +9,25 @@ from rayrft.core.progress import Checkpoints
 from rayrft.errors import ConfigError, RunNotFound
 
 
-def export(run_folder: Path, to: Path, step: int | None = None) -> int:
+def export(run_folder: Path, to: Path, step: int | None = None, *, merged: bool = True) -> int:
     """Write a run's checkpoint of that step (the latest by default) to the folder ``to``; gives the step.
 
-    In this process, on the CPU, without Ray: a run need not be under way. Raises RunNotFound where there is no such
-    checkpoint, and ConfigError where ``to`` holds something already.
+    An adapter is ``merged`` into the model's weights, or written by itself as peft loads it. In this process, on the
+    CPU, without Ray: a run need not be under way. Raises RunNotFound where there is no such checkpoint, and ConfigError
+    where ``to`` holds something already, or a run without an adapter is to be written without merging.
     """
-    from rayrft.trainer.checkpoint import load_weights
-    from rayrft.trainer.model import load_policy, write_hf
+    import torch
+
+    from rayrft.trainer.checkpoint import load_weights, read_base
+    from rayrft.trainer.lora import Lora
+    from rayrft.trainer.model import load_policy, write_adapter, write_hf
 
     config = load_config(run_folder / "config.yaml")
+    lora = config.trainer.lora
+    if lora is None and not merged:
+        raise ConfigError(
+            "the run has no adapter: its checkpoints are whole models", field="merge", value=merged, remedy="leave out"
+        )
     checkpoints = Checkpoints(run_folder, config.checkpoint)
     steps = [each.step for each in checkpoints.all() if each.step]
     wanted = max(steps, default=None) if step is None else step
@@ -32,8 +41,14 @@ def export(run_folder: Path, to: Path, step: int | None = None) -> int:
     if to.exists() and any(to.iterdir()):
         raise ConfigError("the folder is not empty", field="to", value=str(to), remedy="give a new one")
     model = str(run_folder / "model") if config.model.tiny is not None else str(config.model.path)
-    policy = load_policy(model)
-    weights = {name: parameter.detach() for name, parameter in policy.model.named_parameters()}
-    load_weights(checkpoints.at(wanted), weights)
-    write_hf(policy, policy.model.state_dict(), model, to)
+    base = (lora is not None and read_base(checkpoints.at(wanted))) or model
+    policy = load_policy(base)
+    if lora is not None:
+        policy.lora = Lora(policy.model, lora, origin=base, compute=torch.float32, seed=config.seed)
+    trained = {name: each.detach() for name, each in policy.model.named_parameters() if each.requires_grad}
+    load_weights(checkpoints.at(wanted), trained)
+    if merged:
+        write_hf(policy, policy.model.state_dict(), model, to)
+    else:
+        write_adapter(policy, base, model, to)
     return wanted

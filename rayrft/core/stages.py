@@ -124,7 +124,11 @@ class Stages:
         """Bring Trainer, engines and Buffer to where the stage stands."""
         progress, algorithm = self.progress, stage.algorithm.build()
         resumed = progress.stage_step > 0
-        weights = Path(progress.saved[stage.start_from]) if stage.start_from and not resumed else None
+        begins_from = stage.start_from
+        if self._config.trainer.lora is not None and progress.stage:
+            # Its weights have the adapter in them: under a new one they are the reference, too.
+            begins_from = begins_from or self._config.stages[progress.stage - 1].name
+        weights = Path(progress.saved[begins_from]) if begins_from and not resumed else None
         await self._command(OpenStage(algorithm, stage, weights))
         if resumed:
             await self._saving.restore(whole=True)
@@ -134,7 +138,7 @@ class Stages:
         if weights is not None:
             await self.publish()
         await self._recorder.note(f"stage {stage.name!r}: {said}", stage.name, progress.step)
-        if not resumed and (progress.step == 0 or weights is not None):
+        if not resumed and (progress.step == 0 or stage.start_from):
             await self._evaluate(stage)
         plan = StagePlan(
             stage.groups,

@@ -18,7 +18,7 @@ from rayrft.errors import WeightSyncError
 from rayrft.explorer.engine import EngineWeights
 from rayrft.trainer.commands import Describe, Export, Exported, Join, Locate, Publish, Release, Score
 from rayrft.weights.group import GroupPlan
-from rayrft.weights.wire import TensorMeta
+from rayrft.weights.wire import Parcel
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ class WeightSync:
         self._probe = probe
         self._generation = 0
         self._rounds = 0
-        self._metas: list[TensorMeta] = []
+        self._parcel = Parcel([])
 
     async def connect(self) -> None:
         """Form the process group of trainer and engines, under a new generation number."""
-        self._metas = (await self._command(Describe()))[0]
+        self._parcel = (await self._command(Describe()))[0]
         self._generation += 1
         plan = None
         if self._backend != "ipc":
@@ -77,6 +77,8 @@ class WeightSync:
         """
         started = time.perf_counter()
         async with self._deadline(f"weights of version {version} to reach {len(self._engines)} engines"):
+            if self._parcel.adapter is not None:  # it may stand on other weights than that of the stage before
+                self._parcel = (await self._command(Describe()))[0]
             try:
                 await self._each("pause")
                 sent, held = await self._transfer(version)
@@ -88,7 +90,7 @@ class WeightSync:
         due = self._rounds % self._config.probe_every == 0
         self._rounds += 1
         gap = await self._compare(version) if due else None
-        return SyncReport(version, seconds, sum(meta.nbytes for meta in self._metas), sent, gap)
+        return SyncReport(version, seconds, self._parcel.nbytes, sent, gap)
 
     async def sleep(self) -> None:
         """Have the engines free their GPU memory for the trainer."""
@@ -104,17 +106,17 @@ class WeightSync:
 
     async def _transfer(self, version: int) -> tuple[str, list[EngineWeights]]:
         """One broadcast; gives the digest of what was sent, and what each engine holds now."""
-        metas, size = self._metas, int(self._config.bucket_mib * (1 << 20))
+        parcel, size = self._parcel, int(self._config.bucket_mib * (1 << 20))
         if self._backend == "ipc":
-            exports: list[Exported] = await self._command(Export(metas, size))
+            exports: list[Exported] = await self._command(Export(parcel.metas, size))
             handles = {export.device: export.handles for export in exports}
             held = await asyncio.gather(
-                *(engine.receive.remote(metas, size, version, handles) for engine in self._engines)
+                *(engine.receive.remote(parcel, size, version, handles) for engine in self._engines)
             )
             await self._command(Release())
             return exports[0].digest, held
-        receiving = [engine.receive.remote(metas, size, version, None) for engine in self._engines]
-        digests, *held = await asyncio.gather(self._command(Publish(metas, size)), *receiving)
+        receiving = [engine.receive.remote(parcel, size, version, None) for engine in self._engines]
+        digests, *held = await asyncio.gather(self._command(Publish(parcel.metas, size)), *receiving)
         return digests[0], held
 
     def _verify(self, version: int, sent: str, held: list[EngineWeights]) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rayrft.config.explorer import EngineConfig
 from rayrft.weights.group import GroupPlan
-from rayrft.weights.wire import TensorMeta, to_wire
+from rayrft.weights.wire import Parcel, to_wire
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -129,13 +129,18 @@ class RolloutEngine:
         await self._engine.pause_generation(mode="keep", clear_cache=True)
 
     async def receive(
-        self, metas: list[TensorMeta], bucket_bytes: int, version: int, handles: dict[str, list[str]] | None
+        self, parcel: Parcel, bucket_bytes: int, version: int, handles: dict[str, list[str]] | None
     ) -> EngineWeights:
         """Take part in one broadcast (or open the handles of an ipc transfer) and say what arrived."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         await self._engine.start_weight_update()
-        info = {"metas": to_wire(metas), "bucket_bytes": bucket_bytes, "handles": handles}
+        info = {
+            "metas": to_wire(parcel.metas),
+            "bucket_bytes": bucket_bytes,
+            "handles": handles,
+            "adapter": vars(parcel.adapter) if parcel.adapter else None,
+        }
         await self._engine.update_weights(WeightTransferUpdateRequest(update_info=info))
         await self._engine.finish_weight_update()
         await self._engine.update_weight_version(str(version))

@@ -7,19 +7,24 @@ the engine's worker process. This module and the engine are the only ones that i
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, field
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import Tensor
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from rayrft.weights.group import GroupPlan, WeightGroup
 from rayrft.weights.ipc import gpu_uuid, open_buffer
+from rayrft.weights.lora import Adapter, merge
 from rayrft.weights.wire import Digest, empty_bucket, from_wire, plan_buckets, read_bucket
 
 BACKEND = "rayrft"
@@ -40,10 +45,16 @@ class UpdateInfo(WeightTransferUpdateInfo):
     metas: list[dict[str, Any]]
     bucket_bytes: int
     handles: dict[str, list[str]] | None = None
+    adapter: dict[str, Any] | None = None
+    """The fields of an `Adapter`, where the tensors are its factors."""
 
 
 class BucketReceiver(WeightTransferEngine[JoinInfo, UpdateInfo]):
-    """Receives buckets, digests them, and loads them in checkpoint format through vLLM's layerwise reload."""
+    """Receives buckets, digests them, and loads them in checkpoint format through vLLM's layerwise reload.
+
+    Of an adapter only the factors come: what they are added to is read from the folder of the model, as at the start.
+    It costs no memory between updates, where pages of files that were read before are still in the system's cache.
+    """
 
     init_info_cls = JoinInfo
     update_info_cls = UpdateInfo
@@ -65,6 +76,7 @@ class BucketReceiver(WeightTransferEngine[JoinInfo, UpdateInfo]):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         digest = Digest()
+        factors: dict[str, Tensor] = {}
         handles = self._own_handles(update_info.handles)
         buckets = plan_buckets(from_wire(update_info.metas), update_info.bucket_bytes)
         for index, metas in enumerate(buckets):
@@ -76,7 +88,13 @@ class BucketReceiver(WeightTransferEngine[JoinInfo, UpdateInfo]):
             else:
                 raise RuntimeError("no weight group: init_transfer_engine comes first")
             digest.update(buffer)
-            self.model.load_weights(read_bucket(buffer, metas))
+            if update_info.adapter is None:
+                self.model.load_weights(read_bucket(buffer, metas))
+            else:
+                factors.update(read_bucket(buffer, metas))
+        if update_info.adapter is not None:
+            adapter = Adapter(**update_info.adapter)
+            self.model.load_weights(merge(self._weights_of(adapter.base), factors, adapter.scale))
         self.digest = digest.value
 
     def finish_weight_update(self) -> None:
@@ -85,6 +103,13 @@ class BucketReceiver(WeightTransferEngine[JoinInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         self._group = None
+
+    def _weights_of(self, model: str) -> Iterable[tuple[str, Tensor]]:
+        """Name and tensor of what a model's files hold, one after the other."""
+        config = copy.copy(self.model_config)
+        config.model = model
+        loader = get_model_loader(replace(self.vllm_config.load_config, use_tqdm_on_load=False))
+        return loader.get_all_weights(config, self.model)
 
     def _own_handles(self, handles: dict[str, list[str]] | None) -> list[str] | None:
         """Those of the trainer rank on this worker's GPU; None where weights come by broadcast."""

@@ -1,4 +1,7 @@
-"""The trainer's state on disk: sharded, written in the background, read on any number of ranks."""
+"""The trainer's state on disk: sharded, written in the background, read on any number of ranks.
+
+It holds what is trained. Frozen weights stay where they were loaded from, which the state names.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -24,6 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from rayrft.errors import ModelError
 from rayrft.trainer.critic import Critic
 from rayrft.trainer.learner import Learner
+from rayrft.trainer.model import load_hf
 from rayrft.trainer.optimizer import Optimizer
 from rayrft.trainer.policy import Policy
 
@@ -51,23 +56,35 @@ class Checkpointer:
 
     def load_policy(self, policy: Policy, folder: Path) -> None:
         """Put the weights in place, and nothing else. Raises ModelError when the checkpoint is of another model."""
-        state: State = {"policy": get_model_state_dict(policy)}
+        self._rebase(policy, folder)
+        state: State = {"policy": _trained(policy)}
         self._read(state, folder)
-        set_model_state_dict(policy, state["policy"])
+        set_model_state_dict(policy, state["policy"], options=_TRAINED_ONLY)
 
     def load(self, learner: Learner, critic: Critic | None, folder: Path) -> None:
         """Put everything in place that the open stage has: weights, optimisers, schedules, reference.
 
         Raises ModelError when the checkpoint is of another model.
         """
+        self._rebase(learner.policy, folder)
         names = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
         state = _state(learner, critic, {name.partition(".")[0] for name in names})
         self._read(state, folder)
         for name, (model, optimizer) in _models(learner, critic).items():
-            set_model_state_dict(model, state[name])
+            set_model_state_dict(model, state[name], options=_TRAINED_ONLY)
             if (moments := state.get(_optimizer(name))) is not None:
                 set_optimizer_state_dict(model, optimizer.adam, moments)
         learner.restore(state["learner"])
+
+    def _rebase(self, policy: Policy, folder: Path) -> None:
+        """Under an adapter, have the frozen weights that the checkpoint's was trained on."""
+        if policy.lora is None:
+            return
+        state: State = {"base": ""}
+        self._read(state, folder)
+        base = state["base"] or policy.lora.origin
+        if base != policy.lora.base:
+            load_hf(policy, base)
 
     def _read(self, state: State, folder: Path) -> None:
         try:
@@ -79,6 +96,13 @@ class Checkpointer:
                 value=str(folder),
                 remedy="resume with the model that the run began with",
             ) from None
+
+
+def read_base(folder: Path) -> str:
+    """The folder of the frozen weights under a checkpoint's adapter; empty where they are those of the run's model."""
+    state = {"base": ""}
+    load(state, checkpoint_id=str(folder), no_dist=True)
+    return state["base"]
 
 
 def load_weights(folder: Path, weights: dict[str, torch.Tensor]) -> None:
@@ -94,13 +118,28 @@ def _models(learner: Learner, critic: Critic | None) -> dict[str, tuple[nn.Modul
 
 def _state(learner: Learner, critic: Critic | None, written: set[str] | None = None) -> State:
     """What a checkpoint holds: tensors that `load` fills in place. ``written`` are the parts of the one to be read."""
-    state: State = {"learner": learner.state()}
+    state: State = {"learner": learner.state(), "base": _base(learner.policy)}
     for name, (model, optimizer) in _models(learner, critic).items():
-        state[name] = get_model_state_dict(model)
+        state[name] = _trained(model)
         # Before its first update an optimiser has no state, and asking for it would make one.
         if _optimizer(name) in written if written is not None else optimizer.adam.state:
             state[_optimizer(name)] = get_optimizer_state_dict(model, optimizer.adam)
     return state
+
+
+_TRAINED_ONLY = StateDictOptions(strict=False)
+
+
+def _trained(model: nn.Module) -> State:
+    """The parameters that are trained, sharded as they are."""
+    trained = {name for name, each in model.named_parameters(remove_duplicate=False) if each.requires_grad}
+    return {name: tensor for name, tensor in get_model_state_dict(model).items() if name in trained}
+
+
+def _base(policy: Policy) -> str:
+    """The folder of the frozen weights; empty where they are those of the run's model, or none are frozen."""
+    lora = policy.lora
+    return "" if lora is None or lora.base == lora.origin else lora.base
 
 
 def _optimizer(name: str) -> str:

@@ -40,7 +40,7 @@ class Locate:
 
 @dataclass(frozen=True)
 class Describe:
-    """What a broadcast will send; gives a list of `TensorMeta`."""
+    """What a broadcast will send; gives a `Parcel`."""
 
 
 @dataclass(frozen=True)

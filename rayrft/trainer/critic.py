@@ -16,7 +16,8 @@ from rayrft.trainer.policy import Policy, lay_out
 class Critic(nn.Module):
     """The decoder of a language model with one number on top of each state.
 
-    It starts with the weights of the policy's model and a head of zeros: every state is worth 0 at first.
+    It starts with the weights of the policy's model and a head of zeros: every state is worth 0 at first. Where that
+    model has an adapter, only adapter and head are trained.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -25,7 +26,8 @@ class Critic(nn.Module):
         self.model = policy.model.base_model
         config = self.model.config.get_text_config()
         example = next(self.model.parameters())
-        self.head = nn.Linear(config.hidden_size, 1, bias=False, dtype=example.dtype, device=example.device)
+        dtype = torch.promote_types(example.dtype, torch.float32)  # frozen weights may have less
+        self.head = nn.Linear(config.hidden_size, 1, bias=False, dtype=dtype, device=example.device)
         nn.init.zeros_(self.head.weight)
 
     def open_stage(self, config: OptimizerConfig, updates: int, ranks: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from rayrft.errors import ModelError
+from rayrft.trainer.lora import checkpoint_name
 from rayrft.trainer.policy import Policy
 
 if TYPE_CHECKING:
@@ -77,45 +79,83 @@ def reshard(model: nn.Module) -> None:
 
 
 def named_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter under its checkpoint name, sharded as it is."""
+    """What engines are sent: every parameter, or those of the adapter; under its checkpoint name, sharded as it is."""
     for name, parameter in policy.model.named_parameters():
-        yield name, parameter.detach()
+        if policy.lora is None or parameter.requires_grad:
+            yield checkpoint_name(name), parameter.detach()
 
 
 def full_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter, gathered, under its checkpoint name. A collective: all ranks iterate in step."""
+    """As `named_weights`, gathered. A collective: all ranks iterate in step."""
     for name, tensor in named_weights(policy):
         yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def save_hf(policy: Policy, tokenizer_from: str, folder: Path, *, writer: bool) -> None:
-    """Write a Hugging Face folder: weights, configuration, tokenizer. A collective; ``writer`` touches the disk."""
+    """Write a Hugging Face folder: weights (with an adapter merged), configuration, tokenizer.
+
+    A collective; ``writer`` touches the disk.
+    """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state: dict[str, Any] = get_model_state_dict(policy, options=options)
     if not writer:
         return
-    weights = {name.removeprefix("model."): tensor for name, tensor in state.items()}
-    write_hf(policy, weights, tokenizer_from, folder)
+    write_hf(policy, {name.removeprefix("model."): tensor for name, tensor in state.items()}, tokenizer_from, folder)
 
 
-def write_hf(policy: Policy, weights: dict[str, Tensor], tokenizer_from: str, folder: Path) -> None:
-    """Write a Hugging Face folder; it appears at once and whole, or not at all."""
+def write_hf(policy: Policy, state: dict[str, Tensor], tokenizer_from: str, folder: Path) -> None:
+    """Write a Hugging Face folder from the model's whole parameters; an adapter is merged."""
+    weights = {checkpoint_name(name): tensor for name, tensor in state.items()}
+    if policy.lora is not None:
+        weights = policy.lora.merged(weights)
+    with _appearing(folder) as temporary:
+        policy.model.save_pretrained(temporary, state_dict=weights)
+        _save_tokenizer(tokenizer_from, temporary)
+
+
+def write_adapter(policy: Policy, base: str, tokenizer_from: str, folder: Path) -> None:
+    """Write the adapter of a model that is not sharded as a folder for peft, to be put on the model ``base``."""
+    from safetensors.torch import save_file
+
+    assert policy.lora is not None
+    settings = policy.lora.peft_config
+    settings.base_model_name_or_path = base
+    factors = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in named_weights(policy)}
+    with _appearing(folder) as temporary:
+        settings.save_pretrained(str(temporary))
+        save_file(factors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
+        _save_tokenizer(tokenizer_from, temporary)
+
+
+def load_hf(policy: Policy, folder: str) -> None:
+    """Put the weights of a Hugging Face folder into a sharded model. A collective.
+
+    Where the model has an adapter they are what it stands on from now on, and the adapter begins anew.
+    """
+    state = load_policy(folder).state_dict()
+    if policy.lora is not None:
+        policy.lora.base = folder
+        state = {name: state[checkpoint_name(name)] for name in policy.state_dict() if ".lora_" not in name}
+        state |= {f"model.{name}": factor for name, factor in policy.lora.fresh().items()}
+    set_model_state_dict(policy, state, options=StateDictOptions(full_state_dict=True))
+
+
+def _save_tokenizer(tokenizer_from: str, folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    AutoTokenizer.from_pretrained(tokenizer_from).save_pretrained(folder)
+
+
+@contextlib.contextmanager
+def _appearing(folder: Path) -> Iterator[Path]:
+    """A place to write what then appears as ``folder``, at once and whole, or not at all."""
     temporary = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    policy.model.save_pretrained(temporary, state_dict=weights)
-    from transformers import AutoTokenizer
-
-    AutoTokenizer.from_pretrained(tokenizer_from).save_pretrained(temporary)
+    yield temporary
     _sync_to_disk(temporary)
     shutil.rmtree(folder, ignore_errors=True)
     temporary.rename(folder)
-
-
-def load_hf(policy: Policy, folder: Path) -> None:
-    """Put the weights of a Hugging Face folder into a sharded model. A collective."""
-    state = load_policy(str(folder)).state_dict()
-    set_model_state_dict(policy, state, options=StateDictOptions(full_state_dict=True))
 
 
 def _sync_to_disk(folder: Path) -> None:

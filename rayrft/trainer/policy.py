@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,9 @@ from rayrft.algorithms import PolicyOutput, TokenBatch, chosen_logprobs
 from rayrft.trainer import packing
 from rayrft.trainer.batches import MicroBatch
 from rayrft.trainer.head import head_logprobs
+
+if TYPE_CHECKING:
+    from rayrft.trainer.lora import Lora
 
 _ALIKE = 1e-4
 """Nats between two ways to compute the same log-probs (float32) from which on they are not the same."""
@@ -21,6 +24,7 @@ class Policy(nn.Module):
 
     ``packs``: rows of a micro-batch share one sequence (see `rayrft.trainer.packing`); else they are padded.
     ``chunks_head``: logits exist for a few tokens at a time only (see `rayrft.trainer.head`).
+    ``lora``: the adapter that is trained in place of the model's own weights, where there is one.
     """
 
     def __init__(self, model: Any) -> None:
@@ -29,6 +33,7 @@ class Policy(nn.Module):
         self.model = model.eval()
         self.packs = False
         self.chunks_head = False
+        self.lora: Lora | None = None
 
     def checkpoint_layers(self) -> None:
         """Keep only the input of each layer for the backward pass, which computes the rest again."""

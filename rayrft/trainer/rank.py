@@ -18,11 +18,13 @@ from rayrft.trainer.batches import TrainRow, fetch_mini_batches
 from rayrft.trainer.checkpoint import Checkpointer
 from rayrft.trainer.critic import Critic
 from rayrft.trainer.learner import Learner
+from rayrft.trainer.lora import Lora
 from rayrft.trainer.model import Sharded, full_weights, load_hf, load_policy, named_weights, save_hf, shard
 from rayrft.trainer.policy import Policy
 from rayrft.weights.group import WeightGroup, free_port
 from rayrft.weights.ipc import export_buffer, gpu_uuid
-from rayrft.weights.wire import Digest, TensorMeta, empty_bucket, fill_bucket, plan_buckets
+from rayrft.weights.lora import Adapter
+from rayrft.weights.wire import Digest, Parcel, TensorMeta, empty_bucket, fill_bucket, plan_buckets
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class RankSetup:
     dtype: str
     temperature: float
     plugins: list[Path]
+    seed: int = 0
 
 
 def run_rank(options: dict[str, Any]) -> None:
@@ -73,7 +76,7 @@ class Rank:
         self._wire_dtype: torch.dtype = getattr(torch, setup.dtype)
         self._mesh = init_device_mesh(self._device.type, (setup.config.ranks,))
         policy = self._load_policy()
-        self.remark = policy.choose(pack=setup.config.pack)
+        self.remark = self._make_ready(policy)
         """What is unusual about the model; None where nothing is."""
         self._critic: Critic | None = None
         self._learner = Learner(
@@ -98,10 +101,7 @@ class Rank:
             case c.Locate():
                 return self._locate()
             case c.Describe():
-                return [
-                    TensorMeta.of(name, parameter, self._wire_dtype)
-                    for name, parameter in named_weights(self._learner.policy)
-                ]
+                return self._describe()
             case c.Join(plan):
                 self._group = WeightGroup(plan, rank=0, device=self._device) if self._index == 0 else None
                 return None
@@ -126,7 +126,7 @@ class Rank:
     def _open_stage(self, command: c.OpenStage) -> None:
         algorithm, stage = command.algorithm, command.stage
         if command.weights is not None:
-            load_hf(self._learner.policy, command.weights)
+            load_hf(self._learner.policy, str(command.weights))
         self._critic = None
         if algorithm.needs_critic:
             self._critic = self._make_critic()
@@ -142,10 +142,24 @@ class Rank:
             policy.checkpoint_layers()
         return policy if config.cpu_offload else policy.to(self._device)
 
+    def _make_ready(self, policy: Policy) -> str | None:
+        """Choose how the model computes, and put the adapter in; gives what is unusual about the model."""
+        config = self._setup.config
+        remark = policy.choose(pack=config.pack)
+        if config.lora is not None:
+            policy.lora = Lora(
+                policy.model,
+                config.lora,
+                origin=self._setup.model,
+                compute=self._wire_dtype,
+                seed=self._setup.seed,
+            )
+        return remark
+
     def _make_critic(self) -> Critic:
         """A critic for a stage. It begins as the run's model, whatever the policy has become."""
         policy = self._load_policy()
-        policy.choose(pack=self._setup.config.pack)
+        self._make_ready(policy)
         return self._shard(Critic(policy))
 
     def _shard(self, model: Sharded) -> Sharded:
@@ -177,6 +191,11 @@ class Rank:
 
         host = ray.util.get_node_ip_address()
         return host, free_port(host)
+
+    def _describe(self) -> Parcel:
+        policy = self._learner.policy
+        metas = [TensorMeta.of(name, tensor, self._wire_dtype) for name, tensor in named_weights(policy)]
+        return Parcel(metas, Adapter(policy.lora.base, policy.lora.scale) if policy.lora is not None else None)
 
     def _buckets(self, metas: list[TensorMeta], bucket_bytes: int) -> Any:
         """Each bucket, filled with this rank's gathered weights: the gathering is a collective over the ranks."""

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rayrft.weights.lora import Adapter
+
 _ALIGNMENT = 16
 _CHUNK = 1 << 20
 
@@ -44,6 +46,18 @@ class TensorMeta:
     @property
     def padded(self) -> int:
         return -(-self.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """What one broadcast carries, in this order: the whole weights, or the factors of an ``adapter``."""
+
+    metas: list[TensorMeta]
+    adapter: Adapter | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(meta.nbytes for meta in self.metas)
 
 
 def to_wire(metas: list[TensorMeta]) -> list[dict[str, Any]]:

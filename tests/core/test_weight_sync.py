@@ -12,7 +12,7 @@ from rayrft.core.weight_sync import WeightSync
 from rayrft.errors import WeightSyncError
 from rayrft.explorer.engine import EngineWeights
 from rayrft.trainer.commands import Describe, Publish, Score
-from rayrft.weights.wire import TensorMeta
+from rayrft.weights.wire import Parcel, TensorMeta
 from tests.scripted import Remote
 
 
@@ -27,7 +27,7 @@ class ScriptedEngine:
     async def resume(self) -> None:
         self.calls.append("resume")
 
-    async def receive(self, metas: Any, size: int, version: int, handles: Any) -> EngineWeights:
+    async def receive(self, parcel: Any, size: int, version: int, handles: Any) -> EngineWeights:
         self.calls.append("receive")
         if self.hang:
             await asyncio.Event().wait()
@@ -42,7 +42,7 @@ class ScriptedTrainer:
     async def command(self, command: Any) -> list[Any]:
         match command:
             case Describe():
-                return [[TensorMeta("w", "float32", (4,))]]
+                return [Parcel([TensorMeta("w", "float32", (4,))])]
             case Publish():
                 return ["abc"]
             case Score(sequences):
@@ -59,7 +59,7 @@ def make_sync(*engines: ScriptedEngine, **config: Any) -> WeightSync:
         1,
         [[1, 2, 3]],
     )
-    sync._metas = [TensorMeta("w", "float32", (4,))]
+    sync._parcel = Parcel([TensorMeta("w", "float32", (4,))])
     return sync
 
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rayrft.weights.group import GroupPlan, WeightGroup, free_port
-from rayrft.weights.wire import Digest, TensorMeta, empty_bucket, fill_bucket, plan_buckets
+from rayrft.weights.lora import Adapter
+from rayrft.weights.wire import Digest, Parcel, TensorMeta, empty_bucket, fill_bucket, plan_buckets
 
 BUCKET = 16 << 10
 
@@ -37,13 +38,13 @@ class EngineUnderTest:
                     parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
         return model
 
-    def metas(self, model: nn.Module) -> list[TensorMeta]:
-        return [TensorMeta.of(name, parameter, torch.float32) for name, parameter in model.named_parameters()]
+    def parcel(self, tensors: dict[str, Tensor], adapter: Adapter | None = None) -> Parcel:
+        return Parcel([TensorMeta.of(name, tensor, torch.float32) for name, tensor in tensors.items()], adapter)
 
-    def send(self, model: nn.Module) -> str:
-        """Broadcast a model's weights; gives their digest."""
-        tensors, digest = dict(model.named_parameters()), Digest()
-        for bucket in plan_buckets(self.metas(model), BUCKET):
+    def send(self, tensors: dict[str, Tensor]) -> str:
+        """Broadcast tensors; gives their digest."""
+        digest = Digest()
+        for bucket in plan_buckets(self.parcel(tensors).metas, BUCKET):
             buffer = empty_bucket(bucket, "cpu")
             with torch.no_grad():
                 fill_bucket(buffer, bucket, [tensors[meta.name] for meta in bucket])

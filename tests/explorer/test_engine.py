@@ -35,8 +35,9 @@ def recomputed(model: nn.Module, completion: Completion, temperature: float) -> 
 def update(engine: EngineUnderTest, model: nn.Module, version: int) -> tuple[str, Any]:
     """A whole round as the weight sync does it; gives the digest sent and what the engine holds."""
     ray.get(engine.actor.pause.remote())
-    receiving = engine.actor.receive.remote(engine.metas(model), BUCKET, version, None)
-    sent = engine.send(model)
+    tensors = dict(model.named_parameters())
+    receiving = engine.actor.receive.remote(engine.parcel(tensors), BUCKET, version, None)
+    sent = engine.send(tensors)
     held = ray.get(receiving)
     ray.get(engine.actor.resume.remote())
     return sent, held

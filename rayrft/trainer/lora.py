@@ -1,0 +1,121 @@
+"""LoRA: frozen linear layers, and beside each a product of two thin matrices that is trained in its place."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from rayrft.config.trainer import LoraConfig
+from rayrft.errors import ConfigError
+from rayrft.weights.lora import merge
+
+if TYPE_CHECKING:
+    from peft import LoraConfig as PeftConfig
+
+_NAME = "default"
+"""What peft calls an adapter that is given no name."""
+
+
+class Lora:
+    """The adapter of a model of transformers, put into it by peft; everything else in the model is frozen.
+
+    It begins without effect, B being 0, and the same on every rank. To be made before the model is sharded; the frozen
+    weights take the dtype ``compute``, the factors stay in float32.
+    """
+
+    def __init__(self, model: Any, config: LoraConfig, *, origin: str, compute: torch.dtype, seed: int) -> None:
+        """``origin``: folder or hub id that the model was loaded from.
+
+        Raises ConfigError where a target is not a linear layer of the decoder.
+        """
+        self._config, self._seed = config, seed
+        self.scale = config.alpha / config.rank
+        self.origin = self.base = origin
+        """``base``: where the frozen weights are from now."""
+        self.peft_config = _inject(model, config)
+        from peft.tuners.lora import LoraLayer
+
+        self._layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+        head = model.get_output_embeddings()
+        unfit = [
+            name
+            for name, layer in self._layers.items()
+            if not isinstance(layer.get_base_layer(), nn.Linear) or layer is head
+        ]
+        named = [] if isinstance(config.targets, str) else config.targets
+        unfit += [each for each in named if not any(f".{name}".endswith(f".{each}") for name in self._layers)]
+        if unfit:
+            raise _no_target(unfit[0])
+        parameters = dict(model.named_parameters())
+        for parameter in parameters.values():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(compute)
+        for name, factor in self.fresh().items():
+            parameters[name].data = factor.to(parameters[name].device)
+
+    def fresh(self) -> dict[str, Tensor]:
+        """By parameter, an adapter that has no effect yet: A as peft draws it, B of zeros."""
+        chance = torch.Generator().manual_seed(self._seed)
+        factors = {}
+        for name, layer in self._layers.items():
+            dtype = torch.promote_types(layer.get_base_layer().weight.dtype, torch.float32)
+            a = torch.empty(self._config.rank, layer.in_features, dtype=dtype)
+            factors[f"{name}.lora_A.{_NAME}.weight"] = nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=chance)
+            factors[f"{name}.lora_B.{_NAME}.weight"] = torch.zeros(layer.out_features, self._config.rank, dtype=dtype)
+        return factors
+
+    def merged(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Whole weights under their checkpoint names, from those of the model and the factors under theirs."""
+        factors = {name: tensor for name, tensor in state.items() if ".lora_" in name}
+        return dict(merge(((name, state[name]) for name in state if name not in factors), factors, self.scale))
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """In here the model computes with the frozen weights alone."""
+        self._multiply(0.0)
+        try:
+            yield
+        finally:
+            self._multiply(1.0)
+
+    def _multiply(self, factor: float) -> None:
+        # Not peft's own switch: that one touches requires_grad, which sharded parameters take over only once.
+        for layer in self._layers.values():
+            layer.set_scale(_NAME, factor)
+
+
+def checkpoint_name(name: str) -> str:
+    """A parameter as it is called in files: without what peft puts between a layer and its weight."""
+    return name.replace(".base_layer.", ".").replace(f".{_NAME}.weight", ".weight")
+
+
+def _inject(model: Any, config: LoraConfig) -> PeftConfig:
+    from peft import LoraConfig as PeftConfig
+    from peft import inject_adapter_in_model
+
+    settings = PeftConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        target_modules=config.targets,
+        lora_dropout=0.0,  # where probabilities are compared, chance must not make them differ
+        task_type="CAUSAL_LM",
+    )
+    try:
+        inject_adapter_in_model(settings, model)
+    except ValueError:
+        raise _no_target(config.targets) from None
+    return settings
+
+
+def _no_target(value: Any) -> ConfigError:
+    return ConfigError(
+        "the model's decoder has no such linear layer",
+        field="trainer.lora.targets",
+        value=value,
+        remedy="name linear layers, such as q_proj, or all-linear",
+    )
