@@ -135,6 +135,25 @@ def test_a_refreshed_reference_is_the_policy_of_that_step() -> None:
     assert kls[0] == pytest.approx(0.0, abs=1e-12) and kls[2] == pytest.approx(0.0, abs=1e-12)
 
 
+def test_a_kl_in_the_reward_is_measured_but_not_in_the_loss() -> None:
+    learner = make_learner("ppo", {"kl": "k2", "kl_in": "reward", "value_loss": "squared"})
+    rows = [replace(row, reward=float(number % 2)) for number, row in enumerate(on_policy(learner, own_rows()))]
+    first, second = (learner.step([rows]) for _ in range(2))
+    assert first.kl == pytest.approx(0.0, abs=1e-12) and second.kl > 0
+    assert second.loss == pytest.approx(second.policy_loss, abs=1e-12)
+
+
+def test_a_coefficient_rises_while_the_kl_is_over_its_target_and_is_reported() -> None:
+    pieces = {"kl": "k2", "kl_coef": 0.5, "kl_target": 1e-9, "kl_horizon": 12.0}
+    learner = make_learner("grpo", pieces)
+    rows = on_policy(learner, own_rows())
+    results = [learner.step([rows]) for _ in range(4)]
+    # 12 rows a step: the first has no KL and lowers it by a fifth, the others raise it by a fifth.
+    assert [each.kl_coef for each in results] == pytest.approx([0.5, 0.4, 0.48, 0.576])
+    assert results[3].loss == pytest.approx(results[3].policy_loss + 0.576 * results[3].kl, abs=1e-9)
+    assert all(each.entropy_coef == 0.0 for each in results), "there is no such term"
+
+
 def test_no_reference_is_kept_where_its_coefficient_is_zero() -> None:
     assert make_learner("grpo", {"kl": "k3", "kl_coef": 0.0}).reference is None
 
