@@ -13,6 +13,7 @@ from rayrft.algorithms.advantages import Group, group_advantages, group_relative
 from rayrft.algorithms.aggregation import aggregations
 from rayrft.algorithms.algorithm import Algorithm
 from rayrft.algorithms.batch import PolicyOutput, TokenBatch
+from rayrft.algorithms.coefficients import Coefficients
 from rayrft.algorithms.corrections import corrections
 from rayrft.algorithms.critic import token_advantages, value_losses
 from rayrft.algorithms.distillation import distillations
@@ -30,6 +31,7 @@ from rayrft.algorithms.sft import mu_schedules, sft_losses
 __all__ = [
     "AdaptiveCoefficient",
     "Algorithm",
+    "Coefficients",
     "Denominators",
     "EntropyController",
     "Fraction",

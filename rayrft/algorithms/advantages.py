@@ -1,7 +1,8 @@
 """Advantages from the rewards of one group: the answers to one task, whole and alone.
 
 A group advantage takes ``rewards`` ``[n]`` and a `Group` with whatever else is known; it gives ``[n]``, one advantage
-for all action tokens of a row. It raises ValueError on rewards of another shape.
+for all action tokens of a row. One that needs ``turns`` takes and gives a number for each turn of the rows instead. It
+raises ValueError on rewards of another shape.
 
 A group of one has nothing to be compared with: unless an advantage looks at the reward alone, it gives 0 there. (Other
 systems let the lone reward itself through, which praises whatever was sampled.) Deviations have divisor n - 1, as in
@@ -27,7 +28,7 @@ class Group:
     greedy_reward: float | None = None
     """Reward of the greedy answer to the same task."""
     trajectory: Tensor | None = None
-    """int64: which trajectory the row is a step of; None where every row is a trajectory of its own."""
+    """int64: which trajectory a reward's step belongs to; None where every row is a trajectory of its own."""
     turn: Tensor | None = None
     """int64: place of the step in its trajectory, ascending."""
     state: Tensor | None = None

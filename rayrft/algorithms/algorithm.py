@@ -58,6 +58,15 @@ class Algorithm:
     kl_in: Literal["loss", "reward"] = "loss"
     entropy_coef: float = 1e-3
     distillation_coef: float = 1.0
+    kl_target: float | None = None
+    """With one, ``kl_coef`` is where the KL's coefficient begins, and `AdaptiveCoefficient` goes on with it. The KL is
+    that of the metrics: by its aggregation, of tokens or of whole answers."""
+    kl_horizon: float = 10_000.0
+    entropy_goal: float | None = None
+    """With one, ``entropy_coef`` is where the entropy's coefficient begins, and `EntropyController` goes on with it."""
+    entropy_step: float = 0.005
+    teacher_candidates: int = 64
+    """How many of the teacher's likeliest tokens are compared with the policy's, where whole distributions are."""
     normalise_advantages: bool = False
     """Over all own action tokens of a step; see `rayrft.algorithms.normalisation`."""
     coefficients: Mapping[str, Coefficient] = field(default_factory=dict)
@@ -111,7 +120,19 @@ class Algorithm:
 
     @property
     def needs_teacher(self) -> bool:
-        return bool({"teacher", "teacher_candidates"} & set(self.needs()))
+        return self.needs_teacher_logprobs or self.needs_candidates
+
+    @property
+    def needs_teacher_logprobs(self) -> bool:
+        return "teacher" in self.needs()
+
+    @property
+    def needs_candidates(self) -> bool:
+        return "teacher_candidates" in self.needs()
+
+    @property
+    def needs_turns(self) -> bool:
+        return bool({"turns", "states"} & set(self.needs()))
 
     @property
     def needs_greedy_baseline(self) -> bool:
@@ -139,8 +160,8 @@ class Algorithm:
         return {need: f"{kind} {piece.name!r}" for kind, piece in pieces if piece for need in piece.needs}
 
     def group_advantages(self, rewards: Tensor, group: Group) -> Tensor:
-        """``[n]``: one advantage for each row of a group; see `rayrft.algorithms.advantages`. Zeros where there is no
-        policy loss.
+        """``[n]``: one advantage for each row of a group, or for each turn of its rows where those are needed; see
+        `rayrft.algorithms.advantages`. Zeros where there is no policy loss.
 
         Raises ValueError where they come from a critic instead.
         """
@@ -206,10 +227,12 @@ class Algorithm:
             parts = parts.add("policy", aggregate(values, own, over.policy), weight)
             if found.clipped is not None:
                 parts = parts.metric("clipped", found.clipped & own.mask)
-        if "kl" in self.terms and self.kl_in == "loss":
+        if "kl" in self.terms:
             self._check(batch, "kl")
-            values = self._bound("kl")(output.logprobs, own.reference_logprobs)
-            parts = parts.add("kl", aggregate(values, own, over.policy), weight * self.kl_coef)
+            in_loss = self.kl_in == "loss"
+            values = self._bound("kl")(output.logprobs if in_loss else output.logprobs.detach(), own.reference_logprobs)
+            share = aggregate(values, own, over.policy)
+            parts = parts.add("kl", share, weight * self.kl_coef) if in_loss else parts.metric("kl", share)
         if "entropy" in self.terms:
             values = self._bound("entropy")(output.entropy)
             parts = parts.add("entropy_term", aggregate(values, own, over.policy), weight * self.entropy_coef)

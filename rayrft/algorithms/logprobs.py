@@ -26,13 +26,15 @@ def chosen_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target under its logits, and the entropy (nats) of the distribution it is drawn from.
 
-    logits: ``[..., V]``; targets: ``[...]``. Returns two ``[...]`` tensors, float32 or, for such logits, float64. The
-    entropy carries a gradient only where it is asked for. ``temperature`` (a number, or one
-    for each token: ``[..., 1]``) divides the logits, as the sampler did.
+    logits: ``[..., V]``; targets: ``[...]``, or ``[..., M]`` for several tokens in every place. Returns log-probs of
+    the shape of the targets and ``[...]`` entropies, float32 or, for such logits, float64. The entropy carries a
+    gradient only where it is asked for. ``temperature`` (a number, or one for each token: ``[..., 1]``) divides the
+    logits, as the sampler did.
     """
     scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     logprobs = scaled.log_softmax(-1)
-    chosen = logprobs.gather(-1, targets[..., None]).squeeze(-1)
+    each = targets if targets.dim() == logits.dim() else targets[..., None]
+    chosen = logprobs.gather(-1, each).view(targets.shape)
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         entropy = -(logprobs.exp() * logprobs).sum(-1)
     return chosen, entropy

@@ -25,7 +25,9 @@ NONE = "none"
 
 Coefficient = float | int | bool | str | None
 
-Need = Literal["reference", "critic", "pairs", "proximal", "teacher", "teacher_candidates", "greedy_baseline", "states"]
+Need = Literal[
+    "reference", "critic", "pairs", "proximal", "teacher", "teacher_candidates", "greedy_baseline", "turns", "states"
+]
 """What a run must supply for a piece besides own rows with rewards and behaviour log-probs, or expert rows."""
 
 
@@ -51,6 +53,7 @@ Positive = Annotated[float, Interval(0.0, math.inf, low_is_in=False)]
 NonNegative = Annotated[float, Interval(0.0, math.inf)]
 AboveOne = Annotated[float, Interval(1.0, math.inf, low_is_in=False)]
 Steps = Annotated[int, Interval(0.0, math.inf)]
+Count = Annotated[int, Interval(1.0, math.inf)]
 
 
 @dataclass(frozen=True)

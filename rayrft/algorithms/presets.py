@@ -8,7 +8,7 @@ from typing import Any
 
 from rayrft.algorithms.algorithm import Algorithm
 from rayrft.algorithms.critic import token_advantages
-from rayrft.algorithms.pieces import NONE, NonNegative, Piece, fault
+from rayrft.algorithms.pieces import NONE, Count, NonNegative, Piece, Positive, fault
 from rayrft.algorithms.registries import REGISTRIES
 from rayrft.errors import ConfigError, nearest
 from rayrft.registry import Registry
@@ -62,8 +62,31 @@ for _preset in (
 ):
     presets.register(_preset.name)(_preset)
 
-_WEIGHTS = {"kl_coef": "kl", "kl_in": "kl", "entropy_coef": "entropy", "distillation_coef": "distillation"}
+_WEIGHTS = {
+    "kl_coef": "kl",
+    "kl_in": "kl",
+    "kl_target": "kl",
+    "kl_horizon": "kl",
+    "entropy_coef": "entropy",
+    "entropy_goal": "entropy",
+    "entropy_step": "entropy",
+    "distillation_coef": "distillation",
+    "teacher_candidates": "distillation",
+}
 """Fields that mean something only where another one names a piece."""
+
+_HINTS: dict[str, Any] = {
+    "kl_coef": NonNegative,
+    "kl_target": Positive | None,
+    "kl_horizon": Positive,
+    "entropy_coef": NonNegative,
+    "entropy_goal": NonNegative | None,
+    "entropy_step": Positive,
+    "distillation_coef": NonNegative,
+    "teacher_candidates": Count,
+    "normalise_advantages": bool,
+}
+"""What fields may hold that are not names."""
 
 
 def build(name: str, overrides: Mapping[str, Any] | None = None) -> Algorithm:
@@ -94,19 +117,14 @@ def build(name: str, overrides: Mapping[str, Any] | None = None) -> Algorithm:
             value="reward",
             remedy=f"use kl_in: loss, or an advantage of {', '.join(token_advantages)}",
         )
+    _check_controllers(algorithm, overrides)
     used = {key for piece in pieces for key in piece.coefficients}
     kept = {key: value for key, value in preset.coefficients.items() if key in used}
     return replace(algorithm, coefficients={**kept, **given})
 
 
 def _check_field(algorithm: Algorithm, key: str, value: Any) -> None:
-    hint = {
-        "kl_coef": NonNegative,
-        "entropy_coef": NonNegative,
-        "distillation_coef": NonNegative,
-        "normalise_advantages": bool,
-    }.get(key, str)
-    if wrong := fault(value, hint):
+    if wrong := fault(value, _HINTS.get(key, str)):
         raise ConfigError(wrong, field=f"algorithm.{key}", value=value)
     if key in REGISTRIES:
         algorithm.piece(key)
@@ -122,6 +140,27 @@ def _check_field(algorithm: Algorithm, key: str, value: Any) -> None:
             field=f"algorithm.{key}",
             value=value,
             remedy=f"name one with '{_WEIGHTS[key]}', or leave this out",
+        )
+    if key == "teacher_candidates" and not algorithm.needs_candidates:
+        raise ConfigError(
+            f"is not used: distillation {algorithm.distillation!r} looks at the sampled token alone",
+            field="algorithm.teacher_candidates",
+            value=value,
+        )
+
+
+def _check_controllers(algorithm: Algorithm, overrides: Mapping[str, Any]) -> None:
+    for key, target in (("kl_horizon", "kl_target"), ("entropy_step", "entropy_goal")):
+        if key in overrides and getattr(algorithm, target) is None:
+            raise ConfigError(
+                f"is not used: the coefficient is fixed without {target}",
+                field=f"algorithm.{key}",
+                value=overrides[key],
+                remedy=f"give {target}, or leave this out",
+            )
+    if algorithm.kl_target is not None and not algorithm.kl_coef:
+        raise ConfigError(
+            "must be above 0: it is multiplied to reach kl_target", field="algorithm.kl_coef", value=algorithm.kl_coef
         )
 
 

@@ -1,7 +1,7 @@
-"""Group advantages for trajectories of several steps (turns), each step a row of its own.
+"""Group advantages for trajectories of several steps: the turns of the model, be they in one row or in several.
 
 ``rewards`` are those of the steps; the group says which trajectory, turn and state each belongs to. Without
-trajectories every row is one, of one step.
+trajectories every reward is one, of one step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def trajectories(rewards: Tensor, group: Group) -> tuple[Tensor, Tensor]:
     return rewards.new_zeros(names.numel()).index_add(0, index, rewards), index
 
 
-@group_advantages.register("step_wise")
+@group_advantages.register("step_wise", needs=["turns"])
 def step_wise(rewards: Tensor, group: Group, *, epsilon: Positive = 1e-6) -> Tensor:
     """GRPO over trajectories, each step getting its trajectory's advantage.
 

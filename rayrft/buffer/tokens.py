@@ -12,10 +12,11 @@ class ChatTokenizer:
     """A Hugging Face tokenizer with what training asks of it: an EOS token and a chat template.
 
     Without a chat template a conversation is its contents: a line each, those of the assistant closed by EOS instead.
-    Raises ModelError when the tokenizer is missing, or has no EOS (an answer could never end).
+    Raises ModelError, which names the config's ``field``, when the tokenizer is missing, or has no EOS (an answer could
+    never end).
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, field: str = "model.path") -> None:
         from transformers import AutoTokenizer
 
         try:
@@ -23,14 +24,14 @@ class ChatTokenizer:
         except (OSError, ValueError) as error:
             raise ModelError(
                 f"no tokenizer can be loaded: {str(error).splitlines()[0]}",
-                field="model.path",
+                field=field,
                 value=str(path),
                 remedy="give a folder or hub id that transformers.AutoTokenizer loads",
             ) from None
         if self.hf.eos_token_id is None:
             raise ModelError(
                 "the tokenizer has no EOS token, so no answer could ever end",
-                field="model.path",
+                field=field,
                 value=str(path),
                 remedy="set tokenizer.eos_token and save the tokenizer again",
             )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from rayrft.config.base import Section
 from rayrft.config.trainer import OptimizerConfig
@@ -12,15 +13,6 @@ from rayrft.errors import ConfigError
 
 if TYPE_CHECKING:
     from rayrft.algorithms import Algorithm
-
-
-_NOT_SERVED = {
-    "teacher": "a teacher's log-probs",
-    "teacher_candidates": "a teacher's log-probs of its likeliest tokens",
-    "greedy_baseline": "a greedy answer to every task",
-    "states": "the state in which each step was taken",
-}
-"""What pieces may need and no run can supply. A need that is served is not in here."""
 
 
 class AlgorithmConfig(Section):
@@ -33,19 +25,11 @@ class AlgorithmConfig(Section):
     name: str
 
     def build(self) -> Algorithm:
-        """Raises ConfigError on an unknown name or key, an unfit value, and a piece that no run can serve."""
+        """Raises ConfigError on an unknown name or key, and on an unfit value."""
         # Here, not above: actors that only carry the config need not load torch.
         from rayrft.algorithms import build
 
-        algorithm = build(self.name, self.model_extra)
-        for need, piece in algorithm.needs().items():
-            if need in _NOT_SERVED:
-                raise ConfigError(
-                    f"{piece} needs {_NOT_SERVED[need]}, which runs do not supply",
-                    field="algorithm",
-                    value=self.name,
-                )
-        return algorithm
+        return build(self.name, self.model_extra)
 
 
 class UpdateConfig(Section):
@@ -80,10 +64,20 @@ class StageConfig(Section):
     critic_optimizer: OptimizerConfig = OptimizerConfig()
     """Of the critic, for algorithms that have one."""
     update: UpdateConfig = UpdateConfig()
+    teacher: str | None = None
+    """The model to be learnt from, for algorithms that distil: a Hugging Face folder or hub id, of the same tokenizer.
+    Every rank holds a shard of it."""
     start_from: str | None = None
     """Name of an earlier stage whose final weights this stage starts from; the stage before it by default."""
     evaluate_every: int | None = Field(None, ge=1)
     """Evaluate at every n-th step of the stage, besides at its start and end."""
+
+    @field_validator("teacher")
+    @classmethod
+    def _absolute(cls, teacher: str | None) -> str | None:
+        # Actors do not share the driver's working directory.
+        folder = Path(teacher or "").expanduser()
+        return str(folder.absolute()) if teacher and folder.is_dir() else teacher
 
     @model_validator(mode="after")
     def _batch_arithmetic(self) -> StageConfig:
@@ -92,6 +86,10 @@ class StageConfig(Section):
         except ConfigError as error:
             raise ValueError(f"stage {self.name!r}: {error}") from None
         name = self.algorithm.name
+        if build.needs_teacher and not self.teacher:
+            raise ValueError(f"stage {self.name!r}: {name} needs 'teacher', the model that it learns from")
+        if self.teacher and not build.needs_teacher:
+            raise ValueError(f"stage {self.name!r}: teacher {self.teacher!r} is not used: {name} has none")
         if build.mixes and self.expert_share is None:
             raise ValueError(
                 f"stage {self.name!r}: {name} needs expert_share, the share of the batch that is expert rows"

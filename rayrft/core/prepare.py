@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 from rayrft.buffer.demonstrations.conversations import conversations
 from rayrft.buffer.demonstrations.files import read_rows
@@ -23,7 +22,8 @@ from rayrft.buffer.tasks.splits import TaskSplits, load_tasks
 from rayrft.buffer.tokens import ChatTokenizer
 from rayrft.config import RunConfig, dump_config
 from rayrft.config.data import RewardConfig
-from rayrft.errors import ConfigError, DataError, ModelError
+from rayrft.core.models import check_teacher, find_model
+from rayrft.errors import ConfigError, DataError
 from rayrft.explorer.workflow import workflows
 from rayrft.rewards import build_reward
 
@@ -63,6 +63,9 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepare
         _check_log(config)
     model = _model(config, splits)
     tokenizer = ChatTokenizer(model)
+    for number, stage in enumerate(config.stages):
+        if stage.teacher is not None:
+            check_teacher(stage.teacher, f"stages.{number}.teacher", model, tokenizer)
     if config.rolls_out:
         _check_prompts(config, splits.train, tokenizer)
     held_out = {task.question for task in splits.evaluation}
@@ -144,23 +147,7 @@ def _model(config: RunConfig, splits: TaskSplits) -> str:
             seed=config.seed,
         )
         return str(folder)
-    path = str(config.model.path)
-    if Path(path).is_dir():
-        if not (Path(path) / "config.json").is_file():
-            raise ModelError("the folder holds no model (no config.json)", field="model.path", value=path)
-        return str(Path(path).absolute())
-    from transformers import AutoConfig
-
-    try:
-        AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"no such model: {str(error).strip().splitlines()[0]}",
-            field="model.path",
-            value=path,
-            remedy="give a folder in Hugging Face format, or the id of a model on the hub",
-        ) from None
-    return path
+    return find_model(str(config.model.path), "model.path")
 
 
 def _demonstrated_text(config: RunConfig) -> list[str]:

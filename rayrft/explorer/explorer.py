@@ -6,7 +6,8 @@ import asyncio
 import time
 from typing import Any
 
-from rayrft.buffer.experience import Task, to_batch
+from rayrft.algorithms import Algorithm
+from rayrft.buffer.experience import Experience, Task, to_batch
 from rayrft.buffer.schedule import Ticket
 from rayrft.buffer.tokens import ChatTokenizer
 from rayrft.buffer.writer import BufferWriter
@@ -15,9 +16,10 @@ from rayrft.errors import ActorDied, RayrftError
 from rayrft.explorer.engine import Sampling
 from rayrft.explorer.evaluation import Evaluation
 from rayrft.explorer.router import Router
-from rayrft.explorer.scoring import apply_rewards, assign_advantages
+from rayrft.explorer.scoring import apply_rewards, assign_advantages, with_baseline
 from rayrft.explorer.workflow import ModelClient, PromptTooLong, derive_seed, workflows
 from rayrft.registry import load_plugins
+from rayrft.rewards import RewardResult
 from rayrft.rewards.worker import RewardPool
 
 _FAILURES_IN_A_ROW = 32
@@ -145,10 +147,10 @@ class Explorer:
         assert ticket.task is not None  # the Buffer was given the tasks
         task = self._tasks[ticket.task]
         group_id = f"{self._config.name}/{stage.name}/{ticket.sequence}/{task.id}"
-        model = self._client(self._config.explorer.sampling.temperature, group_id)
+        algorithm = stage.algorithm.build()
         try:
             with self._rolling:
-                rows = await self._workflow.run(task, model, group_id, stage.group_size)
+                rows, greedy = await self._roll_out(stage, algorithm, task, group_id)
         except PromptTooLong:
             await self._buffer.fail.remote(ticket, "prompt_too_long")
             return
@@ -159,9 +161,11 @@ class Explorer:
             self._count_failure(f"workflow {self._config.explorer.workflow!r}: {type(error).__name__}: {error}")
             return
         with self._scoring:
-            results = await self._rewards.score(task, [row.turns[-1]["content"] for row in rows])
-        scored = apply_rewards(rows, results, self._config.reward)
-        algorithm, drop = stage.algorithm.build(), self._config.explorer.drop_zero_variance
+            results = await self._score(task, [*rows, *greedy])
+        scored = apply_rewards(rows, results[: len(rows)], self._config.reward)
+        if algorithm.needs_greedy_baseline:
+            scored = with_baseline(scored, apply_rewards(greedy, results[len(rows) :], self._config.reward))
+        drop = self._config.explorer.drop_zero_variance
         scored = assign_advantages(scored, algorithm, drop_zero_variance=drop)
         if scored.rows:
             batch = to_batch(scored.rows)
@@ -172,6 +176,28 @@ class Explorer:
             self._count_failure(f"reward {self._config.reward.name!r}: {scored.unknown}")
         else:
             self._failures = 0
+
+    async def _roll_out(
+        self, stage: StageConfig, algorithm: Algorithm, task: Task, group_id: str
+    ) -> tuple[list[Experience], list[Experience]]:
+        """The group's rows, and those of a greedy answer where the algorithm takes that for a baseline. The latter is
+        never trained on, and does not count as sampled."""
+        model = self._client(self._config.explorer.sampling.temperature, group_id)
+        sampling = self._workflow.run(task, model, group_id, stage.group_size)
+        if not algorithm.needs_greedy_baseline:
+            return await sampling, []
+        greedy = self._client(0.0, group_id)
+        rows, baseline = await asyncio.gather(sampling, self._workflow.run(task, greedy, group_id, 1))
+        return rows, baseline
+
+    async def _score(self, task: Task, rows: list[Experience]) -> list[RewardResult]:
+        """A result for every row: the workflow's, where it gave the row a reward, else that of its last turn."""
+        unscored = [row.turns[-1]["content"] for row in rows if row.reward is None]
+        found = iter(await self._rewards.score(task, unscored) if unscored else [])
+        return [
+            next(found) if row.reward is None else RewardResult(row.reward, row.reward_components, row.error)
+            for row in rows
+        ]
 
     async def _evaluate_one(self, task: Task, model: ModelClient) -> float | None:
         try:

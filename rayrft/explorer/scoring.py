@@ -13,6 +13,7 @@ from rayrft.algorithms import Algorithm, Group
 from rayrft.buffer.experience import Experience
 from rayrft.buffer.log.events import GroupReport
 from rayrft.config.data import RewardConfig
+from rayrft.explorer.turns import Turns
 from rayrft.rewards import RewardResult
 
 
@@ -26,14 +27,17 @@ class ScoredGroup:
     unknown: str | None = None
     """Why a reward of this group is unknown."""
     rewards: list[float] = field(default_factory=list)
+    greedy_reward: float | None = None
+    """Of the greedy answer to the same task, where one was asked for."""
 
 
 def apply_rewards(rows: list[Experience], results: list[RewardResult], config: RewardConfig) -> ScoredGroup:
-    """Give each row its reward, by the run's rules for unknown rewards and for truncated answers."""
+    """Give each row its reward, by the run's rules for unknown rewards and for truncated answers. A reward that the
+    workflow gave stays."""
     kept, dropped, unknown = [], Counter[str](), None
     for row, result in zip(rows, results, strict=True):
         value, components = result.value, result.components
-        if row.stop_reason == "length" and config.truncated == "zero":
+        if row.reward is None and row.stop_reason == "length" and config.truncated == "zero":
             value = 0.0
         if value is None:
             unknown = result.reason or "no reason given"
@@ -55,17 +59,29 @@ def apply_rewards(rows: list[Experience], results: list[RewardResult], config: R
     return ScoredGroup(kept, dropped, report, unknown, values)
 
 
+def with_baseline(group: ScoredGroup, greedy: ScoredGroup) -> ScoredGroup:
+    """The group with the mean reward of the greedy answer's rows. Without one, none of the group can be trained."""
+    if greedy.rewards:
+        return dataclasses.replace(group, greedy_reward=sum(greedy.rewards) / len(greedy.rewards))
+    dropped = group.dropped + Counter(baseline_unknown=len(group.rows))
+    return dataclasses.replace(group, rows=[], rewards=[], dropped=dropped, unknown=greedy.unknown)
+
+
 def assign_advantages(group: ScoredGroup, algorithm: Algorithm, *, drop_zero_variance: bool) -> ScoredGroup:
-    """The algorithm's advantages, the same on every action token of a row. A group where all are 0, for want of
-    variance in its rewards, has no gradient."""
+    """The algorithm's advantages: the same on every action token of a row or, where it looks at turns, of a turn. A
+    group where all are 0, for want of variance in its rewards, has no gradient."""
     if not group.rows:
         return group
-    advantages = algorithm.group_advantages(torch.tensor(group.rewards, dtype=torch.float64), Group()).tolist()
-    if drop_zero_variance and algorithm.is_idle_at_zero and not any(advantages):
+    if algorithm.needs_turns:
+        turns = Turns.of(group.rows)
+        known = dataclasses.replace(turns.group, greedy_reward=group.greedy_reward)
+        advantages = turns.spread(algorithm.group_advantages(turns.rewards, known), group.rows)
+    else:
+        rewards = torch.tensor(group.rewards, dtype=torch.float64)
+        found = algorithm.group_advantages(rewards, Group(group.greedy_reward)).tolist()
+        advantages = [row.action_mask * np.float32(value) for row, value in zip(group.rows, found, strict=True)]
+    if drop_zero_variance and algorithm.is_idle_at_zero and not any(each.any() for each in advantages):
         dropped = group.dropped + Counter(zero_variance=len(group.rows))
         return dataclasses.replace(group, rows=[], dropped=dropped)
-    rows = [
-        dataclasses.replace(row, advantages=row.action_mask.astype(np.float32) * np.float32(advantage))
-        for row, advantage in zip(group.rows, advantages, strict=True)
-    ]
+    rows = [dataclasses.replace(row, advantages=each) for row, each in zip(group.rows, advantages, strict=True)]
     return dataclasses.replace(group, rows=rows)

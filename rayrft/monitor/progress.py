@@ -27,6 +27,8 @@ def _step(r: StepRecord) -> str:
     if r.usual_rows:
         reward = "-" if r.reward is None else f"{r.reward:.3f}"
         parts += [f"reward {reward}", f"policy {r.policy_loss:+.4f}"]
+    if r.distillation_loss:
+        parts.append(f"distillation {r.distillation_loss:.4f}")
     if r.expert_rows:
         parts.append(f"sft {r.sft_loss:.4f}")
     parts.append(f"{r.tokens_per_s:,.0f} tok/s")

@@ -30,6 +30,8 @@ class StepRecord:
     distillation_loss: float
     value_loss: float
     kl: float
+    kl_coef: float
+    entropy_coef: float
     grad_norm: float
     lr: float
     entropy: float

@@ -44,6 +44,8 @@ class MicroBatch:
     token_ids: Tensor
     lengths: tuple[int, ...]
     tokens: TokenBatch
+    candidates: Tensor | None = None
+    """``[A, K]`` int64: tokens whose log-probs are wanted in the place of each predicted token, besides its own."""
 
     @cached_property
     def packing(self) -> Packing:

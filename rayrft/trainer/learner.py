@@ -12,7 +12,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from rayrft.algorithms import Algorithm, Denominators, LossParts, Moments, count, normalise, sum_moments
+from rayrft.algorithms import (
+    Algorithm,
+    Coefficients,
+    Denominators,
+    LossParts,
+    Moments,
+    count,
+    normalise,
+    sum_moments,
+)
 from rayrft.config.stage import UpdateConfig
 from rayrft.config.trainer import OptimizerConfig
 from rayrft.errors import RayrftError
@@ -42,9 +51,11 @@ class Learner:
         steps: int,
         update: UpdateConfig | None = None,
         critic: Critic | None = None,
+        teacher: Policy | None = None,
     ) -> None:
         """Begin a stage with a fresh optimiser, schedule and reference."""
-        self._algorithm = algorithm
+        self._coefficients = Coefficients.of(algorithm)
+        self._algorithm = self._coefficients.applied(algorithm)
         self._update_config = update or UpdateConfig()
         self._steps = steps
         self._step = 0
@@ -52,6 +63,7 @@ class Learner:
         self.optimizer = Optimizer(self.policy.parameters(), optimizer, updates)
         self.reference = Reference(self.policy) if algorithm.needs_reference else None
         self.critic = critic
+        self.teacher = teacher
 
     def step(self, mini_batches: list[list[TrainRow]]) -> StepResult:
         """Train on this rank's rows of each mini-batch, in as many epochs as the stage says.
@@ -69,10 +81,16 @@ class Learner:
                 if self.critic is not None:
                     share = self.critic.update(batch, denominators, self._algorithm)
                     value_losses.append(float(self._reduce(share)))
+        # Where own rows have no weight in the loss, nothing is known of KL and entropy.
+        sequences = round(sum(each.policy_sequences for each in over)) if self._algorithm.mu(self._step) < 1.0 else 0
         self._step += 1
         self._refresh()
         value_loss = sum(value_losses) / max(len(value_losses), 1)
-        return StepResult.of(updates, value_loss, time.perf_counter() - started, self._update_config.epochs)
+        seconds = time.perf_counter() - started
+        result = StepResult.of(updates, self._algorithm, value_loss, seconds, self._update_config.epochs)
+        self._coefficients = self._coefficients.update(kl=result.kl, entropy=result.entropy, sequences=sequences)
+        self._algorithm = self._coefficients.applied(self._algorithm)
+        return result
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps besides weights and moments."""
@@ -81,6 +99,7 @@ class Learner:
             "taken": self.optimizer.taken,
             "critic_taken": self.critic.optimizer.taken if self.critic is not None else 0,
             "reference": self.reference.weights if self.reference is not None else {},
+            "coefficients": self._coefficients.state(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -89,6 +108,8 @@ class Learner:
         self.optimizer.taken = state["taken"]
         if self.critic is not None:
             self.critic.optimizer.taken = state["critic_taken"]
+        self._coefficients = self._coefficients.restored(state["coefficients"])
+        self._algorithm = self._coefficients.applied(self._algorithm)
 
     def gradient(self, rows: list[TrainRow]) -> tuple[LossParts, Denominators]:
         """Leave the gradient of one update in the parameters; gives the parts of its loss over all ranks, and what
@@ -139,20 +160,37 @@ class Learner:
             sums = sum_moments((micro.tokens for each in batches for micro in each), self._device)
             moments = Moments.of(self._reduce(sums))
             batches = [[replace(m, tokens=normalise(m.tokens, moments)) for m in each] for each in batches]
+        if self.teacher is not None:
+            batches = self._ask(self.teacher, batches)
         return batches
 
     @torch.no_grad()
-    def _annotate(self, batches: list[list[MicroBatch]], name: str) -> list[list[MicroBatch]]:
-        """The batches with the log-probs of the policy as it is now under that name."""
+    def _annotate(self, batches: list[list[MicroBatch]], name: str, by: Policy | None = None) -> list[list[MicroBatch]]:
+        """The batches with the log-probs of a policy, by default our own as it is now, under that name."""
+        policy = self.policy if by is None else by
         found = [
-            [
-                _with(micro, **{name: self.policy.output(micro, temperature=self._temperature).logprobs})
-                for micro in each
-            ]
+            [_with(micro, **{name: policy.output(micro, temperature=self._temperature).logprobs}) for micro in each]
             for each in batches
         ]
-        reshard(self.policy)
+        reshard(policy)
         return found
+
+    def _ask(self, teacher: Policy, batches: list[list[MicroBatch]]) -> list[list[MicroBatch]]:
+        """The batches with what the teacher says of the sampled tokens, or of those that it finds likeliest itself."""
+        if self._algorithm.needs_teacher_logprobs:
+            batches = self._annotate(batches, "teacher_logprobs", teacher)
+        if self._algorithm.needs_candidates:
+            # The engines may sample any token that the policy knows, and none that only the teacher does.
+            among = min(teacher.vocabulary, self.policy.vocabulary)
+            count = min(self._algorithm.teacher_candidates, among)
+
+            def ask(micro: MicroBatch) -> MicroBatch:
+                logprobs, ids = teacher.likeliest(micro, self._temperature, count, among)
+                return replace(_with(micro, teacher_candidates=logprobs), candidates=ids)
+
+            batches = [[ask(micro) for micro in each] for each in batches]
+            reshard(teacher)
+        return batches
 
     def _update(self, batch: list[MicroBatch], over: Denominators) -> Update:
         parts = self._backward(batch, over)

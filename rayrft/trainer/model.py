@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
+    register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
 
@@ -34,8 +35,9 @@ if TYPE_CHECKING:
     from rayrft.trainer.critic import Critic
 
 
-def load_policy(path: str) -> Policy:
-    """A causal language model in float32 (the master weights). Raises ModelError where none can be loaded."""
+def load_policy(path: str, field: str = "model.path") -> Policy:
+    """A causal language model in float32 (the master weights). Raises ModelError, which names the config's ``field``,
+    where none can be loaded."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -43,7 +45,7 @@ def load_policy(path: str) -> Policy:
     except (OSError, ValueError) as error:
         raise ModelError(
             f"no causal language model can be loaded: {str(error).splitlines()[0]}",
-            field="model.path",
+            field=field,
             value=path,
         ) from None
     return Policy(model)
@@ -68,6 +70,8 @@ def shard(policy: Sharded, mesh: DeviceMesh, compute: torch.dtype, *, cpu_offloa
         if type(module).__name__ in layers:
             fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
     fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    if isinstance(policy, Policy):
+        register_fsdp_forward_method(policy, "likeliest")
     return policy
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from rayrft.algorithms import PolicyOutput, TokenBatch, chosen_logprobs
 from rayrft.trainer import packing
 from rayrft.trainer.batches import MicroBatch
-from rayrft.trainer.head import head_logprobs
+from rayrft.trainer.head import head_likeliest, head_logprobs
 
 if TYPE_CHECKING:
     from rayrft.trainer.lora import Lora
@@ -50,7 +50,7 @@ class Policy(nn.Module):
         A model may mix tokens by more than plain attention, or change its logits after the head. What differs is not
         used; gives what that is and by how much, or None. To be called before the model is sharded.
         """
-        batch = _sample(self.model.config.get_text_config().vocab_size, next(self.parameters()).device)
+        batch = _sample(self.vocabulary, next(self.parameters()).device)
         expected = self._logprobs(batch)
         said = []
         if getattr(self.model.get_output_embeddings(), "bias", None) is None:
@@ -77,21 +77,44 @@ class Policy(nn.Module):
             return f"log-probs would differ by {gap:.2g}"
         return None
 
-    def forward(self, batch: MicroBatch, temperature: Tensor, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
-        """Log-prob and entropy of every action token, ``[T]`` each and 0 elsewhere; see `PolicyOutput`."""
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens the head tells apart."""
+        size: int = self.model.config.get_text_config().vocab_size
+        return size
+
+    def forward(
+        self, batch: MicroBatch, temperature: float, entropy_gradient: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Log-prob and entropy of every action token, ``[T]`` each and 0 elsewhere, and the log-probs of the batch's
+        candidates, ``[T, K]``, where it has any; see `PolicyOutput`."""
         inputs, before = lay_out(batch, packs=self.packs)
-        targets, temperature = batch.token_ids[batch.predicted], temperature[batch.predicted]
+        chosen, temperatures = batch.token_ids[batch.predicted], _temperatures(batch, temperature)
+        targets = chosen if batch.candidates is None else torch.cat([chosen[:, None], batch.candidates], 1)
         if self.chunks_head:
-            states = self.model.base_model(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[before]
-            weight = self.model.get_output_embeddings().weight
-            logprobs, entropy = head_logprobs(states, weight, targets, temperature)
+            logprobs, entropy = head_logprobs(*self._head_inputs(inputs, before), targets, temperatures)
         else:
             logits = self.model(**inputs, use_cache=False).logits.flatten(0, 1)[before]
             logprobs, entropy = chosen_logprobs(
-                logits, targets, temperature=temperature[:, None], entropy_gradient=entropy_gradient
+                logits, targets, temperature=temperatures[:, None], entropy_gradient=entropy_gradient
             )
-        flat = logprobs.new_zeros(len(batch.token_ids))
-        return flat.index_copy(0, batch.predicted, logprobs), flat.index_copy(0, batch.predicted, entropy)
+        if batch.candidates is None:
+            return _at_places(batch, logprobs), _at_places(batch, entropy), None
+        return _at_places(batch, logprobs[:, 0]), _at_places(batch, entropy), _at_places(batch, logprobs[:, 1:])
+
+    @torch.no_grad()
+    def likeliest(self, batch: MicroBatch, temperature: float, count: int, among: int) -> tuple[Tensor, Tensor]:
+        """The ``count`` likeliest of the first ``among`` tokens in the place of every action token: log-probs
+        ``[T, count]``, 0 elsewhere, and ids ``[A, count]``. ``temperature`` is as for `output`."""
+        inputs, before = lay_out(batch, packs=self.packs)
+        temperatures = _temperatures(batch, temperature)
+        if self.chunks_head:
+            logprobs, ids = head_likeliest(*self._head_inputs(inputs, before), temperatures, count, among)
+        else:
+            logits = self.model(**inputs, use_cache=False).logits.flatten(0, 1)[before]
+            scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperatures[:, None]
+            logprobs, ids = scaled.log_softmax(-1)[:, :among].topk(count)
+        return _at_places(batch, logprobs), ids
 
     def output(self, batch: MicroBatch, *, temperature: float, entropy_gradient: bool = False) -> PolicyOutput:
         """What losses take; with gradient, but for the entropy where that has no need of one.
@@ -99,11 +122,13 @@ class Policy(nn.Module):
         ``temperature`` is that of the sampler, under which own rows are taken; demonstrations and pairs, which nobody
         sampled, are taken at 1.
         """
-        tokens = batch.tokens
-        own = tokens.spread(~tokens.expert & ~tokens.paired)
-        each = torch.where(own, temperature, 1.0)
-        logprobs, entropy = self(batch, each, entropy_gradient)
-        return PolicyOutput(logprobs, entropy if entropy_gradient else entropy.detach())
+        logprobs, entropy, candidates = self(batch, temperature, entropy_gradient)
+        return PolicyOutput(logprobs, entropy if entropy_gradient else entropy.detach(), candidates)
+
+    def _head_inputs(self, inputs: dict[str, Any], before: Tensor) -> tuple[Tensor, Tensor]:
+        """The states that predict, ``[A, H]``, and the weight of the head, ``[V, H]``."""
+        states = self.model.base_model(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[before]
+        return states, self.model.get_output_embeddings().weight
 
     @torch.no_grad()
     def _logprobs(self, batch: MicroBatch) -> Tensor:
@@ -124,6 +149,19 @@ def lay_out(batch: MicroBatch, *, packs: bool) -> tuple[dict[str, Any], Tensor]:
     padded = batch.token_ids.new_zeros(len(batch.lengths), where.longest)
     padded.view(-1)[places] = batch.token_ids
     return {"input_ids": padded}, places[batch.predicted] - 1
+
+
+def _temperatures(batch: MicroBatch, temperature: float) -> Tensor:
+    """``[A]``: of each predicted token."""
+    tokens = batch.tokens
+    own = tokens.spread(~tokens.expert & ~tokens.paired)[batch.predicted]
+    return torch.where(own, temperature, 1.0)
+
+
+def _at_places(batch: MicroBatch, values: Tensor) -> Tensor:
+    """``[A, …]``, an entry for each predicted token, to ``[T, …]``, which is 0 elsewhere."""
+    flat = values.new_zeros(len(batch.token_ids), *values.shape[1:])
+    return flat.index_copy(0, batch.predicted, values)
 
 
 def scored_batch(sequences: list[Tensor]) -> MicroBatch:

@@ -132,15 +132,18 @@ class Rank:
             self._critic = self._make_critic()
             updates = stage.steps * stage.update.epochs * stage.update.mini_batches
             self._critic.open_stage(stage.critic_optimizer, updates, self._setup.config.ranks)
-        self._learner.open_stage(algorithm, stage.optimizer, stage.steps, stage.update, self._critic)
+        teacher = self._make_teacher(stage.teacher) if stage.teacher else None
+        self._learner.open_stage(algorithm, stage.optimizer, stage.steps, stage.update, self._critic, teacher)
 
     def _load_policy(self) -> Policy:
         """The run's model as it was given."""
-        config = self._setup.config
-        policy = load_policy(self._setup.model)
-        if config.gradient_checkpointing:
+        policy = self._place(load_policy(self._setup.model))
+        if self._setup.config.gradient_checkpointing:
             policy.checkpoint_layers()
-        return policy if config.cpu_offload else policy.to(self._device)
+        return policy
+
+    def _place(self, policy: Policy) -> Policy:
+        return policy if self._setup.config.cpu_offload else policy.to(self._device)
 
     def _make_ready(self, policy: Policy) -> str | None:
         """Choose how the model computes, and put the adapter in; gives what is unusual about the model."""
@@ -161,6 +164,14 @@ class Rank:
         policy = self._load_policy()
         self._make_ready(policy)
         return self._shard(Critic(policy))
+
+    def _make_teacher(self, path: str) -> Policy:
+        """A teacher for a stage, frozen, in the precision of the compute."""
+        teacher = self._place(load_policy(path, "teacher"))
+        teacher.choose(pack=self._setup.config.pack)
+        for parameter in teacher.requires_grad_(False).parameters():  # buffers, such as rotary tables, stay exact
+            parameter.data = parameter.data.to(self._wire_dtype)
+        return self._shard(teacher)
 
     def _shard(self, model: Sharded) -> Sharded:
         return shard(model, self._mesh, self._wire_dtype, cpu_offload=self._setup.config.cpu_offload)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-from rayrft.algorithms import Denominators, LossParts
+from rayrft.algorithms import Algorithm, Denominators, LossParts
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class StepResult:
 
     Losses are raw, before their weights. Figures of the policy are means over own action tokens, 0 where there are
     none. ``logprob_gap`` and ``kl`` are those of the first update, before which the policy is the one that was
-    published and, in a stage's first step, the reference.
+    published and, in a stage's first step, the reference. Coefficients are those of this step, 0 without such a term.
     """
 
     loss: float
@@ -34,6 +34,8 @@ class StepResult:
     distillation_loss: float
     value_loss: float
     kl: float
+    kl_coef: float
+    entropy_coef: float
     grad_norm: float
     lr: float
     entropy: float
@@ -45,7 +47,7 @@ class StepResult:
     train_s: float
 
     @classmethod
-    def of(cls, updates: list[Update], value_loss: float, train_s: float, epochs: int) -> Self:
+    def of(cls, updates: list[Update], algorithm: Algorithm, value_loss: float, train_s: float, epochs: int) -> Self:
         """From the updates of one step, which went ``epochs`` times over the batch."""
 
         def mean(name: str) -> float:
@@ -63,6 +65,8 @@ class StepResult:
             distillation_loss=mean("distillation"),
             value_loss=value_loss,
             kl=float(updates[0].parts.kl),
+            kl_coef=algorithm.kl_coef if "kl" in algorithm.terms else 0.0,
+            entropy_coef=algorithm.entropy_coef if "entropy" in algorithm.terms else 0.0,
             grad_norm=sum(each.grad_norm for each in updates) / len(updates),
             lr=updates[-1].lr,
             entropy=per_token("entropy", updates),

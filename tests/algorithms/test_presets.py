@@ -10,7 +10,7 @@ from rayrft.algorithms import Algorithm, build, presets
 from rayrft.algorithms.registries import REGISTRIES
 from rayrft.errors import ConfigError
 
-NEEDS = ["rollouts", "expert", "pairs", "reference", "critic", "proximal", "teacher", "greedy_baseline"]
+NEEDS = ["rollouts", "expert", "pairs", "reference", "critic", "proximal", "teacher", "greedy_baseline", "turns"]
 
 
 def needs(algorithm: Algorithm) -> set[str]:
@@ -28,6 +28,7 @@ def needs(algorithm: Algorithm) -> set[str]:
         ("ipo", {"pairs", "reference"}),
         ("ppo", {"rollouts", "critic"}),
         ("remax", {"rollouts", "greedy_baseline"}),
+        ("gigpo", {"rollouts", "turns"}),
         ("distill", {"rollouts", "teacher"}),
         ("jsd", {"rollouts", "teacher"}),
         *(
@@ -115,6 +116,27 @@ def test_a_piece_may_be_any_function_by_its_path() -> None:
         ("grpo", {"kl_coef": 0.1}, r"algorithm\.kl_coef: is not used: 'grpo' has no kl term.*Name one with 'kl'"),
         ("grpo", {"entropy_coef": 0.1}, r"algorithm\.entropy_coef: is not used"),
         ("grpo", {"kl": "k3", "kl_coef": -1}, r"algorithm\.kl_coef: must be at least 0"),
+        ("grpo", {"kl_target": 0.1}, r"algorithm\.kl_target: is not used: 'grpo' has no kl term"),
+        ("grpo", {"kl": "k3", "kl_target": 0}, r"algorithm\.kl_target: must be above 0"),
+        (
+            "grpo",
+            {"kl": "k3", "kl_target": 0.1, "kl_coef": 0},
+            r"algorithm\.kl_coef: must be above 0: it is multiplied",
+        ),
+        (
+            "grpo",
+            {"kl": "k3", "kl_horizon": 9},
+            r"algorithm\.kl_horizon: is not used: .*without kl_target.*Give kl_tar",
+        ),
+        ("grpo", {"entropy_goal": 0.1}, r"algorithm\.entropy_goal: is not used: 'grpo' has no entropy term"),
+        (
+            "grpo",
+            {"entropy": "bonus", "entropy_step": 0.1},
+            r"algorithm\.entropy_step: is not used: .*without entropy_g",
+        ),
+        ("jsd", {"teacher_candidates": 0}, r"algorithm\.teacher_candidates: must be at least 1"),
+        ("distill", {"teacher_candidates": 4}, r"algorithm\.teacher_candidates: is not used: .*'reverse_kl' looks at"),
+        ("grpo", {"teacher_candidates": 4}, r"algorithm\.teacher_candidates: is not used: 'grpo' has no distillation"),
         ("grpo", {"kl": "k3", "kl_in": "lost"}, r"algorithm\.kl_in: must be one of loss, reward"),
         ("grpo", {"kl": "k1", "kl_in": "reward"}, r"algorithm\.kl_in: a KL in the reward needs advantages of tokens"),
         ("grpo", {"advantage": "none"}, r"algorithm\.advantage: policy_loss 'ppo' needs one"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from rayrft.algorithms import build, presets
 from rayrft.config import StageConfig, dump_config, load_config
 from rayrft.errors import ConfigError
 from tests.config.test_load import base
@@ -51,20 +53,40 @@ def test_chord_takes_its_share_of_expert_rows_as_mix_does() -> None:
         ({"name": "grpo", "clip_lo": 0.1}, r"stage 's': algorithm\.clip_lo: unknown key .*Did you mean 'clip_low'\?"),
         ({"name": "grpo", "tau": 0.1}, r"stage 's': algorithm\.tau: is not used: it belongs to policy_loss 'kimi'"),
         ({"name": "grpo", "policy_loss": "gpso"}, r"algorithm\.policy_loss: unknown .*Did you mean 'gspo'\?"),
-        ({"name": "ppo"}, r"advantage 'gae' needs a critic, which runs do not supply \(found 'ppo'\)"),
-        ({"name": "grpo", "kl": "k3"}, r"kl 'k3' needs a reference model, which runs do not supply"),
-        ({"name": "grpo", "correction": "truncated"}, r"correction 'truncated' needs the trainer's own log-probs"),
-        ({"name": "dpo"}, r"preference 'dpo' needs (preference pairs|a reference model)"),
-        ({"name": "distill"}, r"distillation 'reverse_kl' needs a teacher's log-probs"),
-        ({"name": "jsd"}, r"distillation 'jsd' needs a teacher's log-probs of its likeliest tokens"),
-        ({"name": "remax"}, r"advantage 'remax' needs a greedy answer to every task"),
-        ({"name": "gigpo"}, r"advantage 'gigpo' needs the state in which each step was taken"),
+        ({"name": "distill"}, r"stage 's': distill needs 'teacher', the model that it learns from"),
+        ({"name": "jsd"}, r"stage 's': jsd needs 'teacher'"),
+        ({"name": "dpo"}, r"dpo needs 'demonstrations', where its preference pairs are"),
         ({}, r"stages\.0\.algorithm\.name: a required key is missing"),
     ],
 )
 def test_what_cannot_run_is_refused_before_it_starts(algorithm: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         stage(algorithm)
+
+
+def test_a_teacher_is_given_where_there_is_distillation_and_nowhere_else(tmp_path: Path) -> None:
+    assert stage({"name": "jsd", "teacher_candidates": 8}, teacher="some/model").teacher == "some/model"
+    with pytest.raises(ConfigError, match=r"teacher 'some/model' is not used: grpo has none"):
+        stage({"name": "grpo"}, teacher="some/model")
+    with pytest.raises(ConfigError, match=r"teacher 'some/model' is not used: distill has none"):
+        stage(
+            {"name": "distill", "distillation_coef": 0.0, "advantage": "grpo", "policy_loss": "ppo"},
+            teacher="some/model",
+        )
+
+
+def test_a_folder_with_a_teacher_is_found_from_any_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "teacher").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert stage({"name": "distill"}, teacher="teacher").teacher == str(tmp_path / "teacher")
+
+
+@pytest.mark.parametrize("name", [name for name in presets if name not in ("distill", "jsd")])
+def test_every_preset_can_be_a_stage(name: str) -> None:
+    expert = {"demonstrations": "expert", **({"expert_share": 0.2} if build(name).mixes else {})}
+    assert stage({"name": name}, **expert if build(name).needs_expert or build(name).needs_pairs else {}).steps == 1
 
 
 def test_a_term_of_weight_0_is_served_by_any_run() -> None:

@@ -12,7 +12,7 @@ from rayrft.algorithms import build
 from rayrft.buffer.experience import Experience
 from rayrft.config.data import RewardConfig
 from rayrft.explorer.evaluation import wilson_interval
-from rayrft.explorer.scoring import apply_rewards, assign_advantages
+from rayrft.explorer.scoring import apply_rewards, assign_advantages, with_baseline
 from rayrft.rewards import RewardResult
 
 
@@ -76,6 +76,29 @@ def test_an_answer_without_its_end_earns_nothing_unless_asked_for() -> None:
     results = [RewardResult(1.0), RewardResult(1.0)]
     assert apply_rewards(rows("stop", "length"), results, config()).rewards == [1.0, 0.0]
     assert apply_rewards(rows("stop", "length"), results, config(truncated="score")).rewards == [1.0, 1.0]
+
+
+def test_a_reward_that_the_workflow_gave_stays() -> None:
+    [row] = rows("length")
+    own = dataclasses.replace(row, reward=0.75)
+    assert apply_rewards([own], [RewardResult(0.75)], config()).rewards == [0.75], "its cut is the workflow's business"
+
+
+def baseline(*results: RewardResult) -> Any:
+    scored = apply_rewards(rows("stop", "stop"), [RewardResult(1.0), RewardResult(0.5)], config())
+    return with_baseline(scored, apply_rewards(rows(*["stop"] * len(results)), list(results), config()))
+
+
+def test_remax_compares_with_the_greedy_answer() -> None:
+    group = assign_advantages(baseline(RewardResult(0.75)), build("remax"), drop_zero_variance=True)
+    assert [row.advantages[2] for row in group.rows if row.advantages is not None] == [0.25, -0.25]
+    assert group.report.rows == 2 and group.report.reward_sum == 1.5, "the greedy answer is not among the sampled"
+
+
+def test_without_the_reward_of_the_greedy_answer_a_group_is_dropped_and_says_why() -> None:
+    group = assign_advantages(baseline(UNKNOWN), build("remax"), drop_zero_variance=True)
+    assert group.rows == [] and group.dropped == {"baseline_unknown": 2}
+    assert group.unknown == UNKNOWN.reason and not group.rewards
 
 
 def test_wilson_interval_by_hand() -> None:

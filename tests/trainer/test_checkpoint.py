@@ -21,7 +21,7 @@ from tests.trainer.ranks import on_ranks
 from tests.trainer.test_learner import make_model
 from tests.trainer.test_updates import make_learner, own_rows, weights
 
-PIECES = {"kl": "k1", "kl_in": "reward"}
+PIECES = {"kl": "k1", "kl_in": "reward", "kl_target": 1e-3, "kl_horizon": 50, "entropy": "bonus", "entropy_goal": 9}
 SCHEDULE = OptimizerConfig(lr=1e-2, schedule="cosine", warmup_steps=2)
 
 
@@ -30,7 +30,7 @@ def rows() -> list[TrainRow]:
 
 
 def ready() -> Learner:
-    """PPO with a KL, which has everything: reference, critic, two optimisers."""
+    """PPO with a KL, which has everything: reference, critic, two optimisers, coefficients that change."""
     return make_learner("ppo", PIECES, optimizer=SCHEDULE, update=UpdateConfig(reference_refresh=2), sharded=True)
 
 
@@ -74,8 +74,9 @@ def test_resumed_training_is_the_training_that_went_on(ranks: tuple[int, int], t
     again, resumed, last = on_ranks(ranks[1], tmp_path, _load_and_go_on, folder)
     torch.testing.assert_close(again, before, atol=1e-12, rtol=0)
     torch.testing.assert_close(resumed, after, atol=1e-6, rtol=0)
-    for field in ("loss", "value_loss", "kl", "lr", "grad_norm"):
+    for field in ("loss", "value_loss", "kl", "kl_coef", "entropy_coef", "lr", "grad_norm"):
         assert getattr(last, field) == pytest.approx(getattr(result, field), abs=1e-6), field
+    assert result.kl_coef != pytest.approx(1e-3, rel=0.01) and result.entropy_coef == pytest.approx(1e-3 + 5 * 5e-3)
 
 
 def _save_and_take_weights(folder: Path) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rayrft.trainer.head import head_logprobs
+from rayrft.trainer.head import head_likeliest, head_logprobs
 
 
 def plain(
@@ -35,6 +35,39 @@ def test_values_and_gradients_are_those_of_the_plain_head_whatever_the_chunk(chu
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+@pytest.mark.parametrize("entropic", [True, False])
+def test_several_tokens_in_every_place_are_those_of_the_plain_head(chunk: int, entropic: bool) -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(7, 5, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(11, 5, dtype=torch.float64, requires_grad=True)
+    temperature = torch.rand(7, dtype=torch.float64) + 0.5
+    targets = torch.randint(11, (7, 4))
+    targets[:, 3] = targets[:, 0]  # the sampled token may be among the candidates
+    logp = (hidden @ weight.T / temperature[:, None]).log_softmax(-1)
+    expected = logp.gather(-1, targets), -(logp.exp() * logp).sum(-1)
+    found = head_logprobs(hidden, weight, targets, temperature, chunk=chunk)
+    mix = torch.randn(7, 4, dtype=torch.float64)
+    gradients = []
+    for logprobs, entropy in (expected, found):
+        loss = (logprobs * mix).sum() + (entropy.square().sum() if entropic else 0.0)
+        gradients.append(torch.autograd.grad(loss, (hidden, weight), retain_graph=True))
+    for ours, theirs in zip((*found, *gradients[1]), (*expected, *gradients[0]), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("chunk", [2, 100])
+def test_the_likeliest_tokens_are_those_of_the_plain_head_that_may_be_had(chunk: int) -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(5, 3, dtype=torch.float64), torch.randn(12, 3, dtype=torch.float64)
+    temperature = torch.rand(5, dtype=torch.float64) + 0.5
+    whole = (hidden @ weight.T / temperature[:, None]).log_softmax(-1)
+    logprobs, ids = head_likeliest(hidden, weight, temperature, 4, 9, chunk=chunk)
+    torch.testing.assert_close(logprobs, whole[:, :9].sort(descending=True).values[:, :4])
+    torch.testing.assert_close(whole.gather(-1, ids), logprobs)
+    assert whole[:, 9:].max() > logprobs.min() and ids.max() < 9
+
+
 def test_one_token_by_hand() -> None:
     # Logits 0 and log 3: probabilities 1/4 and 3/4.
     hidden, weight = torch.tensor([[1.0]]), torch.tensor([[0.0], [3.0]]).log1p()
@@ -56,7 +89,7 @@ def test_nothing_of_the_size_of_tokens_times_vocabulary_is_kept_for_the_backward
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        head_logprobs(hidden, weight, torch.zeros(64, dtype=torch.int64), torch.ones(64), chunk=8)
+        head_logprobs(hidden, weight, torch.zeros(64, 5, dtype=torch.int64), torch.ones(64), chunk=8)
     assert max(kept) < 64 * 1000 / 10
 
 

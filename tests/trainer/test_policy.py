@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -103,6 +104,24 @@ def test_older_models_and_a_head_with_a_bias_are_right_too(config: PreTrainedCon
     policy.choose(pack=True)
     found = policy.output(scored_batch(rows()), temperature=1.0).logprobs
     torch.testing.assert_close(found, by_the_model_itself(policy, 1.0), atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("chunked", [True, False], ids=["chunked head", "whole head"])
+def test_candidates_and_the_likeliest_tokens_are_those_of_the_model(chunked: bool) -> None:
+    policy = make(PLAIN[2])
+    policy.choose(pack=True)
+    policy.chunks_head = chunked
+    batch = scored_batch(rows())
+    batch = replace(batch, tokens=replace(batch.tokens, mask=batch.tokens.mask & (batch.packing.positions != 2)))
+    logprobs, ids = policy.likeliest(batch, 0.7, 5, 40)
+    candidates = policy.output(replace(batch, candidates=ids), temperature=0.7).candidates
+    policy.model.set_attn_implementation("sdpa")
+    whole = torch.cat([(policy.model(row[None]).logits[0] / 0.7).log_softmax(-1) for row in rows()])
+    expected, chosen = whole[batch.predicted - 1][:, :40].topk(5)
+    assert torch.equal(ids, chosen) and candidates is not None
+    for found in (logprobs, candidates):
+        torch.testing.assert_close(found[batch.predicted], expected, atol=2e-4, rtol=1e-4)
+        assert not found[~batch.tokens.mask].any()
 
 
 def test_packing_can_be_switched_off() -> None:

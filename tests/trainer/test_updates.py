@@ -19,6 +19,7 @@ from rayrft.trainer.batches import TrainRow
 from rayrft.trainer.critic import Critic
 from rayrft.trainer.learner import Learner
 from rayrft.trainer.model import shard
+from rayrft.trainer.policy import Policy
 from rayrft.trainer.result import StepResult
 from tests.trainer.ranks import on_ranks
 from tests.trainer.test_learner import CPU, make_model, make_rows
@@ -58,6 +59,15 @@ def pairs(count: int = 6) -> list[TrainRow]:
     return made
 
 
+def make_teacher() -> Policy:
+    """A model of the policy's kind with other opinions."""
+    teacher = make_model().requires_grad_(False)
+    chance = torch.Generator().manual_seed(7)
+    for parameter in teacher.parameters():
+        parameter.add_(torch.randn(parameter.shape, generator=chance) * 0.1)
+    return teacher
+
+
 def make_learner(
     name: str,
     pieces: dict[str, Any] | None = None,
@@ -67,18 +77,20 @@ def make_learner(
     tokens: int = 60,
     sharded: bool = False,
 ) -> Learner:
-    policy, valued = make_model(), make_model()
+    policy, valued, algorithm = make_model(), make_model(), build(name, pieces)
     if sharded:
         mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
         shard(policy, mesh, torch.float32)
     learner = Learner(policy, micro_batch_tokens=tokens, temperature=1.0, device=CPU)
-    algorithm, critic = build(name, pieces), None
+    critic, teacher = None, make_teacher() if algorithm.needs_teacher else None
+    if sharded and teacher is not None:
+        shard(teacher, mesh, torch.float32)
     if algorithm.needs_critic:
         critic = Critic(valued)
         if sharded:
             shard(critic, mesh, torch.float32)
         critic.open_stage(OptimizerConfig(lr=1e-2), 10, dist.get_world_size() if sharded else 1)
-    learner.open_stage(algorithm, optimizer, 10, update, critic)
+    learner.open_stage(algorithm, optimizer, 10, update, critic, teacher)
     return learner
 
 
@@ -121,6 +133,25 @@ def test_a_refreshed_reference_is_the_policy_of_that_step() -> None:
         assert bool(learner.optimizer.adam.state) == (step % 2 == 0)
     assert kls[1] > 0 and kls[3] > 0
     assert kls[0] == pytest.approx(0.0, abs=1e-12) and kls[2] == pytest.approx(0.0, abs=1e-12)
+
+
+def test_a_kl_in_the_reward_is_measured_but_not_in_the_loss() -> None:
+    learner = make_learner("ppo", {"kl": "k2", "kl_in": "reward", "value_loss": "squared"})
+    rows = [replace(row, reward=float(number % 2)) for number, row in enumerate(on_policy(learner, own_rows()))]
+    first, second = (learner.step([rows]) for _ in range(2))
+    assert first.kl == pytest.approx(0.0, abs=1e-12) and second.kl > 0
+    assert second.loss == pytest.approx(second.policy_loss, abs=1e-12)
+
+
+def test_a_coefficient_rises_while_the_kl_is_over_its_target_and_is_reported() -> None:
+    pieces = {"kl": "k2", "kl_coef": 0.5, "kl_target": 1e-9, "kl_horizon": 12.0}
+    learner = make_learner("grpo", pieces)
+    rows = on_policy(learner, own_rows())
+    results = [learner.step([rows]) for _ in range(4)]
+    # 12 rows a step: the first has no KL and lowers it by a fifth, the others raise it by a fifth.
+    assert [each.kl_coef for each in results] == pytest.approx([0.5, 0.4, 0.48, 0.576])
+    assert results[3].loss == pytest.approx(results[3].policy_loss + 0.576 * results[3].kl, abs=1e-9)
+    assert all(each.entropy_coef == 0.0 for each in results), "there is no such term"
 
 
 def test_no_reference_is_kept_where_its_coefficient_is_zero() -> None:
@@ -208,8 +239,10 @@ def _train(name: str, pieces: dict[str, Any], rows: list[TrainRow], update: Upda
         ("dpo", {}, UpdateConfig()),
         ("grpo", {"kl": "k3", "correction": "truncated"}, UpdateConfig(epochs=2, mini_batches=2)),
         ("ppo", {"kl": "k1", "kl_in": "reward"}, UpdateConfig()),
+        ("distill", {}, UpdateConfig()),
+        ("jsd", {"teacher_candidates": 7}, UpdateConfig(mini_batches=2)),
     ],
-    ids=["pairs", "reference and proximal", "critic"],
+    ids=["pairs", "reference and proximal", "critic", "teacher", "teacher's candidates"],
 )
 def test_everything_is_the_same_on_two_ranks(
     name: str, pieces: dict[str, Any], update: UpdateConfig, tmp_path: Path
@@ -218,5 +251,5 @@ def test_everything_is_the_same_on_two_ranks(
     one = on_ranks(1, tmp_path, _train, name, pieces, rows, update)
     two = on_ranks(2, tmp_path, _train, name, pieces, rows, update)
     torch.testing.assert_close(one[1], two[1], atol=1e-6, rtol=0)
-    for field in ("loss", "grad_norm", "value_loss", "kl", "entropy", "policy_tokens"):
+    for field in ("loss", "grad_norm", "value_loss", "distillation_loss", "kl", "entropy", "policy_tokens"):
         assert getattr(one[0], field) == pytest.approx(getattr(two[0], field), abs=1e-6), field

@@ -1,0 +1,151 @@
+"""One group from task to rows: greedy baselines, and workflows of several turns."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from rayrft.buffer.experience import Experience, Task, VersionSpan, from_batch
+from rayrft.buffer.log.events import GroupReport
+from rayrft.buffer.schedule import Ticket
+from rayrft.buffer.validation import find_faults
+from rayrft.explorer.engine import Completion, Sampling
+from rayrft.explorer.explorer import Explorer
+from rayrft.explorer.workflow import ModelClient, register_workflow
+from rayrft.rewards import RewardResult
+from tests.explorer.test_explorer import config, make_explorer
+
+OBSERVATION = [7, 8]
+
+
+@register_workflow("two_turns")
+class TwoTurns:
+    """Asks, answers the model with an observation, and asks again; gives a format reward for the first turn."""
+
+    async def run(self, task: Task, model: ModelClient, group_id: str, n: int) -> list[Experience]:
+        return [await self._one(task, model, group_id, repeat) for repeat in range(n)]
+
+    async def _one(self, task: Task, model: ModelClient, group_id: str, repeat: int) -> Experience:
+        [first] = await model.chat(task.messages)
+        [second] = await model.generate([*first.prompt, *first.completion.token_ids, *OBSERVATION])
+        pieces = [
+            (first.prompt, 0),
+            (first.completion.token_ids, 1),
+            (OBSERVATION, 0),
+            (second.completion.token_ids, 1),
+        ]
+        mask = np.concatenate([np.full(len(ids), action, np.uint8) for ids, action in pieces])
+        logprobs = np.zeros(len(mask), np.float32)
+        logprobs[mask == 1] = [*first.completion.logprobs, *second.completion.logprobs]
+        return Experience(
+            f"{group_id}/{repeat}",
+            group_id,
+            task.id,
+            np.array([token for ids, _ in pieces for token in ids], np.int32),
+            len(first.prompt),
+            mask,
+            logprobs,
+            weight_versions=(VersionSpan(len(first.prompt), len(mask), 0),),
+            stop_reason="stop",
+            turns=(*task.messages, {"role": "assistant", "content": second.text}),
+            metrics={"turn_reward_0": 0.25 * repeat},
+            created_at=time.time(),
+        )
+
+
+class Engine:
+    """Answers at once, and notes what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, float]] = []
+
+    async def generate(self, prompt: list[int], n: int, sampling: Sampling) -> list[Completion]:
+        self.asked.append((n, sampling.temperature))
+        return [Completion((5, 6, 1), (-0.5,) * 3, ((0, 3, 0),), "stop") for _ in range(n)]
+
+
+class Rewards:
+    """These values, in their order."""
+
+    def __init__(self, *values: float | None) -> None:
+        self.values = values
+
+    async def score(self, task: Task, responses: list[str]) -> list[RewardResult]:
+        assert len(responses) == len(self.values)
+        return [RewardResult(value, reason=None if value is not None else "away") for value in self.values]
+
+
+class Taken:
+    """Stands for the Buffer: what was put into it, and what it was told of groups that were dropped."""
+
+    def __init__(self) -> None:
+        self.rows: list[Experience] = []
+        self.report = GroupReport()
+        self.dropped: dict[str, int] = {}
+
+    async def put(self, batch: pa.RecordBatch, report: GroupReport, *, ticket: Ticket, dropped: dict[str, int]) -> None:
+        assert find_faults(batch) == {}
+        self.rows, self.report, self.dropped = from_batch(batch), report, dropped
+
+    async def drop(self, ticket: Ticket, dropped: dict[str, int], report: GroupReport) -> None:
+        self.report, self.dropped = report, dropped
+
+
+async def explored(tiny_model: Path, engine: Engine, rewards: Rewards, algorithm: Any, **overrides: Any) -> Taken:
+    """What one group of two ends as."""
+    settings, taken = config(**{"stages.grpo.algorithm": algorithm, **overrides}), Taken()
+    explorer: Explorer = make_explorer(settings, tiny_model, engine, taken, rewards)  # type: ignore[arg-type]
+    explorer._writer = taken  # type: ignore[assignment]
+    await explorer._group(settings.stages[0], Ticket(0, 0, 0, 0))
+    return taken
+
+
+def of_tokens(row: Experience) -> list[float]:
+    assert row.advantages is not None
+    return row.advantages[row.prompt_length :].tolist()
+
+
+async def test_remax_asks_for_one_greedy_answer_and_keeps_the_sampled_ones(tiny_model: Path) -> None:
+    engine = Engine()
+    taken = await explored(tiny_model, engine, Rewards(1.0, 0.0, 0.25), {"name": "remax"})
+    assert sorted(engine.asked) == [(1, 0.0), (2, 1.0)]
+    assert [of_tokens(row) for row in taken.rows] == [[0.75] * 3, [-0.25] * 3]
+    assert taken.report.rows == 2 and taken.report.tokens == 6 and taken.report.reward_sum == 1.0
+
+
+async def test_no_greedy_answer_is_asked_for_without_need(tiny_model: Path) -> None:
+    engine = Engine()
+    await explored(tiny_model, engine, Rewards(1.0, 0.0), {"name": "grpo"})
+    assert engine.asked == [(2, 1.0)]
+
+
+async def test_a_greedy_answer_of_unknown_reward_drops_the_group(tiny_model: Path) -> None:
+    taken = await explored(tiny_model, Engine(), Rewards(1.0, 0.0, None), {"name": "remax"})
+    assert taken.rows == [] and taken.dropped == {"baseline_unknown": 2} and taken.report.rows == 2
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "first", "second"),
+    [
+        # Returns 1 and 0.25: +-0.375. The prompt is one state, with returns to go 1 and 0.25: +-0.375 again. So is the
+        # observation, with 1 and 0: +-0.5.
+        ({"name": "gigpo", "deviation": False, "discount": 1.0}, 0.75, 0.875),
+        ({"name": "dr_grpo"}, 0.5, 0.5),
+        ({"name": "grpo", "advantage": "step_wise"}, 0.5**0.5, 0.5**0.5),
+    ],
+    ids=["gigpo", "whole answers", "step_wise"],
+)
+async def test_every_turn_of_a_workflow_has_its_advantage(
+    algorithm: dict[str, Any], first: float, second: float, tiny_model: Path
+) -> None:
+    engine = Engine()
+    taken = await explored(tiny_model, engine, Rewards(1.0, 0.0), algorithm, **{"explorer.workflow": "two_turns"})
+    assert len(engine.asked) == 4 and taken.report.tokens == 12
+    for row, sign in zip(taken.rows, (1, -1), strict=True):
+        turns = [*[sign * first] * 3, 0.0, 0.0, *[sign * second] * 3]
+        assert of_tokens(row) == pytest.approx(turns, abs=1e-5)

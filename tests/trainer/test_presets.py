@@ -1,0 +1,29 @@
+"""Every preset trains."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+
+from rayrft.algorithms import build, presets
+from rayrft.trainer.batches import TrainRow
+from tests.trainer.test_learner import make_rows
+from tests.trainer.test_updates import make_learner, on_policy, own_rows, pairs, weights
+
+
+@pytest.mark.parametrize("name", presets)
+def test_two_steps_of_every_preset_move_the_policy_and_stay_finite(name: str) -> None:
+    algorithm, learner = build(name), make_learner(name)
+    rows: list[TrainRow] = pairs() if algorithm.needs_pairs else []
+    if algorithm.needs_expert:
+        rows += [row for row in make_rows() if row.expert]
+    if algorithm.needs_rollouts:
+        rows += [replace(row, reward=number / 10) for number, row in enumerate(on_policy(learner, own_rows()))]
+    before = weights(learner)
+    results = [learner.step([rows]) for _ in range(2)]
+    assert all(math.isfinite(value) for result in results for value in asdict(result).values())
+    assert results[0].grad_norm > 0 and results[0].loss != results[1].loss
+    assert not torch.equal(before, weights(learner))
