@@ -7,28 +7,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_CHUNK_CUDA = 1024
+_CHUNK_CPU = 256
+_CHUNK_NUMBERS = 1 << 21
+"""Logits of a chunk on CPUs, where ``_CHUNK_CPU`` tokens do not need more. Blocks of up to 32 MiB the allocator keeps;
+greater ones go back to the system and are cleared page by page every time."""
+
 
 def head_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, *, chunk: int = 1024
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, *, chunk: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy (nats) of the distribution it is drawn from, ``softmax(W h / T)``.
 
     hidden: ``[T, H]``, the states that predict; weight: ``[V, H]``; temperature: ``[T]``; targets: ``[T]``, or
     ``[T, M]`` for several tokens in every place. Returns log-probs of the shape of the targets and ``[T]`` entropies,
-    float32 (float64 for such input), both with gradient. Logits are made for ``chunk`` tokens at a time and made again
-    in the backward pass, which costs one more product and saves ``2 T V`` numbers.
+    float32 (float64 for such input), both with gradient. Logits are made for ``chunk`` tokens at a time (by default as
+    many as are quick on the device) and made again in the backward pass, which costs one more product and saves
+    ``2 T V`` numbers.
 
     With p = softmax(z): ``d log p_y / dz = onehot(y) - p`` and ``dH / dz = -p (log p + H)``. A gradient of the entropy
     costs only where something depends on it.
     """
     each = targets if targets.dim() == 2 else targets[:, None]
+    chunk = chunk or _chunk(hidden, len(weight))
     logprobs, entropy = _Head.apply(hidden, weight, each, temperature, chunk)  # type: ignore[no-untyped-call]
     return logprobs.view_as(targets), entropy
 
 
 @torch.no_grad()
 def head_likeliest(
-    hidden: Tensor, weight: Tensor, temperature: Tensor, count: int, among: int, *, chunk: int = 1024
+    hidden: Tensor, weight: Tensor, temperature: Tensor, count: int, among: int, *, chunk: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """The ``count`` likeliest of the first ``among`` tokens of the vocabulary, from the likeliest on.
 
@@ -38,8 +46,8 @@ def head_likeliest(
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     logprobs = torch.empty(len(hidden), count, dtype=dtype, device=hidden.device)
     ids = torch.empty(len(hidden), count, dtype=torch.int64, device=hidden.device)
-    for part in _chunks(len(hidden), chunk):
-        logp = _log_softmax(hidden[part], weight, temperature[part], dtype)
+    for part in _chunks(len(hidden), chunk or _chunk(hidden, len(weight))):
+        logp = _logits(hidden[part], weight, temperature[part], dtype).log_softmax(-1, dtype=dtype)
         logprobs[part], ids[part] = logp[:, :among].topk(count)
     return logprobs, ids
 
@@ -52,41 +60,60 @@ class _Head(torch.autograd.Function):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         logprobs = torch.empty(targets.shape, dtype=dtype, device=hidden.device)
         entropy = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
+        scale = temperature if (temperature != 1).any() else None
         for part in _chunks(len(hidden), chunk):
-            logp = _log_softmax(hidden[part], weight, temperature[part], dtype)
+            logp = _logits(hidden[part], weight, _part(scale, part), dtype).log_softmax(-1, dtype=dtype)
             logprobs[part] = logp.gather(-1, targets[part])
-            entropy[part] = -(logp.exp() * logp).sum(-1)
+            entropy[part] = -logp.exp().mul_(logp).sum(-1)
         ctx.save_for_backward(hidden, weight, targets, temperature, entropy)
         ctx.set_materialize_grads(False)
-        ctx.chunk = chunk
+        ctx.scaled, ctx.chunk = scale is not None, chunk
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, temperature, entropy = ctx.saved_tensors
+        dtype = entropy.dtype
         if grad_logprobs is None:
             grad_logprobs = entropy.new_zeros(targets.shape)
-        total = grad_logprobs.sum(-1, keepdim=True)
+        # By logits before the temperature. What has the shape of the logits is gone through as rarely as can be.
+        by_logprobs = grad_logprobs / temperature[:, None]
+        total = by_logprobs.sum(-1, keepdim=True)
+        by_entropy = None if grad_entropy is None else (grad_entropy / temperature)[:, None]
+        scale = temperature if ctx.scaled else None
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=entropy.dtype) if ctx.needs_input_grad[1] else None
+        grad_weight = torch.zeros_like(weight, dtype=dtype) if ctx.needs_input_grad[1] else None
         for part in _chunks(len(hidden), ctx.chunk):
-            logp = _log_softmax(hidden[part], weight, temperature[part], entropy.dtype)
-            if grad_entropy is None:
-                slope = logp.exp_().mul_(-total[part])
+            logits = _logits(hidden[part], weight, _part(scale, part), dtype)
+            if by_entropy is None:
+                slope = logits.softmax(-1, dtype=dtype).mul_(-total[part])
             else:
+                logp = logits.log_softmax(-1, dtype=dtype)
                 p = logp.exp()
-                slope = logp.add_(entropy[part, None]).mul_(-grad_entropy[part, None])
+                slope = logp.add_(entropy[part, None]).mul_(-by_entropy[part])
                 slope = slope.sub_(total[part]).mul_(p)
-            slope.scatter_add_(-1, targets[part], grad_logprobs[part])
-            by_logits = slope.div_(temperature[part, None]).to(hidden.dtype)
-            grad_hidden[part] = by_logits @ weight
-            if grad_weight is not None:
-                grad_weight += by_logits.T @ hidden[part]
+            slope = slope.scatter_add_(-1, targets[part], by_logprobs[part]).to(hidden.dtype)
+            grad_hidden[part] = slope @ weight
+            if grad_weight is None:
+                continue
+            if grad_weight.dtype == slope.dtype:
+                grad_weight.addmm_(slope.T, hidden[part])
+            else:
+                grad_weight += slope.T @ hidden[part]
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
-def _log_softmax(hidden: Tensor, weight: Tensor, temperature: Tensor, dtype: torch.dtype) -> Tensor:
-    return (hidden @ weight.T).to(dtype).div_(temperature[:, None]).log_softmax(-1)
+def _logits(hidden: Tensor, weight: Tensor, temperature: Tensor | None, dtype: torch.dtype) -> Tensor:
+    logits = hidden @ weight.T
+    return logits if temperature is None else logits.to(dtype).div_(temperature[:, None])
+
+
+def _part(temperature: Tensor | None, part: slice) -> Tensor | None:
+    return None if temperature is None else temperature[part]
+
+
+def _chunk(hidden: Tensor, vocabulary: int) -> int:
+    return _CHUNK_CUDA if hidden.is_cuda else max(_CHUNK_CPU, _CHUNK_NUMBERS // vocabulary)
 
 
 def _chunks(count: int, size: int) -> list[slice]:

@@ -68,6 +68,26 @@ def test_the_likeliest_tokens_are_those_of_the_plain_head_that_may_be_had(chunk:
     assert whole[:, 9:].max() > logprobs.min() and ids.max() < 9
 
 
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)]
+)
+@pytest.mark.parametrize("chunk", [2, None])
+def test_the_gradient_of_log_probs_alone_is_right_in_every_precision(
+    dtype: torch.dtype, tolerance: float, chunk: int | None
+) -> None:
+    torch.manual_seed(0)
+    exact = [torch.randn(5, 4), torch.randn(9, 4)]
+    temperature, targets, mix = torch.tensor([1.0, 0.7, 1.3, 1.0, 0.5]), torch.randint(9, (5,)), torch.randn(5)
+    hidden, weight = (each.to(dtype).requires_grad_() for each in exact)
+    logprobs, _ = head_logprobs(hidden, weight, targets, temperature, chunk=chunk)
+    found = torch.autograd.grad((logprobs * mix).sum(), (hidden, weight))
+    hidden, weight = (each.detach().double().requires_grad_() for each in (hidden, weight))
+    logp = (hidden @ weight.T / temperature[:, None]).log_softmax(-1)
+    loss = (logp.gather(-1, targets[:, None]).squeeze(-1) * mix).sum()
+    for ours, theirs in zip(found, torch.autograd.grad(loss, (hidden, weight)), strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=tolerance, atol=tolerance)
+
+
 def test_one_token_by_hand() -> None:
     # Logits 0 and log 3: probabilities 1/4 and 3/4.
     hidden, weight = torch.tensor([[1.0]]), torch.tensor([[0.0], [3.0]]).log1p()

@@ -1,0 +1,253 @@
+"""Seconds of a GRPO step, generation included, beside TRL's `GRPOTrainer` on the same cores.
+
+    pip install 'rayrft[bench]'
+    python -m tests.bench.bench_trl [--batches 16x8x64 16x8x128] [--hidden 256] [--layers 4] [--cores 2]
+
+Both start from the same random weights and tokenizer and take the same prompts in groups of the same size, temperature
+1, answers up to the same length, float32, AdamW with the same settings, no KL, one update a step, and a cheap reward
+with variance. The learning rate is so small that the policy, and so the length of its answers, stays as it is.
+
+* rayrft: the whole system through `rayrft.start` on a Ray of its own, synchronous (``max_staleness`` 0) unless
+  ``--staleness`` says otherwise; engines and ranks of one thread each. Its step includes the weight sync to the
+  engines, the Buffer's log and the metrics.
+* TRL: one process that generates with transformers, its default (its vLLM modes need a GPU), and is given as many
+  threads as make it fastest. Its defaults stand (loss ``dapo``, advantages over the group's deviation) but for these:
+  no gradient checkpointing, no bfloat16, and the whole batch at once.
+
+Each run is a process of its own that may use only those cores; the runs of a round follow one another, and every round
+measures all. A step is the time from the end of one to the end of the next, after the first few.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rayrft.buffer.experience import Task
+from tests.bench.workload import OPTIMIZER
+
+SKIPPED = 3
+"""Steps at the beginning that are not counted: imports, first allocations, the weight group's rendezvous."""
+LR = 1e-6
+
+
+def vowels() -> Callable[[Task, str], float]:
+    """A reward that costs nothing: the share of vowels in the answer."""
+    return lambda task, response: share_of_vowels(response)
+
+
+def share_of_vowels(text: str) -> float:
+    return sum(letter in "aeiou" for letter in text.lower()) / max(1, len(text))
+
+
+def questions(count: int) -> list[str]:
+    rng = np.random.default_rng(0)
+    words = ["".join(rng.choice(list("abcdefghijklmnopqrstuvwxyz"), 6)) for _ in range(count)]
+    return [f"Spell this word backward, letter by letter: {word}" for word in words]
+
+
+def run_rayrft(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of each step, and the mean length of answers."""
+    import ray
+
+    import rayrft
+
+    ray.init(num_cpus=16, namespace="rayrft", log_to_driver=False, logging_level="ERROR", include_dashboard=False)
+    prompts, group, new = options.batch
+    config = {
+        "name": "bench",
+        "storage": str(folder / "runs"),
+        "max_staleness": options.staleness,
+        "model": {"path": str(folder / "model"), "max_length": 128 + new},
+        "tasks": {
+            "sources": [{"source": "file", "path": str(folder / "tasks.jsonl")}],
+            "eval_size": 1,
+            "sampler": "sequential",
+        },
+        "reward": {"name": "tests.bench.bench_trl:vowels", "truncated": "score"},
+        "explorer": {
+            "sampling": {"temperature": 1.0, "max_tokens": new, "max_prompt_tokens": 128},
+            "engine": {"count": options.engines},
+            "drop_zero_variance": False,
+        },
+        "trainer": {"ranks": options.ranks},
+        "stages": [
+            {
+                "name": "grpo",
+                "algorithm": {"name": "grpo"},
+                "steps": SKIPPED + options.steps,
+                "batch_size": prompts * group,
+                "group_size": group,
+                "optimizer": {"lr": LR, "betas": OPTIMIZER.betas, "clip_norm": OPTIMIZER.clip_norm},
+            }
+        ],
+        "evaluation": {"enabled": False},
+        "checkpoint": {"every": None},
+    }
+    run = rayrft.start(config, say=lambda _: None)
+    run.result()
+    metrics = run.metrics()
+    ray.shutdown()
+    parts = metrics.iloc[SKIPPED:][["wait_s", "train_s", "sync_s"]].median().round(3).to_dict()
+    return {
+        "seconds": metrics["time"].diff().iloc[SKIPPED:].tolist(),
+        "tokens": float((metrics["policy_tokens"] / metrics["usual_rows"]).mean()),
+        "parts": parts,
+    }
+
+
+def run_trl(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of each step, and the mean length of answers."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    torch.set_num_threads(options.threads)
+    prompts, group, new = options.batch
+    ends: list[float] = []
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            ends.append(time.time())
+
+    def reward(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
+        return [share_of_vowels(completion[0]["content"]) for completion in completions]
+
+    rows = [json.loads(line)["question"] for line in (folder / "tasks.jsonl").read_text().splitlines()]
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32),
+        processing_class=AutoTokenizer.from_pretrained(folder / "model"),
+        reward_funcs=reward,
+        train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": row}]} for row in rows]),
+        callbacks=[Clock()],
+        args=GRPOConfig(
+            output_dir=str(folder / "trl"),
+            per_device_train_batch_size=prompts * group,
+            num_generations=group,
+            max_completion_length=new,
+            max_steps=SKIPPED + options.steps,
+            learning_rate=LR,
+            lr_scheduler_type="constant",
+            adam_beta1=OPTIMIZER.betas[0],
+            adam_beta2=OPTIMIZER.betas[1],
+            max_grad_norm=OPTIMIZER.clip_norm,
+            gradient_checkpointing=False,
+            bf16=False,
+            use_cpu=True,
+            report_to="none",
+            save_strategy="no",
+            logging_steps=1,
+            disable_tqdm=True,
+        ),
+    )
+    trainer.train()
+    lengths = [entry["completions/mean_length"] for entry in trainer.state.log_history if "loss" in entry]
+    return {"seconds": np.diff(ends)[SKIPPED - 1 :].tolist(), "tokens": float(np.mean(lengths)), "parts": {}}
+
+
+def measure(kind: str, folder: Path, batch: str, options: argparse.Namespace, **more: int) -> dict[str, Any]:
+    """One run in a process of its own."""
+    given = {name: getattr(options, name) for name in ("steps", "engines", "ranks", "staleness", "cores")} | more
+    command = [sys.executable, "-m", "tests.bench.bench_trl", "--child", kind, "--folder", str(folder)]
+    command += ["--batches", batch, *(f"--{name}={value}" for name, value in given.items())]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{kind} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def child(options: argparse.Namespace) -> None:
+    """One run in this process; prints JSON."""
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])
+    options.batch = _batch(options.batches[0])
+    found = (run_rayrft if options.child == "rayrft" else run_trl)(options.folder, options)
+    print(f"\n{json.dumps(found)}", flush=True)
+
+
+def _batch(text: str) -> tuple[int, int, int]:
+    prompts, group, new = map(int, text.split("x"))
+    return prompts, group, new
+
+
+def make_inputs(folder: Path, options: argparse.Namespace) -> None:
+    """The model and the tasks of all runs."""
+    from rayrft.config.model import TinyModelConfig
+    from rayrft.trainer.tiny import make_tiny_model
+
+    asked = questions(4096)
+    shape = TinyModelConfig(
+        layers=options.layers,
+        hidden_size=options.hidden,
+        heads=max(1, options.hidden // 64),
+        intermediate_size=3 * options.hidden,
+    )
+    make_tiny_model(shape, asked, [], folder / "model", max_length=2048, seed=0)
+    lines = [json.dumps({"question": each, "answer": each[-6:][::-1]}) for each in asked]
+    (folder / "tasks.jsonl").write_text("\n".join(lines))
+
+
+def report(batch: str, name: str, runs: list[dict[str, Any]], ours: list[dict[str, Any]]) -> None:
+    seconds = np.concatenate([run["seconds"] for run in runs])
+    ratio = np.median([np.median(a["seconds"]) / np.median(b["seconds"]) for a, b in zip(runs, ours, strict=True)])
+    low, middle, high = np.percentile(seconds, [10, 50, 90])
+    tokens = np.mean([run["tokens"] for run in runs])
+    parts = ", ".join(f"{key} {value:.2f}" for key, value in runs[-1]["parts"].items())
+    print(
+        f"{batch:>10} {name:16} {middle:>7.2f} {low:>7.2f}-{high:<7.2f} {ratio:>7.2f} {tokens:>7.1f}  {parts}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", nargs="+", default=["16x8x64"], help="prompts x group x longest answer")
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cores", type=int, default=2)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="of TRL: the quickest one counts")
+    parser.add_argument("--engines", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--staleness", type=int, default=0)
+    parser.add_argument("--child", choices=("rayrft", "trl"), help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    os.environ.update(RAY_USAGE_STATS_ENABLED="0", HF_HUB_OFFLINE="1", WANDB_MODE="offline")
+    if options.child:
+        options.threads = options.threads[0]
+        child(options)
+        return
+    print(
+        f"hidden {options.hidden}, {options.layers} layers; {options.cores} cores, {options.engines} engines,", end=" "
+    )
+    print(f"{options.ranks} ranks, max_staleness {options.staleness}; {options.rounds} rounds of {options.steps} steps")
+    print(f"{'batch':>10} {'':16} {'s':>7} {'10-90 %':^15} {'of ours':>7} {'tokens':>7}  parts of ours, median s")
+    for batch in options.batches:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            make_inputs(folder, options)
+            runs: dict[str, list[dict[str, Any]]] = {}
+            for _ in range(options.rounds):
+                runs.setdefault("rayrft", []).append(measure("rayrft", folder, batch, options))
+                for threads in options.threads:
+                    key = f"TRL, {threads} threads"
+                    runs.setdefault(key, []).append(measure("trl", folder, batch, options, threads=threads))
+            for key, found in runs.items():
+                report(batch, key, found, runs["rayrft"])
+
+
+if __name__ == "__main__":
+    main()

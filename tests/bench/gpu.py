@@ -1,0 +1,142 @@
+"""Tokens a second and model FLOPs utilisation (MFU) of the Trainer's step on one NVIDIA GPU.
+
+    python -m tests.bench.gpu [--sizes 0.6B 1.7B] [--length 2048] [--micro-batch-tokens 16384]
+
+The Qwen3 models of these sizes with random weights: float32 master weights under FSDP2, bfloat16 compute, packed rows,
+variable-length attention, the chunked head, AdamW; with gradient checkpointing and without. FLOPs are those of
+`tests.bench.workload.Shape.flops`, over the device's dense bfloat16 peak. What checkpointing and the head compute again
+is not counted, so that MFU falls where they do. Each step is timed until the device is idle; medians are given. Where
+there is no GPU the bench says that it did not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+
+import torch
+
+from rayrft.trainer.policy import Policy
+from tests.bench.workload import Shape, join_alone, log_normal_lengths, make_learner, make_rows
+
+SHAPES = {
+    "0.6B": Shape(1024, 28, 16, 8, 128, 3072, 151936),
+    "1.7B": Shape(2048, 28, 16, 8, 128, 6144, 151936),
+    "tiny": Shape(64, 2, 2, 1, 32, 128, 500),
+}
+PEAKS = {
+    "B200": 2250,
+    "GH200": 989,
+    "H200 NVL": 835,
+    "H200": 989,
+    "H100 NVL": 835,
+    "H100 PCIe": 756,
+    "H100": 989,
+    "H800": 989,
+    "A100": 312,
+    "A800": 312,
+    "L40S": 362,
+}
+"""Dense bfloat16 TFLOP/s by a part of the device's name, the first that fits; from NVIDIA's data sheets."""
+WARM_UP = 3
+
+
+def settle(device: torch.device) -> None:
+    """Return when the device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def bench(
+    shape: Shape, lengths: list[int], options: argparse.Namespace, device: torch.device, *, checkpointing: bool
+) -> list[float]:
+    """Seconds of each step."""
+    with torch.device(device):
+        policy = Policy(shape.model())
+    if checkpointing:
+        policy.checkpoint_layers()
+    learner = make_learner(
+        policy, "grpo", micro_batch_tokens=options.micro_batch_tokens, device=device, compute=torch.bfloat16
+    )
+    rows = make_rows(lengths, options.prompt, shape.vocabulary)
+    seconds = []
+    for _ in range(WARM_UP + options.steps):
+        settle(device)
+        started = time.perf_counter()
+        learner.step([rows])
+        settle(device)
+        seconds.append(time.perf_counter() - started)
+    return seconds[WARM_UP:]
+
+
+def run(name: str, options: argparse.Namespace, device: torch.device, peak: float | None) -> None:
+    """A line for each way to run the model of that size."""
+    shape = SHAPES[name]
+    count = max(1, options.tokens // options.length)
+    lengths = (
+        log_normal_lengths(count, options.length // 4, options.length * 5 // 2)
+        if options.skewed
+        else [options.length] * count
+    )
+    flops = shape.flops(lengths, sum(lengths) - count * options.prompt)
+    for checkpointing in (False, True):
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        try:
+            second = statistics.median(bench(shape, lengths, options, device, checkpointing=checkpointing))
+        except torch.OutOfMemoryError:
+            second = None
+        held = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
+        # The models are in cycles; the next one needs their memory.
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        start = f"{name:>6} {'on' if checkpointing else 'off':>13}"
+        if second is None:
+            print(f"{start}  out of memory; lower --micro-batch-tokens", flush=True)
+            continue
+        speed = flops / second / 1e12
+        mfu = f"{speed / peak:>6.1%}" if peak else f"{'-':>6}"
+        print(
+            f"{start} {sum(lengths) / second:>10,.0f} {second * 1e3:>9,.1f} {speed:>8.2f} {mfu} {held:>9.1f}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", choices=SHAPES, default=["0.6B", "1.7B"], metavar="SIZE")
+    parser.add_argument("--tokens", type=int, default=65536, help="of a step")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a row")
+    parser.add_argument("--skewed", action="store_true", help="log-normal lengths, from a quarter to 2.5 of --length")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of each row that are its prompt")
+    parser.add_argument("--micro-batch-tokens", type=int, default=16384)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--peak", type=float, help="TFLOP/s of the device, where its name is not known")
+    # For the path of the code, on machines without a GPU.
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=argparse.SUPPRESS)
+    parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("no CUDA device: the bench did not run")
+        return
+    if options.tiny:
+        options.sizes, options.tokens, options.length, options.prompt = ["tiny"], 512, 64, 8
+    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
+    title, peak = "CPU", options.peak
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        title = torch.cuda.get_device_name(device)
+        peak = peak or next((value for part, value in PEAKS.items() if part in title), None)
+    print(f"{title}, torch {torch.__version__}, peak {peak or '?'} TFLOP/s; {options.steps} steps, {vars(options)}")
+    print(f"{'size':>6} {'checkpointing':>13} {'tokens/s':>10} {'ms a step':>9} {'TFLOP/s':>8} {'MFU':>6} {'GiB':>9}")
+    join_alone(device)
+    for name in options.sizes:
+        run(name, options, device, peak)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
