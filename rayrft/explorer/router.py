@@ -15,14 +15,16 @@ class Router:
         self._engines = engines
         self._outstanding = [0] * len(engines)
 
-    async def generate(self, prompt: list[int], n: int, sampling: Sampling) -> list[Completion]:
+    async def generate(
+        self, prompt: list[int], n: int, sampling: Sampling, images: tuple[str, ...] = ()
+    ) -> list[Completion]:
         """``n`` answers. Raises ActorDied, naming the engine, when it or its core is gone."""
         from ray.exceptions import RayActorError, RayTaskError
 
         index = min(range(len(self._engines)), key=self._outstanding.__getitem__)
         self._outstanding[index] += n
         try:
-            return await self._engines[index].generate.remote(prompt, n, sampling)
+            return await self._engines[index].generate.remote(prompt, n, sampling, images)
         except (RayActorError, RayTaskError) as error:
             cause = getattr(error, "cause", None) or error
             raise ActorDied(

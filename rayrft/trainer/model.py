@@ -25,6 +25,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from rayrft.buffer.images import ImageReader, takes_images
 from rayrft.errors import ModelError
 from rayrft.trainer.policy import Policy
 
@@ -33,18 +34,23 @@ if TYPE_CHECKING:
 
 
 def load_policy(path: str) -> Policy:
-    """A causal language model in float32 (the master weights). Raises ModelError where none can be loaded."""
-    from transformers import AutoModelForCausalLM
+    """A language model, with or without an eye for images, in float32 (the master weights).
+
+    Raises ModelError where none can be loaded.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        images = ImageReader(path) if takes_images(path) else None
+        kind = AutoModelForCausalLM if images is None else AutoModelForImageTextToText
+        model = kind.from_pretrained(path, dtype=torch.float32)
     except (OSError, ValueError) as error:
         raise ModelError(
             f"no causal language model can be loaded: {str(error).splitlines()[0]}",
             field="model.path",
             value=path,
         ) from None
-    return Policy(model)
+    return Policy(model, images)
 
 
 Sharded = TypeVar("Sharded", bound="Policy | Critic")
@@ -107,6 +113,8 @@ def write_hf(policy: Policy, weights: dict[str, Tensor], tokenizer_from: str, fo
     from transformers import AutoTokenizer
 
     AutoTokenizer.from_pretrained(tokenizer_from).save_pretrained(temporary)
+    if policy.images is not None:
+        policy.images.processor.save_pretrained(temporary)
     _sync_to_disk(temporary)
     shutil.rmtree(folder, ignore_errors=True)
     temporary.rename(folder)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rayrft.algorithms import PolicyOutput, TokenBatch, chosen_logprobs
+from rayrft.buffer.images import ImageReader
 from rayrft.trainer import packing
 from rayrft.trainer.batches import MicroBatch
 from rayrft.trainer.head import head_logprobs
+from rayrft.trainer.vision import refuse, run, with_images
 
 _ALIKE = 1e-4
 """Nats between two ways to compute the same log-probs (float32) from which on they are not the same."""
@@ -21,10 +24,12 @@ class Policy(nn.Module):
 
     ``packs``: rows of a micro-batch share one sequence (see `rayrft.trainer.packing`); else they are padded.
     ``chunks_head``: logits exist for a few tokens at a time only (see `rayrft.trainer.head`).
+    ``images``: reads the images of rows, for a model that takes some.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, images: ImageReader | None = None) -> None:
         super().__init__()
+        self.images = images
         # Without dropout: where probabilities are compared, chance must not make them differ.
         self.model = model.eval()
         self.packs = False
@@ -59,6 +64,8 @@ class Policy(nn.Module):
 
     def _try_packing(self, batch: MicroBatch, expected: Tensor) -> str | None:
         """Pack from now on, or give the reason why not."""
+        if self.images is not None:
+            return "tokens of an image have positions in its plane"
         own = self.model.config._attn_implementation
         packing.register()
         try:
@@ -74,14 +81,14 @@ class Policy(nn.Module):
 
     def forward(self, batch: MicroBatch, temperature: Tensor, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy of every action token, ``[T]`` each and 0 elsewhere; see `PolicyOutput`."""
-        inputs, before = lay_out(batch, packs=self.packs)
+        inputs, before = lay_out(batch, packs=self.packs, images=self.images)
         targets, temperature = batch.token_ids[batch.predicted], temperature[batch.predicted]
         if self.chunks_head:
-            states = self.model.base_model(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[before]
+            states = run(self.model.base_model, inputs).last_hidden_state.flatten(0, 1)[before]
             weight = self.model.get_output_embeddings().weight
             logprobs, entropy = head_logprobs(states, weight, targets, temperature)
         else:
-            logits = self.model(**inputs, use_cache=False).logits.flatten(0, 1)[before]
+            logits = run(self.model, inputs).logits.flatten(0, 1)[before]
             logprobs, entropy = chosen_logprobs(
                 logits, targets, temperature=temperature[:, None], entropy_gradient=entropy_gradient
             )
@@ -108,21 +115,26 @@ class Policy(nn.Module):
         return float((self._logprobs(batch) - expected).abs().max())
 
 
-def lay_out(batch: MicroBatch, *, packs: bool) -> tuple[dict[str, Any], Tensor]:
-    """A model's inputs, and for each predicted token the place of the state before it in the flattened output."""
+def lay_out(batch: MicroBatch, *, packs: bool, images: ImageReader | None) -> tuple[dict[str, Any], Tensor]:
+    """A model's inputs, for `run`, and for each predicted token the place of the state before it in the flattened
+    output. Raises ModelError where rows have images and nothing reads them."""
     where = batch.packing
+    if images is None:
+        refuse(batch.images)
     if packs:
         inputs = {"input_ids": batch.token_ids[None], "position_ids": where.positions[None], "packing": where}
         return inputs, batch.predicted - 1
     # Padding is on the right and attention is causal, so no real token ever sees it: no attention mask is needed.
-    places = batch.tokens.sequence * where.longest + where.positions
     padded = batch.token_ids.new_zeros(len(batch.lengths), where.longest)
-    padded.view(-1)[places] = batch.token_ids
-    return {"input_ids": padded}, places[batch.predicted] - 1
+    padded[batch.tokens.sequence, where.positions] = batch.token_ids
+    plain: dict[str, Any] = {"input_ids": padded}
+    inputs = plain if images is None else with_images(padded, batch.images, images)
+    places = batch.tokens.sequence * inputs["input_ids"].shape[1] + where.positions
+    return inputs, places[batch.predicted] - 1
 
 
-def scored_batch(sequences: list[Tensor]) -> MicroBatch:
-    """A micro-batch of sequences of which every token's log-prob is wanted."""
+def scored_batch(sequences: list[Tensor], images: Sequence[tuple[str, ...]] | None = None) -> MicroBatch:
+    """A micro-batch of sequences (with these images) of which every token's log-prob is wanted."""
     lengths = tuple(len(sequence) for sequence in sequences)
     token_ids = torch.cat(sequences)
     zeros = torch.zeros(len(token_ids), device=token_ids.device)
@@ -133,7 +145,7 @@ def scored_batch(sequences: list[Tensor]) -> MicroBatch:
         advantages=zeros,
         expert=torch.zeros(len(lengths), dtype=torch.bool, device=token_ids.device),
     )
-    return MicroBatch(token_ids, lengths, tokens)
+    return MicroBatch(token_ids, lengths, tokens, tuple(images or ()))
 
 
 def _sample(vocabulary: int, device: torch.device) -> MicroBatch:
