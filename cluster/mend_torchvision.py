@@ -1,8 +1,8 @@
 """Makes a torchvision importable that was built for another torch: vision models need it, vLLM's and transformers'.
 
 Its compiled part cannot be loaded then, and its Python part dies at import for want of two operators. They are declared
-here, in the installed package, so that every process finds them; nothing is behind them. Image transforms are Python and
-work; `torchvision.ops` refuses with an error of its own. Does nothing where torchvision is missing or mended already.
+here, in the installed package, so that every process finds them; nothing is behind them. Image transforms are Python,
+and work; `torchvision.ops` refuses with an error of its own. Does nothing where torchvision is missing or mended.
 """
 
 from importlib.util import find_spec

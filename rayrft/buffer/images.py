@@ -94,6 +94,11 @@ class ImageReader:
 
         return self._patches(Image.new("RGB", (8, 8)))
 
+    def tokens(self, path: str) -> int:
+        """How many tokens stand for the image. Raises DataError where there is none."""
+        width, height = self.picture(path).size
+        return int(self.processor.image_processor.get_number_of_image_patches(height, width)) // self.merge**2
+
     def repeats(self, token_ids: list[int], images: tuple[str, ...]) -> list[int]:
         """How often each token must stand so that its image has room: 1, or the size of the image.
 
@@ -102,7 +107,7 @@ class ImageReader:
         found = token_ids.count(self.token_id)
         if found != len(images):
             raise DataError(f"the chat template left {found} places for {len(images)} images", field="images")
-        sizes = iter([self.read(path).tokens for path in images])
+        sizes = iter([self.tokens(path) for path in images])
         return [next(sizes) if token == self.token_id else 1 for token in token_ids]
 
     def collapse(self, token_ids: list[int], images: tuple[str, ...]) -> list[int]:
@@ -111,7 +116,7 @@ class ImageReader:
         place = 0
         for path in images:
             place = left.index(self.token_id, place)
-            del left[place + 1 : place + self.read(path).tokens]
+            del left[place + 1 : place + self.tokens(path)]
             place += 1
         return left
 
@@ -153,7 +158,7 @@ def place(messages: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
 
 
 def paths(values: Any, beside: Path) -> tuple[str, ...]:
-    """A row's images as absolute paths; relative ones are from where the file ``beside`` lies.
+    """A row's images as absolute paths; relative ones are from where the file ``beside`` lies, or in that folder.
 
     Raises DataError where one is no path, or nothing is there.
     """
@@ -163,7 +168,7 @@ def paths(values: Any, beside: Path) -> tuple[str, ...]:
     for value in values if isinstance(values, list) else [values]:
         if not isinstance(value, str):
             raise DataError(f"an image is a {type(value).__name__}, not a path", remedy="save it, and give its path")
-        path = (beside.parent / value).absolute()
+        path = ((beside if beside.is_dir() else beside.parent) / value).absolute()
         if not path.is_file():
             raise DataError(f"there is no image {path}", remedy="give paths from where the file lies that names them")
         found.append(str(path))

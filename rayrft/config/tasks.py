@@ -33,7 +33,7 @@ class TaskSourceConfig(Section):
     answer: str = "answer"
     """file: the fields that hold the question and the ground truth."""
     images: str = "images"
-    """file: the field that holds the paths of a task's images, if any; relative ones are beside the file."""
+    """file: the field that holds the paths of a task's images, if any; relative ones are from where it lies."""
     answer_after: str | None = None
     """file: keep of the answer only what follows the last such mark (GSM8K: '####')."""
     difficulty: str | None = None

@@ -121,14 +121,14 @@ def lay_out(batch: MicroBatch, *, packs: bool, images: ImageReader | None) -> tu
     where = batch.packing
     if images is None:
         refuse(batch.images)
+    inputs: dict[str, Any]
     if packs:
         inputs = {"input_ids": batch.token_ids[None], "position_ids": where.positions[None], "packing": where}
         return inputs, batch.predicted - 1
     # Padding is on the right and attention is causal, so no real token ever sees it: no attention mask is needed.
     padded = batch.token_ids.new_zeros(len(batch.lengths), where.longest)
     padded[batch.tokens.sequence, where.positions] = batch.token_ids
-    plain: dict[str, Any] = {"input_ids": padded}
-    inputs = plain if images is None else with_images(padded, batch.images, images)
+    inputs = {"input_ids": padded} if images is None else with_images(padded, batch.images, images)
     places = batch.tokens.sequence * inputs["input_ids"].shape[1] + where.positions
     return inputs, places[batch.predicted] - 1
 
