@@ -6,8 +6,10 @@ themselves are read from the file where they are needed.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,18 +67,8 @@ class ImageReader:
 
     def picture(self, path: str) -> Image:
         """The image itself, as RGB. Raises DataError where there is none."""
-        from PIL import Image, UnidentifiedImageError
-
-        try:
-            with Image.open(path) as opened:
-                return opened.convert("RGB")
-        except (OSError, UnidentifiedImageError) as error:
-            raise DataError(
-                f"no image can be read: {error}",
-                field="images",
-                value=path,
-                remedy="give paths of image files that every node finds",
-            ) from None
+        with _opened(path) as image:
+            return image.convert("RGB")
 
     def read(self, path: str) -> Patches:
         """The image as the model takes it; those read last are kept."""
@@ -96,7 +88,8 @@ class ImageReader:
 
     def tokens(self, path: str) -> int:
         """How many tokens stand for the image. Raises DataError where there is none."""
-        width, height = self.picture(path).size
+        with _opened(path) as image:
+            width, height = image.size
         return int(self.processor.image_processor.get_number_of_image_patches(height, width)) // self.merge**2
 
     def repeats(self, token_ids: list[int], images: tuple[str, ...]) -> list[int]:
@@ -124,6 +117,22 @@ class ImageReader:
         made = self.processor.image_processor(images=[picture], return_tensors="pt")
         grid = made["image_grid_thw"][0]
         return Patches(made["pixel_values"].float(), grid, int(grid.prod()) // self.merge**2)
+
+
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[Image]:
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            yield image
+    except OSError as error:  # also where the file holds no image, or half of one
+        raise DataError(
+            f"no image can be read: {error}",
+            field="images",
+            value=path,
+            remedy="give paths of image files that every node finds",
+        ) from None
 
 
 def takes_images(model: str) -> bool:
