@@ -27,7 +27,7 @@ for extra in "$@"; do extras=$extras,$extra; done
 
 # An environment made with more extras serves a call that asks for fewer.
 stamp=.venv/.rayrft-setup
-wanted=$(cat pyproject.toml cluster/constraints.txt cluster/setup.sh | cksum | cut -d' ' -f1)
+wanted=$(cat pyproject.toml cluster/constraints.txt cluster/setup.sh cluster/mend_torchvision.py | cksum | cut -d' ' -f1)
 if [ -f "$stamp" ] && [ "$(head -n 1 "$stamp")" = "$wanted" ]; then
   missing=$(tr ',' '\n' <<<"$extras" | grep -vxFf <(tail -n +2 "$stamp" | tr ',' '\n') || true)
   [ -z "$missing" ] && exit 0
@@ -49,7 +49,9 @@ fi
 say "installing rayrft[$extras] (about three minutes the first time)"
 "${pip[@]}" install -q -c cluster/constraints.txt ${index[@]+"${index[@]}"} -e ".[$extras]"
 
-# vLLM asks for these; builds for another torch break `import vllm` and `import transformers`. Text models do without.
+# vLLM asks for these; builds for another torch break `import vllm` and `import transformers`. Vision models need
+# torchvision, of which that can be mended; the others they do without, as text models do without any.
+.venv/bin/python cluster/mend_torchvision.py
 for package in torchvision torchaudio torchcodec; do
   if .venv/bin/python -c "import importlib.util as u; raise SystemExit(u.find_spec('$package') is None)" &&
     ! .venv/bin/python -c "import $package" >/dev/null 2>&1; then

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from rayrft.buffer.experience import Task
+
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 os.environ.setdefault("WANDB_MODE", "offline")
@@ -37,6 +39,29 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     prompts = [f"Spell this word backward: {word}" for word in ("cat", "horse", "bird")]
     make_tiny_model(TinyModelConfig(layers=2, hidden_size=64, heads=2), prompts, [], folder, max_length=64, seed=0)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def squares(tmp_path_factory: pytest.TempPathFactory) -> list[Task]:
+    """Tasks about pictures."""
+    from rayrft.buffer.tasks.squares import draw_squares
+    from rayrft.config.tasks import TaskSourceConfig
+
+    folder = tmp_path_factory.mktemp("squares")
+    return draw_squares(TaskSourceConfig(source="squares", path=folder, size=12), "tasks.sources.0")
+
+
+@pytest.fixture(scope="session")
+def tiny_vision_model(tmp_path_factory: pytest.TempPathFactory, squares: list[Task]) -> Path:
+    """A small random model that takes images, with its tokenizer and processor."""
+    from rayrft.config.model import TinyModelConfig
+    from rayrft.trainer.tiny_vision import make_tiny_vision_model
+
+    folder = tmp_path_factory.mktemp("tiny-vision")
+    config = TinyModelConfig(vision=True, layers=2, hidden_size=64, heads=2)
+    prompts, answers = [task.question for task in squares], [task.answer for task in squares]
+    make_tiny_vision_model(config, prompts, answers, folder, max_length=64, seed=0)
     return folder
 
 

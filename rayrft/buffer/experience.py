@@ -36,17 +36,29 @@ class Task:
     difficulty: float | None = None
     system: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
+    images: tuple[str, ...] = ()
+    """Paths; see `rayrft.buffer.images` for where they stand in the question."""
 
     @classmethod
-    def create(cls, source: str, question: str, answer: str, **rest: Any) -> Task:
-        digest = hashlib.blake2b(json.dumps([source, question, answer]).encode(), digest_size=8)
-        return cls(digest.hexdigest(), question, answer, **rest)
+    def create(cls, source: str, question: str, answer: str, *, images: tuple[str, ...] = (), **rest: Any) -> Task:
+        digest = hashlib.blake2b(json.dumps([source, question, answer, *images]).encode(), digest_size=8)
+        return cls(digest.hexdigest(), question, answer, images=images, **rest)
+
+    @property
+    def asked(self) -> str:
+        """What tells it from other tasks: the question, and its images where it has some."""
+        return asked(self.question, self.images)
 
     @property
     def messages(self) -> list[dict[str, str]]:
         """The conversation that opens the task, in chat form."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, {"role": "user", "content": self.question}]
+
+
+def asked(question: str, images: tuple[str, ...]) -> str:
+    """What is asked by a question with these images; by one without images, the question itself."""
+    return "\n".join([question, *images])
 
 
 @dataclass(frozen=True)

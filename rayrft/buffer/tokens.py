@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
+from rayrft.buffer.images import ImageReader, place
 from rayrft.errors import DataError, ModelError
 
 
@@ -19,6 +22,7 @@ class ChatTokenizer:
     def __init__(self, path: str | Path, field: str = "model.path") -> None:
         from transformers import AutoTokenizer
 
+        self._path = str(path)
         try:
             self.hf = AutoTokenizer.from_pretrained(str(path))
         except (OSError, ValueError) as error:
@@ -37,27 +41,36 @@ class ChatTokenizer:
             )
         self.eos_id: int = self.hf.eos_token_id
 
-    def prompt(self, messages: list[dict[str, str]]) -> list[int]:
-        """Token ids up to where the assistant's turn begins.
+    @cached_property
+    def images(self) -> ImageReader:
+        """Of the tokenizer's model. Raises ModelError where that takes no images."""
+        return ImageReader(self._path)
 
-        Raises DataError when the chat template refuses the messages.
+    def prompt(self, messages: list[dict[str, str]], images: tuple[str, ...] = ()) -> list[int]:
+        """Token ids up to where the assistant's turn begins, with as many placeholders for each image as the model
+        makes of it.
+
+        Raises DataError when the chat template refuses the messages, ModelError when the model takes no images.
         """
-        return self._encode(self._render(messages, add_generation_prompt=True)[0])
+        ids = self._encode(self._render(self._placed(messages, images), add_generation_prompt=True)[0])
+        return _repeat(ids, self.images.repeats(ids, images)) if images else ids
 
     def response(self, text: str) -> list[int]:
         """Token ids of an answer, closed by EOS."""
         return [*self._encode(text), self.eos_id]
 
-    def chat(self, messages: list[dict[str, str]]) -> tuple[list[int], list[int]]:
+    def chat(self, messages: list[dict[str, str]], images: tuple[str, ...] = ()) -> tuple[list[int], list[int]]:
         """Token ids of a conversation that ends with the assistant, and the action mask, of the same length.
 
         The mask is 1 on every turn of the assistant, up to and with the EOS that ends it. Where a turn begins and ends
         is the chat template's to say: by its ``{% generation %}`` markers, else by what it adds to the prompt for that
         turn. The last turn ends the sequence, and is closed by EOS where the template does not close it.
 
-        Raises DataError when the template refuses the messages, or gives no sequence that holds all turns.
+        Raises DataError when the template refuses the messages, or gives no sequence that holds all turns, and
+        ModelError when the model takes no images.
         """
-        text, turns = self._marked_turns(messages) if self._has_markers() else self._grown_turns(messages)
+        placed = self._placed(messages, images)
+        text, turns = self._marked_turns(placed) if self._has_markers() else self._grown_turns(placed)
         ids: list[int] = []
         mask: list[int] = []
         done = 0
@@ -72,6 +85,9 @@ class ChatTokenizer:
         if ids[-1:] != [self.eos_id]:
             ids.append(self.eos_id)
             mask.append(1)
+        if images:
+            repeats = self.images.repeats(ids, images)
+            ids, mask = _repeat(ids, repeats), _repeat(mask, repeats)
         return ids, mask
 
     def decode(self, token_ids: list[int]) -> str:
@@ -81,7 +97,18 @@ class ChatTokenizer:
     def _encode(self, text: str) -> list[int]:
         return list(self.hf.encode(text, add_special_tokens=False))
 
-    def _render(self, messages: list[dict[str, str]], **options: bool) -> tuple[str, list[tuple[int, int]]]:
+    def _placed(self, messages: list[dict[str, str]], images: tuple[str, ...]) -> list[dict[str, Any]]:
+        """The messages with their images, as the chat template takes them."""
+        if images and not self.hf.chat_template:
+            raise ModelError(
+                "the tokenizer has no chat template, which would say where images stand",
+                field="model.path",
+                value=self._path,
+                remedy="set tokenizer.chat_template and save the tokenizer again",
+            )
+        return place(messages, len(images)) if images else messages
+
+    def _render(self, messages: list[dict[str, Any]], **options: bool) -> tuple[str, list[tuple[int, int]]]:
         """The messages as text, and the stretches of it that the template's markers enclose, where asked for them."""
         if not self.hf.chat_template:
             ends = {"assistant": self.hf.eos_token}
@@ -102,14 +129,14 @@ class ChatTokenizer:
         template = self.hf.get_chat_template() if self.hf.chat_template else ""
         return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
 
-    def _marked_turns(self, messages: list[dict[str, str]]) -> tuple[str, list[tuple[int, int]]]:
+    def _marked_turns(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
         """The conversation as text, and the stretches of it that the template's markers enclose."""
         text, turns = self._render(messages, return_assistant_tokens_mask=True)
         if not turns:
             raise DataError("the {% generation %} markers of the chat template enclose no turn of these messages")
         return text, turns
 
-    def _grown_turns(self, messages: list[dict[str, str]]) -> tuple[str, list[tuple[int, int]]]:
+    def _grown_turns(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
         """The conversation as text, and the stretches of it that each turn of the assistant added to its prompt."""
         text, turns = "", []
         for index, message in enumerate(messages):
@@ -132,3 +159,7 @@ class ChatTokenizer:
         eos = self.hf.eos_token
         at = text.rfind(eos, start, end + len(eos))
         return end if at < 0 else at + len(eos)
+
+
+def _repeat(values: list[int], times: list[int]) -> list[int]:
+    return [value for value, count in zip(values, times, strict=True) for _ in range(count)]

@@ -23,7 +23,9 @@ class RowFormat(Section):
     response: str = "response"
     chosen: str = "chosen"
     rejected: str = "rejected"
-    """The names of the fields."""
+    images: str = "images"
+    """The names of the fields. ``images`` are paths, relative ones from where the file lies; they stand where users say
+    ``<image>``, else before the first text of a user."""
     size: int | None = Field(None, ge=1)
     """Rows to take, from the first on; all by default. For demonstrations from tasks, that many tasks are set apart and
     never sampled for rollouts."""

@@ -12,6 +12,9 @@ from rayrft.config.base import Section
 class TinyModelConfig(Section):
     """A Qwen3-architecture model with random weights, made on the spot together with a tokenizer for the tasks."""
 
+    vision: bool = False
+    """Qwen2-VL architecture instead, which takes images."""
+
     layers: int = Field(3, ge=1)
     hidden_size: int = Field(128, ge=8)
     heads: int = Field(4, ge=1)

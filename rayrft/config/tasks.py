@@ -17,7 +17,7 @@ class TaskSourceConfig(Section):
     name: str | None = None
     """What overrides may call it by (``tasks.sources.gsm8k.path``); its number always works."""
     source: str
-    """reasoning_gym, file, or ``package.module:attribute``."""
+    """reasoning_gym, file, squares, or ``package.module:attribute``."""
     dataset: str | None = None
     """reasoning_gym: the name of the data set."""
     options: dict[str, Any] = Field(default_factory=dict)
@@ -25,13 +25,15 @@ class TaskSourceConfig(Section):
     size: int | None = Field(None, ge=1)
     """How many rows to take before duplicates are removed; all of a file by default."""
     path: Path | None = None
-    """file: JSONL or Parquet, a file or a folder."""
+    """file: JSONL or Parquet, a file or a folder. squares: the folder to draw them in."""
     eval_path: Path | None = None
     """Held-out tasks in a JSONL or Parquet file of their own: the source's share of ``eval_size`` is its first rows, or
     all of them where they are fewer."""
     question: str = "question"
     answer: str = "answer"
     """file: the fields that hold the question and the ground truth."""
+    images: str = "images"
+    """file: the field that holds the paths of a task's images, if any; relative ones are from where it lies."""
     answer_after: str | None = None
     """file: keep of the answer only what follows the last such mark (GSM8K: '####')."""
     difficulty: str | None = None
@@ -47,6 +49,8 @@ class TaskSourceConfig(Section):
             raise ValueError("source 'reasoning_gym' needs 'dataset' (its name) and 'size' (how many tasks to make)")
         if self.source == "file" and self.path is None:
             raise ValueError("source 'file' needs 'path' (a JSONL or Parquet file)")
+        if self.source == "squares" and (self.path is None or self.size is None):
+            raise ValueError("source 'squares' needs 'path' (a folder for its images) and 'size' (how many to draw)")
         return self
 
 
@@ -75,7 +79,7 @@ class TasksConfig(Section):
         lacking = [
             number
             for number, source in enumerate(self.sources)
-            if source.source in ("reasoning_gym", "file") and source.difficulty is None
+            if source.source in ("reasoning_gym", "file", "squares") and source.difficulty is None
         ]
         if self.sampler == "easy_to_hard" and lacking:
             raise ValueError(f"sampler 'easy_to_hard' needs 'difficulty' in every source; source {lacking[0]} has none")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rayrft.buffer.buffer import Buffer
-from rayrft.buffer.experience import pack, to_batch
+from rayrft.buffer.experience import Experience, pack, to_batch
 from rayrft.buffer.log.shard import Shard
 from rayrft.buffer.log.storage import Storage
 from rayrft.config import RunConfig
@@ -78,8 +78,15 @@ def hire(config: RunConfig, prepared: Prepared, placement: Placement) -> Cast:
         ray.put(prepared.held_out),
         _Starter(reward_worker, config.reward, config.plugins),
     )
+    probe = _probe(prepared)
     weight_sync = placement.actor(WeightSync, "weight_sync", name="weight_sync").remote(
-        config.weight_sync, config.sync_backend, trainer, engines, engine.tensor_parallel, _probe(prepared)
+        config.weight_sync,
+        config.sync_backend,
+        trainer,
+        engines,
+        engine.tensor_parallel,
+        [row.token_ids.tolist() for row in probe],
+        [row.images for row in probe],
     )
     return Cast(buffer, trainer, explorer, weight_sync, engines, shards)
 
@@ -151,11 +158,10 @@ class _Starter:
         return self.actor_class.remote(self.config, self.plugins)
 
 
-def _probe(prepared: Prepared) -> list[list[int]]:
-    """Sequences on which engine and trainer must agree: held-out questions with their answers, whole."""
+def _probe(prepared: Prepared) -> list[Experience]:
+    """What engine and trainer must agree on: held-out questions with their images and answers, whole."""
     from rayrft.buffer.demonstrations.rows import demonstrate
     from rayrft.buffer.tokens import ChatTokenizer
 
     tokenizer = ChatTokenizer(prepared.model)
-    rows = [demonstrate("", task.id, task.messages, task.answer, tokenizer) for task in prepared.held_out[:8]]
-    return [row.token_ids.tolist() for row in rows]
+    return [demonstrate("", task, task.answer, tokenizer) for task in prepared.held_out[:8]]

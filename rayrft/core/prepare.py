@@ -5,10 +5,11 @@ from __future__ import annotations
 import datetime
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 
 from rayrft.buffer.demonstrations.conversations import conversations
 from rayrft.buffer.demonstrations.files import read_rows
@@ -66,9 +67,11 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepare
     for number, stage in enumerate(config.stages):
         if stage.teacher is not None:
             check_teacher(stage.teacher, f"stages.{number}.teacher", model, tokenizer)
+    if any(task.images for task in _all_tasks(splits)):
+        _ = tokenizer.images  # a model that takes none is an error now
     if config.rolls_out:
         _check_prompts(config, splits.train, tokenizer)
-    held_out = {task.question for task in splits.evaluation}
+    held_out = {task.asked for task in splits.evaluation}
     demonstrations, left_out = {}, {}
     for name, each in config.demonstrations.items():
         if each.path is None:
@@ -128,17 +131,15 @@ def _model(config: RunConfig, splits: TaskSplits) -> str:
     """Path or hub id of the model; a tiny one is made first."""
     if config.model.tiny is not None:
         from rayrft.trainer.tiny import make_tiny_model
+        from rayrft.trainer.tiny_vision import make_tiny_vision_model
 
-        tasks = [
-            *splits.train,
-            *splits.evaluation,
-            *(task for part in splits.demonstrated.values() for task in part),
-        ]
+        tasks = list(_all_tasks(splits))
         prompts = [message["content"] for task in tasks for message in task.messages]
         folder = config.folder / "model"
         if folder.exists():  # of a run that is resumed
             return str(folder)
-        make_tiny_model(
+        make = make_tiny_vision_model if config.model.tiny.vision else make_tiny_model
+        make(
             config.model.tiny,
             prompts,
             [task.answer for task in tasks] + _demonstrated_text(config),
@@ -148,6 +149,10 @@ def _model(config: RunConfig, splits: TaskSplits) -> str:
         )
         return str(folder)
     return find_model(str(config.model.path), "model.path")
+
+
+def _all_tasks(splits: TaskSplits) -> Iterator[Task]:
+    return chain(splits.train, splits.evaluation, *splits.demonstrated.values())
 
 
 def _demonstrated_text(config: RunConfig) -> list[str]:
@@ -186,7 +191,7 @@ def _check_reward(config: RewardConfig, task: Task) -> None:
 def _check_prompts(config: RunConfig, tasks: list[Task], tokenizer: ChatTokenizer) -> None:
     limit = config.explorer.sampling.max_prompt_tokens
     # Spread over all tasks: a file may be sorted by length, and sources follow one another.
-    lengths = [len(tokenizer.prompt(task.messages)) for task in tasks[:: max(1, len(tasks) // 200)]]
+    lengths = [len(tokenizer.prompt(task.messages, task.images)) for task in tasks[:: max(1, len(tasks) // 200)]]
     if min(lengths) > limit:
         raise DataError(
             f"every prompt is longer than the limit of {limit} tokens (shortest of {len(lengths)}: {min(lengths)})",

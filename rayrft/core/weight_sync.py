@@ -43,13 +43,16 @@ class WeightSync:
         engines: list[Any],
         workers_per_engine: int,
         probe: list[list[int]],
+        images: list[tuple[str, ...]] | None = None,
     ) -> None:
+        """``probe`` are sequences to score, ``images`` those of each."""
         self._config = config
         self._backend = backend
         self._trainer = trainer
         self._engines = engines
         self._workers = workers_per_engine
         self._probe = probe
+        self._images = images or [()] * len(probe)
         self._generation = 0
         self._rounds = 0
         self._parcel = Parcel([])
@@ -130,11 +133,11 @@ class WeightSync:
                 )
 
     async def _compare(self, version: int) -> float:
-        trainer: list[list[float]] = (await self._command(Score(self._probe)))[0]
+        trainer: list[list[float]] = (await self._command(Score(self._probe, self._images)))[0]
         worst = 0.0
         for index, engine in enumerate(self._engines):
             async with self._deadline(f"engine-{index} to score the probe batch"):
-                scores = await asyncio.gather(*(engine.score.remote(sequence) for sequence in self._probe))
+                scores = await asyncio.gather(*map(engine.score.remote, self._probe, self._images))
             pairs = [pair for a, b in zip(trainer, scores, strict=True) for pair in zip(a, b, strict=True)]
             ours, theirs = max(pairs, key=lambda pair: abs(pair[0] - pair[1]))
             if not abs(ours - theirs) <= self._config.tolerance:

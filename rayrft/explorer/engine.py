@@ -1,4 +1,4 @@
-"""RolloutEngine: one vLLM engine in an actor. Token ids go in, token ids come out.
+"""RolloutEngine: one vLLM engine in an actor. Token ids (and images) go in, token ids come out.
 
 Log-probs are those of the distribution that was sampled from (after temperature), and every token carries the version
 of the weights it was sampled under. While weights change the engine is paused with its requests kept; they go on under
@@ -13,7 +13,9 @@ import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rayrft.buffer.images import ImageReader, takes_images
 from rayrft.config.explorer import EngineConfig
+from rayrft.errors import ModelError
 from rayrft.weights.group import GroupPlan
 from rayrft.weights.wire import Parcel, to_wire
 
@@ -63,13 +65,17 @@ class RolloutEngine:
 
         from rayrft.explorer.weight_plugin import BACKEND, WorkerExtension
 
+        self._images = await asyncio.to_thread(ImageReader, model) if takes_images(model) else None
+        # Without the cache of processed images: it is emptied with the others when weights change, and requests that
+        # are under way then would miss theirs.
+        seeing: dict[str, Any] = {"mm_processor_cache_gb": 0, "limit_mm_per_prompt": {"video": 0}}
         on_cpu: dict[str, Any] = {"kv_cache_memory_bytes": config.kv_cache_mib << 20} if not config.gpus else {}
         share = config.gpu_memory_utilization * min(config.gpus, 1.0)
         on_gpu: dict[str, Any] = {"gpu_memory_utilization": share, "enable_sleep_mode": config.sleep}
         self._engine = AsyncLLM.from_engine_args(
             AsyncEngineArgs(
                 model=model,
-                skip_tokenizer_init=True,
+                skip_tokenizer_init=self._images is None,  # vLLM's image processors need one
                 dtype=dtype,
                 seed=seed,
                 max_model_len=max_length,
@@ -82,14 +88,18 @@ class RolloutEngine:
                 worker_extension_cls=f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}",
                 weight_transfer_config=WeightTransferConfig(backend=BACKEND),
                 **(on_gpu if config.gpus else on_cpu),
+                **(seeing if self._images else {}),
             )
         )
         await self._engine.update_weight_version("0")
 
-    async def generate(self, prompt: list[int], n: int, sampling: Sampling) -> list[Completion]:
+    async def generate(
+        self, prompt: list[int], n: int, sampling: Sampling, images: tuple[str, ...] = ()
+    ) -> list[Completion]:
         """``n`` answers to one prompt. Raises vLLM's EngineDeadError when its core has died."""
         output = await self._run(
             prompt,
+            images,
             self._params(
                 n=n,
                 temperature=sampling.temperature,
@@ -111,9 +121,9 @@ class RolloutEngine:
             for each in output.outputs
         ]
 
-    async def score(self, token_ids: list[int]) -> list[float]:
+    async def score(self, token_ids: list[int], images: tuple[str, ...] = ()) -> list[float]:
         """Log-prob of every token but the first, given those before it, at temperature 1."""
-        output = await self._run(token_ids, self._params(max_tokens=1, temperature=0.0, prompt_logprobs=0))
+        output = await self._run(token_ids, images, self._params(max_tokens=1, temperature=0.0, prompt_logprobs=0))
         scores = (output.prompt_logprobs or [])[1:]
         return [at[token].logprob for at, token in zip(scores, token_ids[1:], strict=True) if at]
 
@@ -177,12 +187,29 @@ class RolloutEngine:
 
         return SamplingParams(detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, **values)
 
-    async def _run(self, token_ids: list[int], params: SamplingParams) -> RequestOutput:
+    async def _run(self, token_ids: list[int], images: tuple[str, ...], params: SamplingParams) -> RequestOutput:
+        prompt = await asyncio.to_thread(self._with_images, token_ids, images) if images else None
         last: Any = None
-        async for output in self._engine.generate({"prompt_token_ids": token_ids}, params, uuid.uuid4().hex):
+        async for output in self._engine.generate(prompt or {"prompt_token_ids": token_ids}, params, uuid.uuid4().hex):
             last = output
         assert last is not None  # a request that does not finish raises
+        if images and list(last.prompt_token_ids) != token_ids:
+            raise ModelError(
+                f"the engine made {len(last.prompt_token_ids)} tokens of a prompt with images, the tokenizer "
+                f"{len(token_ids)}, or others",
+                field="model",
+                value=images[0],
+                remedy="vLLM and transformers differ in how this model takes images: use releases that fit together",
+            )
         return last
+
+    def _with_images(self, token_ids: list[int], images: tuple[str, ...]) -> dict[str, Any]:
+        """The prompt as vLLM takes it: it makes room for the images itself."""
+        if self._images is None:
+            raise ModelError("the model takes no images", field="model", value=images[0])
+        pictures = [self._images.picture(path) for path in images]
+        ids = self._images.collapse(token_ids, images)
+        return {"prompt_token_ids": ids, "multi_modal_data": {"image": pictures}}
 
 
 def _prepare_environment(config: EngineConfig) -> None:

@@ -201,7 +201,7 @@ class Explorer:
 
     async def _evaluate_one(self, task: Task, model: ModelClient) -> float | None:
         try:
-            [answer] = await model.chat(task.messages)
+            [answer] = await model.chat(task.messages, images=task.images)
         except PromptTooLong:
             return None
         if answer.completion.stop_reason == "length" and self._config.reward.truncated == "zero":

@@ -123,10 +123,10 @@ class BucketReceiver(WeightTransferEngine[JoinInfo, UpdateInfo]):
     def _repack_tied_head(self) -> None:
         # On CPU vLLM packs lm_head at load time and, when it is tied to the embedding, keeps the old packing after a
         # reload: the engine would go on answering with stale output weights.
-        head = getattr(self.model, "lm_head", None)
-        method: Any = getattr(head, "quant_method", None)
-        if self.device.type == "cpu" and hasattr(method, "process_weights_after_loading"):
-            method.process_weights_after_loading(head)
+        for name, head in self.model.named_modules():
+            method: Any = getattr(head, "quant_method", None) if name.endswith("lm_head") else None
+            if self.device.type == "cpu" and hasattr(method, "process_weights_after_loading"):
+                method.process_weights_after_loading(head)
 
 
 class WorkerExtension:

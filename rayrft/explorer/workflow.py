@@ -39,15 +39,16 @@ class ModelClient:
         self._max_prompt_tokens = max_prompt_tokens
         self._calls = 0
 
-    async def chat(self, messages: list[dict[str, str]], n: int = 1) -> list[Answer]:
-        """``n`` answers to a conversation. Raises PromptTooLong."""
-        return await self.generate(self._tokenizer.prompt(messages), n)
+    async def chat(self, messages: list[dict[str, str]], n: int = 1, images: tuple[str, ...] = ()) -> list[Answer]:
+        """``n`` answers to a conversation about images. Raises PromptTooLong."""
+        return await self.generate(self._tokenizer.prompt(messages, images), n, images)
 
-    async def generate(self, prompt: list[int], n: int = 1) -> list[Answer]:
-        """``n`` continuations of a token sequence. Raises PromptTooLong."""
+    async def generate(self, prompt: list[int], n: int = 1, images: tuple[str, ...] = ()) -> list[Answer]:
+        """``n`` continuations of a token sequence, in which each image has as many placeholders as the model makes of
+        it. Raises PromptTooLong."""
         if len(prompt) > self._max_prompt_tokens:
             raise PromptTooLong(f"{len(prompt)} tokens, at most {self._max_prompt_tokens}")
-        completions = await self._router.generate(prompt, n, self._next())
+        completions = await self._router.generate(prompt, n, self._next(), images)
         return [Answer(prompt, each, self._tokenizer.decode(list(each.token_ids))) for each in completions]
 
     def _next(self) -> Sampling:
@@ -80,7 +81,7 @@ class SingleTurn:
 
     async def run(self, task: Task, model: ModelClient, group_id: str, n: int) -> list[Experience]:
         started = time.time()
-        answers = await model.chat(task.messages, n)
+        answers = await model.chat(task.messages, n, task.images)
         return [
             to_experience(task, answer, f"{group_id}/{repeat}", group_id, started)
             for repeat, answer in enumerate(answers)
@@ -108,6 +109,7 @@ def to_experience(task: Task, answer: Answer, experience_id: str, group_id: str,
         ),
         stop_reason=completion.stop_reason,
         turns=(*task.messages, {"role": "assistant", "content": answer.text}),
+        images=task.images,
         created_at=started,
         finished_at=time.time(),
     )

@@ -34,6 +34,7 @@ class TrainRow:
     reward: float = 0.0
     pair: str | None = None
     chosen: bool = False
+    images: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class MicroBatch:
     tokens: TokenBatch
     candidates: Tensor | None = None
     """``[A, K]`` int64: tokens whose log-probs are wanted in the place of each predicted token, besides its own."""
+    images: tuple[tuple[str, ...], ...] = ()
+    """Paths of the images of each row; nothing where no row has any."""
 
     @cached_property
     def packing(self) -> Packing:
@@ -81,7 +84,7 @@ def read_rows(batch: pa.RecordBatch, indices: np.ndarray, weights: np.ndarray) -
     tokens, masks, logprobs, advantages = (
         list_column(batch.column(name), indices) for name in ("token_ids", "action_mask", "logprobs", "advantages")
     )
-    taken = batch.select(["source", "reward", "pair_id", "chosen"]).take(pa.array(indices)).to_pydict()
+    taken = batch.select(["source", "reward", "pair_id", "chosen", "images"]).take(pa.array(indices)).to_pydict()
     rows = []
     for place, weight in enumerate(weights):
         token_ids, mask, behaviour = tokens[place], masks[place], logprobs[place]
@@ -98,6 +101,7 @@ def read_rows(batch: pa.RecordBatch, indices: np.ndarray, weights: np.ndarray) -
                 reward=taken["reward"][place] or 0.0,
                 pair=taken["pair_id"][place],
                 chosen=bool(taken["chosen"][place]),
+                images=tuple(taken["images"][place] or ()),
             )
         )
     return rows
@@ -111,7 +115,7 @@ def micro_batches(rows: list[TrainRow], max_tokens: int, device: torch.device) -
     if not rows:
         return []
     units = [list(unit) for _, unit in groupby(rows, key=lambda row: row.pair or id(row))]
-    units.sort(key=lambda unit: (-_tokens(unit), [row.token_ids.tobytes() for row in unit]))
+    units.sort(key=lambda unit: (-_tokens(unit), [(row.token_ids.tobytes(), row.images) for row in unit]))
     bound = max(max_tokens, _tokens(units[0]))
     count = -(-sum(map(_tokens, units)) // bound)
     while max(map(_tokens, bins := _level(units, count))) > bound:
@@ -154,7 +158,9 @@ def _flatten(rows: list[TrainRow], device: torch.device) -> MicroBatch:
         pair=torch.tensor([pairs.get(row.pair or "", -1) for row in rows], device=device),
         chosen=torch.tensor([row.chosen for row in rows], device=device),
     )
-    return MicroBatch(_join([row.token_ids for row in rows]).to(device, torch.int64), tuple(lengths), tokens)
+    images = tuple(row.images for row in rows)
+    token_ids = _join([row.token_ids for row in rows]).to(device, torch.int64)
+    return MicroBatch(token_ids, tuple(lengths), tokens, images=images if any(images) else ())
 
 
 def _join(arrays: list[np.ndarray]) -> Tensor:

@@ -76,6 +76,8 @@ class Score:
     """Log-probs of sequences under the present weights, at temperature 1; gives a list of lists."""
 
     sequences: list[list[int]]
+    images: list[tuple[str, ...]] | None = None
+    """Of each sequence, where there are any."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from rayrft.config.trainer import OptimizerConfig
 from rayrft.trainer.batches import MicroBatch
 from rayrft.trainer.optimizer import Optimizer
 from rayrft.trainer.policy import Policy, lay_out
+from rayrft.trainer.vision import run
 
 
 class Critic(nn.Module):
@@ -23,6 +24,7 @@ class Critic(nn.Module):
     def __init__(self, policy: Policy) -> None:
         super().__init__()
         self.packs = policy.packs
+        self.images = policy.images
         self.model = policy.model.base_model
         config = self.model.config.get_text_config()
         example = next(self.model.parameters())
@@ -37,8 +39,8 @@ class Critic(nn.Module):
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """``[T]``: the value of the state in which each action token was chosen, and 0 elsewhere."""
-        inputs, before = lay_out(batch, packs=self.packs)
-        states = self.model(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[before]
+        inputs, before = lay_out(batch, packs=self.packs, images=self.images)
+        states = run(self.model, inputs).last_hidden_state.flatten(0, 1)[before]
         values = self.head(states).squeeze(-1)
         values = values.to(torch.promote_types(values.dtype, torch.float32))
         return values.new_zeros(len(batch.token_ids)).index_copy(0, batch.predicted, values)

@@ -120,11 +120,11 @@ class Learner:
         return self._backward(batch, over[0]), over[0]
 
     @torch.no_grad()
-    def score(self, sequences: list[list[int]]) -> list[list[float]]:
+    def score(self, sequences: list[list[int]], images: list[tuple[str, ...]] | None = None) -> list[list[float]]:
         """Log-prob of every token but the first, at temperature 1, as the engines' `score` gives it."""
         scores = []
-        for token_ids in sequences:
-            batch = scored_batch([torch.tensor(token_ids, device=self._device)])
+        for token_ids, seen in zip(sequences, images or [()] * len(sequences), strict=True):
+            batch = scored_batch([torch.tensor(token_ids, device=self._device)], [seen])
             scores.append(self.policy.output(batch, temperature=1.0).logprobs[1:].tolist())
         reshard(self.policy)
         return scores

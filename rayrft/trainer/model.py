@@ -27,6 +27,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from rayrft.buffer.images import ImageReader, takes_images
 from rayrft.errors import ModelError
 from rayrft.trainer.lora import checkpoint_name
 from rayrft.trainer.policy import Policy
@@ -36,19 +37,23 @@ if TYPE_CHECKING:
 
 
 def load_policy(path: str, field: str = "model.path") -> Policy:
-    """A causal language model in float32 (the master weights). Raises ModelError, which names the config's ``field``,
-    where none can be loaded."""
-    from transformers import AutoModelForCausalLM
+    """A language model, with or without an eye for images, in float32 (the master weights).
+
+    Raises ModelError, which names the config's ``field``, where none can be loaded.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        images = ImageReader(path) if takes_images(path) else None
+        kind = AutoModelForCausalLM if images is None else AutoModelForImageTextToText
+        model = kind.from_pretrained(path, dtype=torch.float32)
     except (OSError, ValueError) as error:
         raise ModelError(
             f"no causal language model can be loaded: {str(error).splitlines()[0]}",
             field=field,
             value=path,
         ) from None
-    return Policy(model)
+    return Policy(model, images)
 
 
 Sharded = TypeVar("Sharded", bound="Policy | Critic")
@@ -115,6 +120,8 @@ def write_hf(policy: Policy, state: dict[str, Tensor], tokenizer_from: str, fold
     with _appearing(folder) as temporary:
         policy.model.save_pretrained(temporary, state_dict=weights)
         _save_tokenizer(tokenizer_from, temporary)
+        if policy.images is not None:
+            policy.images.processor.save_pretrained(temporary)
 
 
 def write_adapter(policy: Policy, base: str, tokenizer_from: str, folder: Path) -> None:

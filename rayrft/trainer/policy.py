@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from rayrft.algorithms import PolicyOutput, TokenBatch, chosen_logprobs
+from rayrft.buffer.images import ImageReader
 from rayrft.trainer import packing
 from rayrft.trainer.batches import MicroBatch
 from rayrft.trainer.head import head_likeliest, head_logprobs
+from rayrft.trainer.vision import refuse, run, with_images
 
 if TYPE_CHECKING:
     from rayrft.trainer.lora import Lora
@@ -25,10 +28,12 @@ class Policy(nn.Module):
     ``packs``: rows of a micro-batch share one sequence (see `rayrft.trainer.packing`); else they are padded.
     ``chunks_head``: logits exist for a few tokens at a time only (see `rayrft.trainer.head`).
     ``lora``: the adapter that is trained in place of the model's own weights, where there is one.
+    ``images``: reads the images of rows, for a model that takes some.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, images: ImageReader | None = None) -> None:
         super().__init__()
+        self.images = images
         # Without dropout: where probabilities are compared, chance must not make them differ.
         self.model = model.eval()
         self.packs = False
@@ -64,6 +69,8 @@ class Policy(nn.Module):
 
     def _try_packing(self, batch: MicroBatch, expected: Tensor) -> str | None:
         """Pack from now on, or give the reason why not."""
+        if self.images is not None:
+            return "tokens of an image have positions in its plane"
         own = self.model.config._attn_implementation
         packing.register()
         try:
@@ -88,13 +95,13 @@ class Policy(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Log-prob and entropy of every action token, ``[T]`` each and 0 elsewhere, and the log-probs of the batch's
         candidates, ``[T, K]``, where it has any; see `PolicyOutput`."""
-        inputs, before = lay_out(batch, packs=self.packs)
+        inputs, before = lay_out(batch, packs=self.packs, images=self.images)
         chosen, temperatures = batch.token_ids[batch.predicted], _temperatures(batch, temperature)
         targets = chosen if batch.candidates is None else torch.cat([chosen[:, None], batch.candidates], 1)
         if self.chunks_head:
             logprobs, entropy = head_logprobs(*self._head_inputs(inputs, before), targets, temperatures)
         else:
-            logits = self.model(**inputs, use_cache=False).logits.flatten(0, 1)[before]
+            logits = run(self.model, inputs).logits.flatten(0, 1)[before]
             logprobs, entropy = chosen_logprobs(
                 logits, targets, temperature=temperatures[:, None], entropy_gradient=entropy_gradient
             )
@@ -106,12 +113,12 @@ class Policy(nn.Module):
     def likeliest(self, batch: MicroBatch, temperature: float, count: int, among: int) -> tuple[Tensor, Tensor]:
         """The ``count`` likeliest of the first ``among`` tokens in the place of every action token: log-probs
         ``[T, count]``, 0 elsewhere, and ids ``[A, count]``. ``temperature`` is as for `output`."""
-        inputs, before = lay_out(batch, packs=self.packs)
+        inputs, before = lay_out(batch, packs=self.packs, images=self.images)
         temperatures = _temperatures(batch, temperature)
         if self.chunks_head:
             logprobs, ids = head_likeliest(*self._head_inputs(inputs, before), temperatures, count, among)
         else:
-            logits = self.model(**inputs, use_cache=False).logits.flatten(0, 1)[before]
+            logits = run(self.model, inputs).logits.flatten(0, 1)[before]
             scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperatures[:, None]
             logprobs, ids = scaled.log_softmax(-1)[:, :among].topk(count)
         return _at_places(batch, logprobs), ids
@@ -127,7 +134,7 @@ class Policy(nn.Module):
 
     def _head_inputs(self, inputs: dict[str, Any], before: Tensor) -> tuple[Tensor, Tensor]:
         """The states that predict, ``[A, H]``, and the weight of the head, ``[V, H]``."""
-        states = self.model.base_model(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[before]
+        states = run(self.model.base_model, inputs).last_hidden_state.flatten(0, 1)[before]
         return states, self.model.get_output_embeddings().weight
 
     @torch.no_grad()
@@ -138,17 +145,22 @@ class Policy(nn.Module):
         return float((self._logprobs(batch) - expected).abs().max())
 
 
-def lay_out(batch: MicroBatch, *, packs: bool) -> tuple[dict[str, Any], Tensor]:
-    """A model's inputs, and for each predicted token the place of the state before it in the flattened output."""
+def lay_out(batch: MicroBatch, *, packs: bool, images: ImageReader | None) -> tuple[dict[str, Any], Tensor]:
+    """A model's inputs, for `run`, and for each predicted token the place of the state before it in the flattened
+    output. Raises ModelError where rows have images and nothing reads them."""
     where = batch.packing
+    if images is None:
+        refuse(batch.images)
+    inputs: dict[str, Any]
     if packs:
         inputs = {"input_ids": batch.token_ids[None], "position_ids": where.positions[None], "packing": where}
         return inputs, batch.predicted - 1
     # Padding is on the right and attention is causal, so no real token ever sees it: no attention mask is needed.
-    places = batch.tokens.sequence * where.longest + where.positions
     padded = batch.token_ids.new_zeros(len(batch.lengths), where.longest)
-    padded.view(-1)[places] = batch.token_ids
-    return {"input_ids": padded}, places[batch.predicted] - 1
+    padded[batch.tokens.sequence, where.positions] = batch.token_ids
+    inputs = {"input_ids": padded} if images is None else with_images(padded, batch.images, images)
+    places = batch.tokens.sequence * inputs["input_ids"].shape[1] + where.positions
+    return inputs, places[batch.predicted] - 1
 
 
 def _temperatures(batch: MicroBatch, temperature: float) -> Tensor:
@@ -164,8 +176,8 @@ def _at_places(batch: MicroBatch, values: Tensor) -> Tensor:
     return flat.index_copy(0, batch.predicted, values)
 
 
-def scored_batch(sequences: list[Tensor]) -> MicroBatch:
-    """A micro-batch of sequences of which every token's log-prob is wanted."""
+def scored_batch(sequences: list[Tensor], images: Sequence[tuple[str, ...]] | None = None) -> MicroBatch:
+    """A micro-batch of sequences (with these images) of which every token's log-prob is wanted."""
     lengths = tuple(len(sequence) for sequence in sequences)
     token_ids = torch.cat(sequences)
     zeros = torch.zeros(len(token_ids), device=token_ids.device)
@@ -176,7 +188,7 @@ def scored_batch(sequences: list[Tensor]) -> MicroBatch:
         advantages=zeros,
         expert=torch.zeros(len(lengths), dtype=torch.bool, device=token_ids.device),
     )
-    return MicroBatch(token_ids, lengths, tokens)
+    return MicroBatch(token_ids, lengths, tokens, images=tuple(images or ()))
 
 
 def _sample(vocabulary: int, device: torch.device) -> MicroBatch:

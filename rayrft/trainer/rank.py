@@ -112,8 +112,8 @@ class Rank:
             case c.Release():
                 self._exported = []
                 return None
-            case c.Score(sequences):
-                return self._learner.score(sequences)
+            case c.Score(sequences, images):
+                return self._learner.score(sequences, images)
             case c.Save(folder):
                 return self._save(folder)
             case c.Checkpoint(folder):

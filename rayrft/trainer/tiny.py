@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -56,7 +57,14 @@ def make_tiny_model(
     model.save_pretrained(folder)
 
 
-def make_tokenizer(prompts: list[str], answers: list[str], *, frequent: float = 0.5):  # type: ignore[no-untyped-def]
+def make_tokenizer(  # type: ignore[no-untyped-def]
+    prompts: list[str],
+    answers: list[str],
+    *,
+    frequent: float = 0.5,
+    special: Sequence[str] = (),
+    template: str = _TEMPLATE,
+):
     """A tokenizer of whole words for the text that prompts share, and of single characters for everything else.
 
     A word is shared when it stands in at least the share ``frequent`` of the prompts. Every character of prompts and
@@ -68,10 +76,11 @@ def make_tokenizer(prompts: list[str], answers: list[str], *, frequent: float = 
     counts = Counter(word for prompt in prompts for word in set(re.findall(r"[A-Za-z]{2,}", prompt)))
     words = sorted(word for word, count in counts.items() if count >= frequent * len(prompts))
     characters = sorted(set("".join(prompts) + "".join(answers)) | set(map(chr, range(32, 127))) | {"\n"})
-    special = [PAD, EOS, USER, ASSISTANT]
     vocabulary = {
         token: index
-        for index, token in enumerate([*special, "<|unk|>", *characters, *words, *(f" {word}" for word in words)])
+        for index, token in enumerate(
+            [PAD, EOS, USER, ASSISTANT, *special, "<|unk|>", *characters, *words, *(f" {word}" for word in words)]
+        )
     }
     # A shared word takes the space before it along, which keeps prompts short.
     pattern = "|".join([rf" ?\b(?:{'|'.join(words)})\b"] * bool(words) + [r"[\s\S]"])
@@ -83,7 +92,7 @@ def make_tokenizer(prompts: list[str], answers: list[str], *, frequent: float = 
         eos_token=EOS,
         pad_token=PAD,
         unk_token="<|unk|>",
-        additional_special_tokens=[USER, ASSISTANT],
-        chat_template=_TEMPLATE,
+        additional_special_tokens=[USER, ASSISTANT, *special],
+        chat_template=template,
         clean_up_tokenization_spaces=False,
     )

@@ -33,7 +33,7 @@ class ScriptedEngine:
             await asyncio.Event().wait()
         return EngineWeights(version + self.version_offset, (self.digest,))
 
-    async def score(self, sequence: list[int]) -> list[float]:
+    async def score(self, sequence: list[int], images: tuple[str, ...]) -> list[float]:
         self.calls.append("score")
         return [self.scores] * (len(sequence) - 1)
 

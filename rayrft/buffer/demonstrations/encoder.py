@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
 from rayrft.buffer.demonstrations.conversations import Message, conversations
 from rayrft.buffer.demonstrations.files import Row
-from rayrft.buffer.experience import Experience
+from rayrft.buffer.experience import Experience, asked
+from rayrft.buffer.images import paths
 from rayrft.buffer.tokens import ChatTokenizer
 from rayrft.config.demonstrations import RowFormat
 from rayrft.errors import DataError
@@ -43,13 +45,15 @@ class LeftOut:
 @dataclass(frozen=True)
 class RowEncoder:
     """Makes experiences of rows. A row is left out where it is longer than ``max_length`` tokens, where one of its
-    users asks a question of ``held_out``, and where it is broken."""
+    users asks what a task of ``held_out`` asks (`Task.asked`), and where it is broken."""
 
     name: str
     form: RowFormat
     tokenizer: ChatTokenizer
     max_length: int
     held_out: Set[str]
+    beside: Path = Path("rows")
+    """The file that the rows are from: relative paths of images are from where it lies."""
 
     def encode(self, rows: Iterable[tuple[int, Row]]) -> tuple[dict[int, list[Experience]], LeftOut]:
         """The experiences by number of their row, and which rows gave none."""
@@ -71,13 +75,15 @@ class RowEncoder:
         if isinstance(row, str):
             raise DataError(row)
         made = []
+        images = paths(row.get(self.form.images), self.beside)
         for chosen, messages in conversations(row, self.form):
-            if any(each["role"] == "user" and each["content"] in self.held_out for each in messages):
+            if any(each["role"] == "user" and asked(each["content"], images) in self.held_out for each in messages):
                 return "held-out question"
-            ids, mask = self.tokenizer.chat(messages)
+            ids, mask = self.tokenizer.chat(messages, images)
             if len(ids) > self.max_length:
                 return "too long"
-            made.append(expert_row(group + _SIDES[chosen], group, ids, mask, messages, chosen=chosen))
+            side = group + _SIDES[chosen]
+            made.append(expert_row(side, group, ids, mask, messages, images=images, chosen=chosen))
         return made
 
 
@@ -89,6 +95,7 @@ def expert_row(
     turns: list[Message],
     *,
     task_id: str | None = None,
+    images: tuple[str, ...] = (),
     chosen: bool | None = None,
 ) -> Experience:
     """An experience of the expert; ``ids`` and ``mask`` have one entry per token. Its prompt ends at the first action.
@@ -105,6 +112,7 @@ def expert_row(
         logprobs=np.zeros(len(ids), dtype=np.float32),
         source="expert",
         turns=tuple(turns),
+        images=images,
         pair_id=None if chosen is None else group,
         chosen=chosen,
     )

@@ -11,7 +11,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rayrft.buffer.demonstrations.conversations import Message
 from rayrft.buffer.demonstrations.encoder import LeftOut, RowEncoder, expert_row
 from rayrft.buffer.demonstrations.files import read_rows
 from rayrft.buffer.experience import SCHEMA, Experience, Task, to_batch
@@ -38,18 +37,17 @@ def from_tasks(
         answer = task.answer
         if index in wrong:
             answer = str(_metadata(task, config.wrong_field, name))
-        rows.append(demonstrate(f"{name}/{task.id}", task.id, task.messages, answer, tokenizer))
+        rows.append(demonstrate(f"{name}/{task.id}", task, answer, tokenizer))
     return rows
 
 
-def demonstrate(
-    experience_id: str, task_id: str, messages: list[Message], response: str, tokenizer: ChatTokenizer
-) -> Experience:
+def demonstrate(experience_id: str, task: Task, response: str, tokenizer: ChatTokenizer) -> Experience:
     """A task's prompt and the response to imitate, with the tokens of a rollout that answers so."""
-    prompt, answer = tokenizer.prompt(messages), tokenizer.response(response)
+    prompt, answer = tokenizer.prompt(task.messages, task.images), tokenizer.response(response)
     mask = [0] * len(prompt) + [1] * len(answer)
-    turns = [*messages, {"role": "assistant", "content": response}]
-    return expert_row(experience_id, experience_id, prompt + answer, mask, turns, task_id=task_id)
+    turns = [*task.messages, {"role": "assistant", "content": response}]
+    ids = prompt + answer
+    return expert_row(experience_id, experience_id, ids, mask, turns, task_id=task.id, images=task.images)
 
 
 def from_file(
@@ -63,7 +61,7 @@ def from_file(
     """
     assert config.path is not None  # the config's own rule
     place = f"demonstrations.{name}.path"
-    encoder = RowEncoder(name, config, tokenizer, max_length, held_out)
+    encoder = RowEncoder(name, config, tokenizer, max_length, held_out, config.path)
     taken, left_out = encoder.encode(read_rows(config.path, place))
     _check(len(taken), left_out, config, place, str(config.path))
     return [row for rows in list(taken.values())[: config.size] for row in rows], left_out

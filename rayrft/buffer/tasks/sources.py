@@ -1,4 +1,4 @@
-"""Readers of tasks: reasoning-gym data sets, and JSONL or Parquet files."""
+"""Readers of tasks: reasoning-gym data sets, JSONL or Parquet files, and drawn squares."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rayrft.buffer.experience import Task
+from rayrft.buffer.images import paths
+from rayrft.buffer.tasks.squares import draw_squares
 from rayrft.config.tasks import TaskSourceConfig
 from rayrft.errors import DataError, nearest
 from rayrft.registry import Registry
@@ -54,6 +56,9 @@ def read_reasoning_gym(config: TaskSourceConfig, field: str) -> list[Task]:
     ]
 
 
+task_sources.register("squares")(draw_squares)
+
+
 @task_sources.register("file")
 def read_task_file(config: TaskSourceConfig, field: str) -> list[Task]:
     """Tasks from JSONL or Parquet."""
@@ -81,10 +86,21 @@ def _read_file(
         truth = str(answer)
         if config.answer_after is not None:
             truth = truth.rpartition(config.answer_after)[2].strip()
-        difficulty = _difficulty(row, config, f"row {number} of {path}", field)
-        rest = {name: value for name, value in row.items() if name != config.question}
+        try:
+            images = paths(row.get(config.images), path)
+        except DataError as error:
+            problem = f"row {number} of {path}: {error.problem}"
+            raise DataError(problem, field=path_field, value=number, remedy=error.remedy) from None
         tasks.append(
-            Task.create(path.name, str(question), truth, difficulty=difficulty, system=config.system, metadata=rest)
+            Task.create(
+                path.name,
+                str(question),
+                truth,
+                images=images,
+                difficulty=_difficulty(row, config, f"row {number} of {path}", field),
+                system=config.system,
+                metadata={name: value for name, value in row.items() if name != config.question},
+            )
         )
     return tasks
 

@@ -18,7 +18,7 @@ from rayrft.errors import DataError
 
 @dataclass(frozen=True)
 class TaskSplits:
-    """Disjoint lists of tasks: no question stands in two of them."""
+    """Disjoint lists of tasks: no question (of the same images) stands in two of them."""
 
     train: list[Task]
     """One source after the other, each in its own order."""
@@ -105,6 +105,6 @@ def _shares(config: TasksConfig, total: int) -> list[int]:
 
 def _unseen(tasks: Iterable[Task], seen: set[str]) -> Iterator[Task]:
     for task in tasks:
-        if task.question not in seen:
-            seen.add(task.question)
+        if task.asked not in seen:
+            seen.add(task.asked)
             yield task
