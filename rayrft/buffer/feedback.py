@@ -10,6 +10,7 @@ import pyarrow as pa
 from rayrft.buffer.experience import Experience, from_batch, to_batch
 from rayrft.buffer.groups import Fate
 from rayrft.buffer.log import events as e
+from rayrft.buffer.schedule import StagePlan
 from rayrft.buffer.store import Store
 from rayrft.buffer.validation import find_faults
 from rayrft.buffer.writer import group_key
@@ -60,7 +61,7 @@ class Feedback:
         shard = int(self._store.state.groups.shard[slot])
         batch: pa.RecordBatch = await self._store.shards.call(shard, "read", [self._store.span(slot)])
         before = from_batch(batch)
-        rows = change(before, experience_id, reward, labels)
+        rows = change(before, experience_id, reward, labels, self._store.state.book.plan or StagePlan(0))
         if rows is before:
             return []
         sync = self._store.config.fsync == "always"
@@ -82,12 +83,12 @@ class Feedback:
 
 
 def change(
-    rows: list[Experience], experience_id: str, reward: float | None, labels: dict[str, str]
+    rows: list[Experience], experience_id: str, reward: float | None, labels: dict[str, str], plan: StagePlan
 ) -> list[Experience]:
     """A group with feedback on one of its rows, its advantages computed anew where the reward changed; the list itself
     where the row says so already.
 
-    Raises DataError when the row is not there or a reward is not a number.
+    Raises DataError when the row is not there a reward is not a number, or advantages take more than rewards.
     """
     places = [place for place, row in enumerate(rows) if row.experience_id == experience_id]
     if not places:
@@ -100,21 +101,37 @@ def change(
     row = dataclasses.replace(was, labels=said, reward=reward)
     rows = [*rows[: places[0]], row, *rows[places[0] + 1 :]]
     if reward != was.reward:
-        rows = with_advantages(rows)
+        rows = with_advantages(rows, plan)
     if faults := find_faults(to_batch(rows)):
         raise DataError(next(iter(faults.values())), field="feedback", value=reward)
     return rows
 
 
-def with_advantages(rows: list[Experience]) -> list[Experience]:
-    """Group-relative advantages, the same on every action token of a row; rows without a reward count as 0."""
+def with_advantages(rows: list[Experience], plan: StagePlan) -> list[Experience]:
+    """The stage's advantages, the same on every action token of a row; rows without a reward count as 0. Where the
+    trainer computes them from rewards, or there are none, the rows are as they were.
+
+    Raises DataError where they take more than the rewards of the group, and ConfigError where their function is only in
+    a plug-in, which the Buffer does not load.
+    """
     # Here, not above: torch takes seconds to load, and most Buffers never see feedback.
     import torch
 
-    from rayrft.algorithms import group_relative_advantages
+    from rayrft.algorithms import Group, group_advantages, token_advantages
+    from rayrft.algorithms.pieces import NONE
 
+    if plan.advantage == NONE or plan.advantage in token_advantages:
+        return rows
+    piece = group_advantages.get(plan.advantage)
+    if piece.needs:
+        raise DataError(
+            "a reward cannot be changed: the stage's advantages take more than the rewards of a group",
+            field="feedback",
+            value=plan.advantage,
+            remedy="give labels only, or use another advantage",
+        )
     rewards = torch.tensor([row.reward or 0.0 for row in rows], dtype=torch.float64)
-    advantages = group_relative_advantages(rewards).tolist()
+    advantages = piece.bind(plan.coefficients)(rewards, Group()).tolist()
     return [
         dataclasses.replace(row, advantages=row.action_mask.astype(np.float32) * np.float32(advantage))
         for row, advantage in zip(rows, advantages, strict=True)

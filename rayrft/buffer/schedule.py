@@ -41,6 +41,9 @@ class StagePlan:
     """By which the Buffer knows that a stage is opened once more."""
     pairs: bool = False
     mini_batches: int = 1
+    advantage: str = "grpo"
+    """How feedback on a reward changes the advantages of its group (`rayrft.algorithms.advantages`)."""
+    coefficients: dict[str, float | int | bool | str | None] = field(default_factory=dict)
     scheduled: bool = True
     """Whether groups come by ticket. Otherwise producers put what they have, and steps take what is there."""
 

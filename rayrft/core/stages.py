@@ -152,6 +152,8 @@ class Stages:
             name=stage.name,
             pairs=algorithm.needs_pairs,
             mini_batches=stage.update.mini_batches,
+            advantage=algorithm.advantage,
+            coefficients=dict(algorithm.coefficients),
         )
         await self._cast.buffer.open_stage.remote(plan)
 

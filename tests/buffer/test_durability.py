@@ -354,3 +354,29 @@ def fill_up(folder: Path, pipe: Any) -> None:
             buffer.kill()
             pipe.send((acknowledged, str(error)))
             pipe.recv()
+
+
+class TestFeedbackOnRewards:
+    """A changed reward changes the advantages of its group as the stage's algorithm says."""
+
+    def after(self, buffer: LocalBuffer, **of_the_stage: Any) -> Any:
+        buffer.do("open_stage", plan(1, scheduled=False, name="stage", **of_the_stage))
+        put(buffer, 1)
+        said = buffer.do("feedback", "1/0", 5.0, {})
+        return said if said is not None else [row[1][1] for row in buffer.lease(0, 1)[1][0]]
+
+    @pytest.mark.parametrize(
+        ("advantage", "coefficients", "expected"),
+        [
+            ("dr_grpo", {}, [2.0, -2.0]),  # rewards 5 and 1, less their mean
+            ("rloo", {}, [4.0, -4.0]),  # less the other's reward
+            ("gae", {}, [1.0, 1.0]),  # the trainer computes them: as they were
+        ],
+    )
+    def test_by_the_stages_own_function(
+        self, buffer: LocalBuffer, advantage: str, coefficients: dict[str, Any], expected: list[float]
+    ) -> None:
+        assert self.after(buffer, advantage=advantage, coefficients=coefficients) == expected
+
+    def test_not_where_it_takes_more_than_rewards(self, buffer: LocalBuffer) -> None:
+        assert self.after(buffer, advantage="remax") == ("DataError", "remax")
