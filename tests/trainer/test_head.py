@@ -35,7 +35,9 @@ def test_values_and_gradients_are_those_of_the_plain_head_whatever_the_chunk(chu
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)]
+)
 @pytest.mark.parametrize("chunk", [2, None])
 def test_the_gradient_of_log_probs_alone_is_right_in_every_precision(
     dtype: torch.dtype, tolerance: float, chunk: int | None
