@@ -15,12 +15,14 @@ with variance. The learning rate is so small that the policy, and so the length 
   no gradient checkpointing, no bfloat16, and the whole batch at once.
 
 Each run is a process of its own that may use only those cores; the runs of a round follow one another, and every round
-measures all. A step is the time from the end of one to the end of the next, after the first few.
+measures all. A step is the time from the end of one to the end of the next, after the first few; beside it stand the
+seconds of processor time that all processes of the run took, which suffer less from what else the machine does.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -56,11 +58,25 @@ def questions(count: int) -> list[str]:
     return [f"Spell this word backward, letter by letter: {word}" for word in words]
 
 
+def processor_seconds() -> float:
+    """Of this process and all that it started and that live."""
+    import psutil
+
+    total = 0.0
+    me = psutil.Process()
+    for process in [me, *me.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
+
+
 def run_rayrft(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of each step, and the mean length of answers."""
+    """Seconds of each step, by the clock and of processors, and the mean length of answers."""
     import ray
 
     import rayrft
+    from rayrft.monitor.records import StepRecord
 
     ray.init(num_cpus=16, namespace="rayrft", log_to_driver=False, logging_level="ERROR", include_dashboard=False)
     prompts, group, new = options.batch
@@ -95,19 +111,21 @@ def run_rayrft(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         "checkpoint": {"every": None},
     }
     run = rayrft.start(config, say=lambda _: None)
+    processor = [processor_seconds() for record in run.records() if isinstance(record, StepRecord)]
     run.result()
     metrics = run.metrics()
     ray.shutdown()
     parts = metrics.iloc[SKIPPED:][["wait_s", "train_s", "sync_s"]].median().round(3).to_dict()
     return {
         "seconds": metrics["time"].diff().iloc[SKIPPED:].tolist(),
+        "processor": np.diff(processor)[SKIPPED - 1 :].tolist(),
         "tokens": float((metrics["policy_tokens"] / metrics["usual_rows"]).mean()),
         "parts": parts,
     }
 
 
 def run_trl(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of each step, and the mean length of answers."""
+    """Seconds of each step, by the clock and of processors, and the mean length of answers."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -115,11 +133,11 @@ def run_trl(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
     torch.set_num_threads(options.threads)
     prompts, group, new = options.batch
-    ends: list[float] = []
+    ends: list[tuple[float, float]] = []
 
     class Clock(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            ends.append(time.time())
+            ends.append((time.perf_counter(), processor_seconds()))
 
     def reward(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
         return [share_of_vowels(completion[0]["content"]) for completion in completions]
@@ -153,7 +171,8 @@ def run_trl(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     )
     trainer.train()
     lengths = [entry["completions/mean_length"] for entry in trainer.state.log_history if "loss" in entry]
-    return {"seconds": np.diff(ends)[SKIPPED - 1 :].tolist(), "tokens": float(np.mean(lengths)), "parts": {}}
+    seconds, processor = np.diff(ends, axis=0)[SKIPPED - 1 :].T.tolist()
+    return {"seconds": seconds, "processor": processor, "tokens": float(np.mean(lengths)), "parts": {}}
 
 
 def measure(kind: str, folder: Path, batch: str, options: argparse.Namespace, **more: int) -> dict[str, Any]:
@@ -164,7 +183,7 @@ def measure(kind: str, folder: Path, batch: str, options: argparse.Namespace, **
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{kind} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    result: dict[str, Any] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"seconds')))
     return result
 
 
@@ -199,13 +218,14 @@ def make_inputs(folder: Path, options: argparse.Namespace) -> None:
 
 
 def report(batch: str, name: str, runs: list[dict[str, Any]], ours: list[dict[str, Any]]) -> None:
-    seconds = np.concatenate([run["seconds"] for run in runs])
+    seconds, processor = (np.concatenate([run[name] for run in runs]) for name in ("seconds", "processor"))
     ratio = np.median([np.median(a["seconds"]) / np.median(b["seconds"]) for a, b in zip(runs, ours, strict=True)])
     low, middle, high = np.percentile(seconds, [10, 50, 90])
     tokens = np.mean([run["tokens"] for run in runs])
     parts = ", ".join(f"{key} {value:.2f}" for key, value in runs[-1]["parts"].items())
     print(
-        f"{batch:>10} {name:16} {middle:>7.2f} {low:>7.2f}-{high:<7.2f} {ratio:>7.2f} {tokens:>7.1f}  {parts}",
+        f"{batch:>10} {name:16} {middle:>7.2f} {low:>7.2f}-{high:<7.2f} {ratio:>7.2f} "
+        f"{np.median(processor):>7.2f} {tokens:>7.1f}  {parts}",
         flush=True,
     )
 
@@ -234,7 +254,9 @@ def main() -> None:
         f"hidden {options.hidden}, {options.layers} layers; {options.cores} cores, {options.engines} engines,", end=" "
     )
     print(f"{options.ranks} ranks, max_staleness {options.staleness}; {options.rounds} rounds of {options.steps} steps")
-    print(f"{'batch':>10} {'':16} {'s':>7} {'10-90 %':^15} {'of ours':>7} {'tokens':>7}  parts of ours, median s")
+    print(
+        f"{'batch':>10} {'':16} {'s':>7} {'10-90 %':^15} {'of ours':>7} {'proc. s':>7} {'tokens':>7}  parts of ours, s"
+    )
     for batch in options.batches:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
