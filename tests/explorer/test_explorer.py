@@ -37,7 +37,9 @@ class ScriptedEngine:
         self.waiting: list[asyncio.Event] = []
         self.arrived = asyncio.Event()
 
-    async def generate(self, prompt: list[int], n: int, sampling: Sampling) -> list[Completion]:
+    async def generate(
+        self, prompt: list[int], n: int, sampling: Sampling, images: tuple[str, ...]
+    ) -> list[Completion]:
         version, told = self.version, asyncio.Event()
         self.waiting.append(told)
         self.arrived.set()
@@ -171,7 +173,9 @@ async def test_a_dead_engine_ends_exploring_with_its_name(tmp_path: Path, tiny_m
 
 async def test_rewards_that_are_never_known_stop_the_run_with_their_reason(tmp_path: Path, tiny_model: Path) -> None:
     class PromptEngine:
-        async def generate(self, prompt: list[int], n: int, sampling: Sampling) -> list[Completion]:
+        async def generate(
+            self, prompt: list[int], n: int, sampling: Sampling, images: tuple[str, ...]
+        ) -> list[Completion]:
             return [Completion((5, 1), (-0.5, -0.5), ((0, 2, 0),), "stop")] * n
 
     settings, buffer = config(), make_buffer(tmp_path)
