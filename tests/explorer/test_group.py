@@ -64,7 +64,9 @@ class Engine:
     def __init__(self) -> None:
         self.asked: list[tuple[int, float]] = []
 
-    async def generate(self, prompt: list[int], n: int, sampling: Sampling) -> list[Completion]:
+    async def generate(
+        self, prompt: list[int], n: int, sampling: Sampling, images: tuple[str, ...]
+    ) -> list[Completion]:
         self.asked.append((n, sampling.temperature))
         return [Completion((5, 6, 1), (-0.5,) * 3, ((0, 3, 0),), "stop") for _ in range(n)]
 
