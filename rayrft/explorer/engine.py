@@ -69,7 +69,13 @@ class RolloutEngine:
         # Without the cache of processed images: it is emptied with the others when weights change, and requests that
         # are under way then would miss theirs.
         seeing: dict[str, Any] = {"mm_processor_cache_gb": 0, "limit_mm_per_prompt": {"video": 0}}
-        on_cpu: dict[str, Any] = {"kv_cache_memory_bytes": config.kv_cache_mib << 20} if not config.gpus else {}
+        # Whatever waits goes in whole: a request with a seed that is cut between two steps kills the engine's core on
+        # CPUs, for it sets a generator back that cannot be.
+        on_cpu: dict[str, Any] = {
+            "kv_cache_memory_bytes": config.kv_cache_mib << 20,
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": config.max_running * max_length,
+        }
         share = config.gpu_memory_utilization * min(config.gpus, 1.0)
         on_gpu: dict[str, Any] = {"gpu_memory_utilization": share, "enable_sleep_mode": config.sleep}
         self._engine = AsyncLLM.from_engine_args(
