@@ -226,6 +226,6 @@ def test_a_checkpoint_is_exported_as_it_was_saved(finished: Any, tmp_path: Path,
         for name, value in AutoModelForCausalLM.from_pretrained(tmp_path / "early").state_dict().items()
     )
     missing = rayrft("export", str(run.folder), "--step", "5", "--to", str(tmp_path / "none"))
-    assert missing.returncode == 1 and "there are those of steps [3, 7]" in missing.stderr
+    assert missing.returncode == 1 and "There are those of steps [3, 7]" in missing.stderr
     again = rayrft("export", str(run.folder), "--to", str(tmp_path / "last"))
     assert again.returncode == 1 and "not empty" in again.stderr
