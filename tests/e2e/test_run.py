@@ -206,26 +206,3 @@ def test_ctrl_c_saves_the_weights_and_ends_the_run(
         assert process.returncode == 0, rest
         assert "stopping after the step under way" in rest and "stopped after" in rest
     check_stopped(tmp_path / "runs" / "interrupted")
-
-
-def test_a_checkpoint_is_exported_as_it_was_saved(finished: Any, tmp_path: Path, rayrft: Any) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    run, summary, _ = finished
-    made = rayrft("export", str(run.folder), "--to", str(tmp_path / "last"))
-    assert made.returncode == 0 and "step 7 written" in made.stdout, made.stderr
-    final = AutoModelForCausalLM.from_pretrained(summary["checkpoint"]).state_dict()
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "last").state_dict()
-    assert all(torch.equal(final[name], exported[name]) for name in final)
-    assert AutoTokenizer.from_pretrained(tmp_path / "last").eos_token == "<|eos|>"
-    early = rayrft("export", str(run.folder), "--step", "3", "--to", str(tmp_path / "early"))
-    assert early.returncode == 0, early.stderr
-    assert not all(
-        torch.equal(final[name], value)
-        for name, value in AutoModelForCausalLM.from_pretrained(tmp_path / "early").state_dict().items()
-    )
-    missing = rayrft("export", str(run.folder), "--step", "5", "--to", str(tmp_path / "none"))
-    assert missing.returncode == 1 and "There are those of steps [3, 7]" in missing.stderr
-    again = rayrft("export", str(run.folder), "--to", str(tmp_path / "last"))
-    assert again.returncode == 1 and "not empty" in again.stderr
