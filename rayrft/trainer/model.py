@@ -114,7 +114,10 @@ def save_hf(policy: Policy, tokenizer_from: str, folder: Path, *, writer: bool) 
 
 def write_hf(policy: Policy, state: dict[str, Tensor], tokenizer_from: str, folder: Path) -> None:
     """Write a Hugging Face folder from the model's whole parameters; an adapter is merged."""
+    # Of tied weights one is kept. Where shards were gathered they are two tensors, and both would be written.
+    tied = set(policy.model.all_tied_weights_keys)
     weights = {checkpoint_name(name): tensor for name, tensor in state.items()}
+    weights = {name: tensor for name, tensor in weights.items() if name not in tied}
     if policy.lora is not None:
         weights = policy.lora.merged(weights)
     with _appearing(folder) as temporary:

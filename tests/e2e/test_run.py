@@ -99,6 +99,7 @@ def test_the_config_as_run_is_complete_and_runs_again(finished: Any) -> None:
 
 def test_the_checkpoint_loads_with_transformers_and_is_what_was_trained(finished: Any) -> None:
     import torch
+    from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     run, summary, _ = finished
@@ -206,3 +207,26 @@ def test_ctrl_c_saves_the_weights_and_ends_the_run(
         assert process.returncode == 0, rest
         assert "stopping after the step under way" in rest and "stopped after" in rest
     check_stopped(tmp_path / "runs" / "interrupted")
+
+
+def test_a_checkpoint_is_exported_as_it_was_saved(finished: Any, tmp_path: Path, rayrft: Any) -> None:
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run, summary, _ = finished
+    made = rayrft("export", str(run.folder), "--to", str(tmp_path / "last"))
+    assert made.returncode == 0 and "step 7 written" in made.stdout, made.stderr
+    final = load_file(Path(summary["checkpoint"]) / "model.safetensors")
+    exported = load_file(tmp_path / "last/model.safetensors")
+    assert final.keys() == exported.keys()
+    assert all(torch.equal(final[name], exported[name]) for name in final)
+    assert AutoTokenizer.from_pretrained(tmp_path / "last").eos_token == "<|eos|>"
+    early = rayrft("export", str(run.folder), "--step", "3", "--to", str(tmp_path / "early"))
+    assert early.returncode == 0, early.stderr
+    weights = AutoModelForCausalLM.from_pretrained(tmp_path / "early").state_dict()
+    assert not any(torch.equal(final[name], weights[name]) for name in final)
+    missing = rayrft("export", str(run.folder), "--step", "5", "--to", str(tmp_path / "none"))
+    assert missing.returncode == 1 and "There are those of steps [3, 7]" in missing.stderr
+    again = rayrft("export", str(run.folder), "--to", str(tmp_path / "last"))
+    assert again.returncode == 1 and "not empty" in again.stderr
