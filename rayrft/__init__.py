@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rayrft.buffer.experience import Experience, Task
     from rayrft.config import RunConfig
-    from rayrft.core.run import Run, attach, resume, start
+    from rayrft.core.launch import attach, resume, start
+    from rayrft.core.run import Run
     from rayrft.errors import RayrftError
     from rayrft.explorer.workflow import Workflow, register_workflow
     from rayrft.rewards import RewardResult, register_reward
@@ -22,9 +23,9 @@ _HOME = {
     "Task": "rayrft.buffer.experience",
     "RunConfig": "rayrft.config",
     "Run": "rayrft.core.run",
-    "attach": "rayrft.core.run",
-    "resume": "rayrft.core.run",
-    "start": "rayrft.core.run",
+    "attach": "rayrft.core.launch",
+    "resume": "rayrft.core.launch",
+    "start": "rayrft.core.launch",
     "RayrftError": "rayrft.errors",
     "Workflow": "rayrft.explorer.workflow",
     "register_workflow": "rayrft.explorer.workflow",

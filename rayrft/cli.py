@@ -28,7 +28,7 @@ def run(
     overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value …")] = None,
 ) -> None:
     """Run a config to its end."""
-    from rayrft.core.run import start
+    from rayrft.core.launch import start
 
     follow(start(load_config(config, dict(map(parse_override, overrides or []))), say=_say))
 
@@ -39,7 +39,7 @@ def resume(
     overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value …")] = None,
 ) -> None:
     """Go on with a run that crashed or was stopped, from its latest checkpoint."""
-    from rayrft.core.run import resume
+    from rayrft.core.launch import resume
 
     follow(resume(find_folder(run), say=_say, **dict(map(parse_override, overrides or []))))
 
@@ -60,7 +60,7 @@ def export(
 @app.command()
 def status(name: Annotated[str | None, typer.Argument(help="a run; all by default")] = None) -> None:
     """Where runs stand."""
-    from rayrft.core.run import attach, connect, running
+    from rayrft.core.launch import attach, connect, running
 
     connect()
     names = [name] if name else running()
@@ -73,7 +73,7 @@ def status(name: Annotated[str | None, typer.Argument(help="a run; all by defaul
 @app.command()
 def watch(name: str) -> None:
     """Follow a run from anywhere on its cluster."""
-    from rayrft.core.run import attach
+    from rayrft.core.launch import attach
 
     attach(name).watch()
 
@@ -81,7 +81,7 @@ def watch(name: str) -> None:
 @app.command()
 def stop(name: str) -> None:
     """Ask a run to save its weights and end."""
-    from rayrft.core.run import attach
+    from rayrft.core.launch import attach
 
     attach(name).stop()
     print(f"{name}: stopping")

@@ -110,7 +110,7 @@ def import_rows(
     """Give a run that is under way the rows of a file as demonstrations."""
     from rayrft.buffer.exchange import read_file
     from rayrft.config import load_config
-    from rayrft.core.run import attach
+    from rayrft.core.launch import attach
 
     rows = read_file(file)
     folder = find_folder(run, storage)

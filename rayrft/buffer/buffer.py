@@ -8,7 +8,6 @@ change of state, has a deadline, and says what it waited for.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,6 +25,7 @@ from rayrft.buffer.lease import Lease
 from rayrft.buffer.leasing import Leasing
 from rayrft.buffer.log import events as e
 from rayrft.buffer.log.shard import Ref
+from rayrft.buffer.producers import Producers
 from rayrft.buffer.retention import Retention
 from rayrft.buffer.schedule import StagePlan, Ticket
 from rayrft.buffer.store import Store
@@ -59,7 +59,7 @@ class Buffer:
         self._retention = Retention(self._store)
         self._feedback = Feedback(self._store)
         self._arrivals = Arrivals(self._store, self._retention)
-        self._producers: dict[str, asyncio.Task[None]] = {}
+        self._producers = Producers(self._store)
 
     # Stages and admission.
 
@@ -129,14 +129,11 @@ class Buffer:
     async def attach(self, producer: str, actor: list[Any]) -> None:
         """Watch a producer (its handle, in a list). When it dies its tickets go to others; when it was the last one, a
         lease that cannot be filled ends with ``producer_died``."""
-        self._producers[producer] = asyncio.create_task(self._watch(producer, actor[0]))
+        self._producers.attach(producer, actor[0])
 
     async def detach(self, producer: str) -> None:
         """The producer is done. After the last one, a lease that cannot be filled ends with ``end_of_data``."""
-        if (watching := self._producers.pop(producer, None)) is not None:
-            watching.cancel()
-        if not self._producers:
-            await self._store.commit(e.ProducersEnded("end_of_data"))
+        await self._producers.detach(producer)
 
     # What comes of a ticket.
 
@@ -257,13 +254,3 @@ class Buffer:
 
     def _may_admit(self) -> bool:
         return self._state.capacity > 0 and not (self._store.config.when_full == "wait" and self._retention.full)
-
-    async def _watch(self, producer: str, actor: Any) -> None:
-        from ray.exceptions import RayActorError
-
-        with contextlib.suppress(RayActorError):
-            await actor.watch.remote()
-        del self._producers[producer]
-        await self._store.commit(e.Abandoned(producer))
-        if not self._producers:
-            await self._store.commit(e.ProducersEnded("producer_died"))

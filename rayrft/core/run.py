@@ -1,134 +1,24 @@
-"""Starting a run, and the handle by which it is watched and stopped, from any process on the cluster."""
+"""The handle of a run, by which it is watched and stopped, from any process on the cluster."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rayrft.config import RunConfig, load_config
-from rayrft.core.placement import (
-    NAMESPACE,
-    Placement,
-    actor_name,
-    check_placement,
-    plan_placement,
-    remove_groups,
-    show_plan,
-)
-from rayrft.core.prepare import prepare
-from rayrft.core.progress import Checkpoints, Progress
+from rayrft.core.placement import NAMESPACE, actor_name, remove_groups
 from rayrft.core.recorder import write_summary
 from rayrft.core.run_data import RunData
 from rayrft.core.supervision import root_cause
-from rayrft.errors import ActorDied, ConfigError, PlacementError, RunNotFound, nearest
+from rayrft.errors import ActorDied, RunNotFound
 from rayrft.monitor.progress import line
 from rayrft.monitor.records import Record, StepRecord, read_records
 
 if TYPE_CHECKING:
     import pandas as pd
-
-
-def start(
-    config: str | Path | dict[str, Any] | RunConfig,
-    *,
-    say: Callable[[str], None] = print,
-    **overrides: Any,
-) -> Run:
-    """Check a config, place the run on the cluster and start it; returns while it goes on.
-
-    ``overrides`` are dotted keys: ``start("run.yaml", **{"trainer.ranks": 1})``. ``say`` gets the placement plan.
-    Raises a RayrftError, before any actor starts, when config, data, model or cluster do not fit.
-    """
-    return _start(load_config(config, overrides), None, say)
-
-
-def resume(folder: str | Path, *, say: Callable[[str], None] = print, **overrides: Any) -> Run:
-    """Go on with the run in that folder, which crashed or was stopped: from its latest checkpoint, with the rows that
-    were leased since, in their order. ``overrides`` may raise a stage's steps, change resources and the like.
-
-    Raises ConfigError where there is no such run, or it is finished, and what `start` raises.
-    """
-    folder = Path(folder)
-    if not (folder / "config.yaml").is_file():
-        raise ConfigError("no run lies there (no config.yaml)", field="run", value=str(folder))
-    config = load_config(folder / "config.yaml", overrides)
-    if config.folder != folder.absolute():  # it was moved, or the storage is mounted elsewhere
-        config = load_config(config, {"storage": str(folder.absolute().parent), "name": folder.name})
-    progress = Checkpoints(config.folder, config.checkpoint).latest()
-    if progress is None:
-        raise ConfigError("the run did not begin", field="run", value=str(folder), remedy="start it instead")
-    last = config.stages[-1]
-    if progress.stage == len(config.stages) - 1 and progress.stage_ended and progress.stage_step >= last.steps:
-        raise ConfigError(
-            f"the run is finished after {progress.step} steps",
-            field="run",
-            value=str(folder),
-            remedy=f"to train on, raise stages.{last.name}.steps",
-        )
-    return _start(config, progress, say)
-
-
-def _start(checked: RunConfig, progress: Progress | None, say: Callable[[str], None]) -> Run:
-    """Start a run, or go on with one from where it stands."""
-    import ray
-
-    connect()
-    _check_name(checked.name)
-    parts = plan_placement(checked)
-    say(show_plan(checked.name, parts))
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    check_placement(parts, ray.available_resources(), nodes)
-    began = progress or Progress(uuid.uuid4().hex)
-    prepared = prepare(checked, began.run_id, resumed=progress is not None)
-    if progress is None:
-        Checkpoints(checked.folder, checked.checkpoint).mark_beginning(began)
-
-    from rayrft.core.master import Master
-
-    placement = Placement(checked.name, parts)
-    placement.reserve(["master"])
-    master = placement.actor(Master, "master", name="master").remote(checked, began)
-    outcome = master.run.remote([ray.put(prepared)])
-    return Run(checked.name, checked.folder, master, outcome)
-
-
-def attach(name: str) -> Run:
-    """The run of that name, started by whichever process on this cluster. Raises RunNotFound."""
-    import ray
-
-    connect()
-    try:
-        master = ray.get_actor(actor_name(name, "master"), namespace=NAMESPACE)
-    except ValueError:
-        names = running()
-        raise RunNotFound(
-            "no run of that name is on this cluster",
-            field="name",
-            value=name,
-            remedy=nearest(name, names) if names else "no run is under way",
-        ) from None
-    return Run(name, Path(ray.get(master.status.remote())["folder"]), master)
-
-
-def running() -> list[str]:
-    """Names of the runs on this cluster."""
-    suffix = actor_name("", "master")
-    return sorted(name.removesuffix(suffix) for name in _named_actors("") if name.endswith(suffix))
-
-
-def connect() -> None:
-    """Connect to the cluster of RAY_ADDRESS, or to one on this machine, or start one here for this process."""
-    import ray
-
-    if not ray.is_initialized():
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
 
 
 class Run(RunData):
@@ -208,7 +98,7 @@ class Run(RunData):
         import ray
 
         actors = []
-        for name in _named_actors(actor_name(self.name, "")):
+        for name in named_actors(actor_name(self.name, "")):
             with contextlib.suppress(ValueError):  # it died since it was listed
                 actors.append(ray.get_actor(name, namespace=NAMESPACE))
         # Without retries, for the Buffer's calls are otherwise made again, and Ray would say so.
@@ -240,18 +130,9 @@ class Run(RunData):
         return cause
 
 
-def _named_actors(prefix: str) -> list[str]:
-    from ray.util import list_named_actors
+def named_actors(prefix: str) -> list[str]:
+    """Names of the actors of runs on this cluster that begin so."""
+    from ray.util import listnamed_actors
 
-    actors = list_named_actors(all_namespaces=True)
+    actors = listnamed_actors(all_namespaces=True)
     return [a["name"] for a in actors if a["namespace"] == NAMESPACE and a["name"].startswith(prefix)]
-
-
-def _check_name(name: str) -> None:
-    if name in running():
-        raise PlacementError(
-            "a run of this name is under way",
-            field="name",
-            value=name,
-            remedy=f"choose another name (name=…), or end it with: rayrft stop {name}",
-        )

@@ -15,16 +15,14 @@ from typing import Any
 from rayrft.buffer.lease import Lease
 from rayrft.buffer.schedule import StagePlan
 from rayrft.config import RunConfig, StageConfig
-from rayrft.core.bookkeeping import StepSeconds, evaluation_record, first_step_doubt, step_record
+from rayrft.core.bookkeeping import StepSeconds, first_step_doubt, step_record
 from rayrft.core.cast import Cast
 from rayrft.core.progress import Progress
 from rayrft.core.recorder import Recorder
+from rayrft.core.review import Review
 from rayrft.core.saving import Saving
 from rayrft.core.weight_sync import SyncReport
 from rayrft.errors import LeaseEnded
-from rayrft.explorer.evaluation import Evaluation
-from rayrft.monitor.records import StepRecord
-from rayrft.monitor.verdict import verdict
 from rayrft.trainer.commands import Load, OpenStage, Train
 from rayrft.trainer.result import StepResult
 
@@ -46,6 +44,7 @@ class Stages:
         self._recorder = recorder
         self._stop = stop
         self._saving = Saving(config, cast, progress)
+        self._review = Review(config, cast, recorder, progress)
         self.progress = progress
         self.ledger: dict[str, Any] = {}
         """Of rows, as the Buffer last gave it."""
@@ -114,9 +113,9 @@ class Stages:
             await self.publish()
         progress.stage_ended = True
         await self._saving.export(stage.name)
-        await self._evaluate(stage)
+        await self._review.evaluate(stage)
         progress.stages_done.append({"name": stage.name, "steps": progress.stage_step, "final_step": progress.step})
-        await self._judge(stage, first)
+        await self._review.judge(stage, first)
         await self._saving.checkpoint(len(self._recorder.records))
         await self._saving.done()
 
@@ -139,7 +138,7 @@ class Stages:
             await self.publish()
         await self._recorder.note(f"stage {stage.name!r}: {said}", stage.name, progress.step)
         if not resumed and (progress.step == 0 or stage.start_from):
-            await self._evaluate(stage)
+            await self._review.evaluate(stage)
         plan = StagePlan(
             stage.groups,
             stage.group_size,
@@ -188,8 +187,8 @@ class Stages:
         if stage.evaluate_every and taken % stage.evaluate_every == 0:
             if not stage.groups:
                 await self.publish()
-            await self._evaluate(stage)
-            await self._judge(stage, first)
+            await self._review.evaluate(stage)
+            await self._review.judge(stage, first)
         if self._saving.due():
             await self._saving.checkpoint(len(self._recorder.records))
 
@@ -230,24 +229,6 @@ class Stages:
     async def _explore(self, stage: StageConfig) -> None:
         if stage.groups and self._cast.explorer is not None:
             await self._cast.explorer.explore.remote(stage)
-
-    async def _evaluate(self, stage: StageConfig) -> None:
-        if not self._config.evaluation.enabled or self._cast.explorer is None:
-            return
-        progress = self.progress
-        for number, temperature in enumerate(self._config.evaluation.temperatures):
-            started = time.perf_counter()
-            result: Evaluation = await self._cast.explorer.evaluate.remote(temperature)
-            seconds = time.perf_counter() - started
-            progress.accuracy = progress.accuracy if number else result.accuracy
-            record = evaluation_record(stage.name, progress.step, progress.stage_step, result, seconds)
-            await self._recorder.add(record)
-
-    async def _judge(self, stage: StageConfig, first: int) -> None:
-        """Say what bounds the stage, from its records so far: those from the ``first`` on."""
-        steps = [record for record in self._recorder.records[first:] if isinstance(record, StepRecord)]
-        if said := verdict(steps, self._config.max_staleness):
-            await self._recorder.note(said, stage.name, self.progress.step)
 
     async def _command(self, command: Any) -> Any:
         return await self._cast.trainer.command.remote(command)

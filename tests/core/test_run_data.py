@@ -12,7 +12,8 @@ import pytest
 import ray
 
 from rayrft.buffer.dataset import dataset
-from rayrft.core.run import Run, attach
+from rayrft.core.launch import attach
+from rayrft.core.run import Run
 from rayrft.errors import ActorDied, DataError, FeedbackRefused, RayrftError, RunNotFound
 from tests.buffer.live import live_run
 from tests.buffer.rows import group

@@ -99,7 +99,6 @@ def test_the_config_as_run_is_complete_and_runs_again(finished: Any) -> None:
 
 def test_the_checkpoint_loads_with_transformers_and_is_what_was_trained(finished: Any) -> None:
     import torch
-    from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     run, summary, _ = finished

@@ -1,0 +1,123 @@
+"""Beginning a run, going on with one, and finding one that is under way."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rayrft.config import RunConfig, load_config
+from rayrft.core.placement import NAMESPACE, Placement, actor_name, check_placement, plan_placement, show_plan
+from rayrft.core.prepare import prepare
+from rayrft.core.progress import Checkpoints, Progress
+from rayrft.core.run import Run, named_actors
+from rayrft.errors import ConfigError, PlacementError, RunNotFound, nearest
+
+
+def start(
+    config: str | Path | dict[str, Any] | RunConfig,
+    *,
+    say: Callable[[str], None] = print,
+    **overrides: Any,
+) -> Run:
+    """Check a config, place the run on the cluster and start it; returns while it goes on.
+
+    ``overrides`` are dotted keys: ``start("run.yaml", **{"trainer.ranks": 1})``. ``say`` gets the placement plan.
+    Raises a RayrftError, before any actor starts, when config, data, model or cluster do not fit.
+    """
+    return _start(load_config(config, overrides), None, say)
+
+
+def resume(folder: str | Path, *, say: Callable[[str], None] = print, **overrides: Any) -> Run:
+    """Go on with the run in that folder, which crashed or was stopped: from its latest checkpoint, with the rows that
+    were leased since, in their order. ``overrides`` may raise a stage's steps, change resources and the like.
+
+    Raises ConfigError where there is no such run, or it is finished, and what `start` raises.
+    """
+    folder = Path(folder)
+    if not (folder / "config.yaml").is_file():
+        raise ConfigError("no run lies there (no config.yaml)", field="run", value=str(folder))
+    config = load_config(folder / "config.yaml", overrides)
+    if config.folder != folder.absolute():  # it was moved, or the storage is mounted elsewhere
+        config = load_config(config, {"storage": str(folder.absolute().parent), "name": folder.name})
+    progress = Checkpoints(config.folder, config.checkpoint).latest()
+    if progress is None:
+        raise ConfigError("the run did not begin", field="run", value=str(folder), remedy="start it instead")
+    last = config.stages[-1]
+    if progress.stage == len(config.stages) - 1 and progress.stage_ended and progress.stage_step >= last.steps:
+        raise ConfigError(
+            f"the run is finished after {progress.step} steps",
+            field="run",
+            value=str(folder),
+            remedy=f"to train on, raise stages.{last.name}.steps",
+        )
+    return _start(config, progress, say)
+
+
+def _start(checked: RunConfig, progress: Progress | None, say: Callable[[str], None]) -> Run:
+    """Start a run, or go on with one from where it stands."""
+    import ray
+
+    connect()
+    _check_name(checked.name)
+    parts = plan_placement(checked)
+    say(show_plan(checked.name, parts))
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    check_placement(parts, ray.available_resources(), nodes)
+    began = progress or Progress(uuid.uuid4().hex)
+    prepared = prepare(checked, began.run_id, resumed=progress is not None)
+    if progress is None:
+        Checkpoints(checked.folder, checked.checkpoint).mark_beginning(began)
+
+    from rayrft.core.master import Master
+
+    placement = Placement(checked.name, parts)
+    placement.reserve(["master"])
+    master = placement.actor(Master, "master", name="master").remote(checked, began)
+    outcome = master.run.remote([ray.put(prepared)])
+    return Run(checked.name, checked.folder, master, outcome)
+
+
+def attach(name: str) -> Run:
+    """The run of that name, started by whichever process on this cluster. Raises RunNotFound."""
+    import ray
+
+    connect()
+    try:
+        master = ray.get_actor(actor_name(name, "master"), namespace=NAMESPACE)
+    except ValueError:
+        names = running()
+        raise RunNotFound(
+            "no run of that name is on this cluster",
+            field="name",
+            value=name,
+            remedy=nearest(name, names) if names else "no run is under way",
+        ) from None
+    return Run(name, Path(ray.get(master.status.remote())["folder"]), master)
+
+
+def running() -> list[str]:
+    """Names of the runs on this cluster."""
+    suffix = actor_name("", "master")
+    return sorted(name.removesuffix(suffix) for name in named_actors("") if name.endswith(suffix))
+
+
+def connect() -> None:
+    """Connect to the cluster of RAY_ADDRESS, or to one on this machine, or start one here for this process."""
+    import ray
+
+    if not ray.is_initialized():
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+
+
+def _check_name(name: str) -> None:
+    if name in running():
+        raise PlacementError(
+            "a run of this name is under way",
+            field="name",
+            value=name,
+            remedy=f"choose another name (name=…), or end it with: rayrft stop {name}",
+        )
