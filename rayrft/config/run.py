@@ -102,8 +102,8 @@ class RunConfig(Section):
         for stage in self.stages:
             if stage.name in seen:
                 raise ValueError(f"two stages are named {stage.name!r}; names must differ")
-            if stage.name == "final":
-                raise ValueError("a stage cannot be named 'final': that is the checkpoint of a finished run")
+            if stage.name == "final" or stage.name.startswith(("step-", "stopped-")):
+                raise ValueError(f"a stage cannot be named {stage.name!r}: its weights would lie among checkpoints")
             if stage.start_from is not None and stage.start_from not in seen:
                 raise ValueError(
                     f"stage {stage.name!r}: start_from {stage.start_from!r} is not an earlier stage; earlier: {seen}"

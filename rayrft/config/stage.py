@@ -152,9 +152,9 @@ class CheckpointConfig(Section):
     """Steps of a stage between checkpoints; none: only at the ends of stages."""
     keep_last: int = Field(2, ge=1)
     keep_best: int = Field(0, ge=0)
-    """Besides the last, so many are kept that are best by ``best_by``."""
+    """Besides the last, so many are kept that are best by ``best_by``; of equals, the earlier."""
     best_by: Literal["accuracy", "reward"] = "accuracy"
-    """Of the evaluation before it, or the mean of the step's rollouts."""
+    """Of an evaluation at that very step (so let ``every`` divide ``evaluate_every``), or the mean of its rollouts."""
 
 
 class EvaluationConfig(Section):

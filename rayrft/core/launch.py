@@ -12,6 +12,7 @@ from rayrft.config import RunConfig, load_config
 from rayrft.core.placement import NAMESPACE, Placement, actor_name, check_placement, plan_placement, show_plan
 from rayrft.core.prepare import prepare
 from rayrft.core.progress import Checkpoints, Progress
+from rayrft.core.recorder import read_summary
 from rayrft.core.run import Run, named_actors
 from rayrft.errors import ConfigError, PlacementError, RunNotFound, nearest
 
@@ -46,7 +47,10 @@ def resume(folder: str | Path, *, say: Callable[[str], None] = print, **override
     if progress is None:
         raise ConfigError("the run did not begin", field="run", value=str(folder), remedy="start it instead")
     last = config.stages[-1]
-    if progress.stage == len(config.stages) - 1 and progress.stage_ended and progress.stage_step >= last.steps:
+    ended = read_summary(config.folder)
+    # Killed after its last step, before the summary, it may lack its final weights.
+    finished = ended.get("status") == "finished" and ended["steps"] == progress.step
+    if finished and progress.stage == len(config.stages) - 1 and not progress.needs(last.steps):
         raise ConfigError(
             f"the run is finished after {progress.step} steps",
             field="run",

@@ -147,5 +147,5 @@ class Master:
             "seconds": self._recorder.seconds(),
             "steps": progress.step,
             "weight_version": self._published,
-            "checkpoint": progress.saved.get("final"),
+            "checkpoint": str(self._config.folder / "checkpoints" / "final") if self._status == "finished" else None,
         }

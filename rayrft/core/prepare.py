@@ -83,11 +83,12 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepare
 
 
 def open_folder(config: RunConfig) -> None:
-    """Make the run folder and write ``config.yaml``. An older run of that name is kept under its end's date."""
+    """Make the run folder and write ``config.yaml``. An older run of that name is kept, with the date of its end in its
+    name."""
     folder = config.folder
     if folder.exists():
         ended = datetime.datetime.fromtimestamp(folder.stat().st_mtime)
-        folder.rename(folder.with_name(f"{folder.name}.{ended:%Y%m%d-%H%M%S}"))
+        folder.rename(folder.with_name(f"{folder.name}-{ended:%Y%m%d-%H%M%S}"))
     try:
         (folder / "checkpoints").mkdir(parents=True)
         (folder / "config.yaml").write_text(dump_config(config))

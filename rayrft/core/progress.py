@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,20 +31,35 @@ class Progress:
     """Steps of it that are taken."""
     stage_began: int = 0
     """The step before its first."""
-    stage_ended: bool = False
-    """It needs no more steps, for it has taken all, or its data came to an end."""
+    stage_asked: int | None = None
+    """Once it has ended, for it took them all or its data came to an end: how many steps it was asked for."""
     records: int = 0
     stages_done: list[dict[str, Any]] = field(default_factory=list)
-    saved: dict[str, str] = field(default_factory=dict)
-    """Folders in Hugging Face format, by stage."""
     accuracy: float | None = None
-    """Of the latest evaluation, at the first of the temperatures."""
+    """Of the policy as it is, at the first of the temperatures, where it was evaluated."""
     reward: float | None = None
-    """Mean over what was sampled for the latest step that sampled anything."""
+    """Mean over what was sampled for the latest step, where it sampled anything."""
+
+    def needs(self, steps: int) -> bool:
+        """Whether the present stage has more to do when it is asked for so many steps: it may be asked for more than
+        before."""
+        return self.stage_asked is None or self.stage_asked < steps
+
+    def begin(self, stage: int) -> None:
+        """Enter the stage of that number, or enter the present one again."""
+        if stage != self.stage:
+            self.stage, self.stage_step, self.stage_began = stage, 0, self.step
+        self.stage_asked = None
+
+    def end(self, name: str, asked: int) -> None:
+        """The present stage, of that name, has done what it was asked for."""
+        self.stage_asked = asked
+        done = {"name": name, "steps": self.stage_step, "final_step": self.step}
+        self.stages_done = [each for each in self.stages_done if each["name"] != name] + [done]
 
 
 class Checkpoints:
-    """The folders ``checkpoints/step-…`` of a run. One appears whole or not at all."""
+    """The folders ``checkpoints/step-…`` of a run. One appears whole or not at all, and goes at once."""
 
     def __init__(self, run_folder: Path, config: CheckpointConfig) -> None:
         self._folder = run_folder / "checkpoints"
@@ -56,12 +73,25 @@ class Checkpoints:
         self.begin(0)
         self.commit(progress)
 
+    def holds(self, step: int) -> bool:
+        """Whether there is a checkpoint of that step."""
+        return (self.at(step) / _MANIFEST).is_file()
+
     def begin(self, step: int) -> Path:
         """An empty folder into which the trainer may write."""
         partial = self._folder / f".step-{step:06d}.partial"
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        with _writing(partial):
+            partial.mkdir(parents=True)
         return partial
+
+    def renew(self, progress: Progress) -> None:
+        """The run stands elsewhere without a step: what the trainer wrote at this one holds, and the manifest changes.
+
+        Raises StorageError when the disk does not take it; the checkpoint is as it was.
+        """
+        with _writing(self.at(progress.step)):
+            self._write_manifest(progress, self.at(progress.step))
 
     def commit(self, progress: Progress) -> None:
         """What was written is complete: give it its name, and delete what need not be kept any more.
@@ -69,18 +99,11 @@ class Checkpoints:
         Raises StorageError when the disk does not take it; the earlier checkpoints are as they were.
         """
         partial = self._folder / f".step-{progress.step:06d}.partial"
-        try:
-            manifest = partial / _MANIFEST
-            manifest.write_text(json.dumps(dataclasses.asdict(progress), indent=2) + "\n")
-            _sync(manifest)
-            _sync(partial)
-            shutil.rmtree(self.at(progress.step), ignore_errors=True)
+        with _writing(partial):
+            self._write_manifest(progress, partial)
+            shutil.rmtree(self.at(progress.step), ignore_errors=True)  # what there is has no manifest: see `renew`
             partial.rename(self.at(progress.step))
             _sync(self._folder)
-        except OSError as error:
-            raise StorageError(
-                f"a checkpoint cannot be written: {error.strerror}", field="storage", value=str(partial)
-            ) from None
         self._prune()
 
     def at(self, step: int) -> Path:
@@ -99,14 +122,34 @@ class Checkpoints:
         needed = {each.step for each in kept[-self._config.keep_last :]}
         metric = self._config.best_by
         scored = [each for each in kept if getattr(each, metric) is not None]
-        if self._config.keep_best and scored:
-            scored.sort(key=lambda each: (getattr(each, metric), each.step))
-            needed |= {each.step for each in scored[-self._config.keep_best :]}
-        for partial in self._folder.glob(".step-*.partial"):  # of a run that was killed while it wrote
-            shutil.rmtree(partial, ignore_errors=True)
+        scored.sort(key=lambda each: (-getattr(each, metric), each.step))
+        needed |= {each.step for each in scored[: self._config.keep_best]}
         for each in kept:
             if each.step not in needed:
-                shutil.rmtree(self.at(each.step), ignore_errors=True)
+                # Deleted halfway it must not look like one that is whole.
+                self.at(each.step).rename(self._folder / f".step-{each.step:06d}.gone")
+        for left in self._folder.glob(".step-*"):  # also of a run that was killed while it wrote or deleted
+            shutil.rmtree(left, ignore_errors=True)
+
+    def _write_manifest(self, progress: Progress, folder: Path) -> None:
+        draft = folder / f".{_MANIFEST}"
+        draft.write_text(json.dumps(dataclasses.asdict(progress), indent=2) + "\n")
+        _sync(draft)
+        draft.rename(folder / _MANIFEST)
+        _sync(folder)
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"a checkpoint cannot be written: {error.strerror}",
+            field="storage",
+            value=str(folder),
+            remedy="make room or mend the storage, then: rayrft resume RUN",
+        ) from None
 
 
 def _sync(path: Path) -> None:

@@ -96,3 +96,9 @@ def write_summary(folder: Path, summary: dict[str, Any]) -> None:
     temporary = folder / ".summary.json.partial"
     temporary.write_text(json.dumps(summary, indent=2) + "\n")
     os.replace(temporary, folder / "summary.json")
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """What `write_summary` wrote last; empty where a run there has not ended yet."""
+    path = folder / "summary.json"
+    return json.loads(path.read_text()) if path.is_file() else {}

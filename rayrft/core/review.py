@@ -32,7 +32,8 @@ class Review:
             started = time.perf_counter()
             result: Evaluation = await self._cast.explorer.evaluate.remote(temperature)
             seconds = time.perf_counter() - started
-            progress.accuracy = progress.accuracy if number else result.accuracy
+            if number == 0 and result.count:
+                progress.accuracy = result.accuracy
             record = evaluation_record(stage.name, progress.step, progress.stage_step, result, seconds)
             await self._recorder.add(record)
 

@@ -37,9 +37,16 @@ class Saving:
         """
         await self.done()
         self._progress.records = records
+        if self._checkpoints.holds(self._progress.step):
+            return await asyncio.to_thread(self._checkpoints.renew, self._progress)
         folder = await asyncio.to_thread(self._checkpoints.begin, self._progress.step)
         await self._cast.trainer.command.remote(Checkpoint(folder))
         self._writing = asyncio.ensure_future(self._commit(folder, copy.deepcopy(self._progress)))
+
+    def check(self) -> None:
+        """Raises StorageError when a checkpoint could not be written."""
+        if self._writing is not None and self._writing.done():
+            self._writing.result()
 
     async def done(self) -> None:
         """Returns when the checkpoint that is being written is there. Raises StorageError when it cannot be."""
@@ -48,9 +55,11 @@ class Saving:
 
     async def export(self, name: str) -> None:
         """Write the weights in Hugging Face format."""
-        folder = self._config.folder / "checkpoints" / name
-        await self._cast.trainer.command.remote(Save(folder))
-        self._progress.saved[name] = str(folder)
+        await self._cast.trainer.command.remote(Save(self.exported(name)))
+
+    def exported(self, name: str) -> Path:
+        """Where weights of that name lie in Hugging Face format."""
+        return self._config.folder / "checkpoints" / name
 
     async def _commit(self, folder: Path, progress: Progress) -> None:
         await self._cast.trainer.written.remote(folder)

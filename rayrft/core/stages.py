@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 from rayrft.buffer.lease import Lease
@@ -57,10 +56,8 @@ class Stages:
         await self._cast.buffer.resume.remote(progress.step)
         try:
             for number, stage in enumerate(self._config.stages):
-                if number > progress.stage:
-                    progress.stage, progress.stage_step = number, 0
-                    progress.stage_began, progress.stage_ended = progress.step, False
-                if number == progress.stage and (not progress.stage_ended or progress.stage_step < stage.steps):
+                if number > progress.stage or (number == progress.stage and progress.needs(stage.steps)):
+                    progress.begin(number)
                     await self._stage(stage)
         except Stopped:
             await self._saving.checkpoint(len(self._recorder.records))
@@ -111,10 +108,9 @@ class Stages:
             await exploring
         if not stage.groups:
             await self.publish()
-        progress.stage_ended = True
         await self._saving.export(stage.name)
         await self._review.evaluate(stage)
-        progress.stages_done.append({"name": stage.name, "steps": progress.stage_step, "final_step": progress.step})
+        progress.end(stage.name, stage.steps)
         await self._review.judge(stage, first)
         await self._saving.checkpoint(len(self._recorder.records))
         await self._saving.done()
@@ -127,7 +123,7 @@ class Stages:
         if self._config.trainer.lora is not None and progress.stage:
             # Its weights have the adapter in them: under a new one they are the reference, too.
             begins_from = begins_from or self._config.stages[progress.stage - 1].name
-        weights = Path(progress.saved[begins_from]) if begins_from and not resumed else None
+        weights = self._saving.exported(begins_from) if begins_from and not resumed else None
         await self._command(OpenStage(algorithm, stage, weights))
         if resumed:
             await self._saving.restore(whole=True)
@@ -160,6 +156,7 @@ class Stages:
         """Lease, train, publish, admit: one optimiser step."""
         progress, started = self.progress, time.perf_counter()
         step = progress.step
+        self._saving.check()
         lease = await self._unless_ended(asyncio.ensure_future(self._lease(step)), exploring)
         waited = time.perf_counter() - started
         async with self._engines_asleep():
@@ -174,7 +171,7 @@ class Stages:
         rollout_s, reward_s = await self._timings()
         seconds = StepSeconds(time.perf_counter() - started, waited, rollout_s, reward_s, trained)
         record = step_record(stage.name, progress.step, lease, result, report, seconds)
-        progress.reward = progress.reward if record.reward is None else record.reward
+        progress.accuracy, progress.reward = None, record.reward
         await self._recorder.add(record)
         if progress.stage_step == 1:
             doubt = first_step_doubt(lease, result, self._config.weight_sync.tolerance)
