@@ -188,6 +188,12 @@ def test_a_checkpoint_that_was_being_written_is_not_taken_for_one(
     assert_same(config, whole[0])
 
 
+def test_a_run_that_took_its_last_step_only_saves_its_weights(whole: tuple[RunConfig, list[str]]) -> None:
+    events = go_through(whole[0])
+    assert "Save" in events and "Train" not in events and "put" not in events
+    assert_same(whole[0], whole[0])
+
+
 def test_a_finished_stage_takes_more_steps_when_it_is_told_to(model: Path, tmp_path: Path) -> None:
     config = make_config(tmp_path, model, "longer")
     go_through(config)

@@ -1,0 +1,67 @@
+"""Which runs can be gone on with, and from where."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayrft.config import RunConfig, dump_config, load_config
+from rayrft.core import launch
+from rayrft.core.progress import Checkpoints, Progress
+from rayrft.errors import ConfigError
+from tests.e2e.conftest import small_config
+
+
+@pytest.fixture
+def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
+    """A run that took its last step, stood at a checkpoint, and was killed before it wrote its summary."""
+    config = load_config(small_config(tmp_path, "run"))
+    config.folder.mkdir()
+    (config.folder / "config.yaml").write_text(dump_config(config))
+    progress = Progress("id", step=5, stage=1, stage_step=2, stage_began=3)
+    progress.end("mix", asked=2)
+    checkpoints = Checkpoints(config.folder, config.checkpoint)
+    checkpoints.begin(5)
+    checkpoints.commit(progress)
+    monkeypatch.setattr(launch, "_start", lambda config, progress, say: (config, progress))
+    return config
+
+
+def summarise(config: RunConfig, **summary: Any) -> None:
+    (config.folder / "summary.json").write_text(json.dumps(summary))
+
+
+def test_a_run_without_its_summary_is_gone_on_with(ended: RunConfig) -> None:
+    _, progress = launch.resume(ended.folder)  # type: ignore[misc]
+    assert progress.step == 5
+    summarise(ended, status="failed", steps=5)
+    launch.resume(ended.folder)
+    summarise(ended, status="finished", steps=3)  # of an earlier end, before it was asked for more
+    launch.resume(ended.folder)
+
+
+def test_a_finished_run_is_refused_unless_it_is_asked_for_more_steps(ended: RunConfig) -> None:
+    summarise(ended, status="finished", steps=5)
+    with pytest.raises(ConfigError, match=r"the run is finished after 5 steps .*raise stages\.mix\.steps"):
+        launch.resume(ended.folder)
+    config, _ = launch.resume(ended.folder, **{"stages.mix.steps": 3})  # type: ignore[misc]
+    assert config.stages[1].steps == 3
+
+
+def test_a_folder_that_was_moved_is_gone_on_with_where_it_lies(ended: RunConfig, tmp_path: Path) -> None:
+    moved = ended.folder.rename(tmp_path / "elsewhere-20260101-120000")
+    config, _ = launch.resume(moved)  # type: ignore[misc]
+    assert config.folder == moved
+
+
+def test_a_run_that_did_not_begin_is_started_instead(tmp_path: Path) -> None:
+    config = load_config(small_config(tmp_path, "run"))
+    config.folder.mkdir()
+    with pytest.raises(ConfigError, match="no run lies there"):
+        launch.resume(config.folder)
+    (config.folder / "config.yaml").write_text(dump_config(config))
+    with pytest.raises(ConfigError, match=r"the run did not begin .*[Ss]tart it instead"):
+        launch.resume(config.folder)
