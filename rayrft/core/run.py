@@ -132,7 +132,7 @@ class Run(RunData):
 
 def named_actors(prefix: str) -> list[str]:
     """Names of the actors of runs on this cluster that begin so."""
-    from ray.util import listnamed_actors
+    from ray.util import list_named_actors
 
-    actors = listnamed_actors(all_namespaces=True)
+    actors = list_named_actors(all_namespaces=True)
     return [a["name"] for a in actors if a["namespace"] == NAMESPACE and a["name"].startswith(prefix)]

@@ -20,8 +20,10 @@ def test_the_quickstart_notebook_executes(ray_cluster: Any, tmp_path: Path, monk
     parameters.source = f"warmup_steps, mix_steps, storage = 20, 2, {str(tmp_path)!r}"
     # An untrained model earns nothing; without this every group would be dropped and the steps would never fill.
     start = next(cell for cell in notebook.cells if "rayrft.start" in cell.source)
-    start.source = start.source.replace("**{", '**{"explorer.drop_zero_variance": False, ')
-    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(ROOT)}}).execute()
+    quick = '**{"explorer.drop_zero_variance": False, "tasks.eval_size": 50, "stages.mix.batch_size": 72, '
+    start.source = start.source.replace("**{", quick)
+    resources = {"metadata": {"path": str(ROOT)}}
+    NotebookClient(notebook, timeout=600, startup_timeout=180, resources=resources).execute()
     kinds = [output.get("data", {}).keys() for cell in notebook.cells for output in cell.get("outputs", [])]
     assert any("image/png" in kind for kind in kinds), "no plot was drawn"
     assert "'after'" in str(notebook.cells[5].outputs)
