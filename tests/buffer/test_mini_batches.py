@@ -10,6 +10,7 @@ import pytest
 
 from rayrft.buffer.experience import Experience, pack, to_batch
 from rayrft.buffer.lease import Lease, Unit, deal
+from rayrft.errors import DataError
 from tests.buffer.in_process import LocalBuffer, ObjectTable, small
 from tests.buffer.rows import expert_rows, group, plan
 
@@ -101,3 +102,14 @@ def test_own_groups_and_demonstrations_are_spread_over_mini_batches(buffer: Loca
     buffer.put([(group(number), None) for number in range(4)])
     shares = lease(buffer, 0).shares
     assert [sum(share.rows[number] for share in shares) for number in range(2)] == [6, 6]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said"), [(False, "would imitate their rejected sides .*such as dpo"), (True, "no preference pairs")]
+)
+def test_pairs_are_for_stages_that_want_them_and_those_want_nothing_else(
+    buffer: LocalBuffer, wanted: bool, said: str
+) -> None:
+    load(buffer, expert_rows(4) if wanted else pairs(2))
+    with pytest.raises(DataError, match=said):
+        buffer.run(buffer.buffer.open_stage(plan(0, expert_rows=4, demonstrations="given", pairs=wanted)))

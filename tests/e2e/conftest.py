@@ -75,7 +75,7 @@ def config_file(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def rayrft(ray_cluster: Any) -> Callable[..., subprocess.CompletedProcess[str]]:
     """The command line, in a process of its own on the tests' cluster."""
 
@@ -92,7 +92,7 @@ def rayrft(ray_cluster: Any) -> Callable[..., subprocess.CompletedProcess[str]]:
     return call
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def command_line(rayrft: Callable[..., subprocess.CompletedProcess[str]]) -> Callable[..., Any]:
     """`rayrft`, for modules that import the package by that name."""
     return rayrft

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -132,11 +131,3 @@ def test_no_engine_is_started(finished: tuple[rayrft.Run, dict[str, Any]]) -> No
 def test_what_cannot_be_is_said_before_anything_starts(overrides: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=said):
         load_config(make_config(tmp_path), overrides)
-
-
-def test_pairs_are_not_imitated(tmp_path: Path, ray_cluster: Any, rayrft: Callable[..., Any]) -> None:
-    config = make_config(tmp_path, name="wrong")
-    config["stages"] = [{**config["stages"][0], "demonstrations": "pairs"}]
-    (tmp_path / "wrong.yaml").write_text(json.dumps(config))
-    ended = rayrft("run", str(tmp_path / "wrong.yaml"))
-    assert ended.returncode == 1 and "would imitate their rejected sides" in ended.stderr
