@@ -131,7 +131,9 @@ class Learner:
 
     def _lay_out(self, mini_batches: list[list[TrainRow]]) -> list[list[MicroBatch]]:
         """The micro-batches of each mini-batch, as many on every rank: the most that any has."""
-        batches = [micro_batches(rows, self._micro_batch_tokens, self._device) for rows in mini_batches]
+        models = [model for model in (self.policy, self.critic, self.teacher) if model is not None]
+        padded = not all(model.packs for model in models)
+        batches = [micro_batches(rows, self._micro_batch_tokens, self._device, padded=padded) for rows in mini_batches]
         most = self._reduce(torch.tensor([len(each) for each in batches]), dist.ReduceOp.MAX).tolist()
         empty = empty_batch(self._device)
         return [each + [empty] * (number - len(each)) for each, number in zip(batches, most, strict=True)]

@@ -53,9 +53,9 @@ def pairs(count: int = 6) -> list[TrainRow]:
         ids = np.concatenate([row.token_ids[:start], row.token_ids[start:][::-1], row.token_ids[:2]])
         mask = np.concatenate([row.mask, np.ones(2, np.uint8)])
         zeros = np.zeros(len(ids), np.float32)
-        other = TrainRow(ids, mask, zeros, zeros, expert=True, pair=str(number), chosen=False)
+        other = TrainRow(ids, mask, zeros, zeros, expert=True, pair=number, chosen=False)
         blank = np.zeros(len(row.token_ids), np.float32)
-        made += [replace(row, logprobs=blank, advantages=blank, expert=True, pair=str(number), chosen=True), other]
+        made += [replace(row, logprobs=blank, advantages=blank, expert=True, pair=number, chosen=True), other]
     return made
 
 
