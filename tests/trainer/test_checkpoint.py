@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from rayrft.config.stage import UpdateConfig
 from rayrft.config.trainer import OptimizerConfig
-from rayrft.errors import ModelError
+from rayrft.errors import ModelError, RayrftError, StorageError
 from rayrft.trainer.batches import TrainRow
 from rayrft.trainer.checkpoint import Checkpointer, load_weights
 from rayrft.trainer.learner import Learner
@@ -98,18 +99,63 @@ def test_between_stages_only_weights_are_taken_along(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.cat([p.detach().flatten() for p in model.parameters()]), taken)
 
 
-def _load_another_model(folder: Path) -> str:
+def _load_what_cannot_be(folder: Path) -> list[str]:
     learner = ready()
     assert write(learner, folder) == [None]
     wider = make_learner("grpo")
     wider.policy.model.resize_token_embeddings(60)
-    with pytest.raises(ModelError, match="does not fit the model") as raised:
-        Checkpointer().load_policy(wider.policy, folder)
+    deeper = make_learner("grpo")
+    deeper.policy.model.model.extra = torch.nn.Linear(2, 2)
+    [data] = folder.glob("*.distcp")
+    said = [_refused(ModelError, each, folder) for each in (wider, deeper)]
+    whole = data.read_bytes()
+    data.write_bytes(b"x" * len(whole))
+    said.append(_refused(StorageError, make_learner("grpo"), folder))
+    for file in (data, folder / ".metadata"):
+        file.unlink()
+        said.append(_refused(StorageError, make_learner("grpo"), folder))
+    with pytest.raises(StorageError, match=r"\.metadata is missing"):
+        Checkpointer().load(learner, learner.critic, folder)
+    return said
+
+
+def _refused(kind: type[RayrftError], learner: Learner, folder: Path) -> str:
+    with pytest.raises(kind) as raised:
+        Checkpointer().load_policy(learner.policy, folder)
     return str(raised.value)
 
 
-def test_a_checkpoint_of_another_model_is_an_error(tmp_path: Path) -> None:
-    assert "Resume with the model" in on_ranks(1, tmp_path, _load_another_model, tmp_path / "checkpoint")
+def test_a_checkpoint_that_cannot_be_loaded_says_why_and_what_to_do(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    wider, deeper, damaged, torn, gone = on_ranks(1, tmp_path, _load_what_cannot_be, folder)
+    assert "does not fit the model" in wider and "Resume with the model that" in wider
+    assert "lacks what the model has" in deeper and "extra.weight" in deeper and "adapter and algorithm" in deeper
+    assert "cannot be read" in damaged and "Delete the folder" in damaged
+    assert "not whole" in torn and ".distcp is missing" in torn and "Delete the folder" in torn
+    assert "not whole" in gone and ".metadata is missing" in gone
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (MemoryError(), "MemoryError"),
+        (RuntimeError("first\nlast"), "RuntimeError: last"),
+        (CheckpointException("", {1: (OSError("full"), None)}), "OSError: full"),
+    ],
+)
+def test_whatever_goes_wrong_in_the_background_is_said(
+    error: BaseException, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("rayrft.trainer.checkpoint.save", fail)
+    monkeypatch.setattr(dist, "new_group", lambda backend: None)
+    said: list[str | None] = []
+    checkpointer = Checkpointer()
+    checkpointer.save(make_learner("grpo"), None, Path("nowhere"), said.append)
+    checkpointer._thread.shutdown()
+    assert said == [why]
 
 
 def _write_where_nothing_can_be(folder: Path) -> list[str | None]:
