@@ -10,7 +10,7 @@ from rayrft.config.base import Section
 
 
 class OptimizerConfig(Section):
-    """AdamW with a learning-rate schedule over the steps of a stage."""
+    """AdamW with a learning-rate schedule over the steps of a stage, whatever the number of updates in each."""
 
     lr: float = Field(1e-4, ge=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"

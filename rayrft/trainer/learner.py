@@ -57,10 +57,11 @@ class Learner:
         self._coefficients = Coefficients.of(algorithm)
         self._algorithm = self._coefficients.applied(algorithm)
         self._update_config = update or UpdateConfig()
-        self._steps = steps
         self._step = 0
-        updates = steps * self._update_config.epochs * self._update_config.mini_batches
-        self.optimizer = Optimizer(self.policy.parameters(), optimizer, updates)
+        self._policy_waits = self._update_config.critic_warmup_steps if critic is not None else 0
+        self.optimizer = Optimizer(
+            self.policy.parameters(), optimizer, steps - self._policy_waits, self._update_config.updates_per_step
+        )
         self.reference = Reference(self.policy) if algorithm.needs_reference else None
         self.critic = critic
         self.teacher = teacher
@@ -68,7 +69,7 @@ class Learner:
     def step(self, mini_batches: list[list[TrainRow]]) -> StepResult:
         """Train on this rank's rows of each mini-batch, in as many epochs as the stage says.
 
-        Raises RayrftError when loss or gradient is not finite; the policy is as it was before that update.
+        Raises RayrftError when loss or gradient is not finite; policy and critic are as they were before that update.
         """
         started = time.perf_counter()
         batches = self._lay_out(mini_batches)
@@ -79,8 +80,7 @@ class Learner:
             for batch, denominators in zip(batches, over, strict=True):
                 updates.append(self._update(batch, denominators))
                 if self.critic is not None:
-                    share = self.critic.update(batch, denominators, self._algorithm)
-                    value_losses.append(float(self._reduce(share)))
+                    value_losses.append(self._update_critic(self.critic, batch, denominators))
         # Where own rows have no weight in the loss, nothing is known of KL and entropy.
         sequences = round(sum(each.policy_sequences for each in over)) if self._algorithm.mu(self._step) < 1.0 else 0
         self._step += 1
@@ -195,24 +195,37 @@ class Learner:
         return batches
 
     def _update(self, batch: list[MicroBatch], over: Denominators) -> Update:
-        parts = self._backward(batch, over)
-        grad_norm, lr = self.optimizer.clip(), self.optimizer.lr
-        if not math.isfinite(float(parts.loss)) or not math.isfinite(grad_norm):
-            self.optimizer.adam.zero_grad()
+        if self._step < self._policy_waits:
+            with torch.no_grad():
+                parts = self._backward(batch, over)
+            reshard(self.policy)
+            return Update(parts, over, grad_norm=0.0, lr=0.0)
+        parts, lr = self._backward(batch, over), self.optimizer.lr
+        return Update(parts, over, self._descend(self.optimizer, float(parts.loss), "model"), lr)
+
+    def _update_critic(self, critic: Critic, batch: list[MicroBatch], over: Denominators) -> float:
+        """One update of the critic; gives its loss over all ranks."""
+        loss = float(self._reduce(critic.backward(batch, over, self._algorithm)))
+        self._descend(critic.optimizer, loss, "critic")
+        return loss
+
+    def _descend(self, optimizer: Optimizer, loss: float, whose: str) -> float:
+        """One update with the gradient that is there; gives its norm before it was clipped."""
+        grad_norm = optimizer.clip()
+        if not math.isfinite(loss) or not math.isfinite(grad_norm):
+            optimizer.adam.zero_grad()
             raise RayrftError(
-                "the loss or its gradient is not finite; the model was not updated",
+                f"the loss or its gradient is not finite; the {whose} was not updated",
                 field="trainer",
-                value={"loss": float(parts.loss), "grad_norm": grad_norm, "step of the stage": self._step},
-                remedy="lower optimizer.lr, or look at the rows of this step",
+                value={"loss": loss, "grad_norm": grad_norm, "step of the stage": self._step},
+                remedy="lower the optimizer's lr, or look at the rows of this step",
             )
-        if self._step >= self._update_config.critic_warmup_steps or self.critic is None:
-            self.optimizer.step()
-        else:
-            self.optimizer.adam.zero_grad()
-        return Update(parts, over, grad_norm, lr)
+        optimizer.step()
+        return grad_norm
 
     def _backward(self, batch: list[MicroBatch], over: Denominators) -> LossParts:
-        """Leave the gradient of a mini-batch in the parameters; gives the parts of its loss over all ranks."""
+        """Leave the gradient of a mini-batch in the parameters, where gradients are wanted; gives the parts of its loss
+        over all ranks."""
         total = torch.stack(
             [self._backward_micro(micro, over, last=index == len(batch) - 1) for index, micro in enumerate(batch)]
         ).sum(0)
@@ -226,7 +239,8 @@ class Learner:
         )
         parts = self._algorithm.loss(output, micro.tokens, over, step=self._step)
         # Data parallelism averages gradients over ranks; the loss is already divided globally, so it wants their sum.
-        torch.autograd.backward(parts.loss * self._ranks)
+        if torch.is_grad_enabled():
+            torch.autograd.backward(parts.loss * self._ranks)
         return parts.stack()
 
     def _refresh(self) -> None:

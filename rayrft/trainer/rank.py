@@ -130,8 +130,9 @@ class Rank:
         self._critic = None
         if algorithm.needs_critic:
             self._critic = self._make_critic()
-            updates = stage.steps * stage.update.epochs * stage.update.mini_batches
-            self._critic.open_stage(stage.critic_optimizer, updates, self._setup.config.ranks)
+            self._critic.open_stage(
+                stage.critic_optimizer, stage.steps, self._setup.config.ranks, stage.update.updates_per_step
+            )
         teacher = self._make_teacher(stage.teacher) if stage.teacher else None
         self._learner.open_stage(algorithm, stage.optimizer, stage.steps, stage.update, self._critic, teacher)
 

@@ -144,7 +144,7 @@ def by_dpo(school: School, steps: int, *, prompts: int = 400, answers: int = 8) 
         group = rows[number : number + answers]
         best, worst = max(group, key=lambda each: each.reward), min(group, key=lambda each: each.reward)
         if best.reward > worst.reward:
-            sides = {"expert": True, "pair": str(number)}
+            sides = {"expert": True, "pair": number}
             pairs.append((replace(best, **sides, chosen=True), replace(worst, **sides)))
     learner = school.learner("dpo", steps, 1e-4, pieces={"beta": 0.1})
     for _ in range(steps):
