@@ -111,13 +111,15 @@ def save_hf(policy: Policy, tokenizer_from: str, folder: Path, *, writer: bool) 
 
 
 def write_hf(policy: Policy, state: dict[str, Tensor], tokenizer_from: str, folder: Path) -> None:
-    """Write a Hugging Face folder from the model's whole parameters; an adapter is merged."""
+    """Write a Hugging Face folder from the model's whole parameters; an adapter is merged, into the frozen weights as
+    their files have them: the model's own may be rounded to the precision of the compute."""
     # Of tied weights one is kept. Where shards were gathered they are two tensors, and both would be written.
     tied = set(policy.model.all_tied_weights_keys)
     weights = {checkpoint_name(name): tensor for name, tensor in state.items()}
     weights = {name: tensor for name, tensor in weights.items() if name not in tied}
     if policy.lora is not None:
-        weights = policy.lora.merged(weights)
+        exact = load_policy(policy.lora.base).model.state_dict()
+        weights = policy.lora.merged({name: exact.get(name, tensor) for name, tensor in weights.items()})
     with appearing(folder) as temporary:
         policy.model.save_pretrained(temporary, state_dict=weights)
         _save_tokenizer(tokenizer_from, temporary)

@@ -206,7 +206,9 @@ class Rank:
 
     def _describe(self) -> Parcel:
         policy = self._learner.policy
-        metas = [TensorMeta.of(name, tensor, self._wire_dtype) for name, tensor in named_weights(policy)]
+        # An adapter is small, and engines merge it in float32: it is sent as it is.
+        dtype = self._wire_dtype if policy.lora is None else torch.float32
+        metas = [TensorMeta.of(name, tensor, dtype) for name, tensor in named_weights(policy)]
         return Parcel(metas, Adapter(policy.lora.base, policy.lora.scale) if policy.lora is not None else None)
 
     def _buckets(self, metas: list[TensorMeta], bucket_bytes: int) -> Any:

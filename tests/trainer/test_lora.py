@@ -32,6 +32,7 @@ from tests.trainer.test_learner import CPU, make_model
 from tests.trainer.test_updates import on_policy, own_rows
 
 ADAPTER = LoraConfig(rank=4, alpha=8)
+QUERY = "model.model.layers.0.self_attn.q_proj.weight"
 ROWS = [[1, 7, 3, 9, 30, 4], [2, 2, 40]]
 
 
@@ -170,6 +171,16 @@ def test_a_saved_model_has_its_adapter_merged_and_the_next_adapter_stands_on_it(
     assert after == reference, "the new adapter has an effect"
     assert_alike(after, moved, 1e-4)
     assert all(weight.any() != (".lora_B." in name) for name, weight in weights.items())
+
+
+def test_frozen_weights_that_are_held_rounded_are_written_as_they_are(tiny_model: Path, tmp_path: Path) -> None:
+    model = str(tiny_model)
+    for compute in (torch.bfloat16, torch.float32):
+        policy = move(adapt(load_policy(model), compute, model))
+        save_hf(policy, model, tmp_path / str(compute), writer=True)
+    rounded, exact = (whole(load_policy(str(tmp_path / str(compute)))) for compute in (torch.bfloat16, torch.float32))
+    assert all(torch.equal(weight, rounded[name]) for name, weight in exact.items())
+    assert not torch.equal(exact[QUERY], exact[QUERY].bfloat16().float()), "the test tells nothing"
 
 
 def _run_folder(storage: Path, model: Path) -> Path:
