@@ -71,13 +71,13 @@ class Checkpointer:
         self._rebase(learner.policy, folder)
         with _explained(folder):
             names = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
-        state = _state(learner, critic, {name.partition(".")[0] for name in names})
+        state = _state(learner, critic, set(names))
         self._read(state, folder)
         for name, (model, optimizer) in _models(learner, critic).items():
             set_model_state_dict(model, state[name], options=_TRAINED_ONLY)
             if (moments := state.get(_optimizer(name))) is not None:
                 set_optimizer_state_dict(model, optimizer.adam, moments)
-        learner.restore(state["learner"])
+        learner.restore(state["learner"], state.get(_chance(learner)))
 
     def _rebase(self, policy: Policy, folder: Path) -> None:
         """Under an adapter, have the frozen weights that the checkpoint's was trained on."""
@@ -160,13 +160,16 @@ def _models(learner: Learner, critic: Critic | None) -> dict[str, tuple[nn.Modul
 
 
 def _state(learner: Learner, critic: Critic | None, written: set[str] | None = None) -> State:
-    """What a checkpoint holds: tensors that `load` fills in place. ``written`` are the parts of the one to be read."""
+    """What a checkpoint holds: tensors that `load` fills in place. ``written`` are the names in the one to be read."""
     state: State = {"learner": learner.state(), "base": _base(learner.policy)}
+    parts = None if written is None else {name.partition(".")[0] for name in written}
     for name, (model, optimizer) in _models(learner, critic).items():
         state[name] = _trained(model)
         # Before its first update an optimiser has no state, and asking for it would make one.
-        if _optimizer(name) in written if written is not None else optimizer.adam.state:
+        if _optimizer(name) in parts if parts is not None else optimizer.adam.state:
             state[_optimizer(name)] = get_optimizer_state_dict(model, optimizer.adam)
+    if parts is None or _chance(learner) in parts:
+        state[_chance(learner)] = learner.chance.state()
     return state
 
 
@@ -187,6 +190,10 @@ def _base(policy: Policy) -> str:
 
 def _optimizer(name: str) -> str:
     return f"{name}_optimizer"
+
+
+def _chance(learner: Learner) -> str:
+    return f"chance {learner.chance.name}"
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -26,6 +26,7 @@ from rayrft.config.stage import UpdateConfig
 from rayrft.config.trainer import OptimizerConfig
 from rayrft.errors import RayrftError
 from rayrft.trainer.batches import MicroBatch, TrainRow, empty_batch, micro_batches
+from rayrft.trainer.chance import Chance
 from rayrft.trainer.critic import Critic
 from rayrft.trainer.model import reshard
 from rayrft.trainer.optimizer import Optimizer
@@ -37,8 +38,11 @@ from rayrft.trainer.result import StepResult, Update
 class Learner:
     """The policy (sharded or not), its optimiser and the loss. Every method is a collective over the default group."""
 
-    def __init__(self, policy: Policy, *, micro_batch_tokens: int, temperature: float, device: torch.device) -> None:
+    def __init__(
+        self, policy: Policy, *, micro_batch_tokens: int, temperature: float, device: torch.device, seed: int = 0
+    ) -> None:
         self.policy = policy
+        self.chance = Chance(seed, device)
         self._micro_batch_tokens = micro_batch_tokens
         self._temperature = temperature
         self._device = device
@@ -53,7 +57,8 @@ class Learner:
         critic: Critic | None = None,
         teacher: Policy | None = None,
     ) -> None:
-        """Begin a stage with a fresh optimiser, schedule and reference."""
+        """Begin a stage with a fresh optimiser, schedule and reference, and random numbers of the seed."""
+        self.chance.begin(step=0)
         self._coefficients = Coefficients.of(algorithm)
         self._algorithm = self._coefficients.applied(algorithm)
         self._update_config = update or UpdateConfig()
@@ -102,9 +107,14 @@ class Learner:
             "coefficients": self._coefficients.state(),
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Stand where the stage stood; the reference was filled in place."""
+    def restore(self, state: dict[str, Any], chance: dict[str, Tensor] | None) -> None:
+        """Stand where the stage stood; the reference was filled in place. ``chance``: where this rank's random numbers
+        stood, unless there was no such rank."""
         self._step = state["step"]
+        if chance is not None:
+            self.chance.restore(chance)
+        else:
+            self.chance.begin(self._step)
         self.optimizer.taken = state["taken"]
         if self.critic is not None:
             self.critic.optimizer.taken = state["critic_taken"]

@@ -84,6 +84,7 @@ class Rank:
             micro_batch_tokens=setup.config.micro_batch_tokens,
             temperature=setup.temperature,
             device=self._device,
+            seed=setup.seed,
         )
         self._checkpointer = Checkpointer()
         self._group: WeightGroup | None = None

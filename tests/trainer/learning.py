@@ -38,6 +38,7 @@ class School:
     def __init__(self, seed: int, folder: Path, *, words: int = 2400) -> None:
         self.chance = np.random.default_rng(seed)
         torch.manual_seed(seed)
+        self.seed = seed
         made = reasoning_gym.create_dataset(
             "spell_backward", min_word_len=3, max_word_len=4, size=words, seed=seed * 100_000
         )
@@ -58,7 +59,7 @@ class School:
 
     def learner(self, name: str, steps: int, lr: float, schedule: str = "constant", **settings: Any) -> Learner:
         update = UpdateConfig(**settings.pop("update", {}))
-        learner = Learner(self.policy, micro_batch_tokens=2048, temperature=1.0, device=CPU)
+        learner = Learner(self.policy, micro_batch_tokens=2048, temperature=1.0, device=CPU, seed=self.seed)
         algorithm, critic = build(name, settings.pop("pieces", {})), None
         if algorithm.needs_critic:
             critic = Critic(settings.pop("critic"))

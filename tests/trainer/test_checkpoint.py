@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from rayrft.algorithms import TokenBatch
+from rayrft.algorithms.ratios import TokenLoss, policy_losses
 from rayrft.config.stage import UpdateConfig
 from rayrft.config.trainer import OptimizerConfig
 from rayrft.errors import ModelError, RayrftError, StorageError
@@ -78,6 +80,50 @@ def test_resumed_training_is_the_training_that_went_on(ranks: tuple[int, int], t
     for field in ("loss", "value_loss", "kl", "kl_coef", "entropy_coef", "lr", "grad_norm"):
         assert getattr(last, field) == pytest.approx(getattr(result, field), abs=1e-6), field
     assert result.kl_coef != pytest.approx(1e-3, rel=0.01) and result.entropy_coef == pytest.approx(1e-3 + 5 * 5e-3)
+
+
+def drawing() -> Learner:
+    """Its loss drops tokens at random, as a user's own may."""
+
+    @policy_losses.register("dropped")
+    def dropped(logprobs: torch.Tensor, batch: TokenBatch) -> TokenLoss:
+        return TokenLoss(-batch.advantages * logprobs * (torch.rand(logprobs.shape) < 0.5))
+
+    return make_learner("grpo", {"policy_loss": "dropped"}, sharded=True)
+
+
+def _draw_and_go_on(folder: Path) -> Any:
+    learner = drawing()
+    learner.step([mine()])
+    written: list[str | None] = write(learner, folder)  # which takes a step, too
+    learner.step([mine()])
+    drawn = torch.zeros(dist.get_world_size())
+    drawn[dist.get_rank()] = torch.rand(())
+    dist.all_reduce(drawn)
+    return written, weights(learner), drawn
+
+
+def _load_and_draw(folder: Path) -> Any:
+    learner = drawing()
+    Checkpointer().load(learner, None, folder)
+    begun = torch.get_rng_state()
+    learner.chance.begin(step=1)
+    anew = torch.equal(begun, torch.get_rng_state())
+    torch.set_rng_state(begun)
+    for _ in range(2):
+        learner.step([mine()])
+    return weights(learner), anew
+
+
+def test_a_loss_that_draws_random_numbers_draws_the_same_ones_after_a_resume(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    written, expected, drawn = on_ranks(2, tmp_path, _draw_and_go_on, folder)
+    resumed, anew = on_ranks(2, tmp_path, _load_and_draw, folder)
+    assert written == [None] and drawn[0] != drawn[1]
+    torch.testing.assert_close(resumed, expected, atol=1e-12, rtol=0)
+    assert not anew, "the state is that of a beginning"
+    _, anew = on_ranks(1, tmp_path, _load_and_draw, folder)
+    assert anew, "on another number of ranks, it follows from seed, step and rank"
 
 
 def _save_and_take_weights(folder: Path) -> Any:
