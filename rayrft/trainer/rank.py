@@ -150,7 +150,7 @@ class Rank:
     def _make_ready(self, policy: Policy) -> str | None:
         """Choose how the model computes, and put the adapter in; gives what is unusual about the model."""
         config = self._setup.config
-        remark = policy.choose(pack=config.pack)
+        remark = policy.choose(pack=config.pack, compute=self._wire_dtype)
         if config.lora is not None:
             policy.lora = Lora(
                 policy.model,
@@ -170,7 +170,7 @@ class Rank:
     def _make_teacher(self, path: str) -> Policy:
         """A teacher for a stage, frozen, in the precision of the compute."""
         teacher = self._place(load_policy(path, "teacher"))
-        teacher.choose(pack=self._setup.config.pack)
+        teacher.choose(pack=self._setup.config.pack, compute=self._wire_dtype)
         for parameter in teacher.requires_grad_(False).parameters():  # buffers, such as rotary tables, stay exact
             parameter.data = parameter.data.to(self._wire_dtype)
         return self._shard(teacher)
