@@ -71,6 +71,12 @@ class Learner:
         self.critic = critic
         self.teacher = teacher
 
+    def close_stage(self) -> None:
+        """Free what the open stage alone needs, if there is one: critic, teacher, reference, moments."""
+        self.critic = self.teacher = self.reference = None
+        if hasattr(self, "optimizer"):
+            del self.optimizer
+
     def step(self, mini_batches: list[list[TrainRow]]) -> StepResult:
         """Train on this rank's rows of each mini-batch, in as many epochs as the stage says.
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from rayrft.algorithms import PolicyOutput, TokenBatch, chosen_logprobs
 from rayrft.buffer.images import ImageReader
+from rayrft.errors import ModelError
 from rayrft.trainer import packing
 from rayrft.trainer.batches import MicroBatch
 from rayrft.trainer.head import head_likeliest, head_logprobs
@@ -45,13 +46,23 @@ class Policy(nn.Module):
         self.lora: Lora | None = None
 
     def checkpoint_layers(self) -> None:
-        """Keep only the input of each layer for the backward pass, which computes the rest again."""
+        """Keep only the input of each layer for the backward pass, which computes the rest again.
+
+        Raises ModelError where the model's layers cannot do so.
+        """
         from transformers.modeling_layers import GradientCheckpointingLayer
 
+        layers = [module for module in self.model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        if not layers or not self.model.supports_gradient_checkpointing:
+            raise ModelError(
+                "the model's layers cannot be computed again for the backward pass",
+                field="trainer.gradient_checkpointing",
+                value=type(self.model).__name__,
+                remedy="set it to false",
+            )
         self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        for module in self.model.modules():
-            if isinstance(module, GradientCheckpointingLayer):
-                module.training = True  # the layer itself, not what is in it: else it does not checkpoint
+        for layer in layers:
+            layer.training = True  # the layer itself, not what is in it: else it does not checkpoint
 
     def choose(self, *, pack: bool, compute: torch.dtype = torch.float32) -> str | None:
         """Chunk the head, and ``pack`` rows, where that gives the log-probs that the model gives by itself.

@@ -126,9 +126,11 @@ class Rank:
 
     def _open_stage(self, command: c.OpenStage) -> None:
         algorithm, stage = command.algorithm, command.stage
+        # Before anything is loaded: the models of two stages need not fit into memory together.
+        self._critic = None
+        self._learner.close_stage()
         if command.weights is not None:
             load_hf(self._learner.policy, str(command.weights))
-        self._critic = None
         if algorithm.needs_critic:
             self._critic = self._make_critic()
             self._critic.open_stage(

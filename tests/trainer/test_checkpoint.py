@@ -50,24 +50,31 @@ def write(learner: Learner, folder: Path) -> list[str | None]:
     return said
 
 
+def everything(learner: Learner) -> torch.Tensor:
+    """The weights of policy and critic."""
+    assert learner.critic is not None
+    valued = [each.detach().full_tensor().flatten() for each in learner.critic.parameters()]  # type: ignore[attr-defined]
+    return torch.cat([weights(learner), *valued])
+
+
 def _save_and_go_on(folder: Path) -> Any:
     learner = ready()
     for _ in range(3):
         learner.step([mine()])
-    before = weights(learner)
+    before = everything(learner)
     assert write(learner, folder) == [None]
     for _ in range(2):
         result = learner.step([mine()])
-    return before, weights(learner), result
+    return before, everything(learner), result
 
 
 def _load_and_go_on(folder: Path) -> Any:
     learner = ready()
     Checkpointer().load(learner, learner.critic, folder)
-    before = weights(learner)
+    before = everything(learner)
     for _ in range(3):
         result = learner.step([mine()])
-    return before, weights(learner), result
+    return before, everything(learner), result
 
 
 @pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 2), (2, 4)], ids=lambda ranks: f"{ranks[0]} to {ranks[1]}")

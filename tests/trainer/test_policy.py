@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from rayrft.algorithms import token_logprobs
+from rayrft.errors import ModelError
 from rayrft.trainer import packing
 from rayrft.trainer.packing import Packing
 from rayrft.trainer.policy import Policy, scored_batch
@@ -203,3 +204,10 @@ def test_gradient_checkpointing_keeps_less_and_changes_no_gradient() -> None:
         gradients.append(torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None]))
     torch.testing.assert_close(*gradients)
     assert kept[1] < kept[0] / 2
+
+
+def test_a_model_that_cannot_checkpoint_its_layers_says_so() -> None:
+    model = torch.nn.Module()
+    model.supports_gradient_checkpointing = True
+    with pytest.raises(ModelError, match=r"trainer\.gradient_checkpointing: .* cannot be computed again"):
+        Policy(model).checkpoint_layers()

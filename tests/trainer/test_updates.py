@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -251,6 +253,27 @@ def test_the_critic_learns_the_returns_and_the_policy_waits_for_it() -> None:
     assert results[4].value_loss < 0.7 * results[0].value_loss
     learner.step([rows])
     assert not torch.equal(before, weights(learner))
+
+
+def test_a_closed_stage_leaves_nothing_but_the_policy_in_memory() -> None:
+    learner = make_learner("ppo", {"kl": "k1", "kl_in": "reward"})
+    learner.step([own_rows()])
+    assert learner.critic is not None and learner.reference is not None
+    held = [weakref.ref(each) for each in (learner.critic, learner.reference, learner.optimizer)]
+    learner.close_stage()
+    gc.collect()
+    assert [each() for each in held] == [None] * 3
+    learner.close_stage()
+
+
+def test_a_gradient_over_the_norm_that_is_allowed_is_scaled_to_it() -> None:
+    learner = make_learner("grpo", optimizer=OptimizerConfig(clip_norm=0.01))
+    learner.gradient(own_rows())
+    before = [parameter.grad.clone() for parameter in learner.policy.parameters() if parameter.grad is not None]
+    norm = float(torch.cat([each.flatten() for each in before]).norm())
+    assert norm > 0.02 and learner.optimizer.clip() == pytest.approx(norm)
+    for old, parameter in zip(before, learner.policy.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, old * 0.01 / norm, rtol=1e-4, atol=0)
 
 
 def _train(name: str, pieces: dict[str, Any], rows: list[TrainRow], update: UpdateConfig) -> tuple[StepResult, Any]:
