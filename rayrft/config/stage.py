@@ -43,7 +43,12 @@ class UpdateConfig(Section):
     reset_optimizer: bool = False
     """Forget the optimiser's moments at each such refresh."""
     critic_warmup_steps: int = Field(0, ge=0)
-    """Steps at the beginning in which only the critic learns."""
+    """Steps at the beginning in which only the critic learns; the policy's schedule begins after them."""
+
+    @property
+    def updates_per_step(self) -> int:
+        """Updates of the policy on a batch."""
+        return self.epochs * self.mini_batches
 
 
 class StageConfig(Section):

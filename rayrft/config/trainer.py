@@ -10,7 +10,7 @@ from rayrft.config.base import Section
 
 
 class OptimizerConfig(Section):
-    """AdamW with a learning-rate schedule over the steps of a stage."""
+    """AdamW with a learning-rate schedule over the steps of a stage, whatever the number of updates in each."""
 
     lr: float = Field(1e-4, ge=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -39,7 +39,7 @@ class TrainerConfig(Section):
     memory_gib: float = Field(1.2, gt=0)
     """Main memory planned for one rank."""
     micro_batch_tokens: int = Field(8192, ge=16)
-    """Tokens in one forward pass; a longer row has one to itself."""
+    """Tokens in one forward pass, with their padding where rows are padded; a longer row has one to itself."""
     pack: bool = True
     """Rows share one sequence, without padding or attention between them, where the model allows it."""
     gradient_checkpointing: bool = False

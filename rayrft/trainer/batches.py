@@ -22,7 +22,8 @@ from rayrft.trainer.packing import Packing
 class TrainRow:
     """What the losses need of an experience; arrays of shape ``[T]``. ``weight`` is its importance weight.
 
-    ``pair`` names the preference pair that it is one side of; the other side is the row before or after it.
+    ``pair`` numbers the preference pair that it is one side of; the other side is the row before or after it. A pair
+    that is in a batch twice, as across the end of an epoch, has two numbers.
     """
 
     token_ids: np.ndarray
@@ -32,7 +33,7 @@ class TrainRow:
     expert: bool
     weight: float = 1.0
     reward: float = 0.0
-    pair: str | None = None
+    pair: int | None = None
     chosen: bool = False
     images: tuple[str, ...] = ()
 
@@ -72,24 +73,30 @@ def fetch_rows(share: BatchShare) -> list[TrainRow]:
     import ray
 
     messages: list[pa.Buffer] = ray.get([part.ref for part in share.parts])
-    return [
-        row
-        for message, part in zip(messages, share.parts, strict=True)
-        for row in read_rows(unpack(message), part.rows, part.weights)
-    ]
+    rows: list[TrainRow] = []
+    for message, part in zip(messages, share.parts, strict=True):
+        rows += read_rows(unpack(message), part.rows, part.weights, start=len(rows))
+    return rows
 
 
-def read_rows(batch: pa.RecordBatch, indices: np.ndarray, weights: np.ndarray) -> list[TrainRow]:
-    """The rows of these indices with their importance weights; expert rows have no advantages and get zeros."""
+def read_rows(batch: pa.RecordBatch, indices: np.ndarray, weights: np.ndarray, *, start: int = 0) -> list[TrainRow]:
+    """The rows of these indices with their importance weights; expert rows have no advantages and get zeros.
+
+    ``start`` is the place of the first in the rank's share. A pair's number is the place of its first side.
+    """
     tokens, masks, logprobs, advantages = (
         list_column(batch.column(name), indices) for name in ("token_ids", "action_mask", "logprobs", "advantages")
     )
     taken = batch.select(["source", "reward", "pair_id", "chosen", "images"]).take(pa.array(indices)).to_pydict()
-    rows = []
+    rows: list[TrainRow] = []
+    names = taken["pair_id"]
     for place, weight in enumerate(weights):
         token_ids, mask, behaviour = tokens[place], masks[place], logprobs[place]
         assert token_ids is not None and mask is not None and behaviour is not None  # not nullable in the schema
         advantage = advantages[place]
+        pair = None if names[place] is None else start + place
+        if pair is not None and place and names[place - 1] == names[place] and rows[-1].pair == pair - 1:
+            pair = rows[-1].pair  # the row before is the first side of this one's pair
         rows.append(
             TrainRow(
                 token_ids,
@@ -99,7 +106,7 @@ def read_rows(batch: pa.RecordBatch, indices: np.ndarray, weights: np.ndarray) -
                 expert=taken["source"][place] == "expert",
                 weight=float(weight),
                 reward=taken["reward"][place] or 0.0,
-                pair=taken["pair_id"][place],
+                pair=pair,
                 chosen=bool(taken["chosen"][place]),
                 images=tuple(taken["images"][place] or ()),
             )
@@ -107,19 +114,20 @@ def read_rows(batch: pa.RecordBatch, indices: np.ndarray, weights: np.ndarray) -
     return rows
 
 
-def micro_batches(rows: list[TrainRow], max_tokens: int, device: torch.device) -> list[MicroBatch]:
-    """Micro-batches of nearly equal size and at most ``max_tokens`` tokens, as few as can be.
+def micro_batches(
+    rows: list[TrainRow], max_tokens: int, device: torch.device, *, padded: bool = False
+) -> list[MicroBatch]:
+    """Micro-batches of at most ``max_tokens`` tokens, as few as can be; where rows are ``padded``, padding counts too.
 
-    A longer row stands alone, the sides of a pair stay together. The result does not depend on the order of the rows.
+    A longer row stands alone, the sides of a pair stay together. Packed ones are of nearly equal size, padded ones hold
+    rows of nearly equal length. The result does not depend on the order of the rows.
     """
-    if not rows:
-        return []
-    units = [list(unit) for _, unit in groupby(rows, key=lambda row: row.pair or id(row))]
-    units.sort(key=lambda unit: (-_tokens(unit), [(row.token_ids.tobytes(), row.images) for row in unit]))
-    bound = max(max_tokens, _tokens(units[0]))
-    count = -(-sum(map(_tokens, units)) // bound)
-    while max(map(_tokens, bins := _level(units, count))) > bound:
-        count += 1
+    units = [list(unit) for _, unit in groupby(rows, key=lambda row: (row.pair, id(row) if row.pair is None else 0))]
+    size = _padded if padded else _tokens
+    units.sort(key=lambda unit: (-size(unit), [(row.token_ids.tobytes(), row.images) for row in unit]))
+    fit = [unit for unit in units if size(unit) <= max_tokens]
+    bins = [unit for unit in units if size(unit) > max_tokens]
+    bins += _alike(fit, max_tokens) if padded else _level(fit, max_tokens)
     return [_flatten(held, device) for held in bins]
 
 
@@ -133,20 +141,41 @@ def _tokens(unit: list[TrainRow]) -> int:
     return sum(len(row.token_ids) for row in unit)
 
 
-def _level(units: list[list[TrainRow]], count: int) -> list[list[TrainRow]]:
-    """Each unit, longest first, to the bin that holds least (longest processing time first, Graham 1969)."""
-    bins: list[list[TrainRow]] = [[] for _ in range(count)]
-    heap = [(0, number) for number in range(count)]
+def _padded(unit: list[TrainRow]) -> int:
+    return len(unit) * max(len(row.token_ids) for row in unit)
+
+
+def _alike(units: list[list[TrainRow]], max_tokens: int) -> list[list[TrainRow]]:
+    """Units, longest first, one after the other into a bin until it is full: no other way needs fewer bins."""
+    bins: list[list[TrainRow]] = []
     for unit in units:
-        tokens, number = heap[0]
-        bins[number] += unit
-        heapq.heapreplace(heap, (tokens + _tokens(unit), number))
-    return [held for held in bins if held]
+        if not bins or _padded(bins[-1] + unit) > max_tokens:
+            bins.append([])
+        bins[-1] += unit
+    return bins
+
+
+def _level(units: list[list[TrainRow]], max_tokens: int) -> list[list[TrainRow]]:
+    """Each unit, longest first, to the bin that holds least (longest processing time first, Graham 1969), among the
+    smallest number of bins that do so without one overflowing."""
+    count = -(-sum(map(_tokens, units)) // max_tokens)
+    while True:
+        bins: list[list[TrainRow]] = [[] for _ in range(count)]
+        heap = [(0, number) for number in range(count)]
+        for unit in units:
+            tokens, number = heap[0]
+            bins[number] += unit
+            heapq.heapreplace(heap, (tokens + _tokens(unit), number))
+        if all(tokens <= max_tokens for tokens, _ in heap):
+            return bins
+        count += 1
 
 
 def _flatten(rows: list[TrainRow], device: torch.device) -> MicroBatch:
     lengths = [len(row.token_ids) for row in rows]
-    pairs = {name: number for number, name in enumerate(dict.fromkeys(row.pair for row in rows if row.pair))}
+    pairs = {
+        name: number for number, name in enumerate(dict.fromkeys(row.pair for row in rows if row.pair is not None))
+    }
     tokens = TokenBatch(
         mask=_join([row.mask for row in rows]).bool().to(device),
         sequence=torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths)).to(device),
@@ -155,7 +184,7 @@ def _flatten(rows: list[TrainRow], device: torch.device) -> MicroBatch:
         expert=torch.tensor([row.expert for row in rows], device=device),
         weight=torch.tensor([row.weight for row in rows], dtype=torch.float32, device=device),
         reward=torch.tensor([row.reward for row in rows], dtype=torch.float32, device=device),
-        pair=torch.tensor([pairs.get(row.pair or "", -1) for row in rows], device=device),
+        pair=torch.tensor([-1 if row.pair is None else pairs[row.pair] for row in rows], device=device),
         chosen=torch.tensor([row.chosen for row in rows], device=device),
     )
     images = tuple(row.images for row in rows)

@@ -5,7 +5,8 @@ It holds what is trained. Frozen weights stay where they were loaded from, which
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from rayrft.errors import ModelError
+from rayrft.errors import ModelError, RayrftError, StorageError
 from rayrft.trainer.critic import Critic
 from rayrft.trainer.learner import Learner
 from rayrft.trainer.model import load_hf
@@ -55,7 +56,7 @@ class Checkpointer:
         writing.add_done_callback(finished)
 
     def load_policy(self, policy: Policy, folder: Path) -> None:
-        """Put the weights in place, and nothing else. Raises ModelError when the checkpoint is of another model."""
+        """Put the weights in place, and nothing else. Raises as `load` does."""
         self._rebase(policy, folder)
         state: State = {"policy": _trained(policy)}
         self._read(state, folder)
@@ -64,17 +65,19 @@ class Checkpointer:
     def load(self, learner: Learner, critic: Critic | None, folder: Path) -> None:
         """Put everything in place that the open stage has: weights, optimisers, schedules, reference.
 
-        Raises ModelError when the checkpoint is of another model.
+        Raises ModelError when the checkpoint is of another model, and StorageError when its files are not all there or
+        cannot be read.
         """
         self._rebase(learner.policy, folder)
-        names = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
-        state = _state(learner, critic, {name.partition(".")[0] for name in names})
+        with _explained(folder):
+            names = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+        state = _state(learner, critic, set(names))
         self._read(state, folder)
         for name, (model, optimizer) in _models(learner, critic).items():
             set_model_state_dict(model, state[name], options=_TRAINED_ONLY)
             if (moments := state.get(_optimizer(name))) is not None:
                 set_optimizer_state_dict(model, optimizer.adam, moments)
-        learner.restore(state["learner"])
+        learner.restore(state["learner"], state.get(_chance(learner)))
 
     def _rebase(self, policy: Policy, folder: Path) -> None:
         """Under an adapter, have the frozen weights that the checkpoint's was trained on."""
@@ -87,28 +90,68 @@ class Checkpointer:
             load_hf(policy, base)
 
     def _read(self, state: State, folder: Path) -> None:
-        try:
+        with _explained(folder):
             load(state, checkpoint_id=str(folder), process_group=self._group)
-        except CheckpointException as error:
-            raise ModelError(
-                f"the checkpoint does not fit the model: {_why(error)}",
-                field="model",
-                value=str(folder),
-                remedy="resume with the model that the run began with",
-            ) from None
 
 
 def read_base(folder: Path) -> str:
-    """The folder of the frozen weights under a checkpoint's adapter; empty where they are those of the run's model."""
+    """The folder of the frozen weights under a checkpoint's adapter; empty where they are those of the run's model.
+
+    Raises as `Checkpointer.load` does.
+    """
     state = {"base": ""}
-    load(state, checkpoint_id=str(folder), no_dist=True)
+    with _explained(folder):
+        load(state, checkpoint_id=str(folder), no_dist=True)
     return state["base"]
 
 
 def load_weights(folder: Path, weights: dict[str, torch.Tensor]) -> None:
-    """Fill ``weights`` (by their checkpoint names) from a checkpoint, in this process alone."""
+    """Fill ``weights`` (by their checkpoint names) from a checkpoint, in this process alone.
+
+    Raises as `Checkpointer.load` does.
+    """
     state = {"policy": {f"model.{name}": tensor for name, tensor in weights.items()}}
-    load(state, checkpoint_id=str(folder), no_dist=True)
+    with _explained(folder):
+        load(state, checkpoint_id=str(folder), no_dist=True)
+
+
+@contextlib.contextmanager
+def _explained(folder: Path) -> Iterator[None]:
+    """What goes wrong in here is raised as the error that `Checkpointer.load` names."""
+    try:
+        (folder / ".metadata").stat()
+        yield
+    except (CheckpointException, OSError) as error:
+        raise _unreadable(error, folder) from None
+
+
+def _unreadable(error: BaseException, folder: Path) -> RayrftError:
+    cause = _cause(error)
+    before = "delete the folder: the run then goes on from the checkpoint before it"
+    if isinstance(cause, FileNotFoundError):
+        return StorageError(
+            f"the checkpoint is not whole: {Path(cause.filename or '').name} is missing",
+            field="checkpoint",
+            value=str(folder),
+            remedy=before,
+        )
+    if "Missing key in checkpoint" in str(cause):
+        return ModelError(
+            f"the checkpoint lacks what the model has: {_why(error)}",
+            field="model",
+            value=str(folder),
+            remedy="resume with the model, adapter and algorithm that the run began with",
+        )
+    if "ize mismatch" in str(cause):
+        return ModelError(
+            f"the checkpoint does not fit the model: {_why(error)}",
+            field="model",
+            value=str(folder),
+            remedy="resume with the model that the run began with",
+        )
+    return StorageError(
+        f"the checkpoint cannot be read: {_why(error)}", field="checkpoint", value=str(folder), remedy=before
+    )
 
 
 def _models(learner: Learner, critic: Critic | None) -> dict[str, tuple[nn.Module, Optimizer]]:
@@ -117,13 +160,16 @@ def _models(learner: Learner, critic: Critic | None) -> dict[str, tuple[nn.Modul
 
 
 def _state(learner: Learner, critic: Critic | None, written: set[str] | None = None) -> State:
-    """What a checkpoint holds: tensors that `load` fills in place. ``written`` are the parts of the one to be read."""
+    """What a checkpoint holds: tensors that `load` fills in place. ``written`` are the names in the one to be read."""
     state: State = {"learner": learner.state(), "base": _base(learner.policy)}
+    parts = None if written is None else {name.partition(".")[0] for name in written}
     for name, (model, optimizer) in _models(learner, critic).items():
         state[name] = _trained(model)
         # Before its first update an optimiser has no state, and asking for it would make one.
-        if _optimizer(name) in written if written is not None else optimizer.adam.state:
+        if _optimizer(name) in parts if parts is not None else optimizer.adam.state:
             state[_optimizer(name)] = get_optimizer_state_dict(model, optimizer.adam)
+    if parts is None or _chance(learner) in parts:
+        state[_chance(learner)] = learner.chance.state()
     return state
 
 
@@ -146,11 +192,19 @@ def _optimizer(name: str) -> str:
     return f"{name}_optimizer"
 
 
+def _chance(learner: Learner) -> str:
+    return f"chance {learner.chance.name}"
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What the first rank that failed ran into."""
+    return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+
+
 def _why(error: BaseException) -> str:
-    """The cause on the first rank that failed, in a line."""
-    if isinstance(error, CheckpointException):
-        error, _ = next(iter(error.failures.values()))
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"
+    """The cause in a line."""
+    cause = _cause(error)
+    return ": ".join([type(cause).__name__, *str(cause).strip().splitlines()[-1:]])
 
 
 def _copy(value: Any) -> Any:

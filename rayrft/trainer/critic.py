@@ -32,9 +32,9 @@ class Critic(nn.Module):
         self.head = nn.Linear(config.hidden_size, 1, bias=False, dtype=dtype, device=example.device)
         nn.init.zeros_(self.head.weight)
 
-    def open_stage(self, config: OptimizerConfig, updates: int, ranks: int) -> None:
+    def open_stage(self, config: OptimizerConfig, steps: int, ranks: int, updates_per_step: int = 1) -> None:
         """Begin a stage with a fresh optimiser."""
-        self.optimizer = Optimizer(self.parameters(), config, updates)
+        self.optimizer = Optimizer(self.parameters(), config, steps, updates_per_step)
         self._ranks = ranks
 
     def forward(self, batch: MicroBatch) -> Tensor:
@@ -51,8 +51,9 @@ class Critic(nn.Module):
         found: Tensor = self(batch)
         return found
 
-    def update(self, batches: list[MicroBatch], over: Denominators, algorithm: Algorithm) -> Tensor:
-        """One update on a mini-batch, whose rows carry returns; gives this rank's share of the loss."""
+    def backward(self, batches: list[MicroBatch], over: Denominators, algorithm: Algorithm) -> Tensor:
+        """Leave the gradient of a mini-batch, whose rows carry returns, in the parameters; gives this rank's share of
+        the loss."""
         total = torch.zeros(())
         for index, micro in enumerate(batches):
             if isinstance(self, FSDPModule):
@@ -60,6 +61,4 @@ class Critic(nn.Module):
             loss = algorithm.value_loss_of(self(micro), micro.tokens, over)
             torch.autograd.backward(loss * self._ranks)
             total += loss.detach().cpu()
-        self.optimizer.clip()
-        self.optimizer.step()
         return total

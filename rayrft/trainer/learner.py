@@ -26,6 +26,7 @@ from rayrft.config.stage import UpdateConfig
 from rayrft.config.trainer import OptimizerConfig
 from rayrft.errors import RayrftError
 from rayrft.trainer.batches import MicroBatch, TrainRow, empty_batch, micro_batches
+from rayrft.trainer.chance import Chance
 from rayrft.trainer.critic import Critic
 from rayrft.trainer.model import reshard
 from rayrft.trainer.optimizer import Optimizer
@@ -37,8 +38,11 @@ from rayrft.trainer.result import StepResult, Update
 class Learner:
     """The policy (sharded or not), its optimiser and the loss. Every method is a collective over the default group."""
 
-    def __init__(self, policy: Policy, *, micro_batch_tokens: int, temperature: float, device: torch.device) -> None:
+    def __init__(
+        self, policy: Policy, *, micro_batch_tokens: int, temperature: float, device: torch.device, seed: int = 0
+    ) -> None:
         self.policy = policy
+        self.chance = Chance(seed, device)
         self._micro_batch_tokens = micro_batch_tokens
         self._temperature = temperature
         self._device = device
@@ -53,22 +57,30 @@ class Learner:
         critic: Critic | None = None,
         teacher: Policy | None = None,
     ) -> None:
-        """Begin a stage with a fresh optimiser, schedule and reference."""
+        """Begin a stage with a fresh optimiser, schedule and reference, and random numbers of the seed."""
+        self.chance.begin(step=0)
         self._coefficients = Coefficients.of(algorithm)
         self._algorithm = self._coefficients.applied(algorithm)
         self._update_config = update or UpdateConfig()
-        self._steps = steps
         self._step = 0
-        updates = steps * self._update_config.epochs * self._update_config.mini_batches
-        self.optimizer = Optimizer(self.policy.parameters(), optimizer, updates)
+        self._policy_waits = self._update_config.critic_warmup_steps if critic is not None else 0
+        self.optimizer = Optimizer(
+            self.policy.parameters(), optimizer, steps - self._policy_waits, self._update_config.updates_per_step
+        )
         self.reference = Reference(self.policy) if algorithm.needs_reference else None
         self.critic = critic
         self.teacher = teacher
 
+    def close_stage(self) -> None:
+        """Free what the open stage alone needs, if there is one: critic, teacher, reference, moments."""
+        self.critic = self.teacher = self.reference = None
+        if hasattr(self, "optimizer"):
+            del self.optimizer
+
     def step(self, mini_batches: list[list[TrainRow]]) -> StepResult:
         """Train on this rank's rows of each mini-batch, in as many epochs as the stage says.
 
-        Raises RayrftError when loss or gradient is not finite; the policy is as it was before that update.
+        Raises RayrftError when loss or gradient is not finite; policy and critic are as they were before that update.
         """
         started = time.perf_counter()
         batches = self._lay_out(mini_batches)
@@ -79,8 +91,7 @@ class Learner:
             for batch, denominators in zip(batches, over, strict=True):
                 updates.append(self._update(batch, denominators))
                 if self.critic is not None:
-                    share = self.critic.update(batch, denominators, self._algorithm)
-                    value_losses.append(float(self._reduce(share)))
+                    value_losses.append(self._update_critic(self.critic, batch, denominators))
         # Where own rows have no weight in the loss, nothing is known of KL and entropy.
         sequences = round(sum(each.policy_sequences for each in over)) if self._algorithm.mu(self._step) < 1.0 else 0
         self._step += 1
@@ -102,9 +113,14 @@ class Learner:
             "coefficients": self._coefficients.state(),
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Stand where the stage stood; the reference was filled in place."""
+    def restore(self, state: dict[str, Any], chance: dict[str, Tensor] | None) -> None:
+        """Stand where the stage stood; the reference was filled in place. ``chance``: where this rank's random numbers
+        stood, unless there was no such rank."""
         self._step = state["step"]
+        if chance is not None:
+            self.chance.restore(chance)
+        else:
+            self.chance.begin(self._step)
         self.optimizer.taken = state["taken"]
         if self.critic is not None:
             self.critic.optimizer.taken = state["critic_taken"]
@@ -131,7 +147,9 @@ class Learner:
 
     def _lay_out(self, mini_batches: list[list[TrainRow]]) -> list[list[MicroBatch]]:
         """The micro-batches of each mini-batch, as many on every rank: the most that any has."""
-        batches = [micro_batches(rows, self._micro_batch_tokens, self._device) for rows in mini_batches]
+        models = [model for model in (self.policy, self.critic, self.teacher) if model is not None]
+        padded = not all(model.packs for model in models)
+        batches = [micro_batches(rows, self._micro_batch_tokens, self._device, padded=padded) for rows in mini_batches]
         most = self._reduce(torch.tensor([len(each) for each in batches]), dist.ReduceOp.MAX).tolist()
         empty = empty_batch(self._device)
         return [each + [empty] * (number - len(each)) for each, number in zip(batches, most, strict=True)]
@@ -193,24 +211,37 @@ class Learner:
         return batches
 
     def _update(self, batch: list[MicroBatch], over: Denominators) -> Update:
-        parts = self._backward(batch, over)
-        grad_norm, lr = self.optimizer.clip(), self.optimizer.lr
-        if not math.isfinite(float(parts.loss)) or not math.isfinite(grad_norm):
-            self.optimizer.adam.zero_grad()
+        if self._step < self._policy_waits:
+            with torch.no_grad():
+                parts = self._backward(batch, over)
+            reshard(self.policy)
+            return Update(parts, over, grad_norm=0.0, lr=0.0)
+        parts, lr = self._backward(batch, over), self.optimizer.lr
+        return Update(parts, over, self._descend(self.optimizer, float(parts.loss), "model"), lr)
+
+    def _update_critic(self, critic: Critic, batch: list[MicroBatch], over: Denominators) -> float:
+        """One update of the critic; gives its loss over all ranks."""
+        loss = float(self._reduce(critic.backward(batch, over, self._algorithm)))
+        self._descend(critic.optimizer, loss, "critic")
+        return loss
+
+    def _descend(self, optimizer: Optimizer, loss: float, whose: str) -> float:
+        """One update with the gradient that is there; gives its norm before it was clipped."""
+        grad_norm = optimizer.clip()
+        if not math.isfinite(loss) or not math.isfinite(grad_norm):
+            optimizer.adam.zero_grad()
             raise RayrftError(
-                "the loss or its gradient is not finite; the model was not updated",
+                f"the loss or its gradient is not finite; the {whose} was not updated",
                 field="trainer",
-                value={"loss": float(parts.loss), "grad_norm": grad_norm, "step of the stage": self._step},
-                remedy="lower optimizer.lr, or look at the rows of this step",
+                value={"loss": loss, "grad_norm": grad_norm, "step of the stage": self._step},
+                remedy="lower the optimizer's lr, or look at the rows of this step",
             )
-        if self._step >= self._update_config.critic_warmup_steps or self.critic is None:
-            self.optimizer.step()
-        else:
-            self.optimizer.adam.zero_grad()
-        return Update(parts, over, grad_norm, lr)
+        optimizer.step()
+        return grad_norm
 
     def _backward(self, batch: list[MicroBatch], over: Denominators) -> LossParts:
-        """Leave the gradient of a mini-batch in the parameters; gives the parts of its loss over all ranks."""
+        """Leave the gradient of a mini-batch in the parameters, where gradients are wanted; gives the parts of its loss
+        over all ranks."""
         total = torch.stack(
             [self._backward_micro(micro, over, last=index == len(batch) - 1) for index, micro in enumerate(batch)]
         ).sum(0)
@@ -224,7 +255,8 @@ class Learner:
         )
         parts = self._algorithm.loss(output, micro.tokens, over, step=self._step)
         # Data parallelism averages gradients over ranks; the loss is already divided globally, so it wants their sum.
-        torch.autograd.backward(parts.loss * self._ranks)
+        if torch.is_grad_enabled():
+            torch.autograd.backward(parts.loss * self._ranks)
         return parts.stack()
 
     def _refresh(self) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -29,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from rayrft.buffer.images import ImageReader, takes_images
 from rayrft.errors import ModelError
+from rayrft.trainer.folders import appearing
 from rayrft.trainer.lora import checkpoint_name
 from rayrft.trainer.policy import Policy
 
@@ -113,14 +111,16 @@ def save_hf(policy: Policy, tokenizer_from: str, folder: Path, *, writer: bool) 
 
 
 def write_hf(policy: Policy, state: dict[str, Tensor], tokenizer_from: str, folder: Path) -> None:
-    """Write a Hugging Face folder from the model's whole parameters; an adapter is merged."""
+    """Write a Hugging Face folder from the model's whole parameters; an adapter is merged, into the frozen weights as
+    their files have them: the model's own may be rounded to the precision of the compute."""
     # Of tied weights one is kept. Where shards were gathered they are two tensors, and both would be written.
     tied = set(policy.model.all_tied_weights_keys)
     weights = {checkpoint_name(name): tensor for name, tensor in state.items()}
     weights = {name: tensor for name, tensor in weights.items() if name not in tied}
     if policy.lora is not None:
-        weights = policy.lora.merged(weights)
-    with _appearing(folder) as temporary:
+        exact = load_policy(policy.lora.base).model.state_dict()
+        weights = policy.lora.merged({name: exact.get(name, tensor) for name, tensor in weights.items()})
+    with appearing(folder) as temporary:
         policy.model.save_pretrained(temporary, state_dict=weights)
         _save_tokenizer(tokenizer_from, temporary)
         if policy.images is not None:
@@ -135,7 +135,7 @@ def write_adapter(policy: Policy, base: str, tokenizer_from: str, folder: Path) 
     settings = policy.lora.peft_config
     settings.base_model_name_or_path = base
     factors = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in named_weights(policy)}
-    with _appearing(folder) as temporary:
+    with appearing(folder) as temporary:
         settings.save_pretrained(str(temporary))
         save_file(factors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
         _save_tokenizer(tokenizer_from, temporary)
@@ -158,22 +158,3 @@ def _save_tokenizer(tokenizer_from: str, folder: Path) -> None:
     from transformers import AutoTokenizer
 
     AutoTokenizer.from_pretrained(tokenizer_from).save_pretrained(folder)
-
-
-@contextlib.contextmanager
-def _appearing(folder: Path) -> Iterator[Path]:
-    """A place to write what then appears as ``folder``, at once and whole, or not at all."""
-    temporary = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    yield temporary
-    _sync_to_disk(temporary)
-    shutil.rmtree(folder, ignore_errors=True)
-    temporary.rename(folder)
-
-
-def _sync_to_disk(folder: Path) -> None:
-    for file in folder.iterdir():
-        descriptor = os.open(file, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)

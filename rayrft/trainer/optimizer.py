@@ -12,12 +12,16 @@ from rayrft.config.trainer import OptimizerConfig
 
 
 class Optimizer:
-    """AdamW over the steps of a stage. ``taken`` counts the updates made, from which the rate follows."""
+    """AdamW over the steps of a stage, each of so many updates. ``taken`` counts the updates made, from which the rate
+    follows."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], config: OptimizerConfig, updates: int) -> None:
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], config: OptimizerConfig, steps: int, updates_per_step: int = 1
+    ) -> None:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._config = config
-        self._updates = updates
+        self._steps = steps
+        self._updates_per_step = updates_per_step
         self.taken = 0
         self.reset()
 
@@ -30,7 +34,7 @@ class Optimizer:
     @property
     def lr(self) -> float:
         """Of the next update."""
-        return learning_rate(self._config, self.taken, self._updates)
+        return learning_rate(self._config, self.taken, self._steps, self._updates_per_step)
 
     def clip(self) -> float:
         """Scale the gradient to the largest norm that is allowed; gives the norm that it had. A collective."""
@@ -46,11 +50,13 @@ class Optimizer:
         self.taken += 1
 
 
-def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """Rate at step ``step`` (from 0) of ``steps``: a linear warm-up, then constant, or decayed to 0 at the end."""
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    done = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
+def learning_rate(config: OptimizerConfig, update: int, steps: int, updates_per_step: int = 1) -> float:
+    """Rate of update ``update`` (from 0) of ``steps`` steps: a linear warm-up, then constant, or decayed to 0 at the
+    end."""
+    warmup, updates = config.warmup_steps * updates_per_step, steps * updates_per_step
+    if update < warmup:
+        return config.lr * (update + 1) / warmup
+    done = (update - warmup) / max(1, updates - warmup)
     if config.schedule == "linear":
         return config.lr * (1 - done)
     if config.schedule == "cosine":

@@ -98,12 +98,17 @@ def packed_attention(
     it packs. Attention dropout is not applied, as it must not be where ratios of probabilities are taken.
     """
     query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
-    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+    if uses_kernel(query.device, query.dtype):
         out = _kernel(query, key, value, packing, scaling, sliding_window)
     else:
         out = torch.cat([_bucket(query, key, value, each, scaling, sliding_window) for each in packing.buckets])
         out = out[packing.place]
     return out[None], None
+
+
+def uses_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether attention in this precision is the variable-length kernel's there."""
+    return device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
 
 
 def _kernel(

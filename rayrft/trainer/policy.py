@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from rayrft.algorithms import PolicyOutput, TokenBatch, chosen_logprobs
 from rayrft.buffer.images import ImageReader
+from rayrft.errors import ModelError
 from rayrft.trainer import packing
 from rayrft.trainer.batches import MicroBatch
 from rayrft.trainer.head import head_likeliest, head_logprobs
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
 
 _ALIKE = 1e-4
 """Nats between two ways to compute the same log-probs (float32) from which on they are not the same."""
+
+_ROUNDING = 3.0
+"""How many times as far from float32 as the model itself, computed in half precision, a kernel may be."""
 
 
 class Policy(nn.Module):
@@ -41,19 +46,30 @@ class Policy(nn.Module):
         self.lora: Lora | None = None
 
     def checkpoint_layers(self) -> None:
-        """Keep only the input of each layer for the backward pass, which computes the rest again."""
+        """Keep only the input of each layer for the backward pass, which computes the rest again.
+
+        Raises ModelError where the model's layers cannot do so.
+        """
         from transformers.modeling_layers import GradientCheckpointingLayer
 
+        layers = [module for module in self.model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        if not layers or not self.model.supports_gradient_checkpointing:
+            raise ModelError(
+                "the model's layers cannot be computed again for the backward pass",
+                field="trainer.gradient_checkpointing",
+                value=type(self.model).__name__,
+                remedy="set it to false",
+            )
         self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        for module in self.model.modules():
-            if isinstance(module, GradientCheckpointingLayer):
-                module.training = True  # the layer itself, not what is in it: else it does not checkpoint
+        for layer in layers:
+            layer.training = True  # the layer itself, not what is in it: else it does not checkpoint
 
-    def choose(self, *, pack: bool) -> str | None:
+    def choose(self, *, pack: bool, compute: torch.dtype = torch.float32) -> str | None:
         """Chunk the head, and ``pack`` rows, where that gives the log-probs that the model gives by itself.
 
         A model may mix tokens by more than plain attention, or change its logits after the head. What differs is not
-        used; gives what that is and by how much, or None. To be called before the model is sharded.
+        used; gives what that is and by how much, or None. To be called before the model is sharded, while its weights
+        are in float32; ``compute`` is the precision that it will be trained in.
         """
         batch = _sample(self.vocabulary, next(self.parameters()).device)
         expected = self._logprobs(batch)
@@ -63,26 +79,47 @@ class Policy(nn.Module):
             if (gap := self._gap(batch, expected)) > _ALIKE:
                 said.append(f"the head is not chunked: log-probs would differ by {gap:.2g}")
                 self.chunks_head = False
-        if pack and (why := self._try_packing(batch, expected)):
+        if pack and (why := self._try_packing(batch, expected, compute)):
             said.append(f"rows are padded, not packed: {why}")
         return "; ".join(said) or None
 
-    def _try_packing(self, batch: MicroBatch, expected: Tensor) -> str | None:
+    def _try_packing(self, batch: MicroBatch, expected: Tensor, compute: torch.dtype) -> str | None:
         """Pack from now on, or give the reason why not."""
         if self.images is not None:
             return "tokens of an image have positions in its plane"
-        own = self.model.config._attn_implementation
+        own, kernel = self.model.config._attn_implementation, packing.uses_kernel(batch.token_ids.device, compute)
+        rounding = 0.0
+        if kernel:
+            with _in_precision(self.model, compute):
+                rounding = self._gap(batch, expected)
         packing.register()
         try:
             self.model.set_attn_implementation(packing.ATTENTION)
         except (ValueError, NotImplementedError) as error:
             return str(error).splitlines()[0]
         self.packs = True
-        if (gap := self._gap(batch, expected)) > _ALIKE:
+        why = f"log-probs would differ by {gap:.2g}" if (gap := self._gap(batch, expected)) > _ALIKE else None
+        if kernel and why is None:
+            with _in_precision(self.model, compute):
+                why = self._try_kernel(batch, expected, rounding)
+        if why is not None:
             self.packs = False
             self.model.set_attn_implementation(own)
-            return f"log-probs would differ by {gap:.2g}"
-        return None
+        return why
+
+    def _try_kernel(self, batch: MicroBatch, expected: Tensor, rounding: float) -> str | None:
+        """Go forward and backward through the attention kernel, or give the reason why that cannot be."""
+        try:
+            found = self.output(batch, temperature=1.0).logprobs
+            torch.autograd.grad(found.sum(), self.model.get_input_embeddings().weight)
+        except Exception as error:  # whatever a kernel refuses a head's size with, now or on the way back
+            return f"the attention kernel fails: {(str(error).splitlines() or [type(error).__name__])[0]}"
+        gap = float((found.detach() - expected).abs().max())
+        if gap <= _ALIKE + _ROUNDING * rounding:
+            return None
+        return (
+            f"with the attention kernel log-probs would differ by {gap:.2g}, and by {rounding:.2g} from rounding alone"
+        )
 
     @property
     def vocabulary(self) -> int:
@@ -143,6 +180,19 @@ class Policy(nn.Module):
 
     def _gap(self, batch: MicroBatch, expected: Tensor) -> float:
         return float((self._logprobs(batch) - expected).abs().max())
+
+
+@contextlib.contextmanager
+def _in_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """In here parameters are rounded to ``dtype``, as FSDP2 does for the compute; buffers are not."""
+    exact = {parameter: parameter.data for parameter in model.parameters()}
+    for parameter, data in exact.items():
+        parameter.data = data.to(dtype)
+    try:
+        yield
+    finally:
+        for parameter, data in exact.items():
+            parameter.data = data
 
 
 def lay_out(batch: MicroBatch, *, packs: bool, images: ImageReader | None) -> tuple[dict[str, Any], Tensor]:

@@ -84,6 +84,7 @@ class Rank:
             micro_batch_tokens=setup.config.micro_batch_tokens,
             temperature=setup.temperature,
             device=self._device,
+            seed=setup.seed,
         )
         self._checkpointer = Checkpointer()
         self._group: WeightGroup | None = None
@@ -125,13 +126,16 @@ class Rank:
 
     def _open_stage(self, command: c.OpenStage) -> None:
         algorithm, stage = command.algorithm, command.stage
+        # Before anything is loaded: the models of two stages need not fit into memory together.
+        self._critic = None
+        self._learner.close_stage()
         if command.weights is not None:
             load_hf(self._learner.policy, str(command.weights))
-        self._critic = None
         if algorithm.needs_critic:
             self._critic = self._make_critic()
-            updates = stage.steps * stage.update.epochs * stage.update.mini_batches
-            self._critic.open_stage(stage.critic_optimizer, updates, self._setup.config.ranks)
+            self._critic.open_stage(
+                stage.critic_optimizer, stage.steps, self._setup.config.ranks, stage.update.updates_per_step
+            )
         teacher = self._make_teacher(stage.teacher) if stage.teacher else None
         self._learner.open_stage(algorithm, stage.optimizer, stage.steps, stage.update, self._critic, teacher)
 
@@ -148,7 +152,7 @@ class Rank:
     def _make_ready(self, policy: Policy) -> str | None:
         """Choose how the model computes, and put the adapter in; gives what is unusual about the model."""
         config = self._setup.config
-        remark = policy.choose(pack=config.pack)
+        remark = policy.choose(pack=config.pack, compute=self._wire_dtype)
         if config.lora is not None:
             policy.lora = Lora(
                 policy.model,
@@ -168,7 +172,7 @@ class Rank:
     def _make_teacher(self, path: str) -> Policy:
         """A teacher for a stage, frozen, in the precision of the compute."""
         teacher = self._place(load_policy(path, "teacher"))
-        teacher.choose(pack=self._setup.config.pack)
+        teacher.choose(pack=self._setup.config.pack, compute=self._wire_dtype)
         for parameter in teacher.requires_grad_(False).parameters():  # buffers, such as rotary tables, stay exact
             parameter.data = parameter.data.to(self._wire_dtype)
         return self._shard(teacher)
@@ -205,7 +209,9 @@ class Rank:
 
     def _describe(self) -> Parcel:
         policy = self._learner.policy
-        metas = [TensorMeta.of(name, tensor, self._wire_dtype) for name, tensor in named_weights(policy)]
+        # An adapter is small, and engines merge it in float32: it is sent as it is.
+        dtype = self._wire_dtype if policy.lora is None else torch.float32
+        metas = [TensorMeta.of(name, tensor, dtype) for name, tensor in named_weights(policy)]
         return Parcel(metas, Adapter(policy.lora.base, policy.lora.scale) if policy.lora is not None else None)
 
     def _buckets(self, metas: list[TensorMeta], bucket_bytes: int) -> Any:

@@ -132,6 +132,11 @@ class Trainer:
         import ray.train
         from ray.train.torch import TorchConfig, TorchTrainer
 
+        # Ray Train keeps a record of the folders that were saved, through which nothing reads them; and a resumed run
+        # would be refused where one of them is gone.
+        (folder / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)
+        # What is offloaded lies in main memory, and its collectives with it.
+        backend = "cpu:gloo,cuda:nccl" if self._config.gpus else "gloo"
         resources: dict[str, float] = {"CPU": self._config.cpus}
         if self._config.gpus:
             resources["GPU"] = self._config.gpus
@@ -148,7 +153,7 @@ class Trainer:
                 storage_path=str(folder.parent),
                 failure_config=ray.train.FailureConfig(max_failures=0),
             ),
-            torch_config=TorchConfig(backend="nccl" if self._config.gpus else "gloo", timeout_s=300),
+            torch_config=TorchConfig(backend=backend, timeout_s=300),
         ).fit()
 
 

@@ -34,6 +34,7 @@ APART = {"explorer.engine.gpus": 1, "trainer.gpus": 1}
     [
         pytest.param(SHARED, id="ipc", marks=needs(1)),
         pytest.param({**SHARED, "explorer.engine.sleep": True}, id="ipc-sleep", marks=needs(1)),
+        pytest.param({**SHARED, "trainer.cpu_offload": True}, id="ipc-offload", marks=needs(1)),
         pytest.param(APART, id="nccl", marks=needs(2)),
         pytest.param({**APART, "trainer.ranks": 2, "explorer.engine.count": 2}, id="nccl-2x2", marks=needs(4)),
         pytest.param(

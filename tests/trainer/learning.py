@@ -38,6 +38,7 @@ class School:
     def __init__(self, seed: int, folder: Path, *, words: int = 2400) -> None:
         self.chance = np.random.default_rng(seed)
         torch.manual_seed(seed)
+        self.seed = seed
         made = reasoning_gym.create_dataset(
             "spell_backward", min_word_len=3, max_word_len=4, size=words, seed=seed * 100_000
         )
@@ -58,7 +59,7 @@ class School:
 
     def learner(self, name: str, steps: int, lr: float, schedule: str = "constant", **settings: Any) -> Learner:
         update = UpdateConfig(**settings.pop("update", {}))
-        learner = Learner(self.policy, micro_batch_tokens=2048, temperature=1.0, device=CPU)
+        learner = Learner(self.policy, micro_batch_tokens=2048, temperature=1.0, device=CPU, seed=self.seed)
         algorithm, critic = build(name, settings.pop("pieces", {})), None
         if algorithm.needs_critic:
             critic = Critic(settings.pop("critic"))
@@ -144,7 +145,7 @@ def by_dpo(school: School, steps: int, *, prompts: int = 400, answers: int = 8) 
         group = rows[number : number + answers]
         best, worst = max(group, key=lambda each: each.reward), min(group, key=lambda each: each.reward)
         if best.reward > worst.reward:
-            sides = {"expert": True, "pair": str(number)}
+            sides = {"expert": True, "pair": number}
             pairs.append((replace(best, **sides, chosen=True), replace(worst, **sides)))
     learner = school.learner("dpo", steps, 1e-4, pieces={"beta": 0.1})
     for _ in range(steps):

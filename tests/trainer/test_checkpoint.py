@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
+from rayrft.algorithms import TokenBatch
+from rayrft.algorithms.ratios import TokenLoss, policy_losses
 from rayrft.config.stage import UpdateConfig
 from rayrft.config.trainer import OptimizerConfig
-from rayrft.errors import ModelError
+from rayrft.errors import ModelError, RayrftError, StorageError
 from rayrft.trainer.batches import TrainRow
 from rayrft.trainer.checkpoint import Checkpointer, load_weights
 from rayrft.trainer.learner import Learner
@@ -47,24 +50,31 @@ def write(learner: Learner, folder: Path) -> list[str | None]:
     return said
 
 
+def everything(learner: Learner) -> torch.Tensor:
+    """The weights of policy and critic."""
+    assert learner.critic is not None
+    valued = [each.detach().full_tensor().flatten() for each in learner.critic.parameters()]  # type: ignore[attr-defined]
+    return torch.cat([weights(learner), *valued])
+
+
 def _save_and_go_on(folder: Path) -> Any:
     learner = ready()
     for _ in range(3):
         learner.step([mine()])
-    before = weights(learner)
+    before = everything(learner)
     assert write(learner, folder) == [None]
     for _ in range(2):
         result = learner.step([mine()])
-    return before, weights(learner), result
+    return before, everything(learner), result
 
 
 def _load_and_go_on(folder: Path) -> Any:
     learner = ready()
     Checkpointer().load(learner, learner.critic, folder)
-    before = weights(learner)
+    before = everything(learner)
     for _ in range(3):
         result = learner.step([mine()])
-    return before, weights(learner), result
+    return before, everything(learner), result
 
 
 @pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 2), (2, 4)], ids=lambda ranks: f"{ranks[0]} to {ranks[1]}")
@@ -77,6 +87,50 @@ def test_resumed_training_is_the_training_that_went_on(ranks: tuple[int, int], t
     for field in ("loss", "value_loss", "kl", "kl_coef", "entropy_coef", "lr", "grad_norm"):
         assert getattr(last, field) == pytest.approx(getattr(result, field), abs=1e-6), field
     assert result.kl_coef != pytest.approx(1e-3, rel=0.01) and result.entropy_coef == pytest.approx(1e-3 + 5 * 5e-3)
+
+
+def drawing() -> Learner:
+    """Its loss drops tokens at random, as a user's own may."""
+
+    @policy_losses.register("dropped")
+    def dropped(logprobs: torch.Tensor, batch: TokenBatch) -> TokenLoss:
+        return TokenLoss(-batch.advantages * logprobs * (torch.rand(logprobs.shape) < 0.5))
+
+    return make_learner("grpo", {"policy_loss": "dropped"}, sharded=True)
+
+
+def _draw_and_go_on(folder: Path) -> Any:
+    learner = drawing()
+    learner.step([mine()])
+    written: list[str | None] = write(learner, folder)  # which takes a step, too
+    learner.step([mine()])
+    drawn = torch.zeros(dist.get_world_size())
+    drawn[dist.get_rank()] = torch.rand(())
+    dist.all_reduce(drawn)
+    return written, weights(learner), drawn
+
+
+def _load_and_draw(folder: Path) -> Any:
+    learner = drawing()
+    Checkpointer().load(learner, None, folder)
+    begun = torch.get_rng_state()
+    learner.chance.begin(step=1)
+    anew = torch.equal(begun, torch.get_rng_state())
+    torch.set_rng_state(begun)
+    for _ in range(2):
+        learner.step([mine()])
+    return weights(learner), anew
+
+
+def test_a_loss_that_draws_random_numbers_draws_the_same_ones_after_a_resume(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    written, expected, drawn = on_ranks(2, tmp_path, _draw_and_go_on, folder)
+    resumed, anew = on_ranks(2, tmp_path, _load_and_draw, folder)
+    assert written == [None] and drawn[0] != drawn[1]
+    torch.testing.assert_close(resumed, expected, atol=1e-12, rtol=0)
+    assert not anew, "the state is that of a beginning"
+    _, anew = on_ranks(1, tmp_path, _load_and_draw, folder)
+    assert anew, "on another number of ranks, it follows from seed, step and rank"
 
 
 def _save_and_take_weights(folder: Path) -> Any:
@@ -98,18 +152,63 @@ def test_between_stages_only_weights_are_taken_along(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.cat([p.detach().flatten() for p in model.parameters()]), taken)
 
 
-def _load_another_model(folder: Path) -> str:
+def _load_what_cannot_be(folder: Path) -> list[str]:
     learner = ready()
     assert write(learner, folder) == [None]
     wider = make_learner("grpo")
     wider.policy.model.resize_token_embeddings(60)
-    with pytest.raises(ModelError, match="does not fit the model") as raised:
-        Checkpointer().load_policy(wider.policy, folder)
+    deeper = make_learner("grpo")
+    deeper.policy.model.model.extra = torch.nn.Linear(2, 2)
+    [data] = folder.glob("*.distcp")
+    said = [_refused(ModelError, each, folder) for each in (wider, deeper)]
+    whole = data.read_bytes()
+    data.write_bytes(b"x" * len(whole))
+    said.append(_refused(StorageError, make_learner("grpo"), folder))
+    for file in (data, folder / ".metadata"):
+        file.unlink()
+        said.append(_refused(StorageError, make_learner("grpo"), folder))
+    with pytest.raises(StorageError, match=r"\.metadata is missing"):
+        Checkpointer().load(learner, learner.critic, folder)
+    return said
+
+
+def _refused(kind: type[RayrftError], learner: Learner, folder: Path) -> str:
+    with pytest.raises(kind) as raised:
+        Checkpointer().load_policy(learner.policy, folder)
     return str(raised.value)
 
 
-def test_a_checkpoint_of_another_model_is_an_error(tmp_path: Path) -> None:
-    assert "Resume with the model" in on_ranks(1, tmp_path, _load_another_model, tmp_path / "checkpoint")
+def test_a_checkpoint_that_cannot_be_loaded_says_why_and_what_to_do(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    wider, deeper, damaged, torn, gone = on_ranks(1, tmp_path, _load_what_cannot_be, folder)
+    assert "does not fit the model" in wider and "Resume with the model that" in wider
+    assert "lacks what the model has" in deeper and "extra.weight" in deeper and "adapter and algorithm" in deeper
+    assert "cannot be read" in damaged and "Delete the folder" in damaged
+    assert "not whole" in torn and ".distcp is missing" in torn and "Delete the folder" in torn
+    assert "not whole" in gone and ".metadata is missing" in gone
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (MemoryError(), "MemoryError"),
+        (RuntimeError("first\nlast"), "RuntimeError: last"),
+        (CheckpointException("", {1: (OSError("full"), None)}), "OSError: full"),
+    ],
+)
+def test_whatever_goes_wrong_in_the_background_is_said(
+    error: BaseException, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("rayrft.trainer.checkpoint.save", fail)
+    monkeypatch.setattr(dist, "new_group", lambda backend: None)
+    said: list[str | None] = []
+    checkpointer = Checkpointer()
+    checkpointer.save(make_learner("grpo"), None, Path("nowhere"), said.append)
+    checkpointer._thread.shutdown()
+    assert said == [why]
 
 
 def _write_where_nothing_can_be(folder: Path) -> list[str | None]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from rayrft.trainer.head import head_likeliest, head_logprobs
 
@@ -111,6 +115,34 @@ def test_nothing_of_the_size_of_tokens_times_vocabulary_is_kept_for_the_backward
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         head_logprobs(hidden, weight, torch.zeros(64, 5, dtype=torch.int64), torch.ones(64), chunk=8)
     assert max(kept) < 64 * 1000 / 10
+
+
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that any operation makes."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for each in tree_leaves(made):
+            if isinstance(each, torch.Tensor):
+                self.numel = max(self.numel, each.numel())
+        return made
+
+
+@pytest.mark.parametrize("entropic", [True, False])
+def test_neither_pass_ever_holds_tokens_times_vocabulary(entropic: bool) -> None:
+    hidden, weight = torch.randn(64, 4, requires_grad=True), torch.randn(1000, 4, requires_grad=True)
+
+    def backward(logprobs: torch.Tensor, entropy: torch.Tensor) -> None:
+        (logprobs.sum() + (entropy.sum() if entropic else 0.0)).backward()
+
+    with Largest() as chunked:
+        backward(*head_logprobs(hidden, weight, torch.zeros(64, dtype=torch.int64), torch.ones(64), chunk=8))
+    assert chunked.numel == 8 * 1000, "logits of a chunk"
+    with Largest() as whole:
+        backward(*plain(hidden, weight, torch.zeros(64, dtype=torch.int64), 1.0))
+    assert whole.numel == 64 * 1000
 
 
 def test_a_frozen_head_gets_no_gradient_and_costs_none() -> None:

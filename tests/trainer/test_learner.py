@@ -171,3 +171,10 @@ def test_a_step_lowers_the_loss_it_descends() -> None:
 def test_learning_rate_warms_up_then_follows_its_schedule(schedule: str, step: int, rate: float) -> None:
     config = OptimizerConfig(lr=1.0, schedule=schedule, warmup_steps=2)  # type: ignore[arg-type]
     assert learning_rate(config, step, 10) == pytest.approx(rate)
+
+
+@pytest.mark.parametrize(("update", "rate"), [(0, 1 / 16), (8, 9 / 16), (15, 1.0), (16, 1.0), (24, 0.5)])
+def test_steps_of_a_schedule_are_steps_whatever_the_updates_in_each(update: int, rate: float) -> None:
+    # Two epochs of four mini-batches are 8 updates a step: 2 steps of warm-up, then 2 of decay.
+    config = OptimizerConfig(lr=1.0, schedule="linear", warmup_steps=2)
+    assert learning_rate(config, update, 4, updates_per_step=8) == pytest.approx(rate)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from tests.trainer.test_learner import CPU, make_model
 from tests.trainer.test_updates import on_policy, own_rows
 
 ADAPTER = LoraConfig(rank=4, alpha=8)
+QUERY = "model.model.layers.0.self_attn.q_proj.weight"
 ROWS = [[1, 7, 3, 9, 30, 4], [2, 2, 40]]
 
 
@@ -172,6 +173,16 @@ def test_a_saved_model_has_its_adapter_merged_and_the_next_adapter_stands_on_it(
     assert all(weight.any() != (".lora_B." in name) for name, weight in weights.items())
 
 
+def test_frozen_weights_that_are_held_rounded_are_written_as_they_are(tiny_model: Path, tmp_path: Path) -> None:
+    model = str(tiny_model)
+    for compute in (torch.bfloat16, torch.float32):
+        policy = move(adapt(load_policy(model), compute, model))
+        save_hf(policy, model, tmp_path / str(compute), writer=True)
+    rounded, exact = (whole(load_policy(str(tmp_path / str(compute)))) for compute in (torch.bfloat16, torch.float32))
+    assert all(torch.equal(weight, rounded[name]) for name, weight in exact.items())
+    assert not torch.equal(exact[QUERY], exact[QUERY].bfloat16().float()), "the test tells nothing"
+
+
 def _run_folder(storage: Path, model: Path) -> Path:
     """A run's folder as far as exports read it."""
     settings = small_config(storage, "run", model={"path": str(model), "max_length": 48})
@@ -228,6 +239,35 @@ def test_a_checkpoint_holds_the_adapter_alone_and_is_exported_with_or_without_it
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter")
     assert_alike(logprobs(Policy(model.get_base_model())), expected, 1e-5)
     assert model.peft_config["default"].base_model_name_or_path == str(base)
+
+
+def _go_on(folder: Path, begin: bool) -> Any:
+    """Two steps, a checkpoint and another step; or that step from the checkpoint."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    mesh = dist.device_mesh.init_device_mesh("cpu", (size,))
+    policy, critic = adapt(make_model()), Critic(adapt(make_model()))
+    learner = make_learner(shard(policy, mesh, torch.float32), "ppo", shard(critic, mesh, torch.float32))
+    mine = [replace(row, reward=i / 10) for i, row in enumerate(own_rows())][rank::size]
+    if begin:
+        for _ in range(2):
+            learner.step([mine])
+        written = threading.Event()
+        Checkpointer().save(learner, critic, folder, lambda _: written.set())
+        assert written.wait(60)
+        dist.barrier()
+    else:
+        Checkpointer().load(learner, critic, folder)
+    return learner.step([mine]), whole(policy)
+
+
+def test_a_checkpoint_of_an_adapter_is_loaded_on_another_number_of_ranks(tmp_path: Path) -> None:
+    expected, moved = on_ranks(2, tmp_path, _go_on, tmp_path / "checkpoint", True)
+    found, weights = on_ranks(1, tmp_path, _go_on, tmp_path / "checkpoint", False)
+    for name, weight in moved.items():
+        torch.testing.assert_close(weights[name], weight, atol=1e-9, rtol=0)
+    assert found.loss == pytest.approx(expected.loss, abs=1e-9)
+    assert found.value_loss == pytest.approx(expected.value_loss, abs=1e-6)
+    assert all(weight.any() for name, weight in weights.items() if ".lora_B." in name)
 
 
 def test_a_run_without_an_adapter_cannot_export_one(tmp_path: Path) -> None:

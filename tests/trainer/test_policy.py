@@ -22,6 +22,9 @@ from transformers import (
 )
 
 from rayrft.algorithms import token_logprobs
+from rayrft.errors import ModelError
+from rayrft.trainer import packing
+from rayrft.trainer.packing import Packing
 from rayrft.trainer.policy import Policy, scored_batch
 
 SMALL: dict[str, Any] = {
@@ -124,6 +127,59 @@ def test_candidates_and_the_likeliest_tokens_are_those_of_the_model(chunked: boo
         assert not found[~batch.tokens.mask].any()
 
 
+def by_buckets(query: Any, key: Any, value: Any, packed: Packing, scaling: Any, window: Any) -> torch.Tensor:
+    """What the kernel of a GPU gives, in plain torch."""
+    parts = [packing._bucket(query, key, value, each, scaling, window) for each in packed.buckets]
+    return torch.cat(parts)[packed.place]
+
+
+def leaking(query: Any, key: Any, value: Any, packed: Packing, scaling: Any, window: Any) -> torch.Tensor:
+    whole = Packing.of([len(query)], query.device)
+    return by_buckets(query, key, value, whole, scaling, window)
+
+
+def refusing(*_: Any) -> torch.Tensor:
+    raise RuntimeError("head size 20 is not taken\nnor is 21")
+
+
+class OneWay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: torch.Tensor) -> torch.Tensor:
+        return states.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no way back")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "said"),
+    [
+        (by_buckets, None),
+        (leaking, "with the attention kernel log-probs would differ by"),
+        (refusing, "the attention kernel fails: head size 20 is not taken"),
+        (lambda *given: OneWay.apply(by_buckets(*given)), "the attention kernel fails: no way back"),
+    ],
+    ids=["right", "leaking", "refusing", "without a gradient"],
+)
+def test_a_kernel_for_half_precision_is_tried_before_it_is_used(
+    kernel: Any, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "uses_kernel", lambda device, dtype: dtype == torch.bfloat16)
+    monkeypatch.setattr(packing, "_kernel", kernel)
+    policy = make(PLAIN[2])
+    before = {name: parameter.clone() for name, parameter in policy.named_parameters()}
+    remark = policy.choose(pack=True, compute=torch.bfloat16)
+    assert policy.packs == (said is None)
+    if said is None:
+        assert remark is None
+    else:
+        assert remark is not None and remark.startswith(f"rows are padded, not packed: {said}") and "\n" not in remark
+    assert all(torch.equal(before[name], each) and each.grad is None for name, each in policy.named_parameters())
+    found = policy.output(scored_batch(rows()), temperature=0.7).logprobs
+    torch.testing.assert_close(found, by_the_model_itself(policy, 0.7), atol=2e-4, rtol=1e-4)
+
+
 def test_packing_can_be_switched_off() -> None:
     policy = make(PLAIN[0])
     assert policy.choose(pack=False) is None and not policy.packs
@@ -148,3 +204,10 @@ def test_gradient_checkpointing_keeps_less_and_changes_no_gradient() -> None:
         gradients.append(torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None]))
     torch.testing.assert_close(*gradients)
     assert kept[1] < kept[0] / 2
+
+
+def test_a_model_that_cannot_checkpoint_its_layers_says_so() -> None:
+    model = torch.nn.Module()
+    model.supports_gradient_checkpointing = True
+    with pytest.raises(ModelError, match=r"trainer\.gradient_checkpointing: .* cannot be computed again"):
+        Policy(model).checkpoint_layers()

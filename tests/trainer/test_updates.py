@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from rayrft.algorithms import build
 from rayrft.config.stage import UpdateConfig
 from rayrft.config.trainer import OptimizerConfig
+from rayrft.errors import RayrftError
 from rayrft.trainer.batches import TrainRow
 from rayrft.trainer.critic import Critic
 from rayrft.trainer.learner import Learner
@@ -53,9 +56,9 @@ def pairs(count: int = 6) -> list[TrainRow]:
         ids = np.concatenate([row.token_ids[:start], row.token_ids[start:][::-1], row.token_ids[:2]])
         mask = np.concatenate([row.mask, np.ones(2, np.uint8)])
         zeros = np.zeros(len(ids), np.float32)
-        other = TrainRow(ids, mask, zeros, zeros, expert=True, pair=str(number), chosen=False)
+        other = TrainRow(ids, mask, zeros, zeros, expert=True, pair=number, chosen=False)
         blank = np.zeros(len(row.token_ids), np.float32)
-        made += [replace(row, logprobs=blank, advantages=blank, expert=True, pair=str(number), chosen=True), other]
+        made += [replace(row, logprobs=blank, advantages=blank, expert=True, pair=number, chosen=True), other]
     return made
 
 
@@ -207,18 +210,70 @@ def test_the_sides_of_a_pair_share_a_micro_batch_whatever_its_size() -> None:
     torch.testing.assert_close(weights(reference), weights(split), atol=1e-9, rtol=0)
 
 
+def test_a_warm_up_counts_steps_and_not_updates() -> None:
+    rows = own_rows()
+    config, update = OptimizerConfig(lr=1.0e-4, warmup_steps=2), UpdateConfig(epochs=2, mini_batches=4)
+    learner = make_learner("grpo", optimizer=config, update=update)
+    # The rate is that of a step's last update: the 8th of 16, the 16th, and full.
+    rates = [learner.step([rows[number::4] for number in range(4)]).lr for _ in range(3)]
+    assert rates == pytest.approx([0.5e-4, 1e-4, 1e-4])
+
+
+def test_the_schedule_begins_once_the_critic_has_warmed_up() -> None:
+    learner = make_learner(
+        "ppo", optimizer=OptimizerConfig(lr=1e-3, schedule="linear"), update=UpdateConfig(critic_warmup_steps=6)
+    )
+    rows = [replace(row, reward=float(number % 2)) for number, row in enumerate(own_rows())]
+    results = [learner.step([rows]) for _ in range(10)]
+    # Of 10 steps the policy has 4.
+    assert [each.lr for each in results] == pytest.approx([0.0] * 6 + [1e-3, 0.75e-3, 0.5e-3, 0.25e-3])
+    assert [each.grad_norm > 0 for each in results] == [False] * 6 + [True] * 4
+
+
+def test_a_critic_whose_update_is_not_finite_is_not_updated() -> None:
+    learner = make_learner("ppo", update=UpdateConfig(critic_warmup_steps=5))
+    assert learner.critic is not None
+    before = [parameter.detach().clone() for parameter in learner.critic.parameters()]
+    rows = own_rows()
+    with pytest.raises(RayrftError, match="not finite; the critic was not updated"):
+        learner.step([[replace(rows[0], reward=math.inf), *rows[1:]]])
+    assert all(torch.equal(old, new) for old, new in zip(before, learner.critic.parameters(), strict=True))
+
+
 def test_the_critic_learns_the_returns_and_the_policy_waits_for_it() -> None:
     learner = make_learner("ppo", update=UpdateConfig(critic_warmup_steps=5))
     rows = [replace(row, reward=float(number % 2)) for number, row in enumerate(on_policy(learner, own_rows()))]
     before = weights(learner)
     results = [learner.step([rows]) for _ in range(5)]
     assert torch.equal(before, weights(learner))
+    assert all(parameter.grad is None for parameter in learner.policy.parameters()), "a backward pass for nothing"
     # Values begin at 0, and the mean square of returns that are 0 or 1 is halved: tokens of rows with reward 1.
     tokens = [int(row.mask.sum()) for row in rows]
     assert results[0].value_loss == pytest.approx(0.5 * sum(tokens[1::2]) / sum(tokens), abs=1e-6)
     assert results[4].value_loss < 0.7 * results[0].value_loss
     learner.step([rows])
     assert not torch.equal(before, weights(learner))
+
+
+def test_a_closed_stage_leaves_nothing_but_the_policy_in_memory() -> None:
+    learner = make_learner("ppo", {"kl": "k1", "kl_in": "reward"})
+    learner.step([own_rows()])
+    assert learner.critic is not None and learner.reference is not None
+    held = [weakref.ref(each) for each in (learner.critic, learner.reference, learner.optimizer)]
+    learner.close_stage()
+    gc.collect()
+    assert [each() for each in held] == [None] * 3
+    learner.close_stage()
+
+
+def test_a_gradient_over_the_norm_that_is_allowed_is_scaled_to_it() -> None:
+    learner = make_learner("grpo", optimizer=OptimizerConfig(clip_norm=0.01))
+    learner.gradient(own_rows())
+    before = [parameter.grad.clone() for parameter in learner.policy.parameters() if parameter.grad is not None]
+    norm = float(torch.cat([each.flatten() for each in before]).norm())
+    assert norm > 0.02 and learner.optimizer.clip() == pytest.approx(norm)
+    for old, parameter in zip(before, learner.policy.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, old * 0.01 / norm, rtol=1e-4, atol=0)
 
 
 def _train(name: str, pieces: dict[str, Any], rows: list[TrainRow], update: UpdateConfig) -> tuple[StepResult, Any]:

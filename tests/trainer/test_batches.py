@@ -1,0 +1,110 @@
+"""From leased rows to micro-batches: who stands with whom, and how much of it at a time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import permutations
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayrft.buffer.book import ExpertCursor
+from rayrft.buffer.experience import to_batch
+from rayrft.buffer.lease import Unit, deal
+from rayrft.buffer.log.segments import Extent
+from rayrft.trainer.batches import TrainRow, micro_batches, read_rows
+from tests.buffer.rows import expert_rows
+from tests.trainer.test_updates import make_learner
+
+CPU = torch.device("cpu")
+lengths = st.lists(st.integers(1, 40), min_size=1, max_size=12)
+
+
+def row(length: int, token: int = 0, pair: int | None = None, chosen: bool = False) -> TrainRow:
+    zeros = np.zeros(length, np.float32)
+    mask = (np.arange(length) > 0).astype(np.uint8)
+    return TrainRow(np.full(length, token, np.int32), mask, zeros, zeros, expert=True, pair=pair, chosen=chosen)
+
+
+def preference_pairs(count: int) -> pa.RecordBatch:
+    """Pair p is of the tokens 2p + 1 (chosen) and 2p + 2."""
+    rows = expert_rows(2 * count)
+    return to_batch(
+        [
+            replace(
+                each,
+                pair_id=f"pair {number // 2}",
+                chosen=number % 2 == 0,
+                token_ids=np.full(len(each.token_ids), number + 1, np.int32),
+            )
+            for number, each in enumerate(rows)
+        ]
+    )
+
+
+@pytest.mark.parametrize("cursor", [0, 4], ids=["larger than the data set", "across an epoch"])
+def test_a_pair_that_is_in_a_batch_twice_counts_twice(cursor: int) -> None:
+    batch = preference_pairs(3)
+    drawn = ExpertCursor(Extent(0, 6, 0, 0), seed=0, unit=2, cursor=cursor).peek(8)
+    units = [Unit(None, first, 2, 8) for first in drawn[::2]]  # type: ignore[arg-type]
+    [share] = deal(units, 1)
+    rows = [each for part in share.parts for each in read_rows(batch, part.rows, part.weights)]
+    assert len({int(each.token_ids[0]) for each in rows}) < len(rows), "no pair is there twice"
+    assert [each.pair for each in rows] == [0, 0, 2, 2, 4, 4, 6, 6]
+    [micro] = micro_batches(rows, 1000, CPU)
+    assert micro.tokens.pair is not None and micro.tokens.pair.bincount().tolist() == [2, 2, 2, 2]
+    result = make_learner("dpo").step([rows])
+    assert result.preference_loss == pytest.approx(np.log(2), abs=1e-6)
+
+
+def test_pairs_are_numbered_on_from_where_their_part_of_the_share_begins() -> None:
+    rows = read_rows(preference_pairs(2), np.array([2, 3, 2, 3]), np.ones(4, np.float32), start=10)
+    assert [each.pair for each in rows] == [10, 10, 12, 12]
+
+
+def shapes(rows: list[TrainRow], budget: int, *, padded: bool) -> list[list[int]]:
+    return [sorted(each.lengths) for each in micro_batches(rows, budget, CPU, padded=padded)]
+
+
+def test_a_long_row_stands_alone_and_the_others_keep_to_the_budget() -> None:
+    assert shapes([row(n) for n in (5, 100, 5, 5, 5)], 10, padded=False) == [[100], [5, 5], [5, 5]]
+
+
+def test_padding_counts_and_rows_of_a_length_stand_together() -> None:
+    # 2 x 9 = 18, then 3 x 6 = 18, then 2 x 1. By tokens alone, 38 in all, 9 and 6 would stand together.
+    assert shapes([row(n) for n in (1, 9, 6, 6, 1, 9, 6)], 18, padded=True) == [[9, 9], [6, 6, 6], [1, 1]]
+
+
+@given(lengths, st.integers(1, 60), st.booleans())
+def test_micro_batches_keep_to_the_budget_and_hold_every_row_once(sizes: list[int], budget: int, padded: bool) -> None:
+    found = shapes([row(n) for n in sizes], budget, padded=padded)
+    assert sorted(n for each in found for n in each) == sorted(sizes)
+    for each in found:
+        assert (len(each) * max(each) if padded else sum(each)) <= budget or len(each) == 1
+    assert found == shapes([row(n) for n in sizes[::-1]], budget, padded=padded)
+
+
+@given(lengths, st.integers(1, 60), st.booleans())
+def test_the_sides_of_a_pair_stay_together(sizes: list[int], budget: int, padded: bool) -> None:
+    rows = [row(n, pair=number, chosen=side) for number, n in enumerate(sizes) for side in (True, False)]
+    for micro in micro_batches(rows, budget, CPU, padded=padded):
+        assert micro.tokens.pair is not None and set(micro.tokens.pair.bincount().tolist()) == {2}
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(9, 20))
+def test_no_other_grouping_of_padded_rows_needs_fewer_passes(sizes: list[int], budget: int) -> None:
+    def passes(order: tuple[int, ...]) -> int:
+        """Filling one after the other in this order: over all orders, the fewest there can be."""
+        count, held = 1, [order[0]]
+        for size in order[1:]:
+            if (len(held) + 1) * max(*held, size) > budget:
+                count, held = count + 1, []
+            held.append(size)
+        return count
+
+    best = min(passes(order) for order in permutations(sizes))
+    assert len(shapes([row(n) for n in sizes], budget, padded=True)) == best

@@ -1,0 +1,46 @@
+"""How the Trainer starts Ray Train."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayrft.config.trainer import TrainerConfig
+from rayrft.trainer.trainer import Trainer
+
+SNAPSHOT = "checkpoint_manager_snapshot.json"
+
+
+def started(folder: Path, gpus: float, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What Ray Train would be given."""
+    given: dict[str, Any] = {}
+
+    class Fake:
+        def __init__(self, loop: Any, **settings: Any) -> None:
+            given.update(settings)
+
+        def fit(self) -> None:
+            given["snapshot"] = (folder / SNAPSHOT).exists()
+
+    monkeypatch.setattr("ray.train.torch.TorchTrainer", Fake)
+    Trainer(TrainerConfig(gpus=gpus))._fit_blocking(folder, None)  # type: ignore[arg-type]
+    return given
+
+
+@pytest.mark.parametrize(("gpus", "backends"), [(0, {"cpu": "gloo"}), (1, {"cpu": "gloo", "cuda": "nccl"})])
+def test_collectives_of_every_memory_that_tensors_lie_in_have_a_backend(
+    gpus: float, backends: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ray.train.torch.config import _is_backend_nccl
+    from torch.distributed import BackendConfig
+
+    backend = started(tmp_path, gpus, monkeypatch)["torch_config"].backend
+    assert backends.items() <= BackendConfig(backend).get_device_backend_map().items()
+    assert _is_backend_nccl(backend) == (gpus > 0)
+
+
+def test_a_resumed_run_does_not_miss_folders_that_were_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / SNAPSHOT).write_text("{}")
+    assert started(tmp_path, 0, monkeypatch)["snapshot"] is False
