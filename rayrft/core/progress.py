@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import Any
 
 from rayrft.config.stage import CheckpointConfig
 from rayrft.errors import StorageError
+from rayrft.trainer.folders import put_in_place, sync
 
 _MANIFEST = "manifest.json"
 
@@ -101,9 +101,7 @@ class Checkpoints:
         partial = self._folder / f".step-{progress.step:06d}.partial"
         with _writing(partial):
             self._write_manifest(progress, partial)
-            shutil.rmtree(self.at(progress.step), ignore_errors=True)  # what there is has no manifest: see `renew`
-            partial.rename(self.at(progress.step))
-            _sync(self._folder)
+            put_in_place(partial, self.at(progress.step))
         self._prune()
 
     def at(self, step: int) -> Path:
@@ -134,9 +132,9 @@ class Checkpoints:
     def _write_manifest(self, progress: Progress, folder: Path) -> None:
         draft = folder / f".{_MANIFEST}"
         draft.write_text(json.dumps(dataclasses.asdict(progress), indent=2) + "\n")
-        _sync(draft)
+        sync(draft)
         draft.rename(folder / _MANIFEST)
-        _sync(folder)
+        sync(folder)
 
 
 @contextlib.contextmanager
@@ -150,11 +148,3 @@ def _writing(folder: Path) -> Iterator[None]:
             value=str(folder),
             remedy="make room or mend the storage, then: rayrft resume RUN",
         ) from None
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -6,6 +6,7 @@ It holds what is trained. Frozen weights stay where they were loaded from, which
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -46,7 +47,7 @@ class Checkpointer:
 
     def save(self, learner: Learner, critic: Critic | None, folder: Path, done: Callable[[str | None], None]) -> None:
         """Copy the state, and write the copy while training goes on; ``done`` gets what went wrong, or None."""
-        state = _copy(_state(learner, critic))
+        state = _copy(_state(learner, critic, folder))
 
         def finished(future: Future[Any]) -> None:
             error = future.exception()
@@ -71,7 +72,7 @@ class Checkpointer:
         self._rebase(learner.policy, folder)
         with _explained(folder):
             names = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
-        state = _state(learner, critic, set(names))
+        state = _state(learner, critic, folder, set(names))
         self._read(state, folder)
         for name, (model, optimizer) in _models(learner, critic).items():
             set_model_state_dict(model, state[name], options=_TRAINED_ONLY)
@@ -85,7 +86,7 @@ class Checkpointer:
             return
         state: State = {"base": ""}
         self._read(state, folder)
-        base = state["base"] or policy.lora.origin
+        base = _resolve(state["base"], folder) or policy.lora.origin
         if base != policy.lora.base:
             load_hf(policy, base)
 
@@ -102,7 +103,7 @@ def read_base(folder: Path) -> str:
     state = {"base": ""}
     with _explained(folder):
         load(state, checkpoint_id=str(folder), no_dist=True)
-    return state["base"]
+    return _resolve(state["base"], folder)
 
 
 def load_weights(folder: Path, weights: dict[str, torch.Tensor]) -> None:
@@ -159,9 +160,9 @@ def _models(learner: Learner, critic: Critic | None) -> dict[str, tuple[nn.Modul
     return policy if critic is None else {**policy, "critic": (critic, critic.optimizer)}
 
 
-def _state(learner: Learner, critic: Critic | None, written: set[str] | None = None) -> State:
+def _state(learner: Learner, critic: Critic | None, folder: Path, written: set[str] | None = None) -> State:
     """What a checkpoint holds: tensors that `load` fills in place. ``written`` are the names in the one to be read."""
-    state: State = {"learner": learner.state(), "base": _base(learner.policy)}
+    state: State = {"learner": learner.state(), "base": _base(learner.policy, folder)}
     parts = None if written is None else {name.partition(".")[0] for name in written}
     for name, (model, optimizer) in _models(learner, critic).items():
         state[name] = _trained(model)
@@ -182,10 +183,15 @@ def _trained(model: nn.Module) -> State:
     return {name: tensor for name, tensor in get_model_state_dict(model).items() if name in trained}
 
 
-def _base(policy: Policy) -> str:
-    """The folder of the frozen weights; empty where they are those of the run's model, or none are frozen."""
+def _base(policy: Policy, folder: Path) -> str:
+    """The folder of the frozen weights as seen from that of the checkpoint, for a run may be moved; empty where they
+    are those of the run's model, or none are frozen."""
     lora = policy.lora
-    return "" if lora is None or lora.base == lora.origin else lora.base
+    return "" if lora is None or lora.base == lora.origin else os.path.relpath(lora.base, folder.parent)
+
+
+def _resolve(base: str, folder: Path) -> str:
+    return os.path.normpath(folder.parent / base) if base else ""
 
 
 def _optimizer(name: str) -> str:

@@ -26,17 +26,18 @@ def put_in_place(partial: Path, folder: Path) -> None:
     whole, the old one perhaps as ``.<name>.old``.
     """
     for path in (*partial.rglob("*"), partial):
-        _sync(path)
+        sync(path)
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
         folder.rename(old)
     partial.rename(folder)
-    _sync(folder.parent)
+    sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Returns when the file, or the entries of the folder, are on the disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

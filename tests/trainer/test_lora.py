@@ -222,7 +222,8 @@ def test_a_checkpoint_holds_the_adapter_alone_and_is_exported_with_or_without_it
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    base, run = tmp_path / "earlier stage", _run_folder(tmp_path, tiny_model)
+    run = _run_folder(tmp_path, tiny_model)
+    base = run / "checkpoints" / "earlier"
     shutil.copytree(tiny_model, base)
     other = load_policy(str(base)).model
     with torch.no_grad():
@@ -230,6 +231,8 @@ def test_a_checkpoint_holds_the_adapter_alone_and_is_exported_with_or_without_it
             parameter.mul_(1.1)
     other.save_pretrained(base)
     expected = on_ranks(1, tmp_path, _write_checkpoint, str(tiny_model), str(base), run)
+    run = run.rename(tmp_path / "moved")
+    base = run / "checkpoints" / "earlier"
     written = FileSystemReader(str(run / "checkpoints" / "step-000003")).read_metadata().state_dict_metadata
     assert all(".lora_" in name for name in written if name.startswith("policy."))
 
