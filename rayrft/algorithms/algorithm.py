@@ -139,13 +139,25 @@ class Algorithm:
         return "greedy_baseline" in self.needs()
 
     @property
+    def advantage_is_by_token(self) -> bool:
+        """Its advantages are the trainer's to compute, from rewards and a critic, not found where groups are scored."""
+        return self.advantage in token_advantages
+
+    @property
     def needs_entropy_gradient(self) -> bool:
         return "entropy" in self.terms
 
     @property
     def is_idle_at_zero(self) -> bool:
-        """A group whose advantages are all 0 has no part in the policy loss, and nothing else is learnt from it."""
-        return self.advantage != NONE and not self.normalise_advantages and self.distillation == NONE
+        """Own rows whose advantages are all 0 have no gradient: what they would be dropped for is not lost.
+
+        Not so where the advantages are yet to be computed or normalised, where the policy loss has a gradient all the
+        same (`kimi`), and where a KL in the loss, an entropy term or a teacher has a weight.
+        """
+        loss = self.piece("policy_loss")
+        if loss is None or "moves_at_zero" in loss.traits:
+            return False
+        return not (self.advantage_is_by_token or self.normalise_advantages or self.terms)
 
     @property
     def terms(self) -> frozenset[str]:
@@ -167,7 +179,7 @@ class Algorithm:
         """
         if self.advantage == NONE:
             return torch.zeros_like(rewards)
-        if self.advantage in token_advantages:
+        if self.advantage_is_by_token:
             raise ValueError(f"advantage {self.advantage!r} is computed by the trainer, not where groups are scored")
         return self._bound("advantage")(rewards, group)
 

@@ -75,6 +75,12 @@ _WEIGHTS = {
 }
 """Fields that mean something only where another one names a piece."""
 
+_REQUIRED = ("aggregation", "sft_aggregation", "mu_schedule")
+"""Pieces that cannot be left out."""
+
+_WHOLE = "sequence_mean_token_mean"
+"""The aggregation of losses of whole answers, where none is named."""
+
 _HINTS: dict[str, Any] = {
     "kl_coef": NonNegative,
     "kl_target": Positive | None,
@@ -118,6 +124,7 @@ def build(name: str, overrides: Mapping[str, Any] | None = None) -> Algorithm:
             remedy=f"use kl_in: loss, or an advantage of {', '.join(token_advantages)}",
         )
     _check_controllers(algorithm, overrides)
+    algorithm = _with_fit_aggregation(algorithm, named="aggregation" in overrides)
     used = {key for piece in pieces for key in piece.coefficients}
     kept = {key: value for key, value in preset.coefficients.items() if key in used}
     return replace(algorithm, coefficients={**kept, **given})
@@ -128,10 +135,12 @@ def _check_field(algorithm: Algorithm, key: str, value: Any) -> None:
         raise ConfigError(wrong, field=f"algorithm.{key}", value=value)
     if key in REGISTRIES:
         algorithm.piece(key)
-        if value != NONE and not _is_used(algorithm, key):
-            raise ConfigError(
-                f"is not used: {algorithm.name!r} has no term that it acts on", field=f"algorithm.{key}", value=value
-            )
+        if value == NONE and key in _REQUIRED:
+            raise ConfigError("must name one", field=f"algorithm.{key}", value=value, remedy="leave it at its default")
+    if value not in (NONE, False) and not _is_used(algorithm, key):
+        raise ConfigError(
+            f"is not used: {algorithm.name!r} has no term that it acts on", field=f"algorithm.{key}", value=value
+        )
     if key == "kl_in" and value not in ("loss", "reward"):
         raise ConfigError("must be one of loss, reward", field="algorithm.kl_in", value=value)
     if key in _WEIGHTS and getattr(algorithm, _WEIGHTS[key]) == NONE:
@@ -147,6 +156,21 @@ def _check_field(algorithm: Algorithm, key: str, value: Any) -> None:
             field="algorithm.teacher_candidates",
             value=value,
         )
+
+
+def _with_fit_aggregation(algorithm: Algorithm, *, named: bool) -> Algorithm:
+    """The algorithm with an aggregation that takes a loss of whole answers once for each, unless one was ``named``."""
+    loss, aggregation = algorithm.piece("policy_loss"), algorithm.piece("aggregation")
+    if loss is None or aggregation is None or "whole_answers" not in loss.traits - aggregation.traits:
+        return algorithm
+    if named:
+        raise ConfigError(
+            f"would count long answers once for every token: policy_loss {loss.name!r} is a loss of whole answers",
+            field="algorithm.aggregation",
+            value=aggregation.name,
+            remedy=f"use {_WHOLE}, or leave this out",
+        )
+    return replace(algorithm, aggregation=_WHOLE)
 
 
 def _check_controllers(algorithm: Algorithm, overrides: Mapping[str, Any]) -> None:
@@ -165,10 +189,11 @@ def _check_controllers(algorithm: Algorithm, overrides: Mapping[str, Any]) -> No
 
 
 def _is_used(algorithm: Algorithm, kind: str) -> bool:
-    """Whether the piece of that field has any effect in this algorithm."""
+    """Whether the piece or choice in that field has any effect in this algorithm."""
     return {
         "advantage": algorithm.policy_loss != NONE,
         "correction": algorithm.policy_loss != NONE,
+        "normalise_advantages": algorithm.policy_loss != NONE,
         "aggregation": algorithm.has_own,
         "kl": algorithm.has_own,
         "entropy": algorithm.has_own,

@@ -18,8 +18,8 @@ LOG_BOUND = 20.0
 class TokenLoss:
     """A policy loss: ``values`` ``[T]``, and on which tokens (``[T]`` bool) it binds the ratio, for the metrics.
 
-    A loss of whole answers stands on every action token of its row, and wants the aggregation
-    ``sequence_mean_token_mean``, which makes it the mean over answers.
+    A loss of whole answers stands on every action token of its row, and is registered with the trait of this name: its
+    aggregation is ``sequence_mean_token_mean``, which makes it the mean over answers.
     """
 
     values: Tensor

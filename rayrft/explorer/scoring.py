@@ -6,14 +6,11 @@ import dataclasses
 from collections import Counter
 from dataclasses import dataclass, field
 
-import numpy as np
-import torch
-
-from rayrft.algorithms import Algorithm, Group
+from rayrft.algorithms import Algorithm
+from rayrft.buffer.advantages import with_advantages
 from rayrft.buffer.experience import Experience
 from rayrft.buffer.log.events import GroupReport
 from rayrft.config.data import RewardConfig
-from rayrft.explorer.turns import Turns
 from rayrft.rewards import RewardResult
 
 
@@ -68,20 +65,13 @@ def with_baseline(group: ScoredGroup, greedy: ScoredGroup) -> ScoredGroup:
 
 
 def assign_advantages(group: ScoredGroup, algorithm: Algorithm, *, drop_zero_variance: bool) -> ScoredGroup:
-    """The algorithm's advantages: the same on every action token of a row or, where it looks at turns, of a turn. A
-    group where all are 0, for want of variance in its rewards, has no gradient."""
+    """The group with the algorithm's advantages; see `rayrft.buffer.advantages.with_advantages`. A group where all are
+    0, for want of variance in its rewards, is dropped where the algorithm learns nothing from it."""
     if not group.rows:
         return group
-    if algorithm.needs_turns:
-        turns = Turns.of(group.rows)
-        known = dataclasses.replace(turns.group, greedy_reward=group.greedy_reward)
-        advantages = turns.spread(algorithm.group_advantages(turns.rewards, known), group.rows)
-    else:
-        rewards = torch.tensor(group.rewards, dtype=torch.float64)
-        found = algorithm.group_advantages(rewards, Group(group.greedy_reward)).tolist()
-        advantages = [row.action_mask * np.float32(value) for row, value in zip(group.rows, found, strict=True)]
-    if drop_zero_variance and algorithm.is_idle_at_zero and not any(each.any() for each in advantages):
-        dropped = group.dropped + Counter(zero_variance=len(group.rows))
+    rows = with_advantages(group.rows, algorithm, group.greedy_reward)
+    moves = (row.advantages is None or row.advantages.any() for row in rows)
+    if drop_zero_variance and algorithm.is_idle_at_zero and not any(moves):
+        dropped = group.dropped + Counter(zero_variance=len(rows))
         return dataclasses.replace(group, rows=[], dropped=dropped)
-    rows = [dataclasses.replace(row, advantages=each) for row, each in zip(group.rows, advantages, strict=True)]
     return dataclasses.replace(group, rows=rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -61,9 +62,9 @@ def test_every_preset_names_pieces_that_exist(name: str) -> None:
 
 def test_any_piece_and_coefficient_can_be_overridden() -> None:
     algorithm = build(
-        "grpo", {"policy_loss": "gspo", "clip_low": 0.01, "aggregation": "constant", "constant_length": 32}
+        "grpo", {"policy_loss": "cispo", "clip_low": 0.01, "aggregation": "constant", "constant_length": 32}
     )
-    assert (algorithm.policy_loss, algorithm.advantage) == ("gspo", "grpo")
+    assert (algorithm.policy_loss, algorithm.advantage) == ("cispo", "grpo")
     assert algorithm.coefficients == {"clip_low": 0.01, "constant_length": 32}
 
 
@@ -76,6 +77,41 @@ def test_coefficients_of_a_preset_go_with_the_piece_that_takes_them() -> None:
 def test_a_piece_may_be_any_function_by_its_path() -> None:
     algorithm = build("grpo", {"policy_loss": "rayrft.algorithms.reinforce:kimi", "tau": 0.3})
     assert algorithm.piece("policy_loss").coefficients == {"tau": 0.1}  # type: ignore[union-attr]
+    assert algorithm.aggregation == "sequence_mean_token_mean" and not algorithm.is_idle_at_zero
+
+
+@pytest.mark.parametrize(
+    ("field", "name", "path"),
+    [
+        ("kl", "k3", "rayrft.algorithms.kl:k3"),
+        ("correction", "truncated", "rayrft.algorithms.corrections:truncated"),
+        ("advantage", "remax", "rayrft.algorithms.advantages:remax"),
+        ("advantage", "gigpo", "rayrft.algorithms.turns:gigpo"),
+    ],
+)
+def test_a_piece_needs_the_same_by_its_path(field: str, name: str, path: str) -> None:
+    assert needs(build("grpo", {field: path})) == needs(build("grpo", {field: name})) > {"rollouts"}
+
+
+def test_an_advantage_by_token_is_known_as_such_by_its_path() -> None:
+    algorithm = build("ppo", {"advantage": "rayrft.algorithms.critic:gae", "lam": 0.9})
+    assert needs(algorithm) == {"rollouts", "critic"} and algorithm.advantage_is_by_token
+    with pytest.raises(ConfigError, match=r"algorithm\.advantage: cannot be imported"):
+        build("ppo", {"advantage": "rayrft.algorithms.critic:gea"})
+
+
+@pytest.mark.parametrize("loss", ["gspo", "gspo_token", "importance_sequence", "kimi"])
+def test_a_loss_of_whole_answers_is_taken_once_for_each(loss: str) -> None:
+    assert build("grpo", {"policy_loss": loss}).aggregation == "sequence_mean_token_mean"
+    assert build("grpo", {"policy_loss": loss, "aggregation": "sequence_mean_token_mean"}).policy_loss == loss
+    for unfit in ("token_mean", "sequence_mean_token_sum", "constant"):
+        with pytest.raises(ConfigError, match=rf"aggregation: would count.*'{loss}' is a loss of whole answers.*leave"):
+            build("grpo", {"policy_loss": loss, "aggregation": unfit})
+    assert build("gspo", {"policy_loss": "ppo"}).aggregation == "sequence_mean_token_mean", "as the preset has it"
+
+
+def test_grpo_with_the_loss_of_gspo_is_gspo() -> None:
+    assert replace(build("grpo", {"policy_loss": "gspo"}), name="gspo") == build("gspo")
 
 
 @pytest.mark.parametrize(
@@ -144,6 +180,14 @@ def test_a_piece_may_be_any_function_by_its_path() -> None:
         ("sft", {"kl": "k3"}, r"algorithm\.kl: is not used: 'sft' has no term that it acts on"),
         ("grpo", {"value_loss": "clipped"}, r"algorithm\.value_loss: is not used"),
         ("grpo", {"kl": None}, r"algorithm\.kl: must be text"),
+        ("grpo", {"aggregation": "none"}, r"algorithm\.aggregation: must name one"),
+        ("mix", {"mu_schedule": "none"}, r"algorithm\.mu_schedule: must name one"),
+        ("sft", {"normalise_advantages": True}, r"algorithm\.normalise_advantages: is not used: 'sft' has no term"),
+        ("dpo", {"normalise_advantages": True}, r"algorithm\.normalise_advantages: is not used: 'dpo'"),
+        ("distill", {"normalise_advantages": True}, r"algorithm\.normalise_advantages: is not used: 'distill'"),
+        ("jsd", {"teacher_share": 0}, r"algorithm\.teacher_share: must lie in \(0, 1\)"),
+        ("jsd", {"teacher_share": 1.0}, r"algorithm\.teacher_share: must lie in \(0, 1\)"),
+        ("dpo", {"label_smoothing": 0.5}, r"algorithm\.label_smoothing: must lie in \[0, 0\.5\)"),
         ("grpo", {"normalise_advantages": "yes"}, r"algorithm\.normalise_advantages: must be true or false"),
     ],
 )

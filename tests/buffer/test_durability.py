@@ -302,11 +302,11 @@ class TestDoors:
             put(buffer, 1, 1)
 
     def test_a_rejected_group_that_is_sent_again_is_counted_once(self, buffer: LocalBuffer) -> None:
-        broken = [Experience(**{**vars(row), "advantages": None}) for row in group(1)]
+        broken = [Experience(**{**vars(row), "advantages": None, "reward": None}) for row in group(1)]
         for _ in range(3):
             buffer.put([(broken, None)])
             buffer.restart()
-        assert buffer.do("stats")["dropped"] == {"rejected: an own row needs advantages": 2}
+        assert buffer.do("stats")["dropped"] == {"rejected: an own row needs advantages or a reward": 2}
 
 
 class TestDemonstrations:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rayrft.algorithms import build
+from rayrft.algorithms import build, presets
 from rayrft.buffer.experience import Experience
 from rayrft.config.data import RewardConfig
 from rayrft.explorer.evaluation import wilson_interval
@@ -57,6 +57,23 @@ def test_advantages_are_those_of_the_stages_algorithm() -> None:
 def test_a_group_without_variance_stays_where_advantages_are_normalised_over_the_batch() -> None:
     scored = apply_rewards(rows("stop", "stop"), [RewardResult(0.0)] * 2, config())
     assert len(assign_advantages(scored, build("reinforce_pp"), drop_zero_variance=True).rows) == 2
+
+
+@pytest.mark.parametrize("name", [name for name in presets if build(name).needs_rollouts])
+def test_every_algorithm_on_own_rows_gets_what_it_needs_of_a_group(name: str) -> None:
+    group = assign_advantages(baseline(RewardResult(0.25)), build(name), drop_zero_variance=True)
+    assert [row.reward for row in group.rows] == [1.0, 0.5]
+    found = [row.advantages for row in group.rows]
+    if name == "ppo":
+        assert found == [None, None], "the trainer computes them"
+    else:
+        assert all(each is not None and not each[:2].any() for each in found)
+        assert any(each.any() for each in found if each is not None) == (name not in ("distill", "jsd"))
+
+
+def test_a_group_without_variance_stays_where_a_critic_gives_the_advantages() -> None:
+    scored = apply_rewards(rows("stop", "stop"), [RewardResult(0.0)] * 2, config())
+    assert len(assign_advantages(scored, build("ppo"), drop_zero_variance=True).rows) == 2
 
 
 @pytest.mark.parametrize(

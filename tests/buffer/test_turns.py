@@ -9,9 +9,9 @@ import pytest
 
 from rayrft.algorithms import build
 from rayrft.buffer.experience import Experience
+from rayrft.buffer.turns import Turns
 from rayrft.config.data import RewardConfig
 from rayrft.explorer.scoring import apply_rewards, assign_advantages
-from rayrft.explorer.turns import Turns
 from rayrft.rewards import RewardResult
 
 MASK = np.array([0, 0, 1, 1, 0, 1, 1, 1], np.uint8)
