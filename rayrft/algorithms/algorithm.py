@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -20,12 +20,11 @@ from rayrft.algorithms.registries import REGISTRIES
 
 _FIELDS: dict[Need, str] = {
     "reference": "reference_logprobs",
-    "proximal": "proximal_logprobs",
     "teacher": "teacher_logprobs",
     "teacher_candidates": "teacher_candidates",
     "pairs": "pair",
 }
-"""Needs that a loss finds in its batch."""
+"""Needs that a loss must find in its batch. A proximal policy that is not there is the present one."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +203,9 @@ class Algorithm:
     def loss(self, output: PolicyOutput, batch: TokenBatch, over: Denominators, *, step: int = 0) -> LossParts:
         """This micro-batch's share of the step's loss; the shares of all micro-batches and ranks add up to it.
 
-        ``step`` counts the optimiser steps of the stage so far. Raises ValueError on what the batch lacks.
+        ``step`` counts the optimiser steps of the stage so far. Where proximal log-probs are needed and the batch has
+        none, the present policy is the proximal one, as it is in a step of one update. Raises ValueError on what else
+        the batch lacks.
         """
         mu = self.mu(step)
         # Zero, but part of the graph: a rank without rows must take part in the backward pass all the same.
@@ -227,12 +228,13 @@ class Algorithm:
     ) -> LossParts:
         own = batch.own()
         output = output.only(own.mask)
+        if self.needs_proximal and own.proximal_logprobs is None:
+            own = replace(own, proximal_logprobs=output.logprobs.detach())
         aggregate = self._bound("aggregation")
         if self.policy_loss != NONE:
             found = self._bound("policy_loss")(output.logprobs, own)
             values = found.values if own.weight is None else found.values * own.spread(own.weight)
             if self.correction != NONE:
-                self._check(batch, "correction")
                 factor = self._bound("correction")(output.logprobs, own)
                 values = values * factor
                 parts = parts.metric("correction", keep(factor, own.mask))

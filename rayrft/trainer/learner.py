@@ -143,7 +143,9 @@ class Learner:
 
     def _prepare(self, batches: list[list[MicroBatch]]) -> list[list[MicroBatch]]:
         """What a loss needs of the time before the first update, and costs a forward pass only where it needs it."""
-        if self._algorithm.needs_proximal:
+        updates = self._update_config.epochs * self._update_config.mini_batches
+        # Before its only update the policy is the proximal one: the loss's own forward pass tells.
+        if self._algorithm.needs_proximal and (updates > 1 or self._algorithm.kl_in == "reward"):
             batches = self._annotate(batches, "proximal_logprobs")
         if self.reference is not None:
             with self.reference.in_place():
