@@ -141,7 +141,7 @@ def asymre(rewards: Tensor, group: Group, *, baseline_shift: float = -0.1) -> Te
     return centred(rewards) - (baseline_shift if rewards.numel() > 1 else 0.0)
 
 
-@group_advantages.register("accept")
+@group_advantages.register("accept", traits=["selects"])
 def accept(rewards: Tensor, group: Group, *, accept_above: float = 0.0) -> Tensor:
     """Rejection sampling: ``A_i = 1`` where ``r_i > accept_above``, else 0. Looks at the reward alone, so a group of
     one counts like any other."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rayrft.algorithms.advantages import Group
 from rayrft.algorithms.batch import PolicyOutput, TokenBatch, keep
-from rayrft.algorithms.critic import token_advantages, with_advantages
+from rayrft.algorithms.critic import less_penalty, token_advantages, with_advantages
 from rayrft.algorithms.loss import Denominators, LossParts
 from rayrft.algorithms.pieces import NONE, Coefficient, Need, Piece
 from rayrft.algorithms.preference import margins
@@ -143,6 +143,11 @@ class Algorithm:
         return self.advantage in token_advantages
 
     @property
+    def penalises_rewards(self) -> bool:
+        """It has a KL, and that in the reward."""
+        return self.kl_in == "reward" and "kl" in self.terms
+
+    @property
     def needs_entropy_gradient(self) -> bool:
         return "entropy" in self.terms
 
@@ -183,16 +188,19 @@ class Algorithm:
         return self._bound("advantage")(rewards, group)
 
     def token_advantages(self, batch: TokenBatch) -> TokenBatch:
-        """The batch with advantages and returns from rewards and values, less the KL where that is in the reward.
+        """The batch with what is known of advantages only in the trainer: those that come of rewards and values, with
+        returns; and less the KL of the old policy from each token on, where that is in the reward.
 
         Raises ValueError on what the batch lacks.
         """
         penalty = None
-        if self.kl_in == "reward" and "kl" in self.terms:
+        if self.penalises_rewards:
             self._check(batch, "kl")
             own = batch.own()
             penalty = self.kl_coef * self._bound("kl")(own.old_logprobs, own.reference_logprobs)
-        return with_advantages(batch, self._bound("advantage"), penalty)
+        if self.advantage_is_by_token:
+            return with_advantages(batch, self._bound("advantage"), penalty)
+        return batch if penalty is None else less_penalty(batch, penalty)
 
     def value_loss_of(self, values: Tensor, batch: TokenBatch, over: Denominators) -> Tensor:
         """This micro-batch's share of the critic's loss: its new ``values`` ``[T]`` against the batch's returns, as the

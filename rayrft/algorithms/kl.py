@@ -69,8 +69,8 @@ class AdaptiveCoefficient:
     """A KL coefficient that seeks a target (Ziegler et al. 2019, arXiv:1909.08593).
 
     ``coef <- coef max(1 + clip(KL / target - 1, -0.2, 0.2) n / horizon, 1/2)`` after n sequences: a KL of 20 % or more
-    over the target raises it by e^0.2 within about ``horizon`` sequences. One step at most halves it: without this floor,
-    of our own, steps of 5 horizons or more would make it 0 or negative.
+    over the target raises it by e^0.2 within about ``horizon`` sequences. One step at most halves it: without this
+    floor, of our own, steps of 5 horizons or more would make it 0 or negative.
     """
 
     coef: float

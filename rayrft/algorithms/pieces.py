@@ -30,9 +30,11 @@ Need = Literal[
 ]
 """What a run must supply for a piece besides own rows with rewards and behaviour log-probs, or expert rows."""
 
-Trait = Literal["whole_answers", "moves_at_zero"]
-"""What a piece says of itself: of a policy loss, that it stands on every token of an answer and is to be taken once for
-each, and of an aggregation, that it does so; that a policy loss has a gradient where the advantages are 0."""
+Trait = Literal["whole_answers", "moves_at_zero", "selects"]
+"""What a piece says of itself. A policy loss, that it stands on every token of an answer and is to be taken once for
+each answer, and an aggregation, that it does so; a policy loss, that it has a gradient where the advantages are 0; an
+advantage or a policy loss, that it takes an answer or leaves it, so that a little less of an advantage means nothing.
+"""
 
 
 @dataclass(frozen=True)

@@ -116,13 +116,8 @@ def build(name: str, overrides: Mapping[str, Any] | None = None) -> Algorithm:
         raise ConfigError(f"policy_loss {algorithm.policy_loss!r} needs one", field="algorithm.advantage", value=NONE)
     if algorithm.advantage in token_advantages and algorithm.value_loss == NONE:
         raise ConfigError(f"advantage {algorithm.advantage!r} needs one", field="algorithm.value_loss", value=NONE)
-    if algorithm.kl_in == "reward" and algorithm.advantage not in token_advantages:
-        raise ConfigError(
-            f"a KL in the reward needs advantages of tokens, and {algorithm.advantage!r} gives one to a whole answer",
-            field="algorithm.kl_in",
-            value="reward",
-            remedy=f"use kl_in: loss, or an advantage of {', '.join(token_advantages)}",
-        )
+    if algorithm.kl_in == "reward":
+        _check_penalty(algorithm)
     _check_controllers(algorithm, overrides)
     algorithm = _with_fit_aggregation(algorithm, named="aggregation" in overrides)
     used = {key for piece in pieces for key in piece.coefficients}
@@ -156,6 +151,19 @@ def _check_field(algorithm: Algorithm, key: str, value: Any) -> None:
             field="algorithm.teacher_candidates",
             value=value,
         )
+
+
+def _check_penalty(algorithm: Algorithm) -> None:
+    advantage, loss = algorithm.piece("advantage"), algorithm.piece("policy_loss")
+    if loss is None or advantage is None:
+        problem = f"{algorithm.name!r} has no policy loss, hence no rewards"
+    elif algorithm.advantage_is_by_token:
+        return
+    elif deaf := [piece for piece in (loss, advantage) if piece.traits & {"whole_answers", "selects"}]:
+        problem = f"{deaf[0].kind} {deaf[0].name!r} looks at whole answers, and the KL in the reward is one of tokens"
+    else:
+        return
+    raise ConfigError(problem, field="algorithm.kl_in", value="reward", remedy="use kl_in: loss")
 
 
 def _with_fit_aggregation(algorithm: Algorithm, *, named: bool) -> Algorithm:

@@ -22,7 +22,7 @@ def reinforce(logprobs: Tensor, batch: TokenBatch) -> TokenLoss:
     return TokenLoss(-batch.advantages * logprobs)
 
 
-@policy_losses.register("raft")
+@policy_losses.register("raft", traits=["selects"])
 def raft(logprobs: Tensor, batch: TokenBatch) -> TokenLoss:
     """RAFT: ``-log pi(y_t)`` on tokens with A_t > 0, 0 on the others: SFT on the accepted answers (Dong et al. 2023,
     arXiv:2304.06767). The denominator still counts all own tokens: what is rejected shortens the step."""
