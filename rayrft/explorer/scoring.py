@@ -6,6 +6,8 @@ import dataclasses
 from collections import Counter
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from rayrft.algorithms import Algorithm
 from rayrft.buffer.advantages import with_advantages
 from rayrft.buffer.experience import Experience
@@ -28,9 +30,11 @@ class ScoredGroup:
     """Of the greedy answer to the same task, where one was asked for."""
 
 
-def apply_rewards(rows: list[Experience], results: list[RewardResult], config: RewardConfig) -> ScoredGroup:
-    """Give each row its reward, by the run's rules for unknown rewards and for truncated answers. A reward that the
-    workflow gave stays."""
+def apply_rewards(
+    rows: list[Experience], results: list[RewardResult], config: RewardConfig, *, max_tokens: int
+) -> ScoredGroup:
+    """Give each row its reward, by the run's rules for unknown rewards and for truncated answers, which are cut at
+    ``max_tokens``. A reward that the workflow gave stays."""
     kept, dropped, unknown = [], Counter[str](), None
     for row, result in zip(rows, results, strict=True):
         value, components = result.value, result.components
@@ -42,6 +46,8 @@ def apply_rewards(rows: list[Experience], results: list[RewardResult], config: R
                 dropped["reward_unknown"] += 1
                 continue
             value = config.fallback
+        if row.reward is None and config.overlong_buffer is not None:
+            value += overlong_penalty(row, max_tokens, config.overlong_buffer)
         kept.append(dataclasses.replace(row, reward=value, reward_components=components, error=result.reason))
     if dropped and config.on_unknown == "drop_group":
         kept, dropped = [], Counter(reward_unknown=len(rows))
@@ -54,6 +60,21 @@ def apply_rewards(rows: list[Experience], results: list[RewardResult], config: R
         truncated=sum(row.stop_reason == "length" for row in rows),
     )
     return ScoredGroup(kept, dropped, report, unknown, values)
+
+
+def overlong_penalty(row: Experience, max_tokens: int, buffer: int) -> float:
+    """Soft overlong punishment (DAPO, Yu et al. 2025, arXiv:2503.14476, eq. 13): 0 for an answer of up to
+    ``max_tokens - buffer`` tokens, then falling linearly to -1 at ``max_tokens``. The answer is the row's last turn."""
+    silent = np.flatnonzero(row.action_mask == 0)
+    length = len(row.action_mask) - 1 - int(silent[-1])
+    return min(0.0, max(-1.0, (max_tokens - buffer - length) / buffer))
+
+
+def leave_out_truncated(group: ScoredGroup) -> ScoredGroup:
+    """Overlong filtering: the group, its advantages assigned, without the answers that were cut."""
+    kept = [row for row in group.rows if row.stop_reason != "length"]
+    dropped = group.dropped + Counter(truncated=len(group.rows) - len(kept))
+    return dataclasses.replace(group, rows=kept, dropped=dropped)
 
 
 def with_baseline(group: ScoredGroup, greedy: ScoredGroup) -> ScoredGroup:
