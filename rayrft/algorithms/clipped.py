@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rayrft.algorithms.batch import TokenBatch
 from rayrft.algorithms.pieces import AboveOne, Fraction, Positive
-from rayrft.algorithms.ratios import TokenLoss, log_ratio, policy_losses, sequence_log_ratio, token_ratio
+from rayrft.algorithms.ratios import TokenLoss, bounded, log_ratio, policy_losses, sequence_log_ratio, token_ratio
 
 
 @policy_losses.register("ppo")
@@ -95,7 +95,7 @@ def importance(logprobs: Tensor, batch: TokenBatch) -> TokenLoss:
 def importance_sequence(logprobs: Tensor, batch: TokenBatch) -> TokenLoss:
     """Importance sampling of whole answers, ``-pi(y_i) / pi_old(y_i) A_i``: unbiased, with a variance that grows
     exponentially in length. The log-ratio is cut to +-20, once more after the sum. A loss of whole answers."""
-    ratio = log_ratio(sequence_log_ratio(logprobs, batch), torch.zeros_like(batch.lengths)).exp()
+    ratio = bounded(sequence_log_ratio(logprobs, batch)).exp()
     return TokenLoss(batch.spread(-ratio * batch.mean(batch.advantages)))
 
 

@@ -22,14 +22,16 @@ for _preset in (
     # The paper's own is `aggregation: sequence_mean_token_mean, clip_high: 0.2, kl: k3, kl_coef: 0.04`.
     Algorithm("grpo", advantage="grpo", policy_loss="ppo"),
     Algorithm("dr_grpo", advantage="dr_grpo", policy_loss="ppo", aggregation="constant"),
-    # Besides its loss DAPO resamples groups without variance (`explorer.drop_zero_variance`) and gives answers that
-    # were cut off no reward (`reward.truncated`).
+    # DAPO's loss is the token mean and the higher upper clip, which `grpo` here has by default: this names the same one
+    # with its bounds fixed. Its other devices are of the run: dynamic sampling (`explorer.drop_zero_variance`),
+    # overlong filtering and soft punishment (`reward.truncated`: mask, soft).
     Algorithm("dapo", advantage="grpo", policy_loss="ppo", coefficients={"clip_low": 0.2, "clip_high": 0.28}),
     Algorithm("gspo", advantage="grpo", policy_loss="gspo", aggregation="sequence_mean_token_mean"),
     Algorithm("cispo", advantage="grpo", policy_loss="cispo"),
     Algorithm("sapo", advantage="grpo", policy_loss="sapo", aggregation="sequence_mean_token_mean"),
     Algorithm("rloo", advantage="rloo", policy_loss="ppo"),
-    Algorithm("opmd", advantage="opmd", policy_loss="opmd"),
+    # The mean is Trinity-RFT's default baseline; `advantage: opmd` is the estimate of tau log Z.
+    Algorithm("opmd", advantage="dr_grpo", policy_loss="opmd"),
     Algorithm("kimi", advantage="dr_grpo", policy_loss="kimi", aggregation="sequence_mean_token_mean"),
     Algorithm("topr", advantage="dr_grpo", policy_loss="topr"),
     Algorithm("sppo", advantage="dr_grpo", policy_loss="sppo"),

@@ -10,6 +10,7 @@ import pytest
 from rayrft.algorithms import Algorithm, build, presets
 from rayrft.algorithms.registries import REGISTRIES
 from rayrft.errors import ConfigError
+from tests.conftest import ROOT
 
 NEEDS = ["rollouts", "expert", "pairs", "reference", "critic", "proximal", "teacher", "greedy_baseline", "turns"]
 
@@ -197,6 +198,50 @@ def test_grpo_with_the_loss_of_gspo_is_gspo() -> None:
 def test_a_mistake_is_told_with_its_remedy(name: str, overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(name, overrides)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "defaults"),
+    [
+        ("advantage", "grpo", {"epsilon": 1e-6}),  # verl
+        ("advantage", "gigpo", {"step_weight": 1.0, "discount": 0.95, "deviation": True, "epsilon": 1e-6}),
+        ("advantage", "asymre", {"baseline_shift": -0.1}),
+        ("advantage", "gae", {"gamma": 1.0, "lam": 1.0}),
+        ("policy_loss", "ppo", {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": None}),  # DAPO
+        ("policy_loss", "gspo", {"clip_low": 3e-4, "clip_high": 4e-4}),
+        ("policy_loss", "gspo_token", {"clip_low": 3e-4, "clip_high": 4e-4}),
+        ("policy_loss", "cispo", {"clip_low": 1.0, "clip_high": 0.28}),
+        ("policy_loss", "sapo", {"tau_positive": 1.0, "tau_negative": 1.05}),
+        ("policy_loss", "topr", {}),
+        ("policy_loss", "sppo", {"log_clip": 0.3}),
+        (
+            "policy_loss",
+            "rec",
+            {
+                "keep_where": "one_side",
+                "weigh_by_ratio": False,
+                "clip_low": 0.2,
+                "clip_high": 0.2,
+                "ring_low": 0.6,
+                "ring_high": 2.0,
+            },
+        ),
+        ("correction", "truncated", {"weight_cap": 2.0}),  # verl
+        ("correction", "masked", {"weight_low": 0.5, "weight_high": 5.0}),  # IcePop
+        ("value_loss", "clipped", {"value_clip": 0.2}),
+        ("preference", "dpo", {"beta": 0.1, "label_smoothing": 0.0}),
+    ],
+)
+def test_defaults_are_the_published_ones(kind: str, name: str, defaults: dict[str, Any]) -> None:
+    piece = next(registry for registry in REGISTRIES[kind] if name in registry).get(name)
+    assert dict(piece.coefficients) == defaults
+
+
+def test_every_name_stands_in_the_readme() -> None:
+    section = (ROOT / "README.md").read_text().partition("\n## Algorithms\n")[2].partition("\n## ")[0]
+    names = {name for registries in REGISTRIES.values() for registry in registries for name in registry}
+    missing = {name for name in names | set(presets) if f"`{name}`" not in section}
+    assert not {name for name in missing if not name.startswith(("tanh_", "above_"))}, "an example's may be loaded"
 
 
 def test_none_leaves_a_piece_out() -> None:
