@@ -30,6 +30,7 @@ class Recipe:
     value_loss: str = NONE
     kl_coef: float = 1e-3
     kl_in: Literal["loss", "reward"] = "loss"
+    """In the reward it is that of the old policy: every token's advantage is less by the KL from it on."""
     entropy_coef: float = 1e-3
     distillation_coef: float = 1.0
     kl_target: float | None = None
@@ -131,7 +132,7 @@ class Recipe:
         """Own rows whose advantages are all 0 have no gradient: what they would be dropped for is not lost.
 
         Not so where the advantages are yet to be computed or normalised, where the policy loss has a gradient all the
-        same (`kimi`), and where a KL in the loss, an entropy term or a teacher has a weight.
+        same (`kimi`), and where a KL (in loss or reward), an entropy term or a teacher has a weight.
         """
         loss = self.piece("policy_loss")
         if loss is None or "moves_at_zero" in loss.traits:

@@ -65,8 +65,8 @@ def apply_rewards(
 def overlong_penalty(row: Experience, max_tokens: int, buffer: int) -> float:
     """Soft overlong punishment (DAPO, Yu et al. 2025, arXiv:2503.14476, eq. 13): 0 for an answer of up to
     ``max_tokens - buffer`` tokens, then falling linearly to -1 at ``max_tokens``. The answer is the row's last turn."""
-    silent = np.flatnonzero(row.action_mask == 0)
-    length = len(row.action_mask) - 1 - int(silent[-1])
+    end = np.flatnonzero(row.action_mask)[-1]
+    length = int(end - np.flatnonzero(row.action_mask[:end] == 0)[-1])
     return min(0.0, max(-1.0, (max_tokens - buffer - length) / buffer))
 
 

@@ -106,8 +106,9 @@ def test_a_reward_that_the_workflow_gave_stays() -> None:
 
 
 def answer(tokens: int, stop_reason: str = "stop") -> Experience:
-    """An answer of so many tokens in its last turn; before that, a prompt, a turn of three and an observation."""
-    mask = np.array([0, 1, 1, 1, 0] + [1] * tokens, dtype=np.uint8)
+    """An answer of so many tokens in its last turn, which a turn of three and an observation come before, and one comes
+    after."""
+    mask = np.array([0, 1, 1, 1, 0] + [1] * tokens + [0], dtype=np.uint8)
     [row] = rows(stop_reason)
     return dataclasses.replace(row, token_ids=np.arange(len(mask), dtype=np.int32), prompt_length=1, action_mask=mask)
 
