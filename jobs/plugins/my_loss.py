@@ -22,5 +22,5 @@ def tanh_ratio(logprobs: Tensor, batch: TokenBatch, *, sharpness: Positive = 5.0
 
 @group_advantages.register("above_median")
 def above_median(rewards: Tensor, group: Group) -> Tensor:
-    """``A_i = r_i - median(r)``"""
+    """``A_i = r_i - median(r)``, the lower median of an even number."""
     return rewards - rewards.median()

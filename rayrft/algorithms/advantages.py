@@ -6,7 +6,8 @@ raises ValueError on rewards of another shape.
 
 A group of one has nothing to be compared with: unless an advantage looks at the reward alone, it gives 0 there. (Other
 systems let the lone reward itself through, which praises whatever was sampled.) Deviations have divisor n - 1, as in
-TRL, verl and Trinity-RFT.
+TRL, verl and Trinity-RFT; that of advantages normalised over a batch has divisor n, as in OpenRLHF
+(`rayrft.algorithms.normalisation`).
 """
 
 from __future__ import annotations
@@ -42,10 +43,15 @@ class GroupAdvantage(Protocol):
 group_advantages: Pieces[GroupAdvantage] = Pieces("advantage")
 
 
-def group_relative_advantages(rewards: Tensor, *, epsilon: float = 1e-6) -> Tensor:
-    """``A_i = (r_i - mean(r)) / (std(r) + epsilon)`` for ``[n]`` rewards; 0 where all are equal. See `grpo`."""
+def check_group(rewards: Tensor) -> None:
+    """Raises ValueError on rewards of another shape than ``[n]``."""
     if rewards.dim() != 1:
         raise ValueError(f"rewards of one group must have shape [n], got {tuple(rewards.shape)}")
+
+
+def group_relative_advantages(rewards: Tensor, *, epsilon: float = 1e-6) -> Tensor:
+    """``A_i = (r_i - mean(r)) / (std(r) + epsilon)`` for ``[n]`` rewards; 0 where all are equal. See `grpo`."""
+    check_group(rewards)
     if rewards.numel() < 2 or bool((rewards == rewards[0]).all()):
         return torch.zeros_like(rewards)
     return (rewards - rewards.mean()) / (rewards.std() + epsilon)
@@ -53,8 +59,7 @@ def group_relative_advantages(rewards: Tensor, *, epsilon: float = 1e-6) -> Tens
 
 def centred(rewards: Tensor) -> Tensor:
     """``r_i - mean(r)`` for ``[n]`` rewards; exactly 0 where all are equal."""
-    if rewards.dim() != 1:
-        raise ValueError(f"rewards of one group must have shape [n], got {tuple(rewards.shape)}")
+    check_group(rewards)
     if bool((rewards == rewards[:1]).all()):
         return torch.zeros_like(rewards)
     return rewards - rewards.mean()
@@ -93,7 +98,7 @@ def reinforce_pp(rewards: Tensor, group: Group) -> Tensor:
     """REINFORCE++: ``A_i = r_i``, which the trainer then normalises over the whole batch (Hu et al. 2025,
     arXiv:2501.03262; see `rayrft.algorithms.normalisation`). There is no group in it: a group of one gets its reward.
     """
-    centred(rewards)  # for its check of the shape
+    check_group(rewards)
     return rewards
 
 
@@ -112,7 +117,7 @@ def remax(rewards: Tensor, group: Group) -> Tensor:
     """
     if group.greedy_reward is None:
         raise ValueError("remax needs the reward of the greedy answer")
-    centred(rewards)  # for its check of the shape
+    check_group(rewards)
     return rewards - group.greedy_reward
 
 
@@ -123,6 +128,9 @@ def opmd(rewards: Tensor, group: Group, *, baseline_tau: Positive = 1.0) -> Tens
     The baseline estimates tau log Z, Z normalising the policy that maximises reward less tau times the KL to the old
     one: the mean for tau to infinity, the greatest reward for tau to 0. It is never below the mean. 0 where all
     rewards are equal.
+
+    Trinity-RFT's default baseline is the plain mean (`dr_grpo`), which the preset `opmd` takes; this one is its option
+    ``logavgexp``.
     """
     if not bool(centred(rewards).any()):
         return torch.zeros_like(rewards)
@@ -141,9 +149,9 @@ def asymre(rewards: Tensor, group: Group, *, baseline_shift: float = -0.1) -> Te
     return centred(rewards) - (baseline_shift if rewards.numel() > 1 else 0.0)
 
 
-@group_advantages.register("accept")
+@group_advantages.register("accept", traits=["selects"])
 def accept(rewards: Tensor, group: Group, *, accept_above: float = 0.0) -> Tensor:
-    """Rejection sampling: ``A_i = 1`` where ``r_i > accept_above``, else 0. Looks at the reward alone, so a group of
-    one counts like any other."""
-    centred(rewards)  # for its check of the shape
+    """Rejection sampling: ``A_i = 1`` where ``r_i > accept_above``, else 0. A threshold on each reward, where RAFT as
+    published takes the best of K answers; so a group of one counts like any other."""
+    check_group(rewards)
     return (rewards > accept_above).to(rewards.dtype)

@@ -29,7 +29,7 @@ def token_mean(values: Tensor, batch: TokenBatch, over: Amount) -> Tensor:
     return keep(values, batch.mask).sum() / over.tokens
 
 
-@aggregations.register("sequence_mean_token_mean")
+@aggregations.register("sequence_mean_token_mean", traits=["whole_answers"])
 def sequence_mean_token_mean(values: Tensor, batch: TokenBatch, over: Amount) -> Tensor:
     """``1/N sum_i 1/|y_i| sum_t l_it``: every answer counts the same, so tokens of long answers count for less (GRPO,
     Shao et al. 2024, arXiv:2402.03300, eq. 3). The one for losses of whole answers, which stand on each of their

@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from rayrft.algorithms.advantages import Group
 from rayrft.algorithms.batch import PolicyOutput, TokenBatch, keep
-from rayrft.algorithms.critic import token_advantages, with_advantages
+from rayrft.algorithms.critic import less_penalty, with_advantages
 from rayrft.algorithms.loss import Denominators, LossParts
-from rayrft.algorithms.pieces import NONE, Coefficient, Need, Piece
+from rayrft.algorithms.pieces import NONE, Need
 from rayrft.algorithms.preference import margins
 from rayrft.algorithms.ratios import token_ratio
-from rayrft.algorithms.registries import REGISTRIES
+from rayrft.algorithms.recipe import Recipe
 
 _FIELDS: dict[Need, str] = {
     "reference": "reference_logprobs",
-    "proximal": "proximal_logprobs",
     "teacher": "teacher_logprobs",
     "teacher_candidates": "teacher_candidates",
     "pairs": "pair",
 }
-"""Needs that a loss finds in its batch."""
+"""Needs that a loss must find in its batch. A proximal policy that is not there is the present one."""
 
 
 @dataclass(frozen=True)
-class Algorithm:
+class Algorithm(Recipe):
     """The loss of a step is ``(1 - mu) own + mu sft + preference``, where
     ``own = policy + kl_coef kl + entropy_coef entropy + distillation_coef distillation``.
 
@@ -37,127 +34,8 @@ class Algorithm:
     arXiv:2505.17826), pairs the third, each over its own global denominator. GRPO has mu = 0, SFT mu = 1. A term whose
     weight is 0 is left out altogether, so that the ends are exact.
 
-    The first fields name pieces, ``none`` leaving one out; `rayrft.algorithms.presets.build` makes an Algorithm with
-    all names and coefficients checked.
+    `rayrft.algorithms.presets.build` makes an Algorithm with all names and coefficients checked.
     """
-
-    name: str
-    advantage: str = NONE
-    policy_loss: str = NONE
-    aggregation: str = "token_mean"
-    correction: str = NONE
-    kl: str = NONE
-    entropy: str = NONE
-    distillation: str = NONE
-    sft: str = NONE
-    sft_aggregation: str = "token_mean"
-    mu_schedule: str = "constant"
-    preference: str = NONE
-    value_loss: str = NONE
-    kl_coef: float = 1e-3
-    kl_in: Literal["loss", "reward"] = "loss"
-    entropy_coef: float = 1e-3
-    distillation_coef: float = 1.0
-    kl_target: float | None = None
-    """With one, ``kl_coef`` is where the KL's coefficient begins, and `AdaptiveCoefficient` goes on with it. The KL is
-    that of the metrics: by its aggregation, of tokens or of whole answers."""
-    kl_horizon: float = 10_000.0
-    entropy_goal: float | None = None
-    """With one, ``entropy_coef`` is where the entropy's coefficient begins, and `EntropyController` goes on with it."""
-    entropy_step: float = 0.005
-    teacher_candidates: int = 64
-    """How many of the teacher's likeliest tokens are compared with the policy's, where whole distributions are."""
-    normalise_advantages: bool = False
-    """Over all own action tokens of a step; see `rayrft.algorithms.normalisation`."""
-    coefficients: Mapping[str, Coefficient] = field(default_factory=dict)
-    """Of the pieces, where they are not left at their defaults."""
-
-    def piece(self, kind: str) -> Piece[Any] | None:
-        """The piece that the field ``kind`` names, if any. Raises ConfigError on an unknown name."""
-        name = getattr(self, kind)
-        if name == NONE:
-            return None
-        registries = REGISTRIES[kind]
-        return next((each for each in registries if name in each), registries[0]).get(name)
-
-    @property
-    def has_own(self) -> bool:
-        """It has a term for own rows."""
-        return self.policy_loss != NONE or self.distillation != NONE
-
-    @property
-    def mixes(self) -> bool:
-        """It has terms for own rows and for expert rows, whatever they weigh."""
-        return self.has_own and self.sft != NONE
-
-    def mu(self, step: int = 0) -> float:
-        """Weight of the SFT term after this many optimiser steps of the stage."""
-        return float(self._bound("mu_schedule")(step)) if self.mixes else float(self.sft != NONE)
-
-    @property
-    def needs_rollouts(self) -> bool:
-        return self.has_own and not (self.mixes and self.mu_schedule == "constant" and self.mu() == 1.0)
-
-    @property
-    def needs_expert(self) -> bool:
-        return self.sft != NONE and not (self.mixes and self.mu_schedule == "constant" and self.mu() == 0.0)
-
-    @property
-    def needs_pairs(self) -> bool:
-        return "pairs" in self.needs()
-
-    @property
-    def needs_reference(self) -> bool:
-        return "reference" in self.needs()
-
-    @property
-    def needs_critic(self) -> bool:
-        return "critic" in self.needs()
-
-    @property
-    def needs_proximal(self) -> bool:
-        return "proximal" in self.needs()
-
-    @property
-    def needs_teacher(self) -> bool:
-        return self.needs_teacher_logprobs or self.needs_candidates
-
-    @property
-    def needs_teacher_logprobs(self) -> bool:
-        return "teacher" in self.needs()
-
-    @property
-    def needs_candidates(self) -> bool:
-        return "teacher_candidates" in self.needs()
-
-    @property
-    def needs_turns(self) -> bool:
-        return bool({"turns", "states"} & set(self.needs()))
-
-    @property
-    def needs_greedy_baseline(self) -> bool:
-        return "greedy_baseline" in self.needs()
-
-    @property
-    def needs_entropy_gradient(self) -> bool:
-        return "entropy" in self.terms
-
-    @property
-    def is_idle_at_zero(self) -> bool:
-        """A group whose advantages are all 0 has no part in the policy loss, and nothing else is learnt from it."""
-        return self.advantage != NONE and not self.normalise_advantages and self.distillation == NONE
-
-    @property
-    def terms(self) -> frozenset[str]:
-        """The pieces of the ``own`` term besides the policy loss that have a weight."""
-        weights = {"kl": self.kl_coef, "entropy": self.entropy_coef, "distillation": self.distillation_coef}
-        return frozenset(kind for kind, weight in weights.items() if weight and getattr(self, kind) != NONE)
-
-    def needs(self) -> dict[Need, str]:
-        """What a run must supply, each with the piece that needs it. A term of weight 0 needs nothing."""
-        idle = {"kl", "entropy", "distillation"} - self.terms
-        pieces = [(kind, self.piece(kind)) for kind in REGISTRIES if kind not in idle]
-        return {need: f"{kind} {piece.name!r}" for kind, piece in pieces if piece for need in piece.needs}
 
     def group_advantages(self, rewards: Tensor, group: Group) -> Tensor:
         """``[n]``: one advantage for each row of a group, or for each turn of its rows where those are needed; see
@@ -167,21 +45,24 @@ class Algorithm:
         """
         if self.advantage == NONE:
             return torch.zeros_like(rewards)
-        if self.advantage in token_advantages:
+        if self.advantage_is_by_token:
             raise ValueError(f"advantage {self.advantage!r} is computed by the trainer, not where groups are scored")
         return self._bound("advantage")(rewards, group)
 
     def token_advantages(self, batch: TokenBatch) -> TokenBatch:
-        """The batch with advantages and returns from rewards and values, less the KL where that is in the reward.
+        """The batch with what is known of advantages only in the trainer: those that come of rewards and values, with
+        returns; and less the KL of the old policy from each token on, where that is in the reward.
 
         Raises ValueError on what the batch lacks.
         """
         penalty = None
-        if self.kl_in == "reward" and "kl" in self.terms:
+        if self.penalises_rewards:
             self._check(batch, "kl")
             own = batch.own()
             penalty = self.kl_coef * self._bound("kl")(own.old_logprobs, own.reference_logprobs)
-        return with_advantages(batch, self._bound("advantage"), penalty)
+        if self.advantage_is_by_token:
+            return with_advantages(batch, self._bound("advantage"), penalty)
+        return batch if penalty is None else less_penalty(batch, penalty)
 
     def value_loss_of(self, values: Tensor, batch: TokenBatch, over: Denominators) -> Tensor:
         """This micro-batch's share of the critic's loss: its new ``values`` ``[T]`` against the batch's returns, as the
@@ -192,7 +73,9 @@ class Algorithm:
     def loss(self, output: PolicyOutput, batch: TokenBatch, over: Denominators, *, step: int = 0) -> LossParts:
         """This micro-batch's share of the step's loss; the shares of all micro-batches and ranks add up to it.
 
-        ``step`` counts the optimiser steps of the stage so far. Raises ValueError on what the batch lacks.
+        ``step`` counts the optimiser steps of the stage so far. Where proximal log-probs are needed and the batch has
+        none, the present policy is the proximal one, as it is in a step of one update. Raises ValueError on what else
+        the batch lacks.
         """
         mu = self.mu(step)
         # Zero, but part of the graph: a rank without rows must take part in the backward pass all the same.
@@ -215,12 +98,13 @@ class Algorithm:
     ) -> LossParts:
         own = batch.own()
         output = output.only(own.mask)
+        if self.needs_proximal and own.proximal_logprobs is None:
+            own = replace(own, proximal_logprobs=output.logprobs.detach())
         aggregate = self._bound("aggregation")
         if self.policy_loss != NONE:
             found = self._bound("policy_loss")(output.logprobs, own)
             values = found.values if own.weight is None else found.values * own.spread(own.weight)
             if self.correction != NONE:
-                self._check(batch, "correction")
                 factor = self._bound("correction")(output.logprobs, own)
                 values = values * factor
                 parts = parts.metric("correction", keep(factor, own.mask))
@@ -243,12 +127,6 @@ class Algorithm:
         parts = parts.metric("entropy", output.entropy)
         parts = parts.metric("ratio", keep(token_ratio(output.logprobs, own), own.mask))
         return parts.metric("logprob_gap", (output.logprobs - own.behaviour_logprobs).abs())
-
-    def _bound(self, kind: str) -> Any:
-        piece = self.piece(kind)
-        if piece is None:
-            raise ValueError(f"algorithm {self.name!r} has no {kind}")
-        return piece.bind(self.coefficients)
 
     def _check(self, batch: TokenBatch, kind: str) -> None:
         piece = self.piece(kind)

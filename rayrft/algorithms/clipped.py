@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rayrft.algorithms.batch import TokenBatch
 from rayrft.algorithms.pieces import AboveOne, Fraction, Positive
-from rayrft.algorithms.ratios import TokenLoss, log_ratio, policy_losses, sequence_log_ratio, token_ratio
+from rayrft.algorithms.ratios import TokenLoss, bounded, log_ratio, policy_losses, sequence_log_ratio, token_ratio
 
 
 @policy_losses.register("ppo")
@@ -31,7 +31,7 @@ def ppo(
     return _clip(token_ratio(logprobs, batch), batch.advantages, clip_low, clip_high, dual_clip)
 
 
-@policy_losses.register("gspo")
+@policy_losses.register("gspo", traits=["whole_answers"])
 def gspo(logprobs: Tensor, batch: TokenBatch, *, clip_low: Fraction = 3e-4, clip_high: Positive = 4e-4) -> TokenLoss:
     """GSPO: one ratio for the whole answer (Zheng et al. 2025, arXiv:2507.18071).
 
@@ -43,7 +43,7 @@ def gspo(logprobs: Tensor, batch: TokenBatch, *, clip_low: Fraction = 3e-4, clip
     return _clip(s, batch.spread(batch.mean(batch.advantages)), clip_low, clip_high)
 
 
-@policy_losses.register("gspo_token")
+@policy_losses.register("gspo_token", traits=["whole_answers"])
 def gspo_token(
     logprobs: Tensor, batch: TokenBatch, *, clip_low: Fraction = 3e-4, clip_high: Positive = 4e-4
 ) -> TokenLoss:
@@ -91,11 +91,11 @@ def importance(logprobs: Tensor, batch: TokenBatch) -> TokenLoss:
     return TokenLoss(-token_ratio(logprobs, batch) * batch.advantages)
 
 
-@policy_losses.register("importance_sequence")
+@policy_losses.register("importance_sequence", traits=["whole_answers"])
 def importance_sequence(logprobs: Tensor, batch: TokenBatch) -> TokenLoss:
     """Importance sampling of whole answers, ``-pi(y_i) / pi_old(y_i) A_i``: unbiased, with a variance that grows
     exponentially in length. The log-ratio is cut to +-20, once more after the sum. A loss of whole answers."""
-    ratio = log_ratio(sequence_log_ratio(logprobs, batch), torch.zeros_like(batch.lengths)).exp()
+    ratio = bounded(sequence_log_ratio(logprobs, batch)).exp()
     return TokenLoss(batch.spread(-ratio * batch.mean(batch.advantages)))
 
 

@@ -1,4 +1,4 @@
-"""Advantages from a critic, and the critic's own losses."""
+"""What the trainer makes of rewards: advantages from a critic, penalties by token, and the critic's own losses."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rayrft.algorithms.batch import TokenBatch, keep
+from rayrft.algorithms.grid import Grid, to_go
 from rayrft.algorithms.pieces import Fraction, Pieces, Positive
 
 
@@ -56,21 +57,11 @@ def gae(rewards: Tensor, batch: TokenBatch, *, gamma: Fraction = 1.0, lam: Fract
     """
     if batch.values is None:
         raise ValueError("gae needs the critic's values")
-    row, position = _positions(batch)
-    width = int(position.max()) + 1 if position.numel() else 0
-
-    def lay_out(flat: Tensor) -> Tensor:
-        return flat.new_zeros(batch.rows, width + 1).index_put((row, position), flat[batch.mask])
-
-    reward, value = lay_out(rewards), lay_out(batch.values)
-    advantage = torch.zeros_like(value)
-    for t in reversed(range(width)):
-        delta = reward[:, t] + gamma * value[:, t + 1] - value[:, t]
-        advantage[:, t] = delta + gamma * lam * advantage[:, t + 1]
-    advantages, returns = torch.zeros_like(batch.values), torch.zeros_like(batch.values)
-    advantages[batch.mask] = advantage[row, position]
-    returns[batch.mask] = (advantage + value)[row, position]
-    return advantages, returns
+    grid = Grid.of(batch)
+    value = grid.lay_out(batch.values)
+    after = torch.nn.functional.pad(value, (0, 1))[:, 1:]
+    advantage = to_go(grid.lay_out(rewards) + gamma * after - value, gamma * lam)
+    return grid.flatten(advantage), grid.flatten(advantage + value)
 
 
 def with_advantages(batch: TokenBatch, advantage: TokenAdvantage, penalty: Tensor | None = None) -> TokenBatch:
@@ -78,6 +69,19 @@ def with_advantages(batch: TokenBatch, advantage: TokenAdvantage, penalty: Tenso
     own = batch.own()
     advantages, returns = advantage(token_rewards(own, penalty), own)
     return replace(batch, advantages=advantages, returns=returns)
+
+
+def less_penalty(batch: TokenBatch, penalty: Tensor) -> TokenBatch:
+    """The batch with ``A_t - sum_{i >= t} penalty_i`` in place of A_t, over the action tokens i of own rows: rewards of
+    tokens, for advantages that are the same on a whole answer (REINFORCE++, Hu et al. 2025, arXiv:2501.03262, where
+    A_t is the reward and the penalty ``kl_coef`` times the KL).
+
+    The baseline of a group knows nothing of the penalty. (verl takes the penalty of the whole answer off its reward,
+    before groups are compared.)
+    """
+    own = batch.own()
+    grid = Grid.of(own)
+    return replace(batch, advantages=batch.advantages - grid.flatten(to_go(grid.lay_out(penalty))))
 
 
 @value_losses.register("squared")
@@ -104,14 +108,3 @@ def _returns(batch: TokenBatch) -> Tensor:
     if batch.returns is None:
         raise ValueError("a value loss needs returns")
     return batch.returns
-
-
-def _positions(batch: TokenBatch) -> tuple[Tensor, Tensor]:
-    """Row of every masked-in token, and its place among those of its row."""
-    row = batch.sequence[batch.mask]
-    order = row.argsort(stable=True)
-    counts = torch.bincount(row, minlength=batch.rows)
-    starts = counts.cumsum(0) - counts
-    position = torch.empty_like(row)
-    position[order] = torch.arange(row.numel(), device=row.device) - starts[row[order]]
-    return row, position

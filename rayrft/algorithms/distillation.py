@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rayrft.algorithms.batch import PolicyOutput, TokenBatch
-from rayrft.algorithms.pieces import Fraction, Pieces
+from rayrft.algorithms.pieces import OpenFraction, Pieces
 from rayrft.algorithms.ratios import log_ratio, token_ratio
 
 
@@ -38,11 +38,11 @@ def reverse_kl(output: PolicyOutput, batch: TokenBatch) -> Tensor:
 
 
 @distillations.register("jsd", needs=["teacher_candidates"])
-def jsd(output: PolicyOutput, batch: TokenBatch, *, teacher_share: Fraction = 0.5) -> Tensor:
+def jsd(output: PolicyOutput, batch: TokenBatch, *, teacher_share: OpenFraction = 0.5) -> Tensor:
     """Generalised Jensen-Shannon divergence over the vocabulary (Agarwal et al. 2023, arXiv:2306.13649).
 
     ``b KL(teacher || M) + (1 - b) KL(pi || M)`` with ``M = b teacher + (1 - b) pi``, b being ``teacher_share``; between
-    0 and log 2 nats.
+    0 and log 2 nats. b lies between 0 and 1: at either end the divergence is 0 whatever the policy.
 
     Needs ``teacher_candidates`` and ``output.candidates``: both distributions over the same K tokens, ``[T, K]``. K may
     be the vocabulary, or the teacher's likeliest tokens; what remains of each distribution counts as one token more,

@@ -68,8 +68,9 @@ def straight_through(value: Tensor, gradient: Tensor) -> Tensor:
 class AdaptiveCoefficient:
     """A KL coefficient that seeks a target (Ziegler et al. 2019, arXiv:1909.08593).
 
-    ``coef <- coef (1 + clip(KL / target - 1, -0.2, 0.2) n / horizon)`` after n sequences: a KL of 20 % or more over the
-    target raises it by e^0.2 within about ``horizon`` sequences.
+    ``coef <- coef max(1 + clip(KL / target - 1, -0.2, 0.2) n / horizon, 1/2)`` after n sequences: a KL of 20 % or more
+    over the target raises it by e^0.2 within about ``horizon`` sequences. One step at most halves it: without this
+    floor, of our own, steps of 5 horizons or more would make it 0 or negative.
     """
 
     coef: float
@@ -83,4 +84,4 @@ class AdaptiveCoefficient:
     def update(self, kl: float, sequences: int) -> Self:
         """The controller after a step with this mean KL (nats per token, or per sequence if the target is)."""
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
-        return replace(self, coef=self.coef * (1.0 + error * sequences / self.horizon))
+        return replace(self, coef=self.coef * max(1.0 + error * sequences / self.horizon, 0.5))

@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+LEAST = -1000.0
+"""A log-prob whose probability is 0 in every precision: below it, entropies need not tell how far."""
+
 
 def token_logprobs(
     logits: Tensor, token_ids: Tensor, *, temperature: float = 1.0, entropy_gradient: bool = False
@@ -36,5 +39,6 @@ def chosen_logprobs(
     each = targets if targets.dim() == logits.dim() else targets[..., None]
     chosen = logprobs.gather(-1, each).view(targets.shape)
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-        entropy = -(logprobs.exp() * logprobs).sum(-1)
+        # p log p = 0 where p = 0: of a logit of -inf, too, and with gradient 0.
+        entropy = -(logprobs.exp() * logprobs.clamp(min=LEAST)).sum(-1)
     return chosen, entropy

@@ -16,7 +16,8 @@ from rayrft.algorithms.batch import TokenBatch, keep
 class Moments:
     """Mean and deviation of the advantages of all own action tokens of a step, over ranks and micro-batches.
 
-    The deviation is the biased one, with divisor n, as in OpenRLHF: at thousands of tokens the choice is immaterial.
+    The deviation is the biased one, with divisor n, as in OpenRLHF; verl and TRL, which whiten PPO's advantages, take
+    n - 1. At thousands of tokens the choice is immaterial.
     """
 
     mean: float

@@ -30,6 +30,12 @@ Need = Literal[
 ]
 """What a run must supply for a piece besides own rows with rewards and behaviour log-probs, or expert rows."""
 
+Trait = Literal["whole_answers", "moves_at_zero", "selects"]
+"""What a piece says of itself. A policy loss, that it stands on every token of an answer and is to be taken once for
+each answer, and an aggregation, that it does so; a policy loss, that it has a gradient where the advantages are 0; an
+advantage or a policy loss, that it takes an answer or leaves it, so that a little less of an advantage means nothing.
+"""
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -38,17 +44,23 @@ class Interval:
     low: float
     high: float
     low_is_in: bool = True
+    high_is_in: bool = True
 
     def __contains__(self, value: float) -> bool:
-        return (self.low <= value if self.low_is_in else self.low < value) and value <= self.high and value < math.inf
+        above = self.low <= value if self.low_is_in else self.low < value
+        below = value <= self.high if self.high_is_in else value < self.high
+        return above and below and value < math.inf
 
     def __str__(self) -> str:
         if self.high < math.inf:
-            return f"lie in [{self.low:g}, {self.high:g}]"
+            opening, closing = "[" if self.low_is_in else "(", "]" if self.high_is_in else ")"
+            return f"lie in {opening}{self.low:g}, {self.high:g}{closing}"
         return f"be at least {self.low:g}" if self.low_is_in else f"be above {self.low:g}"
 
 
 Fraction = Annotated[float, Interval(0.0, 1.0)]
+OpenFraction = Annotated[float, Interval(0.0, 1.0, low_is_in=False, high_is_in=False)]
+BelowHalf = Annotated[float, Interval(0.0, 0.5, high_is_in=False)]
 Positive = Annotated[float, Interval(0.0, math.inf, low_is_in=False)]
 NonNegative = Annotated[float, Interval(0.0, math.inf)]
 AboveOne = Annotated[float, Interval(1.0, math.inf, low_is_in=False)]
@@ -64,6 +76,7 @@ class Piece(Generic[F]):
     name: str
     function: F
     needs: frozenset[Need]
+    traits: frozenset[Trait]
     coefficients: Mapping[str, Coefficient]
 
     def bind(self, values: Mapping[str, Coefficient]) -> F:
@@ -81,26 +94,33 @@ class Pieces(Generic[F]):
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._functions: Registry[F] = Registry(kind)
-        self._needs: dict[str, frozenset[Need]] = {}
+        # By function, so that one which is named by its path keeps what it was registered with.
+        self._marks: dict[F, tuple[frozenset[Need], frozenset[Trait]]] = {}
 
-    def register(self, name: str, *, needs: Iterable[Need] = ()) -> Callable[[F], F]:
+    def register(self, name: str, *, needs: Iterable[Need] = (), traits: Iterable[Trait] = ()) -> Callable[[F], F]:
         """Decorator: make a function known as ``name``. Raises ConfigError where the name is taken."""
 
         def add(function: F) -> F:
             self._functions.register(name)(function)
-            self._needs[name] = frozenset(needs)
+            self._marks[function] = frozenset(needs), frozenset(traits)
             return function
 
         return add
 
     def get(self, name: str) -> Piece[F]:
-        """The piece of that name, or the function at ``package.module:attribute``; raises ConfigError without one."""
-        function = self._functions.get(name, f"algorithm.{self.kind}")
+        """The piece of that name, or the function at ``package.module:attribute``; raises ConfigError without one. A
+        function that is not registered needs nothing and has no traits."""
+        function = self._function(name)
         defaults = {key: parameter.default for key, parameter in _keywords(function).items()}
-        return Piece(self.kind, name, function, self._needs.get(name, frozenset()), defaults)
+        needs, traits = self._marks.get(function, (frozenset(), frozenset()))
+        return Piece(self.kind, name, function, needs, traits, defaults)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._needs
+        """Whether a function is registered here, by its name or its path. Raises ConfigError on a path to nothing."""
+        return self._function(name) in self._marks if ":" in name else name in set(self._functions)
+
+    def _function(self, name: str) -> F:
+        return self._functions.get(name, f"algorithm.{self.kind}")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._functions)

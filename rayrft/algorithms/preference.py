@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from rayrft.algorithms.batch import TokenBatch
-from rayrft.algorithms.pieces import Fraction, Pieces, Positive
+from rayrft.algorithms.pieces import BelowHalf, Pieces, Positive
 
 
 class PreferenceLoss(Protocol):
@@ -39,11 +39,12 @@ def margins(logprobs: Tensor, batch: TokenBatch) -> Tensor:
 
 
 @preferences.register("dpo", needs=["pairs", "reference"])
-def dpo(margin: Tensor, *, beta: Positive = 0.1, label_smoothing: Fraction = 0.0) -> Tensor:
+def dpo(margin: Tensor, *, beta: Positive = 0.1, label_smoothing: BelowHalf = 0.0) -> Tensor:
     """DPO: ``-log sigmoid(beta m)`` (Rafailov et al. 2023, arXiv:2305.18290, eq. 7).
 
     With label smoothing e, the chance that a label is wrong: ``-(1 - e) log sigmoid(beta m) - e log sigmoid(-beta m)``
-    (conservative DPO, Mitchell 2023), which is least at ``m = log((1 - e) / e) / beta`` and no longer pushes on.
+    (conservative DPO, Mitchell 2023), which is least at ``m = log((1 - e) / e) / beta`` and no longer pushes on. e is
+    below 1/2, where labels would say nothing.
     """
     right, wrong = logsigmoid(beta * margin), logsigmoid(-beta * margin)
     return -(1 - label_smoothing) * right - label_smoothing * wrong

@@ -22,14 +22,16 @@ for _preset in (
     # The paper's own is `aggregation: sequence_mean_token_mean, clip_high: 0.2, kl: k3, kl_coef: 0.04`.
     Algorithm("grpo", advantage="grpo", policy_loss="ppo"),
     Algorithm("dr_grpo", advantage="dr_grpo", policy_loss="ppo", aggregation="constant"),
-    # Besides its loss DAPO resamples groups without variance (`explorer.drop_zero_variance`) and gives answers that
-    # were cut off no reward (`reward.truncated`).
+    # DAPO's loss is the token mean and the higher upper clip, which `grpo` here has by default: this names the same one
+    # with its bounds fixed. Its other devices are of the run: dynamic sampling (`explorer.drop_zero_variance`),
+    # overlong filtering and soft punishment (`reward.truncated`: mask, soft).
     Algorithm("dapo", advantage="grpo", policy_loss="ppo", coefficients={"clip_low": 0.2, "clip_high": 0.28}),
     Algorithm("gspo", advantage="grpo", policy_loss="gspo", aggregation="sequence_mean_token_mean"),
     Algorithm("cispo", advantage="grpo", policy_loss="cispo"),
     Algorithm("sapo", advantage="grpo", policy_loss="sapo", aggregation="sequence_mean_token_mean"),
     Algorithm("rloo", advantage="rloo", policy_loss="ppo"),
-    Algorithm("opmd", advantage="opmd", policy_loss="opmd"),
+    # The mean is Trinity-RFT's default baseline; `advantage: opmd` is the estimate of tau log Z.
+    Algorithm("opmd", advantage="dr_grpo", policy_loss="opmd"),
     Algorithm("kimi", advantage="dr_grpo", policy_loss="kimi", aggregation="sequence_mean_token_mean"),
     Algorithm("topr", advantage="dr_grpo", policy_loss="topr"),
     Algorithm("sppo", advantage="dr_grpo", policy_loss="sppo"),
@@ -75,6 +77,12 @@ _WEIGHTS = {
 }
 """Fields that mean something only where another one names a piece."""
 
+_REQUIRED = ("aggregation", "sft_aggregation", "mu_schedule")
+"""Pieces that cannot be left out."""
+
+_WHOLE = "sequence_mean_token_mean"
+"""The aggregation of losses of whole answers, where none is named."""
+
 _HINTS: dict[str, Any] = {
     "kl_coef": NonNegative,
     "kl_target": Positive | None,
@@ -110,14 +118,10 @@ def build(name: str, overrides: Mapping[str, Any] | None = None) -> Algorithm:
         raise ConfigError(f"policy_loss {algorithm.policy_loss!r} needs one", field="algorithm.advantage", value=NONE)
     if algorithm.advantage in token_advantages and algorithm.value_loss == NONE:
         raise ConfigError(f"advantage {algorithm.advantage!r} needs one", field="algorithm.value_loss", value=NONE)
-    if algorithm.kl_in == "reward" and algorithm.advantage not in token_advantages:
-        raise ConfigError(
-            f"a KL in the reward needs advantages of tokens, and {algorithm.advantage!r} gives one to a whole answer",
-            field="algorithm.kl_in",
-            value="reward",
-            remedy=f"use kl_in: loss, or an advantage of {', '.join(token_advantages)}",
-        )
+    if algorithm.kl_in == "reward":
+        _check_penalty(algorithm)
     _check_controllers(algorithm, overrides)
+    algorithm = _with_fit_aggregation(algorithm, named="aggregation" in overrides)
     used = {key for piece in pieces for key in piece.coefficients}
     kept = {key: value for key, value in preset.coefficients.items() if key in used}
     return replace(algorithm, coefficients={**kept, **given})
@@ -128,10 +132,12 @@ def _check_field(algorithm: Algorithm, key: str, value: Any) -> None:
         raise ConfigError(wrong, field=f"algorithm.{key}", value=value)
     if key in REGISTRIES:
         algorithm.piece(key)
-        if value != NONE and not _is_used(algorithm, key):
-            raise ConfigError(
-                f"is not used: {algorithm.name!r} has no term that it acts on", field=f"algorithm.{key}", value=value
-            )
+        if value == NONE and key in _REQUIRED:
+            raise ConfigError("must name one", field=f"algorithm.{key}", value=value, remedy="leave it at its default")
+    if value not in (NONE, False) and not _is_used(algorithm, key):
+        raise ConfigError(
+            f"is not used: {algorithm.name!r} has no term that it acts on", field=f"algorithm.{key}", value=value
+        )
     if key == "kl_in" and value not in ("loss", "reward"):
         raise ConfigError("must be one of loss, reward", field="algorithm.kl_in", value=value)
     if key in _WEIGHTS and getattr(algorithm, _WEIGHTS[key]) == NONE:
@@ -147,6 +153,34 @@ def _check_field(algorithm: Algorithm, key: str, value: Any) -> None:
             field="algorithm.teacher_candidates",
             value=value,
         )
+
+
+def _check_penalty(algorithm: Algorithm) -> None:
+    advantage, loss = algorithm.piece("advantage"), algorithm.piece("policy_loss")
+    if loss is None or advantage is None:
+        problem = f"{algorithm.name!r} has no policy loss, hence no rewards"
+    elif algorithm.advantage_is_by_token:
+        return
+    elif deaf := [piece for piece in (loss, advantage) if piece.traits & {"whole_answers", "selects"}]:
+        problem = f"{deaf[0].kind} {deaf[0].name!r} looks at whole answers, and the KL in the reward is one of tokens"
+    else:
+        return
+    raise ConfigError(problem, field="algorithm.kl_in", value="reward", remedy="use kl_in: loss")
+
+
+def _with_fit_aggregation(algorithm: Algorithm, *, named: bool) -> Algorithm:
+    """The algorithm with an aggregation that takes a loss of whole answers once for each, unless one was ``named``."""
+    loss, aggregation = algorithm.piece("policy_loss"), algorithm.piece("aggregation")
+    if loss is None or aggregation is None or "whole_answers" not in loss.traits - aggregation.traits:
+        return algorithm
+    if named:
+        raise ConfigError(
+            f"would count long answers once for every token: policy_loss {loss.name!r} is a loss of whole answers",
+            field="algorithm.aggregation",
+            value=aggregation.name,
+            remedy=f"use {_WHOLE}, or leave this out",
+        )
+    return replace(algorithm, aggregation=_WHOLE)
 
 
 def _check_controllers(algorithm: Algorithm, overrides: Mapping[str, Any]) -> None:
@@ -165,10 +199,11 @@ def _check_controllers(algorithm: Algorithm, overrides: Mapping[str, Any]) -> No
 
 
 def _is_used(algorithm: Algorithm, kind: str) -> bool:
-    """Whether the piece of that field has any effect in this algorithm."""
+    """Whether the piece or choice in that field has any effect in this algorithm."""
     return {
         "advantage": algorithm.policy_loss != NONE,
         "correction": algorithm.policy_loss != NONE,
+        "normalise_advantages": algorithm.policy_loss != NONE,
         "aggregation": algorithm.has_own,
         "kl": algorithm.has_own,
         "entropy": algorithm.has_own,

@@ -11,15 +11,16 @@ from rayrft.algorithms.batch import TokenBatch
 from rayrft.algorithms.pieces import Pieces
 
 LOG_BOUND = 20.0
-"""Log-ratios are cut to +-20, as in verl: exp(20) = 5e8 neither overflows nor trains, for the cut has no gradient."""
+"""Log-ratios are cut to +-20, as in verl: exp(20) = 5e8 does not overflow. Where the cut binds, losses that have the
+ratio's gradient have none; those that have the ratio as a weight (`cispo`, `topr`, corrections) keep theirs."""
 
 
 @dataclass(frozen=True)
 class TokenLoss:
     """A policy loss: ``values`` ``[T]``, and on which tokens (``[T]`` bool) it binds the ratio, for the metrics.
 
-    A loss of whole answers stands on every action token of its row, and wants the aggregation
-    ``sequence_mean_token_mean``, which makes it the mean over answers.
+    A loss of whole answers stands on every action token of its row, and is registered with the trait of this name: its
+    aggregation is ``sequence_mean_token_mean``, which makes it the mean over answers.
     """
 
     values: Tensor
@@ -35,9 +36,14 @@ class PolicyLoss(Protocol):
 policy_losses: Pieces[PolicyLoss] = Pieces("policy_loss")
 
 
+def bounded(exponent: Tensor) -> Tensor:
+    """Cut to +-`LOG_BOUND`."""
+    return exponent.clamp(-LOG_BOUND, LOG_BOUND)
+
+
 def log_ratio(new: Tensor, old: Tensor) -> Tensor:
     """``[T]``: ``log pi_new(y_t) - log pi_old(y_t)``, cut to +-`LOG_BOUND`."""
-    return (new - old).clamp(-LOG_BOUND, LOG_BOUND)
+    return bounded(new - old)
 
 
 def token_ratio(logprobs: Tensor, batch: TokenBatch) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rayrft.algorithms.batch import TokenBatch
 from rayrft.algorithms.pieces import Fraction, NonNegative, Positive
-from rayrft.algorithms.ratios import TokenLoss, log_ratio, policy_losses, sequence_log_ratio, token_ratio
+from rayrft.algorithms.ratios import TokenLoss, bounded, log_ratio, policy_losses, sequence_log_ratio, token_ratio
 
 
 @policy_losses.register("reinforce")
@@ -22,10 +22,11 @@ def reinforce(logprobs: Tensor, batch: TokenBatch) -> TokenLoss:
     return TokenLoss(-batch.advantages * logprobs)
 
 
-@policy_losses.register("raft")
+@policy_losses.register("raft", traits=["selects"])
 def raft(logprobs: Tensor, batch: TokenBatch) -> TokenLoss:
     """RAFT: ``-log pi(y_t)`` on tokens with A_t > 0, 0 on the others: SFT on the accepted answers (Dong et al. 2023,
-    arXiv:2304.06767). The denominator still counts all own tokens: what is rejected shortens the step."""
+    arXiv:2304.06767). The preset accepts what scores above a threshold (`accept`), where the paper takes the best of K
+    answers. The denominator still counts all own tokens: what is rejected shortens the step."""
     return TokenLoss(-(batch.advantages > 0).to(logprobs.dtype) * logprobs)
 
 
@@ -36,7 +37,7 @@ def opmd(logprobs: Tensor, batch: TokenBatch, *, tau: NonNegative = 1.0) -> Toke
     return TokenLoss(-batch.advantages * logprobs / (1 + tau))
 
 
-@policy_losses.register("kimi")
+@policy_losses.register("kimi", traits=["whole_answers", "moves_at_zero"])
 def kimi(logprobs: Tensor, batch: TokenBatch, *, tau: Positive = 0.1) -> TokenLoss:
     """Kimi k1.5's mirror descent: ``(A_i - tau h_i)^2 / (2 tau)``, ``h_i = log pi(y_i) - log pi_old(y_i)`` (Kimi Team
     2025, arXiv:2501.12599, sec. 2.3.2).
@@ -100,7 +101,8 @@ def rec(
       went far astray in the wrong direction are brought back;
     * ``all``: everywhere.
 
-    Bounds as in Trinity-RFT.
+    Bounds as in Trinity-RFT, whose own default is no mask (``all``); the default here is the paper's
+    REC-OneSide-NoIS.
     """
     ratio, advantages = token_ratio(logprobs, batch).detach(), batch.advantages
     inside = (ratio >= 1 - clip_low) & (ratio <= 1 + clip_high)
@@ -119,7 +121,7 @@ def rec(
 def red_weight(logprobs: Tensor, batch: TokenBatch, *, weight_tau: Positive = 1.0) -> TokenLoss:
     """RED-Weight: ``-exp(A_t / weight_tau) A_t log pi(y_t)`` (Yao et al. 2025, arXiv:2509.24203): leans on successes
     the way `asymre` does, by the size of the advantage. The exponent is cut to +-20."""
-    weight = log_ratio(batch.advantages / weight_tau, torch.zeros_like(logprobs)).exp()
+    weight = bounded(batch.advantages / weight_tau).exp()
     return TokenLoss(-weight * batch.advantages * logprobs)
 
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rayrft.algorithms.advantages import Group, centred, group_advantages, group_relative_advantages
+from rayrft.algorithms.advantages import Group, centred, check_group, group_advantages, group_relative_advantages
 from rayrft.algorithms.pieces import Fraction, NonNegative, Positive
 
 
 def trajectories(rewards: Tensor, group: Group) -> tuple[Tensor, Tensor]:
     """``[m]``: the return of each trajectory, which is the sum over its steps; ``[n]``: the trajectory of each step, as
     an index into the former."""
-    centred(rewards)  # for its check of the shape
+    check_group(rewards)
     if group.trajectory is None:
         return rewards, torch.arange(rewards.numel(), device=rewards.device)
     names, index = torch.unique(group.trajectory, return_inverse=True)
@@ -48,8 +48,8 @@ def gigpo(
 
     ``A_k = A^E(tau(k)) + step_weight A^S(k)``. A^E compares returns of trajectories, as `step_wise`. A^S compares the
     discounted returns to go ``R_k = sum_{l >= k} discount^(l-k) r_l`` of all steps that were taken in the same state;
-    a state met once gives 0. Both are divided by the deviation, or by nothing (``deviation: false``, which the paper
-    takes for its agents).
+    a state met once gives 0. Both are divided by the deviation, as in GRPO, or by nothing (``deviation: false``, which
+    is the default of the authors' verl-agent; the paper has both).
 
     Raises ValueError where trajectory, turn or state are not known.
     """

@@ -88,7 +88,7 @@ def change(
     """A group with feedback on one of its rows, its advantages computed anew where the reward changed; the list itself
     where the row says so already.
 
-    Raises DataError when the row is not there a reward is not a number, or advantages take more than rewards.
+    Raises DataError when the row is not there, a reward is not a number, or advantages take more than the rows.
     """
     places = [place for place, row in enumerate(rows) if row.experience_id == experience_id]
     if not places:
@@ -101,38 +101,29 @@ def change(
     row = dataclasses.replace(was, labels=said, reward=reward)
     rows = [*rows[: places[0]], row, *rows[places[0] + 1 :]]
     if reward != was.reward:
-        rows = with_advantages(rows, plan)
+        rows = _recomputed(rows, plan)
     if faults := find_faults(to_batch(rows)):
         raise DataError(next(iter(faults.values())), field="feedback", value=reward)
     return rows
 
 
-def with_advantages(rows: list[Experience], plan: StagePlan) -> list[Experience]:
-    """The stage's advantages, the same on every action token of a row; rows without a reward count as 0. Where the
-    trainer computes them from rewards, or there are none, the rows are as they were.
+def _recomputed(rows: list[Experience], plan: StagePlan) -> list[Experience]:
+    """The rows with the stage's advantages, if it has any.
 
-    Raises DataError where they take more than the rewards of the group, and ConfigError where their function is only in
-    a plug-in, which the Buffer does not load.
+    Raises DataError where they take more than the group's rows, and ConfigError where their function is only in a
+    plug-in, which the Buffer does not load.
     """
     # Here, not above: torch takes seconds to load, and most Buffers never see feedback.
-    import torch
+    from rayrft.algorithms import Algorithm
+    from rayrft.buffer.advantages import with_advantages
 
-    from rayrft.algorithms import Group, group_advantages, token_advantages
-    from rayrft.algorithms.pieces import NONE
-
-    if plan.advantage == NONE or plan.advantage in token_advantages:
-        return rows
-    piece = group_advantages.get(plan.advantage)
-    if piece.needs:
+    algorithm = Algorithm(plan.name, advantage=plan.advantage, coefficients=plan.coefficients)
+    if algorithm.needs_greedy_baseline:
         raise DataError(
-            "a reward cannot be changed: the stage's advantages take more than the rewards of a group",
+            "a reward cannot be changed: the stage's advantages compare it with that of a greedy answer, which is not "
+            "in the Buffer",
             field="feedback",
             value=plan.advantage,
             remedy="give labels only, or use another advantage",
         )
-    rewards = torch.tensor([row.reward or 0.0 for row in rows], dtype=torch.float64)
-    advantages = piece.bind(plan.coefficients)(rewards, Group()).tolist()
-    return [
-        dataclasses.replace(row, advantages=row.action_mask.astype(np.float32) * np.float32(advantage))
-        for row, advantage in zip(rows, advantages, strict=True)
-    ]
+    return rows if plan.advantage == "none" else with_advantages(rows, algorithm)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from rayrft.buffer.experience import Experience, to_batch
 from rayrft.buffer.log.events import GroupReport
@@ -21,13 +18,13 @@ if TYPE_CHECKING:
 def put_groups(buffer: Any, shards: int, rows: list[Experience], algorithm: Algorithm) -> None:
     """Put rows, by their group ids; returns when they are in the log.
 
-    Advantages that are missing are the algorithm's, from the rewards of the group. Raises DataError where a reward for
-    that is missing too, or a row is faulty.
+    Advantages that are missing are the algorithm's, from the rewards of the group. Raises DataError where a reward is
+    missing for that, or the reward of a greedy answer is needed besides, and where a row is faulty.
     """
     by_group: dict[str, list[Experience]] = {}
     for row in rows:
         by_group.setdefault(row.group_id, []).append(row)
-    groups = [_with_advantages(group, algorithm) for group in by_group.values()]
+    groups = [complete(group, algorithm) for group in by_group.values()]
 
     async def put() -> None:
         writer = BufferWriter(buffer, shards)
@@ -37,23 +34,24 @@ def put_groups(buffer: Any, shards: int, rows: list[Experience], algorithm: Algo
         thread.submit(asyncio.run, put()).result()
 
 
-def _with_advantages(group: list[Experience], algorithm: Algorithm) -> list[Experience]:
-    if all(row.advantages is not None for row in group):
+def complete(group: list[Experience], algorithm: Algorithm) -> list[Experience]:
+    """The rows of one group with advantages; see `put_groups`."""
+    from rayrft.buffer.advantages import with_advantages  # with it comes torch
+
+    if not algorithm.advantage_is_by_token and all(row.advantages is not None for row in group):
         return group
-    import torch
 
-    from rayrft.algorithms import Group
+    def fault(problem: str, remedy: str) -> DataError:
+        return DataError(problem, field="group_id", value=group[0].group_id, remedy=remedy)
 
-    rewards = [row.reward for row in group if row.reward is not None]
-    if len(rewards) < len(group):
-        raise DataError(
-            "a row has neither advantages nor a reward", field="group_id", value=group[0].group_id, remedy="score it"
+    if any(row.reward is None for row in group):
+        raise fault("a row has no reward from which advantages could be computed", "score it")
+    if algorithm.needs_greedy_baseline:
+        raise fault(
+            f"advantage {algorithm.advantage!r} needs the reward of a greedy answer, which no row is",
+            "put rows with advantages",
         )
-    advantages = algorithm.group_advantages(torch.tensor(rewards, dtype=torch.float64), Group()).tolist()
-    return [
-        replace(row, advantages=row.action_mask.astype(np.float32) * np.float32(advantage))
-        for row, advantage in zip(group, advantages, strict=True)
-    ]
+    return with_advantages(group, algorithm)
 
 
 def _report(group: list[Experience]) -> GroupReport:

@@ -69,7 +69,8 @@ scores = Scores("score")
 
 @scores.register("abs_advantage")
 def abs_advantage(batch: pa.RecordBatch, starts: Ints) -> Floats:
-    """Mean over rows of the mean size of the advantages of their action tokens: how far the group moves the policy."""
+    """Mean over rows of the mean size of the advantages of their action tokens: how far the group moves the policy.
+    Advantages from a critic are not known yet: all groups score 0, and the draw is uniform."""
     known = batch["advantages"].is_valid()
     rows = batch.select(["advantages", "action_mask"]).filter(known)
     action = rows["action_mask"].flatten().to_numpy().astype(bool)

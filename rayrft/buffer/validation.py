@@ -90,7 +90,8 @@ def find_faults(batch: pa.RecordBatch) -> dict[int, str]:
     known = batch.column("reward").is_valid().to_numpy(zero_copy_only=False)
     mark(known & ~np.isfinite(rewards), "reward is not finite")
     own = sources == "usual"
-    mark(own & batch.column("advantages").is_null().to_numpy(zero_copy_only=False), "an own row needs advantages")
+    none = batch.column("advantages").is_null().to_numpy(zero_copy_only=False)
+    mark(own & none & ~known, "an own row needs advantages or a reward")
     mark(own & fits & ~_versions_cover(batch, action, lengths), "weight_versions do not cover every action token")
     ids, groups = batch.column("experience_id").to_pylist(), batch.column("group_id").to_pylist()
     astray = [i != g and not i.startswith(g + "/") for i, g in zip(ids, groups, strict=True)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rayrft.config.base import Section
 
@@ -19,6 +19,19 @@ class RewardConfig(Section):
     on_unknown: Literal["drop_row", "drop_group", "fallback"] = "drop_row"
     """What becomes of an answer whose reward raised or timed out."""
     fallback: float = 0.0
-    truncated: Literal["zero", "score"] = "zero"
-    """An answer cut at max_tokens, without its end: reward 0, or scored like any other."""
+    truncated: Literal["zero", "score", "mask", "soft"] = "zero"
+    """An answer cut at max_tokens, without its end. ``zero``: reward 0. ``score``: scored like any other. ``mask``: so,
+    too, and its group is compared with it, but it is not trained on (overlong filtering). ``soft``: scored, and every
+    answer loses up to 1 over its last ``overlong_buffer`` tokens before max_tokens (soft overlong punishment). The last
+    two are DAPO's (arXiv:2503.14476)."""
+    overlong_buffer: int | None = Field(None, ge=1)
+    """Tokens over which ``truncated: soft`` grows from 0 to 1; the paper's are a fifth of max_tokens."""
     workers: int = Field(1, ge=1)
+
+    @model_validator(mode="after")
+    def _overlong(self) -> RewardConfig:
+        if (self.truncated == "soft") != (self.overlong_buffer is not None):
+            raise ValueError(
+                "truncated: soft and overlong_buffer, its number of tokens, need each other: give both or none"
+            )
+        return self

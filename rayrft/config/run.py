@@ -143,6 +143,11 @@ class RunConfig(Section):
                 f"max_prompt_tokens {sampling.max_prompt_tokens} + max_tokens {sampling.max_tokens} exceed "
                 f"model.max_length {self.model.max_length}; raise max_length or lower one of them"
             )
+        if (self.reward.overlong_buffer or 0) > sampling.max_tokens:
+            raise ValueError(
+                f"reward.overlong_buffer {self.reward.overlong_buffer} exceeds explorer.sampling.max_tokens "
+                f"{sampling.max_tokens}: it is the last part of it"
+            )
         return self
 
     @model_validator(mode="after")

@@ -16,7 +16,7 @@ from rayrft.errors import ActorDied, RayrftError
 from rayrft.explorer.engine import Sampling
 from rayrft.explorer.evaluation import Evaluation
 from rayrft.explorer.router import Router
-from rayrft.explorer.scoring import apply_rewards, assign_advantages, with_baseline
+from rayrft.explorer.scoring import apply_rewards, assign_advantages, leave_out_truncated, with_baseline
 from rayrft.explorer.workflow import ModelClient, PromptTooLong, derive_seed, workflows
 from rayrft.registry import load_plugins
 from rayrft.rewards import RewardResult
@@ -162,11 +162,15 @@ class Explorer:
             return
         with self._scoring:
             results = await self._score(task, [*rows, *greedy])
-        scored = apply_rewards(rows, results[: len(rows)], self._config.reward)
+        rules, max_tokens = self._config.reward, self._config.explorer.sampling.max_tokens
+        scored = apply_rewards(rows, results[: len(rows)], rules, max_tokens=max_tokens)
         if algorithm.needs_greedy_baseline:
-            scored = with_baseline(scored, apply_rewards(greedy, results[len(rows) :], self._config.reward))
+            baseline = apply_rewards(greedy, results[len(rows) :], rules, max_tokens=max_tokens)
+            scored = with_baseline(scored, baseline)
         drop = self._config.explorer.drop_zero_variance
         scored = assign_advantages(scored, algorithm, drop_zero_variance=drop)
+        if rules.truncated == "mask":
+            scored = leave_out_truncated(scored)
         if scored.rows:
             batch = to_batch(scored.rows)
             await self._writer.put(batch, scored.report, ticket=ticket, dropped=dict(scored.dropped))

@@ -7,13 +7,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
-from rayrft.algorithms import Algorithm, Group
+from rayrft.algorithms import Algorithm
+from rayrft.buffer.advantages import with_advantages
 from rayrft.buffer.experience import Experience
 from rayrft.buffer.log.events import GroupReport
 from rayrft.config.data import RewardConfig
-from rayrft.explorer.turns import Turns
 from rayrft.rewards import RewardResult
 
 
@@ -31,9 +30,11 @@ class ScoredGroup:
     """Of the greedy answer to the same task, where one was asked for."""
 
 
-def apply_rewards(rows: list[Experience], results: list[RewardResult], config: RewardConfig) -> ScoredGroup:
-    """Give each row its reward, by the run's rules for unknown rewards and for truncated answers. A reward that the
-    workflow gave stays."""
+def apply_rewards(
+    rows: list[Experience], results: list[RewardResult], config: RewardConfig, *, max_tokens: int
+) -> ScoredGroup:
+    """Give each row its reward, by the run's rules for unknown rewards and for truncated answers, which are cut at
+    ``max_tokens``. A reward that the workflow gave stays."""
     kept, dropped, unknown = [], Counter[str](), None
     for row, result in zip(rows, results, strict=True):
         value, components = result.value, result.components
@@ -45,6 +46,8 @@ def apply_rewards(rows: list[Experience], results: list[RewardResult], config: R
                 dropped["reward_unknown"] += 1
                 continue
             value = config.fallback
+        if row.reward is None and config.overlong_buffer is not None:
+            value += overlong_penalty(row, max_tokens, config.overlong_buffer)
         kept.append(dataclasses.replace(row, reward=value, reward_components=components, error=result.reason))
     if dropped and config.on_unknown == "drop_group":
         kept, dropped = [], Counter(reward_unknown=len(rows))
@@ -59,6 +62,21 @@ def apply_rewards(rows: list[Experience], results: list[RewardResult], config: R
     return ScoredGroup(kept, dropped, report, unknown, values)
 
 
+def overlong_penalty(row: Experience, max_tokens: int, buffer: int) -> float:
+    """Soft overlong punishment (DAPO, Yu et al. 2025, arXiv:2503.14476, eq. 13): 0 for an answer of up to
+    ``max_tokens - buffer`` tokens, then falling linearly to -1 at ``max_tokens``. The answer is the row's last turn."""
+    end = np.flatnonzero(row.action_mask)[-1]
+    length = int(end - np.flatnonzero(row.action_mask[:end] == 0)[-1])
+    return min(0.0, max(-1.0, (max_tokens - buffer - length) / buffer))
+
+
+def leave_out_truncated(group: ScoredGroup) -> ScoredGroup:
+    """Overlong filtering: the group, its advantages assigned, without the answers that were cut."""
+    kept = [row for row in group.rows if row.stop_reason != "length"]
+    dropped = group.dropped + Counter(truncated=len(group.rows) - len(kept))
+    return dataclasses.replace(group, rows=kept, dropped=dropped)
+
+
 def with_baseline(group: ScoredGroup, greedy: ScoredGroup) -> ScoredGroup:
     """The group with the mean reward of the greedy answer's rows. Without one, none of the group can be trained."""
     if greedy.rewards:
@@ -68,20 +86,13 @@ def with_baseline(group: ScoredGroup, greedy: ScoredGroup) -> ScoredGroup:
 
 
 def assign_advantages(group: ScoredGroup, algorithm: Algorithm, *, drop_zero_variance: bool) -> ScoredGroup:
-    """The algorithm's advantages: the same on every action token of a row or, where it looks at turns, of a turn. A
-    group where all are 0, for want of variance in its rewards, has no gradient."""
+    """The group with the algorithm's advantages; see `rayrft.buffer.advantages.with_advantages`. A group where all are
+    0, for want of variance in its rewards, is dropped where the algorithm learns nothing from it."""
     if not group.rows:
         return group
-    if algorithm.needs_turns:
-        turns = Turns.of(group.rows)
-        known = dataclasses.replace(turns.group, greedy_reward=group.greedy_reward)
-        advantages = turns.spread(algorithm.group_advantages(turns.rewards, known), group.rows)
-    else:
-        rewards = torch.tensor(group.rewards, dtype=torch.float64)
-        found = algorithm.group_advantages(rewards, Group(group.greedy_reward)).tolist()
-        advantages = [row.action_mask * np.float32(value) for row, value in zip(group.rows, found, strict=True)]
-    if drop_zero_variance and algorithm.is_idle_at_zero and not any(each.any() for each in advantages):
-        dropped = group.dropped + Counter(zero_variance=len(group.rows))
+    rows = with_advantages(group.rows, algorithm, group.greedy_reward)
+    moves = (row.advantages is None or row.advantages.any() for row in rows)
+    if drop_zero_variance and algorithm.is_idle_at_zero and not any(moves):
+        dropped = group.dropped + Counter(zero_variance=len(rows))
         return dataclasses.replace(group, rows=[], dropped=dropped)
-    rows = [dataclasses.replace(row, advantages=each) for row, each in zip(group.rows, advantages, strict=True)]
     return dataclasses.replace(group, rows=rows)

@@ -66,7 +66,7 @@ def derive_seed(seed: int, name: str) -> int:
 
 class Workflow(Protocol):
     """Acts on a task ``n`` times. Rows without a reward are scored on their last turn afterwards; what is known of each
-    turn by itself is in the rows' ``metrics``, see `rayrft.explorer.turns.Turns`."""
+    turn by itself is in the rows' ``metrics``, see `rayrft.buffer.turns.Turns`."""
 
     async def run(self, task: Task, model: ModelClient, group_id: str, n: int) -> list[Experience]: ...
 

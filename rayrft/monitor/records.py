@@ -37,6 +37,7 @@ class StepRecord:
     entropy: float
     clip_fraction: float
     ratio: float
+    correction_weight: float
     logprob_gap: float
     policy_tokens: int
     expert_tokens: int

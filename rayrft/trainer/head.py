@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rayrft.algorithms.logprobs import LEAST
+
 _CHUNK_CUDA = 1024
 _CHUNK_CPU = 256
 _CHUNK_NUMBERS = 1 << 21
@@ -64,7 +66,8 @@ class _Head(torch.autograd.Function):
         for part in _chunks(len(hidden), chunk):
             logp = _logits(hidden[part], weight, _part(scale, part), dtype).log_softmax(-1, dtype=dtype)
             logprobs[part] = logp.gather(-1, targets[part])
-            entropy[part] = -logp.exp().mul_(logp).sum(-1)
+            # p log p = 0 where p = 0. Other numbers that are none show in the log-prob.
+            entropy[part] = -logp.exp().mul_(logp).nansum(-1)
         ctx.save_for_backward(hidden, weight, targets, temperature, entropy)
         ctx.set_materialize_grads(False)
         ctx.scaled, ctx.chunk = scale is not None, chunk
@@ -90,7 +93,7 @@ class _Head(torch.autograd.Function):
             else:
                 logp = logits.log_softmax(-1, dtype=dtype)
                 p = logp.exp()
-                slope = logp.add_(entropy[part, None]).mul_(-by_entropy[part])
+                slope = logp.clamp_(min=LEAST).add_(entropy[part, None]).mul_(-by_entropy[part])
                 slope = slope.sub_(total[part]).mul_(p)
             slope = slope.scatter_add_(-1, targets[part], by_logprobs[part]).to(hidden.dtype)
             grad_hidden[part] = slope @ weight

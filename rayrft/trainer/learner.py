@@ -161,7 +161,9 @@ class Learner:
 
     def _prepare(self, batches: list[list[MicroBatch]]) -> list[list[MicroBatch]]:
         """What a loss needs of the time before the first update, and costs a forward pass only where it needs it."""
-        if self._algorithm.needs_proximal:
+        updates = self._update_config.epochs * self._update_config.mini_batches
+        # Before its only update the policy is the proximal one: the loss's own forward pass tells.
+        if self._algorithm.needs_proximal and (updates > 1 or self._algorithm.penalises_rewards):
             batches = self._annotate(batches, "proximal_logprobs")
         if self.reference is not None:
             with self.reference.in_place():
@@ -170,10 +172,10 @@ class Learner:
             critic = self.critic
             batches = [[_with(micro, values=critic.values(micro)) for micro in each] for each in batches]
             reshard(critic)
-            batches = [
-                [replace(micro, tokens=self._algorithm.token_advantages(micro.tokens)) for micro in each]
-                for each in batches
-            ]
+        batches = [
+            [replace(micro, tokens=self._algorithm.token_advantages(micro.tokens)) for micro in each]
+            for each in batches
+        ]
         if self._algorithm.normalise_advantages:
             sums = sum_moments((micro.tokens for each in batches for micro in each), self._device)
             moments = Moments.of(self._reduce(sums))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from rayrft.algorithms import Algorithm, Denominators, LossParts
+from rayrft.algorithms.pieces import NONE
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class StepResult:
 
     Losses are raw, before their weights. Figures of the policy are means over own action tokens, 0 where there are
     none. ``logprob_gap`` and ``kl`` are those of the first update, before which the policy is the one that was
-    published and, in a stage's first step, the reference. Coefficients are those of this step, 0 without such a term.
+    published and, in a stage's first step, the reference. ``correction_weight`` is 1 without a correction.
+    Coefficients are those of this step, 0 without such a term.
     """
 
     loss: float
@@ -41,6 +43,7 @@ class StepResult:
     entropy: float
     clip_fraction: float
     ratio: float
+    correction_weight: float
     logprob_gap: float
     policy_tokens: int
     expert_tokens: int
@@ -72,6 +75,7 @@ class StepResult:
             entropy=per_token("entropy", updates),
             clip_fraction=per_token("clipped", updates),
             ratio=per_token("ratio", updates),
+            correction_weight=1.0 if algorithm.correction == NONE else per_token("correction", updates),
             logprob_gap=per_token("logprob_gap", updates[:1]),
             policy_tokens=round(sum(each.over.policy_tokens for each in updates) / epochs),
             expert_tokens=round(sum(each.over.expert_tokens for each in updates) / epochs),

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from rayrft.algorithms import Group, group_advantages, group_relative_advantages
+from rayrft.algorithms import Group, build, group_advantages, group_relative_advantages
 from rayrft.algorithms.advantages import accept, asymre, dr_grpo, grpo, opmd, reinforce_pp, remax, rloo
 from rayrft.algorithms.normalisation import Moments, normalise, sum_moments
 from tests.algorithms.flat import make_batch, on_mask
@@ -67,6 +67,20 @@ def test_accept_by_hand() -> None:
 
 def test_reinforce_pp_is_the_reward_until_the_batch_is_normalised() -> None:
     assert reinforce_pp(ONE_RIGHT, Group()).tolist() == ONE_RIGHT.tolist()
+
+
+def test_reinforce_pp_with_baseline_by_hand() -> None:
+    # Two groups less their means: 0.75, -0.25 (three times) and 2, -2; a token each. Over all six: mean 0, squares
+    # 0.5625 + 3 * 0.0625 + 8 = 8.75, deviation sqrt(8.75 / 6), and not one for each group.
+    other = torch.tensor([5.0, 1.0], dtype=torch.float64)
+    algorithm = build("reinforce_pp_baseline")
+    found = [algorithm.group_advantages(rewards, Group()).tolist() for rewards in (ONE_RIGHT, other)]
+    assert found == [[0.75, -0.25, -0.25, -0.25], [2.0, -2.0]]
+    batch = make_batch([[0.0]] * 6, [[value] for group in found for value in group])
+    normal = normalise(batch, Moments.of(sum_moments([batch])))
+    scale = (8.75 / 6) ** 0.5
+    assert on_mask(normal.advantages, batch) == pytest.approx([v / scale for v in (0.75, -0.25, -0.25, -0.25, 2, -2)])
+    assert algorithm.normalise_advantages
 
 
 LOOK_AT_THE_REWARD_ALONE = {"reinforce_pp", "remax", "accept"}

@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 
-from rayrft.algorithms import Denominators, Group, LossParts, build, presets
+from rayrft.algorithms import Denominators, Group, LossParts, build, policy_losses, presets
 from tests.algorithms.flat import LOG2, leaf, make_batch, output
 
 
@@ -110,6 +110,28 @@ def test_advantages_of_a_group_are_those_of_the_chosen_piece() -> None:
 
 
 def test_groups_without_advantages_are_idle_only_where_nothing_else_is_learnt_from_them() -> None:
-    assert build("grpo").is_idle_at_zero and build("kimi").is_idle_at_zero
+    assert build("grpo").is_idle_at_zero and build("mix").is_idle_at_zero
     assert not build("reinforce_pp").is_idle_at_zero, "a reward of 0 may be below the batch's mean"
+    assert not build("ppo").is_idle_at_zero, "its advantages are not known yet"
     assert not build("distill").is_idle_at_zero
+    assert not build("grpo", {"kl": "k3"}).is_idle_at_zero and not build("grpo", {"entropy": "bonus"}).is_idle_at_zero
+    assert build("grpo", {"kl": "k3", "kl_coef": 0}).is_idle_at_zero
+
+
+@pytest.mark.parametrize("name", policy_losses)
+def test_what_is_idle_has_no_gradient_at_advantage_0(name: str) -> None:
+    algorithm = build("grpo", {"policy_loss": name})
+    logprobs = leaf([[-1.0, -0.5], [-0.7]])
+    loss = algorithm.loss(output(logprobs), make_batch([[-1.2, -0.6], [-0.6]]), Denominators(3, 2)).loss
+    [found] = torch.autograd.grad(loss, logprobs)
+    assert algorithm.is_idle_at_zero == (not found.any())
+
+
+def test_gspo_counts_every_answer_once_whatever_its_length() -> None:
+    # At ratio 1, d s_i / d log pi(y_it) = 1/|y_i|, and the mean over 2 answers: gradient -A_i / (2 |y_i|) a token.
+    batch = make_batch([[-1.0], [-1.0] * 9], [[1.0], [2.0] * 9])
+    logprobs = leaf([[-1.0], [-1.0] * 9])
+    loss = build("grpo", {"policy_loss": "gspo"}).loss(output(logprobs), batch, Denominators(10, 2)).loss
+    assert loss.item() == pytest.approx(-(1 + 2) / 2)
+    [found] = torch.autograd.grad(loss, logprobs)
+    assert found[batch.mask].tolist() == pytest.approx([-1 / 2] + [-2 / 18] * 9)

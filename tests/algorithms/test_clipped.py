@@ -87,6 +87,14 @@ def test_cispo_by_hand() -> None:
     assert found.clipped is not None and on_mask(found.clipped, THREE) == [False, True, False]
 
 
+def test_cispo_has_a_lower_bound_where_one_is_given() -> None:
+    # Weights 1, 1.28 and, in place of 0.5, 0.8.
+    logprobs = leaf(RATIOS)
+    found = cispo(logprobs, THREE, clip_low=0.2)
+    assert gradient(found.values, logprobs, THREE) == pytest.approx([-1.0, -1.28, 0.8])
+    assert found.clipped is not None and on_mask(found.clipped, THREE) == [False, True, True]
+
+
 def test_sapo_by_hand() -> None:
     # tau 1: at ratio 1 the gate is 4 sigmoid(0) = 2; at ratio 2, 4 sigmoid(1) = 2.9242. tau 2 for A < 0, ratio 1/2:
     # 2 sigmoid(-1) = 0.5379.

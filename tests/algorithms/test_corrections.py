@@ -76,9 +76,16 @@ def test_what_is_left_out_stays_in_the_denominator() -> None:
     assert grad.tolist() == [0.0, -0.5, 0.0]
 
 
-def test_a_missing_proximal_policy_is_named() -> None:
-    algorithm = build("grpo", {"correction": "truncated"})
-    with pytest.raises(
-        ValueError, match="correction 'truncated' needs proximal_logprobs, which the batch does not hold"
-    ):
-        algorithm.loss(output(leaf([[-1.0]])), make_batch([[-1.0]], [[1.0]]), Denominators(1, 1))
+@pytest.mark.parametrize("name", ["decoupled", "truncated", "masked"])
+def test_without_proximal_log_probs_the_present_policy_is_the_proximal_one(name: str) -> None:
+    # Behaviour 1/4, now 3/8: weight 1.5, and the ratio to the proximal policy is 1 with the gradient of log pi.
+    algorithm, over = build("grpo", {"correction": name}), Denominators(1, 1)
+    found = []
+    for proximal in ({}, {"proximal_logprobs": [[math.log(0.375)]]}):
+        logprobs = leaf([[math.log(0.375)]])
+        batch = make_batch([[math.log(0.25)]], [[2.0]], **proximal)
+        parts = algorithm.loss(output(logprobs), batch, over)
+        [slope] = torch.autograd.grad(parts.loss, logprobs)
+        found.append((parts.loss.item(), parts.ratio.item(), parts.correction.item(), slope[-1].item()))
+    assert found[0] == pytest.approx((-3.0, 1.0, 1.5, -3.0))
+    assert found[0] == found[1]

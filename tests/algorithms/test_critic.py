@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from rayrft.algorithms import Denominators, TokenBatch, build, count
 from rayrft.algorithms.critic import clipped, gae, squared, token_rewards, with_advantages
+from rayrft.algorithms.grid import to_go
 from tests.algorithms.flat import make_batch, on_mask, own, tokens
 
 
@@ -76,6 +79,41 @@ def test_a_kl_in_the_reward_by_hand() -> None:
     assert filled.advantages.tolist() == pytest.approx([0.0, 0.25])
     with pytest.raises(ValueError, match="kl 'k1' needs reference_logprobs, which the batch does not hold"):
         algorithm.token_advantages(make_batch([[-1.0]], values=[[0.25]], reward=torch.ones(1)))
+
+
+def test_a_kl_in_the_reward_of_a_group_by_hand() -> None:
+    # k1 on the action tokens: 1, 2 and 4, around an observation that holds anything. With 0.5 times what is to come,
+    # the advantage 3 becomes 3 - 3.5, 3 - 3 and 3 - 2; the expert's row keeps its zeros.
+    mask = torch.tensor([False, True, False, True, True, False, True])
+    blank = torch.full((7,), math.nan, dtype=torch.float64)
+    behaviour, reference, advantages = blank.clone(), blank.clone(), torch.zeros(7, dtype=torch.float64)
+    behaviour[mask] = torch.tensor([-1.0, -1.0, -1.0, 0.0], dtype=torch.float64)
+    reference[mask] = torch.tensor([-2.0, -3.0, -5.0, -9.0], dtype=torch.float64)
+    advantages[:5][mask[:5]] = 3.0
+    batch = TokenBatch(
+        mask=mask,
+        sequence=torch.tensor([0, 0, 0, 0, 0, 1, 1]),
+        behaviour_logprobs=behaviour,
+        advantages=advantages,
+        expert=torch.tensor([False, True]),
+        reference_logprobs=reference,
+    )
+    for name in ("reinforce_pp", "grpo", "rloo"):
+        algorithm = build(name, {"kl": "k1", "kl_in": "reward", "kl_coef": 0.5})
+        found = algorithm.token_advantages(batch).advantages
+        assert found.tolist() == pytest.approx([0.0, -0.5, 0.0, 0.0, 1.0, 0.0, 0.0])
+    assert build("grpo", {"kl": "k1", "kl_coef": 0.5}).token_advantages(batch) is batch, "a KL in the loss is not there"
+
+
+@pytest.mark.parametrize("width", [0, 1, 2, 7, 64, 300])
+def test_sums_to_go_are_those_of_the_recursion(width: int) -> None:
+    torch.manual_seed(0)
+    values = torch.randn(3, width, dtype=torch.float64)
+    total = torch.zeros(3, dtype=torch.float64)
+    expected = torch.zeros_like(values)
+    for t in reversed(range(width)):
+        total = expected[:, t] = values[:, t] + 0.97 * total
+    torch.testing.assert_close(to_go(values, 0.97), expected, atol=1e-12, rtol=0)
 
 
 def test_value_losses_by_hand() -> None:

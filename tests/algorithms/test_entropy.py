@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from rayrft.algorithms import Denominators, EntropyController, build, token_logprobs
+from rayrft.algorithms import Denominators, EntropyController, build, chosen_logprobs, token_logprobs
 from rayrft.algorithms.entropy import bonus, target
 from tests.algorithms.flat import LOG2, leaf, make_batch, output, tokens
 
@@ -58,3 +58,16 @@ def test_the_entropy_has_a_gradient_only_where_it_is_asked_for() -> None:
     entropy = token_logprobs(logits, ids, entropy_gradient=True)[1].sum()
     [grad] = torch.autograd.grad(entropy, logits)
     assert grad[0, 0, 0].item() == pytest.approx(-(math.log(1 / 3) + entropy.item()) / 3)
+
+
+def test_a_token_that_cannot_be_drawn_counts_0_in_the_entropy_and_has_no_gradient() -> None:
+    # Probabilities 1/4, 3/4 and 0.
+    logits = torch.tensor([0.0, math.log(3.0), -math.inf], dtype=torch.float64, requires_grad=True)
+    logprob, entropy = chosen_logprobs(logits, torch.tensor(1), entropy_gradient=True)
+    assert logprob.item() == pytest.approx(math.log(0.75))
+    expected = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))
+    assert entropy.item() == pytest.approx(expected)
+    [grad] = torch.autograd.grad(entropy, logits)  # -p (log p + H)
+    assert grad.tolist() == pytest.approx(
+        [-0.25 * (math.log(0.25) + expected), -0.75 * (math.log(0.75) + expected), 0.0]
+    )

@@ -83,5 +83,8 @@ def test_the_adaptive_coefficient_by_hand() -> None:
     assert controller.update(2.2, 100).coef == pytest.approx(0.1 * 1.01)
     assert controller.update(20.0, 100).coef == pytest.approx(0.1 * 1.02), "the error is cut at 20 %"
     assert controller.update(0.0, 100).coef == pytest.approx(0.1 * 0.98)
+    assert controller.update(0.0, 2400).coef == pytest.approx(0.1 * 0.52)
+    for many in (2500, 5000, 100_000):
+        assert controller.update(0.0, many).coef == pytest.approx(0.05), "it is halved at most, and never negative"
     with pytest.raises(ValueError, match="must be above 0"):
         AdaptiveCoefficient(coef=0.0, target=1.0, horizon=1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from rayrft.algorithms import Algorithm, build, presets
 from rayrft.algorithms.registries import REGISTRIES
 from rayrft.errors import ConfigError
+from tests.conftest import ROOT
 
 NEEDS = ["rollouts", "expert", "pairs", "reference", "critic", "proximal", "teacher", "greedy_baseline", "turns"]
 
@@ -61,9 +63,9 @@ def test_every_preset_names_pieces_that_exist(name: str) -> None:
 
 def test_any_piece_and_coefficient_can_be_overridden() -> None:
     algorithm = build(
-        "grpo", {"policy_loss": "gspo", "clip_low": 0.01, "aggregation": "constant", "constant_length": 32}
+        "grpo", {"policy_loss": "cispo", "clip_low": 0.01, "aggregation": "constant", "constant_length": 32}
     )
-    assert (algorithm.policy_loss, algorithm.advantage) == ("gspo", "grpo")
+    assert (algorithm.policy_loss, algorithm.advantage) == ("cispo", "grpo")
     assert algorithm.coefficients == {"clip_low": 0.01, "constant_length": 32}
 
 
@@ -76,6 +78,41 @@ def test_coefficients_of_a_preset_go_with_the_piece_that_takes_them() -> None:
 def test_a_piece_may_be_any_function_by_its_path() -> None:
     algorithm = build("grpo", {"policy_loss": "rayrft.algorithms.reinforce:kimi", "tau": 0.3})
     assert algorithm.piece("policy_loss").coefficients == {"tau": 0.1}  # type: ignore[union-attr]
+    assert algorithm.aggregation == "sequence_mean_token_mean" and not algorithm.is_idle_at_zero
+
+
+@pytest.mark.parametrize(
+    ("field", "name", "path"),
+    [
+        ("kl", "k3", "rayrft.algorithms.kl:k3"),
+        ("correction", "truncated", "rayrft.algorithms.corrections:truncated"),
+        ("advantage", "remax", "rayrft.algorithms.advantages:remax"),
+        ("advantage", "gigpo", "rayrft.algorithms.turns:gigpo"),
+    ],
+)
+def test_a_piece_needs_the_same_by_its_path(field: str, name: str, path: str) -> None:
+    assert needs(build("grpo", {field: path})) == needs(build("grpo", {field: name})) > {"rollouts"}
+
+
+def test_an_advantage_by_token_is_known_as_such_by_its_path() -> None:
+    algorithm = build("ppo", {"advantage": "rayrft.algorithms.critic:gae", "lam": 0.9})
+    assert needs(algorithm) == {"rollouts", "critic"} and algorithm.advantage_is_by_token
+    with pytest.raises(ConfigError, match=r"algorithm\.advantage: cannot be imported"):
+        build("ppo", {"advantage": "rayrft.algorithms.critic:gea"})
+
+
+@pytest.mark.parametrize("loss", ["gspo", "gspo_token", "importance_sequence", "kimi"])
+def test_a_loss_of_whole_answers_is_taken_once_for_each(loss: str) -> None:
+    assert build("grpo", {"policy_loss": loss}).aggregation == "sequence_mean_token_mean"
+    assert build("grpo", {"policy_loss": loss, "aggregation": "sequence_mean_token_mean"}).policy_loss == loss
+    for unfit in ("token_mean", "sequence_mean_token_sum", "constant"):
+        with pytest.raises(ConfigError, match=rf"aggregation: would count.*'{loss}' is a loss of whole answers.*leave"):
+            build("grpo", {"policy_loss": loss, "aggregation": unfit})
+    assert build("gspo", {"policy_loss": "ppo"}).aggregation == "sequence_mean_token_mean", "as the preset has it"
+
+
+def test_grpo_with_the_loss_of_gspo_is_gspo() -> None:
+    assert replace(build("grpo", {"policy_loss": "gspo"}), name="gspo") == build("gspo")
 
 
 @pytest.mark.parametrize(
@@ -138,18 +175,73 @@ def test_a_piece_may_be_any_function_by_its_path() -> None:
         ("distill", {"teacher_candidates": 4}, r"algorithm\.teacher_candidates: is not used: .*'reverse_kl' looks at"),
         ("grpo", {"teacher_candidates": 4}, r"algorithm\.teacher_candidates: is not used: 'grpo' has no distillation"),
         ("grpo", {"kl": "k3", "kl_in": "lost"}, r"algorithm\.kl_in: must be one of loss, reward"),
-        ("grpo", {"kl": "k1", "kl_in": "reward"}, r"algorithm\.kl_in: a KL in the reward needs advantages of tokens"),
+        ("raft", {"kl": "k1", "kl_in": "reward"}, r"algorithm\.kl_in: policy_loss 'raft' looks at whole.*kl_in: loss"),
+        ("grpo", {"advantage": "accept", "kl": "k1", "kl_in": "reward"}, r"kl_in: advantage 'accept' looks at whole"),
+        ("gspo", {"kl": "k1", "kl_in": "reward"}, r"algorithm\.kl_in: policy_loss 'gspo' looks at whole answers"),
+        ("distill", {"kl": "k1", "kl_in": "reward"}, r"algorithm\.kl_in: 'distill' has no policy loss"),
         ("grpo", {"advantage": "none"}, r"algorithm\.advantage: policy_loss 'ppo' needs one"),
         ("grpo", {"advantage": "gae"}, r"algorithm\.value_loss: advantage 'gae' needs one"),
         ("sft", {"kl": "k3"}, r"algorithm\.kl: is not used: 'sft' has no term that it acts on"),
         ("grpo", {"value_loss": "clipped"}, r"algorithm\.value_loss: is not used"),
         ("grpo", {"kl": None}, r"algorithm\.kl: must be text"),
+        ("grpo", {"aggregation": "none"}, r"algorithm\.aggregation: must name one"),
+        ("mix", {"mu_schedule": "none"}, r"algorithm\.mu_schedule: must name one"),
+        ("sft", {"normalise_advantages": True}, r"algorithm\.normalise_advantages: is not used: 'sft' has no term"),
+        ("dpo", {"normalise_advantages": True}, r"algorithm\.normalise_advantages: is not used: 'dpo'"),
+        ("distill", {"normalise_advantages": True}, r"algorithm\.normalise_advantages: is not used: 'distill'"),
+        ("jsd", {"teacher_share": 0}, r"algorithm\.teacher_share: must lie in \(0, 1\)"),
+        ("jsd", {"teacher_share": 1.0}, r"algorithm\.teacher_share: must lie in \(0, 1\)"),
+        ("dpo", {"label_smoothing": 0.5}, r"algorithm\.label_smoothing: must lie in \[0, 0\.5\)"),
         ("grpo", {"normalise_advantages": "yes"}, r"algorithm\.normalise_advantages: must be true or false"),
     ],
 )
 def test_a_mistake_is_told_with_its_remedy(name: str, overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(name, overrides)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "defaults"),
+    [
+        ("advantage", "grpo", {"epsilon": 1e-6}),  # verl
+        ("advantage", "gigpo", {"step_weight": 1.0, "discount": 0.95, "deviation": True, "epsilon": 1e-6}),
+        ("advantage", "asymre", {"baseline_shift": -0.1}),
+        ("advantage", "gae", {"gamma": 1.0, "lam": 1.0}),
+        ("policy_loss", "ppo", {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": None}),  # DAPO
+        ("policy_loss", "gspo", {"clip_low": 3e-4, "clip_high": 4e-4}),
+        ("policy_loss", "gspo_token", {"clip_low": 3e-4, "clip_high": 4e-4}),
+        ("policy_loss", "cispo", {"clip_low": 1.0, "clip_high": 0.28}),
+        ("policy_loss", "sapo", {"tau_positive": 1.0, "tau_negative": 1.05}),
+        ("policy_loss", "topr", {}),
+        ("policy_loss", "sppo", {"log_clip": 0.3}),
+        (
+            "policy_loss",
+            "rec",
+            {
+                "keep_where": "one_side",
+                "weigh_by_ratio": False,
+                "clip_low": 0.2,
+                "clip_high": 0.2,
+                "ring_low": 0.6,
+                "ring_high": 2.0,
+            },
+        ),
+        ("correction", "truncated", {"weight_cap": 2.0}),  # verl
+        ("correction", "masked", {"weight_low": 0.5, "weight_high": 5.0}),  # IcePop
+        ("value_loss", "clipped", {"value_clip": 0.2}),
+        ("preference", "dpo", {"beta": 0.1, "label_smoothing": 0.0}),
+    ],
+)
+def test_defaults_are_the_published_ones(kind: str, name: str, defaults: dict[str, Any]) -> None:
+    piece = next(registry for registry in REGISTRIES[kind] if name in registry).get(name)
+    assert dict(piece.coefficients) == defaults
+
+
+def test_every_name_stands_in_the_readme() -> None:
+    section = (ROOT / "README.md").read_text().partition("\n## Algorithms\n")[2].partition("\n## ")[0]
+    names = {name for registries in REGISTRIES.values() for registry in registries for name in registry}
+    missing = {name for name in names | set(presets) if f"`{name}`" not in section}
+    assert not {name for name in missing if not name.startswith(("tanh_", "above_"))}, "an example's may be loaded"
 
 
 def test_none_leaves_a_piece_out() -> None:

@@ -141,9 +141,13 @@ def test_a_faulty_row_is_rejected_counted_and_never_trained(buffer: Any) -> None
 def test_a_group_without_a_good_row_gives_its_place_back(buffer: Any) -> None:
     ray.get(buffer.open_stage.remote(plan(1)))
     [ticket] = ray.get(admit(buffer, 10))
-    put(buffer, ticket, [Experience(**{**vars(row), "advantages": None}) for row in group(ticket.sequence)])
+    put(
+        buffer,
+        ticket,
+        [Experience(**{**vars(row), "advantages": None, "reward": None}) for row in group(ticket.sequence)],
+    )
     assert len(ray.get(admit(buffer), timeout=10)) == 1
-    assert ledger(buffer)["dropped"] == {"rejected: an own row needs advantages": 2}
+    assert ledger(buffer)["dropped"] == {"rejected: an own row needs advantages or a reward": 2}
 
 
 def test_rows_of_another_schema_are_refused(buffer: Any) -> None:

@@ -88,7 +88,7 @@ def test_a_right_row_has_no_fault() -> None:
         ({"logprobs": np.zeros(3, dtype=np.float32)}, "logprobs has 3 entries for 4 tokens"),
         ({"logprobs": np.array([0, 0, np.nan, 0], dtype=np.float32)}, "logprobs is not finite"),
         ({"advantages": np.array([0, 0, np.inf, 0], dtype=np.float32)}, "advantages is not finite"),
-        ({"advantages": None}, "an own row needs advantages"),
+        ({"advantages": None, "reward": None}, "an own row needs advantages or a reward"),
         ({"teacher_logprobs": np.zeros(5, dtype=np.float32)}, "teacher_logprobs has 5 entries for 4 tokens"),
         ({"action_mask": np.zeros(4, dtype=np.uint8)}, "action_mask is empty"),
         ({"action_mask": np.array([0, 1, 1, 1], dtype=np.uint8)}, "action_mask marks tokens of the prompt"),

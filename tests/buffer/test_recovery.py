@@ -36,7 +36,7 @@ from tests.buffer.in_process import LocalBuffer, ObjectTable, small
 from tests.buffer.rows import group, plan
 
 TASKS = partial(TaskSet, [0] * 6 + [1] * 3, [2.0, 1.0], sampler="failure", seed=1, epochs=4)
-FAULT = "rejected: an own row needs advantages"
+FAULT = "rejected: an own row needs advantages or a reward"
 SAMPLERS: dict[str, dict[str, Any]] = {
     "fifo": {"name": "fifo"},
     "uniform": {"name": "uniform", "max_uses": 2, "replay_ratio": 1.5},
@@ -134,7 +134,7 @@ class Twins(RuleBasedStateMachine):
         for ticket, version, advantage, faults in groups:
             self.numbers += 1
             rows = group(self.numbers, version=version, advantage=advantage)
-            broken = [dataclasses.replace(row, advantages=None) for row in rows[:faults]]
+            broken = [dataclasses.replace(row, advantages=None, reward=None) for row in rows[:faults]]
             sent.append(([*broken, *rows[faults:]], ticket))
             self.sampled, self.rejected = self.sampled + 2, self.rejected + faults
             if faults < 2:

@@ -91,6 +91,10 @@ def test_an_override_without_a_value_is_refused(text: str) -> None:
         ({"trainer.ranks": 16}, r"cannot be dealt to 16 ranks"),
         ({"model.tiny.heads": 8}, r"hidden_size 128 over heads 8 must be a multiple of 32.*hidden_size 256 would be"),
         ({"model.path": "x"}, r"exactly one of 'path'"),
+        (
+            {"reward.truncated": "soft", "reward.overlong_buffer": 9},
+            r"reward\.overlong_buffer 9 exceeds explorer\.sampling\.max_tokens 8",
+        ),
         ({"model.max_length": 40}, r"max_prompt_tokens 40 \+ max_tokens 8 exceed model\.max_length 40"),
         ({"tasks.sources.0.dataset": None}, r"tasks\.sources\.0: source 'reasoning_gym' needs 'dataset'"),
         ({"tasks.sources.0.pathh": "x"}, r"tasks\.sources\.0\.pathh: unknown key.*Did you mean 'path'\?"),

@@ -27,6 +27,7 @@ SOUND = StepResult(
     entropy=1.0,
     clip_fraction=0.0,
     ratio=1.0,
+    correction_weight=1.0,
     logprob_gap=1e-6,
     policy_tokens=10,
     expert_tokens=0,

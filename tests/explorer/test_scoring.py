@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rayrft.algorithms import build
+from rayrft.algorithms import build, presets
 from rayrft.buffer.experience import Experience
 from rayrft.config.data import RewardConfig
 from rayrft.explorer.evaluation import wilson_interval
-from rayrft.explorer.scoring import apply_rewards, assign_advantages, with_baseline
+from rayrft.explorer.scoring import ScoredGroup, apply_rewards, assign_advantages, leave_out_truncated, with_baseline
 from rayrft.rewards import RewardResult
 
 
@@ -27,11 +27,15 @@ def config(**values: Any) -> RewardConfig:
     return RewardConfig(**values)
 
 
+def score(rows: list[Experience], results: list[RewardResult], config: RewardConfig) -> ScoredGroup:
+    return apply_rewards(rows, results, config, max_tokens=10)
+
+
 UNKNOWN = RewardResult(None, reason="ZeroDivisionError: division by zero")
 
 
 def test_advantages_stand_on_action_tokens_only_and_follow_the_reward() -> None:
-    scored = apply_rewards(rows("stop", "stop"), [RewardResult(1.0), RewardResult(0.0)], config())
+    scored = score(rows("stop", "stop"), [RewardResult(1.0), RewardResult(0.0)], config())
     group = assign_advantages(scored, build("grpo"), drop_zero_variance=True)
     right, wrong = (row.advantages for row in group.rows)
     assert right is not None and wrong is not None
@@ -41,7 +45,7 @@ def test_advantages_stand_on_action_tokens_only_and_follow_the_reward() -> None:
 
 
 def test_a_group_without_variance_is_dropped_and_counted() -> None:
-    scored = apply_rewards(rows("stop", "stop"), [RewardResult(1.0)] * 2, config())
+    scored = score(rows("stop", "stop"), [RewardResult(1.0)] * 2, config())
     group = assign_advantages(scored, build("grpo"), drop_zero_variance=True)
     assert group.rows == [] and group.dropped == {"zero_variance": 2}
     assert group.report.rows == 2, "it was sampled all the same"
@@ -49,14 +53,31 @@ def test_a_group_without_variance_is_dropped_and_counted() -> None:
 
 
 def test_advantages_are_those_of_the_stages_algorithm() -> None:
-    scored = apply_rewards(rows("stop", "stop", "stop"), [RewardResult(float(i == 0)) for i in range(3)], config())
+    scored = score(rows("stop", "stop", "stop"), [RewardResult(float(i == 0)) for i in range(3)], config())
     group = assign_advantages(scored, build("rloo"), drop_zero_variance=True)
     assert [row.advantages[2] for row in group.rows if row.advantages is not None] == [1.0, -0.5, -0.5]
 
 
 def test_a_group_without_variance_stays_where_advantages_are_normalised_over_the_batch() -> None:
-    scored = apply_rewards(rows("stop", "stop"), [RewardResult(0.0)] * 2, config())
+    scored = score(rows("stop", "stop"), [RewardResult(0.0)] * 2, config())
     assert len(assign_advantages(scored, build("reinforce_pp"), drop_zero_variance=True).rows) == 2
+
+
+@pytest.mark.parametrize("name", [name for name in presets if build(name).needs_rollouts])
+def test_every_algorithm_on_own_rows_gets_what_it_needs_of_a_group(name: str) -> None:
+    group = assign_advantages(baseline(RewardResult(0.25)), build(name), drop_zero_variance=True)
+    assert [row.reward for row in group.rows] == [1.0, 0.5]
+    found = [row.advantages for row in group.rows]
+    if name == "ppo":
+        assert found == [None, None], "the trainer computes them"
+    else:
+        assert all(each is not None and not each[:2].any() for each in found)
+        assert any(each.any() for each in found if each is not None) == (name not in ("distill", "jsd"))
+
+
+def test_a_group_without_variance_stays_where_a_critic_gives_the_advantages() -> None:
+    scored = score(rows("stop", "stop"), [RewardResult(0.0)] * 2, config())
+    assert len(assign_advantages(scored, build("ppo"), drop_zero_variance=True).rows) == 2
 
 
 @pytest.mark.parametrize(
@@ -64,7 +85,7 @@ def test_a_group_without_variance_stays_where_advantages_are_normalised_over_the
     [("drop_row", 1, {"reward_unknown": 1}), ("drop_group", 0, {"reward_unknown": 2}), ("fallback", 2, {})],
 )
 def test_an_unknown_reward_is_not_zero(policy: Any, kept: int, dropped: dict[str, int]) -> None:
-    group = apply_rewards(rows("stop", "stop"), [RewardResult(1.0), UNKNOWN], config(on_unknown=policy, fallback=0.25))
+    group = score(rows("stop", "stop"), [RewardResult(1.0), UNKNOWN], config(on_unknown=policy, fallback=0.25))
     assert len(group.rows) == kept and group.dropped == dropped
     assert group.unknown == "ZeroDivisionError: division by zero"
     if policy == "fallback":
@@ -74,19 +95,59 @@ def test_an_unknown_reward_is_not_zero(policy: Any, kept: int, dropped: dict[str
 
 def test_an_answer_without_its_end_earns_nothing_unless_asked_for() -> None:
     results = [RewardResult(1.0), RewardResult(1.0)]
-    assert apply_rewards(rows("stop", "length"), results, config()).rewards == [1.0, 0.0]
-    assert apply_rewards(rows("stop", "length"), results, config(truncated="score")).rewards == [1.0, 1.0]
+    assert score(rows("stop", "length"), results, config()).rewards == [1.0, 0.0]
+    assert score(rows("stop", "length"), results, config(truncated="score")).rewards == [1.0, 1.0]
 
 
 def test_a_reward_that_the_workflow_gave_stays() -> None:
     [row] = rows("length")
     own = dataclasses.replace(row, reward=0.75)
-    assert apply_rewards([own], [RewardResult(0.75)], config()).rewards == [0.75], "its cut is the workflow's business"
+    assert score([own], [RewardResult(0.75)], config()).rewards == [0.75], "its cut is the workflow's business"
+
+
+def answer(tokens: int, stop_reason: str = "stop") -> Experience:
+    """An answer of so many tokens in its last turn, which a turn of three and an observation come before, and one comes
+    after."""
+    mask = np.array([0, 1, 1, 1, 0] + [1] * tokens + [0], dtype=np.uint8)
+    [row] = rows(stop_reason)
+    return dataclasses.replace(row, token_ids=np.arange(len(mask), dtype=np.int32), prompt_length=1, action_mask=mask)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reward"), [(1, 1.0), (6, 1.0), (7, 0.75), (8, 0.5), (9, 0.25), (10, 0.0), (12, 0.0)]
+)
+def test_the_soft_overlong_punishment_by_hand(tokens: int, reward: float) -> None:
+    # At most 10 tokens, of which the last 4 cost 1/4 each.
+    soft = config(truncated="soft", overlong_buffer=4)
+    group = score([answer(tokens, "length" if tokens >= 10 else "stop")], [RewardResult(1.0)], soft)
+    assert group.rewards == [group.rows[0].reward] == [reward]
+
+
+def test_the_soft_overlong_punishment_is_not_for_rewards_that_the_workflow_gave() -> None:
+    own = dataclasses.replace(answer(10), reward=0.5)
+    assert score([own], [RewardResult(0.5)], config(truncated="soft", overlong_buffer=4)).rewards == [0.5]
+
+
+def test_a_masked_answer_is_compared_with_but_not_trained_on() -> None:
+    scored = score(
+        rows("stop", "length", "stop"), [RewardResult(float(n)) for n in (3, 0, 0)], config(truncated="mask")
+    )
+    group = leave_out_truncated(assign_advantages(scored, build("dr_grpo"), drop_zero_variance=True))
+    assert [row.advantages[3] for row in group.rows if row.advantages is not None] == [2.0, -1.0], (
+        "the mean of three is 1"
+    )
+    assert group.dropped == {"truncated": 1} and group.report.rows == 3 and group.report.truncated == 1
+
+
+def test_a_buffer_for_overlong_answers_and_its_punishment_need_each_other() -> None:
+    for values in ({"truncated": "soft"}, {"overlong_buffer": 4}, {"truncated": "mask", "overlong_buffer": 4}):
+        with pytest.raises(ValueError, match="need each other: give both or none"):
+            config(**values)
 
 
 def baseline(*results: RewardResult) -> Any:
-    scored = apply_rewards(rows("stop", "stop"), [RewardResult(1.0), RewardResult(0.5)], config())
-    return with_baseline(scored, apply_rewards(rows(*["stop"] * len(results)), list(results), config()))
+    scored = score(rows("stop", "stop"), [RewardResult(1.0), RewardResult(0.5)], config())
+    return with_baseline(scored, score(rows(*["stop"] * len(results)), list(results), config()))
 
 
 def test_remax_compares_with_the_greedy_answer() -> None:

@@ -150,3 +150,21 @@ def test_a_frozen_head_gets_no_gradient_and_costs_none() -> None:
     logprobs, _ = head_logprobs(hidden, weight, torch.tensor([0, 1, 2]), torch.ones(3))
     logprobs.sum().backward()
     assert hidden.grad is not None and weight.grad is None
+
+
+def test_a_logit_of_minus_infinity_counts_0_in_the_entropy_and_has_no_gradient() -> None:
+    # Logits 1, 2 and, beyond the range of the format, -inf.
+    hidden = torch.tensor([[1e30, 1.0]], requires_grad=True)
+    weight = torch.tensor([[0.0, 1.0], [0.0, 2.0], [-1e30, 0.0]])
+    logprobs, entropy = head_logprobs(hidden, weight, torch.tensor([1]), torch.ones(1))
+    alone = torch.tensor([[1.0]], requires_grad=True)
+    expected = head_logprobs(alone, weight[:2, 1:], torch.tensor([1]), torch.ones(1))
+    assert (logprobs.item(), entropy.item()) == pytest.approx((expected[0].item(), expected[1].item()))
+    [found] = torch.autograd.grad((logprobs + 3 * entropy).sum(), hidden)
+    [slope] = torch.autograd.grad((expected[0] + 3 * expected[1]).sum(), alone)
+    assert found.tolist() == [[0.0, pytest.approx(slope.item())]]
+
+
+def test_hidden_states_that_are_no_numbers_are_not_passed_over() -> None:
+    hidden = torch.tensor([[float("nan"), 1.0]])
+    assert head_logprobs(hidden, torch.ones(3, 2), torch.tensor([1]), torch.ones(1))[0].isnan().all()

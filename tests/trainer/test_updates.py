@@ -193,6 +193,36 @@ def test_the_proximal_policy_is_that_from_before_the_first_update() -> None:
     assert results.ratio == pytest.approx(1.0, abs=0.3) and results.logprob_gap > 0.5
 
 
+@pytest.mark.parametrize("correction", ["truncated", "masked", "decoupled"])
+def test_one_update_on_a_batch_costs_one_forward_pass_a_token_with_a_correction_too(
+    correction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [replace(row, logprobs=row.logprobs - row.mask * np.float32(0.3)) for row in own_rows()]
+    learner, asked = make_learner("grpo", {"correction": correction}), make_learner("grpo", {"correction": correction})
+    passes = []
+    forward = learner.policy.output
+    monkeypatch.setattr(learner.policy, "output", lambda *a, **k: passes.append(1) or forward(*a, **k))
+    result = learner.step([rows])
+    assert len(passes) == len(learner._lay_out([rows])[0])
+    # The same with the forward pass before the update.
+    [batch] = asked._annotate(asked._lay_out([rows]), "proximal_logprobs")
+    update = asked._update(batch, asked._count([batch])[0])
+    assert torch.equal(weights(learner), weights(asked))
+    assert result.correction_weight == pytest.approx(float(update.parts.correction) / result.policy_tokens)
+    assert result.correction_weight != pytest.approx(1.0, abs=1e-3) and result.ratio == pytest.approx(1.0)
+    assert make_learner("grpo").step([rows]).correction_weight == 1.0
+
+
+def test_a_kl_in_the_reward_counts_once_the_policy_has_moved_whatever_the_split() -> None:
+    rows, pieces = own_rows(), {"kl": "k2", "kl_in": "reward", "kl_coef": 5.0}
+    plain, first, second = (make_learner("reinforce_pp", *each) for each in ((), (pieces,), (pieces,)))
+    second._micro_batch_tokens = 1000
+    results = [[each.step([on_policy(each, rows)]) for _ in range(2)] for each in (plain, first, second)]
+    torch.testing.assert_close(weights(first), weights(second), atol=1e-6, rtol=0)
+    assert results[1][0].loss == pytest.approx(results[0][0].loss, abs=1e-6), "at first the policy is the reference"
+    assert results[1][1].kl > 0 and results[1][1].grad_norm != pytest.approx(results[0][1].grad_norm, rel=1e-3)
+
+
 def test_dpo_begins_at_log_two_and_learns_to_prefer() -> None:
     learner = make_learner("dpo", tokens=30)
     first = learner.step([pairs()])

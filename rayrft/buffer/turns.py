@@ -25,6 +25,9 @@ class Turns:
     * ``turn_reward_<k>``: its reward. The row's own reward is added to that of its last turn;
     * ``turn_state_<k>``: a number that is equal in equal states. Without it, turns were taken in the same state where
       what came right before them is equal token by token: the prompt, or the last observation.
+
+    Rewards and states of turns are looked at by ``step_wise`` and ``gigpo`` alone; every other advantage, a critic's
+    too, knows the reward of the row.
     """
 
     rewards: Tensor

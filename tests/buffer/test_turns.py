@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,9 @@ import pytest
 
 from rayrft.algorithms import build
 from rayrft.buffer.experience import Experience
+from rayrft.buffer.turns import Turns
 from rayrft.config.data import RewardConfig
 from rayrft.explorer.scoring import apply_rewards, assign_advantages
-from rayrft.explorer.turns import Turns
 from rayrft.rewards import RewardResult
 
 MASK = np.array([0, 0, 1, 1, 0, 1, 1, 1], np.uint8)
@@ -28,16 +29,13 @@ def row(repeat: str, *, observation: int = 4, mask: np.ndarray = MASK, **metrics
 
 def advantages(rows: list[Experience], rewards: list[float], name: str, **pieces: Any) -> list[list[float]]:
     """Of every token, by row."""
-    scored = apply_rewards(rows, [RewardResult(value) for value in rewards], RewardConfig())
+    scored = apply_rewards(rows, [RewardResult(value) for value in rewards], RewardConfig(), max_tokens=8)
     group = assign_advantages(scored, build("gigpo", {"advantage": name, **pieces}), drop_zero_variance=True)
     return [each.advantages.tolist() for each in group.rows if each.advantages is not None]
 
 
 def test_turns_are_the_runs_of_the_mask_and_the_reward_is_the_last_ones() -> None:
-    rows = apply_rewards(
-        [row("0"), row("1", turn_reward_0=0.5)], [RewardResult(1.0), RewardResult(2.0)], RewardConfig()
-    )
-    turns = Turns.of(rows.rows)
+    turns = Turns.of([replace(row("0"), reward=1.0), replace(row("1", turn_reward_0=0.5), reward=2.0)])
     assert turns.places == ((0, 2, 4), (0, 5, 8), (1, 2, 4), (1, 5, 8))
     assert turns.rewards.tolist() == [0.0, 1.0, 0.5, 2.0]
     assert turns.group.trajectory is not None and turns.group.turn is not None and turns.group.state is not None
