@@ -14,14 +14,15 @@ import pytest
 import rayrft
 from rayrft.monitor.records import StepRecord, read_records
 from tests.conftest import ROOT
+from tests.e2e.conftest import small_config
 
 
 def test_the_quickstart_learns_from_its_own_rollouts_through_ray_job_submit(ray_cluster: Any, tmp_path: Path) -> None:
-    """Half of the quickstart's MIX steps: at least 0.5, and 0.4 above the start, where full length asks for 0.75."""
+    """45 of the quickstart's 120 MIX steps: at least 0.5, and 0.4 above the start, where full length asks for 0.75."""
     ray = str(Path(sys.executable).with_name("ray"))
     command = [ray, "job", "submit", "--address", f"http://{ray_cluster.dashboard_url}", "--"]
     command += [sys.executable, str(ROOT / "jobs/quickstart.py"), f"storage={tmp_path}"]
-    command += ["stages.mix.steps=60", "stages.mix.evaluate_every=null", "monitor.wandb=true"]
+    command += ["stages.mix.steps=45", "stages.mix.evaluate_every=null", "monitor.wandb=true"]
     env = {**os.environ, "RAY_AUTH_MODE": "token"}
     result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -36,7 +37,7 @@ def test_the_quickstart_learns_from_its_own_rollouts_through_ray_job_submit(ray_
     assert all(step.staleness_max == 0 for step in steps)
     assert all(step.logprob_gap < 1e-4 for step in steps), "on-policy rows: engine and trainer agree"
     counters = summary["counters"]
-    assert counters["trained"] == 60 * 256
+    assert counters["trained"] == 45 * 256
     assert counters["sampled"] == counters["trained"] + sum(counters["dropped"].values()) + counters["held"]
     for shown in ("after mix", "checkpoint", "plot.png", "rows: sampled"):
         assert shown in result.stdout
@@ -45,27 +46,17 @@ def test_the_quickstart_learns_from_its_own_rollouts_through_ray_job_submit(ray_
 @pytest.mark.usefixtures("ray_cluster")
 def test_without_a_warm_up_grpo_stays_at_nothing_and_mix_learns(tmp_path: Path) -> None:
     """GRPO has no right answer to reinforce; MIX shows it some, and both streams take it further."""
-    from rayrft.config import load_config
-
-    raw = load_config(ROOT / "jobs/quickstart.yaml").model_dump(mode="json")
-    mix = {**raw["stages"][1], "steps": 150, "evaluate_every": None, "optimizer": {"lr": 1e-3, "warmup_steps": 10}}
-    mix |= {"batch_size": 192, "expert_share": 1 / 3, "algorithm": {"name": "mix", "mu": 0.3}, "demonstrations": "gold"}
-    grpo = {
-        "name": "grpo",
-        "algorithm": {"name": "grpo"},
-        "steps": 10,
-        "batch_size": 128,
-        "optimizer": {"lr": 1e-3},
-    }
-    raw |= {
-        "name": "cold",
-        "storage": str(tmp_path),
-        "demonstrations": {"gold": {"size": 1000}},
-        "stages": [grpo, mix],
-    }
-    raw["explorer"] |= {"drop_zero_variance": False}
-    run = rayrft.start(raw, say=lambda _: None)
+    config = small_config(tmp_path, "cold", demonstrations={"gold": {"size": 500}})
+    config["model"]["tiny"]["hidden_size"] = 128
+    config["tasks"]["eval_size"] = 200
+    common = {"group_size": 8, "optimizer": {"lr": 1e-3, "warmup_steps": 5}}
+    mix = {"algorithm": {"name": "mix", "mu": 0.3}, "demonstrations": "gold", "expert_share": 1 / 3}
+    config["stages"] = [
+        {"name": "grpo", "algorithm": {"name": "grpo"}, "steps": 6, "batch_size": 64, **common},
+        {"name": "mix", "steps": 100, "batch_size": 96, **mix, **common},
+    ]
+    run = rayrft.start(config, say=lambda _: None)
     run.result()
     greedy = run.evaluations().query("temperature == 0").set_index("stage")["accuracy"]
     assert greedy["grpo"].iloc[-1] == 0.0
-    assert greedy.iloc[-1] >= 0.6, run.evaluations()
+    assert greedy.iloc[-1] >= 0.25, run.evaluations()
