@@ -223,12 +223,7 @@ class Buffer:
         """
         if store == "usual":
             return await self._store.rows_by_block(self._state.groups.where(Fate.READY, Fate.LEASED).tolist())
-        name = store.removeprefix("expert/")
-        if name not in self._state.book.experts:
-            known = ["usual", *(f"expert/{each}" for each in self._state.book.experts)]
-            raise DataError("no such store", field="store", value=store, remedy=f"one of {known}")
-        block = await self._experts.get(name, self._state.book.experts[name].extent)
-        return [(block.ref, np.arange(len(block.tokens)))]
+        return [await self._experts.whole(store)]
 
     async def stats(self) -> dict[str, Any]:
         """The ledger of own rows, how often demonstrations were drawn, and what memory and disk hold."""

@@ -54,6 +54,16 @@ class ExpertBlocks:
             self._blocks[file] = ExpertBlock(ray.put(batch.serialize()), tokens)
         return self._blocks[file]
 
+    async def whole(self, store: str) -> tuple[Ref, np.ndarray]:
+        """The demonstrations of ``expert/<name>`` that are drawn from now, all of them. Raises DataError for a store
+        that there is not."""
+        name = store.removeprefix("expert/")
+        if name not in self._book.experts:
+            known = ["usual", *(f"expert/{each}" for each in self._book.experts)]
+            raise DataError("no such store", field="store", value=store, remedy=f"one of {known}")
+        block = await self.get(name, self._book.experts[name].extent)
+        return block.ref, np.arange(len(block.tokens))
+
     async def sweep(self) -> None:
         """Delete demonstrations that others took the place of, once no lease has any of them."""
         leases = self._book.leases.values()

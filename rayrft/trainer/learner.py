@@ -25,6 +25,7 @@ from rayrft.algorithms import (
 from rayrft.config.stage import UpdateConfig
 from rayrft.config.trainer import OptimizerConfig
 from rayrft.errors import RayrftError
+from rayrft.trainer.annotation import Batches, with_logprobs, with_teacher, with_values
 from rayrft.trainer.batches import MicroBatch, TrainRow, empty_batch, micro_batches
 from rayrft.trainer.chance import Chance
 from rayrft.trainer.critic import Critic
@@ -145,7 +146,7 @@ class Learner:
         reshard(self.policy)
         return scores
 
-    def _lay_out(self, mini_batches: list[list[TrainRow]]) -> list[list[MicroBatch]]:
+    def _lay_out(self, mini_batches: list[list[TrainRow]]) -> Batches:
         """The micro-batches of each mini-batch, as many on every rank: the most that any has."""
         models = [model for model in (self.policy, self.critic, self.teacher) if model is not None]
         padded = not all(model.packs for model in models)
@@ -154,24 +155,22 @@ class Learner:
         empty = empty_batch(self._device)
         return [each + [empty] * (number - len(each)) for each, number in zip(batches, most, strict=True)]
 
-    def _count(self, batches: list[list[MicroBatch]]) -> list[Denominators]:
+    def _count(self, batches: Batches) -> list[Denominators]:
         """Global denominators of each mini-batch, before its first backward pass."""
         counts = torch.stack([count((micro.tokens for micro in each), self._device) for each in batches])
         return [Denominators.of(each) for each in self._reduce(counts)]
 
-    def _prepare(self, batches: list[list[MicroBatch]]) -> list[list[MicroBatch]]:
+    def _prepare(self, batches: Batches) -> Batches:
         """What a loss needs of the time before the first update, and costs a forward pass only where it needs it."""
         updates = self._update_config.epochs * self._update_config.mini_batches
         # Before its only update the policy is the proximal one: the loss's own forward pass tells.
         if self._algorithm.needs_proximal and (updates > 1 or self._algorithm.penalises_rewards):
-            batches = self._annotate(batches, "proximal_logprobs")
+            batches = with_logprobs(batches, "proximal_logprobs", self.policy, self._temperature)
         if self.reference is not None:
             with self.reference.in_place():
-                batches = self._annotate(batches, "reference_logprobs")
+                batches = with_logprobs(batches, "reference_logprobs", self.policy, self._temperature)
         if self.critic is not None:
-            critic = self.critic
-            batches = [[_with(micro, values=critic.values(micro)) for micro in each] for each in batches]
-            reshard(critic)
+            batches = with_values(batches, self.critic)
         batches = [
             [replace(micro, tokens=self._algorithm.token_advantages(micro.tokens)) for micro in each]
             for each in batches
@@ -181,35 +180,8 @@ class Learner:
             moments = Moments.of(self._reduce(sums))
             batches = [[replace(m, tokens=normalise(m.tokens, moments)) for m in each] for each in batches]
         if self.teacher is not None:
-            batches = self._ask(self.teacher, batches)
-        return batches
-
-    @torch.no_grad()
-    def _annotate(self, batches: list[list[MicroBatch]], name: str, by: Policy | None = None) -> list[list[MicroBatch]]:
-        """The batches with the log-probs of a policy, by default our own as it is now, under that name."""
-        policy = self.policy if by is None else by
-        found = [
-            [_with(micro, **{name: policy.output(micro, temperature=self._temperature).logprobs}) for micro in each]
-            for each in batches
-        ]
-        reshard(policy)
-        return found
-
-    def _ask(self, teacher: Policy, batches: list[list[MicroBatch]]) -> list[list[MicroBatch]]:
-        """The batches with what the teacher says of the sampled tokens, or of those that it finds likeliest itself."""
-        if self._algorithm.needs_teacher_logprobs:
-            batches = self._annotate(batches, "teacher_logprobs", teacher)
-        if self._algorithm.needs_candidates:
-            # The engines may sample any token that the policy knows, and none that only the teacher does.
-            among = min(teacher.vocabulary, self.policy.vocabulary)
-            count = min(self._algorithm.teacher_candidates, among)
-
-            def ask(micro: MicroBatch) -> MicroBatch:
-                logprobs, ids = teacher.likeliest(micro, self._temperature, count, among)
-                return replace(_with(micro, teacher_candidates=logprobs), candidates=ids)
-
-            batches = [[ask(micro) for micro in each] for each in batches]
-            reshard(teacher)
+            vocabulary = self.policy.vocabulary
+            batches = with_teacher(batches, self._algorithm, self.teacher, vocabulary, self._temperature)
         return batches
 
     def _update(self, batch: list[MicroBatch], over: Denominators) -> Update:
@@ -274,7 +246,3 @@ class Learner:
             values = values.to(self._device)
             dist.all_reduce(values, op=op)
         return values
-
-
-def _with(micro: MicroBatch, **fields: Tensor) -> MicroBatch:
-    return replace(micro, tokens=replace(micro.tokens, **fields))

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from rayrft.buffer.lease import Lease
@@ -19,12 +18,9 @@ from rayrft.trainer.checkpoint import Checkpointer
 from rayrft.trainer.critic import Critic
 from rayrft.trainer.learner import Learner
 from rayrft.trainer.lora import Lora
-from rayrft.trainer.model import Sharded, full_weights, load_hf, load_policy, named_weights, save_hf, shard
+from rayrft.trainer.model import Sharded, load_hf, load_policy, save_hf, shard
 from rayrft.trainer.policy import Policy
-from rayrft.weights.group import WeightGroup, free_port
-from rayrft.weights.ipc import export_buffer, gpu_uuid
-from rayrft.weights.lora import Adapter
-from rayrft.weights.wire import Digest, Parcel, TensorMeta, empty_bucket, fill_bucket, plan_buckets
+from rayrft.trainer.sending import Sender
 
 
 @dataclass(frozen=True)
@@ -87,8 +83,7 @@ class Rank:
             seed=setup.seed,
         )
         self._checkpointer = Checkpointer()
-        self._group: WeightGroup | None = None
-        self._exported: list[Tensor] = []
+        self._sender = Sender(policy, self._wire_dtype, speaks=index == 0, device=device)
         self._mini_batches: list[list[TrainRow]] = []
 
     def handle(self, command: c.Command) -> Any:
@@ -100,19 +95,17 @@ class Rank:
             case c.Train():
                 return self._learner.step(self._mini_batches)
             case c.Locate():
-                return self._locate()
+                return self._sender.locate()
             case c.Describe():
-                return self._describe()
+                return self._sender.describe()
             case c.Join(plan):
-                self._group = WeightGroup(plan, rank=0, device=self._device) if self._index == 0 else None
-                return None
+                return self._sender.join(plan)
             case c.Publish(metas, bucket_bytes):
-                return self._publish(metas, bucket_bytes)
+                return self._sender.publish(metas, bucket_bytes)
             case c.Export(metas, bucket_bytes):
-                return self._export(metas, bucket_bytes)
+                return self._sender.export(metas, bucket_bytes)
             case c.Release():
-                self._exported = []
-                return None
+                return self._sender.release()
             case c.Score(sequences, images):
                 return self._learner.score(sequences, images)
             case c.Save(folder):
@@ -200,49 +193,6 @@ class Rank:
             self._checkpointer.load(self._learner, self._critic, folder)
         else:
             self._checkpointer.load_policy(self._learner.policy, folder)
-
-    def _locate(self) -> tuple[str, int]:
-        import ray.util
-
-        host = ray.util.get_node_ip_address()
-        return host, free_port(host)
-
-    def _describe(self) -> Parcel:
-        policy = self._learner.policy
-        # An adapter is small, and engines merge it in float32: it is sent as it is.
-        dtype = self._wire_dtype if policy.lora is None else torch.float32
-        metas = [TensorMeta.of(name, tensor, dtype) for name, tensor in named_weights(policy)]
-        return Parcel(metas, Adapter(policy.lora.base, policy.lora.scale) if policy.lora is not None else None)
-
-    def _buckets(self, metas: list[TensorMeta], bucket_bytes: int) -> Any:
-        """Each bucket, filled with this rank's gathered weights: the gathering is a collective over the ranks."""
-        parameters = full_weights(self._learner.policy)
-        for bucket in plan_buckets(metas, bucket_bytes):
-            buffer = empty_bucket(bucket, self._device)
-            tensors = []
-            for meta, (name, tensor) in zip(bucket, parameters, strict=False):
-                if name != meta.name:
-                    raise ValueError(f"parameter {name!r} came where {meta.name!r} was announced")
-                tensors.append(tensor)
-            fill_bucket(buffer, bucket, tensors)
-            yield buffer
-
-    def _publish(self, metas: list[TensorMeta], bucket_bytes: int) -> str:
-        digest = Digest()
-        for buffer in self._buckets(metas, bucket_bytes):
-            if self._group is not None:
-                digest.update(buffer)
-                self._group.broadcast(buffer)
-        return digest.value
-
-    def _export(self, metas: list[TensorMeta], bucket_bytes: int) -> c.Exported:
-        self._exported = list(self._buckets(metas, bucket_bytes))
-        digest = Digest()
-        for buffer in self._exported:
-            digest.update(buffer)
-        torch.cuda.synchronize()
-        handles = [export_buffer(buffer) for buffer in self._exported]
-        return c.Exported(gpu_uuid(self._device), handles, digest.value)
 
     def _save(self, folder: Path) -> str:
         import ray.train

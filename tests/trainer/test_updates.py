@@ -18,6 +18,7 @@ from rayrft.algorithms import build
 from rayrft.config.stage import UpdateConfig
 from rayrft.config.trainer import OptimizerConfig
 from rayrft.errors import RayrftError
+from rayrft.trainer.annotation import with_logprobs
 from rayrft.trainer.batches import TrainRow
 from rayrft.trainer.critic import Critic
 from rayrft.trainer.learner import Learner
@@ -36,7 +37,7 @@ def own_rows(count: int = 12) -> list[TrainRow]:
 
 def on_policy(learner: Learner, rows: list[TrainRow]) -> list[TrainRow]:
     """The rows with the log-probs that the learner's own policy gives them, as an engine would."""
-    batches = learner._annotate(learner._lay_out([rows]), "proximal_logprobs")
+    batches = with_logprobs(learner._lay_out([rows]), "proximal_logprobs", learner.policy, learner._temperature)
     found = {}
     for micro in batches[0]:
         assert micro.tokens.proximal_logprobs is not None
@@ -205,7 +206,7 @@ def test_one_update_on_a_batch_costs_one_forward_pass_a_token_with_a_correction_
     result = learner.step([rows])
     assert len(passes) == len(learner._lay_out([rows])[0])
     # The same with the forward pass before the update.
-    [batch] = asked._annotate(asked._lay_out([rows]), "proximal_logprobs")
+    [batch] = with_logprobs(asked._lay_out([rows]), "proximal_logprobs", asked.policy, asked._temperature)
     update = asked._update(batch, asked._count([batch])[0])
     assert torch.equal(weights(learner), weights(asked))
     assert result.correction_weight == pytest.approx(float(update.parts.correction) / result.policy_tokens)
