@@ -25,7 +25,7 @@ def test_a_run_trains_on_groups_twice_from_two_shards_and_draws_tasks_by_pass_ra
         "stages.mix.steps": 6,
         "trainer.ranks": 2,
     }
-    run = rayrft.start(small_config(tmp_path, "replay"), say=lambda _: None, **overrides)
+    run = rayrft.start(small_config(tmp_path, "replay", evaluation={"enabled": False}), say=lambda _: None, **overrides)
     run.watch(lambda _: None)
     counters = run.result()["counters"]
     steps = [r for r in read_records(run.folder) if isinstance(r, StepRecord) and r.stage == "mix"]
@@ -39,7 +39,11 @@ def test_a_run_trains_on_groups_twice_from_two_shards_and_draws_tasks_by_pass_ra
 
 def test_a_stage_ends_with_its_tasks(tmp_path: Path) -> None:
     overrides = {"tasks.epochs": 1, "tasks.sources.0.size": 115, "tasks.eval_size": 40, "demonstrations.gold.size": 60}
-    run = rayrft.start(small_config(tmp_path, "short"), say=lambda _: None, **{**overrides, "stages.mix.steps": 100})
+    run = rayrft.start(
+        small_config(tmp_path, "short", evaluation={"enabled": False}),
+        say=lambda _: None,
+        **{**overrides, "stages.mix.steps": 100},
+    )
     run.watch(lambda _: None)
     summary = run.result()
     notes = [record.text for record in read_records(run.folder) if isinstance(record, NoteRecord)]

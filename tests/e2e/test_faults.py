@@ -46,7 +46,7 @@ def kill_trainer_rank(run: rayrft.Run) -> None:
     ids=["engine", "engine-core", "trainer-rank"],
 )
 def test_a_dead_actor_ends_the_run_with_its_name(kill: Any, named: str, tmp_path: Path) -> None:
-    config = small_config(tmp_path, "dying")
+    config = small_config(tmp_path, "dying", evaluation={"enabled": False})
     run = rayrft.start(config, say=lambda _: None, **{"stages.mix.steps": 10_000, "trainer.ranks": 2})
     for record in run.records():
         if isinstance(record, StepRecord) and record.usual_rows:
@@ -69,7 +69,7 @@ def test_a_dead_actor_ends_the_run_with_its_name(kill: Any, named: str, tmp_path
 
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_buffer_that_is_killed_again_and_again_loses_nothing_and_the_run_goes_on(tmp_path: Path) -> None:
-    config = small_config(tmp_path, "stubborn")
+    config = small_config(tmp_path, "stubborn", evaluation={"enabled": False})
     run = rayrft.start(config, say=lambda _: None, **{"stages.mix.steps": 12, "trainer.ranks": 2, "max_staleness": 1})
     kills = 0
     try:

@@ -20,7 +20,7 @@ def test_engines_follow_an_adapter_through_two_stages(tmp_path: Path) -> None:
 
     said: list[str] = []
     run = rayrft.start(
-        small_config(tmp_path, "lora"),
+        small_config(tmp_path, "lora", evaluation={"enabled": False}),
         say=said.append,
         **{
             "trainer.lora.rank": 4,
