@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 from collections.abc import Callable
@@ -42,7 +41,8 @@ class Mortal:
         return call
 
     def _rmtree(self, folder: Path, ignore_errors: bool = False) -> None:
-        for file in sorted(folder.iterdir()) if folder.exists() else ():
+        # The manifest goes last: what is left halfway looks whole.
+        for file in sorted(folder.iterdir(), key=lambda each: each.name == "manifest.json") if folder.exists() else ():
             self._count()
             file.unlink()
         if folder.exists():
@@ -120,11 +120,10 @@ def test_a_stage_is_entered_again_only_when_it_is_asked_for_more_than_before() -
 
 def test_the_best_that_were_measured_are_kept_and_of_equals_the_earlier(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep_last=1, keep_best=2, best_by="accuracy"))
-    accuracies = {1: 0.2, 2: 0.9, 3: None, 4: 0.5, 5: 0.9, 6: 0.5, 7: None}
+    accuracies = {1: 0.2, 2: 0.9, 3: None, 4: 0.9, 5: 0.9, 6: 0.5, 7: None}
     for step, accuracy in accuracies.items():
         write(checkpoints, Progress("run", step=step, accuracy=accuracy))
-    assert [each.step for each in checkpoints.all()] == [2, 5, 7]
-    assert not any(math.isnan(each.accuracy or 0.0) for each in checkpoints.all())
+    assert [each.step for each in checkpoints.all()] == [2, 4, 7]
 
 
 def test_a_full_disk_is_a_storage_error_and_leaves_the_earlier_checkpoint(
