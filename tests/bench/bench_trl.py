@@ -1,11 +1,14 @@
 """Seconds of a GRPO step, generation included, beside TRL's `GRPOTrainer` on the same cores.
 
     pip install 'rayrft[bench]'
-    python -m tests.bench.bench_trl [--batches 16x8x64 16x8x128] [--hidden 256] [--layers 4] [--cores 2]
+    python -m tests.bench.bench_trl [--batches 16x8x64 16x8x256] [--ends] [--hidden 256] [--layers 4] [--cores 2]
 
-Both start from the same random weights and tokenizer and take the same prompts in groups of the same size, temperature
-1, answers up to the same length, float32, AdamW with the same settings, no KL, one update a step, and a cheap reward
-with variance. The learning rate is so small that the policy, and so the length of its answers, stays as it is.
+Both start from the same weights and tokenizer and take the same prompts in groups of the same size, temperature 1,
+answers up to the same length, float32, AdamW with the same settings, no KL, one update a step, and a cheap reward with
+variance. The learning rate is so small that the policy, and so the length of its answers, stays as it is.
+
+Weights are random, so that nearly all answers are as long as can be; nobody pads. With ``--ends`` the model was first
+taught to end its answers, in lengths of which the longest is ten times the shortest, as those of real tasks do.
 
 * rayrft: the whole system through `rayrft.start` on a Ray of its own, synchronous (``max_staleness`` 0) unless
   ``--staleness`` says otherwise; engines and ranks of one thread each. Its step includes the weight sync to the
@@ -31,6 +34,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 import numpy as np
@@ -54,7 +58,7 @@ def share_of_vowels(text: str) -> float:
 
 def questions(count: int) -> list[str]:
     rng = np.random.default_rng(0)
-    words = ["".join(rng.choice(list("abcdefghijklmnopqrstuvwxyz"), 6)) for _ in range(count)]
+    words = ["".join(rng.choice([*ascii_lowercase], 6)) for _ in range(count)]
     return [f"Spell this word backward, letter by letter: {word}" for word in words]
 
 
@@ -201,7 +205,7 @@ def _batch(text: str) -> tuple[int, int, int]:
     return prompts, group, new
 
 
-def make_inputs(folder: Path, options: argparse.Namespace) -> None:
+def make_inputs(folder: Path, options: argparse.Namespace, longest: int) -> None:
     """The model and the tasks of all runs."""
     from rayrft.config.model import TinyModelConfig
     from rayrft.trainer.tiny import make_tiny_model
@@ -213,9 +217,43 @@ def make_inputs(folder: Path, options: argparse.Namespace) -> None:
         heads=max(1, options.hidden // 64),
         intermediate_size=3 * options.hidden,
     )
-    make_tiny_model(shape, asked, [], folder / "model", max_length=2048, seed=0)
+    fresh = folder / ("fresh" if options.ends else "model")
+    make_tiny_model(shape, asked, [], fresh, max_length=2048, seed=0)
+    if options.ends:
+        teach_lengths(fresh, folder / "model", asked, longest)
     lines = [json.dumps({"question": each, "answer": each[-6:][::-1]}) for each in asked]
     (folder / "tasks.jsonl").write_text("\n".join(lines))
+
+
+def teach_lengths(fresh: Path, taught: Path, asked: list[str], longest: int, steps: int = 60, rows: int = 16) -> None:
+    """SFT on answers of random letters, of log-normal lengths up to ``longest``."""
+    import torch
+
+    from rayrft.algorithms import build
+    from rayrft.buffer.tokens import ChatTokenizer
+    from rayrft.config.trainer import OptimizerConfig
+    from rayrft.trainer.batches import TrainRow
+    from rayrft.trainer.model import load_policy, save_hf
+    from tests.bench.workload import join_alone, log_normal_lengths, make_learner
+
+    cpu, chance, tokenizer = torch.device("cpu"), np.random.default_rng(0), ChatTokenizer(fresh)
+    lengths = iter(log_normal_lengths(steps * rows, longest // 10, longest))
+    join_alone(cpu)
+    policy = load_policy(str(fresh))
+    learner = make_learner(policy, "sft", micro_batch_tokens=8192, device=cpu, compute=torch.float32)
+    learner.open_stage(build("sft"), OptimizerConfig(lr=2e-3), steps)
+    for _ in range(steps):
+        batch = []
+        for question in chance.choice(asked, rows):
+            prompt = tokenizer.prompt([{"role": "user", "content": question}])
+            answer = tokenizer.response("".join(chance.choice([*ascii_lowercase], next(lengths) - 1)))
+            ids = np.array([*prompt, *answer], dtype=np.int32)
+            mask = np.arange(len(ids)) >= len(prompt)
+            nothing = np.zeros(len(ids), dtype=np.float32)
+            batch.append(TrainRow(ids, mask.astype(np.uint8), nothing, nothing, True))
+        learner.step([batch])
+    save_hf(policy, str(fresh), taught, writer=True)
+    torch.distributed.destroy_process_group()
 
 
 def report(batch: str, name: str, runs: list[dict[str, Any]], ours: list[dict[str, Any]]) -> None:
@@ -234,6 +272,7 @@ def report(batch: str, name: str, runs: list[dict[str, Any]], ours: list[dict[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", nargs="+", default=["16x8x64"], help="prompts x group x longest answer")
+    parser.add_argument("--ends", action="store_true", help="answers end by themselves, in lengths that differ")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=10)
@@ -261,7 +300,7 @@ def main() -> None:
     for batch in options.batches:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            make_inputs(folder, options)
+            make_inputs(folder, options, _batch(batch)[2])
             runs: dict[str, list[dict[str, Any]]] = {}
             for _ in range(options.rounds):
                 runs.setdefault("rayrft", []).append(measure("rayrft", folder, batch, options))
