@@ -210,6 +210,9 @@ def _is_used(algorithm: Algorithm, kind: str) -> bool:
         "sft_aggregation": algorithm.sft != NONE,
         "mu_schedule": algorithm.mixes,
         "value_loss": algorithm.advantage in token_advantages,
+        # Rows are sides of pairs there, not demonstrations and not samples of the policy.
+        "sft": algorithm.preference == NONE,
+        "distillation": algorithm.preference == NONE,
     }.get(kind, True)
 
 

@@ -89,6 +89,10 @@ class Book:
     """The latest that was leased."""
     plan: StagePlan | None = None
     schedule: Annotated[Schedule | ReplaySchedule, Field(discriminator="kind")] | None = None
+    behind: bool = False
+    """Whether the trainer repeats steps that it had taken before: no new groups until its weights have caught up."""
+    covered: int = 0
+    """Batches of steps before this one are not kept."""
     open: bool = False
     """Whether the stage takes groups."""
     ended: str | None = None

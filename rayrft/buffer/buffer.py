@@ -210,9 +210,13 @@ class Buffer:
         batch = unpack(payload[0] if isinstance(payload[0], pa.Buffer) else await payload[0])
         for row, fault in find_faults(batch).items():
             raise DataError(f"row {row} is faulty: {fault}", field=f"demonstrations.{name}")
+        unit, plan = 2 if are_pairs(batch) else 1, self._state.book.plan
+        if plan is not None and self._state.book.open and plan.expert_rows and plan.demonstrations == name:
+            check_pairs(name, unit, plan.pairs)
         async with self._store.moving:
             extent = await self._experts.write(name, batch)
-            await self._store.commit(e.Loaded(name, extent, 2 if are_pairs(batch) else 1))
+            await self._store.commit(e.Loaded(name, extent, unit))
+            await self._store.settle()
             await self._experts.sweep()
         return batch.num_rows
 
@@ -222,7 +226,8 @@ class Buffer:
         Raises DataError for a store that there is not.
         """
         if store == "usual":
-            return await self._store.rows_by_block(self._state.groups.where(Fate.READY, Fate.LEASED).tolist())
+            async with self._store.moving:  # from the look at where rows lie to their blocks
+                return await self._store.rows_by_block(self._state.groups.where(Fate.READY, Fate.LEASED).tolist())
         return [await self._experts.whole(store)]
 
     async def stats(self) -> dict[str, Any]:
@@ -248,4 +253,6 @@ class Buffer:
         await asyncio.Event().wait()
 
     def _may_admit(self) -> bool:
-        return self._state.capacity > 0 and not (self._store.config.when_full == "wait" and self._retention.full)
+        # A step that waits for new groups makes room once it has them.
+        full = self._store.config.when_full == "wait" and self._retention.full and not self._state.starved
+        return self._state.capacity > 0 and not full

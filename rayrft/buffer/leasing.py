@@ -37,6 +37,13 @@ class Leasing:
         async with self._lock:
             record = self._store.state.book.leases.get(step)
             if record is None:
+                if step < self._store.state.book.covered:
+                    raise RayrftError(
+                        "the batch of the step is gone, for a checkpoint holds its work",
+                        field="buffer.lease",
+                        value=step,
+                        remedy=f"go on from a checkpoint of step {self._store.state.book.covered} or later",
+                    )
                 await self._store.commit(await self._next(step, deadline_s))
                 record = self._store.state.book.leases[step]
             else:
@@ -71,7 +78,7 @@ class Leasing:
         weights: list[float] = []
         if plan.groups and isinstance(book.schedule, Schedule):
             slots = state.choose(step)
-            weights = [1.0] * plan.groups
+            weights = [1.0] * len(slots or [])
         elif plan.groups:
             if isinstance(book.schedule, ReplaySchedule) and not book.schedule.may_draw(state.eligible):
                 return None
@@ -88,9 +95,9 @@ class Leasing:
         book = self._store.state.book
         if not book.open:
             return "stage_closed"
-        if book.ended and not book.outstanding:
-            return book.ended
-        return None
+        # What an earlier stage left under way, or came too late, fills no batch.
+        awaited = book.outstanding.keys() & book.schedule.running.keys() if book.schedule is not None else ()
+        return None if awaited else book.ended
 
     def _ended(self, reason: str, step: int, what: str) -> LeaseEnded:
         state, book = self._store.state, self._store.state.book

@@ -19,6 +19,8 @@ class Producers:
 
     def attach(self, producer: str, actor: Any) -> None:
         """Watch a producer from now on, by its handle."""
+        if (watching := self._watching.pop(producer, None)) is not None:
+            watching.cancel()
         self._watching[producer] = asyncio.create_task(self._watch(producer, actor))
 
     async def detach(self, producer: str) -> None:

@@ -54,6 +54,15 @@ class ReplaySchedule:
         """A group failed or was filtered: its place is free."""
         self.running.pop(sequence, None)
 
+    def adjust(self, groups: int, fresh: int, max_staleness: int, over_sampling: float) -> None:
+        """Go on with other numbers; what is too old for them leaves with the next version."""
+        self.groups, self.fresh, self.max_staleness, self.over_sampling = groups, fresh, max_staleness, over_sampling
+
+    @property
+    def starved(self) -> bool:
+        """Whether the next step waits for new groups of which not all are under way."""
+        return self.unpaid + len(self.running) < self.fresh
+
     def may_draw(self, eligible: int) -> bool:
         """Whether a step finds its groups, and enough new ones came."""
         return self.unpaid >= self.fresh and eligible >= self.groups
@@ -61,6 +70,10 @@ class ReplaySchedule:
     def drawn(self) -> None:
         """A step has its batch."""
         self.unpaid -= self.fresh
+
+    def give_back(self) -> None:
+        """A step returned its batch."""
+        self.unpaid += self.fresh
 
     def advance(self, version: int) -> None:
         """Weights of this version are published."""

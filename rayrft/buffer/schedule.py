@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 
@@ -136,6 +136,18 @@ class Schedule:
         for sequence in late:
             del self.ready[sequence]
         self.running = {s: ticket for s, ticket in self.running.items() if ticket.deadline >= version}
+        return late
+
+    def adjust(self, groups_per_step: int, max_staleness: int, over_sampling: float) -> list[int]:
+        """Go on with other numbers. Returns ready groups that are too old for them, now expired."""
+        fewer, taken = max(0, self.max_staleness - max_staleness), self.taken
+        self.groups_per_step, self.max_staleness, self.over_sampling = groups_per_step, max_staleness, over_sampling
+        self.running, self.ready = (
+            {sequence: replace(ticket, deadline=ticket.deadline - fewer) for sequence, ticket in tickets.items()}
+            for tickets in (self.running, self.ready)
+        )
+        late = self.advance(self.version)
+        self.taken = taken
         return late
 
     def _room_after(self, step: int, taken: set[int]) -> bool:

@@ -16,6 +16,7 @@ from rayrft.buffer.book import Book
 from rayrft.buffer.groups import Fate, GroupTable
 from rayrft.buffer.log.events import Event
 from rayrft.buffer.pool import Pool
+from rayrft.buffer.replay import ReplaySchedule
 from rayrft.buffer.rules import RULES
 from rayrft.buffer.samplers import Sampler
 from rayrft.buffer.schedule import Schedule
@@ -48,19 +49,19 @@ class State:
         return not isinstance(self.book.schedule, Schedule)
 
     @property
-    def behind(self) -> bool:
-        """Whether the trainer repeats steps that it had taken before: no new groups until it has caught up."""
-        return any(not lease.acked and lease.version < self.book.version for lease in self.book.leases.values())
-
-    @property
     def capacity(self) -> int:
         """Groups that may be admitted now."""
         book = self.book
-        if not book.open or book.schedule is None or self.behind:
+        if not book.open or book.schedule is None or book.behind:
             return 0
         if isinstance(book.schedule, Schedule):
             return book.schedule.capacity + len(book.returned)
         return book.schedule.capacity(self.eligible) + len(book.returned)
+
+    @property
+    def starved(self) -> bool:
+        """Whether a step of a stage that replays waits for new groups that nobody is asked for yet."""
+        return isinstance(self.book.schedule, ReplaySchedule) and self.book.schedule.starved
 
     @property
     def eligible(self) -> int:

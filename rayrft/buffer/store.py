@@ -79,6 +79,10 @@ class Store:
         await self._log.write(*events)
         await self.wake()
 
+    async def settle(self) -> None:
+        """Returns when all of this is on the disk, whatever the policy of fsync: then what it replaced may go."""
+        await self._log.sync()
+
     async def wake(self) -> None:
         async with self._changed:
             self._changed.notify_all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import typing
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,20 @@ from pydantic import BaseModel, ValidationError
 from rayrft.config.run import RunConfig
 from rayrft.errors import ConfigError, nearest
 from rayrft.registry import load_plugins
+
+
+class _Loader(yaml.SafeLoader):
+    """Takes 1e-4 for a number, as YAML 1.2 does; PyYAML follows 1.1, where it is text."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that `_Loader` would take for a number."""
+
+
+for _each in (_Loader, _Dumper):
+    _each.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"), [*"+-.0123456789"]
+    )
 
 
 def load_config(source: str | Path | dict[str, Any] | RunConfig, overrides: dict[str, Any] | None = None) -> RunConfig:
@@ -38,12 +53,12 @@ def parse_override(text: str) -> tuple[str, Any]:
     key, mark, value = text.partition("=")
     if not mark or not key:
         raise ConfigError("an override is written key.sub=value", field="override", value=text)
-    return key.strip(), yaml.safe_load(value)
+    return key.strip(), yaml.load(value, _Loader)
 
 
 def dump_config(config: RunConfig) -> str:
     """The complete config as YAML, defaults included."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
 
 
 def _load_plugins(paths: Any) -> None:
@@ -61,7 +76,7 @@ def _read(source: str | Path | dict[str, Any] | RunConfig) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError("no such config file", field="config", value=str(source), remedy="give a YAML file")
     try:
-        raw = yaml.safe_load(path.read_text())
+        raw = yaml.load(path.read_text(), _Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"not YAML: {error}", field=str(path)) from None
     if not isinstance(raw, dict):

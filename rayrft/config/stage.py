@@ -95,6 +95,7 @@ class StageConfig(Section):
             raise ValueError(f"stage {self.name!r}: {name} needs 'teacher', the model that it learns from")
         if self.teacher and not build.needs_teacher:
             raise ValueError(f"stage {self.name!r}: teacher {self.teacher!r} is not used: {name} has none")
+        self._check_update(build)
         if build.mixes and self.expert_share is None:
             raise ValueError(
                 f"stage {self.name!r}: {name} needs expert_share, the share of the batch that is expert rows"
@@ -124,6 +125,22 @@ class StageConfig(Section):
                 f"batch_size {near + self.expert_rows} with {self.expert_rows} expert rows would be"
             )
         return self
+
+    def _check_update(self, algorithm: Algorithm) -> None:
+        """What says how to update must have something to act on. Raises ValueError."""
+        update, name = self.update, self.algorithm.name
+        if not algorithm.needs_critic and (update.critic_warmup_steps or self.critic_optimizer != OptimizerConfig()):
+            key = "update.critic_warmup_steps" if update.critic_warmup_steps else "critic_optimizer"
+            raise ValueError(f"stage {self.name!r}: {key} is not used: {name} has no critic")
+        if update.critic_warmup_steps >= self.steps:
+            raise ValueError(
+                f"stage {self.name!r}: the policy would never learn: update.critic_warmup_steps "
+                f"{update.critic_warmup_steps} is not below steps {self.steps}"
+            )
+        if update.reference_refresh and not algorithm.needs_reference:
+            raise ValueError(f"stage {self.name!r}: update.reference_refresh is not used: {name} has no reference")
+        if update.reset_optimizer and not update.reference_refresh:
+            raise ValueError(f"stage {self.name!r}: update.reset_optimizer is not used without reference_refresh")
 
     @property
     def _fixed_share(self) -> float:

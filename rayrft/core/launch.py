@@ -10,7 +10,7 @@ from typing import Any
 
 from rayrft.config import RunConfig, load_config
 from rayrft.core.placement import NAMESPACE, Placement, actor_name, check_placement, plan_placement, show_plan
-from rayrft.core.prepare import prepare
+from rayrft.core.prepare import prepare, write_config
 from rayrft.core.progress import Checkpoints, Progress
 from rayrft.core.recorder import read_summary
 from rayrft.core.run import Run, named_actors
@@ -74,6 +74,8 @@ def _start(checked: RunConfig, progress: Progress | None, say: Callable[[str], N
     prepared = prepare(checked, began.run_id, resumed=progress is not None)
     if progress is None:
         Checkpoints(checked.folder, checked.checkpoint).mark_beginning(began)
+    else:
+        write_config(checked)  # what it was asked for holds from now on, for the next one who resumes it, too
 
     from rayrft.core.master import Master
 

@@ -27,6 +27,7 @@ from rayrft.core.models import check_teacher, find_model
 from rayrft.errors import ConfigError, DataError
 from rayrft.explorer.workflow import workflows
 from rayrft.rewards import build_reward
+from rayrft.trainer.folders import sync
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,20 @@ def open_folder(config: RunConfig) -> None:
         folder.rename(folder.with_name(f"{folder.name}-{ended:%Y%m%d-%H%M%S}"))
     try:
         (folder / "checkpoints").mkdir(parents=True)
-        (folder / "config.yaml").write_text(dump_config(config))
     except OSError as error:
         raise ConfigError(f"cannot be written: {error.strerror}", field="storage", value=str(folder)) from None
+    write_config(config)
+
+
+def write_config(config: RunConfig) -> None:
+    """Write ``config.yaml``, whole or not at all: with it a run is gone on with."""
+    draft = config.folder / ".config.yaml"
+    try:
+        draft.write_text(dump_config(config))
+        sync(draft)
+        draft.rename(config.folder / "config.yaml")
+    except OSError as error:
+        raise ConfigError(f"cannot be written: {error.strerror}", field="storage", value=str(config.folder)) from None
 
 
 def _task_set(config: RunConfig, splits: TaskSplits) -> Callable[[], TaskSet] | None:

@@ -109,11 +109,16 @@ class Checkpoints:
 
     def all(self) -> list[Progress]:
         """What there is, the oldest first."""
-        manifests = sorted(self._folder.glob(f"step-*/{_MANIFEST}"))
-        return [Progress(**json.loads(manifest.read_text())) for manifest in manifests]
+        manifests = self._folder.glob(f"step-*/{_MANIFEST}")
+        found = [Progress(**json.loads(manifest.read_text())) for manifest in manifests]
+        return sorted(found, key=lambda each: each.step)
 
     def latest(self) -> Progress | None:
-        return max(self.all(), key=lambda each: each.step, default=None)
+        return next(reversed(self.all()), None)
+
+    def fallback(self) -> int:
+        """The step of the oldest of the last: from there a run can go on when later ones are damaged."""
+        return self.all()[-self._config.keep_last :][0].step
 
     def _prune(self) -> None:
         kept = self.all()

@@ -63,6 +63,10 @@ class RunData:
         from rayrft.config import load_config
 
         config = load_config(self.folder / "config.yaml")
+        if config.mode != "train":
+            raise ConfigError(
+                "the run takes groups from its own explorer", field="mode", value=config.mode, remedy="use mode: train"
+            )
         algorithms = [stage.algorithm.build() for stage in config.stages if stage.groups]
         if not algorithms:
             raise ConfigError("no stage of the run takes groups", field="stages", value=self.name)

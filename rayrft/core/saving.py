@@ -64,4 +64,5 @@ class Saving:
     async def _commit(self, folder: Path, progress: Progress) -> None:
         await self._cast.trainer.written.remote(folder)
         await asyncio.to_thread(self._checkpoints.commit, progress)
-        await self._cast.buffer.cover.remote(progress.step)
+        # The batches since then are kept, in case the newest turns out to be damaged.
+        await self._cast.buffer.cover.remote(await asyncio.to_thread(self._checkpoints.fallback))

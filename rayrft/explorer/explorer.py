@@ -199,7 +199,7 @@ class Explorer:
         unscored = [row.turns[-1]["content"] for row in rows if row.reward is None]
         found = iter(await self._rewards.score(task, unscored) if unscored else [])
         return [
-            next(found) if row.reward is None else RewardResult(row.reward, row.reward_components, row.error)
+            next(found) if row.reward is None else RewardResult.of(row.reward, row.reward_components, row.error)
             for row in rows
         ]
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from rayrft.buffer.experience import Task
 from rayrft.errors import ConfigError
@@ -18,6 +19,13 @@ class RewardResult:
     value: float | None
     components: dict[str, float] = field(default_factory=dict)
     reason: str | None = None
+
+    @classmethod
+    def of(cls, value: float, components: dict[str, float], reason: str | None) -> Self:
+        """The result, unknown where the value is no finite number."""
+        if math.isfinite(value):
+            return cls(value, components, reason)
+        return cls(None, components, reason=f"the reward is {value}")
 
 
 class Reward(Protocol):

@@ -30,9 +30,11 @@ class RewardWorker:
     def _score_one(self, task: Task, response: str) -> RewardResult:
         try:
             result = self._reward(task, response)
+            if not isinstance(result, RewardResult):
+                return RewardResult.of(float(result), {}, None)
         except Exception as error:  # user code may raise anything; it becomes data, and the run's policy decides
             return RewardResult(None, reason=f"{type(error).__name__}: {error}")
-        return result if isinstance(result, RewardResult) else RewardResult(float(result))
+        return result if result.value is None else RewardResult.of(result.value, result.components, result.reason)
 
 
 class RewardPool:

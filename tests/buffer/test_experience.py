@@ -85,16 +85,16 @@ def test_a_right_row_has_no_fault() -> None:
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [
-        ({"logprobs": np.zeros(3, dtype=np.float32)}, "logprobs has 3 entries for 4 tokens"),
+        ({"logprobs": np.zeros(3, dtype=np.float32)}, "logprobs has not an entry for every token"),
         ({"logprobs": np.array([0, 0, np.nan, 0], dtype=np.float32)}, "logprobs is not finite"),
         ({"advantages": np.array([0, 0, np.inf, 0], dtype=np.float32)}, "advantages is not finite"),
         ({"advantages": None, "reward": None}, "an own row needs advantages or a reward"),
-        ({"teacher_logprobs": np.zeros(5, dtype=np.float32)}, "teacher_logprobs has 5 entries for 4 tokens"),
+        ({"teacher_logprobs": np.zeros(5, dtype=np.float32)}, "teacher_logprobs has not an entry for every token"),
         ({"action_mask": np.zeros(4, dtype=np.uint8)}, "action_mask is empty"),
         ({"action_mask": np.array([0, 1, 1, 1], dtype=np.uint8)}, "action_mask marks tokens of the prompt"),
-        ({"prompt_length": 4}, "prompt_length 4 leaves no answer in 4 tokens"),
+        ({"prompt_length": 4}, "prompt_length leaves no prompt or no answer"),
         ({"reward": float("nan")}, "reward is not finite"),
-        ({"source": "stranger"}, "unknown source 'stranger'"),
+        ({"source": "stranger"}, "source is none of usual, expert, human, synthetic"),
         ({"weight_versions": (VersionSpan(2, 3, 6),)}, "weight_versions do not cover every action token"),
         ({"weight_versions": ()}, "weight_versions do not cover every action token"),
         # Two spans over one token count it twice and hide that another is not covered.
@@ -104,7 +104,7 @@ def test_a_right_row_has_no_fault() -> None:
         ),
         ({"weight_versions": (VersionSpan(2, 9, 6),)}, "weight_versions do not cover every action token"),
         ({"token_ids": np.array([5, -6, 7, 8], dtype=np.int32)}, "token_ids has a negative entry"),
-        ({"experience_id": "else"}, "experience_id 'else' does not begin with its group_id 'run/stage/0'"),
+        ({"experience_id": "else"}, "experience_id does not begin with its group_id"),
     ],
 )
 def test_a_faulty_row_is_named(changes: dict[str, Any], fault: str) -> None:

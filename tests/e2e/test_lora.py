@@ -32,6 +32,7 @@ def test_engines_follow_an_adapter_through_two_stages(tmp_path: Path) -> None:
             "weight_sync.probe_every": 1,
         },
     )
+    run.watch(said.append)
     summary = run.result()
     assert summary["status"] == "finished"
     warmup, mix = (

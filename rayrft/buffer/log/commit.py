@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 
 import pyarrow as pa
@@ -58,6 +59,16 @@ class GroupCommit:
             self._flusher = asyncio.create_task(self._flush())
         await done
 
+    async def sync(self) -> None:
+        """Returns when all rows, and all events that were written, are on the disk. Raises StorageError."""
+        try:
+            await self._sync_rows()
+            async with self._syncing:  # of this file, and not of one that a snapshot has just closed
+                await asyncio.to_thread(self._journal.sync)
+        except Exception as error:  # whatever it is, the next one who writes must hear of it, too
+            self._error = _storage_error(error)
+            raise self._error from None
+
     async def _flush(self) -> None:
         while self._waiting:
             batch, self._waiting = self._waiting, []
@@ -97,12 +108,8 @@ class GroupCommit:
         while self._unsynced and self._error is None:
             await asyncio.sleep(self._config.fsync_s)
             self._unsynced = False
-            try:
-                await self._sync_rows()
-                async with self._syncing:  # of this file, and not of one that a snapshot has just closed
-                    await asyncio.to_thread(self._journal.sync)
-            except Exception as error:  # there is no caller: the next one hears of it
-                self._error = _storage_error(error)
+            with contextlib.suppress(StorageError):  # there is no caller: the next one hears of it
+                await self.sync()
 
 
 def _storage_error(error: Exception) -> StorageError:

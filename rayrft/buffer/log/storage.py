@@ -173,10 +173,13 @@ class Appender:
         self.name = name
         self._descriptor = descriptor
         self._parts = parts
+        self._failed: StorageError | None = None
         self.size = size
 
     def append(self, data: bytes | pa.Buffer) -> None:
         """Raises StorageError; what a failed write left behind is cut off again, so that the file stays whole."""
+        if self._failed is not None:
+            raise self._failed
         if self._descriptor is None:
             self._storage.write(f"{self.name}.{self._parts:08d}", data)
             self._parts += 1
@@ -191,10 +194,17 @@ class Appender:
         self.size += len(data)
 
     def sync(self) -> None:
-        """Returns when what was appended is on the disk."""
+        """Returns when what was appended is on the disk. Raises StorageError, and from then on always: a kernel may have
+        let go of what it could not write, and what comes later would stand behind a hole."""
+        if self._failed is not None:
+            raise self._failed
         if self._descriptor is not None:
-            with self._storage._errors(self.name):
-                os.fdatasync(self._descriptor)
+            try:
+                with self._storage._errors(self.name):
+                    os.fdatasync(self._descriptor)
+            except StorageError as error:
+                self._failed = error
+                raise
 
     def close(self) -> None:
         if self._descriptor is not None:

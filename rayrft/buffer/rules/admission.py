@@ -11,7 +11,7 @@ from rayrft.buffer.groups import Fate
 from rayrft.buffer.log import events as e
 from rayrft.buffer.replay import ReplaySchedule
 from rayrft.buffer.rules.rule import rule
-from rayrft.buffer.schedule import Schedule, Ticket
+from rayrft.buffer.schedule import Schedule, StagePlan, Ticket
 from rayrft.errors import StorageError
 
 if TYPE_CHECKING:
@@ -36,26 +36,46 @@ def stage_opened(state: State, event: e.StageOpened) -> None:
     if book.schedule is not None:
         # A group of the stage before that comes late must not be taken for one of this.
         book.next_sequence = book.schedule.next_sequence
-    fresh = math.ceil(plan.groups / state.config.replay_ratio)
     common = {"over_sampling": plan.over_sampling, "version": plan.version, "next_sequence": book.next_sequence}
     if not plan.groups or not plan.scheduled:
         book.schedule = None
     elif state.config.name == "fifo":
         book.schedule = Schedule(plan.groups, plan.max_staleness, **common)  # type: ignore[arg-type]
     else:
-        book.schedule = ReplaySchedule(plan.groups, fresh, plan.max_staleness, **common)  # type: ignore[arg-type]
+        book.schedule = ReplaySchedule(plan.groups, _fresh(state, plan), plan.max_staleness, **common)  # type: ignore[arg-type]
     state.by_sequence = {}
 
 
 @rule(e.StageResumed)
 def stage_resumed(state: State, event: e.StageResumed) -> None:
-    book = state.book
-    book.plan, book.open, book.ended = event.plan, True, None
+    plan, book = event.plan, state.book
+    book.plan, book.open = plan, True
+    book.ended = None if plan.scheduled else book.ended
     if book.schedule is not None:
+        _adjust(state, plan)
         # Tickets whose groups came when the stage was closed: their places are free.
         held = book.outstanding.keys() | {ticket.sequence for ticket in book.returned}
         for sequence in set(book.schedule.running) - held:
             book.schedule.release(sequence)
+
+
+def _adjust(state: State, plan: StagePlan) -> None:
+    """The stage goes on with other numbers, perhaps; what is too old for them leaves."""
+    book = state.book
+    if isinstance(book.schedule, Schedule):
+        fewer = max(0, book.schedule.max_staleness - plan.max_staleness)
+        book.returned = [dataclasses.replace(each, deadline=each.deadline - fewer) for each in book.returned]
+        late = book.schedule.adjust(plan.groups, plan.max_staleness, plan.over_sampling)
+        for sequence in late:
+            state.retire(state.by_sequence.pop(sequence), "stale")
+    elif book.schedule is not None:
+        book.schedule.adjust(plan.groups, _fresh(state, plan), plan.max_staleness, plan.over_sampling)
+    book.returned = [ticket for ticket in book.returned if ticket.deadline >= book.version]
+
+
+def _fresh(state: State, plan: StagePlan) -> int:
+    """New groups that a step of a stage that replays asks for."""
+    return math.ceil(plan.groups / state.config.replay_ratio)
 
 
 @rule(e.StageClosed)

@@ -44,6 +44,7 @@ def deleted(state: State, event: e.Deleted) -> None:
     groups = state.groups
     for segment in event.segments:
         del state.book.extents[event.shard][segment]
+        groups.live.pop((event.shard, segment), None)
     there = (groups.shard == event.shard) & np.isin(groups.segment, event.segments) & (groups.fate != Fate.FREE)
     groups.forget(np.flatnonzero(there))
 

@@ -78,6 +78,7 @@ def acked(state: State, event: e.Acked) -> None:
 
 @rule(e.Covered)
 def covered(state: State, event: e.Covered) -> None:
+    state.book.covered = max(state.book.covered, event.step)
     state.book.leases = {s: lease for s, lease in state.book.leases.items() if s >= event.step or not lease.acked}
 
 
@@ -95,6 +96,8 @@ def requeued(state: State, event: e.Requeued) -> None:
         bound = state.book.schedule.max_staleness
         state.book.schedule.give_back([Ticket(s, v, v + bound) for s, v in zip(sequences, versions, strict=True)])
     else:
+        if state.book.schedule is not None:
+            state.book.schedule.give_back()
         # They are older than what came since, and order may matter.
         state.pool.refill(state.groups, state.clock)
 
@@ -113,11 +116,14 @@ def rolled_back(state: State, event: e.RolledBack) -> None:
             state.groups.settle(slot, Fate.LEASED)
             state.groups.pending[slot] += 1
             state.groups.uses[slot] -= 1
+    book = state.book
+    book.behind = any(not each.acked and each.version < book.version for each in book.leases.values())
 
 
 @rule(e.Advanced)
 def advanced(state: State, event: e.Advanced) -> None:
     book = state.book
+    book.behind = book.behind and event.version < book.version
     if event.version <= book.version:
         return  # a step that is repeated publishes what was published before
     book.version = event.version
