@@ -26,7 +26,7 @@ class RayrftError(Exception):
         found = f" (found {self.value!r})" if self.value is not None else ""
         fix = f". {self.remedy[0].upper()}{self.remedy[1:].rstrip(chr(46))}" if self.remedy else ""
         text = f"{where}{self.problem}{found}{fix}"
-        return text if text.endswith("?") else text + "."
+        return text if text.endswith(("?", ".")) else text + "."
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Exceptions cross process boundaries inside Ray; keyword arguments do not survive the default pickling.

@@ -191,6 +191,8 @@ def test_grpo_with_the_loss_of_gspo_is_gspo() -> None:
         ("distill", {"normalise_advantages": True}, r"algorithm\.normalise_advantages: is not used: 'distill'"),
         ("jsd", {"teacher_share": 0}, r"algorithm\.teacher_share: must lie in \(0, 1\)"),
         ("jsd", {"teacher_share": 1.0}, r"algorithm\.teacher_share: must lie in \(0, 1\)"),
+        ("dpo", {"sft": "nll"}, r"algorithm\.sft: is not used: 'dpo' has no term"),
+        ("ipo", {"distillation": "reverse_kl"}, r"algorithm\.distillation: is not used: 'ipo' has no term"),
         ("dpo", {"label_smoothing": 0.5}, r"algorithm\.label_smoothing: must lie in \[0, 0\.5\)"),
         ("grpo", {"normalise_advantages": "yes"}, r"algorithm\.normalise_advantages: must be true or false"),
     ],

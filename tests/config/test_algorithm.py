@@ -64,6 +64,35 @@ def test_what_cannot_run_is_refused_before_it_starts(algorithm: dict[str, Any], 
         stage(algorithm)
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "changes", "message"),
+    [
+        (
+            {"name": "grpo"},
+            {"update": {"critic_warmup_steps": 1}},
+            r"update\.critic_warmup_steps is not used: grpo has",
+        ),
+        ({"name": "grpo"}, {"critic_optimizer": {"lr": 1e-3}}, r"critic_optimizer is not used: grpo has no critic"),
+        (
+            {"name": "ppo"},
+            {"steps": 5, "update": {"critic_warmup_steps": 5}},
+            r"never learn: .* 5 is not below steps 5",
+        ),
+        (
+            {"name": "grpo"},
+            {"update": {"reference_refresh": 3}},
+            r"reference_refresh is not used: grpo has no reference",
+        ),
+        ({"name": "grpo", "kl": "k3"}, {"update": {"reset_optimizer": True}}, r"not used without reference_refresh"),
+    ],
+)
+def test_a_way_to_update_that_acts_on_nothing_is_refused(
+    algorithm: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        stage(algorithm, **changes)
+
+
 def test_a_teacher_is_given_where_there_is_distillation_and_nowhere_else(tmp_path: Path) -> None:
     assert stage({"name": "jsd", "teacher_candidates": 8}, teacher="some/model").teacher == "some/model"
     with pytest.raises(ConfigError, match=r"teacher 'some/model' is not used: grpo has none"):

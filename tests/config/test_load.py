@@ -62,6 +62,24 @@ def test_task_sources_are_overridden_by_number_and_those_with_a_name_by_name() -
         load_config(raw, {"tasks.sources.2.size": 1})
 
 
+@pytest.mark.parametrize(("text", "value"), [("1e-3", 1e-3), ("3E4", 3e4), ("-.5e+1", -5.0), ("1.e2", 100.0)])
+def test_numbers_are_read_as_papers_write_them(text: str, value: float) -> None:
+    assert parse_override(f"a={text}") == ("a", value)
+
+
+def test_a_file_has_numbers_as_papers_write_them(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(base()).replace("mu: 0.1", "mu: 1e-1"))
+    assert load_config(path).stages[0].algorithm.model_extra == {"mu": 0.1}
+
+
+def test_text_that_looks_like_a_number_stays_text(tmp_path: Path) -> None:
+    config = load_config({**base(), "name": "1e5"})
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_config(config))
+    assert load_config(path) == config and config.name == "1e5"
+
+
 @pytest.mark.parametrize("text", ["trainer.ranks", "=3", ""])
 def test_an_override_without_a_value_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"written key\.sub=value"):

@@ -6,6 +6,7 @@ import contextlib
 import json
 import multiprocessing
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,21 @@ def test_a_checkpoint_that_was_being_written_is_not_taken_for_one(
     (checkpoints / "step-000099").mkdir()  # as if a file system had kept the folder and lost what was in it
     go_through(config)
     assert not list(checkpoints.glob(".*"))
+    assert_same(config, whole[0])
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_when_the_newest_is_gone(
+    model: Path, tmp_path: Path, whole: tuple[RunConfig, list[str]]
+) -> None:
+    config = make_config(tmp_path, model, "damaged")
+    newest = config.folder / "checkpoints" / "step-000011"
+    process = Process(config)
+    for event in process.events():
+        if event == "Train" and (newest / "manifest.json").is_file():
+            process.kill()
+            break
+    shutil.rmtree(newest)
+    go_through(config)
     assert_same(config, whole[0])
 
 

@@ -14,7 +14,7 @@ import ray
 from rayrft.buffer.dataset import dataset
 from rayrft.core.launch import attach
 from rayrft.core.run import Run
-from rayrft.errors import ActorDied, DataError, FeedbackRefused, RayrftError, RunNotFound
+from rayrft.errors import ActorDied, ConfigError, DataError, FeedbackRefused, RayrftError, RunNotFound
 from tests.buffer.live import live_run
 from tests.buffer.rows import group
 
@@ -52,6 +52,11 @@ def test_feedback_reaches_the_row_or_says_why_not(run: Run) -> None:
         run.feedback("0/0", reward=1.0)
     with pytest.raises(DataError, match="no row of this id"):
         run.feedback("8/0", reward=1.0)
+
+
+def test_groups_are_not_put_into_a_run_that_samples_its_own(run: Run) -> None:
+    with pytest.raises(ConfigError, match=r"mode: the run takes groups from its own explorer .*[Uu]se mode: train"):
+        run.put([])
 
 
 def test_a_run_that_ended_says_where_its_data_is(live: Path) -> None:

@@ -45,7 +45,7 @@ def runs(
             break
     with pytest.raises(ActorDied, match="the master died"):
         run.result()
-    resumed = command_line("resume", str(killed / "lives"))
+    resumed = command_line("resume", str(killed / "lives"), "checkpoint.keep_last=3")
     assert resumed.returncode == 0, resumed.stderr
     assert "goes on after 3 steps" in resumed.stdout and "finished after" in resumed.stdout
     return storage / "lives", killed / "lives", json.loads((killed / "lives" / "summary.json").read_text())
@@ -83,6 +83,14 @@ def test_its_weights_are_those_of_the_run_without_a_fault(runs: tuple[Path, Path
     models = [AutoModelForCausalLM.from_pretrained(folder / "checkpoints" / "final") for folder in runs[:2]]
     for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
+
+
+def test_what_it_was_asked_for_when_it_was_resumed_holds_from_then_on(
+    runs: tuple[Path, Path, dict[str, Any]],
+) -> None:
+    whole, killed, _ = runs
+    kept = [rayrft.config.load_config(folder / "config.yaml").checkpoint.keep_last for folder in (whole, killed)]  # type: ignore[attr-defined]
+    assert kept == [2, 3]
 
 
 def test_a_finished_run_says_how_to_train_on(

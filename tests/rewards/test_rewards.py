@@ -57,6 +57,14 @@ def test_reasoning_gym_verifies_its_own_tasks() -> None:
     assert value("reasoning_gym", "tac", "xyz", source_dataset="spell_backward", word="cat") < 0.5  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("found", [float("nan"), float("inf"), RewardResult(float("-inf"), {"part": 1.0})])
+def test_a_reward_that_is_no_number_is_unknown_and_says_so(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayrft.rewards.worker.build_reward", lambda name, options: lambda task, response: found)
+    [result] = RewardWorker(RewardConfig(name="exact"), []).score(task("a"), ["a"])
+    value = found.value if isinstance(found, RewardResult) else found
+    assert result.value is None and result.reason == f"the reward is {value}"
+
+
 def test_an_unknown_reward_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"reward\.name: unknown reward \(found 'exatc'\)\. Did you mean 'exact'\?"):
         build_reward("exatc", {})

@@ -194,8 +194,8 @@ class Appender:
         self.size += len(data)
 
     def sync(self) -> None:
-        """Returns when what was appended is on the disk. Raises StorageError, and from then on always: a kernel may have
-        let go of what it could not write, and what comes later would stand behind a hole."""
+        """Returns when what was appended is on the disk. Raises StorageError, and from then on always: a kernel may
+        have let go of what it could not write, and what comes later would stand behind a hole."""
         if self._failed is not None:
             raise self._failed
         if self._descriptor is not None:
