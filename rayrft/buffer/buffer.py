@@ -128,7 +128,7 @@ class Buffer:
 
     async def attach(self, producer: str, actor: list[Any]) -> None:
         """Watch a producer (its handle, in a list). When it dies its tickets go to others; when it was the last one, a
-        lease that cannot be filled ends with ``producer_died``."""
+        lease that cannot be filled ends with ``producer_died``. A Buffer that was started again knows of none."""
         self._producers.attach(producer, actor[0])
 
     async def detach(self, producer: str) -> None:

@@ -96,7 +96,8 @@ class Retention:
         """What the priority sampler would weigh them by, as a logarithm."""
         sampler, groups = self._store.config.sampler, self._store.state.groups
         age = groups.version[slots] / sampler.tau if sampler.tau else 0.0
-        return sampler.alpha * np.log(np.maximum(groups.score[slots], 1e-6)) + age
+        used = groups.uses[slots] * np.log(sampler.use_decay)
+        return sampler.alpha * np.log(np.maximum(groups.score[slots], 1e-6)) + used + age
 
     def _needed(self) -> set[tuple[int, int]]:
         """Segments with groups that are held, or that a trainer which starts again would ask for."""

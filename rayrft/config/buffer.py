@@ -55,7 +55,8 @@ class BufferConfig(Section):
     sampler: SamplerConfig = SamplerConfig()
     max_rows: int = Field(1_000_000, ge=1)
     max_bytes: int = Field(32 << 30, ge=1 << 20)
-    """Bounds on held rows: those that wait for training or are being trained."""
+    """Bounds on held rows: those that wait for training or are being trained. No group is admitted at a bound; those
+    that were under way when it was reached come in, the groups of ``max_staleness + 1`` steps at most."""
     when_full: Literal["wait", "evict_lowest_priority", "evict_oldest"] = "wait"
     """At a bound: producers wait, or groups are dropped by this rule and counted."""
     memory_bytes: int = Field(4 << 30, ge=1 << 20)

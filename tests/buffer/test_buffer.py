@@ -426,6 +426,18 @@ class TestBounds:
         rows = trained_ids(ray.get(buffer.lease.remote(0, 1, 5)))
         assert set(rows) == {0, 1, 10, 11, 20, 21, 30, 31} - set(gone)
 
+    def test_a_group_that_was_used_is_evicted_before_others(self, start: Start) -> None:
+        sampler = {"name": "priority", "max_uses": 2, "use_decay": 1e-3}
+        buffer = start(max_rows=6, when_full="evict_lowest_priority", sampler=sampler)
+        for number, advantage in ((0, 1.0), (1, 1e3), (2, 1.0)):
+            put(buffer, None, group(number, advantage=advantage))
+        ray.get(buffer.open_stage.remote(plan(1, scheduled=False)))
+        assert trained_ids(ray.get(buffer.lease.remote(0, 1, 5))) == [10, 11]
+        ray.get(buffer.ack.remote(0))
+        put(buffer, None, group(3, advantage=1.0))
+        after = ledger(buffer)
+        assert (after["trained"], after["dropped"], after["held"]) == (2, {}, 6)
+
 
 class TestFeedback:
     def test_a_reward_given_before_training_changes_the_groups_advantages(self, start: Start) -> None:
