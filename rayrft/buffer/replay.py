@@ -55,7 +55,7 @@ class ReplaySchedule:
         self.running.pop(sequence, None)
 
     def adjust(self, groups: int, fresh: int, max_staleness: int, over_sampling: float) -> None:
-        """Go on with other numbers; what is too old for them leaves with the next version."""
+        """Go on with other numbers."""
         self.groups, self.fresh, self.max_staleness, self.over_sampling = groups, fresh, max_staleness, over_sampling
 
     @property

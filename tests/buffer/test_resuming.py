@@ -78,10 +78,13 @@ def test_a_stage_goes_on_with_another_batch_size(tmp_path: Path, groups: int, sa
         assert len(take(buffer, step)) == (2 if step == 0 else groups)
         buffer.do("ack", step)
         buffer.do("advance", step + 1)
+    assert buffer.buffer._state.capacity == 3 * groups - (4 - groups), "three steps' groups, less those that wait"
     buffer.kill()
 
 
-def test_a_stage_goes_on_with_a_tighter_bound_of_staleness(buffer: LocalBuffer) -> None:
+@pytest.mark.parametrize("sampler", ["fifo", "uniform"])
+def test_a_stage_goes_on_with_a_tighter_bound_of_staleness(tmp_path: Path, sampler: str) -> None:
+    buffer = LocalBuffer(tmp_path, small(**ROOMY, segment_bytes=6000, sampler={"name": sampler}))
     buffer.do("open_stage", plan(1, name="mix", max_staleness=3))
     fill(buffer, 0, 4)
     for step in range(2):
@@ -94,6 +97,7 @@ def test_a_stage_goes_on_with_a_tighter_bound_of_staleness(buffer: LocalBuffer) 
     assert buffer.do("stats")["dropped"] == {"stale": 4}, "two groups of version 0 are too old for step 2"
     fresh = fill(buffer, 1, 1)
     assert take(buffer, 2) == [str(ticket.sequence) for ticket in fresh]
+    buffer.kill()
 
 
 def test_the_batch_of_a_step_that_a_checkpoint_holds_is_said_to_be_gone(buffer: LocalBuffer) -> None:

@@ -10,6 +10,7 @@ from rayrft.buffer.book import Outstanding
 from rayrft.buffer.groups import Fate
 from rayrft.buffer.log import events as e
 from rayrft.buffer.replay import ReplaySchedule
+from rayrft.buffer.rules.leases import drop_stale
 from rayrft.buffer.rules.rule import rule
 from rayrft.buffer.schedule import Schedule, StagePlan, Ticket
 from rayrft.errors import StorageError
@@ -70,6 +71,7 @@ def _adjust(state: State, plan: StagePlan) -> None:
             state.retire(state.by_sequence.pop(sequence), "stale")
     elif book.schedule is not None:
         book.schedule.adjust(plan.groups, _fresh(state, plan), plan.max_staleness, plan.over_sampling)
+        drop_stale(state, plan.max_staleness)
     book.returned = [ticket for ticket in book.returned if ticket.deadline >= book.version]
 
 

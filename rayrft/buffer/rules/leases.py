@@ -133,11 +133,16 @@ def advanced(state: State, event: e.Advanced) -> None:
             state.retire(state.by_sequence.pop(sequence), "stale")
     elif book.plan is not None and book.schedule is not None:
         book.schedule.advance(event.version)
-        ready = state.groups.where(Fate.READY)
-        old = ready[state.groups.version[ready] < event.version - book.plan.max_staleness]
-        state.pool.leave(old.tolist())
-        for slot in old.tolist():
-            state.retire(slot, "stale")
+        drop_stale(state, book.plan.max_staleness)
+
+
+def drop_stale(state: State, max_staleness: int) -> None:
+    """Groups of the pool that are too old for the next step leave."""
+    ready = state.groups.where(Fate.READY)
+    old = ready[state.groups.version[ready] < state.book.version - max_staleness]
+    state.pool.leave(old.tolist())
+    for slot in old.tolist():
+        state.retire(slot, "stale")
 
 
 def _still_in_time(state: State, slots: list[int]) -> list[int]:
