@@ -298,6 +298,7 @@ def test_targets_by_name_are_the_only_ones() -> None:
 def test_a_reference_that_is_to_be_refreshed_is_refused(tmp_path: Path) -> None:
     settings = {
         "trainer.lora.rank": 4,
+        "stages.mix.algorithm.kl": "k3",
         "stages.mix.algorithm.kl_coef": 0.1,
         "stages.mix.update.reference_refresh": 2,
     }
