@@ -15,7 +15,7 @@ from rayrft.algorithms.algorithm import Algorithm
 from rayrft.algorithms.batch import PolicyOutput, TokenBatch
 from rayrft.algorithms.coefficients import Coefficients
 from rayrft.algorithms.corrections import corrections
-from rayrft.algorithms.critic import token_advantages, value_losses
+from rayrft.algorithms.critic import errors_of_values, token_advantages, value_losses
 from rayrft.algorithms.distillation import distillations
 from rayrft.algorithms.entropy import EntropyController, entropies
 from rayrft.algorithms.kl import AdaptiveCoefficient, kls
@@ -51,6 +51,7 @@ __all__ = [
     "count",
     "distillations",
     "entropies",
+    "errors_of_values",
     "group_advantages",
     "group_relative_advantages",
     "kls",

@@ -84,6 +84,18 @@ def less_penalty(batch: TokenBatch, penalty: Tensor) -> TokenBatch:
     return replace(batch, advantages=batch.advantages - grid.flatten(to_go(grid.lay_out(penalty))))
 
 
+def errors_of_values(batch: TokenBatch) -> Tensor:
+    """``[rows]``: the mean of ``|R_t - V_t|`` over each row's action tokens, by how much the critic missed its target:
+    the TD error of Schaul et al. 2016 (arXiv:1511.05952), of the lambda-return where `gae` has one. 0 for expert rows.
+
+    Raises ValueError where the batch has no returns or values.
+    """
+    own = batch.own()
+    if own.values is None:
+        raise ValueError("errors of values need the critic's values")
+    return own.mean((_returns(own) - own.values).abs())
+
+
 @value_losses.register("squared")
 def squared(values: Tensor, batch: TokenBatch) -> Tensor:
     """``1/2 (V_t - R_t)^2``. Raises ValueError where the batch has no returns."""

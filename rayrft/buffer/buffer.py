@@ -172,12 +172,16 @@ class Buffer:
         """
         return await self._leasing.lease(step, world_size, deadline_s)
 
-    async def ack(self, step: int) -> None:
-        """The step is trained."""
+    async def ack(self, step: int, value_errors: dict[str, float] | None = None) -> None:
+        """The step is trained. ``value_errors``: how far a critic missed its groups, by their ids, which becomes their
+        score where ``td_error`` is what they are drawn by.
+
+        Raises DataError on errors that are negative or not finite.
+        """
         record = self._state.book.leases.get(step)
         if record is None or record.acked:
             return await self._store.commit()
-        await self._store.commit(e.Acked(step))
+        await self._store.commit(e.Acked(step, self._leasing.scores(record, value_errors or {})))
         self._state.check()
         await self._retention.release(record.slots)
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 
+import numpy as np
+
 from rayrft.buffer.book import LeaseRecord
 from rayrft.buffer.expert import ExpertBlocks
 from rayrft.buffer.lease import Lease, Unit, deal
 from rayrft.buffer.log import events as e
 from rayrft.buffer.replay import ReplaySchedule
 from rayrft.buffer.schedule import Schedule
+from rayrft.buffer.scores import check_scores
 from rayrft.buffer.store import Store
+from rayrft.buffer.writer import group_key
 from rayrft.errors import LeaseEnded, RayrftError
 
 _WHY = {
@@ -49,6 +53,14 @@ class Leasing:
             else:
                 await self._store.commit()
         return await self._deal(record, world_size, time.monotonic() - started)
+
+    def scores(self, record: LeaseRecord, value_errors: dict[str, float]) -> dict[int, float]:
+        """New scores of groups of the lease, by slot."""
+        if self._store.config.sampler.score != "td_error":
+            return {}
+        check_scores(np.array(list(value_errors.values())), "the trainer's report")
+        found = {self._store.state.groups.find(group_key(group)): error for group, error in value_errors.items()}
+        return {slot: found[slot] for slot in record.slots if slot in found}
 
     async def _next(self, step: int, deadline_s: float) -> e.Leased:
         store, book = self._store, self._store.state.book

@@ -16,7 +16,8 @@ class SamplerConfig(Section):
     name: str = "fifo"
     """fifo, uniform, priority, or ``package.module:attribute``."""
     score: str = "abs_advantage"
-    """priority: what a group's base score is: abs_advantage, reward_deviation, td_error, failure, or an own one."""
+    """priority: what a group's base score is: abs_advantage, reward_deviation, failure, td_error (which needs a critic,
+    and is known once a group was trained), or an own one."""
     alpha: float = Field(0.6, ge=0)
     """priority: exponent of the score; 0 draws uniformly."""
     tau: float | None = Field(None, gt=0)

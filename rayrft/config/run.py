@@ -136,6 +136,16 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _scores(self) -> RunConfig:
+        needed = self.buffer.needs_scores and self.buffer.sampler.score == "td_error"
+        if needed and not any(stage.algorithm.build().needs_critic for stage in self.stages):
+            raise ValueError(
+                "buffer.sampler.score 'td_error' needs a critic, and no stage has one: use algorithm ppo, or a score "
+                "of abs_advantage, reward_deviation or failure"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _lengths(self) -> RunConfig:
         sampling = self.explorer.sampling
         if self.rolls_out and sampling.max_prompt_tokens + sampling.max_tokens > self.model.max_length:

@@ -29,7 +29,7 @@ def step_record(
     """One optimiser step; ``report`` is None where the step published nothing."""
     rollouts, stale = lease.rollouts, lease.staleness
     tokens = rollouts.tokens or result.policy_tokens + result.expert_tokens
-    numbers = {name: value for name, value in asdict(result).items() if name != "train_s"}
+    numbers = {name: value for name, value in asdict(result).items() if name not in ("train_s", "value_errors")}
     return StepRecord(
         stage=stage,
         step=step,

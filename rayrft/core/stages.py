@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import ChainMap
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -160,8 +161,9 @@ class Stages:
         lease = await self._unless_ended(asyncio.ensure_future(self._lease(step)), exploring)
         waited = time.perf_counter() - started
         async with self._engines_asleep():
-            result: StepResult = (await self._command(Train()))[0]
-        await self._cast.buffer.ack.remote(step)
+            results: list[StepResult] = await self._command(Train())
+        result = results[0]
+        await self._cast.buffer.ack.remote(step, dict(ChainMap(*(each.value_errors for each in results))))
         await self.take_stock()
         trained = time.perf_counter() - started - waited
         progress.step += 1

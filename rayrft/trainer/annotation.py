@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from rayrft.algorithms import Algorithm
+from rayrft.algorithms import Algorithm, errors_of_values
 from rayrft.trainer.batches import MicroBatch
 from rayrft.trainer.critic import Critic
 from rayrft.trainer.model import reshard
@@ -55,6 +56,17 @@ def with_teacher(
         batches = [[ask(micro) for micro in each] for each in batches]
         reshard(teacher)
     return batches
+
+
+def value_errors(batches: Batches) -> dict[str, float]:
+    """By how much the critic missed each group of own rows on this rank: the mean over rows, by the group's id."""
+    rows: dict[str, list[float]] = {}
+    for micro in chain.from_iterable(batches):
+        own = (~micro.tokens.expert & ~micro.tokens.paired).tolist()
+        for group, error, counts in zip(micro.groups, errors_of_values(micro.tokens).tolist(), own, strict=True):
+            if counts:
+                rows.setdefault(group, []).append(error)
+    return {group: sum(errors) / len(errors) for group, errors in rows.items() if group}
 
 
 def _with(micro: MicroBatch, **fields: Tensor) -> MicroBatch:

@@ -36,6 +36,7 @@ class TrainRow:
     pair: int | None = None
     chosen: bool = False
     images: tuple[str, ...] = ()
+    group: str = ""
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class MicroBatch:
     """``[A, K]`` int64: tokens whose log-probs are wanted in the place of each predicted token, besides its own."""
     images: tuple[tuple[str, ...], ...] = ()
     """Paths of the images of each row; nothing where no row has any."""
+    groups: tuple[str, ...] = ()
+    """Ids of the group of each row."""
 
     @cached_property
     def packing(self) -> Packing:
@@ -87,7 +90,11 @@ def read_rows(batch: pa.RecordBatch, indices: np.ndarray, weights: np.ndarray, *
     tokens, masks, logprobs, advantages = (
         list_column(batch.column(name), indices) for name in ("token_ids", "action_mask", "logprobs", "advantages")
     )
-    taken = batch.select(["source", "reward", "pair_id", "chosen", "images"]).take(pa.array(indices)).to_pydict()
+    taken = (
+        batch.select(["source", "reward", "pair_id", "chosen", "images", "group_id"])
+        .take(pa.array(indices))
+        .to_pydict()
+    )
     rows: list[TrainRow] = []
     names = taken["pair_id"]
     for place, weight in enumerate(weights):
@@ -109,6 +116,7 @@ def read_rows(batch: pa.RecordBatch, indices: np.ndarray, weights: np.ndarray, *
                 pair=pair,
                 chosen=bool(taken["chosen"][place]),
                 images=tuple(taken["images"][place] or ()),
+                group=taken["group_id"][place],
             )
         )
     return rows
@@ -189,7 +197,8 @@ def _flatten(rows: list[TrainRow], device: torch.device) -> MicroBatch:
     )
     images = tuple(row.images for row in rows)
     token_ids = _join([row.token_ids for row in rows]).to(device, torch.int64)
-    return MicroBatch(token_ids, tuple(lengths), tokens, images=images if any(images) else ())
+    groups = tuple(row.group for row in rows)
+    return MicroBatch(token_ids, tuple(lengths), tokens, images=images if any(images) else (), groups=groups)
 
 
 def _join(arrays: list[np.ndarray]) -> Tensor:

@@ -25,7 +25,7 @@ from rayrft.algorithms import (
 from rayrft.config.stage import UpdateConfig
 from rayrft.config.trainer import OptimizerConfig
 from rayrft.errors import RayrftError
-from rayrft.trainer.annotation import Batches, with_logprobs, with_teacher, with_values
+from rayrft.trainer.annotation import Batches, value_errors, with_logprobs, with_teacher, with_values
 from rayrft.trainer.batches import MicroBatch, TrainRow, empty_batch, micro_batches
 from rayrft.trainer.chance import Chance
 from rayrft.trainer.critic import Critic
@@ -98,8 +98,9 @@ class Learner:
         self._step += 1
         self._refresh()
         value_loss = sum(value_losses) / max(len(value_losses), 1)
+        errors = {} if self.critic is None else value_errors(batches)
         seconds = time.perf_counter() - started
-        result = StepResult.of(updates, self._algorithm, value_loss, seconds, self._update_config.epochs)
+        result = StepResult.of(updates, self._algorithm, value_loss, seconds, self._update_config.epochs, errors)
         self._coefficients = self._coefficients.update(kl=result.kl, entropy=result.entropy, sequences=sequences)
         self._algorithm = self._coefficients.applied(self._algorithm)
         return result

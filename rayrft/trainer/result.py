@@ -26,7 +26,8 @@ class StepResult:
     Losses are raw, before their weights. Figures of the policy are means over own action tokens, 0 where there are
     none. ``logprob_gap`` and ``kl`` are those of the first update, before which the policy is the one that was
     published and, in a stage's first step, the reference. ``correction_weight`` is 1 without a correction.
-    Coefficients are those of this step, 0 without such a term.
+    Coefficients are those of this step, 0 without such a term. ``value_errors``: by id, how far the critic missed each
+    group of this rank before the first update; empty without a critic.
     """
 
     loss: float
@@ -48,9 +49,18 @@ class StepResult:
     policy_tokens: int
     expert_tokens: int
     train_s: float
+    value_errors: dict[str, float]
 
     @classmethod
-    def of(cls, updates: list[Update], algorithm: Algorithm, value_loss: float, train_s: float, epochs: int) -> Self:
+    def of(
+        cls,
+        updates: list[Update],
+        algorithm: Algorithm,
+        value_loss: float,
+        train_s: float,
+        epochs: int,
+        value_errors: dict[str, float],
+    ) -> Self:
         """From the updates of one step, which went ``epochs`` times over the batch."""
 
         def mean(name: str) -> float:
@@ -80,4 +90,5 @@ class StepResult:
             policy_tokens=round(sum(each.over.policy_tokens for each in updates) / epochs),
             expert_tokens=round(sum(each.over.expert_tokens for each in updates) / epochs),
             train_s=train_s,
+            value_errors=value_errors,
         )

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rayrft.algorithms import Denominators, TokenBatch, build, count
-from rayrft.algorithms.critic import clipped, gae, squared, token_rewards, with_advantages
+from rayrft.algorithms.critic import clipped, errors_of_values, gae, squared, token_rewards, with_advantages
 from rayrft.algorithms.grid import to_go
 from tests.algorithms.flat import make_batch, on_mask, own, tokens
 
@@ -69,6 +69,19 @@ def test_advantages_are_filled_in_for_own_rows_only() -> None:
     filled = with_advantages(batch, gae)
     assert filled.advantages.tolist() == [0.0, 0.75, 0.0, 0.0]
     assert filled.returns is not None and filled.returns.tolist() == [0.0, 1.0, 0.0, 0.0]
+
+
+def test_how_far_the_critic_missed_each_row_by_hand() -> None:
+    # |1 - 0.25| and |1 - 1.5|, mean 0.625; |0 - 0.5|; nothing of the expert's row
+    batch = make_batch(
+        [[0.0, 0.0], [0.0], [0.0]],
+        expert=[False, False, True],
+        values=[[0.25, 1.5], [0.5], [9.0]],
+        reward=torch.tensor([1.0, 0.0, 1.0]).double(),
+    )
+    assert errors_of_values(with_advantages(batch, gae)).tolist() == pytest.approx([0.625, 0.5, 0.0])
+    with pytest.raises(ValueError, match="need the critic's values"):
+        errors_of_values(own([[0.0]]))
 
 
 def test_a_kl_in_the_reward_by_hand() -> None:

@@ -69,14 +69,8 @@ def test_a_group_of_unknown_rewards_scores_0(name: str) -> None:
     assert score(name, rewarded(None, None), rewarded(0, 0))[0] == 0.0
 
 
-def test_td_error_is_the_mean_magnitude() -> None:
-    group = [row(metrics={"td_error": -1.0, "other": 9.0}), row(metrics={"other": 9.0, "td_error": 2.0})]
-    assert score("td_error", group, group[:1]) == [1.5, 1.0]
-
-
-def test_td_error_without_the_metric_names_it_and_what_to_do() -> None:
-    with pytest.raises(DataError, match=r"metrics\.td_error.*'g/0'.*critic"):
-        score("td_error", [row(metrics={"td_error": 1.0}), row()])
+def test_a_group_that_no_critic_looked_at_has_a_td_error_of_1() -> None:
+    assert score("td_error", rewarded(0, 5), rewarded(None)) == [1.0, 1.0]
 
 
 @settings(deadline=None, max_examples=50)

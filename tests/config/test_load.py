@@ -110,6 +110,10 @@ def test_an_override_without_a_value_is_refused(text: str) -> None:
         ({"model.tiny.heads": 8}, r"hidden_size 128 over heads 8 must be a multiple of 32.*hidden_size 256 would be"),
         ({"model.path": "x"}, r"exactly one of 'path'"),
         (
+            {"buffer.sampler.name": "priority", "buffer.sampler.score": "td_error"},
+            r"buffer\.sampler\.score 'td_error' needs a critic, and no stage has one: use algorithm ppo, or a score",
+        ),
+        (
             {"reward.truncated": "soft", "reward.overlong_buffer": 9},
             r"reward\.overlong_buffer 9 exceeds explorer\.sampling\.max_tokens 8",
         ),

@@ -32,6 +32,7 @@ SOUND = StepResult(
     policy_tokens=10,
     expert_tokens=0,
     train_s=0.1,
+    value_errors={},
 )
 
 

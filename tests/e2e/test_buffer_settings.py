@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 import rayrft
+from rayrft.buffer.log.storage import Storage
+from rayrft.buffer.reading import read_state
+from rayrft.config import load_config
 from rayrft.monitor.records import NoteRecord, StepRecord, read_records
 from tests.e2e.conftest import small_config
 
@@ -17,12 +20,15 @@ def test_a_run_trains_on_groups_twice_from_two_shards_and_draws_tasks_by_pass_ra
     overrides = {
         "buffer.shards": 2,
         "buffer.sampler.name": "priority",
+        "buffer.sampler.score": "td_error",
         "buffer.sampler.tau": 2,
         "buffer.sampler.max_uses": 2,
         "buffer.sampler.replay_ratio": 2,
         "tasks.sampler": "near_half",
         "max_staleness": 2,
         "stages.mix.steps": 6,
+        "stages.mix.algorithm.advantage": "gae",
+        "stages.mix.algorithm.value_loss": "squared",
         "trainer.ranks": 2,
     }
     run = rayrft.start(small_config(tmp_path, "replay", evaluation={"enabled": False}), say=lambda _: None, **overrides)
@@ -33,6 +39,10 @@ def test_a_run_trains_on_groups_twice_from_two_shards_and_draws_tasks_by_pass_ra
     assert max(step.staleness_max or 0 for step in steps) <= 2
     assert counters["sampled"] < 6 * 16, "rows were used twice"
     assert counters["sampled"] == counters["trained"] + sum(counters["dropped"].values()) + counters["held"]
+    buffer = load_config(run.folder / "config.yaml").buffer
+    groups = read_state(Storage(str(run.folder / "buffer")), buffer.sampler, 0).state.groups
+    errors = groups.score[groups.uses > 0]
+    assert len(errors) > 12 and not (errors == 1.0).any(), "the critic's errors came back to the groups"
     segments = [list((run.folder / "buffer" / f"shard-{number}").glob("segment-*")) for number in (0, 1)]
     assert all(segments), "both shards hold rows"
 

@@ -110,6 +110,15 @@ def test_the_first_step_has_ratio_one_and_no_kl() -> None:
     assert result.logprob_gap == pytest.approx(0.0, abs=1e-6) and result.clip_fraction == 0.0
 
 
+def test_a_step_says_by_how_much_the_critic_missed_each_group_of_own_rows() -> None:
+    learner = make_learner("ppo")  # a new critic says 0 of every state: it misses each row by its reward
+    said = zip(own_rows(3), "aab", (1.0, 0.5, -2.0), strict=True)
+    rows = [replace(row, group=name, reward=reward) for row, name, reward in said]
+    result = learner.step([[*rows, replace(rows[0], group="gold", expert=True)]])
+    assert result.value_errors == pytest.approx({"a": 0.75, "b": 2.0})
+    assert make_learner("grpo").step([rows]).value_errors == {}
+
+
 def test_a_learning_rate_of_zero_leaves_every_log_prob_as_it_was() -> None:
     learner = make_learner("grpo", optimizer=OptimizerConfig(lr=0.0, weight_decay=0.1))
     rows = [row.token_ids.tolist() for row in own_rows()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter
@@ -143,6 +143,8 @@ class Leased:
 @dataclass(frozen=True)
 class Acked:
     step: int
+    scores: dict[int, float] = field(default_factory=dict)
+    """By slot, where training told a group's score."""
     event: Literal["acked"] = "acked"
 
 

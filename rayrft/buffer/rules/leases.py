@@ -64,6 +64,9 @@ def acked(state: State, event: e.Acked) -> None:
     if record.acked:
         return
     record.acked = True
+    for slot, score in event.scores.items():
+        groups.score[slot] = score
+        state.pool.update(slot, score)
     back = []
     for slot in record.slots:
         groups.pending[slot] -= 1

@@ -1,0 +1,42 @@
+"""A Buffer actor under test: what producers do to it, and its ledger."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import ray
+
+from rayrft.buffer.experience import Experience, to_batch
+from rayrft.buffer.log.events import GroupReport
+from rayrft.buffer.schedule import Ticket
+from rayrft.buffer.writer import BufferWriter
+from tests.buffer.rows import group
+
+Start = Callable[..., Any]
+
+
+def admit(buffer: Any, count: int = 10, call: list[int] = [0]) -> Any:  # noqa: B006 - counts its calls
+    call[0] += 1
+    return buffer.admit.remote("test", call[0], count)
+
+
+def put(buffer: Any, ticket: Ticket | None, rows: list[Experience] | None = None, **report: Any) -> None:
+    if rows is None:
+        assert ticket is not None
+        rows = group(ticket.sequence, version=ticket.version)
+    said = GroupReport(**{"rows": len(rows), "reward_sum": 1.0, "scored": len(rows), "tokens": 6, **report})
+    asyncio.run(BufferWriter(buffer).put(to_batch(rows), said, ticket=ticket))
+
+
+def ledger(buffer: Any) -> dict[str, Any]:
+    stats = ray.get(buffer.stats.remote())
+    assert stats["sampled"] == stats["trained"] + sum(stats["dropped"].values()) + stats["held"]
+    return stats
+
+
+def rows_of(lease: Any) -> list[Any]:
+    from rayrft.trainer.batches import fetch_rows  # with it comes torch, which most tests of the Buffer do without
+
+    return [row for share in lease.shares for row in fetch_rows(share)]

@@ -1,0 +1,108 @@
+"""What a step gets, and gets again, on a real actor with rows in the object store."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import ray
+
+from rayrft.buffer.experience import pack, to_batch
+from rayrft.errors import LeaseEnded, RayrftError
+from rayrft.trainer.batches import fetch_rows
+from tests.buffer.actor import admit, ledger, put, rows_of
+from tests.buffer.rows import expert_rows, group, plan, trained_ids
+
+
+def test_a_step_gets_whole_groups_dealt_over_ranks(buffer: Any) -> None:
+    ray.get(buffer.open_stage.remote(plan(4)))
+    for ticket in ray.get(admit(buffer, 10)):
+        put(buffer, ticket)
+    lease = ray.get(buffer.lease.remote(0, 2, 5))
+    assert trained_ids(lease) == [0, 1, 10, 11, 20, 21, 30, 31]
+    for share in lease.shares:
+        assert share.tokens == 16
+        firsts = [int(row.token_ids[0]) // 10 for row in fetch_rows(share)]
+        assert all(firsts.count(first) == 2 for first in firsts), "a group was split over ranks"
+
+
+def test_a_lease_is_idempotent_by_step_and_counts_as_trained_once(buffer: Any) -> None:
+    ray.get(buffer.open_stage.remote(plan(1)))
+    [ticket] = ray.get(admit(buffer, 10))
+    put(buffer, ticket)
+    first, again = (ray.get(buffer.lease.remote(0, 1, 5)) for _ in range(2))
+    assert trained_ids(first) == trained_ids(again)
+    assert ledger(buffer)["held"] == 2
+    ray.get(buffer.ack.remote(0))
+    assert ledger(buffer) == ledger(buffer) | {"sampled": 2, "trained": 2, "held": 0}
+
+
+def test_a_waiting_lease_is_woken_by_the_last_group(buffer: Any) -> None:
+    ray.get(buffer.open_stage.remote(plan(2)))
+    first, second = ray.get(admit(buffer, 10))
+    waiting = buffer.lease.remote(0, 1, 60)
+    put(buffer, first)
+    assert ray.wait([waiting], timeout=0)[0] == []
+    put(buffer, second)
+    assert trained_ids(ray.get(waiting, timeout=10)) == [0, 1, 10, 11]
+
+
+def test_a_lease_that_waits_too_long_says_what_for(buffer: Any) -> None:
+    ray.get(buffer.open_stage.remote(plan(2)))
+    [ticket] = ray.get(admit(buffer, 1))
+    ray.get(buffer.fail.remote(ticket, "prompt_too_long"))
+    with pytest.raises(LeaseEnded, match=r"waited 0\.1 s for 2 groups for step 0: 0 ready, 0 running.*prompt_too_long"):
+        ray.get(buffer.lease.remote(0, 1, 0.1))
+
+
+def test_staleness_is_counted_from_the_oldest_token(buffer: Any) -> None:
+    ray.get(buffer.open_stage.remote(plan(1, max_staleness=2, version=7)))
+    [ticket, *_] = ray.get(admit(buffer, 10))
+    put(buffer, ticket, group(ticket.sequence, version=6))
+    assert ray.get(buffer.lease.remote(7, 1, 5)).staleness == (1,)
+
+
+def test_expert_rows_join_a_batch_as_configured(buffer: Any) -> None:
+    assert ray.get(buffer.load.remote("gold", [pack(to_batch(expert_rows(5)))])) == 5
+    ray.get(buffer.open_stage.remote(plan(1, expert_rows=3, demonstrations="gold")))
+    [ticket] = ray.get(admit(buffer, 10))
+    put(buffer, ticket)
+    lease = ray.get(buffer.lease.remote(0, 2, 5))
+    rows = [row for share in lease.shares for row in fetch_rows(share)]
+    assert (lease.usual_rows, lease.expert_rows) == (2, 3)
+    assert sum(row.expert for row in rows) == 3
+    assert all(not row.advantages.any() for row in rows if row.expert)
+    assert ledger(buffer)["sampled"] == 2, "expert rows are not sampled rows"
+
+
+def test_a_requeued_step_gives_its_groups_to_another(buffer: Any) -> None:
+    ray.get(buffer.open_stage.remote(plan(1)))
+    [ticket] = ray.get(admit(buffer))
+    put(buffer, ticket)
+    rows = trained_ids(ray.get(buffer.lease.remote(0, 1, 5)))
+    ray.get(buffer.requeue.remote(0))
+    assert trained_ids(ray.get(buffer.lease.remote(7, 1, 5))) == rows
+    assert ledger(buffer)["held"] == 2
+
+
+def test_a_trainer_that_starts_again_gets_the_same_batches_in_the_same_order(buffer: Any) -> None:
+    ray.get(buffer.load.remote("gold", [pack(to_batch(expert_rows(5)))]))
+    ray.get(buffer.open_stage.remote(plan(1, expert_rows=2, demonstrations="gold")))
+    before = []
+    for step in range(4):
+        [ticket] = ray.get(admit(buffer))
+        put(buffer, ticket)
+        before.append([row.token_ids.tolist() for row in rows_of(ray.get(buffer.lease.remote(step, 1, 5)))])
+        if step < 3:
+            ray.get([buffer.ack.remote(step), buffer.advance.remote(step + 1)])
+        if step == 1:
+            ray.get(buffer.cover.remote(1))
+    ray.get(buffer.rollback.remote(1))
+    assert ledger(buffer)["trained"] == 2, "only step 0 is in the checkpoint"
+    for step in (1, 2, 3):
+        lease = ray.get(buffer.lease.remote(step, 1, 5))
+        assert [row.token_ids.tolist() for row in rows_of(lease)] == before[step]
+        ray.get([buffer.ack.remote(step), buffer.advance.remote(step + 1)])
+    assert ledger(buffer)["trained"] == 8
+    with pytest.raises(RayrftError, match=r"gone, for a checkpoint holds its work .* of step 1 or later"):
+        ray.get(buffer.lease.remote(0, 1, 0.1))
