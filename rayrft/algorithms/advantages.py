@@ -149,6 +149,21 @@ def asymre(rewards: Tensor, group: Group, *, baseline_shift: float = -0.1) -> Te
     return centred(rewards) - (baseline_shift if rewards.numel() > 1 else 0.0)
 
 
+@group_advantages.register("red_drop", traits=["selects"])
+def red_drop(rewards: Tensor, group: Group) -> Tensor:
+    """RED-Drop: where more answers are worse than the group's mean than are not, those too many are left out (Yao et
+    al. 2025, arXiv:2509.24203): ``A_i = r_i - mean of the rewards kept``, and 0 for the others.
+
+    The last of the worse ones go, where Trinity-RFT draws: answers to a task come in no order, so that this is as good
+    as a draw, and can be repeated. Their tokens stay in the denominator.
+    """
+    check_group(rewards)
+    worse = rewards < rewards.mean()
+    better = int((~worse).sum())
+    kept = ~worse | (worse.cumsum(0) <= better)
+    return torch.zeros_like(rewards).masked_scatter(kept, centred(rewards[kept]))
+
+
 @group_advantages.register("accept", traits=["selects"])
 def accept(rewards: Tensor, group: Group, *, accept_above: float = 0.0) -> Tensor:
     """Rejection sampling: ``A_i = 1`` where ``r_i > accept_above``, else 0. A threshold on each reward, where RAFT as

@@ -37,6 +37,8 @@ for _preset in (
     Algorithm("sppo", advantage="dr_grpo", policy_loss="sppo"),
     Algorithm("asymre", advantage="asymre", policy_loss="reinforce"),
     Algorithm("rec", advantage="dr_grpo", policy_loss="rec"),
+    Algorithm("red_drop", advantage="red_drop", policy_loss="reinforce"),
+    Algorithm("red_weight", advantage="dr_grpo", policy_loss="red_weight"),
     Algorithm("raft", advantage="accept", policy_loss="raft"),
     Algorithm("gigpo", advantage="gigpo", policy_loss="ppo"),
     # Own rows without groups.

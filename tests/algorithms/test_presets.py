@@ -37,7 +37,7 @@ def needs(algorithm: Algorithm) -> set[str]:
             (name, {"rollouts"})
             for name in ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce_pp")
         ),
-        *((name, {"rollouts"}) for name in ("opmd", "kimi", "topr", "sppo", "asymre", "rec", "raft")),
+        *((name, {"rollouts"}) for name in ("opmd", "kimi", "topr", "sppo", "asymre", "rec", "red_drop", "red_weight")),
     ],
 )
 def test_presets_say_what_they_need(name: str, expected: set[str]) -> None:

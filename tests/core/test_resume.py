@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import random
 import shutil
 from collections.abc import Iterator
@@ -17,10 +16,9 @@ import torch
 from rayrft.config import RunConfig, load_config
 from rayrft.monitor.records import StepRecord, read_records
 from tests.core.resumable import run
+from tests.forks import FORKS
 
 KILLS = 20
-FORKS: Any = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["tests.core.resumable"])
 
 
 def make_config(storage: Path, model: Path, name: str, **overrides: Any) -> RunConfig:

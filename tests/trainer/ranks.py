@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from tests.forks import FORKS
+
 
 def _enter(rank: int, world_size: int, port: int, out: str, function: Callable[..., Any], arguments: Any) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -28,5 +30,6 @@ def on_ranks(world_size: int, folder: Path, function: Callable[..., Any], *argum
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     out = folder / "result.pt"
-    mp.spawn(_enter, args=(world_size, port, str(out), function, arguments), nprocs=world_size)
+    ranks = (world_size, port, str(out), function, arguments)
+    mp.start_processes(_enter, ranks, world_size, start_method=FORKS.get_start_method())
     return torch.load(out, weights_only=False)

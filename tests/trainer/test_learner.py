@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from rayrft.algorithms import build
 from rayrft.config.trainer import OptimizerConfig
@@ -20,6 +17,7 @@ from rayrft.trainer.learner import Learner
 from rayrft.trainer.model import shard
 from rayrft.trainer.optimizer import learning_rate
 from rayrft.trainer.policy import Policy
+from tests.trainer.ranks import on_ranks
 
 CPU = torch.device("cpu")
 
@@ -104,32 +102,22 @@ def test_row_order_changes_nothing(reference: tuple[float, torch.Tensor]) -> Non
     torch.testing.assert_close(grad, reference[1], atol=1e-6, rtol=0)
 
 
-def _rank(rank: int, world_size: int, port: int, out: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+def _on_rank() -> tuple[float, torch.Tensor]:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,))
     learner = make_learner(shard(make_model(), mesh, torch.float32), 60)
     # An uneven deal: the last rank has most rows, hence more micro-batches than the others; a rank may have none.
     rows = make_rows()
     share = rows[2 * (world_size - 1) :] if rank == world_size - 1 else rows[2 * rank : 2 * rank + 2] if rank else []
     share = share + (rows[:2] if rank == world_size - 1 and world_size > 1 else [])
-    result = gradient(learner, share)
-    if rank == 0:
-        torch.save(result, out)
-    dist.destroy_process_group()
+    return gradient(learner, share)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_number_of_fsdp_ranks_changes_nothing(
     reference: tuple[float, torch.Tensor], world_size: int, tmp_path: Path
 ) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    out = tmp_path / "result.pt"
-    mp.spawn(_rank, args=(world_size, port, str(out)), nprocs=world_size)
-    loss, grad = torch.load(out)
+    loss, grad = on_ranks(world_size, tmp_path, _on_rank)
     assert loss == pytest.approx(reference[0], abs=1e-6)
     torch.testing.assert_close(grad, reference[1], atol=1e-6, rtol=0)
 
