@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rayrft.buffer.buffer import Buffer
-from rayrft.buffer.experience import Experience, pack, to_batch
+from rayrft.buffer.experience import pack, to_batch
 from rayrft.buffer.log.shard import Shard
 from rayrft.buffer.log.storage import Storage
 from rayrft.config import RunConfig
@@ -19,7 +19,7 @@ from rayrft.core.weight_sync import WeightSync
 from rayrft.explorer.engine import RolloutEngine
 from rayrft.explorer.explorer import Explorer
 from rayrft.rewards.worker import RewardWorker
-from rayrft.trainer.rank import RankSetup
+from rayrft.trainer.loop import RankSetup
 from rayrft.trainer.trainer import Trainer
 
 
@@ -78,15 +78,14 @@ def hire(config: RunConfig, prepared: Prepared, placement: Placement) -> Cast:
         ray.put(prepared.held_out),
         _Starter(reward_worker, config.reward, config.plugins),
     )
-    probe = _probe(prepared)
     weight_sync = placement.actor(WeightSync, "weight_sync", name="weight_sync").remote(
         config.weight_sync,
         config.sync_backend,
         trainer,
         engines,
         engine.tensor_parallel,
-        [row.token_ids.tolist() for row in probe],
-        [row.images for row in probe],
+        [row.token_ids.tolist() for row in prepared.probe],
+        [row.images for row in prepared.probe],
     )
     return Cast(buffer, trainer, explorer, weight_sync, engines, shards)
 
@@ -156,12 +155,3 @@ class _Starter:
 
     def __call__(self) -> Any:
         return self.actor_class.remote(self.config, self.plugins)
-
-
-def _probe(prepared: Prepared) -> list[Experience]:
-    """What engine and trainer must agree on: held-out questions with their images and answers, whole."""
-    from rayrft.buffer.demonstrations.rows import demonstrate
-    from rayrft.buffer.tokens import ChatTokenizer
-
-    tokenizer = ChatTokenizer(prepared.model)
-    return [demonstrate("", task, task.answer, tokenizer) for task in prepared.held_out[:8]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from importlib import import_module
 from typing import Any
 
 from rayrft.config import RunConfig
@@ -105,7 +106,10 @@ class Master:
         for name, reasons in prepared.left_out.items():
             if reasons:
                 await self._recorder.note(f"demonstrations {name!r}: left out {dict(reasons)}")
-        if remark := await casting.start(cast, self._config, prepared):
+        # With the algorithms of the stages comes torch, which takes seconds to load: while the others start.
+        loading = asyncio.to_thread(import_module, "rayrft.algorithms")
+        remark, _ = await asyncio.gather(casting.start(cast, self._config, prepared), loading)
+        if remark:
             await self._recorder.note(f"the trainer's way with this model: {remark}")
         await stages.restore()
         self._status = "running"

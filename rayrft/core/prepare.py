@@ -13,7 +13,7 @@ from itertools import chain
 
 from rayrft.buffer.demonstrations.conversations import conversations
 from rayrft.buffer.demonstrations.files import read_rows
-from rayrft.buffer.demonstrations.rows import from_file, from_tasks
+from rayrft.buffer.demonstrations.rows import demonstrate, from_file, from_tasks
 from rayrft.buffer.experience import Experience, Task
 from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.samplers import samplers
@@ -42,6 +42,8 @@ class Prepared:
     """Makes the task set that draws from ``tasks``, where there are any."""
     held_out: list[Task]
     demonstrations: dict[str, list[Experience]]
+    probe: list[Experience]
+    """What engine and trainer must agree on: held-out questions with their images and answers, whole."""
     left_out: dict[str, Counter[str]] = field(default_factory=dict)
     """Demonstrations left out, by name and reason."""
 
@@ -80,7 +82,9 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepare
         else:
             demonstrations[name], report = from_file(name, each, tokenizer, config.model.max_length, held_out)
             left_out[name] = report.counts
-    return Prepared(run_id, model, splits.train, _task_set(config, splits), splits.evaluation, demonstrations, left_out)
+    probe = [demonstrate("", task, task.answer, tokenizer) for task in splits.evaluation[:8]]
+    task_set = _task_set(config, splits)
+    return Prepared(run_id, model, splits.train, task_set, splits.evaluation, demonstrations, probe, left_out)
 
 
 def open_folder(config: RunConfig) -> None:

@@ -17,8 +17,7 @@ from rayrft.config.trainer import WeightSyncConfig
 from rayrft.errors import WeightSyncError
 from rayrft.explorer.engine import EngineWeights
 from rayrft.trainer.commands import Describe, Export, Exported, Join, Locate, Publish, Release, Score
-from rayrft.weights.group import GroupPlan
-from rayrft.weights.wire import Parcel
+from rayrft.weights.parcel import GroupPlan, Parcel
 
 
 @dataclass(frozen=True)

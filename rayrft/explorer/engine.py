@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rayrft.buffer.images import ImageReader, takes_images
 from rayrft.config.explorer import EngineConfig
 from rayrft.errors import ModelError
-from rayrft.weights.group import GroupPlan
-from rayrft.weights.wire import Parcel, to_wire
+from rayrft.weights.parcel import GroupPlan, Parcel, to_wire
 
 if TYPE_CHECKING:
     from vllm import SamplingParams

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rayrft.algorithms import Algorithm
 from rayrft.buffer.experience import Experience, Task, to_batch
 from rayrft.buffer.schedule import Ticket
 from rayrft.buffer.tokens import ChatTokenizer
@@ -21,6 +20,9 @@ from rayrft.explorer.workflow import ModelClient, PromptTooLong, derive_seed, wo
 from rayrft.registry import load_plugins
 from rayrft.rewards import RewardResult
 from rayrft.rewards.worker import RewardPool
+
+if TYPE_CHECKING:
+    from rayrft.algorithms import Algorithm
 
 _FAILURES_IN_A_ROW = 32
 """Groups that may fail one after another, in a workflow or its reward, before the run is stopped."""

@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rayrft.algorithms import Algorithm
-from rayrft.buffer.advantages import with_advantages
 from rayrft.buffer.experience import Experience
 from rayrft.buffer.log.events import GroupReport
 from rayrft.config.data import RewardConfig
 from rayrft.rewards import RewardResult
+
+if TYPE_CHECKING:
+    from rayrft.algorithms import Algorithm
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,8 @@ def assign_advantages(group: ScoredGroup, algorithm: Algorithm, *, drop_zero_var
     0, for want of variance in its rewards, is dropped where the algorithm learns nothing from it."""
     if not group.rows:
         return group
+    from rayrft.buffer.advantages import with_advantages  # with it comes torch
+
     rows = with_advantages(group.rows, algorithm, group.greedy_reward)
     moves = (row.advantages is None or row.advantages.any() for row in rows)
     if drop_zero_variance and algorithm.is_idle_at_zero and not any(moves):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rayrft.algorithms import Algorithm
 from rayrft.buffer.lease import Lease
 from rayrft.config.stage import StageConfig
-from rayrft.weights.group import GroupPlan
-from rayrft.weights.wire import TensorMeta
+from rayrft.weights.parcel import GroupPlan, TensorMeta
+
+if TYPE_CHECKING:
+    from rayrft.algorithms import Algorithm  # with it comes torch, which who gives commands does without
 
 
 @dataclass(frozen=True)

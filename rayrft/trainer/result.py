@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from rayrft.algorithms import Algorithm, Denominators, LossParts
-from rayrft.algorithms.pieces import NONE
+if TYPE_CHECKING:
+    from rayrft.algorithms import Algorithm, Denominators, LossParts  # with them comes torch, which readers do without
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ class StepResult:
         value_errors: dict[str, float],
     ) -> Self:
         """From the updates of one step, which went ``epochs`` times over the batch."""
+        from rayrft.algorithms.pieces import NONE
 
         def mean(name: str) -> float:
             return sum(float(getattr(each.parts, name)) for each in updates) / len(updates)

@@ -10,10 +10,10 @@ from torch import Tensor
 from rayrft.trainer import commands as c
 from rayrft.trainer.model import full_weights, named_weights
 from rayrft.trainer.policy import Policy
-from rayrft.weights.group import GroupPlan, WeightGroup, free_port
+from rayrft.weights.group import WeightGroup, free_port
 from rayrft.weights.ipc import export_buffer, gpu_uuid
-from rayrft.weights.lora import Adapter
-from rayrft.weights.wire import Digest, Parcel, TensorMeta, empty_bucket, fill_bucket, plan_buckets
+from rayrft.weights.parcel import Adapter, GroupPlan, Parcel, TensorMeta
+from rayrft.weights.wire import Digest, empty_bucket, fill_bucket, plan_buckets
 
 
 class Sender:

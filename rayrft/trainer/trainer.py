@@ -10,7 +10,7 @@ from typing import Any
 from rayrft.config.trainer import TrainerConfig
 from rayrft.errors import ActorDied, RayrftError, StorageError
 from rayrft.trainer.commands import Command, Stop
-from rayrft.trainer.rank import RankSetup, run_rank
+from rayrft.trainer.loop import RankSetup, run_rank
 
 
 class Trainer:
@@ -129,6 +129,8 @@ class Trainer:
     def _fit_blocking(self, folder: Path, setup: RankSetup) -> None:
         # How often Ray Train's controller looks at its workers; its default costs 2 s per checkpoint.
         os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
+        # An actor that warns ranks of a node's end, for which they do nothing: a run goes on from its checkpoint.
+        os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
         import ray.train
         from ray.train.torch import TorchConfig, TorchTrainer
 

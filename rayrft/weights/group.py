@@ -7,26 +7,15 @@ group never meet those of a newer one.
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-
-@dataclass(frozen=True)
-class GroupPlan:
-    """Where and how to meet. ``rank`` 0 is the trainer; it hosts the store."""
-
-    backend: Literal["gloo", "nccl"]
-    host: str
-    port: int
-    world_size: int
-    generation: int
-    timeout_s: float
+from rayrft.weights.parcel import GroupPlan
 
 
 def free_port(host: str) -> int:

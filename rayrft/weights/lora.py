@@ -4,21 +4,12 @@ al. 2021), under the names that peft gives them in its files."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 A, B = ".lora_A.weight", ".lora_B.weight"
 """What follows the name of a linear layer in those of its factors."""
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """What the factors on the wire belong to: the weights W of the model ``base`` (folder or hub id), and the scale."""
-
-    base: str
-    scale: float
 
 
 def merge(

@@ -7,66 +7,14 @@ byte arrived, in its place.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from rayrft.weights.lora import Adapter
+from rayrft.weights.parcel import TensorMeta
 
-_ALIGNMENT = 16
 _CHUNK = 1 << 20
-
-
-@dataclass(frozen=True)
-class TensorMeta:
-    """Name, dtype (such as ``float32``) and full shape of one parameter."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @classmethod
-    def of(cls, name: str, tensor: Tensor, dtype: torch.dtype) -> TensorMeta:
-        return cls(name, str(dtype).removeprefix("torch."), tuple(tensor.shape))
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        dtype = getattr(torch, self.dtype)
-        assert isinstance(dtype, torch.dtype)
-        return dtype
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.torch_dtype.itemsize
-
-    @property
-    def padded(self) -> int:
-        return -(-self.nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-@dataclass(frozen=True)
-class Parcel:
-    """What one broadcast carries, in this order: the whole weights, or the factors of an ``adapter``."""
-
-    metas: list[TensorMeta]
-    adapter: Adapter | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return sum(meta.nbytes for meta in self.metas)
-
-
-def to_wire(metas: list[TensorMeta]) -> list[dict[str, Any]]:
-    """As plain values, for vLLM's control messages."""
-    return [asdict(meta) for meta in metas]
-
-
-def from_wire(values: list[dict[str, Any]]) -> list[TensorMeta]:
-    return [TensorMeta(value["name"], value["dtype"], tuple(value["shape"])) for value in values]
 
 
 def plan_buckets(metas: list[TensorMeta], bucket_bytes: int) -> list[list[TensorMeta]]:
@@ -104,7 +52,7 @@ def read_bucket(buffer: Tensor, metas: list[TensorMeta]) -> Iterator[tuple[str, 
 def _views(buffer: Tensor, metas: list[TensorMeta]) -> Iterator[Tensor]:
     offset = 0
     for meta in metas:
-        yield buffer[offset : offset + meta.nbytes].view(meta.torch_dtype).view(meta.shape)
+        yield buffer[offset : offset + meta.nbytes].view(getattr(torch, meta.dtype)).view(meta.shape)
         offset += meta.padded
 
 

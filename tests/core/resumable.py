@@ -33,7 +33,8 @@ from rayrft.core.progress import Checkpoints, Progress
 from rayrft.core.recorder import Recorder
 from rayrft.core.stages import Stages
 from rayrft.trainer.commands import Command, Load, Save, Score
-from rayrft.trainer.rank import Rank, RankSetup
+from rayrft.trainer.loop import RankSetup
+from rayrft.trainer.rank import Rank
 from tests.scripted import Remote
 
 TASKS = 40

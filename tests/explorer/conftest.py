@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rayrft.weights.group import GroupPlan, WeightGroup, free_port
-from rayrft.weights.lora import Adapter
-from rayrft.weights.wire import Digest, Parcel, TensorMeta, empty_bucket, fill_bucket, plan_buckets
+from rayrft.weights.group import WeightGroup, free_port
+from rayrft.weights.parcel import Adapter, GroupPlan, Parcel, TensorMeta
+from rayrft.weights.wire import Digest, empty_bucket, fill_bucket, plan_buckets
 
 BUCKET = 16 << 10
 

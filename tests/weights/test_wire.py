@@ -7,16 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayrft.weights.wire import (
-    Digest,
-    TensorMeta,
-    empty_bucket,
-    fill_bucket,
-    from_wire,
-    plan_buckets,
-    read_bucket,
-    to_wire,
-)
+from rayrft.weights.parcel import TensorMeta, from_wire, to_wire
+from rayrft.weights.wire import Digest, empty_bucket, fill_bucket, plan_buckets, read_bucket
 
 TENSORS = {
     "a": torch.arange(5, dtype=torch.float32),
