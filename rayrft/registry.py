@@ -60,7 +60,12 @@ class Registry(Generic[T]):
         try:
             piece: T = getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError) as error:
-            raise ConfigError(f"cannot be imported: {error}", field=field, value=path) from None
+            raise ConfigError(
+                f"cannot be imported: {error}",
+                field=field,
+                value=path,
+                remedy="mend the module, or give package.module:attribute of one that can be imported",
+            ) from None
         return piece
 
     def __iter__(self) -> Iterator[str]:
@@ -81,7 +86,12 @@ def load_plugins(paths: Iterable[Path]) -> None:
         try:
             source = path.read_bytes()
         except OSError as error:
-            raise ConfigError(f"cannot be read: {error.strerror}", field="plugins", value=str(path)) from None
+            raise ConfigError(
+                f"cannot be read: {error.strerror}",
+                field="plugins",
+                value=str(path),
+                remedy="give the path of a Python file that every node can read",
+            ) from None
         name = f"rayrft_plugin_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
         digest = hashlib.blake2b(source).hexdigest()
         if getattr(sys.modules.get(name), "__digest__", None) == digest:
@@ -94,6 +104,9 @@ def load_plugins(paths: Iterable[Path]) -> None:
         except Exception as error:  # a user's file may raise anything
             del sys.modules[name]
             raise ConfigError(
-                f"cannot be loaded: {type(error).__name__}: {error}", field="plugins", value=str(path)
+                f"cannot be loaded: {type(error).__name__}: {error}",
+                field="plugins",
+                value=str(path),
+                remedy="mend the file: it must run by itself",
             ) from error
         vars(module)["__digest__"] = digest

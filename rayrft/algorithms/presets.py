@@ -117,9 +117,19 @@ def build(name: str, overrides: Mapping[str, Any] | None = None) -> Algorithm:
     for key, value in given.items():
         _check_coefficient(algorithm, pieces, own, key, value)
     if algorithm.policy_loss != NONE and algorithm.advantage == NONE:
-        raise ConfigError(f"policy_loss {algorithm.policy_loss!r} needs one", field="algorithm.advantage", value=NONE)
+        raise ConfigError(
+            f"policy_loss {algorithm.policy_loss!r} needs one",
+            field="algorithm.advantage",
+            value=NONE,
+            remedy="name one, or use a preset that has both",
+        )
     if algorithm.advantage in token_advantages and algorithm.value_loss == NONE:
-        raise ConfigError(f"advantage {algorithm.advantage!r} needs one", field="algorithm.value_loss", value=NONE)
+        raise ConfigError(
+            f"advantage {algorithm.advantage!r} needs one",
+            field="algorithm.value_loss",
+            value=NONE,
+            remedy="name one, such as clipped or squared",
+        )
     if algorithm.kl_in == "reward":
         _check_penalty(algorithm)
     _check_controllers(algorithm, overrides)
@@ -138,10 +148,18 @@ def _check_field(algorithm: Algorithm, key: str, value: Any) -> None:
             raise ConfigError("must name one", field=f"algorithm.{key}", value=value, remedy="leave it at its default")
     if value not in (NONE, False) and not _is_used(algorithm, key):
         raise ConfigError(
-            f"is not used: {algorithm.name!r} has no term that it acts on", field=f"algorithm.{key}", value=value
+            f"is not used: {algorithm.name!r} has no term that it acts on",
+            field=f"algorithm.{key}",
+            value=value,
+            remedy="leave it out",
         )
     if key == "kl_in" and value not in ("loss", "reward"):
-        raise ConfigError("must be one of loss, reward", field="algorithm.kl_in", value=value)
+        raise ConfigError(
+            "must be one of loss, reward",
+            field="algorithm.kl_in",
+            value=value,
+            remedy="write kl_in: loss or kl_in: reward",
+        )
     if key in _WEIGHTS and getattr(algorithm, _WEIGHTS[key]) == NONE:
         raise ConfigError(
             f"is not used: {algorithm.name!r} has no {_WEIGHTS[key]} term",
@@ -154,6 +172,7 @@ def _check_field(algorithm: Algorithm, key: str, value: Any) -> None:
             f"is not used: distillation {algorithm.distillation!r} looks at the sampled token alone",
             field="algorithm.teacher_candidates",
             value=value,
+            remedy="leave it out, or use distillation jsd",
         )
 
 
@@ -196,7 +215,10 @@ def _check_controllers(algorithm: Algorithm, overrides: Mapping[str, Any]) -> No
             )
     if algorithm.kl_target is not None and not algorithm.kl_coef:
         raise ConfigError(
-            "must be above 0: it is multiplied to reach kl_target", field="algorithm.kl_coef", value=algorithm.kl_coef
+            "must be above 0: it is multiplied to reach kl_target",
+            field="algorithm.kl_coef",
+            value=algorithm.kl_coef,
+            remedy="give the coefficient to begin with",
         )
 
 

@@ -70,7 +70,12 @@ class Buffer:
         """
         if plan.expert_rows:
             if plan.demonstrations not in self._state.book.experts:
-                raise DataError("no such demonstrations were loaded", field="demonstrations", value=plan.demonstrations)
+                raise DataError(
+                    "no such demonstrations were loaded",
+                    field="demonstrations",
+                    value=plan.demonstrations,
+                    remedy="load them first; there are " + (", ".join(sorted(self._state.book.experts)) or "none"),
+                )
             check_pairs(plan.demonstrations, self._state.book.experts[plan.demonstrations].unit, plan.pairs)
         bound = self._store.config.max_rows
         if plan.groups * plan.group_size > bound:
@@ -213,7 +218,11 @@ class Buffer:
         """
         batch = unpack(payload[0] if isinstance(payload[0], pa.Buffer) else await payload[0])
         for row, fault in find_faults(batch).items():
-            raise DataError(f"row {row} is faulty: {fault}", field=f"demonstrations.{name}")
+            raise DataError(
+                f"row {row} is faulty: {fault}",
+                field=f"demonstrations.{name}",
+                remedy="mend the row; nothing of the load was taken",
+            )
         unit, plan = 2 if are_pairs(batch) else 1, self._state.book.plan
         if plan is not None and self._state.book.open and plan.expert_rows and plan.demonstrations == name:
             check_pairs(name, unit, plan.pairs)

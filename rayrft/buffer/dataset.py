@@ -132,7 +132,7 @@ def _message(tables: Iterable[pa.Table], name: str) -> pa.Buffer:
     field = f"demonstrations.{name}"
     made = [conform(table, field) for table in tables if len(table)]
     if not made:
-        raise DataError("there are no rows", field=field)
+        raise DataError("there are no rows", field=field, remedy="give a dataset that is not empty")
     return expert_message(pa.concat_tables(made))
 
 

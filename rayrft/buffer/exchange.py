@@ -55,7 +55,12 @@ def write_file(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch])
         rows = write(partial, schema, batches)
         os.replace(partial, path)
     except OSError as error:
-        raise DataError(f"cannot be written: {error.strerror or error}", field="file", value=str(path)) from None
+        raise DataError(
+            f"cannot be written: {error.strerror or error}",
+            field="file",
+            value=str(path),
+            remedy="choose another place, or make room",
+        ) from None
     finally:
         partial.unlink(missing_ok=True)
     return rows
@@ -78,7 +83,12 @@ def read_file(path: Path) -> pa.Table:
     try:
         return conform(pq.read_table(path), str(path))
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"cannot be read: {str(error).splitlines()[0]}", field="file", value=str(path)) from None
+        raise DataError(
+            f"cannot be read: {str(error).splitlines()[0]}",
+            field="file",
+            value=str(path),
+            remedy="give a file that `rayrft data export` wrote",
+        ) from None
 
 
 def conform(table: pa.Table, field: str) -> pa.Table:
@@ -114,7 +124,11 @@ def _from_python(rows: list[dict[str, Any]], field: str) -> pa.Table:
     try:
         made = pa.Table.from_pylist(rows, schema=SCHEMA)
     except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
-        raise DataError(f"rows are not experiences: {str(error).splitlines()[0]}", field=field) from None
+        raise DataError(
+            f"rows are not experiences: {str(error).splitlines()[0]}",
+            field=field,
+            remedy="give what `rayrft data export` wrote, with all columns",
+        ) from None
     return _checked(made, field)
 
 
@@ -144,7 +158,11 @@ def _checked(table: pa.Table, field: str) -> pa.Table:
             table = table.set_column(place, each, pc.if_else(pc.is_nan(column), pa.scalar(None, each.type), column))
         within = pa.types.is_list(each.type) and pc.list_flatten(column).null_count
         if within or (not each.nullable and column.null_count):
-            raise DataError(f"column {each.name!r} has empty places", field=field)
+            raise DataError(
+                f"column {each.name!r} has empty places",
+                field=field,
+                remedy="give what `rayrft data export` wrote, with all columns",
+            )
     return table
 
 

@@ -73,7 +73,11 @@ class Feedback:
         version, fate = int(groups.last_step[slot]), Fate(int(groups.fate[slot]))
         await self._store.commit(e.FeedbackNoted(experience_id, reward, labels, version))
         if fate == Fate.DROPPED:
-            raise FeedbackRefused("the row was dropped and will not be trained", field=experience_id)
+            raise FeedbackRefused(
+                "the row was dropped and will not be trained",
+                field=experience_id,
+                remedy="give feedback before rows are dropped; the reasons are in stats()",
+            )
         raise FeedbackRefused(
             f"the row was taken for the step after version {version}",
             field=experience_id,

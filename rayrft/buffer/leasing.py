@@ -65,7 +65,9 @@ class Leasing:
     async def _next(self, step: int, deadline_s: float) -> e.Leased:
         store, book = self._store, self._store.state.book
         if book.plan is None:
-            raise RayrftError("no stage is open", field="buffer.lease", value=step)
+            raise RayrftError(
+                "no stage is open", field="buffer.lease", value=step, remedy="open one first: a run does so itself"
+            )
         drawn: list[e.Leased] = []
 
         def ready() -> bool:

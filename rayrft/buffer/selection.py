@@ -98,7 +98,12 @@ def parse_condition(text: str, schema: pa.Schema) -> Any:
     try:
         scalar = pa.scalar(_unquoted(value), pa.string()).cast(kind)
     except pa.ArrowInvalid:
-        raise DataError(f"column {name!r} holds {kind}", field="where", value=text) from None
+        raise DataError(
+            f"column {name!r} holds {kind}",
+            field="where",
+            value=text,
+            remedy="compare a column of numbers, text or truth values",
+        ) from None
     return _COMPARE[operator](pc.field(name), scalar)
 
 

@@ -78,7 +78,7 @@ def _read(source: str | Path | dict[str, Any] | RunConfig) -> dict[str, Any]:
     try:
         raw = yaml.load(path.read_text(), _Loader)
     except yaml.YAMLError as error:
-        raise ConfigError(f"not YAML: {error}", field=str(path)) from None
+        raise ConfigError(f"not YAML: {error}", field=str(path), remedy="mend the file at that line") from None
     if not isinstance(raw, dict):
         raise ConfigError("a config is a mapping of sections", field=str(path), value=type(raw).__name__)
     return raw
@@ -90,9 +90,18 @@ def _assign(raw: dict[str, Any], dotted: str, value: Any) -> None:
     for part in parents:
         node = _entry(node, part, dotted) if isinstance(node, list) else node.setdefault(part, {})
         if not isinstance(node, dict | list):
-            raise ConfigError(f"{part!r} is a value, not a section", field=dotted, value=node)
+            raise ConfigError(
+                f"{part!r} is a value, not a section",
+                field=dotted,
+                value=node,
+                remedy="give the value itself, without what follows its name",
+            )
     if isinstance(node, list):
-        raise ConfigError("an override changes a value, not a whole list entry", field=dotted)
+        raise ConfigError(
+            "an override changes a value, not a whole list entry",
+            field=dotted,
+            remedy="add the name of a field of the entry, such as stages.mix.steps",
+        )
     node[last] = value
 
 

@@ -39,7 +39,12 @@ def resume(folder: str | Path, *, say: Callable[[str], None] = print, **override
     """
     folder = Path(folder)
     if not (folder / "config.yaml").is_file():
-        raise ConfigError("no run lies there (no config.yaml)", field="run", value=str(folder))
+        raise ConfigError(
+            "no run lies there (no config.yaml)",
+            field="run",
+            value=str(folder),
+            remedy="give the folder that a run made: <storage>/<name>",
+        )
     config = load_config(folder / "config.yaml", overrides)
     if config.folder != folder.absolute():  # it was moved, or the storage is mounted elsewhere
         config = load_config(config, {"storage": str(folder.absolute().parent), "name": folder.name})

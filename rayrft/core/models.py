@@ -13,7 +13,12 @@ def find_model(path: str, field: str) -> str:
     there."""
     if Path(path).is_dir():
         if not (Path(path) / "config.json").is_file():
-            raise ModelError("the folder holds no model (no config.json)", field=field, value=path)
+            raise ModelError(
+                "the folder holds no model (no config.json)",
+                field=field,
+                value=path,
+                remedy="give a folder in Hugging Face format, or the id of a model on the hub",
+            )
         return str(Path(path).absolute())
     from transformers import AutoConfig
 

@@ -90,7 +90,10 @@ def check_placement(parts: list[Part], available: dict[str, float], nodes: list[
     for part in parts:
         if not any(all(node.get(k, 0.0) >= v for k, v in part.bundle.items()) for node in nodes):
             raise PlacementError(
-                f"no single node can hold one bundle of {part.name!r}", field="placement", value=part.bundle
+                f"no single node can hold one bundle of {part.name!r}",
+                field="placement",
+                value=part.bundle,
+                remedy="lower what one bundle asks for, or add a larger node",
             )
 
 

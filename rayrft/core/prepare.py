@@ -97,7 +97,12 @@ def open_folder(config: RunConfig) -> None:
     try:
         (folder / "checkpoints").mkdir(parents=True)
     except OSError as error:
-        raise ConfigError(f"cannot be written: {error.strerror}", field="storage", value=str(folder)) from None
+        raise ConfigError(
+            f"cannot be written: {error.strerror}",
+            field="storage",
+            value=str(folder),
+            remedy="choose another storage, or mend its permissions",
+        ) from None
     write_config(config)
 
 
@@ -109,7 +114,12 @@ def write_config(config: RunConfig) -> None:
         sync(draft)
         draft.rename(config.folder / "config.yaml")
     except OSError as error:
-        raise ConfigError(f"cannot be written: {error.strerror}", field="storage", value=str(config.folder)) from None
+        raise ConfigError(
+            f"cannot be written: {error.strerror}",
+            field="storage",
+            value=str(config.folder),
+            remedy="choose another storage, or mend its permissions",
+        ) from None
 
 
 def _task_set(config: RunConfig, splits: TaskSplits) -> Callable[[], TaskSet] | None:

@@ -83,7 +83,12 @@ class Run(RunData):
         import ray
 
         if self._outcome is None:
-            raise RunNotFound("only the process that started a run waits for its result", field="name", value=self.name)
+            raise RunNotFound(
+                "only the process that started a run waits for its result",
+                field="name",
+                value=self.name,
+                remedy="follow it with watch(), and read summary.json once it has ended",
+            )
         try:
             return ray.get(self._outcome)
         except ray.exceptions.RayActorError as error:

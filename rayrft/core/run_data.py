@@ -69,7 +69,12 @@ class RunData:
             )
         algorithms = [stage.algorithm.build() for stage in config.stages if stage.groups]
         if not algorithms:
-            raise ConfigError("no stage of the run takes groups", field="stages", value=self.name)
+            raise ConfigError(
+                "no stage of the run takes groups",
+                field="stages",
+                value=self.name,
+                remedy="give a stage an algorithm that trains on own rows",
+            )
         put_groups(self._buffer(), config.buffer.shards, rows, algorithms[0])
 
     def finish(self) -> None:

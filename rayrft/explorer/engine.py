@@ -211,7 +211,12 @@ class RolloutEngine:
     def _with_images(self, token_ids: list[int], images: tuple[str, ...]) -> dict[str, Any]:
         """The prompt as vLLM takes it: it makes room for the images itself."""
         if self._images is None:
-            raise ModelError("the model takes no images", field="model", value=images[0])
+            raise ModelError(
+                "the model takes no images",
+                field="model",
+                value=images[0],
+                remedy="use a model that takes images, or tasks without them",
+            )
         pictures = [self._images.picture(path) for path in images]
         ids = self._images.collapse(token_ids, images)
         return {"prompt_token_ids": ids, "multi_modal_data": {"image": pictures}}

@@ -49,4 +49,9 @@ def build_reward(name: str, options: dict[str, Any]) -> Reward:
     try:
         return factory(**options)
     except TypeError as error:
-        raise ConfigError(f"refused by {name!r}: {error}", field="reward.options", value=options) from None
+        raise ConfigError(
+            f"refused by {name!r}: {error}",
+            field="reward.options",
+            value=options,
+            remedy="see the reward's own parameters",
+        ) from None

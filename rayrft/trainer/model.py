@@ -50,6 +50,7 @@ def load_policy(path: str, field: str = "model.path") -> Policy:
             f"no causal language model can be loaded: {str(error).splitlines()[0]}",
             field=field,
             value=path,
+            remedy="give a folder in Hugging Face format, or the id of a model on the hub",
         ) from None
     return Policy(model, images)
 

@@ -54,7 +54,12 @@ class Trainer:
             await self._until(lambda: len(self._written.get(folder, ())) == self._config.ranks)
             problems = [problem for problem in self._written.pop(folder).values() if problem is not None]
         if problems:
-            raise StorageError(f"a checkpoint cannot be written: {problems[0]}", field="storage", value=str(folder))
+            raise StorageError(
+                f"a checkpoint cannot be written: {problems[0]}",
+                field="storage",
+                value=str(folder),
+                remedy="make room, or mend the permissions of the run's folder; then resume the run",
+            )
 
     async def stop(self) -> None:
         """End the ranks; returns when Ray Train has finished."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,14 @@ from tests.algorithms.flat import LOG2, leaf, make_batch, output
 from tests.config.test_load import JOBS, base
 
 EXAMPLE = JOBS / "plugins" / "my_loss.py"
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    """What a test's own files register is not there for the others."""
+    yield
+    for name in ("a_test_piece", "no_default"):
+        policy_losses._functions._pieces.pop(name, None)
 
 
 def run_with(*plugins: Path, **algorithm: Any) -> dict[str, Any]:

@@ -47,7 +47,8 @@ def kill_trainer_rank(run: rayrft.Run) -> None:
 )
 def test_a_dead_actor_ends_the_run_with_its_name(kill: Any, named: str, tmp_path: Path) -> None:
     config = small_config(tmp_path, "dying", evaluation={"enabled": False})
-    run = rayrft.start(config, say=lambda _: None, **{"stages.mix.steps": 10_000, "trainer.ranks": 2})
+    ranks = 2 if kill is kill_trainer_rank else 1
+    run = rayrft.start(config, say=lambda _: None, **{"stages.mix.steps": 10_000, "trainer.ranks": ranks})
     for record in run.records():
         if isinstance(record, StepRecord) and record.usual_rows:
             break

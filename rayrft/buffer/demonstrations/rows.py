@@ -105,7 +105,12 @@ def _check(kept: int, left_out: LeftOut, form: RowFormat, place: str, value: str
             remedy="mend or delete these lines, or set on_broken to 'skip'",
         )
     if not kept:
-        raise DataError(f"no usable row (left out: {dict(left_out.counts)})", field=place, value=value)
+        raise DataError(
+            f"no usable row (left out: {dict(left_out.counts)})",
+            field=place,
+            value=value,
+            remedy="look at the reasons: each names what such a row lacks",
+        )
 
 
 def _metadata(task: Task, field: str | None, name: str) -> Any:
@@ -136,7 +141,7 @@ def _numbered(dataset: ray.data.Dataset, place: str) -> tuple[ray.data.Dataset, 
     count, number = ray.remote(_count), ray.remote(_number_block)
     lengths = ray.get([count.remote(table) for table in tables])
     if not sum(lengths):
-        raise DataError("the dataset holds no rows", field=place)
+        raise DataError("the dataset holds no rows", field=place, remedy="give a dataset that is not empty")
     firsts = accumulate(lengths, initial=1)
     blocks = [number.remote(table, first) for table, first in zip(tables, firsts, strict=False)]
     numbered = ray.data.from_arrow_refs(blocks)

@@ -43,7 +43,12 @@ class Storage:
                 filesystem, location = pafs.FileSystem.from_uri(location)
             self._fs = filesystem or pafs.LocalFileSystem()
         except (pa.ArrowInvalid, OSError) as error:
-            raise StorageError(f"no such file system: {error}", field="buffer.storage", value=location) from None
+            raise StorageError(
+                f"no such file system: {error}",
+                field="buffer.storage",
+                value=location,
+                remedy="give a folder, or a URI that pyarrow.fs knows, such as s3://bucket/path",
+            ) from None
         self.grows = isinstance(self._fs, pafs.LocalFileSystem)
         """Whether files can be appended to."""
         self._root = str(Path(location).expanduser().absolute()) if self.grows else location.rstrip("/")

@@ -42,7 +42,11 @@ def read_reasoning_gym(config: TaskSourceConfig, field: str) -> list[Task]:
     try:
         entries = reasoning_gym.create_dataset(config.dataset, size=config.size, seed=0, **config.options)
     except (TypeError, AssertionError, ValueError) as error:
-        raise DataError(f"reasoning-gym refuses the options: {error}", field=f"{field}.options") from None
+        raise DataError(
+            f"reasoning-gym refuses the options: {error}",
+            field=f"{field}.options",
+            remedy="see the dataset's own options in reasoning-gym",
+        ) from None
     return [
         Task.create(
             f"reasoning_gym/{config.dataset}",
@@ -82,7 +86,12 @@ def _read_file(
     for number, row in enumerate(rows[:size], start=1):
         question, answer = row[config.question], row[config.answer]
         if not question or answer is None:
-            raise DataError(f"row {number} of {path} has no question or no answer", field=path_field, value=number)
+            raise DataError(
+                f"row {number} of {path} has no question or no answer",
+                field=path_field,
+                value=number,
+                remedy="fill it in, or take the row out",
+            )
         truth = str(answer)
         if config.answer_after is not None:
             truth = truth.rpartition(config.answer_after)[2].strip()
@@ -139,7 +148,12 @@ def _read_rows(path: Path, field: str) -> list[dict[str, Any]]:
             rows = read(str(path.absolute())).take_all() if path.is_dir() or path.stat().st_size else []
     except (RayTaskError, ArrowInvalid, ValueError) as error:
         cause = getattr(error, "cause", None) or error
-        raise DataError(f"cannot be read: {str(cause).splitlines()[-1]}", field=field, value=str(path)) from None
+        raise DataError(
+            f"cannot be read: {str(cause).splitlines()[-1]}",
+            field=field,
+            value=str(path),
+            remedy="look at the file: it must be whole JSONL, Parquet or a saved dataset",
+        ) from None
     if not rows:
         raise DataError("the file holds no rows", field=field, value=str(path), remedy="give a file with tasks")
     return rows
