@@ -15,6 +15,8 @@ from rayrft.core.folders import find_folder
 from rayrft.errors import RunNotFound
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from rayrft.buffer.archive import Archive, Found
 
 app = typer.Typer(no_args_is_help=True, help="Look at the experiences of a run, and take them elsewhere.")
@@ -48,13 +50,14 @@ def head(
     from rich.console import Console
     from rich.table import Table
 
+    from rayrft.buffer.archive import ARCHIVE_SCHEMA
     from rayrft.buffer.exchange import glance
     from rayrft.buffer.experience import from_batch
 
     archive = _archive(run, storage)
     table = Table("id", "fate", "reward", "tokens", "version", "uses", box=None, pad_edge=False, expand=True)
     table.add_column("answer", no_wrap=True, ratio=1)  # what room the others leave
-    for batch in archive.rows(store, where=_condition(where), skip_damaged=skip_damaged):
+    for batch in archive.rows(store, where=_condition(where, ARCHIVE_SCHEMA), skip_damaged=skip_damaged):
         part = batch.slice(0, count - table.row_count)
         for row, fate in zip(from_batch(part), part.column("fate").to_pylist(), strict=True):
             seen = glance(row)
@@ -94,7 +97,7 @@ def export(
 
     archive = _archive(run, storage)
     names = columns.split(",") if columns else None
-    rows = archive.rows(store, columns=names, where=_condition(where), skip_damaged=skip_damaged)
+    rows = archive.rows(store, columns=names, where=_condition(where, ARCHIVE_SCHEMA), skip_damaged=skip_damaged)
     written = write_file(out, Selection(ARCHIVE_SCHEMA, names).schema, rows)
     print(f"{written} rows in {out}")
     _report(archive)
@@ -105,14 +108,16 @@ def import_rows(
     run: _Run,
     file: Annotated[Path, typer.Argument(help="what `data export` wrote, with all columns")],
     name: Annotated[str, typer.Option(help="the store of demonstrations to make, in place of what is there")],
+    where: _Where = None,
     storage: _Storage = _RUNS,
 ) -> None:
     """Give a run that is under way the rows of a file as demonstrations."""
     from rayrft.buffer.exchange import read_file
+    from rayrft.buffer.experience import SCHEMA
     from rayrft.config import load_config
     from rayrft.core.launch import attach
 
-    rows = read_file(file)
+    rows = read_file(file, _condition(where, SCHEMA))
     folder = find_folder(run, storage)
     try:
         live = attach(load_config(folder / "config.yaml").name)
@@ -134,11 +139,10 @@ def _archive(run: str, storage: Path) -> Archive:
     return Archive.of_run(find_folder(run, storage))
 
 
-def _condition(where: list[str] | None) -> Any:
-    from rayrft.buffer.archive import ARCHIVE_SCHEMA
+def _condition(where: list[str] | None, schema: pa.Schema) -> Any:
     from rayrft.buffer.selection import parse_condition
 
-    parsed = [parse_condition(text, ARCHIVE_SCHEMA) for text in where or []]
+    parsed = [parse_condition(text, schema) for text in where or []]
     return functools.reduce(operator.and_, parsed) if parsed else None
 
 

@@ -143,6 +143,19 @@ def test_what_is_exported_is_read_by_pandas_and_imported_whole(live: Path, tmp_p
     assert len(before) == 13
 
 
+def test_of_a_file_those_rows_are_imported_that_meet_the_conditions(live: Path, tmp_path: Path) -> None:
+    out, again = tmp_path / "out.parquet", tmp_path / "again.jsonl"
+    call("export", live, out)
+    where = ("--where", "reward = 1", "--where", "group_id != 7")
+    said = call("import", live, out, "--name", "good", *where)
+    call("export", live, again, "--store", "expert/good")
+    wanted = [r for r in read_jsonl_of(out, tmp_path) if r["reward"] == 1 and r["group_id"] != "7"]
+    assert [row["experience_id"] for row in read_jsonl(again)] == [row["experience_id"] for row in wanted]
+    assert 0 < len(wanted) < 13 and f"{len(wanted)} rows are demonstrations 'good'" in said
+    with pytest.raises(DataError, match="no column 'fate' to filter by"):
+        call("import", live, out, "--name", "good", "--where", "fate = trained")
+
+
 def read_jsonl_of(out: Path, folder: Path) -> list[dict[str, Any]]:
     if out.suffix == ".jsonl":
         return read_jsonl(out)

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from rayrft.buffer.demonstrations.files import read_rows
 from rayrft.buffer.experience import SCHEMA, Experience, pack
+from rayrft.buffer.selection import Selection
 from rayrft.errors import DataError
 
 _SUFFIXES = (".jsonl", ".parquet")
@@ -66,11 +67,17 @@ def write_file(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch])
     return rows
 
 
-def read_file(path: Path) -> pa.Table:
-    """The rows of a JSONL or Parquet file that :func:`write_file` wrote, with ``experience.SCHEMA``.
+def read_file(path: Path, where: Any = None) -> pa.Table:
+    """The rows of a JSONL or Parquet file that :func:`write_file` wrote, with ``experience.SCHEMA``; of these, the ones
+    that meet the condition ``where``, a ``pyarrow.compute.Expression``.
 
     Raises DataError when there is no such file, a line is broken, or the rows are not experiences.
     """
+    rows, chosen = _read_file(path), Selection(SCHEMA, where=where)
+    return pa.Table.from_batches(map(chosen.apply, rows.to_batches()), SCHEMA) if chosen.filters else rows
+
+
+def _read_file(path: Path) -> pa.Table:
     check_path(path, "file")
     if path.suffix == ".jsonl":
         rows = []

@@ -29,6 +29,7 @@ class StepRecord:
     preference_loss: float
     distillation_loss: float
     value_loss: float
+    value_grad_norm: float
     kl: float
     kl_coef: float
     entropy_coef: float

@@ -33,7 +33,7 @@ from rayrft.trainer.model import reshard
 from rayrft.trainer.optimizer import Optimizer
 from rayrft.trainer.policy import Policy, scored_batch
 from rayrft.trainer.reference import Reference
-from rayrft.trainer.result import StepResult, Update
+from rayrft.trainer.result import CriticUpdate, StepResult, Update
 
 
 class Learner:
@@ -87,20 +87,19 @@ class Learner:
         batches = self._lay_out(mini_batches)
         over = self._count(batches)
         batches = self._prepare(batches)
-        updates, value_losses = [], []
+        updates, valued = [], []
         for _ in range(self._update_config.epochs):
             for batch, denominators in zip(batches, over, strict=True):
                 updates.append(self._update(batch, denominators))
                 if self.critic is not None:
-                    value_losses.append(self._update_critic(self.critic, batch, denominators))
+                    valued.append(self._update_critic(self.critic, batch, denominators))
         # Where own rows have no weight in the loss, nothing is known of KL and entropy.
         sequences = round(sum(each.policy_sequences for each in over)) if self._algorithm.mu(self._step) < 1.0 else 0
         self._step += 1
         self._refresh()
-        value_loss = sum(value_losses) / max(len(value_losses), 1)
         errors = {} if self.critic is None else value_errors(batches)
         seconds = time.perf_counter() - started
-        result = StepResult.of(updates, self._algorithm, value_loss, seconds, self._update_config.epochs, errors)
+        result = StepResult.of(updates, valued, self._algorithm, seconds, self._update_config.epochs, errors)
         self._coefficients = self._coefficients.update(kl=result.kl, entropy=result.entropy, sequences=sequences)
         self._algorithm = self._coefficients.applied(self._algorithm)
         return result
@@ -194,11 +193,9 @@ class Learner:
         parts, lr = self._backward(batch, over), self.optimizer.lr
         return Update(parts, over, self._descend(self.optimizer, float(parts.loss), "model"), lr)
 
-    def _update_critic(self, critic: Critic, batch: list[MicroBatch], over: Denominators) -> float:
-        """One update of the critic; gives its loss over all ranks."""
+    def _update_critic(self, critic: Critic, batch: list[MicroBatch], over: Denominators) -> CriticUpdate:
         loss = float(self._reduce(critic.backward(batch, over, self._algorithm)))
-        self._descend(critic.optimizer, loss, "critic")
-        return loss
+        return CriticUpdate(loss, self._descend(critic.optimizer, loss, "critic"))
 
     def _descend(self, optimizer: Optimizer, loss: float, whose: str) -> float:
         """One update with the gradient that is there; gives its norm before it was clipped."""

@@ -20,6 +20,14 @@ class Update:
 
 
 @dataclass(frozen=True)
+class CriticUpdate:
+    """One update of the critic: its loss over all ranks, and the norm of its gradient before it was clipped."""
+
+    loss: float
+    grad_norm: float
+
+
+@dataclass(frozen=True)
 class StepResult:
     """Metrics of one step over all ranks: means over its updates, of which there are epochs times mini-batches.
 
@@ -36,6 +44,7 @@ class StepResult:
     preference_loss: float
     distillation_loss: float
     value_loss: float
+    value_grad_norm: float
     kl: float
     kl_coef: float
     entropy_coef: float
@@ -55,8 +64,8 @@ class StepResult:
     def of(
         cls,
         updates: list[Update],
+        valued: list[CriticUpdate],
         algorithm: Algorithm,
-        value_loss: float,
         train_s: float,
         epochs: int,
         value_errors: dict[str, float],
@@ -77,7 +86,8 @@ class StepResult:
             sft_loss=mean("sft"),
             preference_loss=mean("preference"),
             distillation_loss=mean("distillation"),
-            value_loss=value_loss,
+            value_loss=sum(each.loss for each in valued) / max(len(valued), 1),
+            value_grad_norm=sum(each.grad_norm for each in valued) / max(len(valued), 1),
             kl=float(updates[0].parts.kl),
             kl_coef=algorithm.kl_coef if "kl" in algorithm.terms else 0.0,
             entropy_coef=algorithm.entropy_coef if "entropy" in algorithm.terms else 0.0,

@@ -19,6 +19,7 @@ SOUND = StepResult(
     preference_loss=0.0,
     distillation_loss=0.0,
     value_loss=0.0,
+    value_grad_norm=0.0,
     kl=0.0,
     kl_coef=0.0,
     entropy_coef=0.0,

@@ -291,6 +291,7 @@ def test_the_critic_learns_the_returns_and_the_policy_waits_for_it() -> None:
     tokens = [int(row.mask.sum()) for row in rows]
     assert results[0].value_loss == pytest.approx(0.5 * sum(tokens[1::2]) / sum(tokens), abs=1e-6)
     assert results[4].value_loss < 0.7 * results[0].value_loss
+    assert results[0].value_grad_norm > 0
     learner.step([rows])
     assert not torch.equal(before, weights(learner))
 
@@ -346,5 +347,6 @@ def test_everything_is_the_same_on_two_ranks(
     one = on_ranks(1, tmp_path, _train, name, pieces, rows, update)
     two = on_ranks(2, tmp_path, _train, name, pieces, rows, update)
     torch.testing.assert_close(one[1], two[1], atol=1e-6, rtol=0)
-    for field in ("loss", "grad_norm", "value_loss", "distillation_loss", "kl", "entropy", "policy_tokens"):
+    critic = ("value_loss", "value_grad_norm")
+    for field in ("loss", "grad_norm", *critic, "distillation_loss", "kl", "entropy", "policy_tokens"):
         assert getattr(one[0], field) == pytest.approx(getattr(two[0], field), abs=1e-6), field
