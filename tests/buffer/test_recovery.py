@@ -41,6 +41,7 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     "fifo": {"name": "fifo"},
     "uniform": {"name": "uniform", "max_uses": 2, "replay_ratio": 1.5},
     "priority": {"name": "priority", "max_uses": 3, "cooldown": 1, "tau": 2.0, "use_decay": 0.5, "replay_ratio": 2.0},
+    "critic": {"name": "priority", "score": "td_error", "max_uses": 3, "replay_ratio": 2.0},
 }
 
 
@@ -204,7 +205,8 @@ class Twins(RuleBasedStateMachine):
         self._ack(step)
 
     def _ack(self, step: int) -> None:
-        self.both("do", "ack", step)
+        missed = {name: (7 * int(name) + 3 * step) % 5 / 2 for name in self.leases[step].groups}
+        self.both("do", "ack", step, missed)
         if not self.leases[step].acked:
             self.leases[step].acked = True
             for name in self.leases[step].groups:
