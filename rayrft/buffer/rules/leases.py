@@ -66,7 +66,6 @@ def acked(state: State, event: e.Acked) -> None:
     record.acked = True
     for slot, score in event.scores.items():
         groups.score[slot] = score
-        state.pool.update(slot, score)
     back = []
     for slot in record.slots:
         groups.pending[slot] -= 1
