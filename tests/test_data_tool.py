@@ -154,6 +154,8 @@ def test_of_a_file_those_rows_are_imported_that_meet_the_conditions(live: Path, 
     assert 0 < len(wanted) < 13 and f"{len(wanted)} rows are demonstrations 'good'" in said
     with pytest.raises(DataError, match="no column 'fate' to filter by"):
         call("import", live, out, "--name", "good", "--where", "fate = trained")
+    with pytest.raises(DataError, match=r"no row of .* meets the condition"):
+        call("import", live, out, "--name", "good", "--where", "reward > 1000")
 
 
 def read_jsonl_of(out: Path, folder: Path) -> list[dict[str, Any]]:

@@ -154,8 +154,9 @@ def red_drop(rewards: Tensor, group: Group) -> Tensor:
     """RED-Drop: where more answers are worse than the group's mean than are not, those too many are left out (Yao et
     al. 2025, arXiv:2509.24203): ``A_i = r_i - mean of the rewards kept``, and 0 for the others.
 
-    The last of the worse ones go, where Trinity-RFT draws: answers to a task come in no order, so that this is as good
-    as a draw, and can be repeated. Their tokens stay in the denominator.
+    The last of the worse ones go, where Trinity-RFT draws. Rows stand in the order in which answers were asked for, so
+    that this is as good as a draw, and can be repeated; rows of one's own must not be sorted by anything. The tokens of
+    what is left out stay in the denominator.
     """
     check_group(rewards)
     worse = rewards < rewards.mean()

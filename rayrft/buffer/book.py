@@ -110,6 +110,8 @@ class Book:
     experts: dict[str, ExpertCursor] = field(default_factory=dict)
     extents: dict[int, dict[int, Extent]] = field(default_factory=dict)
     """By shard and segment."""
+    greatest_error: float = 0.0
+    """Of the errors that the trainer reported of groups."""
     reports: GroupReport = field(default_factory=GroupReport)
     """Sum since the last lease."""
     arrivals: int = 0

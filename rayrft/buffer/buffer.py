@@ -181,7 +181,7 @@ class Buffer:
         """The step is trained. ``value_errors``: how far a critic missed its groups, by their ids, which becomes their
         score where ``td_error`` is what they are drawn by.
 
-        Raises DataError on errors that are negative or not finite.
+        Raises DataError where such an error is negative or not finite.
         """
         record = self._state.book.leases.get(step)
         if record is None or record.acked:

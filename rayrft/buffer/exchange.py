@@ -71,10 +71,15 @@ def read_file(path: Path, where: Any = None) -> pa.Table:
     """The rows of a JSONL or Parquet file that :func:`write_file` wrote, with ``experience.SCHEMA``; of these, the ones
     that meet the condition ``where``, a ``pyarrow.compute.Expression``.
 
-    Raises DataError when there is no such file, a line is broken, or the rows are not experiences.
+    Raises DataError when there is no such file, a line is broken, the rows are not experiences, or none meets it.
     """
     rows, chosen = _read_file(path), Selection(SCHEMA, where=where)
-    return pa.Table.from_batches(map(chosen.apply, rows.to_batches()), SCHEMA) if chosen.filters else rows
+    if not chosen.filters:
+        return rows
+    met = pa.Table.from_batches(map(chosen.apply, rows.to_batches()), SCHEMA)
+    if not len(met):
+        raise DataError(f"no row of {path} meets the condition", field="where", value=str(where), remedy="widen it")
+    return met
 
 
 def _read_file(path: Path) -> pa.Table:

@@ -90,8 +90,9 @@ def reward_deviation(batch: pa.RecordBatch, starts: Ints) -> Floats:
 
 @scores.register("td_error")
 def td_error(batch: pa.RecordBatch, starts: Ints) -> Floats:
-    """1 until the group was trained, and from then on by how much the critic missed it, as the trainer reports: the
-    priority of Schaul et al. 2016 (arXiv:1511.05952), who give what was never looked at the greatest so far."""
+    """By how much the critic missed the group, as the trainer reports it with each step (Schaul et al. 2016,
+    arXiv:1511.05952). A group that was not trained yet has the greatest that was ever reported, at least the 1 given
+    here, so that each is looked at."""
     return np.ones(len(starts))
 
 

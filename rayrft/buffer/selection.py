@@ -102,7 +102,7 @@ def parse_condition(text: str, schema: pa.Schema) -> Any:
             f"column {name!r} holds {kind}",
             field="where",
             value=text,
-            remedy="compare a column of numbers, text or truth values",
+            remedy="give a value of that type",
         ) from None
     return _COMPARE[operator](pc.field(name), scalar)
 

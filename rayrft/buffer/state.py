@@ -88,6 +88,11 @@ class State:
         """The ledger, after asserting that it closes; with ``recount``, held rows are counted anew for it."""
         return self.book.ledger.check(self.groups.rows_held() if recount else self.groups.held_rows)
 
+    def set_score(self, slot: int, score: float) -> None:
+        """Of a group that was not trained yet."""
+        untold = self.config.score == "td_error"
+        self.groups.score[slot] = max(score, self.book.greatest_error) if untold else score
+
     def retire(self, slot: int, reason: str) -> None:
         """The group leaves: trained if it ever was, else dropped."""
         rows = int(self.groups.rows[slot])

@@ -82,7 +82,8 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepare
         else:
             demonstrations[name], report = from_file(name, each, tokenizer, config.model.max_length, held_out)
             left_out[name] = report.counts
-    probe = [demonstrate("", task, task.answer, tokenizer) for task in splits.evaluation[:8]]
+    compared = splits.evaluation[:8] if config.rolls_out else []
+    probe = [demonstrate("", task, task.answer, tokenizer) for task in compared]
     task_set = _task_set(config, splits)
     return Prepared(run_id, model, splits.train, task_set, splits.evaluation, demonstrations, probe, left_out)
 

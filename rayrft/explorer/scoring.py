@@ -92,7 +92,7 @@ def assign_advantages(group: ScoredGroup, algorithm: Algorithm, *, drop_zero_var
     0, for want of variance in its rewards, is dropped where the algorithm learns nothing from it."""
     if not group.rows:
         return group
-    from rayrft.buffer.advantages import with_advantages  # with it comes torch
+    from rayrft.buffer.advantages import with_advantages  # with it comes torch, which the Master does without
 
     rows = with_advantages(group.rows, algorithm, group.greedy_reward)
     moves = (row.advantages is None or row.advantages.any() for row in rows)

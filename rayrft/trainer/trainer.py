@@ -134,7 +134,7 @@ class Trainer:
     def _fit_blocking(self, folder: Path, setup: RankSetup) -> None:
         # How often Ray Train's controller looks at its workers; its default costs 2 s per checkpoint.
         os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
-        # An actor that warns ranks of a node's end, for which they do nothing: a run goes on from its checkpoint.
+        # An actor that warns ranks of a node's end, for which they do nothing.
         os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
         import ray.train
         from ray.train.torch import TorchConfig, TorchTrainer
@@ -158,7 +158,7 @@ class Trainer:
             run_config=ray.train.RunConfig(
                 name=folder.name,
                 storage_path=str(folder.parent),
-                failure_config=ray.train.FailureConfig(max_failures=0),
+                failure_config=ray.train.FailureConfig(max_failures=0, max_preemption_failures=0),
             ),
             torch_config=TorchConfig(backend=backend, timeout_s=300),
         ).fit()

@@ -63,10 +63,9 @@ def test_asymre_by_hand() -> None:
 def test_red_drop_by_hand() -> None:
     # One is right: of the three others one is kept, and the mean of the two is 0.5.
     assert red_drop(ONE_RIGHT, Group()).tolist() == [0.5, -0.5, 0.0, 0.0]
-    # Mean 0.4; 0.3 and 0 are worse, as many as are not.
-    assert red_drop(torch.tensor([0.3, 0.0, 0.4, 0.9]).double(), Group()).tolist() == pytest.approx(
-        [-0.1, -0.4, 0, 0.5]
-    )
+    # Mean 0.375; 0.25 and 0 are worse, as many as are not.
+    rewards = torch.tensor([0.25, 0.0, 0.375, 0.875], dtype=torch.float64)
+    assert red_drop(rewards, Group()).tolist() == [-0.125, -0.375, 0.0, 0.5]
     # Mean 0.5; the last of the three that are worse goes, and the mean of the rest is 0.75.
     rewards = torch.tensor([0.0, 0.25, 1.0, -1.0, 1.75], dtype=torch.float64)
     assert red_drop(rewards, Group()).tolist() == [-0.75, -0.5, 0.25, 0.0, 1.0]

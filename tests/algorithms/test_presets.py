@@ -37,6 +37,7 @@ def needs(algorithm: Algorithm) -> set[str]:
             (name, {"rollouts"})
             for name in ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce_pp")
         ),
+        ("raft", {"rollouts"}),
         *((name, {"rollouts"}) for name in ("opmd", "kimi", "topr", "sppo", "asymre", "rec", "red_drop", "red_weight")),
     ],
 )
@@ -180,6 +181,11 @@ def test_grpo_with_the_loss_of_gspo_is_gspo() -> None:
         ("gspo", {"kl": "k1", "kl_in": "reward"}, r"algorithm\.kl_in: policy_loss 'gspo' looks at whole answers"),
         ("distill", {"kl": "k1", "kl_in": "reward"}, r"algorithm\.kl_in: 'distill' has no policy loss"),
         ("grpo", {"advantage": "none"}, r"algorithm\.advantage: policy_loss 'ppo' needs one"),
+        (
+            "red_drop",
+            {"normalise_advantages": True},
+            r"algorithm\.normalise_advantages: would train on what",
+        ),
         ("grpo", {"advantage": "gae"}, r"algorithm\.value_loss: advantage 'gae' needs one"),
         ("sft", {"kl": "k3"}, r"algorithm\.kl: is not used: 'sft' has no term that it acts on"),
         ("grpo", {"value_loss": "clipped"}, r"algorithm\.value_loss: is not used"),

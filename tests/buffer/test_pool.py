@@ -9,8 +9,6 @@ from rayrft.errors import DataError
 from tests.buffer.actor import Start, admit, ledger, put, rows_of
 from tests.buffer.rows import group, plan, trained_ids
 
-"""Stages that draw from a pool: groups come back until they were used enough."""
-
 REPLAY = {"sampler": {"name": "uniform", "max_uses": 2, "replay_ratio": 2}}
 
 
@@ -79,11 +77,15 @@ def test_groups_are_drawn_by_how_far_the_critic_missed_them_and_again_after_a_re
         ray.get(buffer.ack.remote(step, {"2": 0.7}))
         ray.kill(buffer)
         buffer = start(sampler=sampler)
-    ray.get([buffer.lease.remote(3, 1, 5), buffer.ack.remote(3, {"2": 0.0})])
+    ray.get(buffer.lease.remote(3, 1, 5))
+    ray.get(buffer.ack.remote(3, {"2": 5.0}))
     put(buffer, None, group(7))
-    assert trained_ids(ray.get(buffer.lease.remote(4, 1, 5))) == [70, 71]
-    ray.get(buffer.ack.remote(4))
-    assert trained_ids(ray.get(buffer.lease.remote(5, 1, 5))) == [70, 71], "without a report the score stays"
+    ray.get(buffer.feedback.remote("7/0", labels={"quality": "good"}))
+    drawn = []
+    for step in range(4, 20):
+        drawn += trained_ids(ray.get(buffer.lease.remote(step, 1, 5)))
+        ray.get(buffer.ack.remote(step))
+    assert set(drawn) == {20, 21, 70, 71}, "what is new counts as much as what was missed most; unreported scores stay"
 
 
 def test_an_error_that_is_no_number_is_refused_and_the_step_stays_leased(start: Start) -> None:

@@ -133,6 +133,7 @@ def stored(state: State, event: e.Stored) -> None:
         if not state.expects(group.key, group.sequence):
             continue
         slot = state.groups.add(group, event.shard, event.extent.segment, book.arrivals)
+        state.set_score(slot, group.score)
         book.arrivals += 1
         book.ledger.sampled += group.rows
         ticket = _report(state, group.sequence, group.dropped, group.report)

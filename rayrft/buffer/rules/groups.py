@@ -35,8 +35,8 @@ def moved(state: State, event: e.Moved) -> None:
         state.groups.move(slot, event.shard, event.extent.segment, row)
         row += int(state.groups.rows[slot])
         if event.score is not None:
-            state.groups.score[slot] = event.score
-            state.pool.update(slot, event.score)
+            state.set_score(slot, event.score)
+            state.pool.update(slot, float(state.groups.score[slot]))
 
 
 @rule(e.Deleted)

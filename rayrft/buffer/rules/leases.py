@@ -66,6 +66,7 @@ def acked(state: State, event: e.Acked) -> None:
     record.acked = True
     for slot, score in event.scores.items():
         groups.score[slot] = score
+        state.book.greatest_error = max(state.book.greatest_error, score)
     back = []
     for slot in record.slots:
         groups.pending[slot] -= 1

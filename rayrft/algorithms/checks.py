@@ -1,0 +1,186 @@
+"""What an algorithm cannot be: values that fit nothing, choices that nothing acts on, and such as do not go together.
+
+Every function raises ConfigError with the key under ``algorithm``, what was found, and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rayrft.algorithms.algorithm import Algorithm
+from rayrft.algorithms.critic import token_advantages
+from rayrft.algorithms.pieces import NONE, Count, NonNegative, Piece, Positive, fault
+from rayrft.algorithms.registries import REGISTRIES
+from rayrft.errors import ConfigError, nearest
+
+_WEIGHTS = {
+    "kl_coef": "kl",
+    "kl_in": "kl",
+    "kl_target": "kl",
+    "kl_horizon": "kl",
+    "entropy_coef": "entropy",
+    "entropy_goal": "entropy",
+    "entropy_step": "entropy",
+    "distillation_coef": "distillation",
+    "teacher_candidates": "distillation",
+}
+"""Fields that mean something only where another one names a piece."""
+
+_REQUIRED = ("aggregation", "sft_aggregation", "mu_schedule")
+"""Pieces that cannot be left out."""
+
+_HINTS: dict[str, Any] = {
+    "kl_coef": NonNegative,
+    "kl_target": Positive | None,
+    "kl_horizon": Positive,
+    "entropy_coef": NonNegative,
+    "entropy_goal": NonNegative | None,
+    "entropy_step": Positive,
+    "distillation_coef": NonNegative,
+    "teacher_candidates": Count,
+    "normalise_advantages": bool,
+}
+"""What fields may hold that are not names."""
+
+
+def check_field(algorithm: Algorithm, key: str, value: Any) -> None:
+    """Of a field that was given: that the value is one it may have, and acts on something."""
+    if wrong := fault(value, _HINTS.get(key, str)):
+        raise ConfigError(wrong, field=f"algorithm.{key}", value=value)
+    if key in REGISTRIES:
+        algorithm.piece(key)
+        if value == NONE and key in _REQUIRED:
+            raise ConfigError("must name one", field=f"algorithm.{key}", value=value, remedy="leave it at its default")
+    if value not in (NONE, False) and not is_used(algorithm, key):
+        raise ConfigError(
+            f"is not used: {algorithm.name!r} has no term that it acts on",
+            field=f"algorithm.{key}",
+            value=value,
+            remedy="leave it out",
+        )
+    if key == "kl_in" and value not in ("loss", "reward"):
+        raise ConfigError(
+            "must be one of loss, reward",
+            field="algorithm.kl_in",
+            value=value,
+            remedy="write kl_in: loss or kl_in: reward",
+        )
+    if key in _WEIGHTS and getattr(algorithm, _WEIGHTS[key]) == NONE:
+        raise ConfigError(
+            f"is not used: {algorithm.name!r} has no {_WEIGHTS[key]} term",
+            field=f"algorithm.{key}",
+            value=value,
+            remedy=f"name one with '{_WEIGHTS[key]}', or leave this out",
+        )
+    if key == "teacher_candidates" and not algorithm.needs_candidates:
+        raise ConfigError(
+            f"is not used: distillation {algorithm.distillation!r} looks at the sampled token alone",
+            field="algorithm.teacher_candidates",
+            value=value,
+            remedy="leave it out, or use distillation jsd",
+        )
+
+
+def check_coefficient(algorithm: Algorithm, pieces: list[Piece[Any]], own: set[str], key: str, value: Any) -> None:
+    """Of a key that is none of the fields in ``own``: that one of the pieces has such a coefficient, and may have the
+    value."""
+    users = [piece for piece in pieces if key in piece.coefficients]
+    for piece in users:
+        if wrong := piece.fault(key, value):
+            raise ConfigError(wrong, field=f"algorithm.{key}", value=value)
+    if users:
+        return
+    used = {each for piece in pieces for each in piece.coefficients}
+    everywhere = {
+        f"{kind} {name!r}"
+        for kind, registries in REGISTRIES.items()
+        for registry in registries
+        for name in registry
+        if key in registry.get(name).coefficients
+    }
+    if not everywhere:
+        raise ConfigError("unknown key", field=f"algorithm.{key}", value=key, remedy=nearest(key, own | used))
+    raise ConfigError(
+        f"is not used: it belongs to {', '.join(sorted(everywhere))}, which {algorithm.name!r} does not contain",
+        field=f"algorithm.{key}",
+        value=value,
+        remedy=f"its coefficients are {', '.join(sorted(used)) or 'none'}",
+    )
+
+
+def check_whole(algorithm: Algorithm, overrides: Mapping[str, Any]) -> None:
+    """That the pieces go together; ``overrides`` are what was given."""
+    if algorithm.policy_loss != NONE and algorithm.advantage == NONE:
+        raise ConfigError(
+            f"policy_loss {algorithm.policy_loss!r} needs one",
+            field="algorithm.advantage",
+            value=NONE,
+            remedy="name one, or use a preset that has both",
+        )
+    if algorithm.advantage in token_advantages and algorithm.value_loss == NONE:
+        raise ConfigError(
+            f"advantage {algorithm.advantage!r} needs one",
+            field="algorithm.value_loss",
+            value=NONE,
+            remedy="name one, such as clipped or squared",
+        )
+    if algorithm.normalise_advantages and (selects := algorithm.piece("advantage")) and "selects" in selects.traits:
+        raise ConfigError(
+            f"would train on what advantage {selects.name!r} leaves out: 0 is not the mean of the batch",
+            field="algorithm.normalise_advantages",
+            value=True,
+            remedy="leave it out, or use another advantage",
+        )
+    if algorithm.kl_in == "reward":
+        _check_penalty(algorithm)
+    _check_controllers(algorithm, overrides)
+
+
+def is_used(algorithm: Algorithm, kind: str) -> bool:
+    """Whether the piece or choice in that field has any effect in this algorithm."""
+    return {
+        "advantage": algorithm.policy_loss != NONE,
+        "correction": algorithm.policy_loss != NONE,
+        "normalise_advantages": algorithm.policy_loss != NONE,
+        "aggregation": algorithm.has_own,
+        "kl": algorithm.has_own,
+        "entropy": algorithm.has_own,
+        "sft_aggregation": algorithm.sft != NONE,
+        "mu_schedule": algorithm.mixes,
+        "value_loss": algorithm.advantage in token_advantages,
+        # Rows are sides of pairs there, not demonstrations and not samples of the policy.
+        "sft": algorithm.preference == NONE,
+        "distillation": algorithm.preference == NONE,
+    }.get(kind, True)
+
+
+def _check_penalty(algorithm: Algorithm) -> None:
+    advantage, loss = algorithm.piece("advantage"), algorithm.piece("policy_loss")
+    if loss is None or advantage is None:
+        problem = f"{algorithm.name!r} has no policy loss, hence no rewards"
+    elif algorithm.advantage_is_by_token:
+        return
+    elif deaf := [piece for piece in (loss, advantage) if piece.traits & {"whole_answers", "selects"}]:
+        problem = f"{deaf[0].kind} {deaf[0].name!r} looks at whole answers, and the KL in the reward is one of tokens"
+    else:
+        return
+    raise ConfigError(problem, field="algorithm.kl_in", value="reward", remedy="use kl_in: loss")
+
+
+def _check_controllers(algorithm: Algorithm, overrides: Mapping[str, Any]) -> None:
+    for key, target in (("kl_horizon", "kl_target"), ("entropy_step", "entropy_goal")):
+        if key in overrides and getattr(algorithm, target) is None:
+            raise ConfigError(
+                f"is not used: the coefficient is fixed without {target}",
+                field=f"algorithm.{key}",
+                value=overrides[key],
+                remedy=f"give {target}, or leave this out",
+            )
+    if algorithm.kl_target is not None and not algorithm.kl_coef:
+        raise ConfigError(
+            "must be above 0: it is multiplied to reach kl_target",
+            field="algorithm.kl_coef",
+            value=algorithm.kl_coef,
+            remedy="give the coefficient to begin with",
+        )
