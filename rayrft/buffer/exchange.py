@@ -19,6 +19,7 @@ from rayrft.errors import DataError
 
 _SUFFIXES = (".jsonl", ".parquet")
 GLANCE = ["id", "reward", "question", "answer", "labels", "versions"]
+_WHOLE = "give what `rayrft data export` wrote, with all columns"
 _ROLES = ("user", "assistant")
 _MAPS = [field.name for field in SCHEMA if pa.types.is_map(field.type)]
 
@@ -99,7 +100,7 @@ def _read_file(path: Path) -> pa.Table:
             f"cannot be read: {str(error).splitlines()[0]}",
             field="file",
             value=str(path),
-            remedy="give a file that `rayrft data export` wrote",
+            remedy=_WHOLE,
         ) from None
 
 
@@ -139,7 +140,7 @@ def _from_python(rows: list[dict[str, Any]], field: str) -> pa.Table:
         raise DataError(
             f"rows are not experiences: {str(error).splitlines()[0]}",
             field=field,
-            remedy="give what `rayrft data export` wrote, with all columns",
+            remedy=_WHOLE,
         ) from None
     return _checked(made, field)
 
@@ -173,7 +174,7 @@ def _checked(table: pa.Table, field: str) -> pa.Table:
             raise DataError(
                 f"column {each.name!r} has empty places",
                 field=field,
-                remedy="give what `rayrft data export` wrote, with all columns",
+                remedy=_WHOLE,
             )
     return table
 

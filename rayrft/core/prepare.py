@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from pathlib import Path
 
 from rayrft.buffer.demonstrations.conversations import conversations
 from rayrft.buffer.demonstrations.files import read_rows
@@ -98,12 +99,7 @@ def open_folder(config: RunConfig) -> None:
     try:
         (folder / "checkpoints").mkdir(parents=True)
     except OSError as error:
-        raise ConfigError(
-            f"cannot be written: {error.strerror}",
-            field="storage",
-            value=str(folder),
-            remedy="choose another storage, or mend its permissions",
-        ) from None
+        raise _unwritable(folder, error) from None
     write_config(config)
 
 
@@ -115,12 +111,16 @@ def write_config(config: RunConfig) -> None:
         sync(draft)
         draft.rename(config.folder / "config.yaml")
     except OSError as error:
-        raise ConfigError(
-            f"cannot be written: {error.strerror}",
-            field="storage",
-            value=str(config.folder),
-            remedy="choose another storage, or mend its permissions",
-        ) from None
+        raise _unwritable(config.folder, error) from None
+
+
+def _unwritable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"cannot be written: {error.strerror}",
+        field="storage",
+        value=str(folder),
+        remedy="choose another storage, or mend its permissions",
+    )
 
 
 def _task_set(config: RunConfig, splits: TaskSplits) -> Callable[[], TaskSet] | None:
