@@ -105,8 +105,8 @@ class Book:
     calls: dict[str, tuple[int, list[Ticket]]] = field(default_factory=dict)
     """The last request for tickets of each producer, and what it got."""
     next_sequence: int = 0
-    refused: set[int] = field(default_factory=set)
-    """Keys of groups that came without a ticket and were rejected whole."""
+    refused: dict[int, int] = field(default_factory=dict)
+    """Groups that came without a ticket and were refused: digests of what came last, by key."""
     experts: dict[str, ExpertCursor] = field(default_factory=dict)
     extents: dict[int, dict[int, Extent]] = field(default_factory=dict)
     """By shard and segment."""

@@ -30,8 +30,8 @@ from rayrft.buffer.retention import Retention
 from rayrft.buffer.schedule import StagePlan, Ticket
 from rayrft.buffer.store import Store
 from rayrft.buffer.tasks.sampler import TaskSet
-from rayrft.buffer.validation import find_faults
-from rayrft.buffer.writer import Entry
+from rayrft.buffer.validation import Limits, find_faults
+from rayrft.buffer.writer import Entry, Receipt
 from rayrft.config.buffer import BufferConfig
 from rayrft.errors import DataError
 
@@ -40,7 +40,7 @@ class Buffer:
     """Stores ``usual`` (own rows, in whole groups) and ``expert`` (demonstrations, by name), and the task cursor.
 
     ``run`` names the run whose log is at ``location``; ``tasks`` makes the task set; ``others`` are the actors of the
-    shards besides the first.
+    shards besides the first; ``limits`` are those of the run's model.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class Buffer:
         seed: int,
         tasks: Callable[[], TaskSet] | None = None,
         others: list[Any] | None = None,
+        limits: Limits = Limits(),  # noqa: B008 - frozen
     ) -> None:
         self._store = Store(run, location, config, seed, tasks() if tasks else None, others or [])
         self._state = self._store.state
@@ -58,7 +59,8 @@ class Buffer:
         self._leasing = Leasing(self._store, self._experts)
         self._retention = Retention(self._store)
         self._feedback = Feedback(self._store)
-        self._arrivals = Arrivals(self._store, self._retention)
+        self._limits = limits
+        self._arrivals = Arrivals(self._store, self._retention, limits)
         self._producers = Producers(self._store)
 
     # Stages and admission.
@@ -142,13 +144,15 @@ class Buffer:
 
     # What comes of a ticket.
 
-    async def put(self, entries: list[Entry], payload: list[Any]) -> None:
+    async def put(self, entries: list[Entry], payload: list[Any]) -> list[Receipt]:
         """Take groups: one entry for each group of the one packed message in ``payload`` (or its reference).
 
-        Returns when they are in the log. Faulty rows are rejected and counted by reason; a group that was taken before
-        is passed over; one that comes after its deadline or its stage is dropped. `BufferWriter` makes this call.
+        Returns when they are in the log, and says what is not and why. Faulty rows are rejected and counted by reason,
+        and a group that came without a ticket with them. A group that was taken before is passed over; where it comes
+        without a ticket and with other rows than then, it is refused and counted. One that comes after its deadline or
+        its stage is dropped. `BufferWriter` makes this call.
         """
-        await self._arrivals.put(entries, payload)
+        return await self._arrivals.put(entries, payload)
 
     async def drop(self, ticket: Ticket, dropped: dict[str, int], report: e.GroupReport) -> None:
         """A whole group was filtered; ``dropped`` counts its rows by reason. Its place goes to another."""
@@ -217,7 +221,7 @@ class Buffer:
         Returns the number of rows; raises DataError on the first faulty one.
         """
         batch = unpack(payload[0] if isinstance(payload[0], pa.Buffer) else await payload[0])
-        for row, fault in find_faults(batch).items():
+        for row, fault in find_faults(batch, self._limits).items():
             raise DataError(
                 f"row {row} is faulty: {fault}",
                 field=f"demonstrations.{name}",

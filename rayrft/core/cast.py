@@ -58,7 +58,13 @@ def hire(config: RunConfig, prepared: Prepared, placement: Placement) -> Cast:
 
     shards = _hire_shards(config, placement)
     buffer = placement.actor(Buffer, "buffer", name="buffer", bundle=0, restarts=True, retries=-1).remote(
-        prepared.run_id, config.buffer_location, config.buffer, config.seed, prepared.task_set, shards
+        prepared.run_id,
+        config.buffer_location,
+        config.buffer,
+        config.seed,
+        prepared.task_set,
+        shards,
+        prepared.limits,
     )
     trainer = placement.actor(Trainer, "trainer", name="trainer").remote(config.trainer)
     if "explorer" not in {part.name for part in plan_placement(config)}:

@@ -22,9 +22,10 @@ from rayrft.buffer.scores import scores
 from rayrft.buffer.tasks.sampler import TaskSet
 from rayrft.buffer.tasks.splits import TaskSplits, load_tasks
 from rayrft.buffer.tokens import ChatTokenizer
+from rayrft.buffer.validation import Limits
 from rayrft.config import RunConfig, dump_config
 from rayrft.config.data import RewardConfig
-from rayrft.core.models import check_teacher, find_model
+from rayrft.core.models import check_teacher, find_model, vocabulary_of
 from rayrft.errors import ConfigError, DataError
 from rayrft.explorer.workflow import workflows
 from rayrft.rewards import build_reward
@@ -43,6 +44,8 @@ class Prepared:
     """Makes the task set that draws from ``tasks``, where there are any."""
     held_out: list[Task]
     demonstrations: dict[str, list[Experience]]
+    limits: Limits
+    """What its model takes."""
     probe: list[Experience]
     """What engine and trainer must agree on: held-out questions with their images and answers, whole."""
     left_out: dict[str, Counter[str]] = field(default_factory=dict)
@@ -86,7 +89,8 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepare
     compared = splits.evaluation[:8] if config.rolls_out else []
     probe = [demonstrate("", task, task.answer, tokenizer) for task in compared]
     task_set = _task_set(config, splits)
-    return Prepared(run_id, model, splits.train, task_set, splits.evaluation, demonstrations, probe, left_out)
+    limits = Limits(vocabulary_of(model), config.model.max_length)
+    return Prepared(run_id, model, splits.train, task_set, splits.evaluation, demonstrations, limits, probe, left_out)
 
 
 def open_folder(config: RunConfig) -> None:

@@ -39,6 +39,8 @@ class StoredGroup:
 
     key: int
     """64 bits of its id's hash."""
+    digest: int
+    """Of what was put, where it came without a ticket; else 0."""
     row: int
     rows: int
     tokens: int
@@ -117,7 +119,8 @@ class Dropped:
     dropped: dict[str, int]
     report: GroupReport
     key: int | None = None
-    """Of a group that came and was rejected."""
+    digest: int = 0
+    """Of a group that came and was refused."""
     event: Literal["dropped"] = "dropped"
 
 
