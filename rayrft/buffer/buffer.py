@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from rayrft.buffer.groups import Fate
 from rayrft.buffer.lease import Lease
 from rayrft.buffer.leasing import Leasing
 from rayrft.buffer.log import events as e
+from rayrft.buffer.log.journal import Position
 from rayrft.buffer.log.shard import Ref
 from rayrft.buffer.producers import Producers
 from rayrft.buffer.retention import Retention
@@ -40,7 +41,8 @@ class Buffer:
     """Stores ``usual`` (own rows, in whole groups) and ``expert`` (demonstrations, by name), and the task cursor.
 
     ``run`` names the run whose log is at ``location``; ``tasks`` makes the task set; ``others`` are the actors of the
-    shards besides the first; ``limits`` are those of the run's model.
+    shards besides the first; ``limits`` are those of the run's model; ``logged`` is what `settle` gave for the
+    checkpoint that the run goes on from.
     """
 
     def __init__(
@@ -52,8 +54,9 @@ class Buffer:
         tasks: Callable[[], TaskSet] | None = None,
         others: list[Any] | None = None,
         limits: Limits = Limits(),  # noqa: B008 - frozen
+        logged: Sequence[int] = (0, 0),
     ) -> None:
-        self._store = Store(run, location, config, seed, tasks() if tasks else None, others or [])
+        self._store = Store(run, location, config, seed, tasks() if tasks else None, others or [], Position(*logged))
         self._state = self._store.state
         self._experts = ExpertBlocks(self._store.storage, self._state.book)
         self._leasing = Leasing(self._store, self._experts)
@@ -94,11 +97,20 @@ class Buffer:
         await self._store.commit(e.StageOpened(plan))
         self._state.fill_pool(self._store.new_pool)
 
-    async def resume(self, step: int) -> None:
+    async def resume(self, step: int) -> int:
         """The run goes on from a checkpoint of ``step``: what producers had under way goes to others, and leases from
-        there on are to be trained again, with the same rows in the same order."""
+        there on are to be trained again, with the same rows in the same order. Gives the bytes of writes that a crash
+        had left unfinished in the log, which were cut off."""
         gone = sorted({each.producer for each in self._state.book.outstanding.values()} | set(self._state.book.calls))
         await self._store.commit(*(e.Abandoned(producer) for producer in gone), e.RolledBack(step))
+        torn: int = (await self._store.sizes())["torn_bytes"]
+        return torn
+
+    async def settle(self) -> list[int]:
+        """Returns when all that was acknowledged is on the disk, with how far the journal must reach from now on: a
+        checkpoint keeps that, for its steps cannot be gone on from without."""
+        position = await self._store.settle()
+        return [position.number, position.nbytes]
 
     async def close_stage(self) -> None:
         """No more groups are admitted; whoever waits for a ticket gets none."""

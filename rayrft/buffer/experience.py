@@ -155,6 +155,7 @@ SCHEMA = pa.schema(
 
 _LISTS = [f.name for f in SCHEMA if pa.types.is_list(f.type) and pa.types.is_primitive(f.type.value_type)]
 _MAPS = [f.name for f in SCHEMA if pa.types.is_map(f.type)]
+_WHOLE_NUMBERS = ("token_ids", "prompt_length", "action_mask")
 
 
 def to_batch(experiences: list[Experience]) -> pa.RecordBatch:
@@ -174,6 +175,8 @@ def _column(f: pa.Field, experiences: list[Experience]) -> pa.Array:
             values = [[list(turn.items()) for turn in value] for value in values]
         elif f.name == "weight_versions":
             values = [[dataclasses.asdict(span) for span in value] for value in values]
+        elif f.name in _WHOLE_NUMBERS and any(each.size and each.dtype.kind == "f" for each in map(np.asarray, values)):
+            raise TypeError("fractions, which Arrow would cut off")
         return pa.array(values, f.type)
     except (pa.ArrowException, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise DataError(

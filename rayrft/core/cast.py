@@ -52,8 +52,8 @@ class Cast:
             ray.kill(actor)
 
 
-def hire(config: RunConfig, prepared: Prepared, placement: Placement) -> Cast:
-    """Create the actors; they are not started yet, but can be watched."""
+def hire(config: RunConfig, prepared: Prepared, placement: Placement, logged: list[int]) -> Cast:
+    """Create the actors; they are not started yet, but can be watched. ``logged``: see `Buffer`."""
     import ray
 
     shards = _hire_shards(config, placement)
@@ -65,6 +65,7 @@ def hire(config: RunConfig, prepared: Prepared, placement: Placement) -> Cast:
         prepared.task_set,
         shards,
         prepared.limits,
+        logged,
     )
     trainer = placement.actor(Trainer, "trainer", name="trainer").remote(config.trainer)
     if "explorer" not in {part.name for part in plan_placement(config)}:

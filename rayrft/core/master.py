@@ -48,7 +48,7 @@ class Master:
         try:
             parts = [part.name for part in plan_placement(self._config) if part.name not in ("master", "ranks")]
             await asyncio.to_thread(placement.reserve, parts)
-            self._cast = casting.hire(self._config, prepared, placement)
+            self._cast = casting.hire(self._config, prepared, placement, self._progress.logged)
             self._stages = Stages(self._config, self._cast, self._recorder, self._progress, self._stop)
             await supervise(self._run(self._cast, self._stages, prepared), self._cast.watches())
             self._status = "finished"

@@ -54,7 +54,9 @@ class Stages:
     async def run(self) -> None:
         """All stages that are left. Raises Stopped when the user asked for it, after saving."""
         progress = self.progress
-        await self._cast.buffer.resume.remote(progress.step)
+        if torn := await self._cast.buffer.resume.remote(progress.step):
+            said = f"a crash left {torn} bytes of unfinished writes in the Buffer's log, which were cut off"
+            await self._recorder.note(said, step=progress.step)
         try:
             for number, stage in enumerate(self._config.stages):
                 if number > progress.stage or (number == progress.stage and progress.needs(stage.steps)):

@@ -116,6 +116,7 @@ def test_the_second_row_of_an_id_is_named() -> None:
         ("token_ids", None),
         ("token_ids", np.array([1.5, 2.0])),
         ("token_ids", np.zeros((2, 2), np.int32)),
+        ("prompt_length", 1.5),
         ("token_ids", [1 << 40]),
         ("reward", "good"),
         ("labels", ["good"]),

@@ -177,7 +177,7 @@ async def _run(config: RunConfig, pipe: Connection) -> None:
         progress = Progress("run")
         checkpoints.mark_beginning(progress)
     tasks: Callable[[], TaskSet] = partial(TaskSet, [0] * TASKS, [1.0], sampler="shuffled", seed=3)
-    buffer = Remote(Buffer("run", config.buffer_location, config.buffer, 0, tasks))
+    buffer = Remote(Buffer("run", config.buffer_location, config.buffer, 0, tasks, logged=progress.logged))
     local = OneRank(config, pipe)
     trainer = Remote(local)
     explorer = Remote(Actors(buffer, trainer, pipe))

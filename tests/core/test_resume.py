@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rayrft.config import RunConfig, load_config
-from rayrft.monitor.records import StepRecord, read_records
+from rayrft.monitor.records import NoteRecord, StepRecord, read_records
 from tests.core.resumable import run
 from tests.forks import FORKS
 
@@ -180,10 +180,15 @@ def test_a_checkpoint_that_was_being_written_is_not_taken_for_one(
         if event == "Checkpoint":
             process.kill()
             break
+    [journal] = (config.folder / "buffer").glob("journal*")
+    with journal.open("ab") as file:
+        file.write(b'{"event":"half')
     checkpoints = config.folder / "checkpoints"
     (checkpoints / "step-000099").mkdir()  # as if a file system had kept the folder and lost what was in it
     go_through(config)
     assert not list(checkpoints.glob(".*"))
+    notes = [record.text for record in read_records(config.folder) if isinstance(record, NoteRecord)]
+    assert sum("14 bytes of unfinished writes" in note for note in notes) == 1
     assert_same(config, whole[0])
 
 
