@@ -206,6 +206,14 @@ class Buffer:
         self._state.check()
         await self._retention.release(record.slots)
 
+    async def blame(self, step: int, attempt: str, experience_ids: list[str]) -> None:
+        """Training of the step failed on one of these rows, in the attempt of that name.
+
+        When the batch is asked for again, they stand by themselves. One that is blamed in a second attempt leaves it: a
+        demonstration for good, and a row of a group with its group, which is counted as dropped for ``failed_twice``.
+        """
+        await self._leasing.blame(step, attempt, experience_ids)
+
     async def cover(self, step: int) -> None:
         """A checkpoint holds the work of all steps before ``step``: their batches will not be asked for again."""
         await self._store.commit(e.Covered(step))

@@ -16,7 +16,7 @@ from rayrft.core.progress import Progress
 from rayrft.core.recorder import Recorder
 from rayrft.core.stages import Stages, Stopped
 from rayrft.core.supervision import root_cause, supervise
-from rayrft.errors import RayrftError
+from rayrft.errors import RayrftError, RowsFailed
 from rayrft.monitor.records import Record
 from rayrft.registry import load_plugins
 
@@ -57,6 +57,8 @@ class Master:
         except Exception as failure:  # whatever ended the run becomes its summary and is raised again below
             self._status, error = "failed", root_cause(failure)
             await self._recorder.note(f"the run failed: {error}", step=self._progress.step)
+            if isinstance(error, RowsFailed) and self._stages is not None:
+                await self._stages.blame(error)
             await self._take_stock()
         finally:
             if self._cast is not None:

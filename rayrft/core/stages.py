@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+import uuid
 from collections import ChainMap
 from collections.abc import AsyncIterator
 from typing import Any
@@ -22,7 +23,7 @@ from rayrft.core.recorder import Recorder
 from rayrft.core.review import Review
 from rayrft.core.saving import Saving
 from rayrft.core.weight_sync import SyncReport
-from rayrft.errors import LeaseEnded
+from rayrft.errors import LeaseEnded, RowsFailed, StorageError
 from rayrft.trainer.commands import Load, OpenStage, Train
 from rayrft.trainer.result import StepResult
 
@@ -82,6 +83,14 @@ class Stages:
         """Put the weights of the latest checkpoint in place; the rest of it follows when the stage is open."""
         if self.progress.step:
             await self._saving.restore(whole=False)
+
+    async def blame(self, error: RowsFailed) -> None:
+        """Tell the Buffer which rows the present step failed on, for when it is tried again."""
+        from ray.exceptions import RayActorError
+
+        # Where that cannot be, the run ends as it would have: the step is tried again as it was.
+        with contextlib.suppress(RayActorError, TimeoutError, StorageError):
+            await asyncio.wait_for(self._cast.buffer.blame.remote(self.progress.step, uuid.uuid4().hex, error.value), 5)
 
     async def take_stock(self) -> None:
         """Ask the Buffer for its ledger. Where it is gone, or was never there, the last answer stands."""

@@ -152,6 +152,18 @@ class Acked:
 
 
 @dataclass(frozen=True)
+class Blamed:
+    """Training failed on one of these: groups, by slot, and demonstrations, by row."""
+
+    step: int
+    attempt: str
+    """Which of the times that the step was tried."""
+    slots: list[int]
+    expert: list[int]
+    event: Literal["blamed"] = "blamed"
+
+
+@dataclass(frozen=True)
 class Covered:
     """A checkpoint holds the work of all steps before ``step``."""
 
@@ -248,6 +260,7 @@ Event = (
     | TaskFailed
     | Leased
     | Acked
+    | Blamed
     | Covered
     | Requeued
     | RolledBack
