@@ -79,18 +79,32 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepare
     if config.rolls_out:
         _check_prompts(config, splits.train, tokenizer)
     held_out = {task.asked for task in splits.evaluation}
-    demonstrations, left_out = {}, {}
+    demonstrations, left_out, max_length = {}, {}, config.model.max_length
     for name, each in config.demonstrations.items():
         if each.path is None:
-            demonstrations[name] = from_tasks(name, splits.demonstrated[name], each, tokenizer, config.seed)
+            rows = from_tasks(name, splits.demonstrated[name], each, tokenizer, config.seed)
+            demonstrations[name], left_out[name] = _short_enough(name, rows, max_length)
         else:
-            demonstrations[name], report = from_file(name, each, tokenizer, config.model.max_length, held_out)
+            demonstrations[name], report = from_file(name, each, tokenizer, max_length, held_out)
             left_out[name] = report.counts
     compared = splits.evaluation[:8] if config.rolls_out else []
     probe = [demonstrate("", task, task.answer, tokenizer) for task in compared]
     task_set = _task_set(config, splits)
-    limits = Limits(vocabulary_of(model), config.model.max_length)
+    limits = Limits(vocabulary_of(model), max_length)
     return Prepared(run_id, model, splits.train, task_set, splits.evaluation, demonstrations, limits, probe, left_out)
+
+
+def _short_enough(name: str, rows: list[Experience], max_length: int) -> tuple[list[Experience], Counter[str]]:
+    """The demonstrations that the model takes, and how many are left out."""
+    short = [row for row in rows if len(row.token_ids) <= max_length]
+    if not short:
+        raise DataError(
+            f"every demonstration has more than {max_length} tokens",
+            field=f"demonstrations.{name}",
+            value=min(len(row.token_ids) for row in rows),
+            remedy="raise model.max_length",
+        )
+    return short, Counter({"too long": len(rows) - len(short)} if len(rows) > len(short) else {})
 
 
 def open_folder(config: RunConfig) -> None:
