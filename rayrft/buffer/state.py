@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pyarrow as pa
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from rayrft.buffer.book import Book
 from rayrft.buffer.groups import Fate, GroupTable
@@ -22,6 +22,7 @@ from rayrft.buffer.samplers import Sampler
 from rayrft.buffer.schedule import Schedule
 from rayrft.buffer.tasks.sampler import TaskSet
 from rayrft.config.buffer import SamplerConfig
+from rayrft.errors import StorageError
 
 _book: TypeAdapter[Book] = TypeAdapter(Book)
 
@@ -128,8 +129,15 @@ class State:
     def restore(self, snapshot: pa.Buffer) -> None:
         """Stand where the snapshot was taken."""
         table = pa.ipc.open_file(snapshot).read_all()
-        self.book = _book.validate_json(table.schema.metadata[b"rayrft.book"])
-        self.groups = GroupTable.from_table(table)
+        try:
+            self.book = _book.validate_json(table.schema.metadata[b"rayrft.book"])
+            self.groups = GroupTable.from_table(table)
+        except (ValidationError, KeyError) as error:
+            raise StorageError(
+                f"this rayrft does not know what the snapshot says: {str(error).splitlines()[0]}",
+                field="snapshot",
+                remedy="go on with the rayrft that wrote it",
+            ) from None
         if self.tasks is not None:
             self.tasks.restore(self.book.tasks)
         if isinstance(self.book.schedule, Schedule):

@@ -15,6 +15,7 @@ from rayrft.buffer.log.journal import Journal
 from rayrft.buffer.log.segments import Extent, segment_name
 from rayrft.buffer.log.shard import NotOpen, RowSpan, Shard
 from rayrft.buffer.log.storage import Storage
+from rayrft.buffer.state import State
 from rayrft.errors import StorageError
 from tests.buffer.in_process import ObjectTable, small
 from tests.buffer.rows import group
@@ -86,6 +87,16 @@ class TestJournal:
             StorageError, match=r"line 5: this rayrft does not know .*Go on with the rayrft that wrote it"
         ):
             Journal(Storage(str(tmp_path))).open()
+
+    def test_a_snapshot_of_another_rayrft_is_an_error_that_says_so(self) -> None:
+        state = State(small().sampler, 0, None)
+        table = pa.ipc.open_file(state.to_snapshot()).read_all().drop_columns(["digest"])
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+        with pytest.raises(StorageError) as raised:
+            state.restore(sink.getvalue())
+        assert raised.value.field == "snapshot"
 
     def test_any_change_of_a_snapshot_is_an_error_that_names_it(self, tmp_path: Path) -> None:
         journal = Journal(Storage(str(tmp_path)))

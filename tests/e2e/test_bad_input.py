@@ -85,6 +85,17 @@ class TestData:
         assert prepared.left_out["gold"] == {"held-out question": 1}
         assert len(prepared.demonstrations["gold"]) == 1
 
+    def test_answers_of_tasks_that_are_too_long_to_be_shown_are_left_out(self, tmp_path: Path) -> None:
+        words = {"tasks.sources.0.options": {"min_word_len": 3, "max_word_len": 4}}
+        plain = prepare(load_config(small_config(tmp_path, "plain"), words), "run")
+        lengths = [len(row.token_ids) for row in plain.demonstrations["gold"]]
+        longest = max(lengths)
+        limits = {"model.max_length": longest - 1, "sampling.max_prompt_tokens": longest - 2, "sampling.max_tokens": 1}
+        overrides = {key.replace("sampling", "explorer.sampling"): limit for key, limit in limits.items()}
+        prepared = prepare(load_config(small_config(tmp_path, "short"), words | overrides), "run")
+        assert prepared.left_out["gold"] == {"too long": lengths.count(longest)}
+        assert prepared.limits.max_length == longest - 1
+
     def test_prompts_longer_than_the_limit(self, tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"every prompt is longer than the limit of 5 tokens"):
             attempt(tmp_path, **{"explorer.sampling.max_prompt_tokens": 5})
