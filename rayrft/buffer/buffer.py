@@ -34,7 +34,7 @@ from rayrft.buffer.tasks.sampler import TaskSet
 from rayrft.buffer.validation import Limits, find_faults
 from rayrft.buffer.writer import Entry, Receipt
 from rayrft.config.buffer import BufferConfig
-from rayrft.errors import DataError
+from rayrft.errors import DataError, StorageError
 
 
 class Buffer:
@@ -100,7 +100,18 @@ class Buffer:
     async def resume(self, step: int) -> int:
         """The run goes on from a checkpoint of ``step``: what producers had under way goes to others, and leases from
         there on are to be trained again, with the same rows in the same order. Gives the bytes of writes that a crash
-        had left unfinished in the log, which were cut off."""
+        had left unfinished in the log, which were cut off.
+
+        Raises StorageError when the log knows less than the checkpoint: it lost its end, or is another one.
+        """
+        known = self._state.newest_version
+        if known < step:
+            raise StorageError(
+                f"the log ends after {known} steps, and the run goes on from a checkpoint of step {step}",
+                field=self._store.storage.location,
+                value=known,
+                remedy="restore the log from a copy, or go on from an older checkpoint",
+            )
         gone = sorted({each.producer for each in self._state.book.outstanding.values()} | set(self._state.book.calls))
         await self._store.commit(*(e.Abandoned(producer) for producer in gone), e.RolledBack(step))
         torn: int = (await self._store.sizes())["torn_bytes"]

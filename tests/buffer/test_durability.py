@@ -336,6 +336,19 @@ class TestLostEnd:
         assert held(buffer) == list(range(6))
         buffer.kill()
 
+    def test_one_without_steps_that_a_checkpoint_holds_is_damage_also_where_nothing_else_tells(
+        self, tmp_path: Path
+    ) -> None:
+        buffer = self.filled(tmp_path, "never")
+        buffer.do("open_stage", plan(1, scheduled=False))
+        buffer.lease(0)
+        with pytest.raises(StorageError) as raised:
+            buffer.do("resume", 1)
+        assert (raised.value.field, raised.value.value) == (str(tmp_path), 0)
+        buffer.do("ack", 0)
+        buffer.do("resume", 1)
+        buffer.kill()
+
     def test_rows_that_were_on_the_disk_are_missed_where_they_lay(self, tmp_path: Path) -> None:
         buffer = self.filled(tmp_path, "never")
         buffer.do("settle")
