@@ -89,9 +89,9 @@ def blamed(state: State, event: e.Blamed) -> None:
         if slot not in record.blamed:
             record.blamed.append(slot)
             continue
-        place = record.slots.index(slot)
-        for column in (record.slots, record.weights, record.staleness):
-            del column[place]
+        kept = [place for place, each in enumerate(record.slots) if each != slot]
+        record.slots, record.weights = [record.slots[i] for i in kept], [record.weights[i] for i in kept]
+        record.staleness = [record.staleness[i] for i in kept]
         record.blamed.remove(slot)
         groups.pending[slot] -= 1
         if groups.pending[slot] == 0:
