@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from rayrft.buffer.book import ExpertCursor
 from rayrft.buffer.experience import pack, to_batch
+from rayrft.buffer.log.segments import Extent
 from tests.buffer.in_process import LocalBuffer, ObjectTable, small
 from tests.buffer.rows import expert_rows, group, plan
 
@@ -109,3 +111,13 @@ def test_a_demonstration_that_fails_twice_is_drawn_no_more(buffer: LocalBuffer, 
     assert len(drawn) == 24 and not set(drawn) & set(gone)
     buffer.restart()
     assert [name for step in range(1, 7) for name in rows(buffer, step)] == drawn
+
+
+def test_every_epoch_has_each_of_the_other_demonstrations_once() -> None:
+    cursor, drawn = ExpertCursor(Extent(0, rows=6), seed=0), list[int]()
+    cursor.advance(4)
+    cursor.failed.append(cursor.peek(2)[0])  # still to come in this epoch
+    while len(drawn) < 31:
+        drawn += cursor.peek(3)
+        cursor.advance(3)
+    assert [len(set(drawn[at : at + 5])) for at in range(1, 31, 5)] == [5] * 6 and cursor.failed[0] not in drawn
