@@ -17,9 +17,11 @@ from rayrft.monitor.records import NoteRecord, StepRecord, read_records
 from tests.conftest import ROOT
 
 FILLER = """
+import dataclasses
 import numpy as np
 import rayrft
 from rayrft.buffer.experience import VersionSpan
+from rayrft.errors import DataError
 
 run = rayrft.attach("offline")
 rows = []
@@ -36,6 +38,12 @@ for group in range(6):
         )
 run.put(rows)
 run.put(rows)  # what was put before is passed over
+try:
+    changes = {"group_id": "bad", "token_ids": np.full(8, 10**6, np.int32)}
+    run.put([dataclasses.replace(row, experience_id=f"bad/{i}", **changes) for i, row in enumerate(rows[:4])])
+    raise AssertionError("tokens that the model does not have were taken")
+except DataError as error:
+    assert error.field == "rows" and len(error.value) == 4, error
 run.finish()
 """
 
@@ -104,7 +112,9 @@ def test_groups_of_another_job_are_trained_once_each_until_it_has_no_more(
     run, summary = finished
     steps = stage(run, "live")
     assert [step.usual_rows for step in steps] == [8, 8, 8]
-    assert summary["status"] == "finished" and summary["counters"]["sampled"] == summary["counters"]["trained"] == 24
+    counters = summary["counters"]
+    assert summary["status"] == "finished" and (counters["sampled"], counters["trained"]) == (28, 24)
+    assert counters["dropped"] == {"rejected: token_ids has an entry outside the vocabulary": 4}
     notes = [record.text for record in read_records(run.folder) if isinstance(record, NoteRecord)]
     assert any("stage ends after 3 steps" in note and "end_of_data" in note for note in notes)
     assert all(step.policy_tokens == 8 * 6 for step in steps)
