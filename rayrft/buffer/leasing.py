@@ -68,6 +68,9 @@ class Leasing:
             raise RayrftError(
                 "no stage is open", field="buffer.lease", value=step, remedy="open one first: a run does so itself"
             )
+        if book.behind:
+            # Who asks for a step that was never leased has repeated all that were, whatever weights it published.
+            await store.commit(e.Advanced(book.version))
         drawn: list[e.Leased] = []
 
         def ready() -> bool:
@@ -142,6 +145,7 @@ class Leasing:
                 units.append(Unit(expert.ref, row, record.unit, tokens))
         return Lease(
             record.step,
+            record.draw,
             deal(units, world_size, record.mini_batches),
             usual_rows=int(groups.rows[slots].sum()),
             expert_rows=len(record.expert),

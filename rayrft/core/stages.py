@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+import uuid
 from collections import ChainMap
 from collections.abc import AsyncIterator
 from typing import Any
@@ -54,7 +55,7 @@ class Stages:
     async def run(self) -> None:
         """All stages that are left. Raises Stopped when the user asked for it, after saving."""
         progress = self.progress
-        await self._cast.buffer.resume.remote(progress.step)
+        await self._cast.buffer.resume.remote(progress.step, uuid.uuid4().hex)
         try:
             for number, stage in enumerate(self._config.stages):
                 if number > progress.stage or (number == progress.stage and progress.needs(stage.steps)):
@@ -105,7 +106,7 @@ class Stages:
                 if progress.stage_step < stage.steps:
                     await self._between(stage, first)
         finally:
-            await self._cast.buffer.close_stage.remote()
+            await self._cast.buffer.close_stage.remote(stage.name)
             await exploring
         if not stage.groups:
             await self.publish()

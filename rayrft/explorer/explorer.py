@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from typing import TYPE_CHECKING, Any
 
 from rayrft.buffer.experience import Experience, Task, to_batch
@@ -72,7 +73,7 @@ class Explorer:
         self._buffer = buffer
         self._writer = BufferWriter(buffer, config.buffer.shards)
         self._tasks = tasks
-        self._calls = 0
+        self._name, self._calls = f"explorer-{uuid.uuid4().hex}", 0
         self._held_out = held_out
         self._workflow = workflows.get(config.explorer.workflow, "explorer.workflow")()
         self._rewards = RewardPool(config.reward, start_reward)
@@ -142,7 +143,7 @@ class Explorer:
 
     def _admit(self, stage: StageConfig) -> asyncio.Future[list[Ticket]]:
         self._calls += 1
-        return asyncio.ensure_future(self._buffer.admit.remote("explorer", self._calls, stage.groups))
+        return asyncio.ensure_future(self._buffer.admit.remote(self._name, self._calls, stage.groups))
 
     async def _group(self, stage: StageConfig, ticket: Ticket) -> None:
         """One group, from task to Buffer. Whatever happens, the ticket is used or given back."""
