@@ -6,7 +6,7 @@ import json
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -87,36 +87,51 @@ def stop(name: str) -> None:
     print(f"{name}: stopping")
 
 
-def follow(handle: Run) -> dict[str, object]:
-    """Print a run's lines, table and whereabouts, and give its summary. Ctrl-C asks the run to stop; a second one ends
-    it at once. Raises the root cause when the run fails."""
-    from rayrft.monitor.records import read_records
-    from rayrft.monitor.report import accuracy_table
+def follow(handle: Run) -> dict[str, Any]:
+    """Print a run's lines, table and whereabouts, and give its summary. Raises the root cause when the run fails.
 
-    interrupted = False
+    Ctrl-C (or SIGTERM) asks the run to stop, and a second one ends it at once. Either way a summary is written, and
+    SystemExit is raised with 128 and the signal's number.
+    """
+    received: list[int] = []
 
-    def interrupt(*_: object) -> None:
-        nonlocal interrupted
-        if interrupted:
+    def interrupt(number: int, _: object) -> None:
+        received.append(number)
+        if len(received) > 1:
             raise KeyboardInterrupt
-        interrupted = True
         _say("stopping after the step under way (once more: at once)")
         handle.stop()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, interrupt)
-    handle.watch(_say)
-    summary = handle.result()
+    try:
+        handle.watch(_say)
+        summary = handle.result()
+    except KeyboardInterrupt:
+        handle.kill()
+        _say(f"ended at once; to go on: rayrft resume {handle.folder}")
+        raise SystemExit(128 + received[0]) from None
+    _report(handle, summary)
+    if received:
+        raise SystemExit(128 + received[0])
+    return summary
+
+
+def _report(handle: Run, summary: dict[str, Any]) -> None:
+    from rayrft.monitor.records import read_records
+    from rayrft.monitor.report import accuracy_table
+
     _say("\n" + accuracy_table(read_records(handle.folder)))
     counters = summary["counters"]
-    _say(
-        f"\nrows: sampled {counters['sampled']} = trained {counters['trained']} + dropped "
-        f"{sum(counters['dropped'].values())} {counters['dropped']} + held {counters['held']}"
-    )
+    if counters["sampled"] is not None:
+        _say(
+            f"\nrows: sampled {counters['sampled']} = trained {counters['trained']} + dropped "
+            f"{sum(counters['dropped'].values())} {counters['dropped']} + held {counters['held']}"
+        )
     _say(f"{summary['status']} after {summary['seconds']['total']:.0f} s, {summary['steps']} steps")
-    _say(f"plot        {handle.folder / 'plot.png'}")
+    if (plot := handle.folder / "plot.png").exists():
+        _say(f"plot        {plot}")
     _say(f"checkpoint  {summary['checkpoint'] or f'to go on: rayrft resume {handle.folder}'}")
-    return summary
 
 
 def _say(text: str) -> None:
