@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
+import socket
 import sys
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -95,26 +99,54 @@ def follow(handle: Run) -> dict[str, Any]:
     """
     received: list[int] = []
 
-    def interrupt(number: int, _: object) -> None:
+    def interrupted(number: int) -> None:
         received.append(number)
-        if len(received) > 1:
-            raise KeyboardInterrupt
-        _say("stopping after the step under way (once more: at once)")
-        handle.stop()
+        if len(received) == 1:
+            _say("stopping after the step under way (once more: at once)")
+            threading.Thread(target=handle.stop, daemon=True).start()  # a Master that hangs does not answer
+        else:
+            handle.kill()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, interrupt)
-    try:
-        handle.watch(_say)
-        summary = handle.result()
-    except KeyboardInterrupt:
-        handle.kill()
-        _say(f"ended at once; to go on: rayrft resume {handle.folder}")
-        raise SystemExit(128 + received[0]) from None
+    with _signals(interrupted):
+        try:
+            handle.watch(_say)
+            summary = handle.result()
+        except RayrftError:
+            if len(received) < 2:
+                raise
+            _say(f"ended at once; to go on: rayrft resume {handle.folder}")
+            raise SystemExit(128 + received[0]) from None
     _report(handle, summary)
     if received:
         raise SystemExit(128 + received[0])
     return summary
+
+
+@contextlib.contextmanager
+def _signals(received: Callable[[int], None]) -> Iterator[None]:
+    """In here ``received`` is called, in a thread of its own, with the number of every SIGINT and SIGTERM. A handler
+    would wait for calls into Ray to look for signals, which takes up to a second and makes one of two."""
+    reading, writing = socket.socketpair()
+    writing.setblocking(False)  # as Python asks for
+    numbers = (signal.SIGINT, signal.SIGTERM)
+
+    def listen() -> None:
+        while number := reading.recv(1):
+            received(number[0])
+
+    before = [signal.signal(number, lambda *_: None) for number in numbers]
+    fd = signal.set_wakeup_fd(writing.fileno())
+    listening = threading.Thread(target=listen, daemon=True)
+    listening.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(fd)
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+        writing.close()
+        listening.join()
+        reading.close()
 
 
 def _report(handle: Run, summary: dict[str, Any]) -> None:

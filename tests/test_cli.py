@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rayrft.cli import follow
+from rayrft.errors import ActorDied
 
 SUMMARY: dict[str, Any] = {
     "status": "stopped",
@@ -22,35 +24,33 @@ SUMMARY: dict[str, Any] = {
 
 
 class ScriptedRun:
-    """A run that is interrupted while it is watched, by so many signals."""
+    """A run that is interrupted while it is watched, by so many signals; it ends when it was told to as often."""
 
     def __init__(self, folder: Path, *signals: int) -> None:
         self.folder = folder
         self._signals = signals
+        self._told = threading.Semaphore(0)
         self.calls: list[str] = []
 
     def watch(self, say: Callable[[str], None]) -> None:
         for number in self._signals:
             os.kill(os.getpid(), number)
+        for _ in self._signals:
+            assert self._told.acquire(timeout=20)
+        if "kill" in self.calls:
+            raise ActorDied("the run was killed")
 
     def stop(self) -> None:
         self.calls.append("stop")
+        self._told.release()
 
     def kill(self) -> None:
         self.calls.append("kill")
+        self._told.release()
 
     def result(self) -> dict[str, Any]:
         self.calls.append("result")
         return SUMMARY
-
-
-@pytest.fixture(autouse=True)
-def handlers() -> Iterator[None]:
-    """As they were, when the test is over."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def test_a_run_that_is_not_interrupted_gives_its_summary(tmp_path: Path) -> None:
@@ -72,3 +72,9 @@ def test_the_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as exit:
         follow(run)  # type: ignore[arg-type]
     assert exit.value.code == 130 and run.calls == ["stop", "kill"]
+
+
+def test_signals_mean_afterwards_what_they_meant_before(tmp_path: Path) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    follow(ScriptedRun(tmp_path))  # type: ignore[arg-type]
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before

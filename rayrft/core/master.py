@@ -17,7 +17,7 @@ from rayrft.core.progress import Progress
 from rayrft.core.recorder import Recorder
 from rayrft.core.silence import Silence
 from rayrft.core.stages import Stages
-from rayrft.core.summary import ledger_in_log, standing, summarise
+from rayrft.core.summary import NO_ROWS, ledger_in_log, standing, summarise
 from rayrft.core.supervision import Stopped, root_cause, supervise, unless_stopped
 from rayrft.errors import RayrftError, StorageError
 from rayrft.monitor.records import Record
@@ -103,7 +103,7 @@ class Master:
             "version": stages.published if stages is not None else 0,
             "folder": str(self._config.folder),
             "waiting": self._silence.overdue if self._silence is not None else [],
-            **(stages.ledger if stages is not None else {}),
+            **(stages.ledger if stages is not None and stages.ledger else NO_ROWS),
         }
 
     async def stop(self) -> None:

@@ -17,7 +17,8 @@ from rayrft.config import load_config
 from rayrft.errors import RayrftError, StorageError
 from rayrft.monitor.records import EvaluationRecord, Record, StepRecord, read_records
 
-_COUNTERS = ("sampled", "trained", "dropped", "held")
+NO_ROWS: dict[str, Any] = {"sampled": 0, "trained": 0, "dropped": {}, "held": 0}
+"""The ledger of a run before its first row."""
 _ROOM, _ROOM_BYTES = ".room", 1 << 16
 
 
@@ -74,7 +75,7 @@ def summarise(
         "status": status,
         "error": error,
         "accuracy": _accuracy(records),
-        "counters": {key: ledger.get(key) for key in _COUNTERS},
+        "counters": {key: ledger.get(key) for key in NO_ROWS},
         "dropped_tasks": ledger.get("dropped_tasks"),
         "expert": ledger.get("expert"),
         "seconds": {**_seconds(records), "total": round(total_s, 3)},
@@ -96,7 +97,7 @@ def ledger_in_log(folder: Path) -> dict[str, Any]:
     """What became of the rows of a run, by the log of its Buffer; empty where that is damaged."""
     try:
         if not Storage(load_config(folder / "config.yaml").buffer_location).files():  # it ended before its Buffer began
-            return {"sampled": 0, "trained": 0, "dropped": {}, "held": 0}
+            return NO_ROWS
         stats = Archive.of_run(folder).stats()
     except (RayrftError, OSError):
         return {}
