@@ -147,8 +147,9 @@ class Run(RunData):
         # Without retries, for the Buffer's calls are otherwise made again, and Ray would say so.
         watched = [actor for actor in actors if hasattr(actor, "watch")]
         watches = [actor.watch.options(max_task_retries=0).remote() for actor in watched]
-        # The Master also where it is dead and not listed: a process that holds its handle takes its name for taken.
-        for actor in (*actors, self._master):
+        # The Master first, which would otherwise take the deaths of the others for failures; and also where it is dead
+        # and not listed: a process that holds its handle takes its name for taken.
+        for actor in (self._master, *actors):
             ray.kill(actor)
         if watches:
             ray.wait(watches, num_returns=len(watches))
