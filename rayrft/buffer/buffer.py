@@ -36,6 +36,7 @@ from rayrft.buffer.validation import find_faults
 from rayrft.buffer.writer import Entry
 from rayrft.config.buffer import BufferConfig
 from rayrft.errors import DataError
+from rayrft.waits import WaitReport
 
 
 class Buffer:
@@ -275,6 +276,10 @@ class Buffer:
             "late_feedback": len(book.late_feedback),
             **await self._store.sizes(),
         }
+
+    async def waiting(self) -> WaitReport:
+        """What a lease waits for, and for how long nothing changed."""
+        return self._leasing.waits.report()
 
     async def pid(self) -> int:
         """Process id of the actor."""

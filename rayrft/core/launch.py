@@ -12,8 +12,8 @@ from rayrft.config import RunConfig, load_config
 from rayrft.core.placement import NAMESPACE, Placement, actor_name, check_placement, plan_placement, show_plan
 from rayrft.core.prepare import prepare, write_config
 from rayrft.core.progress import Checkpoints, Progress
-from rayrft.core.recorder import read_summary
 from rayrft.core.run import Run, named_actors
+from rayrft.core.summary import read_summary, remove_summary
 from rayrft.errors import ConfigError, PlacementError, RunNotFound, nearest
 
 
@@ -35,7 +35,8 @@ def resume(folder: str | Path, *, say: Callable[[str], None] = print, **override
     """Go on with the run in that folder, which crashed or was stopped: from its latest checkpoint, with the rows that
     were leased since, in their order. ``overrides`` may raise a stage's steps, change resources and the like.
 
-    Raises ConfigError where there is no such run, or it is finished, and what `start` raises.
+    Raises ConfigError where there is no such run, or it is finished, StorageError where its latest checkpoint is not
+    whole, and what `start` raises.
     """
     folder = Path(folder)
     if not (folder / "config.yaml").is_file():
@@ -48,7 +49,8 @@ def resume(folder: str | Path, *, say: Callable[[str], None] = print, **override
     config = load_config(folder / "config.yaml", overrides)
     if config.folder != folder.absolute():  # it was moved, or the storage is mounted elsewhere
         config = load_config(config, {"storage": str(folder.absolute().parent), "name": folder.name})
-    progress = Checkpoints(config.folder, config.checkpoint).latest()
+    checkpoints = Checkpoints(config.folder, config.checkpoint)
+    progress = checkpoints.latest()
     if progress is None:
         raise ConfigError("the run did not begin", field="run", value=str(folder), remedy="start it instead")
     last = config.stages[-1]
@@ -62,6 +64,7 @@ def resume(folder: str | Path, *, say: Callable[[str], None] = print, **override
             value=str(folder),
             remedy=f"to train on, raise stages.{last.name}.steps",
         )
+    checkpoints.check(progress.step)
     return _start(config, progress, say)
 
 
@@ -75,19 +78,24 @@ def _start(checked: RunConfig, progress: Progress | None, say: Callable[[str], N
     say(show_plan(checked.name, parts))
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     check_placement(parts, ray.available_resources(), nodes)
-    began = progress or Progress(uuid.uuid4().hex)
-    prepared = prepare(checked, began.run_id, resumed=progress is not None)
-    if progress is None:
-        Checkpoints(checked.folder, checked.checkpoint).mark_beginning(began)
-    else:
-        write_config(checked)  # what it was asked for holds from now on, for the next one who resumes it, too
-
-    from rayrft.core.master import Master
-
     placement = Placement(checked.name, parts)
-    placement.reserve(["master"])
-    master = placement.actor(Master, "master", name="master").remote(checked, began)
-    outcome = master.run.remote([ray.put(prepared)])
+    try:
+        placement.reserve(["master"])  # with it the name is taken: whoever starts a run of that name now is refused
+        began = progress or Progress(uuid.uuid4().hex)
+        prepared = prepare(checked, began.run_id, resumed=progress is not None)
+        if progress is None:
+            Checkpoints(checked.folder, checked.checkpoint).mark_beginning(began)
+        else:
+            write_config(checked)  # what it was asked for holds from now on, for the next one who resumes it, too
+            remove_summary(checked.folder)
+
+        from rayrft.core.master import Master
+
+        master = placement.actor(Master, "master", name="master").remote(checked, began)
+        outcome = master.run.remote([ray.put(prepared)])
+    except BaseException:
+        placement.remove()
+        raise
     return Run(checked.name, checked.folder, master, outcome)
 
 

@@ -111,16 +111,25 @@ class Placement:
         self._groups: dict[str, Any] = {}
 
     def reserve(self, names: list[str]) -> None:
-        """Make the placement groups of these parts; raises PlacementError when one is not placed within 30 s."""
+        """Make the placement groups of these parts; raises PlacementError when one is not placed within 30 s, and when
+        another run has one of that name."""
         import ray
-        from ray.exceptions import GetTimeoutError
+        from ray.exceptions import GetTimeoutError, RaySystemError
         from ray.util.placement_group import placement_group
 
         for name in names:
             part = self._parts[name]
-            self._groups[name] = placement_group(
-                [part.bundle] * part.count, strategy="PACK", name=actor_name(self._run, name)
-            )
+            try:
+                self._groups[name] = placement_group(
+                    [part.bundle] * part.count, strategy="PACK", name=actor_name(self._run, name)
+                )
+            except RaySystemError:
+                raise PlacementError(
+                    "a run of this name is starting, or ending",
+                    field="name",
+                    value=self._run,
+                    remedy="choose another name (name=…), or wait for its end",
+                ) from None
         for name in names:
             try:
                 ray.get(self._groups[name].ready(), timeout=30)
@@ -170,7 +179,7 @@ class Placement:
         """Give everything back; actors in the groups are killed by Ray."""
         from ray.util.placement_group import remove_placement_group
 
-        for group in self._groups.values():
+        for group in list(self._groups.values()):  # a run that is stopped may still be reserving
             remove_placement_group(group)
         self._groups.clear()
 
@@ -178,11 +187,14 @@ class Placement:
 def remove_groups(prefix: str) -> None:
     """Remove the placement groups whose names begin so, whoever made them: those of a Master that died stay as long as
     the process lives that started it."""
-    from ray.util.placement_group import get_placement_group, placement_group_table, remove_placement_group
+    from ray import PlacementGroupID
+    from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
     for entry in placement_group_table().values():
         if entry["name"].startswith(prefix) and entry["state"] != "REMOVED":
-            remove_placement_group(get_placement_group(entry["name"]))
+            # By its id: somebody else may remove it meanwhile, and then it is not found by name.
+            group = PlacementGroupID(bytes.fromhex(entry["placement_group_id"]))
+            remove_placement_group(PlacementGroup(group))
 
 
 def _row(name: str, count: str, cpus: float, gpus: float, memory_gib: float, note: str) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from rayrft.config.trainer import WeightSyncConfig
 from rayrft.errors import WeightSyncError
 from rayrft.explorer.engine import EngineWeights
 from rayrft.trainer.commands import Describe, Export, Exported, Join, Locate, Publish, Release, Score
+from rayrft.waits import Followed, WaitReport, Waits
 from rayrft.weights.parcel import GroupPlan, Parcel
 
 
@@ -47,8 +48,9 @@ class WeightSync:
         """``probe`` are sequences to score, ``images`` those of each."""
         self._config = config
         self._backend = backend
-        self._trainer = trainer
-        self._engines = engines
+        self._waits = Waits("weight_sync")
+        self._trainer = Followed("trainer", trainer, self._waits)
+        self._engines = [Followed(f"engine-{index}", engine, self._waits) for index, engine in enumerate(engines)]
         self._workers = workers_per_engine
         self._probe = probe
         self._images = images or [()] * len(probe)
@@ -101,6 +103,10 @@ class WeightSync:
     async def wake_up(self) -> None:
         """Have the engines take their GPU memory back."""
         await self._each("wake_up")
+
+    async def waiting(self) -> WaitReport:
+        """Which engines, or the trainer, have not answered, and for how long."""
+        return self._waits.report()
 
     async def watch(self) -> None:
         """Never returns: a caller that awaits it learns at once when this actor dies."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from rayrft.config.trainer import TrainerConfig
 from rayrft.errors import ActorDied, RayrftError, StorageError
 from rayrft.trainer.commands import Command, Stop
 from rayrft.trainer.loop import RankSetup, run_rank
+from rayrft.waits import WaitReport, Waits
 
 
 class Trainer:
@@ -27,6 +29,7 @@ class Trainer:
         self._written: dict[Path, dict[int, str | None]] = {}
         self._failure: Exception | None = None
         self._fit: asyncio.Task[None] | None = None
+        self._waits = Waits("trainer")
 
     async def start(self, folder: Path, setup: RankSetup) -> str | None:
         """Start the ranks through Ray Train, whose own files go to ``folder``, the run's.
@@ -35,7 +38,7 @@ class Trainer:
         """
         self._fit = asyncio.create_task(self._run(folder, setup))
         async with self._changed:
-            await self._until(lambda: len(self._ready) == self._config.ranks)
+            await self._from_ranks("start", self._ready)
             return self._ready[0]
 
     async def command(self, command: Command) -> list[Any]:
@@ -45,13 +48,13 @@ class Trainer:
             self._command = command
             self._answers = {}
             self._changed.notify_all()
-            await self._until(lambda: len(self._answers) == self._config.ranks)
+            await self._from_ranks(type(command).__name__, self._answers)
             return [self._answers[rank] for rank in range(self._config.ranks)]
 
     async def written(self, folder: Path) -> None:
         """Returns when every rank has written its part of a checkpoint. Raises StorageError when one could not."""
         async with self._changed:
-            await self._until(lambda: len(self._written.get(folder, ())) == self._config.ranks)
+            await self._from_ranks("part of a checkpoint", self._written.setdefault(folder, {}))
             problems = [problem for problem in self._written.pop(folder).values() if problem is not None]
         if problems:
             raise StorageError(
@@ -74,6 +77,10 @@ class Trainer:
         """Returns when the ranks have ended as told; raises as soon as one has failed."""
         async with self._changed:
             await self._until(lambda: isinstance(self._command, Stop))
+
+    async def waiting(self) -> WaitReport:
+        """Which ranks have not answered, and for how long."""
+        return self._waits.report()
 
     async def pid(self) -> int:
         """Process id of the actor."""
@@ -113,6 +120,15 @@ class Trainer:
             if self._failure is None:
                 self._failure = _cause(error, f"trainer rank {rank}")
             self._changed.notify_all()
+
+    async def _from_ranks(self, what: str, answers: Mapping[int, Any]) -> None:
+        """Returns when every rank has an entry among the answers."""
+
+        def missing() -> str:
+            return ", ".join(str(rank) for rank in range(self._config.ranks) if rank not in answers)
+
+        with self._waits.on(f"{what} of ranks", missing):
+            await self._until(lambda: len(answers) == self._config.ranks)
 
     async def _until(self, condition: Any) -> None:
         await self._changed.wait_for(lambda: condition() or self._failure is not None)

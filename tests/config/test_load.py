@@ -47,6 +47,16 @@ def test_a_config_survives_being_written_and_read() -> None:
     assert again == config
 
 
+def test_a_dictionary_is_the_same_run_as_the_file_it_would_be(tmp_path: Path) -> None:
+    """The order of demonstrations decides which tasks each is given."""
+    raw = base()
+    raw["demonstrations"] = {"warmup": {"size": 5}, "expert": {"size": 10}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(raw, sort_keys=False))
+    given, read = load_config(raw, {"seed": 1}), load_config(tmp_path / "run.yaml", {"seed": 1})
+    assert dump_config(given) == dump_config(read) and list(given.demonstrations) == ["warmup", "expert"]
+    assert "seed" not in raw, "overrides leave the caller's dictionary alone"
+
+
 def test_overrides_reach_list_entries_by_name_and_by_number() -> None:
     config = load_config(base(), {"stages.mix.steps": 7, "stages.0.optimizer.lr": 0.5, "trainer.ranks": 1})
     assert (config.stages[0].steps, config.stages[0].optimizer.lr, config.trainer.ranks) == (7, 0.5, 1)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rayrft.config.trainer import TrainerConfig
+from rayrft.trainer.commands import Train
 from rayrft.trainer.trainer import Trainer
 
 SNAPSHOT = "checkpoint_manager_snapshot.json"
@@ -44,3 +46,22 @@ def test_collectives_of_every_memory_that_tensors_lie_in_have_a_backend(
 def test_a_resumed_run_does_not_miss_folders_that_were_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / SNAPSHOT).write_text("{}")
     assert started(tmp_path, 0, monkeypatch)["snapshot"] is False
+
+
+async def test_ranks_that_have_not_answered_are_named(tmp_path: Path) -> None:
+    trainer = Trainer(TrainerConfig(ranks=3))
+    training = asyncio.ensure_future(trainer.command(Train()))
+    writing = asyncio.ensure_future(trainer.written(tmp_path))
+    await trainer.next_command(0)
+    await trainer.answer(1, 0, "done")
+    await trainer.wrote(0, tmp_path, None)
+    assert {(wait.target, wait.what) for wait in (await trainer.waiting()).waits} == {
+        ("Train of ranks", "0, 2"),
+        ("part of a checkpoint of ranks", "1, 2"),
+    }
+    for rank in range(3):
+        await trainer.answer(rank, 0, "done")
+        await trainer.wrote(rank, tmp_path, None)
+    assert await training == ["done"] * 3
+    await writing
+    assert (await trainer.waiting()).waits == []
