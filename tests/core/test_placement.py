@@ -109,8 +109,9 @@ def test_each_engine_is_on_the_gpu_of_its_rank_and_of_no_other(ray_cluster: Any)
     if ray.cluster_resources().get("GPU", 0) < 2:
         pytest.skip("needs 2 GPUs, or what Ray takes for them")
     config = load_config(base(), {**SHARED, "explorer.engine.count": 2, "trainer.ranks": 2})
-    placement = Placement("pairs", plan_placement(config))
-    placement.reserve(["engines"])
+    parts = plan_placement(config)
+    placement = Placement("pairs", parts)
+    placement.reserve([part.name for part in parts if part.name in ("engines", "ranks")])
     try:
         engines = [placement.actor(Device, "engines", bundle=index).remote() for index in range(2)]
         ranks = [
