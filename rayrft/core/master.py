@@ -53,7 +53,7 @@ class Master:
         placement = Placement(self._config.name, plan_placement(self._config))
         error: RayrftError | None = None
         try:
-            parts = [part.name for part in plan_placement(self._config) if part.name not in ("master", "ranks")]
+            parts = [part.name for part in plan_placement(self._config) if part.name != "master"]
             await unless_stopped(self._stop, asyncio.to_thread(placement.reserve, parts))
             self._cast = casting.hire(self._config, prepared, placement)
             followed = self._cast.followed(self._waits)

@@ -174,7 +174,7 @@ class Stages:
         progress.accuracy, progress.reward = None, record.reward
         await self._recorder.add(record)
         if progress.stage_step == 1:
-            doubt = first_step_doubt(lease, result, self._config.weight_sync.tolerance)
+            doubt = first_step_doubt(lease, result, self._config.probe_bounds.mean)
             if doubt is not None:
                 await self._recorder.note(f"first step of {stage.name!r}: {doubt}", stage.name, progress.step)
 

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from rayrft.config import RunConfig, dump_config, load_config, parse_override
+from rayrft.config.trainer import ProbeBounds
 from rayrft.errors import ConfigError
 
 SPELL = {"name": "spell", "source": "reasoning_gym", "dataset": "spell_backward", "size": 10}
@@ -141,6 +142,7 @@ def test_an_override_without_a_value_is_refused(text: str) -> None:
         ({"weight_sync.backend": "nccl"}, r"'nccl' needs explorer\.engine\.gpus"),
         ({"explorer.engine.gpus": 1}, r"give GPUs to both or to neither"),
         ({"explorer.engine.gpus": 0.5, "trainer.gpus": 0.6}, r"ipc pairs one engine with one trainer rank"),
+        ({"explorer.engine.gpus": 0.2, "trainer.gpus": 0.3}, r"pairs of engine and rank would lie on one"),
         ({"explorer.engine.sleep": True}, r"explorer\.engine\.sleep is for engine and trainer taking turns on one GPU"),
         ({"explorer.engine.tensor_parallel": 2}, r"above 1 needs GPUs"),
         ({"explorer.sampling.top_k": 5}, r"unknown key"),
@@ -171,6 +173,23 @@ def test_two_stages_of_one_name_are_refused() -> None:
 def test_the_transfer_backend_follows_from_the_devices(gpus: tuple[float, float], backend: str) -> None:
     config = load_config(base(), {"explorer.engine.gpus": gpus[0], "trainer.gpus": gpus[1]})
     assert config.sync_backend == backend
+
+
+@pytest.mark.parametrize(
+    ("dtype", "given", "bounds"),
+    [
+        ("float32", None, ProbeBounds(1e-4, 1e-4, 1.0)),
+        ("bfloat16", None, ProbeBounds(0.03, 0.2, 0.99)),
+        ("float32", 1e-3, ProbeBounds(1e-3, 1e-3, 1.0)),
+        ("bfloat16", 0.4, ProbeBounds(0.06, 0.4, 0.99)),
+    ],
+)
+def test_how_closely_engine_and_trainer_must_agree_follows_from_the_precision(
+    dtype: str, given: float | None, bounds: ProbeBounds
+) -> None:
+    config = load_config(base(), {"model.dtype": dtype, "weight_sync.tolerance": given})
+    found = config.probe_bounds
+    assert (found.mean, found.most, found.share) == pytest.approx((bounds.mean, bounds.most, bounds.share))
 
 
 @pytest.mark.parametrize(
