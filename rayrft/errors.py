@@ -69,6 +69,10 @@ class LeaseEnded(RayrftError):
     """A lease will not come; ``value`` is why: ``deadline``, ``end_of_data``, ``producer_died`` or ``stage_closed``."""
 
 
+class RowsFailed(RayrftError):
+    """Rows on which a step of training failed; ``value`` has their experience ids, ``field`` names the rank."""
+
+
 class FeedbackRefused(RayrftError):
     """Feedback came too late; ``value`` is the version whose weights were trained on the row."""
 

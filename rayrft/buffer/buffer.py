@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,14 +26,15 @@ from rayrft.buffer.groups import Fate
 from rayrft.buffer.lease import Lease
 from rayrft.buffer.leasing import Leasing
 from rayrft.buffer.log import events as e
+from rayrft.buffer.log.journal import Position
 from rayrft.buffer.log.shard import Ref
 from rayrft.buffer.producers import Producers
 from rayrft.buffer.retention import Retention
 from rayrft.buffer.schedule import StagePlan, Ticket
 from rayrft.buffer.store import Store
 from rayrft.buffer.tasks.sampler import TaskSet
-from rayrft.buffer.validation import find_faults
-from rayrft.buffer.writer import Entry
+from rayrft.buffer.validation import Limits, find_faults
+from rayrft.buffer.writer import Entry, Receipt
 from rayrft.config.buffer import BufferConfig
 from rayrft.errors import DataError
 from rayrft.waits import WaitReport
@@ -43,7 +44,8 @@ class Buffer:
     """Stores ``usual`` (own rows, in whole groups) and ``expert`` (demonstrations, by name), and the task cursor.
 
     ``run`` names the run whose log is at ``location``; ``tasks`` makes the task set; ``others`` are the actors of the
-    shards besides the first.
+    shards besides the first; ``limits`` are those of the run's model; ``logged`` is what `settle` gave for the
+    checkpoint that the run goes on from.
     """
 
     def __init__(
@@ -54,14 +56,17 @@ class Buffer:
         seed: int,
         tasks: Callable[[], TaskSet] | None = None,
         others: list[Any] | None = None,
+        limits: Limits = Limits(),  # noqa: B008 - frozen
+        logged: Sequence[int] = (0, 0),
     ) -> None:
-        self._store = Store(run, location, config, seed, tasks() if tasks else None, others or [])
+        self._store = Store(run, location, config, seed, tasks() if tasks else None, others or [], Position(*logged))
         self._state = self._store.state
         self._experts = ExpertBlocks(self._store.storage, self._state.book)
         self._leasing = Leasing(self._store, self._experts)
         self._retention = Retention(self._store)
         self._feedback = Feedback(self._store)
-        self._arrivals = Arrivals(self._store, self._retention)
+        self._limits = limits
+        self._arrivals = Arrivals(self._store, self._retention, limits)
         self._producers = Producers(self._store)
 
     # Stages and admission.
@@ -98,19 +103,28 @@ class Buffer:
         await self._store.commit(e.StageOpened(plan))
         self._state.fill_pool(self._store.new_pool)
 
-    async def resume(self, step: int, life: str) -> None:
+    async def settle(self) -> list[int]:
+        """Returns when all that was acknowledged is on the disk, with how far the journal must reach from now on: a
+        checkpoint keeps that, for its steps cannot be gone on from without."""
+        position = await self._store.settle()
+        return [position.number, position.nbytes]
+
+    async def resume(self, step: int, life: str) -> int:
         """Resume the run from a checkpoint of ``step``: what producers had under way goes to others, and leases from
-        there on are to be trained again, with the same rows in the same order.
+        there on are to be trained again, with the same rows in the same order. Gives the bytes of writes that a crash
+        had left unfinished in the log, which were cut off.
 
         ``life`` names this life of the run, which is resumed once: a late repeat of the call changes nothing.
         """
         book = self._state.book
-        if life in book.lives:
-            return await self._store.commit()
         gone = sorted({each.producer for each in book.outstanding.values()} | set(book.calls))
-        await self._store.commit(
-            *(e.Abandoned(producer) for producer in gone), e.RolledBack(step, life, whole_run=True)
-        )
+        events: list[e.Event] = [
+            *(e.Abandoned(producer) for producer in gone),
+            e.RolledBack(step, life, whole_run=True),
+        ]
+        await self._store.commit(*([] if life in book.lives else events))
+        torn: int = (await self._store.sizes())["torn_bytes"]
+        return torn
 
     async def close_stage(self, name: str | None = None) -> None:
         """Admit no more groups: whoever waits for a ticket gets none. With a name, no other stage than that."""
@@ -158,13 +172,15 @@ class Buffer:
 
     # What comes of a ticket.
 
-    async def put(self, entries: list[Entry], payload: list[Any]) -> None:
+    async def put(self, entries: list[Entry], payload: list[Any]) -> list[Receipt]:
         """Take groups: one entry for each group of the one packed message in ``payload`` (or its reference).
 
-        Returns when they are in the log. Faulty rows are rejected and counted by reason; a group that was taken before
-        is passed over; one that comes after its deadline or its stage is dropped. `BufferWriter` makes this call.
+        Returns when they are in the log, and says what is not and why. Faulty rows are rejected and counted by reason,
+        and a group that came without a ticket with them. A group that was taken before is passed over; where it comes
+        without a ticket and with other rows than then, it is refused and counted. One that comes after its deadline or
+        its stage is dropped. `BufferWriter` makes this call.
         """
-        await self._arrivals.put(entries, payload)
+        return await self._arrivals.put(entries, payload)
 
     async def drop(self, ticket: Ticket, dropped: dict[str, int], report: e.GroupReport) -> None:
         """A whole group was filtered; ``dropped`` counts its rows by reason. Its place goes to another."""
@@ -206,6 +222,14 @@ class Buffer:
         self._state.check()
         await self._retention.release(record.slots)
 
+    async def blame(self, step: int, life: str, experience_ids: list[str]) -> None:
+        """Note that training of the step failed on one of these rows, in the life of the run of that name.
+
+        When the batch is asked for again, they stand by themselves. One that is blamed in a second life leaves it: a
+        demonstration for good, and a row of a group with its group, which is counted as dropped for ``failed_twice``.
+        """
+        await self._leasing.blame(step, life, experience_ids)
+
     async def cover(self, step: int) -> None:
         """A checkpoint holds the work of all steps before ``step``: their batches will not be asked for again."""
         await self._store.commit(e.Covered(step))
@@ -237,7 +261,7 @@ class Buffer:
         Returns the number of rows; raises DataError on the first faulty one.
         """
         batch = unpack(payload[0] if isinstance(payload[0], pa.Buffer) else await payload[0])
-        for row, fault in find_faults(batch).items():
+        for row, fault in find_faults(batch, self._limits).items():
             raise DataError(
                 f"row {row} is faulty: {fault}",
                 field=f"demonstrations.{name}",

@@ -27,6 +27,7 @@ from rayrft.config.trainer import OptimizerConfig
 from rayrft.errors import RayrftError
 from rayrft.trainer.annotation import Batches, value_errors, with_logprobs, with_teacher, with_values
 from rayrft.trainer.batches import MicroBatch, TrainRow, empty_batch, micro_batches
+from rayrft.trainer.blame import blaming
 from rayrft.trainer.chance import Chance
 from rayrft.trainer.critic import Critic
 from rayrft.trainer.model import reshard
@@ -222,14 +223,16 @@ class Learner:
     def _backward_micro(self, micro: MicroBatch, over: Denominators, *, last: bool) -> Tensor:
         if isinstance(self.policy, FSDPModule):
             self.policy.set_requires_gradient_sync(last)
-        output = self.policy.output(
-            micro, temperature=self._temperature, entropy_gradient=self._algorithm.needs_entropy_gradient
-        )
-        parts = self._algorithm.loss(output, micro.tokens, over, step=self._step)
-        # Data parallelism averages gradients over ranks; the loss is already divided globally, so it wants their sum.
-        if torch.is_grad_enabled():
-            torch.autograd.backward(parts.loss * self._ranks)
-        return parts.stack()
+        with blaming(micro):
+            output = self.policy.output(
+                micro, temperature=self._temperature, entropy_gradient=self._algorithm.needs_entropy_gradient
+            )
+            parts = self._algorithm.loss(output, micro.tokens, over, step=self._step)
+            # Data parallelism averages gradients over ranks; the loss is already divided globally, so it wants their
+            # sum.
+            if torch.is_grad_enabled():
+                torch.autograd.backward(parts.loss * self._ranks)
+            return parts.stack()
 
     def _refresh(self) -> None:
         every = self._update_config.reference_refresh

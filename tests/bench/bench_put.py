@@ -47,7 +47,7 @@ def template(rows: int, tokens: int = 128) -> pa.RecordBatch:
                 prompt_length=tokens // 4,
                 action_mask=mask,
                 logprobs=logprobs[row],
-                weight_versions=(VersionSpan(tokens // 4, tokens, 3),),
+                weight_versions=(VersionSpan(tokens // 4, tokens, 0),),
                 reward=float(row % 2),
                 advantages=mask.astype(np.float32),
             )

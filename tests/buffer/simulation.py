@@ -32,7 +32,7 @@ from rayrft.buffer.log.segments import Extent
 from rayrft.buffer.log.shard import Appended, RowSpan
 from rayrft.buffer.schedule import StagePlan, Ticket
 from rayrft.buffer.tasks.sampler import TaskSet
-from rayrft.buffer.validation import GroupNumbers
+from rayrft.buffer.validation import GroupNumbers, Limits
 from rayrft.buffer.writer import Entry
 from rayrft.errors import LeaseEnded
 from tests.buffer.in_process import small
@@ -130,7 +130,7 @@ class Rows:
             del self._world.disk[max((extent.rows for extent in self._committed(0)), default=0) :]
         return getattr(self, method)(*arguments)
 
-    def append(self, message: pa.Buffer, wanted: list[int], announced: int) -> Appended:
+    def take(self, message: pa.Buffer, wanted: list[int], whole: list[int], announced: int, limits: Limits) -> Appended:
         groups = [group for place, group in enumerate(json.loads(message.to_pybytes())) if place in wanted]
         row = len(self._world.disk)
         self._world.disk += [name for name, _ in groups]
@@ -138,7 +138,7 @@ class Rows:
         versions = np.array([version for _, version in groups], dtype=np.int64)
         numbers = GroupNumbers(np.arange(len(groups)), ones, ones, versions)
         extent = Extent(0, len(self._world.disk), len(self._world.disk))
-        return Appended(extent, row, wanted, numbers, np.ones(len(groups)), ones, {})
+        return Appended(extent, row, wanted, numbers, np.ones(len(groups)), ones)
 
     def refs(self, spans: list[RowSpan]) -> list[tuple[Any, int]]:
         return [("rows", span.row) for span in spans]

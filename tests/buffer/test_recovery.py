@@ -137,8 +137,9 @@ class Twins(RuleBasedStateMachine):
             rows = group(self.numbers, version=version, advantage=advantage)
             broken = [dataclasses.replace(row, advantages=None, reward=None) for row in rows[:faults]]
             sent.append(([*broken, *rows[faults:]], ticket))
-            self.sampled, self.rejected = self.sampled + 2, self.rejected + faults
-            if faults < 2:
+            taken = 2 - faults if ticket is not None or not faults else 0
+            self.sampled, self.rejected = self.sampled + 2, self.rejected + 2 - taken
+            if taken:
                 self.groups[str(self.numbers)] = Known(rows[faults:], ticket, self.numbers)
         self.both("put", sent, **said)
 

@@ -39,6 +39,8 @@ class StoredGroup:
 
     key: int
     """64 bits of its id's hash."""
+    digest: int
+    """Of what was put, where it came without a ticket; else 0."""
     row: int
     rows: int
     tokens: int
@@ -119,7 +121,8 @@ class Dropped:
     dropped: dict[str, int]
     report: GroupReport
     key: int | None = None
-    """Of a group that came and was rejected."""
+    digest: int = 0
+    """Of a group that came and was refused."""
     event: Literal["dropped"] = "dropped"
 
 
@@ -148,6 +151,18 @@ class Acked:
     scores: dict[int, float] = field(default_factory=dict)
     """By slot, where training told a group's score."""
     event: Literal["acked"] = "acked"
+
+
+@dataclass(frozen=True)
+class Blamed:
+    """Training failed on one of these: groups, by slot, and demonstrations, by row."""
+
+    step: int
+    life: str
+    """Of the run."""
+    slots: list[int]
+    expert: list[int]
+    event: Literal["blamed"] = "blamed"
 
 
 @dataclass(frozen=True)
@@ -250,6 +265,7 @@ Event = (
     | TaskFailed
     | Leased
     | Acked
+    | Blamed
     | Covered
     | Requeued
     | RolledBack

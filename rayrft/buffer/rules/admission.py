@@ -160,9 +160,9 @@ def dropped(state: State, event: e.Dropped) -> None:
     if event.sequence is not None and event.sequence not in state.book.outstanding:
         return
     if event.sequence is None and event.key is not None:
-        if event.key in state.book.refused:
+        if state.book.refused.get(event.key) == event.digest:
             return
-        state.book.refused.add(event.key)
+        state.book.refused[event.key] = event.digest
     _report(state, event.sequence, event.dropped, event.report)
     if event.sequence is not None and state.book.schedule is not None:
         state.book.schedule.release(event.sequence)

@@ -80,6 +80,37 @@ def acked(state: State, event: e.Acked) -> None:
     state.pool.add(_still_in_time(state, back), groups)
 
 
+@rule(e.Blamed)
+def blamed(state: State, event: e.Blamed) -> None:
+    record, groups = state.book.leases[event.step], state.groups
+    if record.blamed_in == event.life:
+        return
+    record.blamed_in = event.life
+    for slot in event.slots:
+        if slot not in record.blamed:
+            record.blamed.append(slot)
+            continue
+        place = record.slots.index(slot)
+        for column in (record.slots, record.weights, record.staleness):
+            del column[place]
+        record.blamed.remove(slot)
+        groups.pending[slot] -= 1
+        if groups.pending[slot] == 0:
+            state.retire(slot, "failed_twice")
+    for row in event.expert:
+        if row not in record.blamed_expert:
+            record.blamed_expert.append(row)
+            continue
+        record.expert = [each for each in record.expert if each != row]
+        record.blamed_expert.remove(row)
+        cursor = state.book.experts.get(record.demonstrations or "")
+        if cursor is not None and cursor.extent == record.extent:
+            cursor.failed.append(row)
+    if not record.slots and not record.expert:  # nothing is left of the batch: the step gets another
+        del state.book.leases[event.step]
+        state.book.reports = record.rollouts + state.book.reports
+
+
 @rule(e.Covered)
 def covered(state: State, event: e.Covered) -> None:
     state.book.covered = max(state.book.covered, event.step)
