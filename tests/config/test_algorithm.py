@@ -13,7 +13,6 @@ from rayrft.config import StageConfig, dump_config, load_config
 from rayrft.errors import ConfigError
 from tests.config.test_load import base
 
-
 STAGE = {"name": "s", "steps": 1, "batch_size": 40, "group_size": 8}
 
 

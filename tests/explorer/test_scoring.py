@@ -106,8 +106,10 @@ def test_the_unknown_reward_of_an_answer_that_was_cut_is_unknown() -> None:
 
 
 def test_a_trajectory_of_several_rows_is_dropped_whole_where_one_is_unknown() -> None:
-    parts = [dataclasses.replace(row, experience_id=f"g/{name}") for row, name in zip(rows(*["stop"] * 4), "0011")]
-    parts = [dataclasses.replace(row, experience_id=f"{row.experience_id}/{i % 2}") for i, row in enumerate(parts)]
+    places = ("g/0/0", "g/0/1", "g/1/0", "g/1/1")
+    parts = [
+        dataclasses.replace(row, experience_id=name) for row, name in zip(rows(*["stop"] * 4), places, strict=True)
+    ]
     results = [RewardResult(1.0), UNKNOWN, RewardResult(0.5), RewardResult(0.25)]
     group = score(parts, results, config())
     assert [row.experience_id for row in group.rows] == ["g/1/0", "g/1/1"] and group.rewards == [0.5, 0.25]

@@ -20,12 +20,14 @@ TEMPERATURE = 0.7
 
 def plain(policy: Policy, rows: list[TrainRow], temperature: float) -> list[torch.Tensor]:
     """Log-probs of each row's action tokens."""
-    found = []
+    found, own = [], policy.model.config._attn_implementation
+    policy.model.set_attn_implementation("sdpa")
     for row in rows:
         ids = torch.tensor(row.token_ids, dtype=torch.int64)
         with torch.no_grad():
             logprobs = (policy.model(ids[None, :-1]).logits[0] / temperature).log_softmax(-1)
         found.append(logprobs.gather(1, ids[1:, None])[:, 0][torch.tensor(row.mask[1:]).bool()])
+    policy.model.set_attn_implementation(own)
     return found
 
 
