@@ -144,6 +144,20 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _answer_length(self) -> RunConfig:
+        """Fill in what an algorithm divides by: the longest answer that may be sampled."""
+        for stage in self.stages:
+            if not stage.algorithm.build().needs_answer_length:
+                continue
+            if self.mode == "train":
+                raise ValueError(
+                    f"stage {stage.name!r}: aggregation 'constant' needs algorithm.constant_length, the longest answer "
+                    "that may have been sampled: nothing is sampled in mode 'train'"
+                )
+            stage.algorithm.give("constant_length", self.explorer.sampling.max_tokens)
+        return self
+
+    @model_validator(mode="after")
     def _scores(self) -> RunConfig:
         needed = self.buffer.needs_scores and self.buffer.sampler.score == "td_error"
         if needed and not any(stage.algorithm.build().needs_critic for stage in self.stages):

@@ -16,7 +16,7 @@ from rayrft.errors import ActorDied, RayrftError
 from rayrft.explorer.engine import Sampling
 from rayrft.explorer.evaluation import Evaluation
 from rayrft.explorer.router import Router
-from rayrft.explorer.scoring import apply_rewards, assign_advantages, leave_out_truncated, with_baseline
+from rayrft.explorer.scoring import apply_rewards, assign_advantages, earned, leave_out_truncated, with_baseline
 from rayrft.explorer.workflow import ModelClient, PromptTooLong, derive_seed, workflows
 from rayrft.registry import load_plugins
 from rayrft.rewards import RewardResult
@@ -218,10 +218,10 @@ class Explorer:
             [answer] = await model.chat(task.messages, images=task.images)
         except PromptTooLong:
             return None
-        if answer.completion.stop_reason == "length" and self._config.reward.truncated == "zero":
-            return 0.0
         [result] = await self._reward(task, [answer.text])
-        return result.value
+        if result.value is None:
+            return None
+        return earned(answer.completion.stop_reason, result.value, self._config.reward)
 
     async def _reward(self, task: Task, responses: list[str]) -> list[RewardResult]:
         with self._waits.on(f"reward {self._config.reward.name!r}", task.id):
