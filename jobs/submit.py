@@ -1,4 +1,4 @@
-"""Submit a script of this folder as a job, follow its log, and exit as it did: ``python jobs/submit.py SCRIPT [ARGUMENT …]``
+"""Submit a script of this folder as a job, follow its log, and exit as it did: ``submit.py SCRIPT [ARGUMENT …]``.
 
 RAY_ADDRESS=http://head:8265   the dashboard of the cluster; without it a Ray is started, which ends with the job
 RAYRFT_KEEP_RAY=1              leave the Ray that was started, with its dashboard, until Ctrl-C
@@ -68,16 +68,17 @@ def reach(address: str) -> JobSubmissionClient:
     from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient
 
-    use_token()
     try:
         if address.startswith(("http://", "https://")):
-            requests.get(f"{address}/api/version", timeout=5)  # a client waits for ever
+            use_token()
+            requests.get(f"{address}/api/version", timeout=5)  # the client itself would wait for ever
         else:
             check_address(address)
         return JobSubmissionClient(address)
     except (requests.RequestException, ConnectionError, AuthenticationError, RuntimeError) as error:
+        why = "nothing answers" if isinstance(error, requests.RequestException) else str(error).splitlines()[0]
         raise ClusterError(
-            f"jobs cannot be submitted there: {str(error).splitlines()[0]}",
+            f"jobs cannot be submitted there: {why}",
             field="RAY_ADDRESS",
             value=address,
             remedy="give the dashboard of a Ray that runs, or unset it to have one started",

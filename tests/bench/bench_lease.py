@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--sizes", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
     options = parser.parse_args()
-    ray.init(num_cpus=4, log_to_driver=False, logging_level="ERROR", include_dashboard=False)
+    ray.init(address="local", num_cpus=4, log_to_driver=False, logging_level="ERROR", include_dashboard=False)
     print(f"leases of {ROWS} rows in groups of {options.group}, rows of {options.tokens} tokens")
     titles = ("p50 ms", "p99 ms", "B/row in memory", "log MB", "restart s", "opening s")
     print("{:>9} {:>7} {:>7} {:>16} {:>8} {:>10} {:>10}".format("rows", *titles))

@@ -157,7 +157,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--producers", type=int, default=4)
     options = parser.parse_args()
-    ray.init(num_cpus=8, log_to_driver=False, logging_level="ERROR", include_dashboard=False)
+    ray.init(address="local", num_cpus=8, log_to_driver=False, logging_level="ERROR", include_dashboard=False)
     print(f"{'rows a group':>12} {'store':>8} {'rows/s (median)':>16} {'lowest':>9} {'highest':>9}")
     for rows in (256, 8):
         rates: dict[str, list[float]] = {"buffer": [], "queue": [], "sqlite": []}

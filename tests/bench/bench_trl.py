@@ -83,7 +83,14 @@ def run_rayrft(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     from rayrft.monitor.records import StepRecord
 
     # With a dashboard: Ray Train asks its state API whether the trainer's controller lives.
-    ray.init(num_cpus=16, namespace="rayrft", log_to_driver=False, logging_level="ERROR", include_dashboard=True)
+    ray.init(
+        address="local",
+        num_cpus=16,
+        namespace="rayrft",
+        log_to_driver=False,
+        logging_level="ERROR",
+        include_dashboard=True,
+    )
     prompts, group, new = options.batch
     config = {
         "name": "bench",
