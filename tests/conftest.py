@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from rayrft.buffer.experience import Task
 
@@ -17,7 +19,6 @@ os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 ROOT = Path(__file__).resolve().parents[1]
-SHARED = ROOT.parent / "shared" / "data"
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +28,9 @@ def ray_cluster() -> Iterator[Any]:
     import torch
 
     gpus = None if torch.cuda.is_available() else 4
-    context = ray.init(num_cpus=4, num_gpus=gpus, namespace="rayrft", include_dashboard=True, log_to_driver=False)
+    context = ray.init(
+        address="local", num_cpus=4, num_gpus=gpus, namespace="rayrft", include_dashboard=True, log_to_driver=False
+    )
     yield context
     ray.shutdown()
 
@@ -68,9 +71,12 @@ def tiny_vision_model(tmp_path_factory: pytest.TempPathFactory, squares: list[Ta
 
 
 @pytest.fixture(scope="session")
-def gsm8k() -> Path:
-    """Real word problems, where the folder with shared data lies beside the checkout."""
-    folder = SHARED / "gsm8k"
-    if not folder.is_dir():
-        pytest.skip(f"no GSM8K files at {folder}")
+def gsm8k(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Real word problems as the hub lays them out: all in ``$RAYRFT_TEST_DATA/gsm8k``, or the few in tests/data."""
+    rows = Path(os.environ.get("RAYRFT_TEST_DATA", ROOT / "tests" / "data"), "gsm8k")
+    folder = tmp_path_factory.mktemp("hub") / "gsm8k"
+    shutil.copytree(rows, folder / "main")
+    splits = [{"split": split, "path": f"main/{split}.jsonl"} for split in ("train", "test")]
+    configs = [{"config_name": name, "data_files": splits} for name in ("main", "socratic")]
+    (folder / "README.md").write_text(f"---\n{yaml.safe_dump({'configs': configs})}---\n")
     return folder

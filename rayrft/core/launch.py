@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 import uuid
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rayrft.config import RunConfig, load_config
+from rayrft.core.cluster import connect
 from rayrft.core.placement import (
     NAMESPACE,
     Part,
@@ -112,10 +112,11 @@ def _start(checked: RunConfig, progress: Progress | None, say: Callable[[str], N
 
 
 def attach(name: str) -> Run:
-    """The run of that name, started by whichever process on this cluster. Raises RunNotFound."""
+    """The run of that name, started by whichever process on this cluster. Raises RunNotFound, and ClusterError where no
+    cluster is found."""
     import ray
 
-    connect()
+    connect(start=False)
     try:
         master = ray.get_actor(actor_name(name, "master"), namespace=NAMESPACE)
     except ValueError:
@@ -133,15 +134,6 @@ def running() -> list[str]:
     """Names of the runs on this cluster."""
     suffix = actor_name("", "master")
     return sorted(name.removesuffix(suffix) for name in named_actors("") if name.endswith(suffix))
-
-
-def connect() -> None:
-    """Connect to the cluster of RAY_ADDRESS, or to one on this machine, or start one here for this process."""
-    import ray
-
-    if not ray.is_initialized():
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
 
 
 def _check_room(parts: list[Part]) -> None:

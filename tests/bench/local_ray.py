@@ -14,4 +14,11 @@ def start_ray(cpus: int, *, dashboard: bool = False) -> None:
     measured beside.
     """
     os.environ.update(RAY_worker_niceness="0")
-    ray.init(num_cpus=cpus, namespace="rayrft", log_to_driver=False, logging_level="ERROR", include_dashboard=dashboard)
+    ray.init(
+        address="local",
+        num_cpus=cpus,
+        namespace="rayrft",
+        log_to_driver=False,
+        logging_level="ERROR",
+        include_dashboard=dashboard,
+    )
