@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from rayrft.buffer.experience import Task
 
@@ -16,13 +17,30 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+# How long an example takes says more about what else the machine does.
+settings.register_profile("rayrft", deadline=None)
+settings.load_profile("rayrft")
+
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared" / "data"
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Two lanes for `tests/run.sh`, each with a Ray cluster of its own: whole runs, one after another, and beside them
+    every other module. Those that need the cluster come first, so that the lane that is done sooner helps with the rest
+    without starting one."""
+    runs = ROOT / "tests" / "e2e"
+    needs_ray = {item.path for item in items if isinstance(item, pytest.Function) and "ray_cluster" in item.fixturenames}
+    for item in items:
+        lane = "runs" if item.path.is_relative_to(runs) else str(item.path.relative_to(ROOT))
+        item.add_marker(pytest.mark.xdist_group(lane))
+    items.sort(key=lambda item: (not item.path.is_relative_to(runs), item.path not in needs_ray))
+
+
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[Any]:
-    """One local cluster for all tests, with a dashboard to submit jobs to."""
+    """One local cluster for all tests of a lane, with a dashboard to submit jobs to."""
     import ray
 
     context = ray.init(num_cpus=4, namespace="rayrft", include_dashboard=True, log_to_driver=False)
