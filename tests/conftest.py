@@ -13,6 +13,7 @@ from hypothesis import settings
 from rayrft.buffer.experience import Task
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_worker_niceness", "0")  # nice workers would get nothing beside the other lane
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -31,7 +32,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     every other module. Those that need the cluster come first, so that the lane that is done sooner helps with the rest
     without starting one."""
     runs = ROOT / "tests" / "e2e"
-    needs_ray = {item.path for item in items if isinstance(item, pytest.Function) and "ray_cluster" in item.fixturenames}
+    needs_ray = {
+        item.path for item in items if isinstance(item, pytest.Function) and "ray_cluster" in item.fixturenames
+    }
     for item in items:
         lane = "runs" if item.path.is_relative_to(runs) else str(item.path.relative_to(ROOT))
         item.add_marker(pytest.mark.xdist_group(lane))

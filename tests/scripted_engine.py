@@ -1,4 +1,4 @@
-"""An engine without vLLM, for whole runs in which vLLM is not the subject: it takes no time to start, and little memory.
+"""An engine without vLLM, for whole runs in which vLLM is not the subject: it starts at once, and takes little memory.
 
 `tests/without_vllm.py`, as a plugin of the run, puts it in the place of the real one.
 """

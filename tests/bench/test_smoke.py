@@ -12,14 +12,13 @@ import pytest
 from tests.conftest import ROOT
 
 SMALLEST = {
-    "bench_head": ["--tokens", "64", "--hidden", "32", "--vocabulary", "512", "--rounds", "1"],
-    "bench_lease": ["--sizes", "4000", "--leases", "2"],
-    "bench_priority": ["--rounds", "2"],
-    "bench_put": ["--seconds", "0.5", "--rounds", "1", "--producers", "1"],
-    "bench_trainer": ["--rounds", "1", "--hidden", "64", "--layers", "2", "--vocabulary", "512", "--rows", "8"],
-    "bench_trl": ["--rounds", "1", "--steps", "4", "--batches", "4x4x8", "--hidden", "64", "--layers", "2", "--threads"]
-    + ["1", "--engines", "1", "--ranks", "1"],
-    "gpu": ["--device", "cpu", "--tiny", "--steps", "1"],
+    "bench_head": "--tokens 64 --hidden 32 --vocabulary 512 --rounds 1",
+    "bench_lease": "--sizes 4000 --leases 2",
+    "bench_priority": "--rounds 2",
+    "bench_put": "--seconds 0.5 --rounds 1 --producers 1",
+    "bench_trainer": "--rounds 1 --hidden 64 --layers 2 --vocabulary 512 --rows 8",
+    "bench_trl": "--rounds 1 --steps 4 --batches 4x4x8 --hidden 64 --layers 2 --threads 1 --engines 1 --ranks 1",
+    "gpu": "--device cpu --tiny --steps 1",
 }
 
 
@@ -33,7 +32,7 @@ def test_no_bench_is_left_out() -> None:
 def test_it_runs(bench: str) -> None:
     if bench == "bench_trl" and find_spec("trl") is None:
         pytest.skip("needs the extra 'bench'")
-    command = [sys.executable, "-m", f"tests.bench.{bench}", *SMALLEST[bench]]
+    command = [sys.executable, "-m", f"tests.bench.{bench}", *SMALLEST[bench].split()]
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stdout + result.stderr

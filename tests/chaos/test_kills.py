@@ -202,9 +202,7 @@ async def test_kills_of_the_buffer_lose_no_ticket_and_no_group(tmp_path: Path, a
 
 
 @pytest.mark.parametrize("kills", [5, pytest.param(25, marks=pytest.mark.slow)])
-async def test_kills_of_the_buffer_and_of_a_shard_keep_the_order(
-    tmp_path: Path, actors: list[Any], kills: int
-) -> None:
+async def test_kills_of_the_buffer_and_of_a_shard_keep_the_order(tmp_path: Path, actors: list[Any], kills: int) -> None:
     chance = random.Random(1)
     async with Reaper(chance, {"buffer": kills, "shard": kills}) as reaper:
         storage = Storage(str(tmp_path)).folder("shard-1")

@@ -1,4 +1,4 @@
-"""One run that trains an adapter, through kinds of stages that each need something else of Explorer, Buffer and ranks."""
+"""One run that trains an adapter, through stages that each need something else of Explorer, Buffer and ranks."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+import ray
 from ray.util.state import list_actors
 
 import rayrft
@@ -30,7 +31,8 @@ def kill_engine_core(run: rayrft.Run) -> None:
 
 
 def kill_trainer_rank(run: rayrft.Run) -> None:
-    [rank, *_] = list_actors(filters=[("class_name", "=", "RayTrainWorker"), ("state", "=", "ALIVE")])
+    alive = [("class_name", "=", "RayTrainWorker"), ("state", "=", "ALIVE")]
+    [rank, *_] = list_actors(address=ray.get_runtime_context().gcs_address, filters=alive)
     os.kill(rank.pid, signal.SIGKILL)
 
 
