@@ -11,5 +11,11 @@ _ANY = object()
 
 
 def about(field: str, value: Any = _ANY) -> Callable[[RayrftError], bool]:
-    """Whether an error names that field and, where it is given, found that value there."""
-    return lambda error: error.field == field and (value is _ANY or error.value == value)
+    """Checks that an error names that field and, where it is given, found that value there."""
+
+    def check(error: RayrftError) -> bool:
+        assert error.field == field, f"about {error.field!r}, not {field!r}: {error}"
+        assert value is _ANY or error.value == value, f"found {error.value!r}, not {value!r}: {error}"
+        return True
+
+    return check
