@@ -28,17 +28,21 @@ SHARED = ROOT.parent / "shared" / "data"
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Two lanes for `tests/run.sh`, each with a Ray cluster of its own: whole runs, one after another, and beside them
-    every other module. Those that need the cluster come first, so that the lane that is done sooner helps with the rest
-    without starting one."""
-    runs = ROOT / "tests" / "e2e"
-    needs_ray = {
-        item.path for item in items if isinstance(item, pytest.Function) and "ray_cluster" in item.fixturenames
-    }
-    for item in items:
-        lane = "runs" if item.path.is_relative_to(runs) else str(item.path.relative_to(ROOT))
-        item.add_marker(pytest.mark.xdist_group(lane))
-    items.sort(key=lambda item: (not item.path.is_relative_to(runs), item.path not in needs_ray))
+    """Two lanes for `tests/run.sh`, each with a Ray cluster of its own: whole runs one after another, and beside them
+    the other modules, those that need Ray first. A group of a module's own is for the lane that is done sooner."""
+    needs_ray = {item.path for item in items if "ray_cluster" in getattr(item, "fixturenames", ())}
+
+    def place(item: pytest.Item) -> tuple[int, str]:
+        if mark := item.get_closest_marker("xdist_group"):
+            return 3, str(mark.args[0])
+        if item.path.is_relative_to(ROOT / "tests" / "e2e"):
+            return 0, "runs"
+        return 1 if item.path in needs_ray else 2, str(item.path.relative_to(ROOT))
+
+    places = {item: place(item) for item in items}
+    for item, (_, group) in places.items():
+        item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: places[item][0])
 
 
 @pytest.fixture(scope="session")

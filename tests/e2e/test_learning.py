@@ -16,6 +16,7 @@ from rayrft.monitor.records import StepRecord, read_records
 from tests.conftest import ROOT
 from tests.e2e.conftest import small_config
 
+pytestmark = pytest.mark.xdist_group("learning")
 AS_SHIPPED: list[str] = []
 SMALL = ["explorer.engine.count=1", "trainer.ranks=1"]
 
