@@ -17,11 +17,15 @@ from tests.conftest import ROOT
 from tests.e2e.conftest import small_config
 
 pytestmark = pytest.mark.xdist_group("learning")
-AS_SHIPPED: list[str] = []
-SMALL = ["explorer.engine.count=1", "trainer.ranks=1"]
 
 
-@pytest.mark.parametrize(("steps", "settings"), [(20, SMALL), pytest.param(45, AS_SHIPPED, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("steps", "settings"),
+    [
+        pytest.param(20, ["explorer.engine.count=1", "trainer.ranks=1"], id="small"),
+        pytest.param(45, [], id="as shipped", marks=pytest.mark.slow),
+    ],
+)
 def test_the_quickstart_learns_from_its_own_rollouts_through_ray_job_submit(
     ray_cluster: Any, tmp_path: Path, steps: int, settings: list[str]
 ) -> None:
