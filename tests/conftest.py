@@ -26,23 +26,37 @@ ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared" / "data"
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+LAST = "tests/e2e/test_learning.py"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Two lanes for `tests/run.sh`, each with a Ray cluster of its own: whole runs one after another, and beside them
-    the other modules, those that need Ray first. A group of a module's own is for the lane that is done sooner."""
+    """Whole runs first, then what needs Ray; the longest whole runs last."""
     needs_ray = {item.path for item in items if "ray_cluster" in getattr(item, "fixturenames", ())}
 
-    def place(item: pytest.Item) -> tuple[int, str]:
-        if mark := item.get_closest_marker("xdist_group"):
-            return 3, str(mark.args[0])
-        if item.path.is_relative_to(ROOT / "tests" / "e2e"):
-            return 0, "runs"
-        return 1 if item.path in needs_ray else 2, str(item.path.relative_to(ROOT))
+    def place(item: pytest.Item) -> int:
+        module = item.path.relative_to(ROOT).as_posix()
+        return 3 if module == LAST else 0 if _is_run(module) else 1 if item.path in needs_ray else 2
 
-    places = {item: place(item) for item in items}
-    for item, (_, group) in places.items():
-        item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=lambda item: places[item][0])
+    items.sort(key=place)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Two lanes, each with a Ray cluster of its own: whole runs one after another, and the other modules beside them.
+    The lane that is done sooner takes what comes last."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Lanes(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            module = nodeid.split("::")[0]
+            return "runs" if _is_run(module) and module != LAST else module
+
+    config.option.loadscopereorder = False
+    return Lanes(config, log)
+
+
+def _is_run(module: str) -> bool:
+    return module.startswith("tests/e2e/")
 
 
 @pytest.fixture(scope="session")

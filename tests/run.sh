@@ -10,7 +10,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 tier="what must hold after every change, about 20 minutes on two cores"
-arguments=(-n 2 --dist loadgroup --no-loadscope-reorder)
+arguments=(-n 2)
 for argument in "$@"; do
   if [ "$argument" = --all ]; then
     tier="everything, about 45 minutes on two cores"

@@ -16,8 +16,6 @@ from rayrft.monitor.records import StepRecord, read_records
 from tests.conftest import ROOT
 from tests.e2e.conftest import small_config
 
-pytestmark = pytest.mark.xdist_group("learning")
-
 
 @pytest.mark.parametrize(
     ("steps", "settings"),
