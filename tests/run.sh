@@ -3,8 +3,9 @@
 #
 #   bash tests/run.sh [--all] [argument of pytest …]
 #
-#   --all    also what is marked slow: 150 kills of Buffer and shard, PPO and DPO from three seeds, the quickstart and MIX
-#            from nothing at length, a resumed run with engines beside one without a fault, every bench at its smallest
+#   --all    also what is marked slow: 100 kills of the Buffer and 50 of Buffer and shard instead of 30 and 10, PPO and
+#            DPO from three seeds instead of one, the quickstart as shipped at more than twice the length, a resumed run
+#            with engines beside one without a fault, and every bench at its smallest
 #
 # Two lanes run side by side: whole runs, and everything else (see tests/conftest.py).
 set -euo pipefail
@@ -13,7 +14,7 @@ tier="what must hold after every change, about 20 minutes on two cores"
 arguments=(-n 2)
 for argument in "$@"; do
   if [ "$argument" = --all ]; then
-    tier="everything, about 45 minutes on two cores"
+    tier="everything, about 30 minutes on two cores"
     arguments+=(-m "slow or not slow")
   else
     arguments+=("$argument")
