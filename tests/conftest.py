@@ -61,10 +61,13 @@ def _is_run(module: str) -> bool:
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[Any]:
-    """One local cluster for all tests of a lane, with a dashboard to submit jobs to."""
+    """One local cluster for all tests of a lane, with a dashboard to submit jobs to, and GPUs to place by, if only in
+    name."""
     import ray
+    import torch
 
-    context = ray.init(num_cpus=4, namespace="rayrft", include_dashboard=True, log_to_driver=False)
+    gpus = None if torch.cuda.is_available() else 4
+    context = ray.init(num_cpus=4, num_gpus=gpus, namespace="rayrft", include_dashboard=True, log_to_driver=False)
     yield context
     ray.shutdown()
 

@@ -53,6 +53,7 @@ class LeaseRecord:
     """A step's batch: kept until a checkpoint covers the step, so that the same batch can be had again."""
 
     step: int
+    draw: int
     version: int
     slots: list[int]
     weights: list[float]
@@ -104,6 +105,12 @@ class Book:
     """Tickets of a producer that is gone."""
     calls: dict[str, tuple[int, list[Ticket]]] = field(default_factory=dict)
     """The last request for tickets of each producer, and what it got."""
+    gone: set[str] = field(default_factory=set)
+    """Producers that were given up."""
+    lives: set[str] = field(default_factory=set)
+    """Lives of the trainer and of the run that began with a rollback."""
+    opened: dict[str, int] = field(default_factory=dict)
+    """Stages that this life of the run opened, by name, with their first version."""
     next_sequence: int = 0
     refused: set[int] = field(default_factory=set)
     """Keys of groups that came without a ticket and were rejected whole."""

@@ -187,8 +187,10 @@ class EvaluationConfig(Section):
 
 
 class MonitorConfig(Section):
-    """Where metrics go besides ``metrics.jsonl`` and Ray's own metrics."""
+    """Where metrics go besides ``metrics.jsonl`` and Ray's own metrics, and when a run says that it waits."""
 
     wandb: bool = False
     project: str = "rayrft"
     tensorboard: bool = False
+    patience_s: float = Field(30.0, gt=0)
+    """When nothing came for so long from an engine, a rank or another part that is waited for, a note names it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+import uuid
 from collections import ChainMap
 from collections.abc import AsyncIterator
 from typing import Any
@@ -21,16 +22,13 @@ from rayrft.core.progress import Progress
 from rayrft.core.recorder import Recorder
 from rayrft.core.review import Review
 from rayrft.core.saving import Saving
+from rayrft.core.supervision import Stopped, unless_stopped
 from rayrft.core.weight_sync import SyncReport
 from rayrft.errors import LeaseEnded
 from rayrft.trainer.commands import Load, OpenStage, Train
 from rayrft.trainer.result import StepResult
 
 _LEASE_DEADLINE_S = 300.0
-
-
-class Stopped(Exception):
-    """The user asked the run to stop."""
 
 
 class Stages:
@@ -54,7 +52,7 @@ class Stages:
     async def run(self) -> None:
         """All stages that are left. Raises Stopped when the user asked for it, after saving."""
         progress = self.progress
-        await self._cast.buffer.resume.remote(progress.step)
+        await self._cast.buffer.resume.remote(progress.step, uuid.uuid4().hex)
         try:
             for number, stage in enumerate(self._config.stages):
                 if number > progress.stage or (number == progress.stage and progress.needs(stage.steps)):
@@ -105,12 +103,12 @@ class Stages:
                 if progress.stage_step < stage.steps:
                     await self._between(stage, first)
         finally:
-            await self._cast.buffer.close_stage.remote()
+            await self._cast.buffer.close_stage.remote(stage.name)
             await exploring
         if not stage.groups:
             await self.publish()
         await self._saving.export(stage.name)
-        await self._review.evaluate(stage)
+        await self._evaluate(stage)
         progress.end(stage.name, stage.steps)
         await self._review.judge(stage, first)
         await self._saving.checkpoint(len(self._recorder.records))
@@ -135,7 +133,7 @@ class Stages:
             await self.publish()
         await self._recorder.note(f"stage {stage.name!r}: {said}", stage.name, progress.step)
         if not resumed and (progress.step == 0 or stage.start_from):
-            await self._review.evaluate(stage)
+            await self._evaluate(stage)
         plan = StagePlan(
             stage.groups,
             stage.group_size,
@@ -176,7 +174,7 @@ class Stages:
         progress.accuracy, progress.reward = None, record.reward
         await self._recorder.add(record)
         if progress.stage_step == 1:
-            doubt = first_step_doubt(lease, result, self._config.weight_sync.tolerance)
+            doubt = first_step_doubt(lease, result, self._config.probe_bounds.mean)
             if doubt is not None:
                 await self._recorder.note(f"first step of {stage.name!r}: {doubt}", stage.name, progress.step)
 
@@ -186,10 +184,15 @@ class Stages:
         if stage.evaluate_every and taken % stage.evaluate_every == 0:
             if not stage.groups:
                 await self.publish()
-            await self._review.evaluate(stage)
+            await self._evaluate(stage)
             await self._review.judge(stage, first)
         if self._saving.due():
             await self._saving.checkpoint(len(self._recorder.records))
+
+    async def _evaluate(self, stage: StageConfig) -> None:
+        """An evaluation is left alone when the run is stopped: the run that goes on makes it again, where it was the
+        stage's last."""
+        await unless_stopped(self._stop, self._review.evaluate(stage))
 
     async def _lease(self, step: int) -> Lease:
         """The batch of the step, loaded on every rank. A Buffer that died takes the blocks with it, and has them again

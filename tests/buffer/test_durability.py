@@ -130,7 +130,7 @@ class TestFullDisk:
             lambda: put(buffer, 3),
             lambda: buffer.do("ack", 0),
             lambda: buffer.lease(1),
-            lambda: buffer.do("requeue", 0),
+            lambda: buffer.do("requeue", 0, 0),
             lambda: buffer.do("cover", 1),
         ]
         for call in [*calls, *calls]:

@@ -121,6 +121,13 @@ def test_a_request_for_tickets_that_is_made_again_gets_the_same(buffer: Any) -> 
     assert ray.get(buffer.admit.remote("one", 2, 1)) != first
 
 
+def test_a_request_for_tickets_that_comes_after_a_later_one_gets_none(buffer: Any) -> None:
+    ray.get(buffer.open_stage.remote(plan(3)))
+    [later] = ray.get(buffer.admit.remote("one", 2, 1))
+    assert ray.get(buffer.admit.remote("one", 1, 1)) == []
+    assert ray.get(buffer.admit.remote("one", 2, 1)) == [later]
+
+
 def test_no_group_starts_while_the_trainer_repeats_steps(buffer: Any) -> None:
     ray.get(buffer.open_stage.remote(plan(1)))
     for step in range(2):
@@ -128,7 +135,7 @@ def test_no_group_starts_while_the_trainer_repeats_steps(buffer: Any) -> None:
         put(buffer, ticket)
         ray.get(buffer.lease.remote(step, 1, 5))
         ray.get([buffer.ack.remote(step), buffer.advance.remote(step + 1)])
-    ray.get(buffer.rollback.remote(0))
+    ray.get(buffer.rollback.remote(0, "again"))
     waiting = admit(buffer)
     for step in range(2):
         assert ray.wait([waiting], timeout=0)[0] == []

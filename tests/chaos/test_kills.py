@@ -83,13 +83,14 @@ class Trainer:
             step = len(self.trained)
             try:
                 ids = await self._take(step)
+                draw = self.draw
             except LeaseEnded as ended:
                 assert ended.value == "stage_closed"
                 return
             if self._chance.random() < 0.3:
                 assert await self._take(step) == ids
             if self._returns and self._chance.random() < 0.2:
-                await self._buffer.requeue.remote(step)
+                await self._buffer.requeue.remote(step, draw)
                 continue
             await self._buffer.ack.remote(step)
             self.trained.append(ids)
@@ -98,7 +99,7 @@ class Trainer:
             await self._buffer.advance.remote(step + 1)
             await self._buffer.cover.remote(step - 3)
             if step > 3 and self._chance.random() < 0.1:
-                await self._buffer.rollback.remote(step - 2)
+                await self._buffer.rollback.remote(step - 2, f"again-{step}")
                 for again in range(step - 2, step + 1):
                     assert await self._take(again) == self.trained[again]
                     await self._buffer.ack.remote(again)
@@ -107,7 +108,7 @@ class Trainer:
         """The rows of the step's lease. Blocks may die with the process that made them: then it is asked for again."""
         while True:
             lease = await self._buffer.lease.remote(step, 2, 100)
-            self.stale = max(self.stale, *lease.staleness)
+            self.stale, self.draw = max(self.stale, *lease.staleness), lease.draw
             parts = [part for share in lease.shares for part in share.parts]
             try:
                 messages = await asyncio.gather(*(part.ref for part in parts))

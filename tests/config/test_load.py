@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from rayrft.config import RunConfig, dump_config, load_config, parse_override
+from rayrft.config.trainer import ProbeBounds
 from rayrft.errors import ConfigError
 from tests.errors import about
 
@@ -46,6 +47,16 @@ def test_a_config_survives_being_written_and_read() -> None:
     config = load_config(base())
     again = load_config(yaml.safe_load(dump_config(config)))
     assert again == config
+
+
+def test_a_dictionary_is_the_same_run_as_the_file_it_would_be(tmp_path: Path) -> None:
+    """The order of demonstrations decides which tasks each is given."""
+    raw = base()
+    raw["demonstrations"] = {"warmup": {"size": 5}, "expert": {"size": 10}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(raw, sort_keys=False))
+    given, read = load_config(raw, {"seed": 1}), load_config(tmp_path / "run.yaml", {"seed": 1})
+    assert dump_config(given) == dump_config(read) and list(given.demonstrations) == ["warmup", "expert"]
+    assert "seed" not in raw, "overrides leave the caller's dictionary alone"
 
 
 def test_overrides_reach_list_entries_by_name_and_by_number() -> None:
@@ -152,6 +163,7 @@ def test_a_bad_value_is_named(override: dict[str, Any], field: str) -> None:
         ({"weight_sync.backend": "nccl"}, ("weight_sync.backend", "'nccl'", "explorer.engine.gpus")),
         ({"explorer.engine.gpus": 1}, ("engines", "trainer ranks", "GPUs")),
         ({"explorer.engine.gpus": 0.5, "trainer.gpus": 0.6}, ("ipc", "explorer.engine.count", "trainer.ranks")),
+        ({"explorer.engine.gpus": 0.2, "trainer.gpus": 0.3}, ("pairs", "engine", "rank")),
         ({"explorer.engine.sleep": True}, ("explorer.engine.sleep",)),
         ({"explorer.engine.tensor_parallel": 2}, ("explorer.engine.tensor_parallel", "GPUs")),
     ],
@@ -180,6 +192,23 @@ def test_two_stages_of_one_name_are_refused() -> None:
 def test_the_transfer_backend_follows_from_the_devices(gpus: tuple[float, float], backend: str) -> None:
     config = load_config(base(), {"explorer.engine.gpus": gpus[0], "trainer.gpus": gpus[1]})
     assert config.sync_backend == backend
+
+
+@pytest.mark.parametrize(
+    ("dtype", "given", "bounds"),
+    [
+        ("float32", None, ProbeBounds(1e-4, 1e-4, 1.0)),
+        ("bfloat16", None, ProbeBounds(0.03, 0.2, 0.99)),
+        ("float32", 1e-3, ProbeBounds(1e-3, 1e-3, 1.0)),
+        ("bfloat16", 0.4, ProbeBounds(0.06, 0.4, 0.99)),
+    ],
+)
+def test_how_closely_engine_and_trainer_must_agree_follows_from_the_precision(
+    dtype: str, given: float | None, bounds: ProbeBounds
+) -> None:
+    config = load_config(base(), {"model.dtype": dtype, "weight_sync.tolerance": given})
+    found = config.probe_bounds
+    assert (found.mean, found.most, found.share) == pytest.approx((bounds.mean, bounds.most, bounds.share))
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ SOUND = StepResult(
 
 
 def lease(*staleness: int) -> Lease:
-    return Lease(0, (), 8, 0, staleness, GroupReport(), 0.0)
+    return Lease(0, 0, (), 8, 0, staleness, GroupReport(), 0.0)
 
 
 @pytest.mark.parametrize(

@@ -142,6 +142,27 @@ async def test_staleness_keeps_its_bound_and_nothing_is_lost_in_the_worst_order(
     assert staleness == 0 or max(seen) >= 1, "the stage never ran ahead"
 
 
+async def test_an_engine_that_holds_its_answers_is_named_with_the_lease_that_waits(
+    tmp_path: Path, tiny_model: Path, cleanup: list[asyncio.Task[Any]]
+) -> None:
+    settings, engine, buffer = config(), ScriptedEngine(0), make_buffer(tmp_path)
+    explorer = make_explorer(settings, tiny_model, engine, buffer, ScriptedRewards(1))
+    await buffer.open_stage(plan(settings))
+    cleanup.append(asyncio.create_task(explorer.explore(settings.stages[0])))
+    lease = asyncio.create_task(buffer.lease(0, 1, 30))
+    await engine.arrived.wait()
+    [groups] = (await buffer.waiting()).waits
+    assert (groups.target, groups.what) == ("groups", "step 0: 0 ready, 4 running")
+    engine_0, workflow = sorted((await explorer.waiting()).waits, key=lambda wait: wait.target)
+    assert (engine_0.target, engine_0.what, engine_0.count) == ("engine-0", "generate", len(engine.waiting))
+    assert workflow.target == f"workflow {settings.explorer.workflow!r}" and workflow.what.startswith("a/grpo/")
+    while not lease.done():
+        answer = asyncio.ensure_future(engine.answer_one())
+        await asyncio.wait({answer, lease}, return_when=asyncio.FIRST_COMPLETED)
+        answer.cancel()
+    assert (await buffer.waiting()).waits == []
+
+
 async def test_a_prompt_over_the_limit_is_dropped_counted_and_replaced(
     tmp_path: Path, tiny_model: Path, cleanup: list[asyncio.Task[Any]]
 ) -> None:

@@ -82,7 +82,9 @@ class StageClosed:
 
 @dataclass(frozen=True)
 class Admitted:
-    """``tasks`` are those that the tickets came with: recovery draws them again and compares."""
+    """A request for tickets was answered: with none where ``count`` is 0, for no more come.
+
+    ``tasks`` are those that the tickets came with: recovery draws them again and compares."""
 
     producer: str
     call: int
@@ -167,6 +169,9 @@ class RolledBack:
     """The trainer starts again at ``step``: what was leased from there on is to be trained again."""
 
     step: int
+    life: str
+    """Of the trainer, or with ``whole_run`` of the run."""
+    whole_run: bool = False
     event: Literal["rolled_back"] = "rolled_back"
 
 
