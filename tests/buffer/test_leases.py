@@ -44,7 +44,7 @@ def test_a_waiting_lease_is_woken_by_the_last_group(buffer: Any) -> None:
     put(buffer, first)
     assert ray.wait([waiting], timeout=0)[0] == []
     put(buffer, second)
-    assert trained_ids(ray.get(waiting, timeout=10)) == [0, 1, 10, 11]
+    assert trained_ids(ray.get(waiting, timeout=120)) == [0, 1, 10, 11]
 
 
 def test_a_lease_that_waits_too_long_says_what_for(buffer: Any) -> None:

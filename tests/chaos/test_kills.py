@@ -183,10 +183,11 @@ def actors() -> Iterator[list[Any]]:
         ray.kill(actor)
 
 
-async def test_a_hundred_kills_of_the_buffer_lose_no_ticket_and_no_group(tmp_path: Path, actors: list[Any]) -> None:
+@pytest.mark.parametrize("kills", [30, pytest.param(100, marks=pytest.mark.slow)])
+async def test_kills_of_the_buffer_lose_no_ticket_and_no_group(tmp_path: Path, actors: list[Any], kills: int) -> None:
     chance = random.Random(0)
-    async with Reaper(chance, {"buffer": 100}) as reaper:
-        options = {**FOREVER, "max_concurrency": 1000, "name": "mortal:buffer"}
+    async with Reaper(chance, {"buffer": kills}) as reaper:
+        options = {**FOREVER, "max_concurrency": 1000, "name": f"mortal:buffer-{kills}"}
         buffer = ray.remote(MortalBuffer).options(**options).remote(reaper.door, "run", str(tmp_path), CONFIG, 0, TASKS)
         actors.append(buffer)
         await buffer.open_stage.remote(plan(3, max_staleness=1))
@@ -201,15 +202,14 @@ async def test_a_hundred_kills_of_the_buffer_lose_no_ticket_and_no_group(tmp_pat
         assert trainer.stale <= 1
 
 
-async def test_twenty_five_kills_of_the_buffer_and_as_many_of_a_shard_keep_the_order(
-    tmp_path: Path, actors: list[Any]
-) -> None:
+@pytest.mark.parametrize("kills", [5, pytest.param(25, marks=pytest.mark.slow)])
+async def test_kills_of_the_buffer_and_of_a_shard_keep_the_order(tmp_path: Path, actors: list[Any], kills: int) -> None:
     chance = random.Random(1)
-    async with Reaper(chance, {"buffer": 25, "shard": 25}) as reaper:
+    async with Reaper(chance, {"buffer": kills, "shard": kills}) as reaper:
         storage = Storage(str(tmp_path)).folder("shard-1")
-        options = {**FOREVER, "name": "mortal:shard-1"}
+        options = {**FOREVER, "name": f"mortal:shard-{kills}"}
         shard = ray.remote(MortalShard).options(**options).remote(reaper.door, storage, CONFIG)
-        options = {**FOREVER, "max_concurrency": 1000, "name": "mortal:buffer-2"}
+        options = {**FOREVER, "max_concurrency": 1000, "name": f"mortal:sharded-buffer-{kills}"}
         arguments = ("run", str(tmp_path), CONFIG, 0, None, [shard])
         buffer = ray.remote(MortalBuffer).options(**options).remote(reaper.door, *arguments)
         actors += [buffer, shard]
