@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
+import socket
 import sys
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -60,9 +64,10 @@ def export(
 @app.command()
 def status(name: Annotated[str | None, typer.Argument(help="a run; all by default")] = None) -> None:
     """Where runs stand."""
-    from rayrft.core.launch import attach, connect, running
+    from rayrft.core.cluster import connect
+    from rayrft.core.launch import attach, running
 
-    connect()
+    connect(start=False)
     names = [name] if name else running()
     if not names:
         print("no run is under way")
@@ -87,36 +92,79 @@ def stop(name: str) -> None:
     print(f"{name}: stopping")
 
 
-def follow(handle: Run) -> dict[str, object]:
-    """Print a run's lines, table and whereabouts, and give its summary. Ctrl-C asks the run to stop; a second one ends
-    it at once. Raises the root cause when the run fails."""
+def follow(handle: Run) -> dict[str, Any]:
+    """Print a run's lines, table and whereabouts, and give its summary. Raises the root cause when the run fails.
+
+    Ctrl-C (or SIGTERM) asks the run to stop, and a second one ends it at once. Either way a summary is written, and
+    SystemExit is raised with 128 and the signal's number.
+    """
+    received: list[int] = []
+
+    def interrupted(number: int) -> None:
+        received.append(number)
+        if len(received) == 1:
+            _say("stopping after the step under way (once more: at once)")
+            threading.Thread(target=handle.stop, daemon=True).start()  # a Master that hangs does not answer
+        else:
+            handle.kill()
+
+    with _signals(interrupted):
+        try:
+            handle.watch(_say)
+            summary = handle.result()
+        except RayrftError:
+            if len(received) < 2:
+                raise
+            _say(f"ended at once; to go on: rayrft resume {handle.folder}")
+            raise SystemExit(128 + received[0]) from None
+    _report(handle, summary)
+    if received:
+        raise SystemExit(128 + received[0])
+    return summary
+
+
+@contextlib.contextmanager
+def _signals(received: Callable[[int], None]) -> Iterator[None]:
+    """In here ``received`` is called, in a thread of its own, with the number of every SIGINT and SIGTERM. A handler
+    would wait for calls into Ray to look for signals, which takes up to a second and makes one of two."""
+    reading, writing = socket.socketpair()
+    writing.setblocking(False)  # as Python asks for
+    numbers = (signal.SIGINT, signal.SIGTERM)
+
+    def listen() -> None:
+        while number := reading.recv(1):
+            received(number[0])
+
+    before = [signal.signal(number, lambda *_: None) for number in numbers]
+    fd = signal.set_wakeup_fd(writing.fileno())
+    listening = threading.Thread(target=listen, daemon=True)
+    listening.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(fd)
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+        writing.close()
+        listening.join()
+        reading.close()
+
+
+def _report(handle: Run, summary: dict[str, Any]) -> None:
     from rayrft.monitor.records import read_records
     from rayrft.monitor.report import accuracy_table
 
-    interrupted = False
-
-    def interrupt(*_: object) -> None:
-        nonlocal interrupted
-        if interrupted:
-            raise KeyboardInterrupt
-        interrupted = True
-        _say("stopping after the step under way (once more: at once)")
-        handle.stop()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, interrupt)
-    handle.watch(_say)
-    summary = handle.result()
     _say("\n" + accuracy_table(read_records(handle.folder)))
     counters = summary["counters"]
-    _say(
-        f"\nrows: sampled {counters['sampled']} = trained {counters['trained']} + dropped "
-        f"{sum(counters['dropped'].values())} {counters['dropped']} + held {counters['held']}"
-    )
+    if counters["sampled"] is not None:
+        _say(
+            f"\nrows: sampled {counters['sampled']} = trained {counters['trained']} + dropped "
+            f"{sum(counters['dropped'].values())} {counters['dropped']} + held {counters['held']}"
+        )
     _say(f"{summary['status']} after {summary['seconds']['total']:.0f} s, {summary['steps']} steps")
-    _say(f"plot        {handle.folder / 'plot.png'}")
+    if (plot := handle.folder / "plot.png").exists():
+        _say(f"plot        {plot}")
     _say(f"checkpoint  {summary['checkpoint'] or f'to go on: rayrft resume {handle.folder}'}")
-    return summary
 
 
 def _say(text: str) -> None:

@@ -53,6 +53,10 @@ class PlacementError(RayrftError):
     """The run does not fit on the cluster, or its name is taken."""
 
 
+class ClusterError(RayrftError):
+    """No Ray cluster can be worked on: none answers, it refuses this process, or its token cannot be written."""
+
+
 class WeightSyncError(RayrftError):
     """Weights did not arrive at an engine as the trainer sent them."""
 

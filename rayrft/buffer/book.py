@@ -63,6 +63,7 @@ class LeaseRecord:
     """A step's batch: kept until a checkpoint covers the step, so that the same batch can be had again."""
 
     step: int
+    draw: int
     version: int
     slots: list[int]
     weights: list[float]
@@ -81,7 +82,7 @@ class LeaseRecord:
     blamed_expert: list[int] = field(default_factory=list)
     """rows of demonstrations; since"""
     blamed_in: str = ""
-    """this attempt at the step."""
+    """this life of the run."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,12 @@ class Book:
     """Tickets of a producer that is gone."""
     calls: dict[str, tuple[int, list[Ticket]]] = field(default_factory=dict)
     """The last request for tickets of each producer, and what it got."""
+    gone: set[str] = field(default_factory=set)
+    """Producers that were given up."""
+    lives: set[str] = field(default_factory=set)
+    """Lives of the trainer and of the run that began with a rollback."""
+    opened: dict[str, int] = field(default_factory=dict)
+    """Stages that this life of the run opened, by name, with their first version."""
     next_sequence: int = 0
     refused: dict[int, int] = field(default_factory=dict)
     """Groups that came without a ticket and were refused: digests of what came last, by key."""

@@ -1,8 +1,10 @@
 """The Buffer actor: admits groups, keeps them, and leases each step its batch.
 
-It decides on metadata; rows travel by reference and lie in shards. Every call may be made twice: a group, the fate of a
-ticket and a step count once, so that callers need not know whether the actor died on the way. Every wait is woken by a
-change of state, has a deadline, and says what it waited for.
+It decides on metadata; rows travel by reference and lie in shards. Every call may be executed twice, and late: a caller
+that lost the connection, or whose Buffer died, calls again without knowing what became of the first time. So each call
+names what it is about (a producer's life and request, a group, a ticket, a step's draw, a life of the trainer or of the
+run, a stage), and one that is about something past changes nothing. Every wait is woken by a change of state, has a
+deadline, and says what it waited for.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from rayrft.buffer.validation import Limits, find_faults
 from rayrft.buffer.writer import Entry, Receipt
 from rayrft.config.buffer import BufferConfig
 from rayrft.errors import DataError, StorageError
+from rayrft.waits import WaitReport
 
 
 class Buffer:
@@ -71,8 +74,11 @@ class Buffer:
     async def open_stage(self, plan: StagePlan) -> None:
         """Begin a stage. Groups left over from the one before are dropped and counted.
 
-        The stage that was opened last, by name and first version, goes on where it stood.
+        The stage that was opened last, by name and first version, goes on where it stood when a resumed run opens it.
+        One that this life of the run opened before is not opened again: the call is a late repeat.
         """
+        if plan.name and plan.version == self._state.book.opened.get(plan.name):
+            return await self._store.commit()
         if plan.expert_rows:
             if plan.demonstrations not in self._state.book.experts:
                 raise DataError(
@@ -97,14 +103,22 @@ class Buffer:
         await self._store.commit(e.StageOpened(plan))
         self._state.fill_pool(self._store.new_pool)
 
-    async def resume(self, step: int) -> int:
-        """The run goes on from a checkpoint of ``step``: what producers had under way goes to others, and leases from
+    async def settle(self) -> list[int]:
+        """Returns when all that was acknowledged is on the disk, with how far the journal must reach from now on: a
+        checkpoint keeps that, for its steps cannot be gone on from without."""
+        position = await self._store.settle()
+        return [position.number, position.nbytes]
+
+    async def resume(self, step: int, life: str) -> int:
+        """Resume the run from a checkpoint of ``step``: what producers had under way goes to others, and leases from
         there on are to be trained again, with the same rows in the same order. Gives the bytes of writes that a crash
         had left unfinished in the log, which were cut off.
 
+        ``life`` names this life of the run, which is resumed once: a late repeat of the call changes nothing.
+
         Raises StorageError when the log knows less than the checkpoint: it lost its end, or is another one.
         """
-        known = self._state.newest_version
+        book, known = self._state.book, self._state.newest_version
         if known < step:
             raise StorageError(
                 f"the log ends after {known} steps, and the run goes on from a checkpoint of step {step}",
@@ -112,20 +126,20 @@ class Buffer:
                 value=known,
                 remedy="restore the log from a copy, or go on from an older checkpoint",
             )
-        gone = sorted({each.producer for each in self._state.book.outstanding.values()} | set(self._state.book.calls))
-        await self._store.commit(*(e.Abandoned(producer) for producer in gone), e.RolledBack(step))
+        gone = sorted({each.producer for each in book.outstanding.values()} | set(book.calls))
+        events: list[e.Event] = [
+            *(e.Abandoned(producer) for producer in gone),
+            e.RolledBack(step, life, whole_run=True),
+        ]
+        await self._store.commit(*([] if life in book.lives else events))
         torn: int = (await self._store.sizes())["torn_bytes"]
         return torn
 
-    async def settle(self) -> list[int]:
-        """Returns when all that was acknowledged is on the disk, with how far the journal must reach from now on: a
-        checkpoint keeps that, for its steps cannot be gone on from without."""
-        position = await self._store.settle()
-        return [position.number, position.nbytes]
-
-    async def close_stage(self) -> None:
-        """No more groups are admitted; whoever waits for a ticket gets none."""
-        await self._store.commit(e.StageClosed())
+    async def close_stage(self, name: str | None = None) -> None:
+        """Admit no more groups: whoever waits for a ticket gets none. With a name, no other stage than that."""
+        plan = self._state.book.plan
+        here = plan is not None and name in (None, plan.name)
+        await self._store.commit(*([e.StageClosed()] if here else []))
 
     async def closed(self) -> None:
         """Returns when the stage is closed."""
@@ -134,26 +148,26 @@ class Buffer:
     async def admit(self, producer: str, call: int, count: int) -> list[Ticket]:
         """Up to ``count`` tickets as soon as there is room; an empty list when the stage is closed or the tasks end.
 
-        ``call`` numbers the producer's requests: one that is made again gets what it got before. The one wait without
-        a deadline: it is idle, not stuck, while the trainer has all it may get, and the trainer's own wait is bounded.
+        ``producer`` names one life of a producer, and ``call`` numbers its requests, upwards. A request that is made
+        again gets what it got before; one that arrives after a later one, or after its producer was given up, gets
+        nothing: nobody waits for its answer, and its tickets would be lost. The one wait without a deadline: it is
+        idle, not stuck, while the trainer has all it may get, and the trainer's own wait is bounded.
         """
         book = self._state.book
 
         def answered() -> bool:
-            return producer in book.calls and book.calls[producer][0] == call
+            return producer in book.gone or (producer in book.calls and book.calls[producer][0] >= call)
 
         await self._store.wait_for(lambda: answered() or not book.open or bool(book.ended) or self._may_admit())
         if answered():
-            tickets = book.calls[producer][1]
+            number, given = book.calls.get(producer, (call, []))
+            tickets = given if number == call else []
             await self._store.commit()
-        elif not book.open or book.ended:
-            return []
         else:
-            event = e.Admitted(producer, call, min(count, self._state.capacity), [])
+            wanted = min(count, self._state.capacity) if book.open and not book.ended else 0
+            event = e.Admitted(producer, call, wanted, [])
             tickets = self._state.apply(event)
             await self._store.record(replace(event, tasks=[ticket.task for ticket in tickets]))
-        if not tickets and not book.ended:
-            await self._store.commit(e.ProducersEnded("end_of_data"))
         return tickets
 
     async def attach(self, producer: str, actor: list[Any]) -> None:
@@ -217,26 +231,30 @@ class Buffer:
         self._state.check()
         await self._retention.release(record.slots)
 
-    async def blame(self, step: int, attempt: str, experience_ids: list[str]) -> None:
-        """Training of the step failed on one of these rows, in the attempt of that name.
+    async def blame(self, step: int, life: str, experience_ids: list[str]) -> None:
+        """Note that training of the step failed on one of these rows, in the life of the run of that name.
 
-        When the batch is asked for again, they stand by themselves. One that is blamed in a second attempt leaves it: a
+        When the batch is asked for again, they stand by themselves. One that is blamed in a second life leaves it: a
         demonstration for good, and a row of a group with its group, which is counted as dropped for ``failed_twice``.
         """
-        await self._leasing.blame(step, attempt, experience_ids)
+        await self._leasing.blame(step, life, experience_ids)
 
     async def cover(self, step: int) -> None:
         """A checkpoint holds the work of all steps before ``step``: their batches will not be asked for again."""
         await self._store.commit(e.Covered(step))
         await self._retention.trim()
 
-    async def requeue(self, step: int) -> None:
-        """Give a lease back: its groups wait for another step."""
-        await self._store.commit(*([e.Requeued(step)] if step in self._state.book.leases else []))
+    async def requeue(self, step: int, draw: int) -> None:
+        """Give a lease back, by its step and its `Lease.draw`: its groups wait for another step."""
+        record = self._state.book.leases.get(step)
+        await self._store.commit(*([e.Requeued(step)] if record is not None and record.draw == draw else []))
 
-    async def rollback(self, step: int) -> None:
-        """The trainer starts again at ``step``: leases from there on are to be trained again, with the same rows."""
-        await self._store.commit(e.RolledBack(step))
+    async def rollback(self, step: int, life: str) -> None:
+        """Start the trainer again at ``step``: leases from there on are to be trained again, with the same rows.
+
+        ``life`` names the trainer's new life: a late repeat of the call changes nothing.
+        """
+        await self._store.commit(*([] if life in self._state.book.lives else [e.RolledBack(step, life)]))
 
     async def advance(self, version: int) -> None:
         """Weights of this version are published: there is room for new groups."""
@@ -291,6 +309,10 @@ class Buffer:
             "late_feedback": len(book.late_feedback),
             **await self._store.sizes(),
         }
+
+    async def waiting(self) -> WaitReport:
+        """What a lease waits for, and for how long nothing changed."""
+        return self._leasing.waits.report()
 
     async def pid(self) -> int:
         """Process id of the actor."""

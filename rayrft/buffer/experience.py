@@ -23,6 +23,9 @@ Source = Literal["usual", "expert", "human", "synthetic"]
 SOURCES: tuple[str, ...] = ("usual", "expert", "human", "synthetic")
 SCHEMA_VERSION = "2"
 
+LEFT_OUT = "group_left_out"
+"""In a row's metrics: how many rows its group had besides those that it has, when advantages were found."""
+
 
 @dataclass(frozen=True)
 class Task:
@@ -109,7 +112,8 @@ class Experience:
 
     @property
     def repeat(self) -> str:
-        """Which of its group's trajectories it is, or is a part of: ids are ``<group_id>/<repeat>`` and so on."""
+        """Which of its group's trajectories it belongs to: ``<group_id>/<repeat>`` and ``<group_id>/<repeat>/…`` are
+        one trajectory, in one row or in several."""
         return self.experience_id.removeprefix(self.group_id).strip("/").partition("/")[0]
 
     @property

@@ -37,6 +37,8 @@ class Lease:
     """A step's batch, dealt to ranks, and what is known of it before it is trained."""
 
     step: int
+    draw: int
+    """By which it is told from another lease of the same step, where that was given back."""
     shares: tuple[BatchShare, ...]
     usual_rows: int
     expert_rows: int

@@ -17,6 +17,7 @@ from rayrft.buffer.scores import check_scores
 from rayrft.buffer.store import Store
 from rayrft.buffer.writer import group_key
 from rayrft.errors import LeaseEnded, RayrftError
+from rayrft.waits import Waits
 
 _WHY = {
     "deadline": "look at why rollouts do not arrive: engines too slow, or every group filtered (no variance of reward, "
@@ -34,6 +35,7 @@ class Leasing:
         self._store = store
         self._experts = experts
         self._lock = asyncio.Lock()
+        self.waits = Waits("buffer")
 
     async def lease(self, step: int, world_size: int, deadline_s: float) -> Lease:
         """See `Buffer.lease`."""
@@ -62,7 +64,7 @@ class Leasing:
         found = {self._store.state.groups.find(group_key(group)): error for group, error in value_errors.items()}
         return {slot: found[slot] for slot in record.slots if slot in found}
 
-    async def blame(self, step: int, attempt: str, experience_ids: list[str]) -> None:
+    async def blame(self, step: int, life: str, experience_ids: list[str]) -> None:
         """See `Buffer.blame`."""
         record = self._store.state.book.leases.get(step)
         if record is None or record.acked:
@@ -74,7 +76,7 @@ class Leasing:
             names = await self._experts.names(record.demonstrations, record.extent)
             sides = [record.expert[at : at + record.unit] for at in range(0, len(record.expert), record.unit)]
             expert = [row for unit in sides for row in unit if any(names[each] in experience_ids for each in unit)]
-        await self._store.commit(e.Blamed(step, attempt, sorted(slots), sorted(set(expert))))
+        await self._store.commit(e.Blamed(step, life, sorted(slots), sorted(set(expert))))
 
     async def _next(self, step: int, deadline_s: float) -> e.Leased:
         store, book = self._store, self._store.state.book
@@ -82,15 +84,20 @@ class Leasing:
             raise RayrftError(
                 "no stage is open", field="buffer.lease", value=step, remedy="open one first: a run does so itself"
             )
+        if book.behind:
+            # Who asks for a step that was never leased has repeated all that were, whatever weights it published.
+            await store.commit(e.Advanced(book.version))
         drawn: list[e.Leased] = []
 
         def ready() -> bool:
+            self.waits.moved("groups")  # it is asked after every change
             if (lease := self._draw(step)) is not None:
                 drawn.append(lease)
             return bool(drawn) or self._hopeless() is not None
 
         try:
-            await store.wait_for(ready, deadline_s)
+            with self.waits.on("groups", lambda: f"step {step}: {self._have()}"):
+                await store.wait_for(ready, deadline_s)
         except TimeoutError:
             raise self._ended("deadline", step, f"waited {deadline_s:g} s for") from None
         if not drawn:
@@ -128,19 +135,22 @@ class Leasing:
         return None if awaited else book.ended
 
     def _ended(self, reason: str, step: int, what: str) -> LeaseEnded:
-        state, book = self._store.state, self._store.state.book
+        book = self._store.state.book
         assert book.plan is not None
-        if isinstance(book.schedule, Schedule):
-            have = f"{len(book.schedule.ready)} ready, {len(book.schedule.running)} running"
-        else:
-            have = f"{state.eligible} in the pool, {len(book.outstanding)} running"
         return LeaseEnded(
-            f"{what} {book.plan.groups} groups for step {step}: {have}; dropped so far {dict(book.ledger.dropped)}, "
-            f"tasks dropped {dict(book.ledger.dropped_tasks)}",
+            f"{what} {book.plan.groups} groups for step {step}: {self._have()}; dropped so far "
+            f"{dict(book.ledger.dropped)}, tasks dropped {dict(book.ledger.dropped_tasks)}",
             field="buffer.lease",
             value=reason,
             remedy=_WHY[reason],
         )
+
+    def _have(self) -> str:
+        """What there is of groups for the next step."""
+        state, book = self._store.state, self._store.state.book
+        if isinstance(book.schedule, Schedule):
+            return f"{len(book.schedule.ready)} ready, {len(book.schedule.running)} running"
+        return f"{state.eligible} in the pool, {len(book.outstanding)} running"
 
     async def _deal(self, record: LeaseRecord, world_size: int, waited_s: float) -> Lease:
         groups = self._store.state.groups
@@ -165,6 +175,7 @@ class Leasing:
                 units.append(Unit(expert.ref, row, record.unit, tokens, alone=row in record.blamed_expert))
         return Lease(
             record.step,
+            record.draw,
             deal(units, world_size, min(record.mini_batches, len(units))),
             usual_rows=int(groups.rows[slots].sum()),
             expert_rows=len(record.expert),

@@ -18,9 +18,9 @@ from rayrft.buffer.experience import Experience
 class Turns:
     """The S turns of some rows, one after the other.
 
-    A trajectory is what one repeat of the task gave (``<group_id>/<repeat>`` and ``<group_id>/<repeat>/…``), be it one
-    row or several in their order. A turn is a run of the action mask. What a workflow knows of a row's k-th turn, from
-    0 on, is in the row's ``metrics``:
+    A trajectory is what one repeat of the task gave (`Experience.repeat`), be it one row or several in their order. A
+    turn is a run of the action mask. What a workflow knows of a row's k-th turn, from 0 on, is in the row's
+    ``metrics``:
 
     * ``turn_reward_<k>``: its reward. The row's own reward is added to that of its last turn;
     * ``turn_state_<k>``: a number that is equal in equal states. Without it, turns were taken in the same state where

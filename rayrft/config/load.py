@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import typing
 from pathlib import Path
@@ -71,7 +72,7 @@ def _read(source: str | Path | dict[str, Any] | RunConfig) -> dict[str, Any]:
     if isinstance(source, RunConfig):
         return source.model_dump(mode="json")
     if isinstance(source, dict):
-        return yaml.safe_load(yaml.safe_dump(source))
+        return copy.deepcopy(source)
     path = Path(source)
     if not path.is_file():
         raise ConfigError("no such config file", field="config", value=str(source), remedy="give a YAML file")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rayrft.buffer.buffer import Buffer
@@ -21,6 +21,7 @@ from rayrft.explorer.explorer import Explorer
 from rayrft.rewards.worker import RewardWorker
 from rayrft.trainer.loop import RankSetup
 from rayrft.trainer.trainer import Trainer
+from rayrft.waits import Followed, Waits
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,25 @@ class Cast:
         actors |= {f"engine-{index}": engine for index, engine in enumerate(self.engines)}
         watches = {name: actor.watch.remote() for name, actor in actors.items()}
         return {**watches, "buffer": _until_dead_for_good(self.buffer)}
+
+    def followed(self, waits: Waits) -> Cast:
+        """The same to the Master, whose calls are then among its ``waits``."""
+        return replace(
+            self,
+            buffer=Followed("buffer", self.buffer, waits, endless=("stats",)),
+            trainer=Followed("trainer", self.trainer, waits),
+            explorer=Followed("explorer", self.explorer, waits, endless=("explore",)) if self.explorer else None,
+            weight_sync=Followed("weight_sync", self.weight_sync, waits) if self.weight_sync else None,
+            engines=[Followed(f"engine-{index}", engine, waits) for index, engine in enumerate(self.engines)],
+        )
+
+    def signs_of_life(self) -> dict[str, Callable[[], Awaitable[Any]]]:
+        """For every part a call that it answers at once, with what it waits for where it waits for others."""
+        parts = {"trainer": self.trainer, "buffer": self.buffer}
+        if self.explorer is not None and self.weight_sync is not None:
+            parts |= {"weight_sync": self.weight_sync, "explorer": self.explorer}
+        asks = {name: part.waiting.remote for name, part in parts.items()}
+        return asks | {f"engine-{index}": engine.pid.remote for index, engine in enumerate(self.engines)}
 
     def dismiss(self) -> None:
         """End the actors that Ray would start again: without their placement group they never could."""
@@ -67,7 +87,7 @@ def hire(config: RunConfig, prepared: Prepared, placement: Placement, logged: li
         prepared.limits,
         logged,
     )
-    trainer = placement.actor(Trainer, "trainer", name="trainer").remote(config.trainer)
+    trainer = placement.actor(Trainer, "trainer", name="trainer").remote(config.trainer, placement.ranks)
     if "explorer" not in {part.name for part in plan_placement(config)}:
         return Cast(buffer, trainer, None, None, [], shards)
     engine = config.explorer.engine
@@ -88,6 +108,7 @@ def hire(config: RunConfig, prepared: Prepared, placement: Placement, logged: li
     weight_sync = placement.actor(WeightSync, "weight_sync", name="weight_sync").remote(
         config.weight_sync,
         config.sync_backend,
+        config.probe_bounds,
         trainer,
         engines,
         engine.tensor_parallel,
@@ -107,7 +128,7 @@ def _hire_shards(config: RunConfig, placement: Placement) -> list[Any]:
     ]
 
 
-async def start(cast: Cast, config: RunConfig, prepared: Prepared) -> str | None:
+async def start(cast: Cast, config: RunConfig, prepared: Prepared, waits: Waits) -> str | None:
     """Bring every actor up, side by side; returns when the run can begin, with what is unusual about the model."""
     import ray
 
@@ -121,6 +142,7 @@ async def start(cast: Cast, config: RunConfig, prepared: Prepared) -> str | None
         config.plugins,
         config.seed,
     )
+    cast = cast.followed(waits)
     starting = [cast.trainer.start.remote(config.folder, setup)]
     for index, each in enumerate(cast.engines):
         starting.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from importlib import import_module
@@ -14,11 +15,14 @@ from rayrft.core.placement import Placement, plan_placement
 from rayrft.core.prepare import Prepared
 from rayrft.core.progress import Progress
 from rayrft.core.recorder import Recorder
-from rayrft.core.stages import Stages, Stopped
-from rayrft.core.supervision import root_cause, supervise
-from rayrft.errors import RayrftError, RowsFailed
+from rayrft.core.silence import Silence
+from rayrft.core.stages import Stages
+from rayrft.core.summary import NO_ROWS, ledger_in_log, standing, summarise
+from rayrft.core.supervision import Stopped, root_cause, supervise, unless_stopped
+from rayrft.errors import RayrftError, RowsFailed, StorageError
 from rayrft.monitor.records import Record
 from rayrft.registry import load_plugins
+from rayrft.waits import Waits
 
 
 class Master:
@@ -36,6 +40,9 @@ class Master:
         self._status = "starting"
         self._cast: casting.Cast | None = None
         self._stages: Stages | None = None
+        self._waits = Waits("master")
+        self._silence: Silence | None = None
+        self._summary: dict[str, Any] | None = None
 
     async def run(self, prepared_refs: list[Any]) -> dict[str, Any]:
         """Run all stages; gives the summary. Raises the root cause when the run fails, after writing the summary.
@@ -46,17 +53,23 @@ class Master:
         placement = Placement(self._config.name, plan_placement(self._config))
         error: RayrftError | None = None
         try:
-            parts = [part.name for part in plan_placement(self._config) if part.name not in ("master", "ranks")]
-            await asyncio.to_thread(placement.reserve, parts)
+            parts = [part.name for part in plan_placement(self._config) if part.name != "master"]
+            await unless_stopped(self._stop, asyncio.to_thread(placement.reserve, parts))
             self._cast = casting.hire(self._config, prepared, placement, self._progress.logged)
-            self._stages = Stages(self._config, self._cast, self._recorder, self._progress, self._stop)
-            await supervise(self._run(self._cast, self._stages, prepared), self._cast.watches())
+            followed = self._cast.followed(self._waits)
+            self._stages = Stages(self._config, followed, self._recorder, self._progress, self._stop)
+            self._silence = Silence(
+                self._waits, self._cast.signs_of_life(), self._note, self._config.monitor.patience_s
+            )
+            watches = {**self._cast.watches(), "silence": self._silence.watch()}
+            await supervise(self._run(self._cast, self._stages, prepared), watches)
             self._status = "finished"
         except Stopped:
             self._status = "stopped"
         except Exception as failure:  # whatever ended the run becomes its summary and is raised again below
             self._status, error = "failed", root_cause(failure)
-            await self._recorder.note(f"the run failed: {error}", step=self._progress.step)
+            with contextlib.suppress(StorageError):  # a disk that takes no summary may be what ended it
+                await self._recorder.note(f"the run failed: {error}", step=self._progress.step)
             if isinstance(error, RowsFailed) and self._stages is not None:
                 await self._stages.blame(error)
             await self._take_stock()
@@ -64,27 +77,35 @@ class Master:
             if self._cast is not None:
                 self._cast.dismiss()
             placement.remove()
-        summary = self._summary(error)
-        await self._recorder.close(summary)
+        self._summary = self._summarise(error)
+        try:
+            await self._recorder.close(self._summary)
+        except StorageError as failure:
+            error = error or failure
         if error is not None:
             raise error
-        return summary
+        return self._summary
 
     async def records(self, count: int) -> list[Record]:
         """Records from the ``count``-th on, as soon as there are any; an empty list once the run has ended."""
         return await self._recorder.after(count)
 
     async def status(self) -> dict[str, Any]:
-        """Where the run stands: its state, step, version and the ledger of rows."""
+        """Where the run stands: its state, step, version, the ledger of rows, and what is waited for too long."""
+        if self._summary is not None:
+            return standing(self._summary, self._config.folder)
         if self._status == "running":
             await self._take_stock()
+        stages = self._stages
         return {
             "name": self._config.name,
             "status": self._status,
+            "error": None,
             "step": self._progress.step,
-            "version": self._published,
+            "version": stages.published if stages is not None else 0,
             "folder": str(self._config.folder),
-            **self._ledger,
+            "waiting": self._silence.overdue if self._silence is not None else [],
+            **(stages.ledger if stages is not None and stages.ledger else NO_ROWS),
         }
 
     async def stop(self) -> None:
@@ -103,6 +124,12 @@ class Master:
         return {"master": os.getpid(), **actors, **engines}
 
     async def _run(self, cast: casting.Cast, stages: Stages, prepared: Prepared) -> None:
+        await unless_stopped(self._stop, self._start(cast, stages, prepared))
+        await stages.run()
+        await cast.trainer.stop.remote()
+
+    async def _start(self, cast: casting.Cast, stages: Stages, prepared: Prepared) -> None:
+        """Bring the run to where its first step can be taken."""
         started = time.time()
         await self._recorder.note("starting engines and trainer", step=self._progress.step)
         for name, reasons in prepared.left_out.items():
@@ -110,7 +137,7 @@ class Master:
                 await self._recorder.note(f"demonstrations {name!r}: left out {dict(reasons)}")
         # With the algorithms of the stages comes torch, which takes seconds to load: while the others start.
         loading = asyncio.to_thread(import_module, "rayrft.algorithms")
-        remark, _ = await asyncio.gather(casting.start(cast, self._config, prepared), loading)
+        remark, _ = await asyncio.gather(casting.start(cast, self._config, prepared, self._waits), loading)
         if remark:
             await self._recorder.note(f"the trainer's way with this model: {remark}")
         await stages.restore()
@@ -123,35 +150,25 @@ class Master:
         )
         seconds = time.time() - started
         await self._recorder.note(f"up after {seconds:.0f} s{probe}", startup_s=seconds)
-        await stages.run()
-        await cast.trainer.stop.remote()
+
+    async def _note(self, text: str, **data: Any) -> None:
+        await self._recorder.note(text, step=self._progress.step, **data)
 
     async def _take_stock(self) -> None:
         if self._stages is not None:
             await self._stages.take_stock()
 
-    @property
-    def _ledger(self) -> dict[str, Any]:
-        nothing = {"sampled": 0, "trained": 0, "dropped": {}, "held": 0}
-        return self._stages.ledger or nothing if self._stages is not None else nothing
-
-    @property
-    def _published(self) -> int:
-        return self._stages.published if self._stages is not None else 0
-
-    def _summary(self, error: RayrftError | None) -> dict[str, Any]:
-        ledger, progress = self._ledger, self._progress
-        return {
-            "name": self._config.name,
-            "status": self._status,
-            "error": str(error) if error else None,
-            "stages": progress.stages_done,
-            "accuracy": self._recorder.accuracy(),
-            "counters": {key: ledger.get(key) for key in ("sampled", "trained", "dropped", "held")},
-            "dropped_tasks": ledger.get("dropped_tasks"),
-            "expert": ledger.get("expert"),
-            "seconds": self._recorder.seconds(),
-            "steps": progress.step,
-            "weight_version": self._published,
-            "checkpoint": str(self._config.folder / "checkpoints" / "final") if self._status == "finished" else None,
-        }
+    def _summarise(self, error: RayrftError | None) -> dict[str, Any]:
+        progress, stages, folder = self._progress, self._stages, self._config.folder
+        return summarise(
+            self._config.name,
+            self._status,
+            str(error) if error else None,
+            self._recorder.records,
+            (stages.ledger if stages is not None else {}) or ledger_in_log(folder),
+            self._recorder.seconds,
+            stages=progress.stages_done,
+            steps=progress.step,
+            weight_version=stages.published if stages is not None else 0,
+            checkpoint=str(folder / "checkpoints" / "final") if self._status == "finished" else None,
+        )

@@ -5,11 +5,11 @@ from __future__ import annotations
 import datetime
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 from rayrft.buffer.demonstrations.conversations import conversations
@@ -47,7 +47,7 @@ class Prepared:
     limits: Limits
     """What its model takes."""
     probe: list[Experience]
-    """What engine and trainer must agree on: held-out questions with their images and answers, whole."""
+    """What engine and trainer must agree on: questions, held-out ones first, with their images and answers, whole."""
     left_out: dict[str, Counter[str]] = field(default_factory=dict)
     """Demonstrations left out, by name and reason."""
 
@@ -87,8 +87,8 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepare
         else:
             demonstrations[name], report = from_file(name, each, tokenizer, max_length, held_out)
             left_out[name] = report.counts
-    compared = splits.evaluation[:8] if config.rolls_out else []
-    probe = [demonstrate("", task, task.answer, tokenizer) for task in compared]
+    compared = chain(splits.evaluation, splits.train) if config.rolls_out else []
+    probe = choose_probe(compared, tokenizer, config.model.max_length)
     task_set = _task_set(config, splits)
     limits = Limits(vocabulary_of(model), max_length)
     return Prepared(run_id, model, splits.train, task_set, splits.evaluation, demonstrations, limits, probe, left_out)
@@ -195,6 +195,12 @@ def _model(config: RunConfig, splits: TaskSplits) -> str:
         )
         return str(folder)
     return find_model(str(config.model.path), "model.path")
+
+
+def choose_probe(tasks: Iterable[Task], tokenizer: ChatTokenizer, max_length: int) -> list[Experience]:
+    """The first eight questions with their answers that leave an engine, which scores them, room for a token more."""
+    rows = (demonstrate("", task, task.answer, tokenizer) for task in tasks)
+    return list(islice((row for row in rows if len(row.token_ids) < max_length), 8))
 
 
 def _all_tasks(splits: TaskSplits) -> Iterator[Task]:

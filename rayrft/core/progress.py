@@ -79,6 +79,19 @@ class Checkpoints:
         """Whether there is a checkpoint of that step."""
         return (self.at(step) / _MANIFEST).is_file()
 
+    def check(self, step: int) -> None:
+        """Raises StorageError where a file of the checkpoint of that step is missing, or is not as long as it was."""
+        folder = self.at(step)
+        for name, size in json.loads((folder / _MANIFEST).read_text())["files"].items():
+            file = folder / name
+            if not file.is_file() or file.stat().st_size != size:
+                raise StorageError(
+                    f"the checkpoint is not whole: {name} is {'cut off' if file.is_file() else 'missing'}",
+                    field="checkpoint",
+                    value=str(folder),
+                    remedy="delete the folder: the run then goes on from the checkpoint before it",
+                )
+
     def begin(self, step: int) -> Path:
         """An empty folder into which the trainer may write."""
         partial = self._folder / f".step-{step:06d}.partial"
@@ -112,7 +125,7 @@ class Checkpoints:
     def all(self) -> list[Progress]:
         """What there is, the oldest first."""
         manifests = self._folder.glob(f"step-*/{_MANIFEST}")
-        found = [Progress(**json.loads(manifest.read_text())) for manifest in manifests]
+        found = [Progress(**json.loads(manifest.read_text())["progress"]) for manifest in manifests]
         return sorted(found, key=lambda each: each.step)
 
     def latest(self) -> Progress | None:
@@ -137,8 +150,10 @@ class Checkpoints:
             shutil.rmtree(left, ignore_errors=True)
 
     def _write_manifest(self, progress: Progress, folder: Path) -> None:
+        files = {str(each.relative_to(folder)): each.stat().st_size for each in folder.rglob("*") if each.is_file()}
+        files = {name: size for name, size in files.items() if not name.endswith(_MANIFEST)}
         draft = folder / f".{_MANIFEST}"
-        draft.write_text(json.dumps(dataclasses.asdict(progress), indent=2) + "\n")
+        draft.write_text(json.dumps({"progress": dataclasses.asdict(progress), "files": files}, indent=2) + "\n")
         sync(draft)
         draft.rename(folder / _MANIFEST)
         sync(folder)

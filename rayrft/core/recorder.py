@@ -1,16 +1,14 @@
-"""The run's memory: records as they come, for the sinks and for whoever watches, and the summary at the end."""
+"""The run's memory: records as they come, for the sinks and for whoever watches."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import os
+import contextlib
 import time
-from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 from rayrft.config import RunConfig
+from rayrft.core.summary import keep_room, write_summary
 from rayrft.monitor.records import EvaluationRecord, NoteRecord, Record, StepRecord, read_records, rewrite_records
 from rayrft.monitor.report import save_plot
 from rayrft.monitor.sinks import open_sinks
@@ -27,12 +25,14 @@ class Recorder:
         had = read_records(config.folder)[:kept]
         rewrite_records(config.folder, had)
         self._sinks = open_sinks(config)
+        keep_room(config.folder)
         self._changed = asyncio.Condition()
         self._started = time.time()
         self.records: list[Record] = had
         self.ended = False
 
     async def add(self, record: Record) -> None:
+        """Raises StorageError when the record cannot be written."""
         async with self._changed:
             self.records.append(record)
             for sink in self._sinks:
@@ -49,56 +49,23 @@ class Recorder:
             return self.records[count:]
 
     async def close(self, summary: dict[str, Any]) -> None:
-        """Write ``summary.json`` and the plot, flush the sinks, and let the followers go."""
-        if any(isinstance(record, StepRecord | EvaluationRecord) for record in self.records):
-            save_plot(self.records, self._config.folder / "plot.png", self._config.name)
-        write_summary(self._config.folder, summary)
-        for sink in self._sinks:
-            sink.close()
-        async with self._changed:
-            self.ended = True
-            self._changed.notify_all()
+        """Write ``summary.json`` and the plot, flush the sinks, and let the followers go, whatever happens.
 
-    def seconds(self) -> dict[str, float]:
-        """Wall time by part, summed over all steps, and in all."""
-        sums: dict[str, float] = defaultdict(float)
-        for record in self.records:
-            if isinstance(record, StepRecord):
-                for part in ("wait", "rollout", "reward", "train", "sync"):
-                    sums[part] += getattr(record, f"{part}_s")
-            elif isinstance(record, EvaluationRecord):
-                sums["evaluation"] += record.seconds
-        return {
-            **{part: round(value, 3) for part, value in sums.items()},
-            "total": round(time.time() - self._started, 3),
-        }
+        Raises StorageError when the summary cannot be written.
+        """
+        try:
+            write_summary(self._config.folder, summary)
+            if any(isinstance(record, StepRecord | EvaluationRecord) for record in self.records):
+                with contextlib.suppress(OSError):  # of a full disk: a picture can be drawn again from the records
+                    save_plot(self.records, self._config.folder / "plot.png", self._config.name)
+            for sink in self._sinks:
+                sink.close()
+        finally:
+            async with self._changed:
+                self.ended = True
+                self._changed.notify_all()
 
-    def accuracy(self) -> dict[str, Any]:
-        """First and last evaluation per temperature, with counts."""
-        result: dict[str, Any] = {}
-        for record in self.records:
-            if isinstance(record, EvaluationRecord):
-                point = {
-                    "stage": record.stage,
-                    "step": record.step,
-                    "accuracy": record.accuracy,
-                    "right": record.right,
-                    "count": record.count,
-                    "interval": [record.low, record.high],
-                }
-                entry = result.setdefault(f"{record.temperature:g}", {"before": point})
-                entry["after"] = point
-        return result
-
-
-def write_summary(folder: Path, summary: dict[str, Any]) -> None:
-    """``summary.json``, whole or not at all."""
-    temporary = folder / ".summary.json.partial"
-    temporary.write_text(json.dumps(summary, indent=2) + "\n")
-    os.replace(temporary, folder / "summary.json")
-
-
-def read_summary(folder: Path) -> dict[str, Any]:
-    """What `write_summary` wrote last; empty where a run there has not ended yet."""
-    path = folder / "summary.json"
-    return json.loads(path.read_text()) if path.is_file() else {}
+    @property
+    def seconds(self) -> float:
+        """Since the run began, or went on."""
+        return time.time() - self._started

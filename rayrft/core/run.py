@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rayrft.core.placement import NAMESPACE, actor_name, remove_groups
-from rayrft.core.recorder import write_summary
 from rayrft.core.run_data import RunData
-from rayrft.core.supervision import root_cause
-from rayrft.errors import ActorDied, RunNotFound
+from rayrft.core.summary import read_summary, standing, summarise, summarise_from_folder, write_summary
+from rayrft.core.supervision import death, root_cause
+from rayrft.errors import ActorDied, RayrftError, RunNotFound, StorageError
 from rayrft.monitor.progress import line
 from rayrft.monitor.records import Record, StepRecord, read_records
 
@@ -31,24 +31,30 @@ class Run(RunData):
         self._outcome = outcome
 
     def status(self) -> dict[str, Any]:
-        """State, step, version and the ledger ``sampled = trained + dropped + held``."""
+        """State, step, version and the ledger ``sampled = trained + dropped + held``; of a run that failed or was
+        killed also the ``error``, root cause first."""
         import ray
 
         try:
             return ray.get(self._master.status.remote())
-        except ray.exceptions.RayActorError as error:
-            raise self._dead(error) from None
+        except ray.exceptions.RayActorError:
+            return standing(self._end(), self.folder)
 
     def records(self) -> Iterator[Record]:
-        """Every record, those to come as they come; ends with the run."""
+        """Every record, those to come as they come; ends with the run. Raises ActorDied when the Master is gone before
+        the run's end was seen here, and the run neither finished nor was stopped."""
         import ray
 
         count = 0
         while True:
             try:
                 new: list[Record] = ray.get(self._master.records.remote(count))
-            except ray.exceptions.RayActorError as error:
-                raise self._dead(error) from None
+            except ray.exceptions.RayActorError:
+                summary = self._end()
+                yield from read_records(self.folder)[count:]
+                if summary["error"]:
+                    raise self._error(summary) from None
+                return
             if not new:
                 return
             count += len(new)
@@ -90,36 +96,34 @@ class Run(RunData):
                 remedy="follow it with watch(), and read summary.json once it has ended",
             )
         try:
-            return ray.get(self._outcome)
-        except ray.exceptions.RayActorError as error:
-            raise self._dead(error) from None
+            summary = ray.get(self._outcome)
         except ray.exceptions.RayTaskError as error:
-            raise root_cause(error) from None
+            cause = root_cause(error)
+            self._end(cause)
+            raise cause from None
+        except ray.exceptions.RayActorError:
+            summary = self._end()
+            if summary["error"]:
+                raise self._error(summary) from None
         finally:
             self.kill()
+        return summary
 
     def kill(self) -> None:
-        """End the run at once, without saving; returns when its name and its resources are free again."""
-        import ray
+        """End the run at once, without saving; returns when its name and its resources are free again.
 
-        actors = []
-        for name in named_actors(actor_name(self.name, "")):
-            with contextlib.suppress(ValueError):  # it died since it was listed
-                actors.append(ray.get_actor(name, namespace=NAMESPACE))
-        # Without retries, for the Buffer's calls are otherwise made again, and Ray would say so.
-        watches = [actor.watch.options(max_task_retries=0).remote() for actor in actors]
-        # The Master also where it is dead and not listed: a process that holds its handle takes its name for taken.
-        for actor in (*actors, self._master):
-            ray.kill(actor)
-        if watches:
-            ray.wait(watches, num_returns=len(watches))
-        remove_groups(actor_name(self.name, ""))
+        Of a run that has ended, whatever is left of it is ended. Any number of callers may do so at the same time.
+        """
+        self._end()
 
     def stop(self) -> None:
         """Ask the run to end after what it is doing, and save its weights."""
         import ray
 
-        ray.get(self._master.stop.remote())
+        try:
+            ray.get(self._master.stop.remote())
+        except ray.exceptions.RayActorError:
+            self._end()
 
     def pids(self) -> dict[str, int]:
         """Process ids of master, trainer and engines."""
@@ -127,12 +131,67 @@ class Run(RunData):
 
         return ray.get(self._master.pids.remote())
 
-    def _dead(self, error: Exception) -> ActorDied:
-        """The Master is gone: without it nothing else writes the summary."""
-        cause = ActorDied(f"the master died: {str(error).splitlines()[0]}", field=actor_name(self.name, "master"))
-        if not (self.folder / "summary.json").exists():
-            write_summary(self.folder, {"name": self.name, "status": "failed", "error": str(cause), "checkpoint": None})
-        return cause
+    def _end(self, cause: RayrftError | None = None) -> dict[str, Any]:
+        """End what there is of the run; gives its summary, which is written here where the Master did not.
+
+        ``cause`` is why the run failed, where that is known. Whoever does this at the same time does the same.
+        """
+        import ray
+
+        if not self._has_its_name():
+            return summarise(self.name, *self._death(), [], {}, 0.0)
+        actors = []
+        for name in named_actors(actor_name(self.name, "")):
+            with contextlib.suppress(ValueError):  # it died since it was listed
+                actors.append(ray.get_actor(name, namespace=NAMESPACE))
+        # Without retries, for the Buffer's calls are otherwise made again, and Ray would say so.
+        watched = [actor for actor in actors if hasattr(actor, "watch")]
+        watches = [actor.watch.options(max_task_retries=0).remote() for actor in watched]
+        # The Master first, which would otherwise take the deaths of the others for failures; and also where it is dead
+        # and not listed: a process that holds its handle takes its name for taken.
+        for actor in (self._master, *actors):
+            ray.kill(actor)
+        if watches:
+            ray.wait(watches, num_returns=len(watches))
+        remove_groups(self.name)
+        if summary := read_summary(self.folder):
+            return summary
+        status, error = ("failed", str(cause)) if cause is not None else self._death()
+        summary = summarise_from_folder(self.folder, status, error)
+        if self.folder.is_dir():
+            with contextlib.suppress(StorageError):  # of a full disk: the caller is told all the same
+                write_summary(self.folder, summary)
+        return summary
+
+    def _has_its_name(self) -> bool:
+        """Whether no other run goes by its name since it ended."""
+        import ray
+
+        try:
+            return ray.get_actor(self._master_name, namespace=NAMESPACE) == self._master
+        except ValueError:
+            return True
+
+    def _death(self) -> tuple[str, str]:
+        """How the Master, which is dead, ended, and the error that says so."""
+        import ray
+
+        try:
+            ray.get(self._master.watch.remote())
+        except ray.exceptions.RayActorError as error:
+            why = death(error)
+        killed = "ray.kill" in why
+        problem = "the run was killed" if killed else f"the master died: {why}"
+        return "killed" if killed else "failed", str(ActorDied(problem, field=self._master_name))
+
+    def _error(self, summary: dict[str, Any]) -> ActorDied:
+        """The error of a run whose Master is gone, from its summary."""
+        text, own = summary["error"], f"{self._master_name}: "
+        return ActorDied(text.removeprefix(own), field=self._master_name if text.startswith(own) else "")
+
+    @property
+    def _master_name(self) -> str:
+        return actor_name(self.name, "master")
 
 
 def named_actors(prefix: str) -> list[str]:

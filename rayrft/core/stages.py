@@ -22,16 +22,13 @@ from rayrft.core.progress import Progress
 from rayrft.core.recorder import Recorder
 from rayrft.core.review import Review
 from rayrft.core.saving import Saving
+from rayrft.core.supervision import Stopped, unless_stopped
 from rayrft.core.weight_sync import SyncReport
 from rayrft.errors import LeaseEnded, RowsFailed, StorageError
 from rayrft.trainer.commands import Load, OpenStage, Train
 from rayrft.trainer.result import StepResult
 
 _LEASE_DEADLINE_S = 300.0
-
-
-class Stopped(Exception):
-    """The user asked the run to stop."""
 
 
 class Stages:
@@ -44,6 +41,8 @@ class Stages:
         self._cast = cast
         self._recorder = recorder
         self._stop = stop
+        self._life = uuid.uuid4().hex
+        """By which the Buffer tells this life of the run from those before it was resumed."""
         self._saving = Saving(config, cast, progress)
         self._review = Review(config, cast, recorder, progress)
         self.progress = progress
@@ -55,7 +54,7 @@ class Stages:
     async def run(self) -> None:
         """All stages that are left. Raises Stopped when the user asked for it, after saving."""
         progress = self.progress
-        if torn := await self._cast.buffer.resume.remote(progress.step):
+        if torn := await self._cast.buffer.resume.remote(progress.step, self._life):
             said = f"a crash left {torn} bytes of unfinished writes in the Buffer's log, which were cut off"
             await self._recorder.note(said, step=progress.step)
         try:
@@ -90,7 +89,7 @@ class Stages:
 
         # Where that cannot be, the run ends as it would have: the step is tried again as it was.
         with contextlib.suppress(RayActorError, TimeoutError, StorageError):
-            await asyncio.wait_for(self._cast.buffer.blame.remote(self.progress.step, uuid.uuid4().hex, error.value), 5)
+            await asyncio.wait_for(self._cast.buffer.blame.remote(self.progress.step, self._life, error.value), 5)
 
     async def take_stock(self) -> None:
         """Ask the Buffer for its ledger. Where it is gone, or was never there, the last answer stands."""
@@ -116,12 +115,12 @@ class Stages:
                 if progress.stage_step < stage.steps:
                     await self._between(stage, first)
         finally:
-            await self._cast.buffer.close_stage.remote()
+            await self._cast.buffer.close_stage.remote(stage.name)
             await exploring
         if not stage.groups:
             await self.publish()
         await self._saving.export(stage.name)
-        await self._review.evaluate(stage)
+        await self._evaluate(stage)
         progress.end(stage.name, stage.steps)
         await self._review.judge(stage, first)
         await self._saving.checkpoint(len(self._recorder.records))
@@ -146,7 +145,7 @@ class Stages:
             await self.publish()
         await self._recorder.note(f"stage {stage.name!r}: {said}", stage.name, progress.step)
         if not resumed and (progress.step == 0 or stage.start_from):
-            await self._review.evaluate(stage)
+            await self._evaluate(stage)
         plan = StagePlan(
             stage.groups,
             stage.group_size,
@@ -187,7 +186,7 @@ class Stages:
         progress.accuracy, progress.reward = None, record.reward
         await self._recorder.add(record)
         if progress.stage_step == 1:
-            doubt = first_step_doubt(lease, result, self._config.weight_sync.tolerance)
+            doubt = first_step_doubt(lease, result, self._config.probe_bounds.mean)
             if doubt is not None:
                 await self._recorder.note(f"first step of {stage.name!r}: {doubt}", stage.name, progress.step)
 
@@ -197,10 +196,15 @@ class Stages:
         if stage.evaluate_every and taken % stage.evaluate_every == 0:
             if not stage.groups:
                 await self.publish()
-            await self._review.evaluate(stage)
+            await self._evaluate(stage)
             await self._review.judge(stage, first)
         if self._saving.due():
             await self._saving.checkpoint(len(self._recorder.records))
+
+    async def _evaluate(self, stage: StageConfig) -> None:
+        """An evaluation is left alone when the run is stopped: the run that goes on makes it again, where it was the
+        stage's last."""
+        await unless_stopped(self._stop, self._review.evaluate(stage))
 
     async def _lease(self, step: int) -> Lease:
         """The batch of the step, loaded on every rank. A Buffer that died takes the blocks with it, and has them again

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from typing import TYPE_CHECKING, Any
 
 from rayrft.buffer.experience import Experience, Task, to_batch
@@ -15,11 +16,12 @@ from rayrft.errors import ActorDied, RayrftError
 from rayrft.explorer.engine import Sampling
 from rayrft.explorer.evaluation import Evaluation
 from rayrft.explorer.router import Router
-from rayrft.explorer.scoring import apply_rewards, assign_advantages, leave_out_truncated, with_baseline
+from rayrft.explorer.scoring import apply_rewards, assign_advantages, earned, leave_out_truncated, with_baseline
 from rayrft.explorer.workflow import ModelClient, PromptTooLong, derive_seed, workflows
 from rayrft.registry import load_plugins
 from rayrft.rewards import RewardResult
 from rayrft.rewards.worker import RewardPool
+from rayrft.waits import Followed, WaitReport, Waits
 
 if TYPE_CHECKING:
     from rayrft.algorithms import Algorithm
@@ -68,11 +70,12 @@ class Explorer:
         load_plugins(config.plugins)
         self._config = config
         self._tokenizer = ChatTokenizer(model)
-        self._router = Router(engines)
-        self._buffer = buffer
-        self._writer = BufferWriter(buffer, config.buffer.shards)
+        self._waits = Waits("explorer")
+        self._router = Router([Followed(f"engine-{i}", each, self._waits) for i, each in enumerate(engines)])
+        self._buffer = Followed("buffer", buffer, self._waits, endless=("admit", "closed"))
+        self._writer = BufferWriter(self._buffer, config.buffer.shards)
         self._tasks = tasks
-        self._calls = 0
+        self._name, self._calls = f"explorer-{uuid.uuid4().hex}", 0
         self._held_out = held_out
         self._workflow = workflows.get(config.explorer.workflow, "explorer.workflow")()
         self._rewards = RewardPool(config.reward, start_reward)
@@ -127,6 +130,10 @@ class Explorer:
         """Seconds in which something was rolled out, and in which something was scored, since the last call."""
         return self._rolling.take(), self._scoring.take()
 
+    async def waiting(self) -> WaitReport:
+        """What groups and evaluation wait for, and for how long."""
+        return self._waits.report()
+
     async def watch(self) -> None:
         """Never returns: a caller that awaits it learns at once when this actor dies."""
         await asyncio.Event().wait()
@@ -142,7 +149,7 @@ class Explorer:
 
     def _admit(self, stage: StageConfig) -> asyncio.Future[list[Ticket]]:
         self._calls += 1
-        return asyncio.ensure_future(self._buffer.admit.remote("explorer", self._calls, stage.groups))
+        return asyncio.ensure_future(self._buffer.admit.remote(self._name, self._calls, stage.groups))
 
     async def _group(self, stage: StageConfig, ticket: Ticket) -> None:
         """One group, from task to Buffer. Whatever happens, the ticket is used or given back."""
@@ -150,8 +157,9 @@ class Explorer:
         task = self._tasks[ticket.task]
         group_id = f"{self._config.name}/{stage.name}/{ticket.sequence}/{task.id}"
         algorithm = stage.algorithm.build()
+        workflow = f"workflow {self._config.explorer.workflow!r}"
         try:
-            with self._rolling:
+            with self._rolling, self._waits.on(workflow, group_id, own=True):
                 rows, greedy = await self._roll_out(stage, algorithm, task, group_id)
         except PromptTooLong:
             await self._buffer.fail.remote(ticket, "prompt_too_long")
@@ -160,7 +168,7 @@ class Explorer:
             raise
         except Exception as error:  # a user's workflow may raise anything: the group is dropped and counted
             await self._buffer.fail.remote(ticket, "workflow_error")
-            self._count_failure(f"workflow {self._config.explorer.workflow!r}: {type(error).__name__}: {error}")
+            self._count_failure(f"{workflow}: {type(error).__name__}: {error}")
             return
         with self._scoring:
             results = await self._score(task, [*rows, *greedy])
@@ -199,7 +207,7 @@ class Explorer:
     async def _score(self, task: Task, rows: list[Experience]) -> list[RewardResult]:
         """A result for every row: the workflow's, where it gave the row a reward, else that of its last turn."""
         unscored = [row.turns[-1]["content"] for row in rows if row.reward is None]
-        found = iter(await self._rewards.score(task, unscored) if unscored else [])
+        found = iter(await self._reward(task, unscored) if unscored else [])
         return [
             next(found) if row.reward is None else RewardResult.of(row.reward, row.reward_components, row.error)
             for row in rows
@@ -210,10 +218,14 @@ class Explorer:
             [answer] = await model.chat(task.messages, images=task.images)
         except PromptTooLong:
             return None
-        if answer.completion.stop_reason == "length" and self._config.reward.truncated == "zero":
-            return 0.0
-        [result] = await self._rewards.score(task, [answer.text])
-        return result.value
+        [result] = await self._reward(task, [answer.text])
+        if result.value is None:
+            return None
+        return earned(answer.completion.stop_reason, result.value, self._config.reward)
+
+    async def _reward(self, task: Task, responses: list[str]) -> list[RewardResult]:
+        with self._waits.on(f"reward {self._config.reward.name!r}", task.id):
+            return await self._rewards.score(task, responses)
 
     def _client(self, temperature: float, name: str) -> ModelClient:
         """A client for what has that name, and samples accordingly."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rayrft.config import RunConfig
+from rayrft.errors import StorageError
 from rayrft.monitor.records import EvaluationRecord, NoteRecord, Record, StepRecord, to_json
 
 
@@ -42,11 +43,25 @@ class JsonLines:
     """``metrics.jsonl``: each record is on disk when ``write`` returns to whoever reads the file."""
 
     def __init__(self, folder: Path) -> None:
-        self._file = (folder / "metrics.jsonl").open("a")
+        self._path = folder / "metrics.jsonl"
+        self._file = self._path.open("ab", buffering=0)
+        self._size = self._file.tell()
 
     def write(self, record: Record) -> None:
-        self._file.write(to_json(record) + "\n")
-        self._file.flush()
+        """Raises StorageError; what is in the file then is whole lines."""
+        line = (to_json(record) + "\n").encode()
+        try:
+            left = line
+            while left:  # a disk that is almost full takes a part
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            self._file.truncate(self._size)
+            raise StorageError(
+                f"records cannot be written: {error.strerror}",
+                field=str(self._path),
+                remedy="make room or mend the storage, then: rayrft resume RUN",
+            ) from None
+        self._size += len(line)
 
     def close(self) -> None:
         self._file.close()

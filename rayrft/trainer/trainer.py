@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,16 @@ from rayrft.config.trainer import TrainerConfig
 from rayrft.errors import ActorDied, RayrftError, StorageError
 from rayrft.trainer.commands import Command, Stop
 from rayrft.trainer.loop import RankSetup, run_rank
+from rayrft.waits import WaitReport, Waits
 
 
 class Trainer:
     """The actor. ``start`` returns when every rank holds the model; then ``command`` runs commands one by one."""
 
-    def __init__(self, config: TrainerConfig) -> None:
+    def __init__(self, config: TrainerConfig, group: Any) -> None:
+        """``group`` is the placement group of the ranks: rank i lives in bundle i."""
         self._config = config
+        self._group = group
         self._lock = asyncio.Lock()
         self._changed = asyncio.Condition()
         self._number = -1
@@ -27,16 +31,27 @@ class Trainer:
         self._written: dict[Path, dict[int, str | None]] = {}
         self._failure: Exception | None = None
         self._fit: asyncio.Task[None] | None = None
+        self._waits = Waits("trainer")
 
     async def start(self, folder: Path, setup: RankSetup) -> str | None:
         """Start the ranks through Ray Train, whose own files go to ``folder``, the run's.
 
-        Gives what is unusual about the model, if anything. Raises what the first failing rank raised.
+        Gives what is unusual about the model, if anything. Raises what the first failing rank raised, and ActorDied
+        when a rank is not up in time.
         """
         self._fit = asyncio.create_task(self._run(folder, setup))
-        async with self._changed:
-            await self._until(lambda: len(self._ready) == self._config.ranks)
-            return self._ready[0]
+        try:
+            async with asyncio.timeout(self._config.start_timeout_s), self._changed:
+                await self._from_ranks("start", self._ready)
+        except TimeoutError:
+            late = sorted(set(range(self._config.ranks)) - self._ready.keys())
+            raise ActorDied(
+                f"trainer ranks {late} of {self._config.ranks} were not up within {self._config.start_timeout_s:g} s",
+                field=f"trainer rank {late[0]}",
+                remedy="see their logs in the Ray dashboard; for a model that takes long to load, raise "
+                "trainer.start_timeout_s",
+            ) from None
+        return self._ready[0]
 
     async def command(self, command: Command) -> list[Any]:
         """Run a command on every rank; the answers in order of rank. Raises what the first failing rank raised."""
@@ -45,13 +60,13 @@ class Trainer:
             self._command = command
             self._answers = {}
             self._changed.notify_all()
-            await self._until(lambda: len(self._answers) == self._config.ranks)
+            await self._from_ranks(type(command).__name__, self._answers)
             return [self._answers[rank] for rank in range(self._config.ranks)]
 
     async def written(self, folder: Path) -> None:
         """Returns when every rank has written its part of a checkpoint. Raises StorageError when one could not."""
         async with self._changed:
-            await self._until(lambda: len(self._written.get(folder, ())) == self._config.ranks)
+            await self._from_ranks("part of a checkpoint", self._written.setdefault(folder, {}))
             problems = [problem for problem in self._written.pop(folder).values() if problem is not None]
         if problems:
             raise StorageError(
@@ -74,6 +89,10 @@ class Trainer:
         """Returns when the ranks have ended as told; raises as soon as one has failed."""
         async with self._changed:
             await self._until(lambda: isinstance(self._command, Stop))
+
+    async def waiting(self) -> WaitReport:
+        """Which ranks have not answered, and for how long."""
+        return self._waits.report()
 
     async def pid(self) -> int:
         """Process id of the actor."""
@@ -114,6 +133,15 @@ class Trainer:
                 self._failure = _cause(error, f"trainer rank {rank}")
             self._changed.notify_all()
 
+    async def _from_ranks(self, what: str, answers: Mapping[int, Any]) -> None:
+        """Returns when every rank has an entry among the answers."""
+
+        def missing() -> str:
+            return ", ".join(str(rank) for rank in range(self._config.ranks) if rank not in answers)
+
+        with self._waits.on(f"{what} of ranks", missing):
+            await self._until(lambda: len(answers) == self._config.ranks)
+
     async def _until(self, condition: Any) -> None:
         await self._changed.wait_for(lambda: condition() or self._failure is not None)
         if self._failure is not None:
@@ -132,12 +160,10 @@ class Trainer:
             self._changed.notify_all()
 
     def _fit_blocking(self, folder: Path, setup: RankSetup) -> None:
-        # How often Ray Train's controller looks at its workers; its default costs 2 s per checkpoint.
-        os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
-        # An actor that warns ranks of a node's end, for which they do nothing.
-        os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
         import ray.train
-        from ray.train.torch import TorchConfig, TorchTrainer
+        from ray.train.torch import TorchConfig
+
+        from rayrft.trainer.ray_train import RankTrainer
 
         # Ray Train keeps a record of the folders that were saved, through which nothing reads them; and a resumed run
         # would be refused where one of them is gone.
@@ -147,7 +173,8 @@ class Trainer:
         resources: dict[str, float] = {"CPU": self._config.cpus}
         if self._config.gpus:
             resources["GPU"] = self._config.gpus
-        TorchTrainer(
+        RankTrainer(
+            self._group,
             run_rank,
             train_loop_config={"setup": setup},
             scaling_config=ray.train.ScalingConfig(
@@ -158,7 +185,11 @@ class Trainer:
             run_config=ray.train.RunConfig(
                 name=folder.name,
                 storage_path=str(folder.parent),
-                failure_config=ray.train.FailureConfig(max_failures=0, max_preemption_failures=0),
+                # A rank that dies, at the start too, ends the run. Ray Train would start workers that do not come up
+                # again for ever.
+                failure_config=ray.train.FailureConfig(
+                    max_failures=0, max_preemption_failures=0, controller_failure_limit=0
+                ),
             ),
             torch_config=TorchConfig(backend=backend, timeout_s=300),
         ).fit()

@@ -46,7 +46,7 @@ def resumed(buffer: LocalBuffer, blamed: list[str], attempt: str, step: int = 0)
     for _ in range(2):  # a call may be made again
         buffer.do("blame", step, attempt, blamed)
     buffer.restart()
-    buffer.do("resume", step)
+    buffer.do("resume", step, f"after the {attempt}")
     buffer.do("open_stage", plan(2, scheduled=False, name="stage"))
 
 

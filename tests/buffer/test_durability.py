@@ -131,7 +131,7 @@ class TestFullDisk:
             lambda: put(buffer, 3),
             lambda: buffer.do("ack", 0),
             lambda: buffer.lease(1),
-            lambda: buffer.do("requeue", 0),
+            lambda: buffer.do("requeue", 0, 0),
             lambda: buffer.do("cover", 1),
         ]
         for call in [*calls, *calls]:
@@ -343,10 +343,10 @@ class TestLostEnd:
         buffer.do("open_stage", plan(1, scheduled=False))
         buffer.lease(0)
         with pytest.raises(StorageError) as raised:
-            buffer.do("resume", 1)
+            buffer.do("resume", 1, "life")
         assert (raised.value.field, raised.value.value) == (str(tmp_path), 0)
         buffer.do("ack", 0)
-        buffer.do("resume", 1)
+        buffer.do("resume", 1, "life")
         buffer.kill()
 
     def test_rows_that_were_on_the_disk_are_missed_where_they_lay(self, tmp_path: Path) -> None:
@@ -363,13 +363,13 @@ class TestLostEnd:
 
     def test_a_write_that_a_crash_left_unfinished_is_cut_off_and_said(self, tmp_path: Path) -> None:
         buffer = self.filled(tmp_path, "always")
-        assert buffer.do("resume", 0) == 0
+        assert buffer.do("resume", 0, "first") == 0
         buffer.kill()
         for file in (*tmp_path.glob("journal*"), *(tmp_path / "shard-0").iterdir()):
             with file.open("ab") as opened:
                 opened.write(b"half")
         buffer.open()
-        assert buffer.do("resume", 0) == 8 and held(buffer) == list(range(6))
+        assert buffer.do("resume", 0, "second") == 8 and held(buffer) == list(range(6))
         buffer.kill()
 
 

@@ -77,7 +77,7 @@ class Twins(RuleBasedStateMachine):
         self.groups: dict[str, Known] = {}
         self.tickets: dict[int, Ticket] = {}
         self.leases: dict[int, Lent] = {}
-        self.sampled = self.rejected = self.calls = self.version = self.step = self.numbers = 0
+        self.sampled = self.rejected = self.calls = self.version = self.step = self.numbers = self.lives = 0
         self.failed: Counter[str] = Counter()
 
     @initialize(
@@ -232,14 +232,16 @@ class Twins(RuleBasedStateMachine):
     @rule(data=st.data())
     def requeue(self, data: st.DataObject) -> None:
         step = data.draw(st.sampled_from(sorted(s for s, lease in self.leases.items() if not lease.acked) or [-1]))
-        self.both("do", "requeue", step)
+        drawn = self.twin.buffer._state.book.leases
+        self.both("do", "requeue", step, drawn[step].draw if step in drawn else 0)
         self.leases.pop(step, None)
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
     def roll_back(self, data: st.DataObject) -> None:
         step = data.draw(st.sampled_from(sorted(self.leases)))
-        self.both("do", "rollback", step)
+        self.lives += 1
+        self.both("do", "rollback", step, str(self.lives))
         for lent in (lease for s, lease in self.leases.items() if s >= step and lease.acked):
             lent.acked = False
             for name in lent.groups:

@@ -11,7 +11,7 @@ import pytest
 from rayrft.config import RunConfig, dump_config, load_config
 from rayrft.core import launch
 from rayrft.core.progress import Checkpoints, Progress
-from rayrft.errors import ConfigError
+from rayrft.errors import ConfigError, StorageError
 from tests.e2e.conftest import small_config
 
 
@@ -24,7 +24,7 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     progress = Progress("id", step=5, stage=1, stage_step=2, stage_began=3)
     progress.end("mix", asked=2)
     checkpoints = Checkpoints(config.folder, config.checkpoint)
-    checkpoints.begin(5)
+    (checkpoints.begin(5) / "__0_0.distcp").write_text("weights")
     checkpoints.commit(progress)
     monkeypatch.setattr(launch, "_start", lambda config, progress, say: (config, progress))
     return config
@@ -49,6 +49,13 @@ def test_a_finished_run_is_refused_unless_it_is_asked_for_more_steps(ended: RunC
         launch.resume(ended.folder)
     config, _ = launch.resume(ended.folder, **{"stages.mix.steps": 3})  # type: ignore[misc]
     assert config.stages[1].steps == 3
+
+
+def test_a_run_whose_checkpoint_is_not_whole_is_refused_before_anything_starts(ended: RunConfig) -> None:
+    (ended.folder / "checkpoints" / "step-000005" / "__0_0.distcp").unlink()
+    with pytest.raises(StorageError) as error:
+        launch.resume(ended.folder)
+    assert error.value.field == "checkpoint"
 
 
 def test_a_folder_that_was_moved_is_gone_on_with_where_it_lies(ended: RunConfig, tmp_path: Path) -> None:

@@ -152,3 +152,21 @@ def test_a_full_disk_is_a_storage_error_and_leaves_the_earlier_checkpoint(
             write(checkpoints, Progress("run", step=6))
     latest = checkpoints.latest()
     assert latest is not None and latest.step == 3
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda file: file.write_bytes(b"12")], ids=["missing", "cut off"])
+def test_a_checkpoint_that_is_not_whole_is_found_by_its_manifest(tmp_path: Path, damage: Callable[[Path], Any]) -> None:
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    for step in (3, 6):
+        folder = checkpoints.begin(step)
+        (folder / "ranks").mkdir()
+        (folder / "ranks" / "0").write_bytes(b"1234")
+        checkpoints.commit(Progress("run", step=step))
+    checkpoints.renew(Progress("run", step=6, stage_asked=6))
+    checkpoints.check(3)
+    checkpoints.check(6)
+    damage(checkpoints.at(6) / "ranks" / "0")
+    with pytest.raises(StorageError) as error:
+        checkpoints.check(6)
+    assert (error.value.field, error.value.value) == ("checkpoint", str(checkpoints.at(6)))
+    checkpoints.check(3)

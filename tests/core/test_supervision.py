@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
+import ray
+from ray.exceptions import RayActorError
 
-from rayrft.core.supervision import root_cause, supervise
-from rayrft.errors import ActorDied, DataError, RayrftError
+from rayrft.core.supervision import Stopped, root_cause, supervise, unless_stopped
+from rayrft.errors import ActorDied, DataError, RayrftError, StorageError
 
 
 async def never() -> None:
@@ -57,3 +60,67 @@ def test_the_root_cause_is_found_under_groups() -> None:
     assert root_cause(ExceptionGroup("many", [ExceptionGroup("more", [inner])])) is inner
     wrapped = root_cause(KeyError("x"), "explorer")
     assert isinstance(wrapped, ActorDied) and wrapped.field == "explorer" and "KeyError" in str(wrapped)
+
+
+class Damaged:
+    """An actor that cannot be made."""
+
+    def __init__(self) -> None:
+        raise StorageError("a line is damaged, because its checksum differs", field="journal-3", remedy="restore it")
+
+    async def watch(self) -> None: ...
+
+
+class Healthy:
+    async def watch(self) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_what_kept_an_actor_from_starting_is_told_and_not_rays_words_around_it(ray_cluster: Any) -> None:
+    actor = ray.remote(Damaged).options(num_cpus=0).remote()
+    with pytest.raises(ActorDied) as error:
+        await supervise(never(), {"buffer": actor.watch.remote()})
+    assert error.value.field == "buffer"
+    assert error.value.problem.endswith(
+        "StorageError: journal-3: a line is damaged, because its checksum differs. Restore it."
+    )
+    assert "creation task" not in str(error.value)
+
+
+async def test_why_an_actor_died_is_told_wherever_its_death_is_met(ray_cluster: Any) -> None:
+    actor = ray.remote(Healthy).options(num_cpus=0).remote()
+    watch = actor.watch.remote()
+    ray.kill(actor)
+    with pytest.raises(RayActorError) as died:
+        await watch
+    error = root_cause(died.value, "engine-0")
+    assert isinstance(error, ActorDied) and error.field == "engine-0" and "killed by `ray.kill`" in error.problem
+
+
+async def test_work_is_left_alone_when_the_user_stops_the_run() -> None:
+    stop, left = asyncio.Event(), asyncio.Event()
+
+    async def works() -> None:
+        try:
+            stop.set()
+            await never()
+        finally:
+            left.set()
+
+    with pytest.raises(Stopped):
+        await unless_stopped(stop, works())
+    assert left.is_set()
+
+
+async def test_what_was_done_when_the_user_stopped_the_run_counts() -> None:
+    stop = asyncio.Event()
+    stop.set()
+
+    async def works() -> int:
+        return 7
+
+    assert await unless_stopped(asyncio.Event(), works()) == 7
+    done = asyncio.get_running_loop().create_future()
+    done.set_exception(DataError("no rows"))
+    with pytest.raises(DataError):
+        await unless_stopped(stop, done)

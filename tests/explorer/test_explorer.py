@@ -23,6 +23,7 @@ from rayrft.explorer.explorer import BusyClock, Explorer
 from rayrft.explorer.workflow import register_workflow, workflows
 from rayrft.rewards import RewardResult
 from tests.config.test_load import base
+from tests.errors import about
 from tests.scripted import Remote
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -141,6 +142,27 @@ async def test_staleness_keeps_its_bound_and_nothing_is_lost_in_the_worst_order(
     assert staleness == 0 or max(seen) >= 1, "the stage never ran ahead"
 
 
+async def test_an_engine_that_holds_its_answers_is_named_with_the_lease_that_waits(
+    tmp_path: Path, tiny_model: Path, cleanup: list[asyncio.Task[Any]]
+) -> None:
+    settings, engine, buffer = config(), ScriptedEngine(0), make_buffer(tmp_path)
+    explorer = make_explorer(settings, tiny_model, engine, buffer, ScriptedRewards(1))
+    await buffer.open_stage(plan(settings))
+    cleanup.append(asyncio.create_task(explorer.explore(settings.stages[0])))
+    lease = asyncio.create_task(buffer.lease(0, 1, 30))
+    await engine.arrived.wait()
+    [groups] = (await buffer.waiting()).waits
+    assert (groups.target, groups.what) == ("groups", "step 0: 0 ready, 4 running")
+    engine_0, workflow = sorted((await explorer.waiting()).waits, key=lambda wait: wait.target)
+    assert (engine_0.target, engine_0.what, engine_0.count) == ("engine-0", "generate", len(engine.waiting))
+    assert workflow.target == f"workflow {settings.explorer.workflow!r}" and workflow.what.startswith("a/grpo/")
+    while not lease.done():
+        answer = asyncio.ensure_future(engine.answer_one())
+        await asyncio.wait({answer, lease}, return_when=asyncio.FIRST_COMPLETED)
+        answer.cancel()
+    assert (await buffer.waiting()).waits == []
+
+
 async def test_a_prompt_over_the_limit_is_dropped_counted_and_replaced(
     tmp_path: Path, tiny_model: Path, cleanup: list[asyncio.Task[Any]]
 ) -> None:
@@ -167,7 +189,7 @@ async def test_a_dead_engine_ends_exploring_with_its_name(tmp_path: Path, tiny_m
     settings, buffer = config(), make_buffer(tmp_path)
     explorer = make_explorer(settings, tiny_model, DeadEngine(), buffer, ScriptedRewards())
     await buffer.open_stage(plan(settings))
-    with pytest.raises(ActorDied, match="engine-0: the engine failed to answer"):
+    with pytest.raises(ActorDied, check=about("engine-0")):
         await explorer.explore(settings.stages[0])
 
 
@@ -181,7 +203,7 @@ async def test_rewards_that_are_never_known_stop_the_run_with_their_reason(tmp_p
     settings, buffer = config(), make_buffer(tmp_path)
     explorer = make_explorer(settings, tiny_model, PromptEngine(), buffer, ScriptedRewards(unknown=True))
     await buffer.open_stage(plan(settings))
-    with pytest.raises(RayrftError, match=r"32 groups failed one after another; .* 'exact': the judge is away"):
+    with pytest.raises(RayrftError, match="the judge is away", check=about("explorer")):
         await explorer.explore(settings.stages[0])
     stats = await buffer.stats()
     assert stats["dropped"] == {"reward_unknown": stats["sampled"]}
@@ -200,7 +222,7 @@ async def test_a_workflow_that_raises_is_counted_and_stops_the_run_if_it_always_
     settings, buffer = config(**{"explorer.workflow": "broken"}), make_buffer(tmp_path)
     explorer = make_explorer(settings, tiny_model, ScriptedEngine(0), buffer, ScriptedRewards())
     await buffer.open_stage(plan(settings))
-    with pytest.raises(RayrftError, match=r"workflow 'broken': KeyError: 'nothing here'"):
+    with pytest.raises(RayrftError, match="KeyError: 'nothing here'", check=about("explorer")):
         await explorer.explore(settings.stages[0])
     assert (await buffer.stats())["dropped_tasks"]["workflow_error"] >= 32
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rayrft.errors import StorageError
 from rayrft.explorer.evaluation import wilson_interval
 from rayrft.monitor.progress import line
 from rayrft.monitor.records import EvaluationRecord, NoteRecord, Record, StepRecord, read_records, to_json
 from rayrft.monitor.report import accuracy_table, save_plot
+from rayrft.monitor.sinks import JsonLines
 from rayrft.monitor.verdict import verdict
 
 
@@ -31,6 +34,39 @@ def test_records_survive_the_file_and_a_torn_last_line_is_left_out(tmp_path: Pat
     text = "".join(to_json(record) + "\n" for record in records)
     (tmp_path / "metrics.jsonl").write_text(text + to_json(step())[:40])
     assert read_records(tmp_path) == records
+
+
+def test_a_disk_that_takes_half_a_record_is_a_storage_error_and_leaves_whole_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = JsonLines(tmp_path)
+    lines.write(step())
+
+    class FullAfter:
+        """Takes ten bytes more."""
+
+        def __init__(self, file: Any) -> None:
+            self._file, self._left = file, 10
+
+        def write(self, data: bytes) -> int:
+            if not self._left:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            taken = self._file.write(data[: self._left])
+            self._left -= taken
+            return taken
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._file, name)
+
+    file = lines._file
+    monkeypatch.setattr(lines, "_file", FullAfter(file))
+    with pytest.raises(StorageError) as error:
+        lines.write(step())
+    assert error.value.field == str(tmp_path / "metrics.jsonl")
+    monkeypatch.setattr(lines, "_file", file)
+    lines.write(step(step=5))
+    lines.close()
+    assert read_records(tmp_path) == [step(), step(step=5)]
 
 
 def test_a_folder_without_metrics_has_no_records(tmp_path: Path) -> None:

@@ -84,7 +84,9 @@ class StageClosed:
 
 @dataclass(frozen=True)
 class Admitted:
-    """``tasks`` are those that the tickets came with: recovery draws them again and compares."""
+    """A request for tickets was answered: with none where ``count`` is 0, for no more come.
+
+    ``tasks`` are those that the tickets came with: recovery draws them again and compares."""
 
     producer: str
     call: int
@@ -156,8 +158,8 @@ class Blamed:
     """Training failed on one of these: groups, by slot, and demonstrations, by row."""
 
     step: int
-    attempt: str
-    """Which of the times that the step was tried."""
+    life: str
+    """Of the run."""
     slots: list[int]
     expert: list[int]
     event: Literal["blamed"] = "blamed"
@@ -182,6 +184,9 @@ class RolledBack:
     """The trainer starts again at ``step``: what was leased from there on is to be trained again."""
 
     step: int
+    life: str
+    """Of the trainer, or with ``whole_run`` of the run."""
+    whole_run: bool = False
     event: Literal["rolled_back"] = "rolled_back"
 
 

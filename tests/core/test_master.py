@@ -1,0 +1,138 @@
+"""How a run ends before it is up, with scripted actors: stopped, failed, and on a disk that is full."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayrft.config import dump_config, load_config
+from rayrft.core import cast as casting
+from rayrft.core import master as module
+from rayrft.core.cast import Cast
+from rayrft.core.master import Master
+from rayrft.core.prepare import Prepared
+from rayrft.core.progress import Progress
+from rayrft.core.summary import read_summary
+from rayrft.errors import DataError, RayrftError, StorageError
+from rayrft.monitor import sinks
+from rayrft.monitor.records import NoteRecord
+from rayrft.waits import WaitReport
+from tests.e2e.conftest import small_config
+from tests.scripted import Remote
+
+PREPARED = Prepared("id", "model", [], None, [], {}, [], {"gold": Counter()})
+
+
+class Groups:
+    """Placement groups that are there at once."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def reserve(self, names: list[str]) -> None: ...
+
+    def remove(self) -> None: ...
+
+
+class Actor:
+    """Answers what every part is asked, but does not come up; with an error it says why."""
+
+    def __init__(self, error: RayrftError | None = None) -> None:
+        self.error = error
+        self.called = asyncio.Event()
+
+    async def start(self, *_: Any) -> None:
+        self.called.set()
+        if self.error is not None:
+            raise self.error
+        await asyncio.Event().wait()
+
+    async def load(self, *_: Any) -> None: ...
+
+    async def stats(self) -> dict[str, Any]:
+        return {"sampled": 3, "trained": 2, "dropped": {"late": 1}, "held": 0}
+
+    async def waiting(self) -> WaitReport:
+        return WaitReport([], 3600.0)
+
+    async def watch(self) -> None:
+        await asyncio.Event().wait()
+
+
+@pytest.fixture
+def master(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Master, Actor]:
+    """A Master whose trainer does not come up, and that trainer."""
+    config = load_config(small_config(tmp_path, "begins", evaluation={"enabled": False}, monitor={"patience_s": 0.1}))
+    config.folder.mkdir()
+    (config.folder / "config.yaml").write_text(dump_config(config))
+    trainer, buffer = Actor(), Remote(Actor())
+    monkeypatch.setattr(module, "Placement", Groups)
+    monkeypatch.setattr(casting, "hire", lambda *_: Cast(buffer, Remote(trainer), None, None, [], []))
+    monkeypatch.setattr(casting, "_until_dead_for_good", lambda actor: actor.watch.remote())
+    monkeypatch.setattr(Cast, "dismiss", lambda self: None)
+    monkeypatch.setattr(sinks.RayMetrics, "write", lambda *_: None)
+    return Master(config, Progress("id")), trainer
+
+
+async def run(master: Master) -> dict[str, Any]:
+    prepared = asyncio.get_running_loop().create_future()
+    prepared.set_result(PREPARED)
+    return await asyncio.wait_for(master.run([prepared]), 30)
+
+
+async def test_a_run_is_stopped_while_its_engines_start(master: tuple[Master, Actor]) -> None:
+    subject, trainer = master
+    running = asyncio.ensure_future(run(subject))
+    await trainer.called.wait()
+    await subject.stop()
+    summary = await running
+    assert (summary["status"], summary["steps"], summary["checkpoint"]) == ("stopped", 0, None)
+    assert summary["counters"]["sampled"] == 0
+    assert (await subject.status())["status"] == "stopped"
+
+
+async def test_who_does_not_come_up_is_named_in_the_records_and_the_status(master: tuple[Master, Actor]) -> None:
+    subject, _ = master
+    running = asyncio.ensure_future(run(subject))
+    seen: list[Any] = []
+    while not any(isinstance(record, NoteRecord) and "waiting" in record.data for record in seen):
+        seen += await asyncio.wait_for(subject.records(len(seen)), 20)
+    [waiting] = seen[-1].data["waiting"]
+    assert (waiting["waiter"], waiting["target"], waiting["what"]) == ("master", "trainer", "start")
+    assert any("trainer" in line for line in (await subject.status())["waiting"])
+    await subject.stop()
+    await running
+
+
+async def test_a_run_that_failed_says_why_with_its_counters_also_when_it_is_asked_later(
+    master: tuple[Master, Actor],
+) -> None:
+    subject, trainer = master
+    trainer.error = DataError("no rows", field="tasks.path")
+    with pytest.raises(DataError):
+        await run(subject)
+    status = await subject.status()
+    assert status["status"] == "failed" and "tasks.path: no rows" in status["error"]
+    assert (status["sampled"], status["trained"], status["dropped"]) == (3, 2, {"late": 1})
+    summary = read_summary(Path(status["folder"]))
+    assert summary["error"] == status["error"] and summary["counters"]["trained"] == 2
+
+
+async def test_the_root_cause_is_raised_where_a_full_disk_takes_no_summary(
+    master: tuple[Master, Actor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject, trainer = master
+    trainer.error = StorageError("No space left on device", field="segment-7")
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("rayrft.core.summary.os.replace", full)
+    with pytest.raises(StorageError) as error:
+        await run(subject)
+    assert error.value.field == "segment-7"
+    assert await subject.records(1000) == [], "who follows is let go"

@@ -1,0 +1,153 @@
+"""The handle of a run, with a scripted Master: ended from anywhere, any number of times, and asked at any time."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.util.placement_group import placement_group, placement_group_table
+
+from rayrft.config import dump_config, load_config
+from rayrft.core.launch import attach, running
+from rayrft.core.placement import Placement, plan_placement
+from rayrft.core.run import Run
+from rayrft.core.summary import read_summary, summarise, write_summary
+from rayrft.errors import ActorDied, PlacementError
+from rayrft.monitor.records import NoteRecord, read_records, rewrite_records
+from tests.e2e.conftest import small_config
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+NOTES = [NoteRecord("", 0, float(second), "hello") for second in range(3)]
+
+
+class ScriptedMaster:
+    """Gives the first of the records, and then waits for ever."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+    async def records(self, count: int) -> list[Any]:
+        return NOTES[:1] if count == 0 else await self.watch()
+
+    async def status(self) -> dict[str, Any]:
+        return {"status": "running", "folder": str(self._folder)}
+
+    async def stop(self) -> None: ...
+
+    async def watch(self) -> Any:
+        await asyncio.Event().wait()
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+
+def begin(folder: Path) -> Run:
+    name = f"{folder.name}:master"
+    group = placement_group([{"CPU": 0.01}], name=name)
+    master = ray.remote(ScriptedMaster).options(num_cpus=0, name=name, max_concurrency=100).remote(folder)
+    ray.get([group.ready(), master.pid.remote()])
+    return Run(folder.name, folder, master, master.run.remote())
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    """A run under way whose Master has said one of three things that are on the disk."""
+    config = load_config(small_config(tmp_path, "scripted"))
+    config.folder.mkdir()
+    (config.folder / "config.yaml").write_text(dump_config(config))
+    rewrite_records(config.folder, list(NOTES))
+    handle = begin(config.folder)
+    yield handle
+    handle.kill()
+
+
+def kill_master(run: Run) -> None:
+    os.kill(ray.get(run._master.pid.remote()), signal.SIGKILL)
+
+
+def groups_of(name: str) -> list[str]:
+    groups = placement_group_table().values()
+    return [group["name"] for group in groups if group["name"].startswith(name) and group["state"] != "REMOVED"]
+
+
+def all_at_once(*calls: Callable[[], Any]) -> list[Any]:
+    """What each call gave or raised, made from as many threads."""
+    together, came = threading.Barrier(len(calls)), [None] * len(calls)
+
+    def make(number: int, call: Callable[[], Any]) -> None:
+        together.wait()
+        try:
+            came[number] = call()
+        except BaseException as error:
+            came[number] = error  # type: ignore[call-overload]
+
+    threads = [threading.Thread(target=make, args=each) for each in enumerate(calls)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return came
+
+
+def test_a_run_is_killed_from_many_threads_while_others_wait_for_it(run: Run) -> None:
+    other = attach("scripted")
+    follow = lambda: list(run.records())  # noqa: E731
+    *kills, result, records, later = all_at_once(run.kill, other.kill, run.kill, run.result, follow, other.status)
+    assert kills == [None] * 3
+    for error in (result, records):
+        assert isinstance(error, ActorDied) and error.field == "scripted:master"
+    assert later["status"] in ("running", "killed")
+    for handle in (run, other):
+        assert (handle.status()["status"], handle.status()["sampled"]) == ("killed", 0)
+    assert read_summary(run.folder)["status"] == "killed"
+    assert "scripted" not in running() and not groups_of("scripted:")
+    assert not list(run.folder.glob(".*"))
+
+
+def test_a_dead_master_is_told_with_why_it_died_by_whoever_asks(run: Run) -> None:
+    kill_master(run)
+    follow = lambda: list(run.records())  # noqa: E731
+    result, records, state = all_at_once(run.result, follow, run.status)
+    for error in (result, records):
+        assert isinstance(error, ActorDied) and error.field == "scripted:master"
+        assert "worker process has died" in error.problem
+    assert state["status"] == "failed" and state["error"] == str(result) == read_summary(run.folder)["error"]
+    assert not groups_of("scripted:")
+
+
+def test_records_that_the_master_had_no_time_to_tell_are_read_from_the_disk(run: Run) -> None:
+    follow = run.records()
+    assert next(follow) == NOTES[0]
+    write_summary(run.folder, summarise("scripted", "finished", None, NOTES, {"sampled": 4}, 1.0))
+    kill_master(run)
+    assert [*follow] == NOTES[1:] == read_records(run.folder)[1:]
+    assert run.result()["status"] == "finished"
+    assert (run.status()["status"], run.status()["sampled"]) == ("finished", 4)
+    run.stop()
+
+
+def test_a_handle_of_a_run_that_ended_leaves_the_next_of_its_name_alone(run: Run) -> None:
+    run.kill()
+    (run.folder / "summary.json").unlink()
+    following = begin(run.folder)
+    run.kill()
+    assert run.status()["status"] == "killed"
+    assert following.status()["status"] == "running" and not read_summary(run.folder)
+    following.kill()
+
+
+def test_a_name_is_taken_as_soon_as_a_run_begins(run: Run) -> None:
+    parts = plan_placement(load_config(run.folder / "config.yaml"))
+    with pytest.raises(PlacementError) as error:
+        Placement("scripted", parts).reserve(["master"])
+    assert (error.value.field, error.value.value) == ("name", "scripted")

@@ -1,0 +1,127 @@
+"""Whoever is waited for too long is named, with since when; and nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import Any
+
+import pytest
+
+from rayrft.core.silence import Silence, quiet_waits
+from rayrft.waits import Followed, Wait, WaitReport, Waits
+from tests.scripted import Remote
+
+
+class Part:
+    """Answers when it is told to."""
+
+    def __init__(self, waits: Waits | None = None) -> None:
+        self.awake = asyncio.Event()
+        self.awake.set()
+        self.waits = waits
+
+    async def waiting(self) -> WaitReport | None:
+        await self.awake.wait()
+        return self.waits.report() if self.waits is not None else None
+
+    async def work(self) -> str:
+        await self.awake.wait()
+        return "done"
+
+
+class Notes:
+    """What was noted; ``come`` waits for so many."""
+
+    def __init__(self) -> None:
+        self.told: list[list[dict[str, Any]]] = []
+        self._changed = asyncio.Condition()
+
+    async def __call__(self, text: str, *, waiting: list[dict[str, Any]]) -> None:
+        async with self._changed:
+            self.told.append(waiting)
+            self._changed.notify_all()
+
+    async def come(self, count: int) -> list[str]:
+        """Who was named by then."""
+        async with self._changed:
+            await asyncio.wait_for(self._changed.wait_for(lambda: len(self.told) >= count), 20)
+        return [wait["target"] for waits in self.told for wait in waits]
+
+
+async def test_a_part_that_does_not_answer_is_named_again_when_the_time_has_doubled() -> None:
+    stopped, notes = Part(), Notes()
+    stopped.awake.clear()
+    silence = Silence(Waits("master"), {"fine": Part().waiting, "engine-0": stopped.waiting}, notes, 0.2)
+    watching = asyncio.ensure_future(silence.watch())
+    assert await notes.come(3) == ["engine-0"] * 3
+    seconds = [waits[0]["quiet_s"] for waits in notes.told]
+    assert seconds[0] >= 0.2 and all(later >= 2 * earlier for earlier, later in itertools.pairwise(seconds))
+    assert silence.overdue and "engine-0" in silence.overdue[0]
+    watching.cancel()
+
+
+async def test_who_waits_is_named_behind_whom_it_waits_for() -> None:
+    engine, notes = Part(), Notes()
+    engine.awake.clear()
+    inner, master = Waits("explorer"), Waits("master")
+    explorer = Part(inner)
+    rollout = Followed("engine-0", Remote(engine), inner).work.remote()
+    evaluation = Followed("explorer", Remote(engine), master).work.remote()
+    silence = Silence(master, {"explorer": explorer.waiting}, notes, 0.2)
+    watching = asyncio.ensure_future(silence.watch())
+    await notes.come(1)
+    told = [(wait["waiter"], wait["target"], wait["what"]) for wait in notes.told[0]]
+    assert told[0] == ("explorer", "engine-0", "work")
+    engine.awake.set()
+    assert (await rollout, await evaluation) == ("done", "done")
+    assert not inner.report().waits and not master.report().waits
+    watching.cancel()
+
+
+def test_who_waits_for_a_part_to_which_something_comes_sees_it_move() -> None:
+    own = WaitReport([Wait("master", "explorer", "evaluate", 1, 300.0)], 0.0)
+    answers = Wait("explorer", "engine-0", "generate", 8, 2.0)
+    [engine, explorer] = quiet_waits([own], {"explorer": WaitReport([answers], 2.0)})
+    assert (engine, explorer.quiet_s) == (answers, 2.0)
+    [alone] = quiet_waits([own], {})
+    assert alone.quiet_s == 300.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [0.0]
+    monkeypatch.setattr("rayrft.waits.time.monotonic", lambda: now[0])
+    return now
+
+
+def test_what_comes_of_a_target_moves_it_and_no_other(clock: list[float]) -> None:
+    waits = Waits("explorer")
+    first, _, _ = waits.begin("a", "1"), waits.begin("a", "2"), waits.begin("b", lambda: "one of two")
+    clock[0] = 10.0
+    waits.end("a", first)
+    clock[0] = 15.0
+    assert waits.report() == WaitReport(
+        [Wait("explorer", "a", "2", 1, 5.0), Wait("explorer", "b", "one of two", 1, 15.0)], 5.0
+    )
+    waits.moved("b")
+    assert [wait.quiet_s for wait in waits.report().waits] == [5.0, 0.0]
+
+
+def test_own_work_is_moved_by_whatever_comes(clock: list[float]) -> None:
+    waits = Waits("explorer")
+    with waits.on("workflow 'chat'", "group 1", own=True):
+        clock[0] = 30.0
+        with waits.on("engine-0", "generate"):
+            clock[0] = 40.0
+        clock[0] = 42.0
+        assert waits.report() == WaitReport([Wait("explorer", "workflow 'chat'", "group 1", 1, 2.0)], 2.0)
+    assert waits.report().waits == []
+
+
+async def test_calls_that_may_rest_are_no_waits() -> None:
+    asleep, waits = Part(), Waits("explorer")
+    asleep.awake.clear()
+    call = Followed("buffer", Remote(asleep), waits, endless=("work",)).work.remote()
+    assert waits.report().waits == []
+    call.cancel()
