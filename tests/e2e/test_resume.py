@@ -45,6 +45,9 @@ def runs(
             break
     with pytest.raises(ActorDied, match="the master died"):
         run.result()
+    counters = run.status()
+    assert counters["status"] == "failed" and counters["trained"] >= (KILLED_AFTER - 3) * 16
+    assert counters["sampled"] == counters["trained"] + sum(counters["dropped"].values()) + counters["held"]
     resumed = command_line("resume", str(killed / "lives"), "checkpoint.keep_last=3")
     assert resumed.returncode == 0, resumed.stderr
     assert "goes on after 3 steps" in resumed.stdout and "finished after" in resumed.stdout
