@@ -64,9 +64,10 @@ def export(
 @app.command()
 def status(name: Annotated[str | None, typer.Argument(help="a run; all by default")] = None) -> None:
     """Where runs stand."""
-    from rayrft.core.launch import attach, connect, running
+    from rayrft.core.cluster import connect
+    from rayrft.core.launch import attach, running
 
-    connect()
+    connect(start=False)
     names = [name] if name else running()
     if not names:
         print("no run is under way")

@@ -53,6 +53,10 @@ class PlacementError(RayrftError):
     """The run does not fit on the cluster, or its name is taken."""
 
 
+class ClusterError(RayrftError):
+    """No Ray cluster can be worked on: none answers, it refuses this process, or its token cannot be written."""
+
+
 class WeightSyncError(RayrftError):
     """Weights did not arrive at an engine as the trainer sent them."""
 
@@ -67,6 +71,10 @@ class StorageError(RayrftError):
 
 class LeaseEnded(RayrftError):
     """A lease will not come; ``value`` is why: ``deadline``, ``end_of_data``, ``producer_died`` or ``stage_closed``."""
+
+
+class RowsFailed(RayrftError):
+    """Rows on which a step of training failed; ``value`` has their experience ids, ``field`` names the rank."""
 
 
 class FeedbackRefused(RayrftError):

@@ -3,29 +3,72 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from hypothesis import settings
 
 from rayrft.buffer.experience import Task
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_worker_niceness", "0")  # nice workers would get nothing beside the other lane
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+# How long an example takes says more about what else the machine does.
+settings.register_profile("rayrft", deadline=None)
+settings.load_profile("rayrft")
+
 ROOT = Path(__file__).resolve().parents[1]
-SHARED = ROOT.parent / "shared" / "data"
+LAST = "tests/e2e/test_learning.py"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole runs first, then what needs Ray; the longest whole runs last."""
+    needs_ray = {item.path for item in items if "ray_cluster" in getattr(item, "fixturenames", ())}
+
+    def place(item: pytest.Item) -> int:
+        module = item.path.relative_to(ROOT).as_posix()
+        return 3 if module == LAST else 0 if _is_run(module) else 1 if item.path in needs_ray else 2
+
+    items.sort(key=place)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Two lanes, each with a Ray cluster of its own: whole runs one after another, and the other modules beside them.
+    The lane that is done sooner takes what comes last."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Lanes(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            module = nodeid.split("::")[0]
+            return "runs" if _is_run(module) and module != LAST else module
+
+    config.option.loadscopereorder = False
+    return Lanes(config, log)
+
+
+def _is_run(module: str) -> bool:
+    return module.startswith("tests/e2e/")
 
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[Any]:
-    """One local cluster for all tests, with a dashboard to submit jobs to."""
+    """One local cluster for all tests of a lane, with a dashboard to submit jobs to, and GPUs to place by, if only in
+    name."""
     import ray
+    import torch
 
-    context = ray.init(num_cpus=4, namespace="rayrft", include_dashboard=True, log_to_driver=False)
+    gpus = None if torch.cuda.is_available() else 4
+    context = ray.init(
+        address="local", num_cpus=4, num_gpus=gpus, namespace="rayrft", include_dashboard=True, log_to_driver=False
+    )
     yield context
     ray.shutdown()
 
@@ -66,9 +109,12 @@ def tiny_vision_model(tmp_path_factory: pytest.TempPathFactory, squares: list[Ta
 
 
 @pytest.fixture(scope="session")
-def gsm8k() -> Path:
-    """Real word problems, where the folder with shared data lies beside the checkout."""
-    folder = SHARED / "gsm8k"
-    if not folder.is_dir():
-        pytest.skip(f"no GSM8K files at {folder}")
+def gsm8k(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Real word problems as the hub lays them out: all in ``$RAYRFT_TEST_DATA/gsm8k``, or the few in tests/data."""
+    rows = Path(os.environ.get("RAYRFT_TEST_DATA", ROOT / "tests" / "data"), "gsm8k")
+    folder = tmp_path_factory.mktemp("hub") / "gsm8k"
+    shutil.copytree(rows, folder / "main")
+    splits = [{"split": split, "path": f"main/{split}.jsonl"} for split in ("train", "test")]
+    configs = [{"config_name": name, "data_files": splits} for name in ("main", "socratic")]
+    (folder / "README.md").write_text(f"---\n{yaml.safe_dump({'configs': configs})}---\n")
     return folder

@@ -21,6 +21,7 @@ from rayrft.config.demonstrations import DemonstrationsConfig
 from rayrft.errors import DataError, RunNotFound, StorageError
 from tests.buffer.live import TURNS, live_run
 from tests.e2e.conftest import small_config
+from tests.errors import about
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -57,7 +58,7 @@ def test_a_run_is_named_by_its_folder_or_by_its_name(
     assert call("stats", "tool") == by_folder
     with pytest.raises(RunNotFound, match=r"no such run folder \(found 'tol'\). Did you mean 'tool'"):
         call("stats", "tol")
-    with pytest.raises(RunNotFound, match="There are none in nowhere"):
+    with pytest.raises(RunNotFound, check=about("run", "tool")):
         call("stats", "tool", "--storage", "nowhere")
 
 
@@ -91,23 +92,27 @@ def test_conditions_choose_rows(live: Path, tmp_path: Path, conditions: list[str
 
 
 @pytest.mark.parametrize(
-    ("condition", "problem"),
+    "condition",
     [
-        ("reward", "a condition is written COLUMN OP VALUE"),
-        ("reward > ", "a condition is written COLUMN OP VALUE"),
-        ("reward ~ 1", "a condition is written COLUMN OP VALUE"),
-        ("reward > 1 or uses > 1", "column 'reward' holds float"),
-        ("rewards > 1", "no column 'rewards' to filter by .*Did you mean 'reward'"),
-        ("labels = good", "no column 'labels' to filter by"),
-        ("uses > 0.5", "column 'uses' holds int32"),
-        ("chosen = maybe", "column 'chosen' holds bool"),
-        ("reward contains 1", "column 'reward' holds no text"),
+        "reward",
+        "reward > ",
+        "reward ~ 1",
+        "reward > 1 or uses > 1",
+        "rewards > 1",
+        "labels = good",
+        "uses > 0.5",
+        "chosen = maybe",
+        "reward contains 1",
     ],
 )
-def test_a_bad_condition_is_shown_with_what_is_wrong(live: Path, condition: str, problem: str) -> None:
-    with pytest.raises(DataError, match=problem) as caught:
+def test_a_bad_condition_is_refused(live: Path, condition: str) -> None:
+    with pytest.raises(DataError, check=about("where", condition)):
         call("head", live, "--where", condition)
-    assert caught.value.value == condition
+
+
+def test_a_column_that_does_not_exist_is_shown_with_the_nearest(live: Path) -> None:
+    with pytest.raises(DataError, match=r"no column 'rewards' to filter by .*Did you mean 'reward'"):
+        call("head", live, "--where", "rewards > 1")
 
 
 def test_show_has_everything_that_is_known_of_a_row(live: Path) -> None:
@@ -119,7 +124,7 @@ def test_show_has_everything_that_is_known_of_a_row(live: Path) -> None:
         assert part in text
     assert "late feedback        reward None, labels {'quality': 'bad'}, after version 0" in text
     assert "store                expert/gold" in call("show", live, "90/1")
-    with pytest.raises(DataError, match="no row of this id"):
+    with pytest.raises(DataError, check=about("experience_id", "8/0")):
         call("show", live, "8/0")
 
 
@@ -152,9 +157,9 @@ def test_of_a_file_those_rows_are_imported_that_meet_the_conditions(live: Path, 
     wanted = [r for r in read_jsonl_of(out, tmp_path) if r["reward"] == 1 and r["group_id"] != "7"]
     assert [row["experience_id"] for row in read_jsonl(again)] == [row["experience_id"] for row in wanted]
     assert 0 < len(wanted) < 13 and f"{len(wanted)} rows are demonstrations 'good'" in said
-    with pytest.raises(DataError, match="no column 'fate' to filter by"):
+    with pytest.raises(DataError, check=about("where", "fate = trained")):
         call("import", live, out, "--name", "good", "--where", "fate = trained")
-    with pytest.raises(DataError, match=r"no row of .* meets the condition"):
+    with pytest.raises(DataError, check=about("where")):
         call("import", live, out, "--name", "good", "--where", "reward > 1000")
 
 
@@ -169,18 +174,18 @@ def test_chosen_columns_are_exported_and_an_empty_choice_is_a_readable_file(live
     assert read_jsonl(tmp_path / "few.jsonl") == [{"experience_id": "4/0", "fate": "ready"}]
     call("export", live, tmp_path / "none.parquet", "--where", "reward = 8")
     assert len(pd.read_parquet(tmp_path / "none.parquet")) == 0
-    with pytest.raises(DataError, match=r"rows have no column 'group_id'"):
-        call("import", live, tmp_path / "few.jsonl", "--name", "found")
-    with pytest.raises(DataError, match="there are no rows"):
-        call("import", live, tmp_path / "none.parquet", "--name", "found")
+    few, none = tmp_path / "few.jsonl", tmp_path / "none.parquet"
+    with pytest.raises(DataError, check=about(str(few), ["experience_id", "fate"])):
+        call("import", live, few, "--name", "found")
+    with pytest.raises(DataError, check=about("demonstrations.found")):
+        call("import", live, none, "--name", "found")
 
 
 def test_an_export_that_fails_leaves_no_file(live: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"Give a name that ends in \.jsonl or \.parquet"):
-        call("export", live, tmp_path / "out.csv")
-    with pytest.raises(DataError, match="cannot be written: No such file or directory"):
-        call("export", live, tmp_path / "nowhere" / "out.jsonl")
-    with pytest.raises(DataError, match=r"columns: no such column .*Did you mean"):
+    for out in (tmp_path / "out.csv", tmp_path / "nowhere" / "out.jsonl"):
+        with pytest.raises(DataError, check=about("file", str(out))):
+            call("export", live, out)
+    with pytest.raises(DataError, check=about("columns", "rewards")):
         call("export", live, tmp_path / "out.jsonl", "--columns", "rewards")
     assert list(tmp_path.iterdir()) == []
 
@@ -208,8 +213,8 @@ def test_broken_files_are_not_imported(live: Path, tmp_path: Path) -> None:
         with pytest.raises(DataError, match=problem):
             call("import", live, tmp_path / "bad.jsonl", "--name", "bad")
     (tmp_path / "bad.parquet").write_text("no Parquet")
-    for name, problem in (("bad.parquet", "cannot be read"), ("none.jsonl", "no such file"), ("x.csv", "ends in")):
-        with pytest.raises(DataError, match=problem):
+    for name in ("bad.parquet", "none.jsonl", "x.csv"):
+        with pytest.raises(DataError, check=about("file", str(tmp_path / name))):
             call("import", live, tmp_path / name, "--name", "bad")
     assert "expert/bad" not in json.loads(call("stats", live))["stores"]
 
@@ -223,7 +228,7 @@ def test_a_run_that_ended_takes_no_rows_and_says_what_to_do(live: Path, tmp_path
     config.folder.mkdir()
     (config.folder / "config.yaml").write_text(dump_config(config))
     for folder in (older, config.folder):  # another run of that name is under way, or none is
-        with pytest.raises(RunNotFound, match=r"not under way.*demonstrations\.found: .path: FILE\.jsonl, messages: t"):
+        with pytest.raises(RunNotFound, check=about("run", str(folder))):
             call("import", folder, tmp_path / "out.jsonl", "--name", "found")
 
 

@@ -4,10 +4,10 @@ A group advantage takes ``rewards`` ``[n]`` and a `Group` with whatever else is 
 for all action tokens of a row. One that needs ``turns`` takes and gives a number for each turn of the rows instead. It
 raises ValueError on rewards of another shape.
 
-A group of one has nothing to be compared with: unless an advantage looks at the reward alone, it gives 0 there. (Other
-systems let the lone reward itself through, which praises whatever was sampled.) Deviations have divisor n - 1, as in
-TRL, verl and Trinity-RFT; that of advantages normalised over a batch has divisor n, as in OpenRLHF
-(`rayrft.algorithms.normalisation`).
+A group of one has nothing to be compared with: unless an advantage looks at the reward alone, it gives 0 there and has
+the trait ``compares``. (Other systems let the lone reward itself through, which praises whatever was sampled.)
+Deviations have divisor n - 1, as in TRL, verl and Trinity-RFT; that of advantages normalised over a batch has divisor
+n, as in OpenRLHF (`rayrft.algorithms.normalisation`).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def centred(rewards: Tensor) -> Tensor:
     return rewards - rewards.mean()
 
 
-@group_advantages.register("grpo")
+@group_advantages.register("grpo", traits=["compares"])
 def grpo(rewards: Tensor, group: Group, *, epsilon: Positive = 1e-6) -> Tensor:
     """GRPO: how much better than its own group each answer was (Shao et al. 2024, arXiv:2402.03300, eq. 3).
 
@@ -75,14 +75,14 @@ def grpo(rewards: Tensor, group: Group, *, epsilon: Positive = 1e-6) -> Tensor:
     return group_relative_advantages(rewards, epsilon=epsilon)
 
 
-@group_advantages.register("dr_grpo")
+@group_advantages.register("dr_grpo", traits=["compares"])
 def dr_grpo(rewards: Tensor, group: Group) -> Tensor:
     """Dr. GRPO: ``A_i = r_i - mean(r)`` (Liu et al. 2025, arXiv:2503.20783). Dividing by the deviation would
     favour tasks that are nearly solved or nearly hopeless."""
     return centred(rewards)
 
 
-@group_advantages.register("rloo")
+@group_advantages.register("rloo", traits=["compares"])
 def rloo(rewards: Tensor, group: Group) -> Tensor:
     """RLOO: each answer against the mean of the others (Ahmadian et al. 2024, arXiv:2402.14740).
 
@@ -102,7 +102,7 @@ def reinforce_pp(rewards: Tensor, group: Group) -> Tensor:
     return rewards
 
 
-@group_advantages.register("reinforce_pp_baseline")
+@group_advantages.register("reinforce_pp_baseline", traits=["compares"])
 def reinforce_pp_baseline(rewards: Tensor, group: Group) -> Tensor:
     """REINFORCE++ with baseline: ``A_i = r_i - mean(r)``, which the trainer then normalises over the whole batch (Hu et
     al. 2025, arXiv:2501.03262): unlike GRPO's, the deviation is that of all answers to all tasks."""
@@ -121,7 +121,7 @@ def remax(rewards: Tensor, group: Group) -> Tensor:
     return rewards - group.greedy_reward
 
 
-@group_advantages.register("opmd")
+@group_advantages.register("opmd", traits=["compares"])
 def opmd(rewards: Tensor, group: Group, *, baseline_tau: Positive = 1.0) -> Tensor:
     """OPMD: ``A_i = r_i - tau log(1/n sum_j exp(r_j / tau))`` (Pan et al. 2025, arXiv:2505.17826).
 
@@ -138,7 +138,7 @@ def opmd(rewards: Tensor, group: Group, *, baseline_tau: Positive = 1.0) -> Tens
     return rewards - baseline
 
 
-@group_advantages.register("asymre")
+@group_advantages.register("asymre", traits=["compares"])
 def asymre(rewards: Tensor, group: Group, *, baseline_shift: float = -0.1) -> Tensor:
     """AsymRE: ``A_i = r_i - (mean(r) + shift)`` (Arnal et al. 2025, arXiv:2506.20520).
 
@@ -149,14 +149,15 @@ def asymre(rewards: Tensor, group: Group, *, baseline_shift: float = -0.1) -> Te
     return centred(rewards) - (baseline_shift if rewards.numel() > 1 else 0.0)
 
 
-@group_advantages.register("red_drop", traits=["selects"])
+@group_advantages.register("red_drop", traits=["compares", "selects"])
 def red_drop(rewards: Tensor, group: Group) -> Tensor:
     """RED-Drop: where more answers are worse than the group's mean than are not, those too many are left out (Yao et
     al. 2025, arXiv:2509.24203): ``A_i = r_i - mean of the rewards kept``, and 0 for the others.
 
     The last of the worse ones go, where Trinity-RFT draws. Rows stand in the order in which answers were asked for, so
     that this is as good as a draw, and can be repeated; rows of one's own must not be sorted by anything. The tokens of
-    what is left out stay in the denominator.
+    what is left out stay in the denominator; a KL or an entropy term, which are of all that the policy sampled, are of
+    these too.
     """
     check_group(rewards)
     worse = rewards < rewards.mean()
@@ -168,6 +169,7 @@ def red_drop(rewards: Tensor, group: Group) -> Tensor:
 @group_advantages.register("accept", traits=["selects"])
 def accept(rewards: Tensor, group: Group, *, accept_above: float = 0.0) -> Tensor:
     """Rejection sampling: ``A_i = 1`` where ``r_i > accept_above``, else 0. A threshold on each reward, where RAFT as
-    published takes the best of K answers; so a group of one counts like any other."""
+    published takes the best of K answers; so a group of one counts like any other. A KL or an entropy term, which are
+    of all that the policy sampled, are of what is rejected too."""
     check_group(rewards)
     return (rewards > accept_above).to(rewards.dtype)

@@ -43,11 +43,11 @@ def sequence_mean_token_sum(values: Tensor, batch: TokenBatch, over: Amount) -> 
     return keep(values, batch.mask).sum() / over.sequences
 
 
-@aggregations.register("constant")
+@aggregations.register("constant", needs=["answer_length"])
 def constant(values: Tensor, batch: TokenBatch, over: Amount, *, constant_length: Positive = 1024.0) -> Tensor:
     """``1/(N L) sum_i sum_t l_it`` with one L for all answers (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783).
 
-    L is the longest answer that may be sampled. It scales the loss, no more: under Adam that is felt only by the
-    gradient clipping, and against other streams.
+    L is the longest answer that may be sampled: a run takes `explorer.sampling.max_tokens` where it is not given. It
+    scales the loss, no more: under Adam that is felt only by the gradient clipping, and against other streams.
     """
     return keep(values, batch.mask).sum() / (over.sequences * constant_length)

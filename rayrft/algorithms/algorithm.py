@@ -68,14 +68,15 @@ class Algorithm(Recipe):
         """This micro-batch's share of the critic's loss: its new ``values`` ``[T]`` against the batch's returns, as the
         mean over own action tokens."""
         own = batch.own()
-        return keep(self._bound("value_loss")(keep(values, own.mask), own), own.mask).sum() / over.policy.tokens
+        losses = own.weighed(self._bound("value_loss")(keep(values, own.mask), own))
+        return keep(losses, own.mask).sum() / over.policy.tokens
 
     def loss(self, output: PolicyOutput, batch: TokenBatch, over: Denominators, *, step: int = 0) -> LossParts:
         """This micro-batch's share of the step's loss; the shares of all micro-batches and ranks add up to it.
 
-        ``step`` counts the optimiser steps of the stage so far. Where proximal log-probs are needed and the batch has
-        none, the present policy is the proximal one, as it is in a step of one update. Raises ValueError on what else
-        the batch lacks.
+        ``step`` counts the steps that the policy took in the stage so far. Where proximal log-probs are needed and the
+        batch has none, the present policy is the proximal one, as it is in a step of one update. Raises ValueError on
+        what else the batch lacks.
         """
         mu = self.mu(step)
         # Zero, but part of the graph: a rank without rows must take part in the backward pass all the same.
@@ -103,7 +104,7 @@ class Algorithm(Recipe):
         aggregate = self._bound("aggregation")
         if self.policy_loss != NONE:
             found = self._bound("policy_loss")(output.logprobs, own)
-            values = found.values if own.weight is None else found.values * own.spread(own.weight)
+            values = own.weighed(found.values)
             if self.correction != NONE:
                 factor = self._bound("correction")(output.logprobs, own)
                 values = values * factor
@@ -115,14 +116,15 @@ class Algorithm(Recipe):
             self._check(batch, "kl")
             in_loss = self.kl_in == "loss"
             values = self._bound("kl")(output.logprobs if in_loss else output.logprobs.detach(), own.reference_logprobs)
-            share = aggregate(values, own, over.policy)
-            parts = parts.add("kl", share, weight * self.kl_coef) if in_loss else parts.metric("kl", share)
+            if in_loss:
+                parts = parts.add("kl", aggregate(own.weighed(values), own, over.policy), weight * self.kl_coef)
+            parts = parts.metric("kl", aggregate(values, own, over.policy))
         if "entropy" in self.terms:
-            values = self._bound("entropy")(output.entropy)
+            values = own.weighed(self._bound("entropy")(output.entropy))
             parts = parts.add("entropy_term", aggregate(values, own, over.policy), weight * self.entropy_coef)
         if "distillation" in self.terms:
             self._check(batch, "distillation")
-            values = self._bound("distillation")(output, own)
+            values = own.weighed(self._bound("distillation")(output, own))
             parts = parts.add("distillation", aggregate(values, own, over.policy), weight * self.distillation_coef)
         parts = parts.metric("entropy", output.entropy)
         parts = parts.metric("ratio", keep(token_ratio(output.logprobs, own), own.mask))

@@ -29,7 +29,8 @@ class TokenBatch:
     expert: Tensor
 
     weight: Tensor | None = None
-    """``[N]``: importance weight of a row that was not drawn uniformly; it multiplies the policy loss."""
+    """``[N]``: importance weight of a row that was not drawn uniformly; it multiplies every loss of own rows, the
+    critic's too."""
     reward: Tensor | None = None
     """``[N]``"""
     pair: Tensor | None = None
@@ -95,6 +96,10 @@ class TokenBatch:
     def spread(self, values: Tensor) -> Tensor:
         """``[N]`` to ``[T]``: each token gets its row's value."""
         return values[self.sequence]
+
+    def weighed(self, values: Tensor) -> Tensor:
+        """``[T]``: losses of tokens, times the importance weights of their rows."""
+        return values if self.weight is None else values * self.spread(self.weight)
 
 
 _PER_TOKEN = (

@@ -6,7 +6,7 @@ Every function raises ConfigError with the key under ``algorithm``, what was fou
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from rayrft.algorithms.algorithm import Algorithm
 from rayrft.algorithms.critic import token_advantages
@@ -132,9 +132,31 @@ def check_whole(algorithm: Algorithm, overrides: Mapping[str, Any]) -> None:
             value=True,
             remedy="leave it out, or use another advantage",
         )
+    _check_advantage(algorithm)
     if algorithm.kl_in == "reward":
         _check_penalty(algorithm)
+    elif "kl" in algorithm.terms and (kl := algorithm.piece("kl")) and "no_gradient" in kl.traits:
+        raise ConfigError(
+            "is no loss: its gradient is 0 in the mean",
+            field="algorithm.kl",
+            value=kl.name,
+            remedy="use k1_st, which has its value and the gradient of the KL, or kl_in: reward",
+        )
     _check_controllers(algorithm, overrides)
+
+
+def check_bounds(algorithm: Algorithm) -> None:
+    """That bounds of an interval leave something between them."""
+    piece = algorithm.piece("correction")
+    bounds = {**piece.coefficients, **algorithm.coefficients} if piece else {}
+    low, high = bounds.get("weight_low", 0.0), bounds.get("weight_high", 1.0)
+    if piece and "weight_low" in piece.coefficients and cast(float, low) >= cast(float, high):
+        raise ConfigError(
+            f"leaves nothing: it is not below weight_high {high:g}",
+            field="algorithm.weight_low",
+            value=low,
+            remedy=f"correction {piece.name!r} keeps what lies between the two",
+        )
 
 
 def is_used(algorithm: Algorithm, kind: str) -> bool:
@@ -155,13 +177,33 @@ def is_used(algorithm: Algorithm, kind: str) -> bool:
     }.get(kind, True)
 
 
+def _check_advantage(algorithm: Algorithm) -> None:
+    advantage, loss = algorithm.piece("advantage"), algorithm.piece("policy_loss")
+    if advantage is None or loss is None:
+        return
+    if "one_advantage" in loss.traits and "varies_in_row" in advantage.traits:
+        raise ConfigError(
+            f"would average away what advantage {advantage.name!r} tells apart within an answer",
+            field="algorithm.policy_loss",
+            value=loss.name,
+            remedy="use gspo_token, or a loss of each token",
+        )
+    if "moves_at_zero" in loss.traits and "selects" in advantage.traits:
+        raise ConfigError(
+            f"would train on what advantage {advantage.name!r} leaves out: it has a gradient where that is 0",
+            field="algorithm.policy_loss",
+            value=loss.name,
+            remedy="use another loss, or another advantage",
+        )
+
+
 def _check_penalty(algorithm: Algorithm) -> None:
     advantage, loss = algorithm.piece("advantage"), algorithm.piece("policy_loss")
     if loss is None or advantage is None:
         problem = f"{algorithm.name!r} has no policy loss, hence no rewards"
     elif algorithm.advantage_is_by_token:
         return
-    elif deaf := [piece for piece in (loss, advantage) if piece.traits & {"whole_answers", "selects"}]:
+    elif deaf := [piece for piece in (loss, advantage) if piece.traits & {"one_advantage", "selects"}]:
         problem = f"{deaf[0].kind} {deaf[0].name!r} looks at whole answers, and the KL in the reward is one of tokens"
     else:
         return

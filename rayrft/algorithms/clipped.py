@@ -19,11 +19,11 @@ def ppo(
     batch: TokenBatch,
     *,
     clip_low: Fraction = 0.2,
-    clip_high: Positive = 0.28,
+    clip_high: Positive = 0.2,
     dual_clip: AboveOne | None = None,
 ) -> TokenLoss:
-    """The clipped surrogate of PPO (Schulman et al. 2017, arXiv:1707.06347, eq. 7) with an upper bound of its own
-    ("clip higher", DAPO: Yu et al. 2025, arXiv:2503.14476).
+    """The clipped surrogate of PPO (Schulman et al. 2017, arXiv:1707.06347, eq. 7), whose upper bound may be another
+    than the lower ("clip higher", 0.28 in DAPO: Yu et al. 2025, arXiv:2503.14476).
 
     ``-min(rho_t A_t, clip(rho_t, 1 - clip_low, 1 + clip_high) A_t)``. With ``dual_clip`` c the loss of a token with
     A_t < 0 is at most ``-c A_t`` (Ye et al. 2020, arXiv:1912.09729, c = 3): the plain bound lets it grow with rho_t.
@@ -31,26 +31,30 @@ def ppo(
     return _clip(token_ratio(logprobs, batch), batch.advantages, clip_low, clip_high, dual_clip)
 
 
-@policy_losses.register("gspo", traits=["whole_answers"])
+@policy_losses.register("gspo", needs=["proximal"], traits=["whole_answers", "one_advantage"])
 def gspo(logprobs: Tensor, batch: TokenBatch, *, clip_low: Fraction = 3e-4, clip_high: Positive = 4e-4) -> TokenLoss:
     """GSPO: one ratio for the whole answer (Zheng et al. 2025, arXiv:2507.18071).
 
     ``-min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i)`` with the geometric mean of the token ratios,
     ``s_i = (pi(y_i) / pi_old(y_i))^(1/|y_i|)``, and A_i the mean advantage of the row. A loss of whole answers. The
     bounds are the paper's: s_i moves far less than a token's ratio.
+
+    They are narrower than the rounding between an engine and the trainer in half precision, which would clip a third of
+    the answers before the policy has moved. So pi_old is the trainer's own policy before its first update, and a
+    correction, `truncated` where none is named, weighs by how that differs from the policy that sampled.
     """
     s = batch.spread(batch.mean(log_ratio(logprobs, batch.old_logprobs)).exp())
     return _clip(s, batch.spread(batch.mean(batch.advantages)), clip_low, clip_high)
 
 
-@policy_losses.register("gspo_token", traits=["whole_answers"])
+@policy_losses.register("gspo_token", needs=["proximal"], traits=["whole_answers"])
 def gspo_token(
     logprobs: Tensor, batch: TokenBatch, *, clip_low: Fraction = 3e-4, clip_high: Positive = 4e-4
 ) -> TokenLoss:
     """GSPO-token: GSPO's ratio, with an advantage for each token (Zheng et al. 2025, arXiv:2507.18071).
 
     ``s_it = sg(s_i) pi(y_it) / sg(pi(y_it))`` in place of s_i: equal in value, and in gradient too where the advantages
-    of a row are all equal.
+    of a row are all equal. For pi_old see `gspo`.
     """
     s = batch.spread(batch.mean(log_ratio(logprobs, batch.old_logprobs)).exp()).detach()
     return _clip(s * (logprobs - logprobs.detach()).exp(), batch.advantages, clip_low, clip_high)
@@ -91,7 +95,7 @@ def importance(logprobs: Tensor, batch: TokenBatch) -> TokenLoss:
     return TokenLoss(-token_ratio(logprobs, batch) * batch.advantages)
 
 
-@policy_losses.register("importance_sequence", traits=["whole_answers"])
+@policy_losses.register("importance_sequence", traits=["whole_answers", "one_advantage"])
 def importance_sequence(logprobs: Tensor, batch: TokenBatch) -> TokenLoss:
     """Importance sampling of whole answers, ``-pi(y_i) / pi_old(y_i) A_i``: unbiased, with a variance that grows
     exponentially in length. The log-ratio is cut to +-20, once more after the sum. A loss of whole answers."""

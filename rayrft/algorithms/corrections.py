@@ -61,11 +61,12 @@ def token_mask(
 
 @corrections.register("sequence_mask")
 def sequence_mask(
-    logprobs: Tensor, batch: TokenBatch, *, weight_low: Positive = 0.5, weight_high: Positive = 2.0
+    logprobs: Tensor, batch: TokenBatch, *, weight_low: Positive = 0.99, weight_high: Positive = 1.01
 ) -> Tensor:
     """1 on answers of which the geometric mean of the tokens' ratios to the behaviour policy lies within [weight_low,
     weight_high], else 0: an answer on which the engine went astray is left out whole (Liu et al. 2025, "When speed
-    kills stability"). The geometric mean, unlike the product, means the same at every length."""
+    kills stability"). The geometric mean, unlike the product, means the same at every length. It stays near 1 however
+    noisy the tokens are, so that bounds are narrow (as in SkyRL; verl has 0.999 to 1.001)."""
     ratio = batch.mean(_gap(logprobs, batch)).exp()
     return batch.spread(((ratio >= weight_low) & (ratio <= weight_high)).to(ratio.dtype))
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from rayrft.algorithms.batch import PolicyOutput, TokenBatch
-from rayrft.algorithms.pieces import OpenFraction, Pieces
-from rayrft.algorithms.ratios import log_ratio, token_ratio
+from rayrft.algorithms.pieces import OpenFraction, Pieces, Positive
+from rayrft.algorithms.ratios import log_ratio
 
 
 class DistillationLoss(Protocol):
@@ -23,18 +23,20 @@ distillations: Pieces[DistillationLoss] = Pieces("distillation")
 
 
 @distillations.register("reverse_kl", needs=["teacher"])
-def reverse_kl(output: PolicyOutput, batch: TokenBatch) -> Tensor:
+def reverse_kl(output: PolicyOutput, batch: TokenBatch, *, ratio_cap: Positive = 2.0) -> Tensor:
     """``KL(pi || teacher)`` at every state, from the teacher's log-prob of the sampled token alone (Gu et al. 2023,
     arXiv:2306.08543; as a per-token advantage: Lu 2025, "On-policy distillation").
 
-    ``rho_t sg(d_t)`` with ``d_t = log pi(y_t) - log teacher(y_t)``, cut to +-20, and the ratio rho_t to the policy that
-    sampled: its gradient ``rho_t d_t grad log pi(y_t)`` is unbiased for the KL at the states visited. What a token does
-    to later states is left out. Raises ValueError where the batch has no teacher log-probs.
+    ``w_t d_t`` with ``d_t = log pi(y_t) - log teacher(y_t)``, cut to +-20, and ``w_t = min(rho_t, ratio_cap)``, rho_t
+    being the ratio to the policy that sampled: truncated importance sampling, as in the correction `truncated`. Its
+    gradient ``w_t d_t grad log pi(y_t)`` is unbiased for the KL at the states visited where the cap does not bind. What
+    a token does to later states is left out. Raises ValueError where the batch has no teacher log-probs.
     """
     if batch.teacher_logprobs is None:
         raise ValueError("reverse_kl needs the teacher's log-probs of the sampled tokens")
-    gap = log_ratio(output.logprobs.detach(), batch.teacher_logprobs)
-    return token_ratio(output.logprobs, batch) * gap
+    now = output.logprobs.detach()
+    weight = log_ratio(now, batch.behaviour_logprobs).exp().clamp(max=ratio_cap)
+    return weight * log_ratio(now, batch.teacher_logprobs) * (output.logprobs - now).exp()
 
 
 @distillations.register("jsd", needs=["teacher_candidates"])

@@ -17,6 +17,10 @@ from torch import Tensor
 from rayrft.algorithms.pieces import Pieces
 from rayrft.algorithms.ratios import log_ratio
 
+K3_BOUND = 10.0
+"""Nats at which the value of k3 is cut, as in verl: reached where the policy finds a token e^2.6 times less likely than
+the reference. Beyond, its gradient, ``1 - exp(-d)``, would give a single token the whole step."""
+
 
 class KL(Protocol):
     """Log-probs of the policy (with gradient) and of the reference, ``[T]``, to an estimate per token, ``[T]``."""
@@ -27,7 +31,7 @@ class KL(Protocol):
 kls: Pieces[KL] = Pieces("kl")
 
 
-@kls.register("k1", needs=["reference"])
+@kls.register("k1", needs=["reference"], traits=["no_gradient"])
 def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
     """``d``: unbiased, of high variance, and negative for every other token."""
     return log_ratio(logprobs, reference)
@@ -41,10 +45,10 @@ def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 @kls.register("k3", needs=["reference"])
 def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """``exp(-d) - 1 + d``: unbiased and never negative; GRPO's (Shao et al. 2024, arXiv:2402.03300, eq. 4). The value
-    is not cut besides d, where verl cuts it at 10."""
+    """``exp(-d) - 1 + d``: unbiased and never negative; GRPO's (Shao et al. 2024, arXiv:2402.03300, eq. 4). Cut at
+    `K3_BOUND`, where it has no gradient either; that of `k3_st` goes on."""
     d = log_ratio(logprobs, reference)
-    return (-d).expm1() + d
+    return ((-d).expm1() + d).clamp(max=K3_BOUND)
 
 
 @kls.register("k1_st", needs=["reference"])

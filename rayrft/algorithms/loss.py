@@ -71,8 +71,9 @@ def count(batches: Iterable[TokenBatch], device: torch.device | None = None) -> 
 class LossParts:
     """A micro-batch's share of the step's loss, and of the sums that the step's metrics are made of; all scalars.
 
-    ``loss`` carries the gradient. Each term stands unweighted, over its own global denominator. The last five are sums
-    over own action tokens, to be divided by ``Denominators.policy.tokens`` once added up.
+    ``loss`` carries the gradient. Each term stands without its coefficient, over its own global denominator; the KL
+    without importance weights, too, for its coefficient may follow it. The last five are sums over own action tokens,
+    to be divided by ``Denominators.policy.tokens`` once added up.
     """
 
     loss: Tensor

@@ -27,17 +27,20 @@ class Moments:
     def of(cls, sums: Tensor) -> Self:
         """From the sum of what `sum_moments` gave on each rank."""
         tokens, total, squares = sums.tolist()
-        mean = total / max(tokens, 1.0)
-        return cls(mean, max(squares / max(tokens, 1.0) - mean**2, 0.0) ** 0.5)
+        if not tokens:
+            return cls(0.0, 0.0)
+        mean = total / tokens
+        return cls(mean, max(squares / tokens - mean**2, 0.0) ** 0.5)
 
 
 def sum_moments(batches: Iterable[TokenBatch], device: torch.device | None = None) -> Tensor:
-    """``[3]`` float64: number, sum and sum of squares of the advantages of own action tokens."""
+    """``[3]`` float64: number, sum and sum of squares of the advantages of own action tokens, each token counting as
+    much as its row weighs in the loss."""
     total = torch.zeros(3, dtype=torch.float64, device=device)
     for batch in batches:
         own = batch.own()
-        values = own.advantages.double()
-        total += torch.stack([own.mask.sum(), values.sum(), values.square().sum()])
+        values, weights = own.advantages.double(), own.weighed(own.mask.double())
+        total += torch.stack([weights.sum(), (weights * values).sum(), (weights * values.square()).sum()])
     return total
 
 

@@ -26,14 +26,33 @@ NONE = "none"
 Coefficient = float | int | bool | str | None
 
 Need = Literal[
-    "reference", "critic", "pairs", "proximal", "teacher", "teacher_candidates", "greedy_baseline", "turns", "states"
+    "reference",
+    "critic",
+    "pairs",
+    "proximal",
+    "teacher",
+    "teacher_candidates",
+    "greedy_baseline",
+    "turns",
+    "states",
+    "answer_length",
 ]
 """What a run must supply for a piece besides own rows with rewards and behaviour log-probs, or expert rows."""
 
-Trait = Literal["whole_answers", "moves_at_zero", "selects"]
-"""What a piece says of itself. A policy loss, that it stands on every token of an answer and is to be taken once for
-each answer, and an aggregation, that it does so; a policy loss, that it has a gradient where the advantages are 0; an
-advantage or a policy loss, that it takes an answer or leaves it, so that a little less of an advantage means nothing.
+Trait = Literal[
+    "whole_answers", "one_advantage", "moves_at_zero", "selects", "compares", "varies_in_row", "no_gradient"
+]
+"""What a piece says of itself.
+
+* ``whole_answers``: a policy loss, that it stands on every token of an answer and is to be taken once for each answer;
+  an aggregation, that it does so.
+* ``one_advantage``: a policy loss, that it knows one advantage for each answer, the mean of its tokens'.
+* ``moves_at_zero``: a policy loss, that it has a gradient where the advantages are 0.
+* ``selects``: an advantage or a policy loss, that it takes an answer or leaves it, so that a little less of an
+  advantage means nothing.
+* ``compares``: an advantage, that it is 0 for an answer without others to the same task.
+* ``varies_in_row``: an advantage, that tokens of one row may have different ones.
+* ``no_gradient``: a KL, that its gradient is 0 in the mean.
 """
 
 

@@ -7,25 +7,32 @@ from dataclasses import fields, replace
 from typing import Any
 
 from rayrft.algorithms.algorithm import Algorithm
-from rayrft.algorithms.checks import check_coefficient, check_field, check_whole, is_used
+from rayrft.algorithms.checks import check_bounds, check_coefficient, check_field, check_whole, is_used
+from rayrft.algorithms.pieces import NONE
 from rayrft.algorithms.registries import REGISTRIES
 from rayrft.errors import ConfigError
 from rayrft.registry import Registry
 
 presets: Registry[Algorithm] = Registry("algorithm")
 
+_WHOLE = "sequence_mean_token_mean"
+"""The aggregation of losses of whole answers, where none is named."""
+
+_TIS = "truncated"
+"""The correction of losses that take their ratios to the proximal policy, where none is named."""
+
 for _preset in (
     # Expert rows.
     Algorithm("sft", sft="nll"),
     # Own rows in groups. `grpo` is GRPO as it is run today: the token mean and the higher upper clip of DAPO, no KL.
     # The paper's own is `aggregation: sequence_mean_token_mean, clip_high: 0.2, kl: k3, kl_coef: 0.04`.
-    Algorithm("grpo", advantage="grpo", policy_loss="ppo"),
+    Algorithm("grpo", advantage="grpo", policy_loss="ppo", coefficients={"clip_high": 0.28}),
     Algorithm("dr_grpo", advantage="dr_grpo", policy_loss="ppo", aggregation="constant"),
-    # DAPO's loss is the token mean and the higher upper clip, which `grpo` here has by default: this names the same one
-    # with its bounds fixed. Its other devices are of the run: dynamic sampling (`explorer.drop_zero_variance`),
-    # overlong filtering and soft punishment (`reward.truncated`: mask, soft).
+    # DAPO's loss is the token mean and the higher upper clip, which `grpo` here has too. Its other devices are of the
+    # run: dynamic sampling (`explorer.drop_zero_variance`), overlong filtering and soft punishment (`reward.truncated`:
+    # mask, soft).
     Algorithm("dapo", advantage="grpo", policy_loss="ppo", coefficients={"clip_low": 0.2, "clip_high": 0.28}),
-    Algorithm("gspo", advantage="grpo", policy_loss="gspo", aggregation="sequence_mean_token_mean"),
+    Algorithm("gspo", advantage="grpo", policy_loss="gspo", aggregation="sequence_mean_token_mean", correction=_TIS),
     Algorithm("cispo", advantage="grpo", policy_loss="cispo"),
     Algorithm("sapo", advantage="grpo", policy_loss="sapo", aggregation="sequence_mean_token_mean"),
     Algorithm("rloo", advantage="rloo", policy_loss="ppo"),
@@ -44,14 +51,7 @@ for _preset in (
     Algorithm("reinforce_pp", advantage="reinforce_pp", policy_loss="ppo", normalise_advantages=True),
     Algorithm("reinforce_pp_baseline", advantage="reinforce_pp_baseline", policy_loss="ppo", normalise_advantages=True),
     Algorithm("remax", advantage="remax", policy_loss="reinforce"),
-    Algorithm(
-        "ppo",
-        advantage="gae",
-        policy_loss="ppo",
-        value_loss="clipped",
-        normalise_advantages=True,
-        coefficients={"clip_high": 0.2},
-    ),
+    Algorithm("ppo", advantage="gae", policy_loss="ppo", value_loss="clipped", normalise_advantages=True),
     # Own and expert rows.
     Algorithm("mix", advantage="grpo", policy_loss="ppo", sft="nll"),
     Algorithm("chord", advantage="grpo", policy_loss="ppo", sft="chord_phi"),
@@ -64,9 +64,6 @@ for _preset in (
     Algorithm("jsd", distillation="jsd"),
 ):
     presets.register(_preset.name)(_preset)
-
-_WHOLE = "sequence_mean_token_mean"
-"""The aggregation of losses of whole answers, where none is named."""
 
 
 def build(name: str, overrides: Mapping[str, Any] | None = None) -> Algorithm:
@@ -82,15 +79,28 @@ def build(name: str, overrides: Mapping[str, Any] | None = None) -> Algorithm:
     for key, value in overrides.items():
         if key in own:
             check_field(algorithm, key, value)
+    algorithm = _with_fit_correction(algorithm, named="correction" in overrides)
     pieces = [piece for kind in REGISTRIES if (piece := algorithm.piece(kind)) and is_used(algorithm, kind)]
     given = {key: value for key, value in overrides.items() if key not in own}
     for key, value in given.items():
         check_coefficient(algorithm, pieces, own, key, value)
     check_whole(algorithm, overrides)
     algorithm = _with_fit_aggregation(algorithm, named="aggregation" in overrides)
-    used = {key for piece in pieces for key in piece.coefficients}
+    # Of a piece that was replaced the coefficients go with it, though the new one may have some of the same names.
+    used = {key for piece in pieces if getattr(preset, piece.kind) == piece.name for key in piece.coefficients}
     kept = {key: value for key, value in preset.coefficients.items() if key in used}
-    return replace(algorithm, coefficients={**kept, **given})
+    algorithm = replace(algorithm, coefficients={**kept, **given})
+    check_bounds(algorithm)
+    return algorithm
+
+
+def _with_fit_correction(algorithm: Algorithm, *, named: bool) -> Algorithm:
+    """The algorithm with a correction where its loss takes ratios to the proximal policy, unless one was ``named``: by
+    how much that differs from the policy that sampled nothing else would make up for."""
+    loss = algorithm.piece("policy_loss")
+    if named or loss is None or "proximal" not in loss.needs or algorithm.correction != NONE:
+        return algorithm
+    return replace(algorithm, correction=_TIS)
 
 
 def _with_fit_aggregation(algorithm: Algorithm, *, named: bool) -> Algorithm:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rayrft.algorithms.critic import token_advantages
-from rayrft.algorithms.pieces import NONE, Coefficient, Need, Piece
+from rayrft.algorithms.pieces import NONE, Coefficient, Need, Piece, Trait
 from rayrft.algorithms.registries import REGISTRIES
 
 
@@ -114,6 +114,16 @@ class Recipe:
         return "greedy_baseline" in self.needs()
 
     @property
+    def needs_answer_length(self) -> bool:
+        """It divides by the length of the longest answer, and was not told how long that is."""
+        return "answer_length" in self.needs() and "constant_length" not in self.coefficients
+
+    @property
+    def compares_answers(self) -> bool:
+        """Its advantages are 0 where there is one answer to a task."""
+        return self._has("advantage", "compares")
+
+    @property
     def advantage_is_by_token(self) -> bool:
         """Its advantages are the trainer's to compute, from rewards and a critic, not found where groups are scored."""
         return self.advantage in token_advantages
@@ -134,8 +144,7 @@ class Recipe:
         Not so where the advantages are yet to be computed or normalised, where the policy loss has a gradient all the
         same (`kimi`), and where a KL (in loss or reward), an entropy term or a teacher has a weight.
         """
-        loss = self.piece("policy_loss")
-        if loss is None or "moves_at_zero" in loss.traits:
+        if self.policy_loss == NONE or self._has("policy_loss", "moves_at_zero"):
             return False
         return not (self.advantage_is_by_token or self.normalise_advantages or self.terms)
 
@@ -150,6 +159,10 @@ class Recipe:
         idle = {"kl", "entropy", "distillation"} - self.terms
         pieces = [(kind, self.piece(kind)) for kind in REGISTRIES if kind not in idle]
         return {need: f"{kind} {piece.name!r}" for kind, piece in pieces if piece for need in piece.needs}
+
+    def _has(self, kind: str, trait: Trait) -> bool:
+        piece = self.piece(kind)
+        return piece is not None and trait in piece.traits
 
     def _bound(self, kind: str) -> Any:
         piece = self.piece(kind)

@@ -37,7 +37,7 @@ def opmd(logprobs: Tensor, batch: TokenBatch, *, tau: NonNegative = 1.0) -> Toke
     return TokenLoss(-batch.advantages * logprobs / (1 + tau))
 
 
-@policy_losses.register("kimi", traits=["whole_answers", "moves_at_zero"])
+@policy_losses.register("kimi", traits=["whole_answers", "one_advantage", "moves_at_zero"])
 def kimi(logprobs: Tensor, batch: TokenBatch, *, tau: Positive = 0.1) -> TokenLoss:
     """Kimi k1.5's mirror descent: ``(A_i - tau h_i)^2 / (2 tau)``, ``h_i = log pi(y_i) - log pi_old(y_i)`` (Kimi Team
     2025, arXiv:2501.12599, sec. 2.3.2).

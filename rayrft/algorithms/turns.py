@@ -23,7 +23,7 @@ def trajectories(rewards: Tensor, group: Group) -> tuple[Tensor, Tensor]:
     return rewards.new_zeros(names.numel()).index_add(0, index, rewards), index
 
 
-@group_advantages.register("step_wise", needs=["turns"])
+@group_advantages.register("step_wise", needs=["turns"], traits=["compares"])
 def step_wise(rewards: Tensor, group: Group, *, epsilon: Positive = 1e-6) -> Tensor:
     """GRPO over trajectories, each step getting its trajectory's advantage.
 
@@ -34,7 +34,7 @@ def step_wise(rewards: Tensor, group: Group, *, epsilon: Positive = 1e-6) -> Ten
     return group_relative_advantages(returns, epsilon=epsilon)[index]
 
 
-@group_advantages.register("gigpo", needs=["states"])
+@group_advantages.register("gigpo", needs=["states"], traits=["compares", "varies_in_row"])
 def gigpo(
     rewards: Tensor,
     group: Group,

@@ -28,24 +28,34 @@ class ExpertCursor:
     epoch: int = 0
     cursor: int = 0
     drawn: int = 0
+    failed: list[int] = field(default_factory=list)
+    """Rows on which training failed twice: they are passed over."""
 
     def peek(self, count: int) -> list[int]:
         """The next ``count`` row indices (whole units); an epoch that ends goes over into the next."""
-        rows: list[int] = []
-        epoch, cursor = self.epoch, self.cursor
-        while len(rows) < count:
-            units = np.random.default_rng([self.seed, epoch]).permutation(self.extent.rows // self.unit)
-            order = (units[:, None] * self.unit + np.arange(self.unit)).ravel()
-            part = order[cursor : cursor + count - len(rows)].tolist()
-            rows += part
-            epoch, cursor = (epoch, cursor + len(part)) if cursor + len(part) < len(order) else (epoch + 1, 0)
-        return rows
+        return self._walk(count)[0]
 
     def advance(self, count: int) -> None:
         """These rows are drawn."""
-        epochs, self.cursor = divmod(self.cursor + count, self.extent.rows)
-        self.epoch += epochs
         self.drawn += count
+        if self.failed:
+            _, self.epoch, self.cursor = self._walk(count)
+        else:
+            epochs, self.cursor = divmod(self.cursor + count, self.extent.rows)
+            self.epoch += epochs
+
+    def _walk(self, count: int) -> tuple[list[int], int, int]:
+        """The next ``count`` rows, and epoch and cursor behind them."""
+        rows: list[int] = []
+        epoch, cursor = self.epoch, self.cursor
+        while len(rows) < count and len(self.failed) < self.extent.rows:
+            units = np.random.default_rng([self.seed, epoch]).permutation(self.extent.rows // self.unit)
+            order = (units[:, None] * self.unit + np.arange(self.unit)).ravel()[cursor:]
+            places = np.flatnonzero(~np.isin(order, self.failed))[: count - len(rows)]
+            rows += order[places].tolist()
+            taken = int(places[-1]) + 1 if len(rows) == count else len(order)
+            epoch, cursor = (epoch, cursor + taken) if taken < len(order) else (epoch + 1, 0)
+        return rows, epoch, cursor
 
 
 @dataclass
@@ -53,6 +63,7 @@ class LeaseRecord:
     """A step's batch: kept until a checkpoint covers the step, so that the same batch can be had again."""
 
     step: int
+    draw: int
     version: int
     slots: list[int]
     weights: list[float]
@@ -66,6 +77,12 @@ class LeaseRecord:
     staleness: list[int]
     rollouts: GroupReport
     acked: bool = False
+    blamed: list[int] = field(default_factory=list)
+    """Slots of groups on one of which training failed, and"""
+    blamed_expert: list[int] = field(default_factory=list)
+    """rows of demonstrations; since"""
+    blamed_in: str = ""
+    """this life of the run."""
 
 
 @dataclass(frozen=True)
@@ -104,9 +121,15 @@ class Book:
     """Tickets of a producer that is gone."""
     calls: dict[str, tuple[int, list[Ticket]]] = field(default_factory=dict)
     """The last request for tickets of each producer, and what it got."""
+    gone: set[str] = field(default_factory=set)
+    """Producers that were given up."""
+    lives: set[str] = field(default_factory=set)
+    """Lives of the trainer and of the run that began with a rollback."""
+    opened: dict[str, int] = field(default_factory=dict)
+    """Stages that this life of the run opened, by name, with their first version."""
     next_sequence: int = 0
-    refused: set[int] = field(default_factory=set)
-    """Keys of groups that came without a ticket and were rejected whole."""
+    refused: dict[int, int] = field(default_factory=dict)
+    """Groups that came without a ticket and were refused: digests of what came last, by key."""
     experts: dict[str, ExpertCursor] = field(default_factory=dict)
     extents: dict[int, dict[int, Extent]] = field(default_factory=dict)
     """By shard and segment."""

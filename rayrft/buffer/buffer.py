@@ -1,15 +1,17 @@
 """The Buffer actor: admits groups, keeps them, and leases each step its batch.
 
-It decides on metadata; rows travel by reference and lie in shards. Every call may be made twice: a group, the fate of a
-ticket and a step count once, so that callers need not know whether the actor died on the way. Every wait is woken by a
-change of state, has a deadline, and says what it waited for.
+It decides on metadata; rows travel by reference and lie in shards. Every call may be executed twice, and late: a caller
+that lost the connection, or whose Buffer died, calls again without knowing what became of the first time. So each call
+names what it is about (a producer's life and request, a group, a ticket, a step's draw, a life of the trainer or of the
+run, a stage), and one that is about something past changes nothing. Every wait is woken by a change of state, has a
+deadline, and says what it waited for.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,14 +26,15 @@ from rayrft.buffer.groups import Fate
 from rayrft.buffer.lease import Lease
 from rayrft.buffer.leasing import Leasing
 from rayrft.buffer.log import events as e
+from rayrft.buffer.log.journal import Position
 from rayrft.buffer.log.shard import Ref
 from rayrft.buffer.producers import Producers
 from rayrft.buffer.retention import Retention
 from rayrft.buffer.schedule import StagePlan, Ticket
 from rayrft.buffer.store import Store
 from rayrft.buffer.tasks.sampler import TaskSet
-from rayrft.buffer.validation import find_faults
-from rayrft.buffer.writer import Entry
+from rayrft.buffer.validation import Limits, find_faults
+from rayrft.buffer.writer import Entry, Receipt
 from rayrft.config.buffer import BufferConfig
 from rayrft.errors import DataError
 from rayrft.waits import WaitReport
@@ -41,7 +44,8 @@ class Buffer:
     """Stores ``usual`` (own rows, in whole groups) and ``expert`` (demonstrations, by name), and the task cursor.
 
     ``run`` names the run whose log is at ``location``; ``tasks`` makes the task set; ``others`` are the actors of the
-    shards besides the first.
+    shards besides the first; ``limits`` are those of the run's model; ``logged`` is what `settle` gave for the
+    checkpoint that the run goes on from.
     """
 
     def __init__(
@@ -52,14 +56,17 @@ class Buffer:
         seed: int,
         tasks: Callable[[], TaskSet] | None = None,
         others: list[Any] | None = None,
+        limits: Limits = Limits(),  # noqa: B008 - frozen
+        logged: Sequence[int] = (0, 0),
     ) -> None:
-        self._store = Store(run, location, config, seed, tasks() if tasks else None, others or [])
+        self._store = Store(run, location, config, seed, tasks() if tasks else None, others or [], Position(*logged))
         self._state = self._store.state
         self._experts = ExpertBlocks(self._store.storage, self._state.book)
         self._leasing = Leasing(self._store, self._experts)
         self._retention = Retention(self._store)
         self._feedback = Feedback(self._store)
-        self._arrivals = Arrivals(self._store, self._retention)
+        self._limits = limits
+        self._arrivals = Arrivals(self._store, self._retention, limits)
         self._producers = Producers(self._store)
 
     # Stages and admission.
@@ -67,8 +74,11 @@ class Buffer:
     async def open_stage(self, plan: StagePlan) -> None:
         """Begin a stage. Groups left over from the one before are dropped and counted.
 
-        The stage that was opened last, by name and first version, goes on where it stood.
+        The stage that was opened last, by name and first version, goes on where it stood when a resumed run opens it.
+        One that this life of the run opened before is not opened again: the call is a late repeat.
         """
+        if plan.name and plan.version == self._state.book.opened.get(plan.name):
+            return await self._store.commit()
         if plan.expert_rows:
             if plan.demonstrations not in self._state.book.experts:
                 raise DataError(
@@ -93,15 +103,34 @@ class Buffer:
         await self._store.commit(e.StageOpened(plan))
         self._state.fill_pool(self._store.new_pool)
 
-    async def resume(self, step: int) -> None:
-        """The run goes on from a checkpoint of ``step``: what producers had under way goes to others, and leases from
-        there on are to be trained again, with the same rows in the same order."""
-        gone = sorted({each.producer for each in self._state.book.outstanding.values()} | set(self._state.book.calls))
-        await self._store.commit(*(e.Abandoned(producer) for producer in gone), e.RolledBack(step))
+    async def settle(self) -> list[int]:
+        """Returns when all that was acknowledged is on the disk, with how far the journal must reach from now on: a
+        checkpoint keeps that, for its steps cannot be gone on from without."""
+        position = await self._store.settle()
+        return [position.number, position.nbytes]
 
-    async def close_stage(self) -> None:
-        """No more groups are admitted; whoever waits for a ticket gets none."""
-        await self._store.commit(e.StageClosed())
+    async def resume(self, step: int, life: str) -> int:
+        """Resume the run from a checkpoint of ``step``: what producers had under way goes to others, and leases from
+        there on are to be trained again, with the same rows in the same order. Gives the bytes of writes that a crash
+        had left unfinished in the log, which were cut off.
+
+        ``life`` names this life of the run, which is resumed once: a late repeat of the call changes nothing.
+        """
+        book = self._state.book
+        gone = sorted({each.producer for each in book.outstanding.values()} | set(book.calls))
+        events: list[e.Event] = [
+            *(e.Abandoned(producer) for producer in gone),
+            e.RolledBack(step, life, whole_run=True),
+        ]
+        await self._store.commit(*([] if life in book.lives else events))
+        torn: int = (await self._store.sizes())["torn_bytes"]
+        return torn
+
+    async def close_stage(self, name: str | None = None) -> None:
+        """Admit no more groups: whoever waits for a ticket gets none. With a name, no other stage than that."""
+        plan = self._state.book.plan
+        here = plan is not None and name in (None, plan.name)
+        await self._store.commit(*([e.StageClosed()] if here else []))
 
     async def closed(self) -> None:
         """Returns when the stage is closed."""
@@ -110,26 +139,26 @@ class Buffer:
     async def admit(self, producer: str, call: int, count: int) -> list[Ticket]:
         """Up to ``count`` tickets as soon as there is room; an empty list when the stage is closed or the tasks end.
 
-        ``call`` numbers the producer's requests: one that is made again gets what it got before. The one wait without
-        a deadline: it is idle, not stuck, while the trainer has all it may get, and the trainer's own wait is bounded.
+        ``producer`` names one life of a producer, and ``call`` numbers its requests, upwards. A request that is made
+        again gets what it got before; one that arrives after a later one, or after its producer was given up, gets
+        nothing: nobody waits for its answer, and its tickets would be lost. The one wait without a deadline: it is
+        idle, not stuck, while the trainer has all it may get, and the trainer's own wait is bounded.
         """
         book = self._state.book
 
         def answered() -> bool:
-            return producer in book.calls and book.calls[producer][0] == call
+            return producer in book.gone or (producer in book.calls and book.calls[producer][0] >= call)
 
         await self._store.wait_for(lambda: answered() or not book.open or bool(book.ended) or self._may_admit())
         if answered():
-            tickets = book.calls[producer][1]
+            number, given = book.calls.get(producer, (call, []))
+            tickets = given if number == call else []
             await self._store.commit()
-        elif not book.open or book.ended:
-            return []
         else:
-            event = e.Admitted(producer, call, min(count, self._state.capacity), [])
+            wanted = min(count, self._state.capacity) if book.open and not book.ended else 0
+            event = e.Admitted(producer, call, wanted, [])
             tickets = self._state.apply(event)
             await self._store.record(replace(event, tasks=[ticket.task for ticket in tickets]))
-        if not tickets and not book.ended:
-            await self._store.commit(e.ProducersEnded("end_of_data"))
         return tickets
 
     async def attach(self, producer: str, actor: list[Any]) -> None:
@@ -143,13 +172,15 @@ class Buffer:
 
     # What comes of a ticket.
 
-    async def put(self, entries: list[Entry], payload: list[Any]) -> None:
+    async def put(self, entries: list[Entry], payload: list[Any]) -> list[Receipt]:
         """Take groups: one entry for each group of the one packed message in ``payload`` (or its reference).
 
-        Returns when they are in the log. Faulty rows are rejected and counted by reason; a group that was taken before
-        is passed over; one that comes after its deadline or its stage is dropped. `BufferWriter` makes this call.
+        Returns when they are in the log, and says what is not and why. Faulty rows are rejected and counted by reason,
+        and a group that came without a ticket with them. A group that was taken before is passed over; where it comes
+        without a ticket and with other rows than then, it is refused and counted. One that comes after its deadline or
+        its stage is dropped. `BufferWriter` makes this call.
         """
-        await self._arrivals.put(entries, payload)
+        return await self._arrivals.put(entries, payload)
 
     async def drop(self, ticket: Ticket, dropped: dict[str, int], report: e.GroupReport) -> None:
         """A whole group was filtered; ``dropped`` counts its rows by reason. Its place goes to another."""
@@ -191,18 +222,30 @@ class Buffer:
         self._state.check()
         await self._retention.release(record.slots)
 
+    async def blame(self, step: int, life: str, experience_ids: list[str]) -> None:
+        """Note that training of the step failed on one of these rows, in the life of the run of that name.
+
+        When the batch is asked for again, they stand by themselves. One that is blamed in a second life leaves it: a
+        demonstration for good, and a row of a group with its group, which is counted as dropped for ``failed_twice``.
+        """
+        await self._leasing.blame(step, life, experience_ids)
+
     async def cover(self, step: int) -> None:
         """A checkpoint holds the work of all steps before ``step``: their batches will not be asked for again."""
         await self._store.commit(e.Covered(step))
         await self._retention.trim()
 
-    async def requeue(self, step: int) -> None:
-        """Give a lease back: its groups wait for another step."""
-        await self._store.commit(*([e.Requeued(step)] if step in self._state.book.leases else []))
+    async def requeue(self, step: int, draw: int) -> None:
+        """Give a lease back, by its step and its `Lease.draw`: its groups wait for another step."""
+        record = self._state.book.leases.get(step)
+        await self._store.commit(*([e.Requeued(step)] if record is not None and record.draw == draw else []))
 
-    async def rollback(self, step: int) -> None:
-        """The trainer starts again at ``step``: leases from there on are to be trained again, with the same rows."""
-        await self._store.commit(e.RolledBack(step))
+    async def rollback(self, step: int, life: str) -> None:
+        """Start the trainer again at ``step``: leases from there on are to be trained again, with the same rows.
+
+        ``life`` names the trainer's new life: a late repeat of the call changes nothing.
+        """
+        await self._store.commit(*([] if life in self._state.book.lives else [e.RolledBack(step, life)]))
 
     async def advance(self, version: int) -> None:
         """Weights of this version are published: there is room for new groups."""
@@ -218,7 +261,7 @@ class Buffer:
         Returns the number of rows; raises DataError on the first faulty one.
         """
         batch = unpack(payload[0] if isinstance(payload[0], pa.Buffer) else await payload[0])
-        for row, fault in find_faults(batch).items():
+        for row, fault in find_faults(batch, self._limits).items():
             raise DataError(
                 f"row {row} is faulty: {fault}",
                 field=f"demonstrations.{name}",

@@ -23,6 +23,9 @@ Source = Literal["usual", "expert", "human", "synthetic"]
 SOURCES: tuple[str, ...] = ("usual", "expert", "human", "synthetic")
 SCHEMA_VERSION = "2"
 
+LEFT_OUT = "group_left_out"
+"""In a row's metrics: how many rows its group had besides those that it has, when advantages were found."""
+
 
 @dataclass(frozen=True)
 class Task:
@@ -108,6 +111,12 @@ class Experience:
     finished_at: float = 0.0
 
     @property
+    def repeat(self) -> str:
+        """Which of its group's trajectories it belongs to: ``<group_id>/<repeat>`` and ``<group_id>/<repeat>/…`` are
+        one trajectory, in one row or in several."""
+        return self.experience_id.removeprefix(self.group_id).strip("/").partition("/")[0]
+
+    @property
     def oldest_version(self) -> int:
         """Oldest weights that any of its tokens was sampled under."""
         return min((span.version for span in self.weight_versions), default=0)
@@ -150,12 +159,19 @@ SCHEMA = pa.schema(
 
 _LISTS = [f.name for f in SCHEMA if pa.types.is_list(f.type) and pa.types.is_primitive(f.type.value_type)]
 _MAPS = [f.name for f in SCHEMA if pa.types.is_map(f.type)]
+_WHOLE_NUMBERS = ("token_ids", "prompt_length", "action_mask")
 
 
 def to_batch(experiences: list[Experience]) -> pa.RecordBatch:
-    """Experiences as one record batch of :data:`SCHEMA`."""
-    columns = []
-    for f in SCHEMA:
+    """Experiences as one record batch of :data:`SCHEMA`. Raises DataError, with the column, where one holds what the
+    column cannot."""
+    batch = pa.RecordBatch.from_arrays([_column(f, experiences) for f in SCHEMA], schema=SCHEMA)
+    check_filled(batch)
+    return batch
+
+
+def _column(f: pa.Field, experiences: list[Experience]) -> pa.Array:
+    try:
         values = [getattr(each, f.name) for each in experiences]
         if f.name in _MAPS:
             values = [list(value.items()) for value in values]
@@ -163,8 +179,15 @@ def to_batch(experiences: list[Experience]) -> pa.RecordBatch:
             values = [[list(turn.items()) for turn in value] for value in values]
         elif f.name == "weight_versions":
             values = [[dataclasses.asdict(span) for span in value] for value in values]
-        columns.append(pa.array(values, f.type))
-    return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+        elif f.name in _WHOLE_NUMBERS and any(each.size and each.dtype.kind == "f" for each in map(np.asarray, values)):
+            raise TypeError("fractions, which Arrow would cut off")
+        return pa.array(values, f.type)
+    except (pa.ArrowException, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise DataError(
+            f"a row holds what is no {f.type}: {str(error).splitlines()[0]}",
+            field=f.name,
+            remedy="give what the fields of Experience say",
+        ) from None
 
 
 def from_batch(batch: pa.RecordBatch) -> list[Experience]:
@@ -204,6 +227,15 @@ def check_schema(schema: pa.Schema) -> None:
             value=schema.names,
             remedy="use to_batch()",
         )
+
+
+def check_filled(batch: pa.RecordBatch) -> None:
+    """Raises DataError where a row of :data:`SCHEMA` lacks what every row has."""
+    for place, f in enumerate(SCHEMA):
+        if not f.nullable and batch.column(place).null_count:
+            raise DataError(
+                "a row has none", field=f.name, value=None, remedy="give every row one: see the fields of Experience"
+            )
 
 
 def pack(batch: pa.RecordBatch) -> pa.Buffer:

@@ -54,6 +54,11 @@ class ExpertBlocks:
             self._blocks[file] = ExpertBlock(ray.put(batch.serialize()), tokens)
         return self._blocks[file]
 
+    async def names(self, name: str, extent: Extent) -> list[str]:
+        """The experience ids of the demonstrations, row by row."""
+        batch = await asyncio.to_thread(read_rows, self._storage, expert_file(name, extent), extent)
+        return batch.column("experience_id").to_pylist()
+
     async def whole(self, store: str) -> tuple[Ref, np.ndarray]:
         """The demonstrations of ``expert/<name>`` that are drawn from now, all of them. Raises DataError for a store
         that there is not."""

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pyarrow as pa
 
-from rayrft.buffer.experience import Experience, from_batch, to_batch
+from rayrft.buffer.experience import LEFT_OUT, Experience, from_batch, to_batch
 from rayrft.buffer.groups import Fate
 from rayrft.buffer.log import events as e
 from rayrft.buffer.schedule import StagePlan
@@ -129,5 +129,13 @@ def _recomputed(rows: list[Experience], plan: StagePlan) -> list[Experience]:
             field="feedback",
             value=plan.advantage,
             remedy="give labels only, or use another advantage",
+        )
+    if algorithm.compares_answers and any(LEFT_OUT in row.metrics for row in rows):
+        raise DataError(
+            "a reward cannot be changed: the stage's advantages compare it with those of answers that were cut, which "
+            "are not in the Buffer",
+            field="feedback",
+            value=plan.advantage,
+            remedy="give labels only, or use another reward.truncated than mask",
         )
     return rows if plan.advantage == "none" else with_advantages(rows, algorithm)

@@ -26,6 +26,7 @@ class Fate(IntEnum):
 _COLUMNS: dict[str, type] = {
     "fate": np.int8,
     "key": np.uint64,
+    "digest": np.uint32,  # of what was put without a ticket
     "sequence": np.int64,  # of its ticket, or -1
     "order": np.int64,  # of its arrival
     "shard": np.int16,
@@ -47,6 +48,7 @@ class GroupTable:
 
     fate: np.ndarray
     key: np.ndarray
+    digest: np.ndarray
     sequence: np.ndarray
     order: np.ndarray
     shard: np.ndarray
@@ -85,7 +87,7 @@ class GroupTable:
         slot = heapq.heappop(self._free)
         self._slots[group.key] = slot
         self.fate[slot] = Fate.READY
-        self.key[slot] = group.key
+        self.key[slot], self.digest[slot] = group.key, group.digest
         self.sequence[slot] = -1 if group.sequence is None else group.sequence
         self.order[slot] = order
         self.shard[slot], self.segment[slot], self.row[slot] = shard, segment, group.row

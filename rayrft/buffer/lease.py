@@ -14,11 +14,13 @@ from rayrft.buffer.log.shard import Ref
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of one block; ``weights`` are the importance weights of these rows."""
+    """Rows of one block; ``weights`` are the importance weights of these rows, and ``alone`` says which of them are to
+    stand in a micro-batch by themselves, so that it is known which one a step fails on."""
 
     ref: Ref
     rows: np.ndarray
     weights: np.ndarray
+    alone: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class Lease:
     """A step's batch, dealt to ranks, and what is known of it before it is trained."""
 
     step: int
+    draw: int
+    """By which it is told from another lease of the same step, where that was given back."""
     shares: tuple[BatchShare, ...]
     usual_rows: int
     expert_rows: int
@@ -54,6 +58,7 @@ class Unit:
     rows: int
     tokens: int
     weight: float = 1.0
+    alone: bool = False
 
 
 def deal(units: list[Unit], world_size: int, mini_batches: int = 1) -> tuple[BatchShare, ...]:
@@ -75,7 +80,8 @@ def _share(mini_batches: list[list[Unit]]) -> BatchShare:
     for ref, run in groupby(units, key=lambda unit: unit.ref):
         block = list(run)
         rows = np.concatenate([np.arange(unit.row, unit.row + unit.rows, dtype=np.int32) for unit in block])
-        weights = np.array([unit.weight for unit in block], np.float32)
-        parts.append(Part(ref, rows, np.repeat(weights, [unit.rows for unit in block])))
-    counts = tuple(sum(unit.rows for unit in each) for each in mini_batches)
-    return BatchShare(tuple(parts), sum(unit.tokens for unit in units), counts)
+        counts = [unit.rows for unit in block]
+        weights = np.repeat(np.array([unit.weight for unit in block], np.float32), counts)
+        parts.append(Part(ref, rows, weights, np.repeat([unit.alone for unit in block], counts)))
+    sizes = tuple(sum(unit.rows for unit in each) for each in mini_batches)
+    return BatchShare(tuple(parts), sum(unit.tokens for unit in units), sizes)

@@ -64,12 +64,29 @@ class Leasing:
         found = {self._store.state.groups.find(group_key(group)): error for group, error in value_errors.items()}
         return {slot: found[slot] for slot in record.slots if slot in found}
 
+    async def blame(self, step: int, life: str, experience_ids: list[str]) -> None:
+        """See `Buffer.blame`."""
+        record = self._store.state.book.leases.get(step)
+        if record is None or record.acked:
+            return await self._store.commit()
+        keys = {int(self._store.state.groups.key[slot]): slot for slot in record.slots}
+        slots = {keys[key] for name in experience_ids for key in map(group_key, _beginnings(name)) if key in keys}
+        expert: list[int] = []
+        if record.demonstrations is not None:
+            names = await self._experts.names(record.demonstrations, record.extent)
+            sides = [record.expert[at : at + record.unit] for at in range(0, len(record.expert), record.unit)]
+            expert = [row for unit in sides for row in unit if any(names[each] in experience_ids for each in unit)]
+        await self._store.commit(e.Blamed(step, life, sorted(slots), sorted(set(expert))))
+
     async def _next(self, step: int, deadline_s: float) -> e.Leased:
         store, book = self._store, self._store.state.book
         if book.plan is None:
             raise RayrftError(
                 "no stage is open", field="buffer.lease", value=step, remedy="open one first: a run does so itself"
             )
+        if book.behind:
+            # Who asks for a step that was never leased has repeated all that were, whatever weights it published.
+            await store.commit(e.Advanced(book.version))
         drawn: list[e.Leased] = []
 
         def ready() -> bool:
@@ -141,18 +158,34 @@ class Leasing:
         # In order of arrival: then it is the same after a restart, however blocks were cut and groups were moved.
         slots = sorted(record.slots, key=lambda slot: int(groups.order[slot]))
         blocks = await self._store.blocks(slots)
-        units = [Unit(*blocks[slot], int(groups.rows[slot]), int(groups.tokens[slot]), weights[slot]) for slot in slots]
+        units = [
+            Unit(
+                *blocks[slot],
+                int(groups.rows[slot]),
+                int(groups.tokens[slot]),
+                weights[slot],
+                alone=slot in record.blamed,
+            )
+            for slot in slots
+        ]
         if record.demonstrations is not None:
             expert = await self._experts.get(record.demonstrations, record.extent)
             for row in record.expert[:: record.unit]:
                 tokens = int(expert.tokens[row : row + record.unit].sum())
-                units.append(Unit(expert.ref, row, record.unit, tokens))
+                units.append(Unit(expert.ref, row, record.unit, tokens, alone=row in record.blamed_expert))
         return Lease(
             record.step,
-            deal(units, world_size, record.mini_batches),
+            record.draw,
+            deal(units, world_size, min(record.mini_batches, len(units))),
             usual_rows=int(groups.rows[slots].sum()),
             expert_rows=len(record.expert),
             staleness=tuple(record.staleness),
             rollouts=record.rollouts,
             waited_s=waited_s,
         )
+
+
+def _beginnings(experience_id: str) -> list[str]:
+    """What may be the id of the row's group."""
+    parts = experience_id.split("/")
+    return ["/".join(parts[:length]) for length in range(1, len(parts) + 1)]

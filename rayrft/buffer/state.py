@@ -73,10 +73,18 @@ class State:
         """The step that cooldown and ageing count from."""
         return max(self.book.version, self.book.step)
 
+    @property
+    def newest_version(self) -> int:
+        """Of the weights that anybody can have sampled under: those of a step that is trained may be published before
+        the Buffer is told."""
+        book = self.book
+        trained = [step + 1 for step, lease in book.leases.items() if lease.acked]
+        return max(book.version, book.covered, *trained)
+
     def expects(self, key: int, sequence: int | None) -> bool:
         """Whether a group would be new: not one that came before and is sent again."""
-        known = key in self.book.refused if sequence is None else sequence not in self.book.outstanding
-        return not known and self.groups.find(key) is None
+        awaited = sequence is None or sequence in self.book.outstanding
+        return awaited and self.groups.find(key) is None
 
     def choose(self, step: int) -> list[int] | None:
         """Slots of the groups that the schedule gives a step, or None while it has to wait."""

@@ -15,7 +15,7 @@ import numpy as np
 from rayrft.buffer.experience import SCHEMA_VERSION
 from rayrft.buffer.log import events as e
 from rayrft.buffer.log.commit import GroupCommit
-from rayrft.buffer.log.journal import Journal
+from rayrft.buffer.log.journal import Journal, Position
 from rayrft.buffer.log.segments import segment_name
 from rayrft.buffer.log.shard import RowSpan, Shard
 from rayrft.buffer.log.shards import Shards
@@ -28,14 +28,21 @@ from rayrft.errors import StorageError
 
 
 class Store:
-    """Opens the log of ``run`` at ``location``, or begins it.
+    """Opens the log of ``run`` at ``location``, or begins it. ``least`` is as far as its journal must reach.
 
     Raises StorageError when the log is another run's, of another schema version, damaged, or being written by another
     process.
     """
 
     def __init__(
-        self, run: str, location: str, config: BufferConfig, seed: int, tasks: TaskSet | None, others: list[Any]
+        self,
+        run: str,
+        location: str,
+        config: BufferConfig,
+        seed: int,
+        tasks: TaskSet | None,
+        others: list[Any],
+        least: Position,
     ) -> None:
         started = time.perf_counter()
         self.config = config
@@ -45,12 +52,16 @@ class Store:
         self._seed = seed
         self._journal = Journal(self.storage)
         self.state = State(config.sampler, seed, tasks)
-        recovered = self._journal.open(self._survived())
-        if recovered.snapshot is not None:
-            self.state.restore(recovered.snapshot)
-        for event in recovered.events:
-            self.state.apply(event)
-        self._check_run(run, location)
+        try:
+            recovered = self._journal.open(self._survived(), least)
+            if recovered.snapshot is not None:
+                self.state.restore(recovered.snapshot)
+            for event in recovered.events:
+                self.state.apply(event)
+            self._check_run(run, location)
+        except StorageError:
+            self.storage.unlock()
+            raise
         self.state.fill_pool(self.new_pool)
         self.shards = Shards(
             Shard(self.storage.folder("shard-0"), config),
@@ -79,9 +90,12 @@ class Store:
         await self._log.write(*events)
         await self.wake()
 
-    async def settle(self) -> None:
-        """Returns when all of this is on the disk, whatever the policy of fsync: then what it replaced may go."""
+    async def settle(self) -> Position:
+        """Returns when all of this is on the disk, whatever the policy of fsync: then what it replaced may go. Gives
+        how far the journal must reach from now on."""
+        position = self._journal.position
         await self._log.sync()
+        return position
 
     async def wake(self) -> None:
         async with self._changed:

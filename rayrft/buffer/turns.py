@@ -18,9 +18,9 @@ from rayrft.buffer.experience import Experience
 class Turns:
     """The S turns of some rows, one after the other.
 
-    A trajectory is what one repeat of the task gave (``<group_id>/<repeat>`` and ``<group_id>/<repeat>/…``), be it one
-    row or several in their order. A turn is a run of the action mask. What a workflow knows of a row's k-th turn, from
-    0 on, is in the row's ``metrics``:
+    A trajectory is what one repeat of the task gave (`Experience.repeat`), be it one row or several in their order. A
+    turn is a run of the action mask. What a workflow knows of a row's k-th turn, from 0 on, is in the row's
+    ``metrics``:
 
     * ``turn_reward_<k>``: its reward. The row's own reward is added to that of its last turn;
     * ``turn_state_<k>``: a number that is equal in equal states. Without it, turns were taken in the same state where
@@ -44,7 +44,6 @@ class Turns:
         taken, known_states = Counter[str](), dict[Hashable, int]()
         names: dict[str, int] = {}
         for index, row in enumerate(rows):
-            repeat = row.experience_id.removeprefix(row.group_id).strip("/").partition("/")[0]
             runs = _runs(row.action_mask)
             for k, (before, start, end) in enumerate(runs):
                 reward = row.metrics.get(f"turn_reward_{k}", 0.0)
@@ -53,9 +52,9 @@ class Turns:
                 if state is None:
                     state = row.token_ids[before:start].tobytes()
                 states.append(known_states.setdefault(state, len(known_states)))
-                trajectories.append(names.setdefault(repeat, len(names)))
-                numbers.append(taken[repeat])
-                taken[repeat] += 1
+                trajectories.append(names.setdefault(row.repeat, len(names)))
+                numbers.append(taken[row.repeat])
+                taken[row.repeat] += 1
                 places.append((index, start, end))
         group = Group(trajectory=torch.tensor(trajectories), turn=torch.tensor(numbers), state=torch.tensor(states))
         return cls(torch.tensor(rewards, dtype=torch.float64), group, tuple(places))

@@ -12,6 +12,30 @@ import pyarrow as pa
 
 from rayrft.buffer.experience import SOURCES
 
+_ROUNDING = 1e-4
+"""Nats above 0 that a log-prob may have come to by rounding."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the trainer and the engines of a run can take; by default whatever the schema can say."""
+
+    vocabulary: int = 1 << 31
+    """Token ids are below it."""
+    max_length: int = 1 << 31
+    """Tokens of a row, at most."""
+    version: int = (1 << 63) - 1
+    """The newest weights that tokens can have been sampled under."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why a row must not be trained. Reasons are few, for rows are counted by them: they name columns, not what stands
+    there."""
+
+    experience_id: str
+    reason: str
+
 
 @dataclass(frozen=True)
 class GroupNumbers:
@@ -50,11 +74,10 @@ def group_numbers(batch: pa.RecordBatch, starts: np.ndarray) -> GroupNumbers:
     )
 
 
-def find_faults(batch: pa.RecordBatch) -> dict[int, str]:
+def find_faults(batch: pa.RecordBatch, limits: Limits = Limits()) -> dict[int, str]:
     """Why rows must not be trained, by row; empty where nothing is wrong.
 
-    The same check stands at every door of the Buffer: a faulty row is rejected with its reason, never repaired. Reasons
-    are few, for rows are counted by them: they name columns, not what stands there.
+    The same check stands at every door of the Buffer: a faulty row is rejected with its reason, never repaired.
     """
     faults: dict[int, str] = {}
 
@@ -64,33 +87,50 @@ def find_faults(batch: pa.RecordBatch) -> dict[int, str]:
 
     if batch.num_rows == 0:
         return faults
-    lengths = _lengths(batch.column("token_ids"))
+    tokens, prompt = batch.column("token_ids"), batch.column("prompt_length").to_numpy(zero_copy_only=False)
+    lengths, prompt = _lengths(tokens), prompt.astype(np.int64)
     sources = np.asarray(batch.column("source").to_pylist(), dtype=object)
     mark(~np.isin(sources, SOURCES), f"source is none of {', '.join(SOURCES)}")
+    mark(lengths > limits.max_length, "token_ids are more than max_length")
+    for name in ("token_ids", "action_mask"):
+        mark(_any(batch.column(name), _empty_places(batch.column(name))), f"{name} has empty places")
+    with np.errstate(invalid="ignore"):  # an empty place is no number
+        ids = _values(tokens).astype(np.int32, copy=False)
+    # Seen as unsigned, a negative id is beyond every vocabulary.
+    mark(_any(tokens, ids.view(np.uint32) >= limits.vocabulary), "token_ids has an entry outside the vocabulary")
+    rewards = batch.column("reward").to_numpy(zero_copy_only=False)
+    known = batch.column("reward").is_valid().to_numpy(zero_copy_only=False)
+    mark(known & ~np.isfinite(rewards), "reward is not finite")
     for name in ("action_mask", "logprobs", "advantages", "teacher_logprobs"):
         column = batch.column(name)
         if column.null_count == batch.num_rows:
             continue
         valid = column.is_valid().to_numpy(zero_copy_only=False)
         mark(valid & (_lengths(column) != lengths), f"{name} has not an entry for every token")
-        mark(valid & _any(column, ~np.isfinite(_values(column))), f"{name} is not finite")
-    mark(_any(batch.column("token_ids"), _values(batch.column("token_ids")) < 0), "token_ids has a negative entry")
-    prompt = batch.column("prompt_length").to_numpy(zero_copy_only=False).astype(np.int64)
+        if name != "action_mask":
+            mark(valid & _any(column, ~np.isfinite(_values(column))), f"{name} is not finite")
+        if name in ("logprobs", "teacher_logprobs"):
+            mark(valid & _any(column, _values(column) > _ROUNDING), f"{name} has an entry above 0")
     mark((prompt <= 0) | (prompt >= lengths), "prompt_length leaves no prompt or no answer")
     fits = (_lengths(batch.column("action_mask")) == lengths) & (prompt > 0) & (prompt < lengths)
     action = _MaskCounts(batch.column("action_mask"))
     mark(fits & (action.total == 0), "action_mask is empty")
     mark(fits & (action.between(0, np.where(fits, prompt, 0)) > 0), "action_mask marks tokens of the prompt")
-    rewards = batch.column("reward").to_numpy(zero_copy_only=False)
-    known = batch.column("reward").is_valid().to_numpy(zero_copy_only=False)
-    mark(known & ~np.isfinite(rewards), "reward is not finite")
     own = sources == "usual"
     none = batch.column("advantages").is_null().to_numpy(zero_copy_only=False)
     mark(own & none & ~known, "an own row needs advantages or a reward")
     mark(own & fits & ~_versions_cover(batch, action, lengths), "weight_versions do not cover every action token")
-    ids, groups = batch.column("experience_id").to_pylist(), batch.column("group_id").to_pylist()
-    astray = [i != g and not i.startswith(g + "/") for i, g in zip(ids, groups, strict=True)]
+    spans = batch.column("weight_versions")
+    versions = _values(spans, "version")
+    mark(
+        _any(spans, ~((versions >= 0) & (versions <= limits.version))), "weight_versions names weights that never were"
+    )
+    names, groups = batch.column("experience_id").to_pylist(), batch.column("group_id").to_pylist()
+    astray = [name != group and not name.startswith(group + "/") for name, group in zip(names, groups, strict=True)]
     mark(np.array(astray), "experience_id does not begin with its group_id")
+    if len(set(names)) < len(names):
+        first = np.unique(np.array(names, dtype=object), return_index=True)[1]
+        mark(own & ~np.isin(np.arange(len(names)), first), "experience_id is that of another row")
     return faults
 
 
@@ -129,11 +169,22 @@ def _lengths(column: pa.ListArray) -> np.ndarray:
     return column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
 
 
-def _values(column: pa.ListArray) -> np.ndarray:
+def _entries(column: pa.ListArray) -> pa.Array:
     """The entries of all rows of a column of lists, one after another."""
     offsets = column.offsets
     start, end = offsets[0].as_py(), offsets[-1].as_py()
-    return column.values.slice(start, end - start).to_numpy(zero_copy_only=False)
+    return column.values.slice(start, end - start)
+
+
+def _values(column: pa.ListArray, field: str | None = None) -> np.ndarray:
+    """The entries as numbers, or a field of them."""
+    entries = _entries(column)
+    return (entries if field is None else entries.field(field)).to_numpy(zero_copy_only=False)
+
+
+def _empty_places(column: pa.ListArray) -> np.ndarray:
+    entries = _entries(column)
+    return entries.is_null().to_numpy(zero_copy_only=False) if entries.null_count else np.zeros(0, dtype=bool)
 
 
 def _any(column: pa.ListArray, wrong: np.ndarray) -> np.ndarray:

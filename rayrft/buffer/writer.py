@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import zlib
 from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 
-from rayrft.buffer.experience import check_schema, pack
+from rayrft.buffer.experience import check_filled, check_schema, pack
 from rayrft.buffer.log.events import GroupReport
 from rayrft.buffer.schedule import Ticket
+from rayrft.buffer.validation import Fault
 
 _INLINE_BYTES = 64 << 10
 """A smaller message travels inside the call; a larger one lies in the object store and its reference travels."""
@@ -29,13 +31,26 @@ class Entry:
     dropped: dict[str, int]
     rows: int
     nbytes: int
+    digest: int = 0
+    """Of the rows, where there is no ticket: by it the same group is known that is put again."""
 
     @property
     def sequence(self) -> int | None:
         return None if self.ticket is None else self.ticket.sequence
 
 
-_Waiting = tuple[Entry, pa.RecordBatch, "asyncio.Future[None]"]
+@dataclass(frozen=True)
+class Receipt:
+    """What became of a group that was put: it is in the log, but for the rows of ``faults``.
+
+    A group that came without a ticket is taken whole or, where it has ``faults``, not at all.
+    """
+
+    group_id: str
+    faults: tuple[Fault, ...] = ()
+
+
+_Waiting = tuple[Entry, pa.RecordBatch, "asyncio.Future[Receipt]"]
 
 
 def group_key(group_id: str) -> int:
@@ -67,20 +82,22 @@ class BufferWriter:
         *,
         ticket: Ticket | None = None,
         dropped: dict[str, int] | None = None,
-    ) -> None:
-        """Hand in a group, as one record batch; returns when it is in the Buffer's log.
+    ) -> Receipt:
+        """Hand in a group, as one record batch; returns when it is in the Buffer's log, with what is not.
 
         Raises DataError when the rows are not of the experience schema, StorageError when the log cannot be written.
         """
         check_schema(batch.schema)
+        check_filled(batch)
         rows, nbytes = batch.num_rows, batch.nbytes
         report = GroupReport(rows=rows) if report is None else report
-        entry = Entry(batch.column("group_id")[0].as_py(), ticket, report, dropped or {}, rows, nbytes)
+        digest = zlib.crc32(pack(batch)) if ticket is None else 0
+        entry = Entry(batch.column("group_id")[0].as_py(), ticket, report, dropped or {}, rows, nbytes, digest)
         done = asyncio.get_running_loop().create_future()
         self._waiting.append((entry, batch, done))
         if self._sender is None or self._sender.done():
             self._sender = asyncio.create_task(self._send())
-        await done
+        return await done
 
     async def _send(self) -> None:
         """One call at a time, so that groups arrive in order. What fills a call is packed while another is under way;
@@ -118,12 +135,12 @@ class BufferWriter:
 
     async def _call(self, sent: list[_Waiting], payload: list[Any]) -> None:
         try:
-            await self._buffer.put.remote([entry for entry, _, _ in sent], payload)
+            receipts = await self._buffer.put.remote([entry for entry, _, _ in sent], payload)
         except Exception as error:  # whatever it is, those who wait for these groups get it
             for _, _, done in sent:
                 if not done.done():
                     done.set_exception(error)
         else:
-            for _, _, done in sent:
+            for (_, _, done), receipt in zip(sent, receipts, strict=True):
                 if not done.done():
-                    done.set_result(None)
+                    done.set_result(receipt)

@@ -69,7 +69,7 @@ class BufferConfig(Section):
     fsync: Literal["always", "interval", "never"] = "interval"
     """When the log is forced to the disk. A killed process loses nothing in any case. A machine that loses power loses,
     with ``always``, nothing that was acknowledged; with ``interval``, at most the last ``fsync_s`` seconds; with
-    ``never``, whatever the operating system had not written."""
+    ``never``, whatever the operating system had not written; but in no case what a checkpoint goes on from."""
     fsync_s: float = Field(1.0, gt=0)
 
     @field_validator("storage")

@@ -17,13 +17,13 @@ class RewardConfig(Section):
     deadline_s: float = Field(10.0, gt=0)
     """Seconds that scoring one group may take, counted from the start of execution."""
     on_unknown: Literal["drop_row", "drop_group", "fallback"] = "drop_row"
-    """What becomes of an answer whose reward raised or timed out."""
+    """What becomes of an answer whose reward raised or timed out, with all its rows where it has several."""
     fallback: float = 0.0
     truncated: Literal["zero", "score", "mask", "soft"] = "zero"
-    """An answer cut at max_tokens, without its end. ``zero``: reward 0. ``score``: scored like any other. ``mask``: so,
-    too, and its group is compared with it, but it is not trained on (overlong filtering). ``soft``: scored, and every
-    answer loses up to 1 over its last ``overlong_buffer`` tokens before max_tokens (soft overlong punishment). The last
-    two are DAPO's (arXiv:2503.14476)."""
+    """An answer cut at max_tokens, without its end. ``zero``: its reward is 0, or less where it is worth less.
+    ``score``: scored like any other. ``mask``: so, too, and its group is compared with it, but it is not trained on
+    (overlong filtering). ``soft``: scored, and every answer loses up to 1 over its last ``overlong_buffer`` tokens
+    before max_tokens (soft overlong punishment). The last two are DAPO's (arXiv:2503.14476)."""
     overlong_buffer: int | None = Field(None, ge=1)
     """Tokens over which ``truncated: soft`` grows from 0 to 1; the paper's are a fifth of max_tokens."""
     workers: int = Field(1, ge=1)

@@ -15,7 +15,7 @@ from rayrft.config.explorer import ExplorerConfig
 from rayrft.config.model import ModelConfig
 from rayrft.config.stage import CheckpointConfig, EvaluationConfig, MonitorConfig, StageConfig
 from rayrft.config.tasks import TasksConfig
-from rayrft.config.trainer import TrainerConfig, WeightSyncConfig
+from rayrft.config.trainer import ProbeBounds, TrainerConfig, WeightSyncConfig
 
 
 class RunConfig(Section):
@@ -84,6 +84,14 @@ class RunConfig(Section):
         gpus = self.explorer.engine.gpus
         return "gloo" if gpus == 0 else "ipc" if gpus < 1 else "nccl"
 
+    @property
+    def probe_bounds(self) -> ProbeBounds:
+        """How closely engine and trainer must agree, by the precision they compute in."""
+        given = self.weight_sync.tolerance
+        if self.model.dtype == "float32":
+            return ProbeBounds(given or 1e-4, given or 1e-4, 1.0)
+        return ProbeBounds(0.15 * (given or 0.2), given or 0.2, 0.99)
+
     @model_validator(mode="after")
     def _mode(self) -> RunConfig:
         if self.mode == "both" and self.tasks is None:
@@ -136,6 +144,20 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _answer_length(self) -> RunConfig:
+        """Fill in what an algorithm divides by: the longest answer that may be sampled."""
+        for stage in self.stages:
+            if not stage.algorithm.build().needs_answer_length:
+                continue
+            if self.mode == "train":
+                raise ValueError(
+                    f"stage {stage.name!r}: aggregation 'constant' needs algorithm.constant_length, the longest answer "
+                    "that may have been sampled: nothing is sampled in mode 'train'"
+                )
+            stage.algorithm.give("constant_length", self.explorer.sampling.max_tokens)
+        return self
+
+    @model_validator(mode="after")
     def _scores(self) -> RunConfig:
         needed = self.buffer.needs_scores and self.buffer.sampler.score == "td_error"
         if needed and not any(stage.algorithm.build().needs_critic for stage in self.stages):
@@ -181,6 +203,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"ipc pairs one engine with one trainer rank on a GPU: needs explorer.engine.count "
                 f"({engine.count}) = trainer.ranks ({trainer.ranks}) and engine.gpus + trainer.gpus <= 1"
+            )
+        if backend == "ipc" and engine.count > 1 and engine.gpus + trainer.gpus <= 0.5:
+            raise ValueError(
+                f"explorer.engine.gpus {engine.gpus:g} + trainer.gpus {trainer.gpus:g} are half a GPU or less, and two "
+                f"of the {engine.count} pairs of engine and rank would lie on one; raise them to more than 0.5 together"
             )
         if engine.sleep and (backend != "ipc" or self.max_staleness or self.explorer.over_sampling > 1):
             raise ValueError(

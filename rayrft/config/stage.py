@@ -31,6 +31,11 @@ class AlgorithmConfig(Section):
 
         return build(self.name, self.model_extra)
 
+    def give(self, key: str, value: float) -> None:
+        """Set a coefficient that the rest of the config says."""
+        assert self.model_extra is not None  # other keys are allowed
+        self.model_extra[key] = value
+
 
 class UpdateConfig(Section):
     """How a batch is used: the policy is updated ``epochs`` times ``mini_batches`` times on it."""
@@ -117,6 +122,12 @@ class StageConfig(Section):
             raise ValueError(f"stage {self.name!r}: mu is {build.mu():g} but the batch holds no expert rows")
         if build.needs_rollouts and not self.usual_rows:
             raise ValueError(f"stage {self.name!r}: mu is {build.mu():g} but the batch holds no own rows")
+        if self.groups and self.group_size == 1 and build.compares_answers:
+            raise ValueError(
+                f"stage {self.name!r}: advantage {build.advantage!r} compares the answers to a task, and group_size 1 "
+                "leaves nothing to compare with: raise group_size, or use an advantage of single answers (remax, "
+                "reinforce_pp, gae)"
+            )
         if self.usual_rows % self.group_size:
             near = max(1, round(self.usual_rows / self.group_size)) * self.group_size
             raise ValueError(

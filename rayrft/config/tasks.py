@@ -15,15 +15,21 @@ class TaskSourceConfig(Section):
     """One source of tasks: a reasoning-gym data set, a file, or a reader of your own."""
 
     name: str | None = None
-    """What overrides may call it by (``tasks.sources.gsm8k.path``); its number always works."""
+    """What overrides may call it by (``tasks.sources.gsm8k.size``); its number always works."""
     source: str
-    """reasoning_gym, file, squares, or ``package.module:attribute``."""
+    """reasoning_gym, datasets, file, squares, or ``package.module:attribute``."""
     dataset: str | None = None
-    """reasoning_gym: the name of the data set."""
+    """reasoning_gym: the name of the data set. datasets: its id on the Hugging Face hub, or a folder with a copy."""
+    config: str | None = None
+    """datasets: which of its configs (subsets), where it has several."""
+    split: str = "train"
+    """datasets: the split to take tasks from."""
+    eval_split: str | None = None
+    """datasets: a split of held-out tasks, taken like those of ``eval_path``."""
     options: dict[str, Any] = Field(default_factory=dict)
     """reasoning_gym: options of the data set."""
     size: int | None = Field(None, ge=1)
-    """How many rows to take before duplicates are removed; all of a file by default."""
+    """How many rows to take before duplicates are removed; all of a file or a split by default."""
     path: Path | None = None
     """file: JSONL or Parquet, a file or a folder. squares: the folder to draw them in."""
     eval_path: Path | None = None
@@ -31,11 +37,11 @@ class TaskSourceConfig(Section):
     all of them where they are fewer."""
     question: str = "question"
     answer: str = "answer"
-    """file: the fields that hold the question and the ground truth."""
+    """file, datasets: the fields that hold the question and the ground truth."""
     images: str = "images"
-    """file: the field that holds the paths of a task's images, if any; relative ones are from where it lies."""
+    """file, datasets: the field that holds paths of a task's images, if any; relative ones are from where it lies."""
     answer_after: str | None = None
-    """file: keep of the answer only what follows the last such mark (GSM8K: '####')."""
+    """file, datasets: keep of the answer only what follows the last such mark (GSM8K: '####')."""
     difficulty: str | None = None
     """The field of a row (reasoning_gym: of a task's metadata) that holds how hard the task is, as a number."""
     system: str | None = None
@@ -47,11 +53,22 @@ class TaskSourceConfig(Section):
     def _source_fields(self) -> TaskSourceConfig:
         if self.source == "reasoning_gym" and (self.dataset is None or self.size is None):
             raise ValueError("source 'reasoning_gym' needs 'dataset' (its name) and 'size' (how many tasks to make)")
+        if self.source == "datasets" and (self.dataset is None or self.path is not None):
+            raise ValueError("source 'datasets' needs 'dataset' (an id on the hub, or a folder), and takes no 'path'")
+        if self.eval_split is not None and (self.source != "datasets" or self.eval_path is not None):
+            raise ValueError(
+                "'eval_split' is for source 'datasets', and held-out tasks come from it or from 'eval_path'"
+            )
         if self.source == "file" and self.path is None:
             raise ValueError("source 'file' needs 'path' (a JSONL or Parquet file)")
         if self.source == "squares" and (self.path is None or self.size is None):
             raise ValueError("source 'squares' needs 'path' (a folder for its images) and 'size' (how many to draw)")
         return self
+
+    @property
+    def has_held_out(self) -> bool:
+        """Whether held-out tasks of its own come with the source."""
+        return self.eval_path is not None or self.eval_split is not None
 
 
 class TasksConfig(Section):
@@ -79,7 +96,7 @@ class TasksConfig(Section):
         lacking = [
             number
             for number, source in enumerate(self.sources)
-            if source.source in ("reasoning_gym", "file", "squares") and source.difficulty is None
+            if source.source in ("reasoning_gym", "datasets", "file", "squares") and source.difficulty is None
         ]
         if self.sampler == "easy_to_hard" and lacking:
             raise ValueError(f"sampler 'easy_to_hard' needs 'difficulty' in every source; source {lacking[0]} has none")

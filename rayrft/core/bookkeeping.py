@@ -11,6 +11,11 @@ from rayrft.explorer.evaluation import Evaluation
 from rayrft.monitor.records import EvaluationRecord, StepRecord
 from rayrft.trainer.result import StepResult
 
+_NOT_RECORDED = ("train_s", "unmoved", "value_errors")
+
+_CLIPPED = 0.05
+"""Share of tokens above which a loss binds the ratio of a policy that has not moved too often to be by chance."""
+
 
 @dataclass(frozen=True)
 class StepSeconds:
@@ -29,7 +34,7 @@ def step_record(
     """One optimiser step; ``report`` is None where the step published nothing."""
     rollouts, stale = lease.rollouts, lease.staleness
     tokens = rollouts.tokens or result.policy_tokens + result.expert_tokens
-    numbers = {name: value for name, value in asdict(result).items() if name not in ("train_s", "value_errors")}
+    numbers = {name: value for name, value in asdict(result).items() if name not in _NOT_RECORDED}
     return StepRecord(
         stage=stage,
         step=step,
@@ -57,15 +62,21 @@ def step_record(
 
 def first_step_doubt(lease: Lease, result: StepResult, tolerance: float) -> str | None:
     """What is not as it must be where the trainer's policy is the one that sampled, and the reference: log-probs are
-    equal and the KL is 0. None where nothing is amiss, or where the batch was sampled earlier."""
+    equal, no ratio is clipped and the KL is 0. None where nothing is amiss, or where the batch was sampled earlier."""
     fresh = bool(lease.staleness) and max(lease.staleness) == 0
     if fresh and result.logprob_gap > tolerance:
         return (
             f"engine and trainer disagree by {result.logprob_gap:.2g} nats a token (tolerance {tolerance:g}) on tokens "
             "that were sampled under these weights: their precision or the temperature differ, or the weights do"
         )
-    if abs(result.kl) > tolerance:
-        return f"the KL to the reference is {result.kl:.2g} and not 0, though the policy has not moved yet"
+    if fresh and result.unmoved.clip_fraction > _CLIPPED:
+        return (
+            f"the loss binds the ratio on {result.unmoved.clip_fraction:.0%} of the tokens, though the policy has not "
+            f"moved yet: its bounds are narrower than the {result.logprob_gap:.2g} nats a token between engine and "
+            "trainer; name a correction, such as truncated, for ratios to the trainer's own log-probs"
+        )
+    if abs(result.unmoved.kl) > tolerance:
+        return f"the KL to the reference is {result.unmoved.kl:.2g} and not 0, though the policy has not moved yet"
     return None
 
 

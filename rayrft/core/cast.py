@@ -72,15 +72,22 @@ class Cast:
             ray.kill(actor)
 
 
-def hire(config: RunConfig, prepared: Prepared, placement: Placement) -> Cast:
-    """Create the actors; they are not started yet, but can be watched."""
+def hire(config: RunConfig, prepared: Prepared, placement: Placement, logged: list[int]) -> Cast:
+    """Create the actors; they are not started yet, but can be watched. ``logged``: see `Buffer`."""
     import ray
 
     shards = _hire_shards(config, placement)
     buffer = placement.actor(Buffer, "buffer", name="buffer", bundle=0, restarts=True, retries=-1).remote(
-        prepared.run_id, config.buffer_location, config.buffer, config.seed, prepared.task_set, shards
+        prepared.run_id,
+        config.buffer_location,
+        config.buffer,
+        config.seed,
+        prepared.task_set,
+        shards,
+        prepared.limits,
+        logged,
     )
-    trainer = placement.actor(Trainer, "trainer", name="trainer").remote(config.trainer)
+    trainer = placement.actor(Trainer, "trainer", name="trainer").remote(config.trainer, placement.ranks)
     if "explorer" not in {part.name for part in plan_placement(config)}:
         return Cast(buffer, trainer, None, None, [], shards)
     engine = config.explorer.engine
@@ -101,6 +108,7 @@ def hire(config: RunConfig, prepared: Prepared, placement: Placement) -> Cast:
     weight_sync = placement.actor(WeightSync, "weight_sync", name="weight_sync").remote(
         config.weight_sync,
         config.sync_backend,
+        config.probe_bounds,
         trainer,
         engines,
         engine.tensor_parallel,

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-import os
+import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rayrft.config import RunConfig, load_config
-from rayrft.core.placement import NAMESPACE, Placement, actor_name, check_placement, plan_placement, show_plan
+from rayrft.core.cluster import connect
+from rayrft.core.placement import (
+    NAMESPACE,
+    Part,
+    Placement,
+    actor_name,
+    check_placement,
+    plan_placement,
+    remove_leftovers,
+    show_plan,
+)
 from rayrft.core.prepare import prepare, write_config
 from rayrft.core.progress import Checkpoints, Progress
 from rayrft.core.run import Run, named_actors
 from rayrft.core.summary import read_summary, remove_summary
 from rayrft.errors import ConfigError, PlacementError, RunNotFound, nearest
+
+_REPORTING_S = 3.0
 
 
 def start(
@@ -74,10 +86,10 @@ def _start(checked: RunConfig, progress: Progress | None, say: Callable[[str], N
 
     connect()
     _check_name(checked.name)
+    remove_leftovers(checked.name)
     parts = plan_placement(checked)
     say(show_plan(checked.name, parts))
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    check_placement(parts, ray.available_resources(), nodes)
+    _check_room(parts)
     placement = Placement(checked.name, parts)
     try:
         placement.reserve(["master"])  # with it the name is taken: whoever starts a run of that name now is refused
@@ -100,10 +112,11 @@ def _start(checked: RunConfig, progress: Progress | None, say: Callable[[str], N
 
 
 def attach(name: str) -> Run:
-    """The run of that name, started by whichever process on this cluster. Raises RunNotFound."""
+    """The run of that name, started by whichever process on this cluster. Raises RunNotFound, and ClusterError where no
+    cluster is found."""
     import ray
 
-    connect()
+    connect(start=False)
     try:
         master = ray.get_actor(actor_name(name, "master"), namespace=NAMESPACE)
     except ValueError:
@@ -123,13 +136,20 @@ def running() -> list[str]:
     return sorted(name.removesuffix(suffix) for name in named_actors("") if name.endswith(suffix))
 
 
-def connect() -> None:
-    """Connect to the cluster of RAY_ADDRESS, or to one on this machine, or start one here for this process."""
-    import ray
+def _check_room(parts: list[Part]) -> None:
+    """Raises PlacementError unless the cluster has room. What a run held that has just ended Ray reports as free a
+    moment later, and nothing tells when: for so long a plan that would fit then is looked at again."""
+    from ray._private.state import available_resources_per_node, total_resources_per_node
 
-    if not ray.is_initialized():
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+    ends = time.monotonic() + _REPORTING_S
+    while True:
+        try:
+            return check_placement(parts, list(available_resources_per_node().values()))
+        except PlacementError:
+            if time.monotonic() > ends:
+                raise
+        check_placement(parts, list(total_resources_per_node().values()), "in all")
+        time.sleep(0.1)
 
 
 def _check_name(name: str) -> None:

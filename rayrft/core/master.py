@@ -19,7 +19,7 @@ from rayrft.core.silence import Silence
 from rayrft.core.stages import Stages
 from rayrft.core.summary import NO_ROWS, ledger_in_log, standing, summarise
 from rayrft.core.supervision import Stopped, root_cause, supervise, unless_stopped
-from rayrft.errors import RayrftError, StorageError
+from rayrft.errors import RayrftError, RowsFailed, StorageError
 from rayrft.monitor.records import Record
 from rayrft.registry import load_plugins
 from rayrft.waits import Waits
@@ -53,9 +53,9 @@ class Master:
         placement = Placement(self._config.name, plan_placement(self._config))
         error: RayrftError | None = None
         try:
-            parts = [part.name for part in plan_placement(self._config) if part.name not in ("master", "ranks")]
+            parts = [part.name for part in plan_placement(self._config) if part.name != "master"]
             await unless_stopped(self._stop, asyncio.to_thread(placement.reserve, parts))
-            self._cast = casting.hire(self._config, prepared, placement)
+            self._cast = casting.hire(self._config, prepared, placement, self._progress.logged)
             followed = self._cast.followed(self._waits)
             self._stages = Stages(self._config, followed, self._recorder, self._progress, self._stop)
             self._silence = Silence(
@@ -70,6 +70,8 @@ class Master:
             self._status, error = "failed", root_cause(failure)
             with contextlib.suppress(StorageError):  # a disk that takes no summary may be what ended it
                 await self._recorder.note(f"the run failed: {error}", step=self._progress.step)
+            if isinstance(error, RowsFailed) and self._stages is not None:
+                await self._stages.blame(error)
             await self._take_stock()
         finally:
             if self._cast is not None:

@@ -34,11 +34,17 @@ def find_model(path: str, field: str) -> str:
     return path
 
 
+def vocabulary_of(model: str) -> int:
+    """How many tokens the model's head tells apart."""
+    from transformers import AutoConfig
+
+    size: int = AutoConfig.from_pretrained(model).get_text_config().vocab_size
+    return size
+
+
 def check_teacher(path: str, field: str, model: str, tokenizer: ChatTokenizer) -> None:
     """Teacher and policy are compared token by token: a token must mean the same to both. Raises ModelError, which
     names the field, where it does not."""
-    from transformers import AutoConfig
-
     find_model(path, field)
     theirs, ours = ChatTokenizer(path, field).hf.get_vocab(), tokenizer.hf.get_vocab()
     different = next((token for token, index in ours.items() if theirs.get(token) != index), None)
@@ -50,7 +56,7 @@ def check_teacher(path: str, field: str, model: str, tokenizer: ChatTokenizer) -
             value=path,
             remedy="choose a teacher of the model's own family, with the same tokenizer",
         )
-    size, needed = (AutoConfig.from_pretrained(each).get_text_config().vocab_size for each in (path, model))
+    size, needed = vocabulary_of(path), vocabulary_of(model)
     if size < needed:
         raise ModelError(
             f"the teacher has a vocabulary of {size}, and the model, of {needed}, may sample tokens beyond it",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rayrft.config import RunConfig
@@ -11,6 +11,8 @@ from rayrft.errors import PlacementError
 
 NAMESPACE = "rayrft"
 _GIB = 1 << 30
+_CLOSE = 1e-6
+"""Ray counts resources in ten-thousandths; sums of them as floats are off by less than this."""
 
 
 @dataclass(frozen=True)
@@ -23,33 +25,48 @@ class Part:
     gpus: float
     memory_gib: float
     note: str
+    beside: Part | None = None
+    """Of another part, one in each bundle: bundle i of both lies on the same GPU."""
+
+    @property
+    def asks(self) -> dict[str, float]:
+        """Ray's resources for one of its actors."""
+        resources = {"CPU": self.cpus, "memory": self.memory_gib * _GIB}
+        return {**resources, "GPU": self.gpus} if self.gpus else resources
 
     @property
     def bundle(self) -> dict[str, float]:
         """Ray's resources for one bundle."""
-        resources = {"CPU": self.cpus, "memory": self.memory_gib * _GIB}
-        return {**resources, "GPU": self.gpus} if self.gpus else resources
+        if self.beside is None:
+            return self.asks
+        other = self.beside.asks
+        return {key: round(value + other[key], 6) for key, value in self.asks.items()}
 
 
 def plan_placement(config: RunConfig) -> list[Part]:
-    """The parts of a run, in the order of the picture. Ray Train makes the group of the trainer's ranks itself."""
+    """The parts of a run, in the order of the picture."""
     engine, trainer = config.explorer.engine, config.trainer
+    ranks = Part("ranks", trainer.ranks, trainer.cpus, trainer.gpus, trainer.memory_gib, "FSDP2 under Ray Train")
+    # Groups of their own would not do for engine and rank on one GPU: Ray packs fractions of GPUs as tight as it can,
+    # two engines on one GPU, or on another node than the ranks.
+    pairs = config.rolls_out and config.sync_backend == "ipc"
     parts = [
         Part("master", 1, 0.05, 0, 0.25, "paces and supervises"),
         Part("explorer", 1, config.explorer.cpus, 0, 0.5, "tasks, workflows"),
-        Part("engines", engine.count, engine.cpus, engine.gpus, engine.memory_gib, "vLLM rollout engines"),
+        Part(
+            "engines",
+            engine.count,
+            engine.cpus,
+            engine.gpus,
+            engine.memory_gib,
+            "vLLM rollout engines",
+            replace(ranks, note="FSDP2 under Ray Train, each beside an engine") if pairs else None,
+        ),
         Part("reward", config.reward.workers, 0.1, 0, 0.25, f"reward workers: {config.reward.name}"),
         Part("buffer", config.buffer.shards, 0.1, 0, 0.25, "experiences"),
         Part("weight_sync", 1, 0.05, 0, 0.25, f"broadcast over {config.sync_backend}"),
         Part("trainer", 1, 0.05, 0, 0.25, "commands the ranks"),
-        Part(
-            "ranks",
-            trainer.ranks,
-            trainer.cpus,
-            trainer.gpus,
-            trainer.memory_gib,
-            "FSDP2, placed by Ray Train",
-        ),
+        *([] if pairs else [ranks]),
     ]
     idle = () if config.rolls_out else ("explorer", "engines", "reward", "weight_sync")
     return [part for part in parts if part.name not in idle]
@@ -59,7 +76,9 @@ def show_plan(run: str, parts: list[Part]) -> str:
     """The plan as a table."""
     rows: list[tuple[str, ...]] = [("placement group", "bundles", "CPU", "GPU", "memory", "for")]
     for part in parts:
-        rows.append(_row(f"{run}:{part.name}", str(part.count), part.cpus, part.gpus, part.memory_gib, part.note))
+        for each in (part, part.beside) if part.beside else (part,):
+            name = actor_name(run, each.name)
+            rows.append(_row(name, str(each.count), each.cpus, each.gpus, each.memory_gib, each.note))
     total = _total(parts)
     rows.append(_row("total", "", total["CPU"], total["GPU"], total["memory"] / _GIB, ""))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -67,10 +86,11 @@ def show_plan(run: str, parts: list[Part]) -> str:
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
 
 
-def check_placement(parts: list[Part], available: dict[str, float], nodes: list[dict[str, float]]) -> None:
-    """Raises PlacementError, with the numbers, unless the cluster has what the plan asks for.
+def check_placement(parts: list[Part], resources: list[dict[str, float]], which: str = "free") -> None:
+    """Raises PlacementError, with the numbers, unless the bundles find a place as Ray will place them.
 
-    ``available`` is what is free on the cluster, ``nodes`` what each living node has in all.
+    ``resources`` is what each living node of the cluster has, ``free`` or ``in all``. Which fractions of its GPUs are
+    free Ray does not tell: the best is assumed, so that `Placement.reserve` may still find no place.
     """
     need = _total(parts)
     for resource, keys in (
@@ -78,22 +98,25 @@ def check_placement(parts: list[Part], available: dict[str, float], nodes: list[
         ("GPU", "explorer.engine.count, explorer.engine.gpus, trainer.ranks or trainer.gpus"),
         ("memory", "explorer.engine.memory_gib or trainer.memory_gib"),
     ):
-        free = available.get(resource, 0.0)
-        if need[resource] > free + 1e-6:
+        there = sum(node.get(resource, 0.0) for node in resources)
+        if need[resource] > there + _CLOSE:
             scale, unit = (_GIB, " GiB") if resource == "memory" else (1, "")
             raise PlacementError(
                 f"the run needs {need[resource] / scale:.4g}{unit} {resource} and the cluster has "
-                f"{free / scale:.4g}{unit} free",
+                f"{there / scale:.4g}{unit} {which}",
                 field="placement",
                 remedy=f"lower {keys}, stop other runs, or add nodes",
             )
+    nodes = [_Node(dict(node)) for node in resources]
     for part in parts:
-        if not any(all(node.get(k, 0.0) >= v for k, v in part.bundle.items()) for node in nodes):
+        placed = _pack(part, nodes)
+        if placed < part.count:
             raise PlacementError(
-                f"no single node can hold one bundle of {part.name!r}",
-                field="placement",
+                f"only {placed} of {part.count} bundles of {part.name!r} find a node and a GPU that can hold them "
+                "beside the parts before it",
+                field=f"placement.{part.name}",
                 value=part.bundle,
-                remedy="lower what one bundle asks for, or add a larger node",
+                remedy="lower what one bundle asks for, stop other runs, or add nodes",
             )
 
 
@@ -109,6 +132,11 @@ class Placement:
         self._run = run
         self._parts = {part.name: part for part in parts}
         self._groups: dict[str, Any] = {}
+
+    @property
+    def ranks(self) -> Any:
+        """The group that the trainer's ranks live in, rank i in bundle i."""
+        return self._groups.get("ranks") or self._groups["engines"]
 
     def reserve(self, names: list[str]) -> None:
         """Make the placement groups of these parts; raises PlacementError when one is not placed within 30 s, and when
@@ -159,7 +187,7 @@ class Placement:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        resources = self._parts[part].bundle
+        resources = self._parts[part].asks
         options: dict[str, Any] = {"name": actor_name(self._run, name), "namespace": NAMESPACE} if name else {}
         if any(inspect.iscoroutinefunction(member) for member in vars(cls).values()):
             options["max_concurrency"] = 10_000  # its calls wait on each other; a plain actor takes one at a time
@@ -184,17 +212,29 @@ class Placement:
         self._groups.clear()
 
 
-def remove_groups(prefix: str) -> None:
-    """Remove the placement groups whose names begin so, whoever made them: those of a Master that died stay as long as
-    the process lives that started it."""
+def remove_groups(run: str) -> None:
+    """Remove the placement groups of a run, whoever made them: those of a Master that died stay as long as the process
+    lives that started it."""
     from ray import PlacementGroupID
-    from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
+    from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-    for entry in placement_group_table().values():
-        if entry["name"].startswith(prefix) and entry["state"] != "REMOVED":
-            # By its id: somebody else may remove it meanwhile, and then it is not found by name.
-            group = PlacementGroupID(bytes.fromhex(entry["placement_group_id"]))
-            remove_placement_group(PlacementGroup(group))
+    for group in _groups(run):
+        # By its id: somebody else may remove it meanwhile, and then it is not found by name.
+        remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(group["placement_group_id"]))))
+
+
+def remove_leftovers(run: str) -> None:
+    """Remove the placement groups of a run that has no Master any more. One that somebody is starting just now has the
+    Master's group alone, and keeps it."""
+    if any(group["name"] != actor_name(run, "master") for group in _groups(run)):
+        remove_groups(run)
+
+
+def _groups(run: str) -> list[dict[str, Any]]:
+    from ray.util.placement_group import placement_group_table
+
+    table = placement_group_table().values()
+    return [group for group in table if group["name"].startswith(actor_name(run, "")) and group["state"] != "REMOVED"]
 
 
 def _row(name: str, count: str, cpus: float, gpus: float, memory_gib: float, note: str) -> tuple[str, ...]:
@@ -203,7 +243,46 @@ def _row(name: str, count: str, cpus: float, gpus: float, memory_gib: float, not
 
 def _total(parts: list[Part]) -> dict[str, float]:
     return {
-        "CPU": round(sum(part.cpus * part.count for part in parts), 6),
-        "GPU": round(sum(part.gpus * part.count for part in parts), 6),
-        "memory": sum(part.memory_gib * part.count for part in parts) * _GIB,
+        key: round(sum(part.bundle.get(key, 0.0) * part.count for part in parts), 6) for key in ("CPU", "GPU", "memory")
     }
+
+
+@dataclass
+class _Node:
+    """What is free on a node: sums, and of each of its GPUs."""
+
+    free: dict[str, float]
+    gpus: list[float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        whole, rest = divmod(self.free.get("GPU", 0.0) + _CLOSE, 1)
+        self.gpus = [1.0] * int(whole) + ([rest] if rest > 2 * _CLOSE else [])
+
+    def score(self, bundle: dict[str, float]) -> float:
+        """How much of what is asked for would be left, as Ray's scheduler counts it; -1 where it does not fit."""
+        left = [(self.free.get(key, 0.0) - value, self.free.get(key, 0.0)) for key, value in bundle.items() if value]
+        return -1.0 if any(rest < -_CLOSE for rest, _ in left) else sum(rest / had for rest, had in left)
+
+    def take(self, bundle: dict[str, float]) -> bool:
+        """Place a bundle, if there is room: a fraction on the GPU with the least room for it, as Ray does."""
+        gpus = bundle.get("GPU", 0.0)
+        share, count = (gpus, 1) if gpus < 1 else (1.0, int(gpus))
+        fitting = [index for index, room in enumerate(self.gpus) if room >= share - _CLOSE]
+        fitting.sort(key=lambda index: self.gpus[index])
+        if self.score(bundle) < 0 or (gpus and len(fitting) < count):
+            return False
+        for index in fitting[:count] if gpus else ():
+            self.gpus[index] -= share
+        for key, value in bundle.items():
+            self.free[key] = self.free.get(key, 0.0) - value
+        return True
+
+
+def _pack(part: Part, nodes: list[_Node]) -> int:
+    """How many bundles of the part find a place, where Ray's strategy PACK puts them: as many as fit on the node that
+    has the most room, then on the next."""
+    placed = 0
+    for node in sorted(nodes, key=lambda node: node.score(part.bundle), reverse=True):
+        while placed < part.count and node.take(part.bundle):
+            placed += 1
+    return placed

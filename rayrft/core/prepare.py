@@ -22,9 +22,10 @@ from rayrft.buffer.scores import scores
 from rayrft.buffer.tasks.sampler import TaskSet
 from rayrft.buffer.tasks.splits import TaskSplits, load_tasks
 from rayrft.buffer.tokens import ChatTokenizer
+from rayrft.buffer.validation import Limits
 from rayrft.config import RunConfig, dump_config
 from rayrft.config.data import RewardConfig
-from rayrft.core.models import check_teacher, find_model
+from rayrft.core.models import check_teacher, find_model, vocabulary_of
 from rayrft.errors import ConfigError, DataError
 from rayrft.explorer.workflow import workflows
 from rayrft.rewards import build_reward
@@ -43,6 +44,8 @@ class Prepared:
     """Makes the task set that draws from ``tasks``, where there are any."""
     held_out: list[Task]
     demonstrations: dict[str, list[Experience]]
+    limits: Limits
+    """What its model takes."""
     probe: list[Experience]
     """What engine and trainer must agree on: questions, held-out ones first, with their images and answers, whole."""
     left_out: dict[str, Counter[str]] = field(default_factory=dict)
@@ -76,17 +79,32 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepare
     if config.rolls_out:
         _check_prompts(config, splits.train, tokenizer)
     held_out = {task.asked for task in splits.evaluation}
-    demonstrations, left_out = {}, {}
+    demonstrations, left_out, max_length = {}, {}, config.model.max_length
     for name, each in config.demonstrations.items():
         if each.path is None:
-            demonstrations[name] = from_tasks(name, splits.demonstrated[name], each, tokenizer, config.seed)
+            rows = from_tasks(name, splits.demonstrated[name], each, tokenizer, config.seed)
+            demonstrations[name], left_out[name] = _short_enough(name, rows, max_length)
         else:
-            demonstrations[name], report = from_file(name, each, tokenizer, config.model.max_length, held_out)
+            demonstrations[name], report = from_file(name, each, tokenizer, max_length, held_out)
             left_out[name] = report.counts
     compared = chain(splits.evaluation, splits.train) if config.rolls_out else []
     probe = choose_probe(compared, tokenizer, config.model.max_length)
     task_set = _task_set(config, splits)
-    return Prepared(run_id, model, splits.train, task_set, splits.evaluation, demonstrations, probe, left_out)
+    limits = Limits(vocabulary_of(model), max_length)
+    return Prepared(run_id, model, splits.train, task_set, splits.evaluation, demonstrations, limits, probe, left_out)
+
+
+def _short_enough(name: str, rows: list[Experience], max_length: int) -> tuple[list[Experience], Counter[str]]:
+    """The demonstrations that the model takes, and how many are left out."""
+    short = [row for row in rows if len(row.token_ids) <= max_length]
+    if not short:
+        raise DataError(
+            f"every demonstration has more than {max_length} tokens",
+            field=f"demonstrations.{name}",
+            value=min(len(row.token_ids) for row in rows),
+            remedy="raise model.max_length",
+        )
+    return short, Counter({"too long": len(rows) - len(short)} if len(rows) > len(short) else {})
 
 
 def open_folder(config: RunConfig) -> None:

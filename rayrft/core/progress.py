@@ -34,6 +34,8 @@ class Progress:
     stage_asked: int | None = None
     """Once it has ended, for it took them all or its data came to an end: how many steps it was asked for."""
     records: int = 0
+    logged: list[int] = field(default_factory=lambda: [0, 0])
+    """How far the Buffer's journal reached at least: see `Buffer.settle`."""
     stages_done: list[dict[str, Any]] = field(default_factory=list)
     accuracy: float | None = None
     """Of the policy as it is, at the first of the temperatures, where it was evaluated."""

@@ -153,7 +153,7 @@ class Run(RunData):
             ray.kill(actor)
         if watches:
             ray.wait(watches, num_returns=len(watches))
-        remove_groups(actor_name(self.name, ""))
+        remove_groups(self.name)
         if summary := read_summary(self.folder):
             return summary
         status, error = ("failed", str(cause)) if cause is not None else self._death()

@@ -57,7 +57,8 @@ class RunData:
         """Hand in whole groups of own rows, to a run in mode ``train``; returns when they are in its log.
 
         Advantages that are missing are computed from the rewards of their group, by the algorithm of the first stage
-        that takes groups. Raises DataError when rows are faulty.
+        that takes groups. Groups that were put before are passed over. Raises DataError when rows are faulty, with what
+        was refused and why; see `rayrft.buffer.filling.put_groups`.
         """
         from rayrft.buffer.filling import put_groups
         from rayrft.config import load_config
@@ -67,15 +68,16 @@ class RunData:
             raise ConfigError(
                 "the run takes groups from its own explorer", field="mode", value=config.mode, remedy="use mode: train"
             )
-        algorithms = [stage.algorithm.build() for stage in config.stages if stage.groups]
-        if not algorithms:
+        stages = [stage for stage in config.stages if stage.groups]
+        if not stages:
             raise ConfigError(
                 "no stage of the run takes groups",
                 field="stages",
                 value=self.name,
                 remedy="give a stage an algorithm that trains on own rows",
             )
-        put_groups(self._buffer(), config.buffer.shards, rows, algorithms[0])
+        algorithm, group_size = stages[0].algorithm.build(), stages[0].group_size
+        put_groups(self._buffer(), config.buffer.shards, rows, algorithm, group_size)
 
     def finish(self) -> None:
         """Say that no more groups will be put: a step that cannot be filled ends the run's stage."""

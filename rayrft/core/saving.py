@@ -37,6 +37,7 @@ class Saving:
         """
         await self.done()
         self._progress.records = records
+        self._progress.logged = await self._cast.buffer.settle.remote()
         if self._checkpoints.holds(self._progress.step):
             return await asyncio.to_thread(self._checkpoints.renew, self._progress)
         folder = await asyncio.to_thread(self._checkpoints.begin, self._progress.step)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+import uuid
 from collections import ChainMap
 from collections.abc import AsyncIterator
 from typing import Any
@@ -23,7 +24,7 @@ from rayrft.core.review import Review
 from rayrft.core.saving import Saving
 from rayrft.core.supervision import Stopped, unless_stopped
 from rayrft.core.weight_sync import SyncReport
-from rayrft.errors import LeaseEnded
+from rayrft.errors import LeaseEnded, RowsFailed, StorageError
 from rayrft.trainer.commands import Load, OpenStage, Train
 from rayrft.trainer.result import StepResult
 
@@ -40,6 +41,8 @@ class Stages:
         self._cast = cast
         self._recorder = recorder
         self._stop = stop
+        self._life = uuid.uuid4().hex
+        """By which the Buffer tells this life of the run from those before it was resumed."""
         self._saving = Saving(config, cast, progress)
         self._review = Review(config, cast, recorder, progress)
         self.progress = progress
@@ -51,7 +54,9 @@ class Stages:
     async def run(self) -> None:
         """All stages that are left. Raises Stopped when the user asked for it, after saving."""
         progress = self.progress
-        await self._cast.buffer.resume.remote(progress.step)
+        if torn := await self._cast.buffer.resume.remote(progress.step, self._life):
+            said = f"a crash left {torn} bytes of unfinished writes in the Buffer's log, which were cut off"
+            await self._recorder.note(said, step=progress.step)
         try:
             for number, stage in enumerate(self._config.stages):
                 if number > progress.stage or (number == progress.stage and progress.needs(stage.steps)):
@@ -78,6 +83,14 @@ class Stages:
         if self.progress.step:
             await self._saving.restore(whole=False)
 
+    async def blame(self, error: RowsFailed) -> None:
+        """Tell the Buffer which rows the present step failed on, for when it is tried again."""
+        from ray.exceptions import RayActorError
+
+        # Where that cannot be, the run ends as it would have: the step is tried again as it was.
+        with contextlib.suppress(RayActorError, TimeoutError, StorageError):
+            await asyncio.wait_for(self._cast.buffer.blame.remote(self.progress.step, self._life, error.value), 5)
+
     async def take_stock(self) -> None:
         """Ask the Buffer for its ledger. Where it is gone, or was never there, the last answer stands."""
         from ray.exceptions import RayActorError
@@ -102,7 +115,7 @@ class Stages:
                 if progress.stage_step < stage.steps:
                     await self._between(stage, first)
         finally:
-            await self._cast.buffer.close_stage.remote()
+            await self._cast.buffer.close_stage.remote(stage.name)
             await exploring
         if not stage.groups:
             await self.publish()
@@ -173,7 +186,7 @@ class Stages:
         progress.accuracy, progress.reward = None, record.reward
         await self._recorder.add(record)
         if progress.stage_step == 1:
-            doubt = first_step_doubt(lease, result, self._config.weight_sync.tolerance)
+            doubt = first_step_doubt(lease, result, self._config.probe_bounds.mean)
             if doubt is not None:
                 await self._recorder.note(f"first step of {stage.name!r}: {doubt}", stage.name, progress.step)
 

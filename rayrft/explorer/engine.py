@@ -86,6 +86,9 @@ class RolloutEngine:
                 max_model_len=max_length,
                 max_num_seqs=config.max_running,
                 tensor_parallel_size=config.tensor_parallel,
+                # Its default in an actor inside a placement group wants a bundle for every GPU. Children of the actor
+                # see those of its one bundle.
+                distributed_executor_backend="mp" if config.tensor_parallel > 1 else None,
                 enforce_eager=config.enforce_eager,
                 enable_prefix_caching=True,
                 logprobs_mode="processed_logprobs",

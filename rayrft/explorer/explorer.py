@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from typing import TYPE_CHECKING, Any
 
 from rayrft.buffer.experience import Experience, Task, to_batch
@@ -15,7 +16,7 @@ from rayrft.errors import ActorDied, RayrftError
 from rayrft.explorer.engine import Sampling
 from rayrft.explorer.evaluation import Evaluation
 from rayrft.explorer.router import Router
-from rayrft.explorer.scoring import apply_rewards, assign_advantages, leave_out_truncated, with_baseline
+from rayrft.explorer.scoring import apply_rewards, assign_advantages, earned, leave_out_truncated, with_baseline
 from rayrft.explorer.workflow import ModelClient, PromptTooLong, derive_seed, workflows
 from rayrft.registry import load_plugins
 from rayrft.rewards import RewardResult
@@ -74,7 +75,7 @@ class Explorer:
         self._buffer = Followed("buffer", buffer, self._waits, endless=("admit", "closed"))
         self._writer = BufferWriter(self._buffer, config.buffer.shards)
         self._tasks = tasks
-        self._calls = 0
+        self._name, self._calls = f"explorer-{uuid.uuid4().hex}", 0
         self._held_out = held_out
         self._workflow = workflows.get(config.explorer.workflow, "explorer.workflow")()
         self._rewards = RewardPool(config.reward, start_reward)
@@ -148,7 +149,7 @@ class Explorer:
 
     def _admit(self, stage: StageConfig) -> asyncio.Future[list[Ticket]]:
         self._calls += 1
-        return asyncio.ensure_future(self._buffer.admit.remote("explorer", self._calls, stage.groups))
+        return asyncio.ensure_future(self._buffer.admit.remote(self._name, self._calls, stage.groups))
 
     async def _group(self, stage: StageConfig, ticket: Ticket) -> None:
         """One group, from task to Buffer. Whatever happens, the ticket is used or given back."""
@@ -217,10 +218,10 @@ class Explorer:
             [answer] = await model.chat(task.messages, images=task.images)
         except PromptTooLong:
             return None
-        if answer.completion.stop_reason == "length" and self._config.reward.truncated == "zero":
-            return 0.0
         [result] = await self._reward(task, [answer.text])
-        return result.value
+        if result.value is None:
+            return None
+        return earned(answer.completion.stop_reason, result.value, self._config.reward)
 
     async def _reward(self, task: Task, responses: list[str]) -> list[RewardResult]:
         with self._waits.on(f"reward {self._config.reward.name!r}", task.id):

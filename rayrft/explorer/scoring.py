@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rayrft.buffer.experience import Experience
+from rayrft.buffer.experience import LEFT_OUT, Experience
 from rayrft.buffer.log.events import GroupReport
 from rayrft.config.data import RewardConfig
 from rayrft.rewards import RewardResult
@@ -28,6 +28,8 @@ class ScoredGroup:
     unknown: str | None = None
     """Why a reward of this group is unknown."""
     rewards: list[float] = field(default_factory=list)
+    unpunished: list[float] = field(default_factory=list)
+    """The same before the overlong punishment."""
     greedy_reward: float | None = None
     """Of the greedy answer to the same task, where one was asked for."""
 
@@ -36,23 +38,24 @@ def apply_rewards(
     rows: list[Experience], results: list[RewardResult], config: RewardConfig, *, max_tokens: int
 ) -> ScoredGroup:
     """Give each row its reward, by the run's rules for unknown rewards and for truncated answers, which are cut at
-    ``max_tokens``. A reward that the workflow gave stays."""
-    kept, dropped, unknown = [], Counter[str](), None
+    ``max_tokens``. A reward that the workflow gave stays. Where that of a row is unknown, so is the return of its whole
+    trajectory, which is dropped with it."""
+    unknown = [result.reason or "no reason given" for result in results if result.value is None]
+    lost = {row.repeat for row, result in zip(rows, results, strict=True) if result.value is None}
+    if config.on_unknown == "drop_group" and lost:
+        lost = {row.repeat for row in rows}
+    kept: list[Experience] = []
+    unpunished: list[float] = []
     for row, result in zip(rows, results, strict=True):
-        value, components = result.value, result.components
-        if row.reward is None and row.stop_reason == "length" and config.truncated == "zero":
-            value = 0.0
-        if value is None:
-            unknown = result.reason or "no reason given"
-            if config.on_unknown != "fallback":
-                dropped["reward_unknown"] += 1
-                continue
-            value = config.fallback
-        if row.reward is None and config.overlong_buffer is not None:
-            value += overlong_penalty(row, max_tokens, config.overlong_buffer)
-        kept.append(dataclasses.replace(row, reward=value, reward_components=components, error=result.reason))
-    if dropped and config.on_unknown == "drop_group":
-        kept, dropped = [], Counter(reward_unknown=len(rows))
+        if row.repeat in lost and config.on_unknown != "fallback":
+            continue
+        value, penalty = config.fallback if result.value is None else result.value, 0.0
+        if row.reward is None:
+            value = earned(row.stop_reason, value, config)
+            penalty = overlong_penalty(row, max_tokens, config.overlong_buffer) if config.overlong_buffer else 0.0
+        unpunished.append(value)
+        reward, components = value + penalty, result.components
+        kept.append(dataclasses.replace(row, reward=reward, reward_components=components, error=result.reason))
     values = [row.reward for row in kept if row.reward is not None]
     report = GroupReport(
         rows=len(rows),
@@ -61,7 +64,14 @@ def apply_rewards(
         tokens=sum(int(row.action_mask.sum()) for row in rows),
         truncated=sum(row.stop_reason == "length" for row in rows),
     )
-    return ScoredGroup(kept, dropped, report, unknown, values)
+    dropped = Counter(reward_unknown=len(rows) - len(kept)) if len(kept) < len(rows) else Counter[str]()
+    return ScoredGroup(kept, dropped, report, unknown[-1] if unknown else None, values, unpunished)
+
+
+def earned(stop_reason: str | None, value: float, config: RewardConfig) -> float:
+    """What an answer gets that is worth ``value``. One that was cut earns nothing where the run says so, and its cut
+    does not better it either, where rewards may be below 0."""
+    return min(0.0, value) if stop_reason == "length" and config.truncated == "zero" else value
 
 
 def overlong_penalty(row: Experience, max_tokens: int, buffer: int) -> float:
@@ -73,10 +83,13 @@ def overlong_penalty(row: Experience, max_tokens: int, buffer: int) -> float:
 
 
 def leave_out_truncated(group: ScoredGroup) -> ScoredGroup:
-    """Overlong filtering: the group, its advantages assigned, without the answers that were cut."""
+    """Overlong filtering: the group, its advantages assigned, without the answers that were cut. The others say in
+    their metrics how many they were compared with besides each other."""
     kept = [row for row in group.rows if row.stop_reason != "length"]
-    dropped = group.dropped + Counter(truncated=len(group.rows) - len(kept))
-    return dataclasses.replace(group, rows=kept, dropped=dropped)
+    gone = len(group.rows) - len(kept)
+    if gone:
+        kept = [dataclasses.replace(row, metrics={**row.metrics, LEFT_OUT: float(gone)}) for row in kept]
+    return dataclasses.replace(group, rows=kept, dropped=group.dropped + Counter(truncated=gone))
 
 
 def with_baseline(group: ScoredGroup, greedy: ScoredGroup) -> ScoredGroup:
@@ -89,13 +102,19 @@ def with_baseline(group: ScoredGroup, greedy: ScoredGroup) -> ScoredGroup:
 
 def assign_advantages(group: ScoredGroup, algorithm: Algorithm, *, drop_zero_variance: bool) -> ScoredGroup:
     """The group with the algorithm's advantages; see `rayrft.buffer.advantages.with_advantages`. A group where all are
-    0, for want of variance in its rewards, is dropped where the algorithm learns nothing from it."""
+    0, for want of variance in its rewards, is dropped where the algorithm learns nothing from it. What they would be
+    without the overlong punishment counts: answers that are all wrong are not told apart by their length (DAPO, Yu et
+    al. 2025, arXiv:2503.14476, eq. 11, asks whether they are right)."""
     if not group.rows:
         return group
     from rayrft.buffer.advantages import with_advantages  # with it comes torch, which the Master does without
 
-    rows = with_advantages(group.rows, algorithm, group.greedy_reward)
-    moves = (row.advantages is None or row.advantages.any() for row in rows)
+    rows = judged = with_advantages(group.rows, algorithm, group.greedy_reward)
+    if group.unpunished != group.rewards:
+        plain = zip(group.rows, group.unpunished, strict=True)
+        unpunished = [dataclasses.replace(row, reward=value) for row, value in plain]
+        judged = with_advantages(unpunished, algorithm, group.greedy_reward)
+    moves = (row.advantages is None or row.advantages.any() for row in judged)
     if drop_zero_variance and algorithm.is_idle_at_zero and not any(moves):
         dropped = group.dropped + Counter(zero_variance=len(rows))
         return dataclasses.replace(group, rows=[], dropped=dropped)

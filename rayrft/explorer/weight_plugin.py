@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
+from tqdm import tqdm  # type: ignore[import-untyped]
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -142,3 +144,7 @@ class WorkerExtension:
 # vLLM refuses a second registration, and this module is imported by the engine's process and by its workers.
 with contextlib.suppress(ValueError):
     WeightTransferEngineFactory.register_engine(BACKEND, BucketReceiver)
+
+# The bar that vLLM shows while it loads a model else makes a semaphore between processes, whose file stays when the
+# engine is killed. No other process writes to that bar.
+tqdm.set_lock(threading.RLock())

@@ -37,6 +37,9 @@ class TrainRow:
     chosen: bool = False
     images: tuple[str, ...] = ()
     group: str = ""
+    experience: str = ""
+    alone: bool = False
+    """Whether it shares its micro-batch with nothing but the other side of its pair."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ class MicroBatch:
     """Paths of the images of each row; nothing where no row has any."""
     groups: tuple[str, ...] = ()
     """Ids of the group of each row."""
+    experiences: tuple[str, ...] = ()
+    """Ids of the rows."""
 
     @cached_property
     def packing(self) -> Packing:
@@ -78,11 +83,13 @@ def fetch_rows(share: BatchShare) -> list[TrainRow]:
     messages: list[pa.Buffer] = ray.get([part.ref for part in share.parts])
     rows: list[TrainRow] = []
     for message, part in zip(messages, share.parts, strict=True):
-        rows += read_rows(unpack(message), part.rows, part.weights, start=len(rows))
+        rows += read_rows(unpack(message), part.rows, part.weights, part.alone, start=len(rows))
     return rows
 
 
-def read_rows(batch: pa.RecordBatch, indices: np.ndarray, weights: np.ndarray, *, start: int = 0) -> list[TrainRow]:
+def read_rows(
+    batch: pa.RecordBatch, indices: np.ndarray, weights: np.ndarray, alone: np.ndarray, *, start: int = 0
+) -> list[TrainRow]:
     """The rows of these indices with their importance weights; expert rows have no advantages and get zeros.
 
     ``start`` is the place of the first in the rank's share. A pair's number is the place of its first side.
@@ -91,7 +98,7 @@ def read_rows(batch: pa.RecordBatch, indices: np.ndarray, weights: np.ndarray, *
         list_column(batch.column(name), indices) for name in ("token_ids", "action_mask", "logprobs", "advantages")
     )
     taken = (
-        batch.select(["source", "reward", "pair_id", "chosen", "images", "group_id"])
+        batch.select(["source", "reward", "pair_id", "chosen", "images", "group_id", "experience_id"])
         .take(pa.array(indices))
         .to_pydict()
     )
@@ -117,6 +124,8 @@ def read_rows(batch: pa.RecordBatch, indices: np.ndarray, weights: np.ndarray, *
                 chosen=bool(taken["chosen"][place]),
                 images=tuple(taken["images"][place] or ()),
                 group=taken["group_id"][place],
+                experience=taken["experience_id"][place],
+                alone=bool(alone[place]),
             )
         )
     return rows
@@ -127,14 +136,14 @@ def micro_batches(
 ) -> list[MicroBatch]:
     """Micro-batches of at most ``max_tokens`` tokens, as few as can be; where rows are ``padded``, padding counts too.
 
-    A longer row stands alone, the sides of a pair stay together. Packed ones are of nearly equal size, padded ones hold
-    rows of nearly equal length. The result does not depend on the order of the rows.
+    A longer row, and one that is to, stands alone; the sides of a pair stay together. Packed ones are of nearly equal
+    size, padded ones hold rows of nearly equal length. The result does not depend on the order of the rows.
     """
     units = [list(unit) for _, unit in groupby(rows, key=lambda row: (row.pair, id(row) if row.pair is None else 0))]
     size = _padded if padded else _tokens
     units.sort(key=lambda unit: (-size(unit), [(row.token_ids.tobytes(), row.images) for row in unit]))
-    fit = [unit for unit in units if size(unit) <= max_tokens]
-    bins = [unit for unit in units if size(unit) > max_tokens]
+    bins = [unit for unit in units if size(unit) > max_tokens or unit[0].alone]
+    fit = [unit for unit in units if size(unit) <= max_tokens and not unit[0].alone]
     bins += _alike(fit, max_tokens) if padded else _level(fit, max_tokens)
     return [_flatten(held, device) for held in bins]
 
@@ -197,8 +206,14 @@ def _flatten(rows: list[TrainRow], device: torch.device) -> MicroBatch:
     )
     images = tuple(row.images for row in rows)
     token_ids = _join([row.token_ids for row in rows]).to(device, torch.int64)
-    groups = tuple(row.group for row in rows)
-    return MicroBatch(token_ids, tuple(lengths), tokens, images=images if any(images) else (), groups=groups)
+    return MicroBatch(
+        token_ids,
+        tuple(lengths),
+        tokens,
+        images=images if any(images) else (),
+        groups=tuple(row.group for row in rows),
+        experiences=tuple(row.experience for row in rows if row.experience),
+    )
 
 
 def _join(arrays: list[np.ndarray]) -> Tensor:

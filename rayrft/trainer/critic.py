@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from rayrft.algorithms import Algorithm, Denominators
 from rayrft.config.trainer import OptimizerConfig
 from rayrft.trainer.batches import MicroBatch
+from rayrft.trainer.blame import blaming
 from rayrft.trainer.optimizer import Optimizer
 from rayrft.trainer.policy import Policy, lay_out
 from rayrft.trainer.vision import run
@@ -48,7 +49,8 @@ class Critic(nn.Module):
     @torch.no_grad()
     def values(self, batch: MicroBatch) -> Tensor:
         """As `forward` gives them, without gradient."""
-        found: Tensor = self(batch)
+        with blaming(batch):
+            found: Tensor = self(batch)
         return found
 
     def backward(self, batches: list[MicroBatch], over: Denominators, algorithm: Algorithm) -> Tensor:
@@ -58,7 +60,8 @@ class Critic(nn.Module):
         for index, micro in enumerate(batches):
             if isinstance(self, FSDPModule):
                 self.set_requires_gradient_sync(index == len(batches) - 1)
-            loss = algorithm.value_loss_of(self(micro), micro.tokens, over)
-            torch.autograd.backward(loss * self._ranks)
+            with blaming(micro):
+                loss = algorithm.value_loss_of(self(micro), micro.tokens, over)
+                torch.autograd.backward(loss * self._ranks)
             total += loss.detach().cpu()
         return total

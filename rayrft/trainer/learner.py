@@ -27,6 +27,7 @@ from rayrft.config.trainer import OptimizerConfig
 from rayrft.errors import RayrftError
 from rayrft.trainer.annotation import Batches, value_errors, with_logprobs, with_teacher, with_values
 from rayrft.trainer.batches import MicroBatch, TrainRow, empty_batch, micro_batches
+from rayrft.trainer.blame import blaming
 from rayrft.trainer.chance import Chance
 from rayrft.trainer.critic import Critic
 from rayrft.trainer.model import reshard
@@ -93,8 +94,10 @@ class Learner:
                 updates.append(self._update(batch, denominators))
                 if self.critic is not None:
                     valued.append(self._update_critic(self.critic, batch, denominators))
-        # Where own rows have no weight in the loss, nothing is known of KL and entropy.
-        sequences = round(sum(each.policy_sequences for each in over)) if self._algorithm.mu(self._step) < 1.0 else 0
+        # Where own rows have no weight in the loss, nothing is known of KL and entropy; while the policy waits for its
+        # critic, no coefficient can move them.
+        steered = self._step >= self._policy_waits and self._algorithm.mu(self._policy_step) < 1.0
+        sequences = round(sum(each.policy_sequences for each in over)) if steered else 0
         self._step += 1
         self._refresh()
         errors = {} if self.critic is None else value_errors(batches)
@@ -103,6 +106,11 @@ class Learner:
         self._coefficients = self._coefficients.update(kl=result.kl, entropy=result.entropy, sequences=sequences)
         self._algorithm = self._coefficients.applied(self._algorithm)
         return result
+
+    @property
+    def _policy_step(self) -> int:
+        """The steps that the policy took in the stage so far."""
+        return max(0, self._step - self._policy_waits)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps besides weights and moments."""
@@ -222,14 +230,16 @@ class Learner:
     def _backward_micro(self, micro: MicroBatch, over: Denominators, *, last: bool) -> Tensor:
         if isinstance(self.policy, FSDPModule):
             self.policy.set_requires_gradient_sync(last)
-        output = self.policy.output(
-            micro, temperature=self._temperature, entropy_gradient=self._algorithm.needs_entropy_gradient
-        )
-        parts = self._algorithm.loss(output, micro.tokens, over, step=self._step)
-        # Data parallelism averages gradients over ranks; the loss is already divided globally, so it wants their sum.
-        if torch.is_grad_enabled():
-            torch.autograd.backward(parts.loss * self._ranks)
-        return parts.stack()
+        with blaming(micro):
+            output = self.policy.output(
+                micro, temperature=self._temperature, entropy_gradient=self._algorithm.needs_entropy_gradient
+            )
+            parts = self._algorithm.loss(output, micro.tokens, over, step=self._policy_step)
+            # Data parallelism averages gradients over ranks; the loss is already divided globally, so it wants their
+            # sum.
+            if torch.is_grad_enabled():
+                torch.autograd.backward(parts.loss * self._ranks)
+            return parts.stack()
 
     def _refresh(self) -> None:
         every = self._update_config.reference_refresh

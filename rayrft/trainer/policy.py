@@ -14,6 +14,7 @@ from rayrft.buffer.images import ImageReader
 from rayrft.errors import ModelError
 from rayrft.trainer import packing
 from rayrft.trainer.batches import MicroBatch
+from rayrft.trainer.blame import blaming
 from rayrft.trainer.head import head_likeliest, head_logprobs
 from rayrft.trainer.vision import refuse, run, with_images
 
@@ -150,15 +151,16 @@ class Policy(nn.Module):
     def likeliest(self, batch: MicroBatch, temperature: float, count: int, among: int) -> tuple[Tensor, Tensor]:
         """The ``count`` likeliest of the first ``among`` tokens in the place of every action token: log-probs
         ``[T, count]``, 0 elsewhere, and ids ``[A, count]``. ``temperature`` is as for `output`."""
-        inputs, before = lay_out(batch, packs=self.packs, images=self.images)
-        temperatures = _temperatures(batch, temperature)
-        if self.chunks_head:
-            logprobs, ids = head_likeliest(*self._head_inputs(inputs, before), temperatures, count, among)
-        else:
-            logits = run(self.model, inputs).logits.flatten(0, 1)[before]
-            scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperatures[:, None]
-            logprobs, ids = scaled.log_softmax(-1)[:, :among].topk(count)
-        return _at_places(batch, logprobs), ids
+        with blaming(batch):
+            inputs, before = lay_out(batch, packs=self.packs, images=self.images)
+            temperatures = _temperatures(batch, temperature)
+            if self.chunks_head:
+                logprobs, ids = head_likeliest(*self._head_inputs(inputs, before), temperatures, count, among)
+            else:
+                logits = run(self.model, inputs).logits.flatten(0, 1)[before]
+                scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperatures[:, None]
+                logprobs, ids = scaled.log_softmax(-1)[:, :among].topk(count)
+            return _at_places(batch, logprobs), ids
 
     def output(self, batch: MicroBatch, *, temperature: float, entropy_gradient: bool = False) -> PolicyOutput:
         """What losses take; with gradient, but for the entropy where that has no need of one.
@@ -166,7 +168,8 @@ class Policy(nn.Module):
         ``temperature`` is that of the sampler, under which own rows are taken; demonstrations and pairs, which nobody
         sampled, are taken at 1.
         """
-        logprobs, entropy, candidates = self(batch, temperature, entropy_gradient)
+        with blaming(batch):
+            logprobs, entropy, candidates = self(batch, temperature, entropy_gradient)
         return PolicyOutput(logprobs, entropy if entropy_gradient else entropy.detach(), candidates)
 
     def _head_inputs(self, inputs: dict[str, Any], before: Tensor) -> tuple[Tensor, Tensor]:

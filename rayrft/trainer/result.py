@@ -28,14 +28,23 @@ class CriticUpdate:
 
 
 @dataclass(frozen=True)
+class Unmoved:
+    """Of the first update of a step, before which the policy is the one that was published and, in a stage's first
+    step, the reference: ``kl``, and the share of own tokens on which the loss binds the ratio."""
+
+    kl: float
+    clip_fraction: float
+
+
+@dataclass(frozen=True)
 class StepResult:
     """Metrics of one step over all ranks: means over its updates, of which there are epochs times mini-batches.
 
     Losses are raw, before their weights. Figures of the policy are means over own action tokens, 0 where there are
-    none. ``logprob_gap`` and ``kl`` are those of the first update, before which the policy is the one that was
-    published and, in a stage's first step, the reference. ``correction_weight`` is 1 without a correction.
-    Coefficients are those of this step, 0 without such a term. ``value_errors``: by id, how far the critic missed each
-    group of this rank before the first update; empty without a critic.
+    none. ``kl`` is that of the first epoch, which sees every row once. ``logprob_gap`` and ``unmoved`` are of the first
+    update that has own rows. ``correction_weight`` is 1 without a correction. Coefficients are those of this step, 0
+    without such a term. ``value_errors``: by id, how far the critic missed each group of this rank before the first
+    update; empty without a critic.
     """
 
     loss: float
@@ -58,6 +67,7 @@ class StepResult:
     policy_tokens: int
     expert_tokens: int
     train_s: float
+    unmoved: Unmoved
     value_errors: dict[str, float]
 
     @classmethod
@@ -80,6 +90,12 @@ class StepResult:
             tokens = sum(each.over.policy_tokens for each in some)
             return sum(float(getattr(each.parts, name)) for each in some) / max(tokens, 1.0)
 
+        def kl(some: list[Update]) -> float:
+            """Each update's is a mean already, over what it holds."""
+            tokens = sum(each.over.policy_tokens for each in some)
+            return sum(float(each.parts.kl) * each.over.policy_tokens for each in some) / max(tokens, 1.0)
+
+        first = [each for each in updates if each.over.policy_tokens][:1]
         return cls(
             loss=mean("loss"),
             policy_loss=mean("policy"),
@@ -88,7 +104,7 @@ class StepResult:
             distillation_loss=mean("distillation"),
             value_loss=sum(each.loss for each in valued) / max(len(valued), 1),
             value_grad_norm=sum(each.grad_norm for each in valued) / max(len(valued), 1),
-            kl=float(updates[0].parts.kl),
+            kl=kl(updates[: len(updates) // epochs]),
             kl_coef=algorithm.kl_coef if "kl" in algorithm.terms else 0.0,
             entropy_coef=algorithm.entropy_coef if "entropy" in algorithm.terms else 0.0,
             grad_norm=sum(each.grad_norm for each in updates) / len(updates),
@@ -97,9 +113,10 @@ class StepResult:
             clip_fraction=per_token("clipped", updates),
             ratio=per_token("ratio", updates),
             correction_weight=1.0 if algorithm.correction == NONE else per_token("correction", updates),
-            logprob_gap=per_token("logprob_gap", updates[:1]),
+            logprob_gap=per_token("logprob_gap", first),
             policy_tokens=round(sum(each.over.policy_tokens for each in updates) / epochs),
             expert_tokens=round(sum(each.over.expert_tokens for each in updates) / epochs),
             train_s=train_s,
+            unmoved=Unmoved(kl(first), per_token("clipped", first)),
             value_errors=value_errors,
         )

@@ -18,8 +18,10 @@ from rayrft.waits import WaitReport, Waits
 class Trainer:
     """The actor. ``start`` returns when every rank holds the model; then ``command`` runs commands one by one."""
 
-    def __init__(self, config: TrainerConfig) -> None:
+    def __init__(self, config: TrainerConfig, group: Any) -> None:
+        """``group`` is the placement group of the ranks: rank i lives in bundle i."""
         self._config = config
+        self._group = group
         self._lock = asyncio.Lock()
         self._changed = asyncio.Condition()
         self._number = -1
@@ -34,12 +36,22 @@ class Trainer:
     async def start(self, folder: Path, setup: RankSetup) -> str | None:
         """Start the ranks through Ray Train, whose own files go to ``folder``, the run's.
 
-        Gives what is unusual about the model, if anything. Raises what the first failing rank raised.
+        Gives what is unusual about the model, if anything. Raises what the first failing rank raised, and ActorDied
+        when a rank is not up in time.
         """
         self._fit = asyncio.create_task(self._run(folder, setup))
-        async with self._changed:
-            await self._from_ranks("start", self._ready)
-            return self._ready[0]
+        try:
+            async with asyncio.timeout(self._config.start_timeout_s), self._changed:
+                await self._from_ranks("start", self._ready)
+        except TimeoutError:
+            late = sorted(set(range(self._config.ranks)) - self._ready.keys())
+            raise ActorDied(
+                f"trainer ranks {late} of {self._config.ranks} were not up within {self._config.start_timeout_s:g} s",
+                field=f"trainer rank {late[0]}",
+                remedy="see their logs in the Ray dashboard; for a model that takes long to load, raise "
+                "trainer.start_timeout_s",
+            ) from None
+        return self._ready[0]
 
     async def command(self, command: Command) -> list[Any]:
         """Run a command on every rank; the answers in order of rank. Raises what the first failing rank raised."""
@@ -148,12 +160,10 @@ class Trainer:
             self._changed.notify_all()
 
     def _fit_blocking(self, folder: Path, setup: RankSetup) -> None:
-        # How often Ray Train's controller looks at its workers; its default costs 2 s per checkpoint.
-        os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
-        # An actor that warns ranks of a node's end, for which they do nothing.
-        os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
         import ray.train
-        from ray.train.torch import TorchConfig, TorchTrainer
+        from ray.train.torch import TorchConfig
+
+        from rayrft.trainer.ray_train import RankTrainer
 
         # Ray Train keeps a record of the folders that were saved, through which nothing reads them; and a resumed run
         # would be refused where one of them is gone.
@@ -163,7 +173,8 @@ class Trainer:
         resources: dict[str, float] = {"CPU": self._config.cpus}
         if self._config.gpus:
             resources["GPU"] = self._config.gpus
-        TorchTrainer(
+        RankTrainer(
+            self._group,
             run_rank,
             train_loop_config={"setup": setup},
             scaling_config=ray.train.ScalingConfig(
@@ -174,7 +185,11 @@ class Trainer:
             run_config=ray.train.RunConfig(
                 name=folder.name,
                 storage_path=str(folder.parent),
-                failure_config=ray.train.FailureConfig(max_failures=0, max_preemption_failures=0),
+                # A rank that dies, at the start too, ends the run. Ray Train would start workers that do not come up
+                # again for ever.
+                failure_config=ray.train.FailureConfig(
+                    max_failures=0, max_preemption_failures=0, controller_failure_limit=0
+                ),
             ),
             torch_config=TorchConfig(backend=backend, timeout_s=300),
         ).fit()

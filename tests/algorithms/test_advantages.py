@@ -19,6 +19,7 @@ LONE = Group(greedy_reward=0.5, trajectory=torch.tensor([0]), turn=torch.tensor(
 def test_grpo_by_hand() -> None:
     # mean 0.25; unbiased variance (0.5625 + 3 * 0.0625) / 3 = 0.25, deviation 0.5
     assert grpo(ONE_RIGHT, Group(), epsilon=1e-12).tolist() == pytest.approx([1.5, -0.5, -0.5, -0.5])
+    assert grpo(ONE_RIGHT, Group(), epsilon=0.25).tolist() == pytest.approx([1.0, -1 / 3, -1 / 3, -1 / 3])
     assert grpo(ONE_RIGHT, Group()).tolist() == group_relative_advantages(ONE_RIGHT).tolist()
 
 
@@ -102,6 +103,7 @@ def test_a_group_of_one_carries_no_preference(name: str) -> None:
     advantage = group_advantages.get(name).bind({})(torch.tensor([1.0]), LONE)
     assert advantage.shape == (1,)
     assert (advantage.item() == 0.0) == (name not in LOOK_AT_THE_REWARD_ALONE)
+    assert ("compares" in group_advantages.get(name).traits) == (name not in LOOK_AT_THE_REWARD_ALONE)
 
 
 @pytest.mark.parametrize("name", sorted(set(group_advantages) - LOOK_AT_THE_REWARD_ALONE - {"asymre"}))
@@ -126,6 +128,22 @@ def test_the_order_of_a_group_changes_nothing(name: str) -> None:
 def test_rewards_of_another_shape_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"must have shape \[n\], got \(2, 2\)"):
         group_advantages.get(name).bind({})(torch.zeros(2, 2), LONE)
+
+
+def test_the_mean_of_the_batch_is_taken_off_by_hand() -> None:
+    # Own tokens 1, 1, 1 and 5: mean 2, biased variance (1 + 1 + 1 + 9) / 4 = 3.
+    batch = make_batch([[0.0] * 3, [0.0]], [[1.0] * 3, [5.0]])
+    moments = Moments.of(sum_moments([batch]))
+    assert moments == Moments(2.0, pytest.approx(3**0.5))
+    expected = [value / 3**0.5 for value in (-1, -1, -1, 3)]
+    assert on_mask(normalise(batch, moments).advantages, batch) == pytest.approx(expected)
+
+
+def test_rows_weigh_in_the_moments_as_in_the_loss() -> None:
+    # 1 three times with weight 1/3, and 5: mean 3, variance 4.
+    batch = make_batch([[0.0] * 3, [0.0]], [[1.0] * 3, [5.0]], weight=torch.tensor([1 / 3, 1.0], dtype=torch.float64))
+    moments = Moments.of(sum_moments([batch]))
+    assert (moments.mean, moments.deviation) == pytest.approx((3.0, 2.0))
 
 
 def test_normalisation_over_the_batch_by_hand() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -70,11 +71,51 @@ def test_the_ends_of_mix_are_grpo_and_sft_exactly(mu: float, same: str) -> None:
     assert torch.equal(results[0][1], results[1][1])
 
 
-def test_the_weight_of_a_row_multiplies_its_policy_loss_alone() -> None:
-    # Kimi's loss is not proportional to the advantage: (1 - 0)^2 / 0.2 = 5 for either row, weighed 1 and 3.
-    batch = make_batch([[-1.0], [-1.0]], [[1.0], [1.0]], weight=torch.tensor([1.0, 3.0]))
-    parts = build("kimi").loss(output(leaf([[-1.0], [-1.0]])), batch, over(policy=2))
-    assert parts.loss.item() == pytest.approx(5.0 * (1 + 3) / 2)
+def test_mix_weighs_kl_and_entropy_with_the_policy_by_hand() -> None:
+    # Own row: policy -2, k2 of log 2, entropy 0.6; expert row: 1.5. mu = 1/4.
+    # 3/4 (-2 + 0.5 (log 2)^2 / 2 - 0.1 * 0.6) + 1/4 * 1.5
+    fields = {"reference_logprobs": [[-1.0 - LOG2], [0.0]]}
+    batch = make_batch([[-1.0], [0.0]], [[2.0], [0.0]], expert=[False, True], **fields)
+    pieces = {"mu": 0.25, "kl": "k2", "kl_coef": 0.5, "entropy": "bonus", "entropy_coef": 0.1}
+    entropy = torch.tensor([9.0, 0.6, 9.0, 9.0], dtype=torch.float64)
+    parts = build("mix", pieces).loss(output(leaf([[-1.0], [-1.5]]), entropy), batch, over(1, 1))
+    assert parts.loss.item() == pytest.approx(0.75 * (-2.0 + 0.25 * LOG2**2 - 0.06) + 0.25 * 1.5)
+    assert (parts.kl.item(), parts.entropy_term.item()) == pytest.approx((LOG2**2 / 2, -0.6))
+
+
+def test_the_weight_of_a_row_multiplies_every_loss_of_its_own() -> None:
+    # Kimi's loss is not proportional to the advantage: (1 - 0)^2 / 0.2 = 5 for either row, weighed 1 and 3. Of the
+    # second row the others are 0, so that they count once where the policy loss counts four times.
+    fields = {"reference_logprobs": [[-1.0 - LOG2], [-1.0]], "teacher_logprobs": [[-1.0 - LOG2], [-1.0]]}
+    batch = make_batch([[-1.0], [-1.0]], [[1.0], [1.0]], weight=torch.tensor([1.0, 3.0]), **fields)
+    entropy = torch.tensor([9.0, 0.6, 9.0, 0.0], dtype=torch.float64)
+    pieces = {"kl": "k2", "kl_coef": 0.5, "entropy": "bonus", "entropy_coef": 0.1, "distillation": "reverse_kl"}
+    losses = []
+    for weights in ([1.0, 3.0], [0.5, 3.0]):
+        weighed = replace(batch, weight=torch.tensor(weights))
+        parts = build("kimi", pieces).loss(output(leaf([[-1.0], [-1.0]]), entropy), weighed, over(policy=2))
+        losses.append(parts.loss.item())
+        assert parts.kl.item() == pytest.approx(LOG2**2 / 4), "what steers its coefficient is not weighed"
+    rest = 0.5 * LOG2**2 / 2 - 0.1 * 0.6 + LOG2
+    assert losses == pytest.approx([(5.0 * 4 + rest) / 2, (5.0 * 3.5 + 0.5 * rest) / 2])
+
+
+def test_a_correction_and_the_weight_of_a_row_multiply() -> None:
+    # The proximal policy finds the token twice as likely as the one that sampled: 2, times the row's 3, times -1.
+    batch = make_batch([[-1.0 - LOG2]], [[1.0]], weight=torch.tensor([3.0]), proximal_logprobs=[[-1.0]])
+    parts = build("grpo", {"correction": "decoupled"}).loss(output(leaf([[-1.0]])), batch, over(policy=1))
+    assert parts.loss.item() == pytest.approx(-6.0)
+
+
+@pytest.mark.parametrize("correction", ["none", "truncated"])
+def test_the_first_update_of_gspo_clips_nothing_however_the_engine_rounds(correction: str) -> None:
+    # The engine's log-probs are off by 0.01, beyond gspo's bounds; the gradient of the answer is that of its mean.
+    batch, logprobs = make_batch([[-1.01, -1.01]], [[1.0, 1.0]]), leaf([[-1.0, -1.0]])
+    parts = build("gspo", {"correction": correction}).loss(output(logprobs), batch, Denominators(2, 1))
+    weight = 1.0 if correction == "none" else math.exp(0.01)
+    assert parts.clipped.item() == 0 and parts.loss.item() == pytest.approx(-weight)
+    [found] = torch.autograd.grad(parts.loss, logprobs)
+    assert found[batch.mask].tolist() == pytest.approx([-weight / 2] * 2)
 
 
 def test_a_rank_without_rows_takes_part_with_a_zero() -> None:

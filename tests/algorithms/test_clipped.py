@@ -17,7 +17,7 @@ RATIOS = [[-1.0], [-1.0 + LOG2], [-1.0 - LOG2]]
 
 def test_ppo_by_hand() -> None:
     # Bounds 0.8 and 1.28. min(1, 1) = 1; min(2, 1.28) = 1.28; min(-0.5, -0.8) = -0.8.
-    found = ppo(leaf(RATIOS), THREE)
+    found = ppo(leaf(RATIOS), THREE, clip_high=0.28)
     assert on_mask(found.values, THREE) == pytest.approx([-1.0, -1.28, 0.8])
     assert found.clipped is not None and on_mask(found.clipped, THREE) == [False, True, True]
 
@@ -51,6 +51,13 @@ def test_gspo_by_hand() -> None:
     down = own([[-2.0, -1.0]], [[-1.0, -1.0]])
     found = gspo(logprobs, down, clip_high=0.5).values
     assert gradient(down.spread(down.mean(found)) / 2, logprobs, down) == pytest.approx([1.0, 1.0])
+
+
+def test_losses_of_whole_answers_take_the_mean_of_different_advantages() -> None:
+    # Token ratios 4 and 1: s = 2, the answer's ratio 4; advantages 1 and -3 have the mean -1.
+    batch, logprobs = own([[-2.0, -1.0]], [[1.0, -3.0]]), leaf([[-2.0 + 2 * LOG2, -1.0]])
+    assert on_mask(gspo(logprobs, batch, clip_high=5.0).values, batch) == pytest.approx([2.0, 2.0])
+    assert on_mask(importance_sequence(logprobs, batch).values, batch) == pytest.approx([4.0, 4.0])
 
 
 def test_gspo_is_ppo_for_answers_of_one_token() -> None:

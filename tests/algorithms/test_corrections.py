@@ -40,6 +40,12 @@ def test_sequence_mask_by_hand() -> None:
     assert on_mask(sequence_mask(NOW, GAP, weight_high=1.9), GAP) == [0.0, 0.0, 0.0]
 
 
+def test_by_default_an_answer_is_masked_that_is_off_by_two_per_cent_a_token() -> None:
+    # Tokens of all three are off by half; so are those of the last on the whole.
+    batch = own([[0.0] * 2] * 3, proximal_logprobs=[[0.5, -0.5], [0.5, -0.499], [0.5, -0.46]])
+    assert on_mask(sequence_mask(NOW, batch), batch) == [1.0] * 4 + [0.0] * 2
+
+
 def test_without_a_proximal_policy_masks_look_at_the_present_one() -> None:
     batch = own([[-1.0], [-1.0]])
     assert on_mask(token_mask(tokens([[-1.0], [-1.0 + 2 * LOG2]], prompt=0.0), batch), batch) == [1.0, 0.0]

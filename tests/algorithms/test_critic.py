@@ -115,7 +115,14 @@ def test_a_kl_in_the_reward_of_a_group_by_hand() -> None:
         algorithm = build(name, {"kl": "k1", "kl_in": "reward", "kl_coef": 0.5})
         found = algorithm.token_advantages(batch).advantages
         assert found.tolist() == pytest.approx([0.0, -0.5, 0.0, 0.0, 1.0, 0.0, 0.0])
-    assert build("grpo", {"kl": "k1", "kl_coef": 0.5}).token_advantages(batch) is batch, "a KL in the loss is not there"
+    assert build("grpo", {"kl": "k2", "kl_coef": 0.5}).token_advantages(batch) is batch, "a KL in the loss is not there"
+
+
+def test_a_kl_in_the_reward_is_that_of_the_proximal_policy_where_there_is_one() -> None:
+    # k1 of the proximal policy: -1 + 3 = 2, whatever the behaviour policy was.
+    algorithm = build("rloo", {"kl": "k1", "kl_in": "reward", "kl_coef": 0.5})
+    batch = make_batch([[-9.0]], [[3.0]], proximal_logprobs=[[-1.0]], reference_logprobs=[[-3.0]])
+    assert on_mask(algorithm.token_advantages(batch).advantages, batch) == pytest.approx([2.0])
 
 
 @pytest.mark.parametrize("width", [0, 1, 2, 7, 64, 300])
@@ -136,6 +143,14 @@ def test_value_losses_by_hand() -> None:
     assert on_mask(squared(values, batch), batch) == [0.5, 0.5]
     # Towards its return 2 the second may go to 0.7 only: (2 - 0.7)^2 / 2 = 0.845, without gradient.
     assert on_mask(clipped(values, batch), batch) == pytest.approx([0.5, 0.845])
+
+
+def test_the_critics_loss_counts_rows_by_their_importance_weights() -> None:
+    # Misses of 1 and 2, weighed 1/2 and 1/4: (1/2 * 1/2 + 1/4 * 2) / 2 tokens.
+    weight = torch.tensor([0.5, 0.25])
+    batch = make_batch([[0.0], [0.0]], values=[[0.0], [0.0]], returns=[[1.0], [2.0]], weight=weight)
+    loss = build("ppo", {"value_loss": "squared"}).value_loss_of(tokens([[0.0], [0.0]]), batch, Denominators(2, 2))
+    assert loss.item() == pytest.approx(0.375)
 
 
 def test_the_critics_loss_is_a_mean_over_own_tokens() -> None:

@@ -28,6 +28,15 @@ def test_reverse_kl_weighs_by_the_ratio_to_the_policy_that_sampled() -> None:
     assert gradient(reverse_kl(output(logprobs), batch), logprobs, batch) == pytest.approx([2.0])
 
 
+def test_reverse_kl_is_truncated_where_the_policy_that_sampled_is_far() -> None:
+    # Ratio 8 to the policy that sampled, whatever the proximal one was; d = 1.
+    batch = own([[-1.0 - 3 * LOG2]], teacher_logprobs=[[-2.0]], proximal_logprobs=[[-1.0]])
+    logprobs = leaf([[-1.0]])
+    for bound, expected in (({}, 2.0), ({"ratio_cap": 10.0}, 8.0)):
+        found = reverse_kl(output(logprobs), batch, **bound)
+        assert on_mask(found, batch) == gradient(found, logprobs, batch) == pytest.approx([expected])
+
+
 def test_reverse_kl_has_the_gradient_of_the_kl_as_its_mean() -> None:
     torch.manual_seed(0)
     logits = torch.randn(6, dtype=torch.float64, requires_grad=True)

@@ -34,14 +34,17 @@ def cases() -> Iterator[Any]:
         name, pieces = base.get(kind, ("grpo", {}))
         for registry in registries:
             for piece in registry:
-                critic = {"value_loss": "squared"} if registry is token_advantages else {}
-                yield pytest.param(build(name, {**pieces, **critic, kind: piece}), id=f"{kind} {piece}")
+                needs = {"value_loss": "squared"} if registry is token_advantages else {}
+                if "no_gradient" in registry.get(piece).traits:
+                    needs = {"kl_in": "reward"}
+                yield pytest.param(build(name, {**pieces, **needs, kind: piece}), id=f"{kind} {piece}")
     yield pytest.param(build("grpo", {"policy_loss": "ppo", "dual_clip": 1.1}), id="dual clip")
     for keep_where in ("all", "two_side", "ring"):
         yield pytest.param(build("rec", {"keep_where": keep_where, "weigh_by_ratio": True}), id=f"rec {keep_where}")
 
 
-ALL = list(cases())
+# A preset may be no more than `grpo` with another piece.
+ALL = list({repr(dataclasses.replace(case.values[0], name="")): case for case in cases()}.values())
 
 
 WHOLE = [list(range(12))]

@@ -33,6 +33,15 @@ def test_estimators_and_their_gradients_by_hand(estimate, expected: list[float],
     assert torch.autograd.grad(found.sum(), logprobs)[0].tolist() == pytest.approx(slope)
 
 
+def test_k3_is_cut_where_one_token_would_own_the_step() -> None:
+    # d = -2: e^2 - 3, slope 1 - e^2. d = -15: cut at 10; straight through, its slope is that of k2.
+    logprobs = torch.tensor([-2.0, -15.0], dtype=torch.float64, requires_grad=True)
+    for estimate, slope in ((k3, [1 - math.exp(2), 0.0]), (k3_st, [-2.0, -15.0])):
+        found = estimate(logprobs, torch.zeros(2, dtype=torch.float64))
+        assert found.tolist() == pytest.approx([math.exp(2) - 3, 10.0])
+        assert torch.autograd.grad(found.sum(), logprobs)[0].tolist() == pytest.approx(slope)
+
+
 def test_k2_and_k3_are_never_negative() -> None:
     torch.manual_seed(0)
     d = torch.randn(1000, dtype=torch.float64) * 3

@@ -33,10 +33,8 @@ def needs(algorithm: Algorithm) -> set[str]:
         ("gigpo", {"rollouts", "turns"}),
         ("distill", {"rollouts", "teacher"}),
         ("jsd", {"rollouts", "teacher"}),
-        *(
-            (name, {"rollouts"})
-            for name in ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce_pp")
-        ),
+        *((name, {"rollouts"}) for name in ("grpo", "dr_grpo", "dapo", "cispo", "sapo", "rloo", "reinforce_pp")),
+        ("gspo", {"rollouts", "proximal"}),
         ("raft", {"rollouts"}),
         *((name, {"rollouts"}) for name in ("opmd", "kimi", "topr", "sppo", "asymre", "rec", "red_drop", "red_weight")),
     ],
@@ -68,12 +66,38 @@ def test_any_piece_and_coefficient_can_be_overridden() -> None:
     )
     assert (algorithm.policy_loss, algorithm.advantage) == ("cispo", "grpo")
     assert algorithm.coefficients == {"clip_low": 0.01, "constant_length": 32}
+    assert build("dr_grpo").needs_answer_length
+    assert not build("dr_grpo", {"constant_length": 32}).needs_answer_length and not build("grpo").needs_answer_length
 
 
 def test_coefficients_of_a_preset_go_with_the_piece_that_takes_them() -> None:
     assert build("dapo").coefficients == {"clip_low": 0.2, "clip_high": 0.28}
     assert build("dapo", {"policy_loss": "reinforce"}).coefficients == {}
+    assert build("dapo", {"policy_loss": "gspo"}).coefficients == {}, "they are of the same names, not the same bounds"
     assert build("dapo", {"clip_high": 0.5}).coefficients == {"clip_low": 0.2, "clip_high": 0.5}
+
+
+@pytest.mark.parametrize("name", [name for name in presets if build(name).policy_loss == "ppo"])
+def test_the_upper_clip_is_higher_where_the_paper_has_it(name: str) -> None:
+    algorithm = build(name)
+    bounds = {**algorithm.piece("policy_loss").coefficients, **algorithm.coefficients}  # type: ignore[union-attr]
+    assert (bounds["clip_low"], bounds["clip_high"]) == (0.2, 0.28 if name in ("grpo", "dapo") else 0.2)
+
+
+@pytest.mark.parametrize("loss", ["gspo", "gspo_token"])
+def test_a_ratio_to_the_proximal_policy_is_weighed_by_a_correction(loss: str) -> None:
+    assert build("grpo", {"policy_loss": loss}).correction == "truncated"
+    assert build("grpo", {"policy_loss": loss, "weight_cap": 3.0}).coefficients == {"weight_cap": 3.0}
+    for named in ("none", "sequence_mask"):
+        assert build("grpo", {"policy_loss": loss, "correction": named}).correction == named
+    assert build("grpo").correction == "none"
+
+
+@pytest.mark.parametrize("advantage", ["gigpo", "gae"])
+def test_gspo_token_takes_advantages_that_differ_within_an_answer(advantage: str) -> None:
+    critic = {"value_loss": "squared"} if advantage == "gae" else {}
+    assert build("grpo", {"policy_loss": "gspo_token", "advantage": advantage, **critic}).advantage == advantage
+    assert build("gspo", {"policy_loss": "gspo_token", "kl": "k1", "kl_in": "reward"}).penalises_rewards
 
 
 def test_a_piece_may_be_any_function_by_its_path() -> None:
@@ -215,7 +239,7 @@ def test_a_mistake_is_told_with_its_remedy(name: str, overrides: dict[str, Any],
         ("advantage", "gigpo", {"step_weight": 1.0, "discount": 0.95, "deviation": True, "epsilon": 1e-6}),
         ("advantage", "asymre", {"baseline_shift": -0.1}),
         ("advantage", "gae", {"gamma": 1.0, "lam": 1.0}),
-        ("policy_loss", "ppo", {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": None}),  # DAPO
+        ("policy_loss", "ppo", {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}),
         ("policy_loss", "gspo", {"clip_low": 3e-4, "clip_high": 4e-4}),
         ("policy_loss", "gspo_token", {"clip_low": 3e-4, "clip_high": 4e-4}),
         ("policy_loss", "cispo", {"clip_low": 1.0, "clip_high": 0.28}),
@@ -236,6 +260,7 @@ def test_a_mistake_is_told_with_its_remedy(name: str, overrides: dict[str, Any],
         ),
         ("correction", "truncated", {"weight_cap": 2.0}),  # verl
         ("correction", "masked", {"weight_low": 0.5, "weight_high": 5.0}),  # IcePop
+        ("correction", "sequence_mask", {"weight_low": 0.99, "weight_high": 1.01}),  # SkyRL
         ("value_loss", "clipped", {"value_clip": 0.2}),
         ("preference", "dpo", {"beta": 0.1, "label_smoothing": 0.0}),
     ],
@@ -243,6 +268,33 @@ def test_a_mistake_is_told_with_its_remedy(name: str, overrides: dict[str, Any],
 def test_defaults_are_the_published_ones(kind: str, name: str, defaults: dict[str, Any]) -> None:
     piece = next(registry for registry in REGISTRIES[kind] if name in registry).get(name)
     assert dict(piece.coefficients) == defaults
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "field"),
+    [
+        ("grpo", {"kl": "k1"}, "kl"),
+        ("grpo", {"correction": "token_mask", "weight_low": 2.0}, "weight_low"),
+        ("grpo", {"correction": "sequence_mask", "weight_high": 0.9}, "weight_low"),
+        ("grpo", {"correction": "masked", "weight_low": 1.0, "weight_high": 1.0}, "weight_low"),
+        ("gigpo", {"policy_loss": "gspo"}, "policy_loss"),
+        ("gigpo", {"policy_loss": "kimi"}, "policy_loss"),
+        ("ppo", {"policy_loss": "importance_sequence"}, "policy_loss"),
+        ("kimi", {"advantage": "red_drop"}, "policy_loss"),
+        ("kimi", {"advantage": "accept"}, "policy_loss"),
+    ],
+)
+def test_what_would_not_be_learnt_as_written_is_refused(name: str, overrides: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(name, overrides)
+    assert caught.value.field == f"algorithm.{field}"
+
+
+def test_pieces_near_to_what_is_refused_are_not() -> None:
+    assert build("grpo", {"kl": "k1", "kl_coef": 0.0}).terms == frozenset(), "it weighs nothing"
+    assert build("grpo", {"kl": "k1", "kl_in": "reward"}).penalises_rewards
+    assert build("gspo", {"advantage": "step_wise"}).needs_turns, "all turns of an answer have one advantage"
+    assert build("red_drop", {"kl": "k2", "entropy": "bonus"}).terms == {"kl", "entropy"}
 
 
 def test_every_name_stands_in_the_readme() -> None:
@@ -258,7 +310,7 @@ def test_none_leaves_a_piece_out() -> None:
 
 
 def test_an_optional_coefficient_takes_nothing_or_a_number() -> None:
-    assert build("grpo", {"dual_clip": None}).coefficients == {"dual_clip": None}
-    assert build("grpo", {"dual_clip": 3.0}).coefficients == {"dual_clip": 3.0}
+    assert build("rloo", {"dual_clip": None}).coefficients == {"dual_clip": None}
+    assert build("rloo", {"dual_clip": 3.0}).coefficients == {"dual_clip": 3.0}
     with pytest.raises(ConfigError, match="dual_clip: must be above 1"):
         build("grpo", {"dual_clip": 0.9})

@@ -1,25 +1,21 @@
-"""How long a prioritised draw of 256 and an update of 256 take, beside cpprb and torchrl, in one run.
+"""How long a prioritised draw of 256 and an update of 256 take, beside cpprb, in one run.
 
     pip install 'rayrft[bench]'
     python -m tests.bench.bench_priority [--rounds 1000]
 
 Every round gives each contender in turn the same slots and fresh priorities, so a disturbance of the machine meets all
-alike and none is favoured by values that are written already. Two families are compared, each with its own first row:
+alike and none is favoured by values that are written already.
 
-* ``sampler``: what a user calls. All three answer with slots and importance weights and take raw priorities. Ours also
-  draws without repetition and minds age, uses and rest. cpprb's ``sample`` has no way around gathering the rows, here
-  one int64 each; its tree has no Python interface. torchrl's sampler is called without its buffer, so it gathers none.
-  Both keep float32, ours float64.
-* ``tree``: the bare structure. torchrl's is timed with the random numbers and the total that a draw needs.
-
-torchrl's compiled trees load only under the torch they were built for; where they do not, build torchrl from source.
+* ``sampler``: what a user calls. Both answer with slots and importance weights and take raw priorities. Ours also draws
+  without repetition and minds age, uses and rest. cpprb's ``sample`` has no way around gathering the rows, here one
+  int64 each. It keeps float32, ours float64.
+* ``tree``: our bare structure; cpprb's has no Python interface.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -39,13 +35,12 @@ WARM_UP = 20
 
 @dataclass
 class Contender:
-    """``update`` takes slots and priorities; ``convert`` brings both, untimed, into the form it is at home with."""
+    """``update`` takes slots and priorities."""
 
     family: str
     name: str
     draw: Callable[[], object]
     update: Callable[..., object]
-    convert: Callable[[np.ndarray], object] = np.asarray
     draws: list[float] = field(default_factory=list)
     updates: list[float] = field(default_factory=list)
 
@@ -73,35 +68,6 @@ def cpprb(priorities: np.ndarray) -> list[Contender]:
     return [Contender("sampler", "cpprb", lambda: buffer.sample(BATCH, BETA), buffer.update_priorities)]
 
 
-def torchrl(priorities: np.ndarray) -> list[Contender]:
-    import torch
-    from torchrl.data import LazyTensorStorage, PrioritizedSampler
-
-    logging.getLogger("torchrl").setLevel(logging.WARNING)
-    entries = len(priorities)
-    storage = LazyTensorStorage(entries)
-    storage.set(torch.arange(entries), torch.zeros(entries, 1, dtype=torch.int64))
-    sampler = PrioritizedSampler(entries, ALPHA, BETA)
-
-    def tensor(values: np.ndarray) -> torch.Tensor:
-        return torch.as_tensor(values, dtype=sampler.dtype if values.dtype.kind == "f" else torch.int64)
-
-    sampler.update_priority(torch.arange(entries), tensor(priorities))
-    tree = type(sampler._sum_tree)(entries)
-    tree.update(torch.arange(entries), tensor(priorities**ALPHA))
-    rng = np.random.default_rng(0)
-    return [
-        Contender("sampler", "torchrl", lambda: sampler.sample(storage, BATCH), sampler.update_priority, tensor),
-        Contender(
-            "tree",
-            "torchrl SumSegmentTree",
-            lambda: tree.scan_lower_bound(rng.uniform(0, tree.query(0, entries), BATCH)),
-            tree.update,
-            tensor,
-        ),
-    ]
-
-
 def race(contenders: list[Contender], entries: int, rounds: int) -> None:
     """Time every contender once a round, beginning with another one each time."""
     rng = np.random.default_rng(1)
@@ -109,11 +75,10 @@ def race(contenders: list[Contender], entries: int, rounds: int) -> None:
         slots, priorities = rng.integers(0, entries, BATCH), rng.random(BATCH)
         first = number % len(contenders)
         for each in contenders[first:] + contenders[:first]:
-            given = each.convert(slots), each.convert(priorities)
             started = time.perf_counter()
             each.draw()
             drawn = time.perf_counter()
-            each.update(*given)
+            each.update(slots, priorities)
             updated = time.perf_counter()
             if number >= WARM_UP:
                 each.draws.append(drawn - started)
@@ -137,15 +102,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1000)
     rounds = parser.parse_args().rounds
     makers = [ours]
-    for maker in (cpprb, torchrl):
-        try:
-            print(f"{maker.__name__} {version(maker.__name__)}")
-            maker(np.ones(4))
-            makers.append(maker)
-        except PackageNotFoundError:
-            print(f"{maker.__name__} is not installed: pip install 'rayrft[bench]'")
-        except (ImportError, RuntimeError) as error:
-            print(f"{maker.__name__} cannot be used: {error}")
+    try:
+        print(f"cpprb {version('cpprb')}")
+        makers.append(cpprb)
+    except PackageNotFoundError:
+        print("cpprb is not installed: pip install 'rayrft[bench]'")
     print(f"{BATCH} at a time: median and p99 in us, x = multiple of the family's first median")
     print(f"{'entries':>9}  {'':32} | {'draw':>7}{'p99':>8}{'x':>7} |{'update':>8}{'p99':>8}{'x':>7}")
     for entries in ENTRIES:

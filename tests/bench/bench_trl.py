@@ -7,15 +7,17 @@ Both start from the same weights and tokenizer and take the same prompts in grou
 answers up to the same length, float32, AdamW with the same settings, no KL, one update a step, and a cheap reward with
 variance. The learning rate is so small that the policy, and so the length of its answers, stays as it is.
 
-Weights are random, so that nearly all answers are as long as can be; nobody pads. With ``--ends`` the model was first
-taught to end its answers, in lengths of which the longest is ten times the shortest, as those of real tasks do.
+Weights are random: an answer of up to 64 tokens ends before in about a third of the cases, where chance draws the end;
+the mean length stands in the table. With ``--ends`` the model was first taught to end its answers, in lengths of which
+the longest is ten times the shortest, as those of real tasks do.
 
 * rayrft: the whole system through `rayrft.start` on a Ray of its own, synchronous (``max_staleness`` 0) unless
   ``--staleness`` says otherwise; engines and ranks of one thread each. Its step includes the weight sync to the
   engines, the Buffer's log and the metrics.
-* TRL: one process that generates with transformers, its default (its vLLM modes need a GPU), and is given as many
-  threads as make it fastest. Its defaults stand (loss ``dapo``, advantages over the group's deviation) but for these:
-  no gradient checkpointing, no bfloat16, and the whole batch at once.
+* TRL: one process that generates with transformers (its vLLM modes need a GPU), once as it does by default, in one
+  padded batch, and once with continuous batching; it is given as many threads as make it fastest. Its defaults stand
+  (loss ``dapo``, advantages over the group's deviation) but for these: no gradient checkpointing, no bfloat16, and the
+  whole batch at once.
 
 Each run is a process of its own that may use only those cores; the runs of a round follow one another, and every round
 measures all. A step is the time from the end of one to the end of the next, after the first few; beside it stand the
@@ -26,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import subprocess
@@ -40,6 +43,7 @@ from typing import Any
 import numpy as np
 
 from rayrft.buffer.experience import Task
+from tests.bench.local_ray import start_ray
 from tests.bench.workload import OPTIMIZER
 
 SKIPPED = 3
@@ -82,8 +86,7 @@ def run_rayrft(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     import rayrft
     from rayrft.monitor.records import StepRecord
 
-    # With a dashboard: Ray Train asks its state API whether the trainer's controller lives.
-    ray.init(num_cpus=16, namespace="rayrft", log_to_driver=False, logging_level="ERROR", include_dashboard=True)
+    start_ray(16, dashboard=True)  # Ray Train asks its state API whether the trainer's controller lives
     prompts, group, new = options.batch
     config = {
         "name": "bench",
@@ -159,6 +162,7 @@ def run_trl(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
             per_device_train_batch_size=prompts * group,
             num_generations=group,
             max_completion_length=new,
+            use_transformers_continuous_batching=bool(options.continuous),
             max_steps=SKIPPED + options.steps,
             learning_rate=LR,
             lr_scheduler_type="constant",
@@ -263,7 +267,7 @@ def report(batch: str, name: str, runs: list[dict[str, Any]], ours: list[dict[st
     tokens = np.mean([run["tokens"] for run in runs])
     parts = ", ".join(f"{key} {value:.2f}" for key, value in runs[-1]["parts"].items())
     print(
-        f"{batch:>10} {name:16} {middle:>7.2f} {low:>7.2f}-{high:<7.2f} {ratio:>7.2f} "
+        f"{batch:>10} {name:23} {middle:>7.2f} {low:>7.2f}-{high:<7.2f} {ratio:>7.2f} "
         f"{np.median(processor):>7.2f} {tokens:>7.1f}  {parts}",
         flush=True,
     )
@@ -282,6 +286,7 @@ def main() -> None:
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--staleness", type=int, default=0)
+    parser.add_argument("--continuous", type=int, default=0, choices=(0, 1), help=argparse.SUPPRESS)
     parser.add_argument("--child", choices=("rayrft", "trl"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -295,7 +300,7 @@ def main() -> None:
     )
     print(f"{options.ranks} ranks, max_staleness {options.staleness}; {options.rounds} rounds of {options.steps} steps")
     print(
-        f"{'batch':>10} {'':16} {'s':>7} {'10-90 %':^15} {'of ours':>7} {'proc. s':>7} {'tokens':>7}  parts of ours, s"
+        f"{'batch':>10} {'':23} {'s':>7} {'10-90 %':^15} {'of ours':>7} {'proc. s':>7} {'tokens':>7}  parts of ours, s"
     )
     for batch in options.batches:
         with tempfile.TemporaryDirectory() as name:
@@ -304,9 +309,10 @@ def main() -> None:
             runs: dict[str, list[dict[str, Any]]] = {}
             for _ in range(options.rounds):
                 runs.setdefault("rayrft", []).append(measure("rayrft", folder, batch, options))
-                for threads in options.threads:
-                    key = f"TRL, {threads} threads"
-                    runs.setdefault(key, []).append(measure("trl", folder, batch, options, threads=threads))
+                for threads, continuous in itertools.product(options.threads, (0, 1)):
+                    key = f"TRL, {threads} threads{', contin.' * continuous}"
+                    given = {"threads": threads, "continuous": continuous}
+                    runs.setdefault(key, []).append(measure("trl", folder, batch, options, **given))
             for key, found in runs.items():
                 report(batch, key, found, runs["rayrft"])
 

@@ -11,7 +11,7 @@ import pytest
 
 from rayrft.buffer.log import storage
 
-_CHANGES = ("write", "fsync", "fdatasync", "replace", "truncate", "ftruncate", "unlink")
+_CHANGES = ("write", "pwrite", "fsync", "fdatasync", "replace", "truncate", "ftruncate", "unlink")
 
 
 class Killed(BaseException):

@@ -49,14 +49,19 @@ class LocalBuffer:
     """A Buffer at ``folder``. ``do`` makes a call and gives what came of it: errors of the contract as their names."""
 
     def __init__(
-        self, folder: Path, config: BufferConfig, tasks: Callable[[], TaskSet] | None = None, run: str = "run"
+        self,
+        folder: Path,
+        config: BufferConfig,
+        tasks: Callable[[], TaskSet] | None = None,
+        run: str = "run",
+        **named: Any,
     ) -> None:
-        self._arguments = (run, str(folder), config, 0, tasks)
+        self._arguments, self.named = (run, str(folder), config, 0, tasks), named
         self.open()
 
     def open(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self.buffer = Buffer(*self._arguments)
+        self.buffer = Buffer(*self._arguments, **self.named)
 
     def kill(self) -> None:
         """As SIGKILL does it: nothing is written any more, and the lock is free."""

@@ -25,7 +25,7 @@ def test_a_full_buffer_makes_producers_wait_until_there_is_room(start: Start) ->
         assert not writing.done()
         await buffer.lease.remote(0, 1, 5)
         await buffer.ack.remote(0)
-        await asyncio.wait_for(writing, 10)
+        await asyncio.wait_for(writing, 120)
 
     asyncio.run(third())
     assert ledger(buffer)["sampled"] == 6

@@ -56,7 +56,7 @@ def test_nothing_leaves_that_a_trainer_which_starts_again_would_ask_for(buffer: 
     buffer.do("cover", 8)
     assert on_disk(tmp_path) < before / 2
     buffer.restart()
-    buffer.do("rollback", 8)
+    buffer.do("rollback", 8, "again")
     assert [buffer.lease(step) for step in range(8, 12)] == leases[8:]
     assert buffer.do("stats")["trained"] == 2 * 2 * 8
 

@@ -57,7 +57,7 @@ def with_tickets(script: Script) -> None:
     script("do", "drop", late, {"zero_variance": 2}, GroupReport(rows=2))
     script("do", "feedback", f"{e.sequence}/0", 9.0, {"said": "good"})
     script("lease", 1)
-    script("do", "requeue", 1)
+    script("do", "requeue", 1, 1)
     script("lease", 2)
     assert script("do", "feedback", f"{e.sequence}/0", 1.0) == ("FeedbackRefused", 2)
     script("do", "ack", 2)
@@ -68,7 +68,7 @@ def with_tickets(script: Script) -> None:
     script("put", [(rows(h), h), (rows(i), i)])
     script("lease", 3)
     script("do", "ack", 3)
-    script("do", "rollback", 3)
+    script("do", "rollback", 3, "second")
     script("lease", 3)
     script("do", "ack", 3)
     script("do", "cover", 4)
@@ -90,7 +90,7 @@ def from_a_pool(script: Script, groups: int = 3) -> None:
         if step != 3:
             script("do", "ack", step)
         if step == 5:
-            script("do", "rollback", 4)
+            script("do", "rollback", 4, "second")
             script("do", "ack", 4)
             script("do", "ack", 5)
         script("put", [(group(40 + step), None)])

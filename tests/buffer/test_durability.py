@@ -17,6 +17,7 @@ import pytest
 
 from rayrft.buffer import store
 from rayrft.buffer.experience import Experience, pack, to_batch
+from rayrft.buffer.log import commit
 from rayrft.buffer.log.events import Event
 from rayrft.buffer.schedule import Ticket
 from rayrft.buffer.writer import BufferWriter
@@ -130,7 +131,7 @@ class TestFullDisk:
             lambda: put(buffer, 3),
             lambda: buffer.do("ack", 0),
             lambda: buffer.lease(1),
-            lambda: buffer.do("requeue", 0),
+            lambda: buffer.do("requeue", 0, 0),
             lambda: buffer.do("cover", 1),
         ]
         for call in [*calls, *calls]:
@@ -170,7 +171,8 @@ class TestOrder:
         put(buffer, 1)
         done = [(call, file.split("-")[0]) for call, file in disk.calls]
         synced = [("write", "segment"), ("fdatasync", "segment"), ("write", "journal"), ("fdatasync", "journal")]
-        assert done == (synced if fsync == "always" else synced[::2])
+        noted = [("open", "synced"), ("pwrite", "synced")]
+        assert done == (synced + noted if fsync == "always" else synced[::2])
         buffer.kill()
 
     def test_what_is_written_while_the_disk_is_forced_is_forced_the_next_time(
@@ -270,6 +272,91 @@ class TestPower:
         buffer.open()
         with pytest.raises(StorageError, match=r"bytes were written and \d+ are there"):
             held(buffer)
+        buffer.kill()
+
+
+class TestLostEnd:
+    """A journal whose end is gone, and with it what was acknowledged."""
+
+    def filled(self, folder: Path, fsync: str) -> LocalBuffer:
+        buffer = LocalBuffer(folder, small(**ROOMY, segment_bytes=1 << 20, fsync=fsync))
+        for number in range(6):
+            put(buffer, number)
+        return buffer
+
+    def cut(self, folder: Path, line: int) -> tuple[Path, bytes]:
+        """Keep so many lines of the journal, whole; gives its file, and what it was."""
+        [file] = folder.glob("journal*")
+        whole = file.read_bytes()
+        file.write_bytes(b"".join(whole.splitlines(keepends=True)[:line]))
+        return file, whole
+
+    def refused(self, buffer: LocalBuffer, file: Path) -> None:
+        before = {each: each.read_bytes() for each in file.parent.rglob("*") if each.is_file()}
+        for _ in range(2):
+            with pytest.raises(StorageError) as raised:
+                buffer.open()
+            buffer.loop.close()
+            assert raised.value.field == str(file) and raised.value.remedy
+        assert {each: each.read_bytes() for each in before} == before, "left as it was, so that it can be mended"
+
+    @pytest.mark.parametrize("line", [0, 3, 6])
+    def test_one_that_was_on_the_disk_is_damage(self, tmp_path: Path, line: int) -> None:
+        buffer = self.filled(tmp_path, "always")
+        buffer.kill()
+        file, whole = self.cut(tmp_path, line)
+        self.refused(buffer, file)
+        file.write_bytes(whole)
+        buffer.open()
+        assert held(buffer) == list(range(6))
+        buffer.kill()
+
+    def test_one_that_is_gone_with_its_snapshot_is_damage(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(commit, "_SNAPSHOT_BYTES", 500)
+        monkeypatch.setattr(commit, "_SNAPSHOT_RATIO", 0)
+        buffer = self.filled(tmp_path, "never")
+        buffer.kill()
+        for file in [*tmp_path.glob("snapshot*"), *tmp_path.glob("journal*")]:
+            file.unlink()
+        self.refused(buffer, tmp_path / "journal-00000000.jsonl")
+
+    def test_one_that_a_checkpoint_goes_on_from_is_damage_whatever_the_policy(self, tmp_path: Path) -> None:
+        buffer = self.filled(tmp_path, "never")
+        buffer.named["logged"] = buffer.do("settle")
+        put(buffer, 6)
+        buffer.kill()
+        (tmp_path / "synced").unlink()
+        file, whole = self.cut(tmp_path, 6)
+        self.refused(buffer, file)
+        file.write_bytes(whole)
+        self.cut(tmp_path, 7)  # what came after the checkpoint was never forced to the disk
+        buffer.open()
+        assert held(buffer) == list(range(6))
+        buffer.kill()
+
+    def test_rows_that_were_on_the_disk_are_missed_where_they_lay(self, tmp_path: Path) -> None:
+        buffer = self.filled(tmp_path, "never")
+        buffer.do("settle")
+        buffer.kill()
+        segment = tmp_path / "shard-0" / "segment-00000000.arrow"
+        os.truncate(segment, segment.stat().st_size - 1)
+        buffer.open()
+        with pytest.raises(StorageError) as raised:
+            held(buffer)
+        assert raised.value.field == segment.name
+        buffer.kill()
+
+    def test_a_write_that_a_crash_left_unfinished_is_cut_off_and_said(self, tmp_path: Path) -> None:
+        buffer = self.filled(tmp_path, "always")
+        assert buffer.do("resume", 0, "first") == 0
+        buffer.kill()
+        for file in (*tmp_path.glob("journal*"), *(tmp_path / "shard-0").iterdir()):
+            with file.open("ab") as opened:
+                opened.write(b"half")
+        buffer.open()
+        assert buffer.do("resume", 0, "second") == 8 and held(buffer) == list(range(6))
         buffer.kill()
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from rayrft.buffer.experience import SCHEMA, Experience, Task, VersionSpan, from_batch, pack, to_batch, unpack
-from rayrft.buffer.validation import find_faults, group_numbers, group_starts
+from rayrft.buffer.validation import Limits, find_faults, group_numbers, group_starts
+from rayrft.errors import DataError
 
 
 def make_row(**changes: Any) -> Experience:
@@ -82,6 +83,53 @@ def test_a_right_row_has_no_fault() -> None:
     assert find_faults(to_batch([make_row(), expert, make_row(experience_id="run/stage/0")])) == {}
 
 
+LIMITS = Limits(vocabulary=9, max_length=4, version=7)
+
+
+def test_a_row_at_every_limit_has_no_fault() -> None:
+    row = make_row(logprobs=np.array([0, 0, -0.5, 1e-6], dtype=np.float32))
+    assert find_faults(to_batch([row]), LIMITS) == {}
+
+
+@pytest.mark.parametrize(
+    ("limits", "fault"),
+    [
+        ({"vocabulary": 8}, "token_ids has an entry outside the vocabulary"),
+        ({"max_length": 3}, "token_ids are more than max_length"),
+        ({"version": 6}, "weight_versions names weights that never were"),
+    ],
+)
+def test_a_row_one_beyond_a_limit_is_named(limits: dict[str, int], fault: str) -> None:
+    assert find_faults(to_batch([make_row()]), dataclasses.replace(LIMITS, **limits)) == {0: fault}
+
+
+def test_the_second_row_of_an_id_is_named() -> None:
+    rows = [make_row(), make_row(experience_id="run/stage/0/1"), make_row()]
+    assert find_faults(to_batch(rows)) == {2: "experience_id is that of another row"}
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("group_id", 7),
+        ("group_id", None),
+        ("token_ids", None),
+        ("token_ids", np.array([1.5, 2.0])),
+        ("token_ids", np.zeros((2, 2), np.int32)),
+        ("prompt_length", 1.5),
+        ("token_ids", [1 << 40]),
+        ("reward", "good"),
+        ("labels", ["good"]),
+        ("weight_versions", (7,)),
+        ("turns", "said"),
+    ],
+)
+def test_a_row_of_wrong_types_is_an_error_that_names_the_column(column: str, value: Any) -> None:
+    with pytest.raises(DataError) as raised:
+        to_batch([make_row(), make_row(**{column: value})])
+    assert raised.value.field == column
+
+
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [
@@ -103,14 +151,24 @@ def test_a_right_row_has_no_fault() -> None:
             "weight_versions do not cover every action token",
         ),
         ({"weight_versions": (VersionSpan(2, 9, 6),)}, "weight_versions do not cover every action token"),
-        ({"token_ids": np.array([5, -6, 7, 8], dtype=np.int32)}, "token_ids has a negative entry"),
+        ({"token_ids": np.array([5, -6, 7, 8], dtype=np.int32)}, "token_ids has an entry outside the vocabulary"),
+        ({"token_ids": [5, None, 7, 8]}, "token_ids has empty places"),
+        ({"action_mask": [0, 0, 1, None]}, "action_mask has empty places"),
+        ({"logprobs": [0, 0, None, -1.0]}, "logprobs is not finite"),
+        ({"logprobs": np.array([0, 0, 0.1, -1], dtype=np.float32)}, "logprobs has an entry above 0"),
+        ({"teacher_logprobs": np.array([0, 0, 0.1, -1], dtype=np.float32)}, "teacher_logprobs has an entry above 0"),
+        ({"weight_versions": (VersionSpan(2, 4, -1),)}, "weight_versions names weights that never were"),
         ({"experience_id": "else"}, "experience_id does not begin with its group_id"),
     ],
 )
 def test_a_faulty_row_is_named(changes: dict[str, Any], fault: str) -> None:
-    good = make_row()
-    assert find_faults(to_batch([good, make_row(**changes), good])) == {1: fault}
-    assert find_faults(to_batch([good, make_row(**changes), good]).slice(1)) == {0: fault}
+    rows = [
+        make_row(),
+        make_row(**{"experience_id": "run/stage/0/1", **changes}),
+        make_row(experience_id="run/stage/0"),
+    ]
+    assert find_faults(to_batch(rows)) == {1: fault}
+    assert find_faults(to_batch(rows).slice(1)) == {0: fault}
 
 
 def test_task_ids_follow_from_content() -> None:

@@ -77,7 +77,7 @@ class Twins(RuleBasedStateMachine):
         self.groups: dict[str, Known] = {}
         self.tickets: dict[int, Ticket] = {}
         self.leases: dict[int, Lent] = {}
-        self.sampled = self.rejected = self.calls = self.version = self.step = self.numbers = 0
+        self.sampled = self.rejected = self.calls = self.version = self.step = self.numbers = self.lives = 0
         self.failed: Counter[str] = Counter()
 
     @initialize(
@@ -137,8 +137,9 @@ class Twins(RuleBasedStateMachine):
             rows = group(self.numbers, version=version, advantage=advantage)
             broken = [dataclasses.replace(row, advantages=None, reward=None) for row in rows[:faults]]
             sent.append(([*broken, *rows[faults:]], ticket))
-            self.sampled, self.rejected = self.sampled + 2, self.rejected + faults
-            if faults < 2:
+            taken = 2 - faults if ticket is not None or not faults else 0
+            self.sampled, self.rejected = self.sampled + 2, self.rejected + 2 - taken
+            if taken:
                 self.groups[str(self.numbers)] = Known(rows[faults:], ticket, self.numbers)
         self.both("put", sent, **said)
 
@@ -231,14 +232,16 @@ class Twins(RuleBasedStateMachine):
     @rule(data=st.data())
     def requeue(self, data: st.DataObject) -> None:
         step = data.draw(st.sampled_from(sorted(s for s, lease in self.leases.items() if not lease.acked) or [-1]))
-        self.both("do", "requeue", step)
+        drawn = self.twin.buffer._state.book.leases
+        self.both("do", "requeue", step, drawn[step].draw if step in drawn else 0)
         self.leases.pop(step, None)
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
     def roll_back(self, data: st.DataObject) -> None:
         step = data.draw(st.sampled_from(sorted(self.leases)))
-        self.both("do", "rollback", step)
+        self.lives += 1
+        self.both("do", "rollback", step, str(self.lives))
         for lent in (lease for s, lease in self.leases.items() if s >= step and lease.acked):
             lent.acked = False
             for name in lent.groups:

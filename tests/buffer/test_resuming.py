@@ -29,9 +29,9 @@ def buffer(tmp_path: Path) -> Iterator[LocalBuffer]:
     made.kill()
 
 
-def fill(buffer: LocalBuffer, call: int, count: int) -> list[Ticket]:
+def fill(buffer: LocalBuffer, call: int, count: int, producer: str = "explorer") -> list[Ticket]:
     """Ask for tickets and put a group for each."""
-    tickets: list[Ticket] = buffer.do("admit", "explorer", call, count)
+    tickets: list[Ticket] = buffer.do("admit", producer, call, count)
     versions = [group(ticket.sequence, version=ticket.version) for ticket in tickets]
     buffer.put(list(zip(versions, tickets, strict=True)))
     return tickets
@@ -51,7 +51,7 @@ def test_nothing_is_admitted_until_the_weights_of_the_last_repeated_step_are_pub
         buffer.do("ack", step)
         buffer.do("advance", step + 1)
     buffer.restart()
-    buffer.do("resume", 0)
+    buffer.do("resume", 0, "again")
     buffer.do("open_stage", plan(1, name="mix"))
     for step in range(2):
         assert not buffer.may_admit()
@@ -71,7 +71,7 @@ def test_a_stage_goes_on_with_another_batch_size(tmp_path: Path, groups: int, sa
     assert len(fill(buffer, 0, 6)) == 6
     first = take(buffer, 0)
     buffer.restart()
-    buffer.do("resume", 0)
+    buffer.do("resume", 0, "again")
     buffer.do("open_stage", plan(groups, name="mix", max_staleness=2))
     assert take(buffer, 0) == first, "what was leased is the same"
     for step in range(2):
@@ -92,10 +92,10 @@ def test_a_stage_goes_on_with_a_tighter_bound_of_staleness(tmp_path: Path, sampl
         buffer.do("ack", step)
         buffer.do("advance", step + 1)
     buffer.restart()
-    buffer.do("resume", 2)
+    buffer.do("resume", 2, "again")
     buffer.do("open_stage", plan(1, name="mix", max_staleness=1))
     assert buffer.do("stats")["dropped"] == {"stale": 4}, "two groups of version 0 are too old for step 2"
-    fresh = fill(buffer, 1, 1)
+    fresh = fill(buffer, 1, 1, "explorer of the resumed run")
     assert take(buffer, 2) == [str(ticket.sequence) for ticket in fresh]
     buffer.kill()
 
@@ -109,7 +109,7 @@ def test_the_batch_of_a_step_that_a_checkpoint_holds_is_said_to_be_gone(buffer: 
         buffer.do("advance", step + 1)
     buffer.do("cover", 2)
     buffer.restart()
-    buffer.do("resume", 1)
+    buffer.do("resume", 1, "again")
     with pytest.raises(RayrftError, match=r"gone, for a checkpoint holds its work .* from a checkpoint of step 2 or"):
         buffer.do("lease", 1, 1, 60)
 
@@ -129,7 +129,7 @@ def test_that_no_more_groups_will_be_put_is_known_after_a_restart(buffer: LocalB
     buffer.put([(group(0), None)])
     buffer.do("detach", "put")
     buffer.restart()
-    buffer.do("resume", 0)
+    buffer.do("resume", 0, "again")
     buffer.do("open_stage", filling)
     assert take(buffer, 0) == ["0"]
     assert buffer.do("lease", 1, 1, 60) == ("LeaseEnded", "end_of_data")

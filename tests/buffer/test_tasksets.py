@@ -96,13 +96,59 @@ def test_a_held_out_file_keeps_its_questions_from_every_source(tmp_path: Path, r
     assert not {task.question for task in splits.train} & {task.question for task in splits.evaluation}
 
 
-def test_real_word_problems_load_with_their_ground_truth(gsm8k: Path, ray_cluster: Any) -> None:
-    source = {"source": "file", "path": gsm8k / "train.jsonl", "eval_path": gsm8k / "test.jsonl"}
-    tasks = TasksConfig(sources=[{**source, "answer_after": "####"}], eval_size=300)
-    splits = load_tasks(tasks, {}, seed=0)
-    assert len(splits.train) > 7000 and len(splits.evaluation) == 300
-    natalia = next(task for task in splits.train if task.question.startswith("Natalia sold clips to 48"))
-    assert natalia.answer == "72"
+def hub(folder: Path, **changes: Any) -> dict[str, Any]:
+    source = {"source": "datasets", "dataset": str(folder), "config": "main", "eval_split": "test"}
+    return {**source, "answer_after": "####", **changes}
+
+
+def test_word_problems_load_from_a_copy_of_the_hub_as_from_their_files(gsm8k: Path, ray_cluster: Any) -> None:
+    train, test = (
+        [json.loads(line)["question"] for line in (gsm8k / f"main/{split}.jsonl").read_text().splitlines()]
+        for split in ("train", "test")
+    )
+    splits = load_tasks(TasksConfig(sources=[hub(gsm8k)], eval_size=len(test)), {}, seed=0)
+    assert [task.question for task in splits.evaluation] == test
+    assert [task.question for task in splits.train] == [each for each in train if each not in test]
+    natalia = splits.train[0]
+    assert natalia.question.startswith("Natalia sold clips to 48") and natalia.answer == "72"
+    files = {"source": "file", "path": gsm8k / "main/train.jsonl", "eval_path": gsm8k / "main/test.jsonl"}
+    same = load_tasks(TasksConfig(sources=[{**files, "answer_after": "####"}], eval_size=len(test)), {}, seed=0)
+    assert [(task.question, task.answer) for task in same.train] == [(t.question, t.answer) for t in splits.train]
+
+
+def test_a_split_gives_as_many_rows_as_are_asked_for(gsm8k: Path) -> None:
+    source = TaskSourceConfig(**hub(gsm8k, size=7))
+    assert len(read_source(source, "s")) == 7
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "remedy"),
+    [
+        ({"config": "mian"}, "config", "name one"),
+        ({"config": None}, "config", "name one"),
+        ({"split": "trian"}, "split", "did you mean 'train'"),
+        ({"eval_split": "tset"}, "eval_split", "did you mean 'test'"),
+        ({"question": "qestion"}, "question", "did you mean 'question'"),
+        ({"answer": "x"}, "answer", "known: answer, question"),
+        ({"images": "answer"}, "eval_split", "give paths"),
+        ({"dataset": "rayrft/no-such-data-set"}, "dataset", "HF_HOME"),  # the tests' hub is offline
+        ({"dataset": "/no/such/folder"}, "dataset", "a folder with a copy"),
+    ],
+)
+def test_what_does_not_fit_a_data_set_is_named_with_its_remedy(
+    gsm8k: Path, changes: dict[str, Any], field: str, remedy: str
+) -> None:
+    with pytest.raises(DataError) as caught:
+        load_tasks(TasksConfig(sources=[hub(gsm8k, **changes)], eval_size=2), {}, seed=0)
+    assert caught.value.field == f"tasks.sources.0.{field}"
+    assert remedy in caught.value.remedy
+
+
+def test_a_broken_file_of_a_data_set_is_named_with_its_cause(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"question": 1\nx')
+    with pytest.raises(DataError) as caught:
+        read_source(TaskSourceConfig(**hub(tmp_path, config=None, eval_split=None)), "s")
+    assert caught.value.field == "s.dataset" and "JSON" in caught.value.problem
 
 
 def test_a_question_of_two_sources_stays_with_the_first() -> None:

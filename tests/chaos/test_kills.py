@@ -83,13 +83,14 @@ class Trainer:
             step = len(self.trained)
             try:
                 ids = await self._take(step)
+                draw = self.draw
             except LeaseEnded as ended:
                 assert ended.value == "stage_closed"
                 return
             if self._chance.random() < 0.3:
                 assert await self._take(step) == ids
             if self._returns and self._chance.random() < 0.2:
-                await self._buffer.requeue.remote(step)
+                await self._buffer.requeue.remote(step, draw)
                 continue
             await self._buffer.ack.remote(step)
             self.trained.append(ids)
@@ -98,7 +99,7 @@ class Trainer:
             await self._buffer.advance.remote(step + 1)
             await self._buffer.cover.remote(step - 3)
             if step > 3 and self._chance.random() < 0.1:
-                await self._buffer.rollback.remote(step - 2)
+                await self._buffer.rollback.remote(step - 2, f"again-{step}")
                 for again in range(step - 2, step + 1):
                     assert await self._take(again) == self.trained[again]
                     await self._buffer.ack.remote(again)
@@ -107,7 +108,7 @@ class Trainer:
         """The rows of the step's lease. Blocks may die with the process that made them: then it is asked for again."""
         while True:
             lease = await self._buffer.lease.remote(step, 2, 100)
-            self.stale = max(self.stale, *lease.staleness)
+            self.stale, self.draw = max(self.stale, *lease.staleness), lease.draw
             parts = [part for share in lease.shares for part in share.parts]
             try:
                 messages = await asyncio.gather(*(part.ref for part in parts))
@@ -182,10 +183,11 @@ def actors() -> Iterator[list[Any]]:
         ray.kill(actor)
 
 
-async def test_a_hundred_kills_of_the_buffer_lose_no_ticket_and_no_group(tmp_path: Path, actors: list[Any]) -> None:
+@pytest.mark.parametrize("kills", [30, pytest.param(100, marks=pytest.mark.slow)])
+async def test_kills_of_the_buffer_lose_no_ticket_and_no_group(tmp_path: Path, actors: list[Any], kills: int) -> None:
     chance = random.Random(0)
-    async with Reaper(chance, {"buffer": 100}) as reaper:
-        options = {**FOREVER, "max_concurrency": 1000, "name": "mortal:buffer"}
+    async with Reaper(chance, {"buffer": kills}) as reaper:
+        options = {**FOREVER, "max_concurrency": 1000, "name": f"mortal:buffer-{kills}"}
         buffer = ray.remote(MortalBuffer).options(**options).remote(reaper.door, "run", str(tmp_path), CONFIG, 0, TASKS)
         actors.append(buffer)
         await buffer.open_stage.remote(plan(3, max_staleness=1))
@@ -200,15 +202,14 @@ async def test_a_hundred_kills_of_the_buffer_lose_no_ticket_and_no_group(tmp_pat
         assert trainer.stale <= 1
 
 
-async def test_twenty_five_kills_of_the_buffer_and_as_many_of_a_shard_keep_the_order(
-    tmp_path: Path, actors: list[Any]
-) -> None:
+@pytest.mark.parametrize("kills", [5, pytest.param(25, marks=pytest.mark.slow)])
+async def test_kills_of_the_buffer_and_of_a_shard_keep_the_order(tmp_path: Path, actors: list[Any], kills: int) -> None:
     chance = random.Random(1)
-    async with Reaper(chance, {"buffer": 25, "shard": 25}) as reaper:
+    async with Reaper(chance, {"buffer": kills, "shard": kills}) as reaper:
         storage = Storage(str(tmp_path)).folder("shard-1")
-        options = {**FOREVER, "name": "mortal:shard-1"}
+        options = {**FOREVER, "name": f"mortal:shard-{kills}"}
         shard = ray.remote(MortalShard).options(**options).remote(reaper.door, storage, CONFIG)
-        options = {**FOREVER, "max_concurrency": 1000, "name": "mortal:buffer-2"}
+        options = {**FOREVER, "max_concurrency": 1000, "name": f"mortal:sharded-buffer-{kills}"}
         arguments = ("run", str(tmp_path), CONFIG, 0, None, [shard])
         buffer = ray.remote(MortalBuffer).options(**options).remote(reaper.door, *arguments)
         actors += [buffer, shard]

@@ -13,10 +13,11 @@ from rayrft.config import StageConfig, dump_config, load_config
 from rayrft.errors import ConfigError
 from tests.config.test_load import base
 
+STAGE = {"name": "s", "steps": 1, "batch_size": 40, "group_size": 8}
+
 
 def stage(algorithm: dict[str, Any], **changes: Any) -> StageConfig:
-    plain = {"name": "s", "steps": 1, "batch_size": 40, "group_size": 8}
-    return load_config({**base(), "stages": [{**plain, "algorithm": algorithm, **changes}]}).stages[0]
+    return load_config({**base(), "stages": [{**STAGE, "algorithm": algorithm, **changes}]}).stages[0]
 
 
 def test_every_piece_and_coefficient_can_be_given() -> None:
@@ -91,6 +92,28 @@ def test_a_way_to_update_that_acts_on_nothing_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         stage(algorithm, **changes)
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "dr_grpo", "gspo", "red_drop", "reinforce_pp_baseline", "gigpo"])
+def test_one_answer_to_a_task_is_refused_where_answers_are_compared(name: str) -> None:
+    with pytest.raises(ConfigError, match="group_size 1 leaves nothing to compare with"):
+        stage({"name": name}, group_size=1)
+
+
+@pytest.mark.parametrize("name", ["reinforce_pp", "remax", "ppo", "raft"])
+def test_one_answer_to_a_task_is_enough_where_they_are_not(name: str) -> None:
+    assert stage({"name": name}, group_size=1).groups == 40
+
+
+def test_the_longest_answer_is_that_of_the_sampling() -> None:
+    assert stage({"name": "dr_grpo"}).algorithm.build().coefficients == {"constant_length": 8}
+    given = {"name": "mix", "sft_aggregation": "constant", "constant_length": 100}
+    mixed = stage(given, expert_share=0.2, demonstrations="expert").algorithm.build()
+    assert mixed.coefficients["constant_length"] == 100
+    config = load_config({**base(), "stages": [{**STAGE, "algorithm": {"name": "dr_grpo"}}]})
+    assert load_config(yaml.safe_load(dump_config(config))) == config
+    with pytest.raises(ConfigError, match="nothing is sampled in mode 'train'"):
+        load_config({**base(), "mode": "train", "stages": [{**STAGE, "algorithm": {"name": "dr_grpo"}}]})
 
 
 def test_a_teacher_is_given_where_there_is_distillation_and_nowhere_else(tmp_path: Path) -> None:

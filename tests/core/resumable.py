@@ -32,6 +32,7 @@ from rayrft.core.cast import Cast
 from rayrft.core.progress import Checkpoints, Progress
 from rayrft.core.recorder import Recorder
 from rayrft.core.stages import Stages
+from rayrft.errors import RowsFailed, StorageError
 from rayrft.trainer.commands import Command, Load, Save, Score
 from rayrft.trainer.loop import RankSetup
 from rayrft.trainer.rank import Rank
@@ -103,8 +104,8 @@ class OneRank:
 class Actors:
     """An explorer whose answers are drawn by task and seed and rewarded by the present weights."""
 
-    def __init__(self, buffer: Any, trainer: Any, pipe: Connection) -> None:
-        self._buffer, self._trainer, self._pipe = buffer, trainer, pipe
+    def __init__(self, buffer: Any, trainer: Any, pipe: Connection, poisoned: int | None) -> None:
+        self._buffer, self._trainer, self._pipe, self._poisoned = buffer, trainer, pipe, poisoned
         self._writer = BufferWriter(buffer)
 
     async def explore(self, stage: StageConfig) -> None:
@@ -129,6 +130,8 @@ class Actors:
             mask = np.ones(len(row), np.uint8)
             mask[0] = 0
             advantage = np.float32(means[number] - np.mean(means))
+            if ticket.sequence == self._poisoned and number == 1:
+                row[-1] = VOCABULARY  # this Buffer knows of no limits, and the model has no such token
             group.append(
                 Experience(
                     f"{name}/{number}",
@@ -159,17 +162,19 @@ def demonstrations() -> list[Experience]:
     return rows
 
 
-def run(config: RunConfig, pipe: Connection) -> None:
-    """Begin the run, or go on with it, to its end. ``pipe`` gets what was just done, for a reader that may kill."""
+def run(config: RunConfig, pipe: Connection, poisoned: int | None = None) -> None:
+    """Begin the run, or go on with it, to its end. ``pipe`` gets what was just done, for a reader that may kill.
+
+    In the group of the ticket ``poisoned`` there is a row on which every step fails."""
     torch.set_num_threads(1)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(probe.getsockname()[1]))
     dist.init_process_group("gloo", rank=0, world_size=1)
-    asyncio.run(_run(config, pipe))
+    asyncio.run(_run(config, pipe, poisoned))
 
 
-async def _run(config: RunConfig, pipe: Connection) -> None:
+async def _run(config: RunConfig, pipe: Connection, poisoned: int | None) -> None:
     Objects()
     checkpoints = Checkpoints(config.folder, config.checkpoint)
     progress = checkpoints.latest()
@@ -177,16 +182,24 @@ async def _run(config: RunConfig, pipe: Connection) -> None:
         progress = Progress("run")
         checkpoints.mark_beginning(progress)
     tasks: Callable[[], TaskSet] = partial(TaskSet, [0] * TASKS, [1.0], sampler="shuffled", seed=3)
-    buffer = Remote(Buffer("run", config.buffer_location, config.buffer, 0, tasks))
+    try:
+        buffer = Remote(Buffer("run", config.buffer_location, config.buffer, 0, tasks, logged=progress.logged))
+    except StorageError as error:
+        return pipe.send(type(error).__name__)
     local = OneRank(config, pipe)
     trainer = Remote(local)
-    explorer = Remote(Actors(buffer, trainer, pipe))
+    explorer = Remote(Actors(buffer, trainer, pipe, poisoned))
     await buffer.load.remote("gold", [pack(to_batch(demonstrations()))])
     cast = Cast(buffer, trainer, explorer, None, [], [])
     stages = Stages(config, cast, Recorder(config, progress.records), progress, asyncio.Event())
     await stages.restore()
     pipe.send("up")
-    await stages.run()
+    try:
+        await stages.run()
+    except RowsFailed as failed:
+        await stages.blame(failed)  # as the Master does
+        pipe.send(failed.value)
+        return
     stats = await buffer.stats.remote()
     (config.folder / "end.json").write_text(json.dumps({key: stats[key] for key in ("trained", "held")}))
     weights = [p.detach().full_tensor().flatten() for p in local.rank._learner.policy.parameters()]

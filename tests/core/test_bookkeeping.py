@@ -10,7 +10,7 @@ import pytest
 from rayrft.buffer.lease import Lease
 from rayrft.buffer.log.events import GroupReport
 from rayrft.core.bookkeeping import first_step_doubt
-from rayrft.trainer.result import StepResult
+from rayrft.trainer.result import StepResult, Unmoved
 
 SOUND = StepResult(
     loss=0.1,
@@ -33,12 +33,13 @@ SOUND = StepResult(
     policy_tokens=10,
     expert_tokens=0,
     train_s=0.1,
+    unmoved=Unmoved(kl=0.0, clip_fraction=0.04),
     value_errors={},
 )
 
 
 def lease(*staleness: int) -> Lease:
-    return Lease(0, (), 8, 0, staleness, GroupReport(), 0.0)
+    return Lease(0, 0, (), 8, 0, staleness, GroupReport(), 0.0)
 
 
 @pytest.mark.parametrize(
@@ -48,8 +49,12 @@ def lease(*staleness: int) -> Lease:
         ({"logprob_gap": 0.02}, (0, 0), "disagree by 0.02 nats"),
         ({"logprob_gap": 0.02}, (0, 1), None),  # sampled by an earlier policy
         ({"logprob_gap": 0.02}, (), None),  # no own rows
-        ({"kl": 0.3}, (0, 1), "KL to the reference is 0.3 and not 0"),
-        ({"kl": -0.3}, (), "KL to the reference is -0.3"),
+        ({"unmoved": Unmoved(0.0, 0.06)}, (0, 0), "binds the ratio on 6% of the tokens"),
+        ({"unmoved": Unmoved(0.0, 0.06)}, (0, 1), None),
+        ({"clip_fraction": 0.5}, (0, 0), None),  # in later updates the policy has moved
+        ({"unmoved": Unmoved(0.3, 0.0)}, (0, 1), "KL to the reference is 0.3 and not 0"),
+        ({"unmoved": Unmoved(-0.3, 0.0)}, (), "KL to the reference is -0.3"),
+        ({"kl": 0.3}, (0, 0), None),
     ],
 )
 def test_a_first_step_is_doubted_where_policies_differ_that_must_not(

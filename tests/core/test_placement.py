@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from rayrft.config import load_config
-from rayrft.core.placement import check_placement, plan_placement, show_plan
+from rayrft.core.placement import Part, Placement, check_placement, plan_placement, show_plan
 from rayrft.errors import PlacementError
 from tests.config.test_load import base
 
@@ -17,7 +19,7 @@ def test_the_quickstart_fits_two_cores() -> None:
     from tests.config.test_load import JOBS
 
     parts = plan_placement(load_config(JOBS / "quickstart.yaml"))
-    check_placement(parts, LAPTOP, [LAPTOP])
+    check_placement(parts, [LAPTOP])
 
 
 def test_the_plan_names_every_group_and_the_totals() -> None:
@@ -49,10 +51,87 @@ def test_the_plan_names_every_group_and_the_totals() -> None:
 )
 def test_what_does_not_fit_is_an_error_with_the_numbers(override: dict[str, float], message: str) -> None:
     with pytest.raises(PlacementError, match=message):
-        check_placement(plan_placement(load_config(base(), override)), LAPTOP, [LAPTOP])
+        check_placement(plan_placement(load_config(base(), override)), [LAPTOP])
 
 
 def test_a_bundle_that_no_single_node_can_hold_is_an_error() -> None:
     parts = plan_placement(load_config(base(), {"explorer.engine.count": 1, "explorer.engine.cpus": 3}))
-    with pytest.raises(PlacementError, match="no single node can hold one bundle of 'engines'"):
-        check_placement(parts, {"CPU": 8.0, "memory": 16.0 * GIB}, [LAPTOP] * 4)
+    with pytest.raises(PlacementError) as refused:
+        check_placement(parts, [LAPTOP] * 4)
+    assert refused.value.field == "placement.engines"
+
+
+def part(name: str, count: int, cpus: float = 0.1, gpus: float = 0.0) -> Part:
+    return Part(name, count, cpus, gpus, 0.1, "")
+
+
+@pytest.mark.parametrize(
+    ("parts", "nodes", "left_over"),
+    [
+        ([part("a", 2, cpus=1.2), part("b", 1, cpus=0.9)], [LAPTOP] * 2, "b"),  # 0.8 CPU is left on either node
+        ([part("a", 2, cpus=1.2), part("b", 2, cpus=0.8)], [LAPTOP] * 2, None),
+        ([part("a", 1, gpus=2)], [{**LAPTOP, "GPU": 1.0}] * 2, "a"),
+        ([part("a", 4, gpus=0.6), part("b", 2, gpus=0.5)], [{**LAPTOP, "GPU": 4.0}], "b"),  # 0.4 on every GPU
+        ([part("a", 4, gpus=0.4), part("b", 4, gpus=0.6)], [{**LAPTOP, "GPU": 4.0}], "b"),  # two of "a" share a GPU
+        ([part("a", 4, gpus=0.4), part("b", 2, gpus=1)], [{**LAPTOP, "GPU": 4.0}], None),
+        ([part("a", 4, gpus=0.6), part("b", 4, gpus=0.4)], [{**LAPTOP, "GPU": 4.0}], None),
+        ([part("a", 1, gpus=0.4), part("b", 1, gpus=0.5)], [{**LAPTOP, "GPU": 0.9}], None),  # of a GPU in use
+        ([part("a", 2, gpus=0.6)], [{**LAPTOP, "GPU": 1.7}], None),
+        ([part("a", 2, gpus=0.8)], [{**LAPTOP, "GPU": 1.7}], "a"),
+    ],
+)
+def test_what_is_enough_in_sum_and_fits_nowhere_is_refused_by_name(
+    parts: list[Part], nodes: list[dict[str, float]], left_over: str | None
+) -> None:
+    if left_over is None:
+        check_placement(parts, nodes)
+    else:
+        with pytest.raises(PlacementError) as refused:
+            check_placement(parts, nodes)
+        assert refused.value.field == f"placement.{left_over}"
+
+
+SHARED = {"explorer.engine.gpus": 0.3, "trainer.gpus": 0.4, "explorer.engine.cpus": 0.1, "trainer.cpus": 0.2}
+
+
+def test_engines_and_ranks_that_share_gpus_share_their_bundles() -> None:
+    config = load_config(base(), {**SHARED, "explorer.engine.count": 2, "trainer.ranks": 2})
+    parts = {part.name: part for part in plan_placement(config)}
+    assert "ranks" not in parts and parts["engines"].count == 2
+    assert parts["engines"].bundle == {"CPU": 0.3, "GPU": 0.7, "memory": 2.4 * GIB}
+    assert "a:ranks" in show_plan("a", list(parts.values()))
+
+
+def test_each_engine_is_on_the_gpu_of_its_rank_and_of_no_other(ray_cluster: Any) -> None:
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    if ray.cluster_resources().get("GPU", 0) < 2:
+        pytest.skip("needs 2 GPUs, or what Ray takes for them")
+    config = load_config(base(), {**SHARED, "explorer.engine.count": 2, "trainer.ranks": 2})
+    parts = plan_placement(config)
+    placement = Placement("pairs", parts)
+    placement.reserve([part.name for part in parts if part.name in ("engines", "ranks")])
+    try:
+        engines = [placement.actor(Device, "engines", bundle=index).remote() for index in range(2)]
+        ranks = [
+            ray.remote(Device)
+            .options(
+                num_cpus=config.trainer.cpus,
+                num_gpus=config.trainer.gpus,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(placement.ranks, index),
+            )
+            .remote()
+            for index in range(2)
+        ]
+        first, second, *of_ranks = ray.get([each.gpus.remote() for each in (*engines, *ranks)])
+    finally:
+        placement.remove()
+    assert [first, second] == of_ranks and first != second and len(first) == 1
+
+
+class Device:
+    def gpus(self) -> list[Any]:
+        import ray
+
+        return ray.get_gpu_ids()

@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from rayrft.config import RunConfig, load_config
-from rayrft.monitor.records import StepRecord, read_records
+from rayrft.core.progress import Checkpoints
+from rayrft.errors import StorageError
+from rayrft.monitor.records import NoteRecord, StepRecord, read_records
 from tests.core.resumable import run
 from tests.forks import FORKS
 
@@ -83,9 +85,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Process:
     """The run in a process of its own, and what it says."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, poisoned: int | None = None) -> None:
         self._receiving, sending = FORKS.Pipe(duplex=False)
-        self._process = FORKS.Process(target=run, args=(config, sending))
+        self._process = FORKS.Process(target=run, args=(config, sending, poisoned))
         self._process.start()
         sending.close()
 
@@ -114,10 +116,15 @@ def trained(config: RunConfig) -> dict[int, list[str]]:
 
 def go_through(config: RunConfig) -> list[str]:
     """Run to the end without a kill; gives the events."""
-    process = Process(config)
+    events = until_end(config)
+    assert events[-1] == "end"
+    return events
+
+
+def until_end(config: RunConfig, poisoned: int | None = None) -> list[Any]:
+    process = Process(config, poisoned)
     events = list(process.events())
     process.end()
-    assert events[-1] == "end"
     return events
 
 
@@ -180,10 +187,15 @@ def test_a_checkpoint_that_was_being_written_is_not_taken_for_one(
         if event == "Checkpoint":
             process.kill()
             break
+    [journal] = (config.folder / "buffer").glob("journal*")
+    with journal.open("ab") as file:
+        file.write(b'{"event":"half')
     checkpoints = config.folder / "checkpoints"
     (checkpoints / "step-000099").mkdir()  # as if a file system had kept the folder and lost what was in it
     go_through(config)
     assert not list(checkpoints.glob(".*"))
+    notes = [record.text for record in read_records(config.folder) if isinstance(record, NoteRecord)]
+    assert sum("14 bytes of unfinished writes" in note for note in notes) == 1
     assert_same(config, whole[0])
 
 
@@ -198,8 +210,31 @@ def test_a_run_goes_on_from_the_checkpoint_before_when_the_newest_is_gone(
             process.kill()
             break
     shutil.rmtree(newest)
+    latest = Checkpoints(config.folder, config.checkpoint).latest()
+    assert latest is not None and latest.logged[1] > 0
+    [journal] = (config.folder / "buffer").glob("journal*")
+    whole_journal = journal.read_bytes()
+    journal.write_bytes(whole_journal[: len(whole_journal) // 4])
+    (config.folder / "buffer" / "synced").unlink()
+    process = Process(config)
+    assert list(process.events()) == [StorageError.__name__], "it lacks steps that the checkpoint holds"
+    process.end()
+    journal.write_bytes(whole_journal)
     go_through(config)
     assert_same(config, whole[0])
+
+
+def test_a_row_that_steps_fail_on_is_left_out_after_the_second_time(
+    model: Path, tmp_path: Path, whole: tuple[RunConfig, list[str]]
+) -> None:
+    config = make_config(tmp_path, model, "poisoned")
+    first, second, third = (until_end(config, poisoned=9)[-1] for _ in range(3))
+    [row] = second
+    assert row in first and "/9/" in row and third == "end"
+    steps = [record.step for record in read_records(config.folder) if isinstance(record, StepRecord)]
+    assert steps == list(range(1, 16))
+    ends = [json.loads((each.folder / "end.json").read_text()) for each in (config, whole[0])]
+    assert ends[0]["trained"] == ends[1]["trained"] - 2, "the row and the other one of its group"
 
 
 def test_a_run_that_took_its_last_step_only_saves_its_weights(whole: tuple[RunConfig, list[str]]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rayrft.config.trainer import WeightSyncConfig
+from rayrft.config.trainer import ProbeBounds, WeightSyncConfig
 from rayrft.core.weight_sync import WeightSync
 from rayrft.errors import WeightSyncError
 from rayrft.explorer.engine import EngineWeights
@@ -15,10 +15,16 @@ from rayrft.trainer.commands import Describe, Publish, Score
 from rayrft.weights.parcel import Parcel, TensorMeta
 from tests.scripted import Remote
 
+TOKENS = 200
+EXACT, ROUNDED = ProbeBounds(1e-4, 1e-4, 1.0), ProbeBounds(0.03, 0.2, 0.99)
+
 
 class ScriptedEngine:
-    def __init__(self, digest: str = "abc", version_offset: int = 0, scores: float = -1.0, hang: bool = False) -> None:
-        self.digest, self.version_offset, self.scores, self.hang = digest, version_offset, scores, hang
+    def __init__(
+        self, digest: str = "abc", version_offset: int = 0, scores: list[float] | None = None, hang: bool = False
+    ) -> None:
+        self.digest, self.version_offset, self.hang = digest, version_offset, hang
+        self.scores = scores or [-1.0] * TOKENS
         self.calls: list[str] = []
 
     async def pause(self) -> None:
@@ -35,7 +41,7 @@ class ScriptedEngine:
 
     async def score(self, sequence: list[int], images: tuple[str, ...]) -> list[float]:
         self.calls.append("score")
-        return [self.scores] * (len(sequence) - 1)
+        return self.scores
 
 
 class ScriptedTrainer:
@@ -50,14 +56,15 @@ class ScriptedTrainer:
         raise AssertionError(command)
 
 
-def make_sync(*engines: ScriptedEngine, **config: Any) -> WeightSync:
+def make_sync(*engines: ScriptedEngine, bounds: ProbeBounds = EXACT, **config: Any) -> WeightSync:
     sync = WeightSync(
         WeightSyncConfig(**config),
         "gloo",
+        bounds,
         Remote(ScriptedTrainer()),
         [Remote(engine) for engine in engines],
         1,
-        [[1, 2, 3]],
+        [list(range(TOKENS + 1))],
     )
     sync._parcel = Parcel([TensorMeta("w", "float32", (4,))])
     return sync
@@ -91,16 +98,37 @@ async def test_another_version_stops_the_run() -> None:
         await make_sync(ScriptedEngine(version_offset=-1)).publish(3)
 
 
-async def test_log_probs_that_differ_stop_the_run_with_both_numbers() -> None:
-    with pytest.raises(
-        WeightSyncError, match=r"log-prob -1\.500000, the trainer -1\.000000: 0\.5 apart, more than 0\.0001"
-    ):
-        await make_sync(ScriptedEngine(scores=-1.5)).publish(3)
+def scores(**off: float) -> list[float]:
+    """Those of the trainer, but for the first tokens: so many of them, ``few`` or ``many``, are off by that much, and
+    ``all`` the others."""
+    counts = [("few", 2), ("many", 3), ("all", TOKENS)]
+    gaps = [off[name] for name, count in counts if name in off for _ in range(count)]
+    return [-1.0 - gap for gap in (gaps + [0.0] * TOKENS)[:TOKENS]]
 
 
-async def test_log_probs_that_are_not_numbers_stop_the_run() -> None:
-    with pytest.raises(WeightSyncError, match="log-prob nan"):
-        await make_sync(ScriptedEngine(scores=float("nan"))).publish(3)
+@pytest.mark.parametrize(
+    ("bounds", "off", "largest"),
+    [
+        (EXACT, {"all": 5e-5}, 5e-5),
+        (EXACT, {"few": 2e-4}, None),  # two tokens of 200
+        (ROUNDED, {"few": 0.9, "all": 0.01}, 0.9),
+        (ROUNDED, {"many": 0.3}, None),  # three, and the mean is 0.0045
+        (ROUNDED, {"all": 0.04}, None),  # each a little: the mean says so
+        (ROUNDED, {"few": float("nan")}, None),
+        (EXACT, {"few": float("nan")}, None),
+        (EXACT, {"few": float("inf")}, None),
+    ],
+)
+async def test_log_probs_are_judged_by_mean_and_quantile_and_the_largest_gap_is_told(
+    bounds: ProbeBounds, off: dict[str, float], largest: float | None
+) -> None:
+    sync = make_sync(ScriptedEngine(), ScriptedEngine(scores=scores(**off)), bounds=bounds)
+    if largest is None:
+        with pytest.raises(WeightSyncError) as refused:
+            await sync.publish(3)
+        assert refused.value.field == "engine-1"
+    else:
+        assert (await sync.publish(3)).probe_gap == pytest.approx(largest)
 
 
 async def test_an_engine_that_hangs_ends_the_run_at_the_deadline_and_the_others_resume() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
@@ -13,6 +15,14 @@ import pytest
 import yaml
 
 from tests.conftest import ROOT
+
+Call = Callable[..., subprocess.CompletedProcess[str]]
+
+WITHOUT_VLLM: dict[str, Any] = {
+    "plugins": [str(ROOT / "tests" / "without_vllm.py")],
+    "weight_sync": {"tolerance": 1e9},
+}
+"""For runs in which vLLM is not the subject: a scripted engine, whose log-probs are not the trainer's."""
 
 
 def small_config(storage: Path, name: str, **overrides: Any) -> dict[str, Any]:
@@ -75,24 +85,39 @@ def config_file(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
+@pytest.fixture
+def rayrft(ray_cluster: Any, monkeypatch: pytest.MonkeyPatch) -> Call:
+    """The command line, in this process: exit status and what it printed."""
+    from rayrft.cli import main
+
+    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
+        monkeypatch.setattr(sys, "argv", ["rayrft", *arguments])
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as ended:
+            main()
+        return subprocess.CompletedProcess(arguments, int(ended.value.code or 0), out.getvalue(), err.getvalue())
+
+    return call
+
+
+@pytest.fixture
+def command_line(rayrft: Call) -> Call:
+    """`rayrft`, for modules that import the package by that name."""
+    return rayrft
+
+
 @pytest.fixture(scope="session")
-def rayrft(ray_cluster: Any) -> Callable[..., subprocess.CompletedProcess[str]]:
+def other_process(ray_cluster: Any) -> Call:
     """The command line, in a process of its own on the tests' cluster."""
 
-    def call(*arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "rayrft", *arguments],
             capture_output=True,
             text=True,
-            timeout=timeout,
+            timeout=600,
             cwd=ROOT,
             env={**os.environ, "RAY_ADDRESS": ray_cluster.address_info["gcs_address"]},
         )
 
     return call
-
-
-@pytest.fixture(scope="session")
-def command_line(rayrft: Callable[..., subprocess.CompletedProcess[str]]) -> Callable[..., Any]:
-    """`rayrft`, for modules that import the package by that name."""
-    return rayrft

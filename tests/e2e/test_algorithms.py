@@ -1,4 +1,4 @@
-"""One run through kinds of stages that each need something else of Explorer, Buffer and ranks."""
+"""One run that trains an adapter, through stages that each need something else of Explorer, Buffer and ranks."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import rayrft
+from rayrft.core.export import export
 from rayrft.monitor.records import StepRecord, read_records
 from tests.e2e.conftest import small_config
 
@@ -20,12 +22,17 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.usefixtures("ray_cluster")
-def test_one_run_goes_through_a_critic_a_greedy_baseline_turns_and_a_teacher(tmp_path: Path) -> None:
-    config = small_config(tmp_path, "kinds", evaluation={"enabled": False})
-    warmup = config["stages"][0]
+@pytest.fixture(scope="module")
+def finished(
+    ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[rayrft.Run, dict[str, Any], dict[str, list[StepRecord]], list[str]]:
+    """The run, its summary, its steps by stage, and what it said."""
+    folder = tmp_path_factory.mktemp("runs")
+    config = small_config(folder, "kinds", evaluation={"enabled": False})
+    warmup, mix = config["stages"]
+    warmup["optimizer"]["lr"] = mix["optimizer"]["lr"] = 1e-2
+    mix["algorithm"]["kl"], mix["steps"] = "k3", 3
     for name, algorithm in ALGORITHMS.items():
-        update = {"epochs": 2} if name == "ppo" else {}
         config["stages"].append(
             {
                 "name": name,
@@ -33,23 +40,63 @@ def test_one_run_goes_through_a_critic_a_greedy_baseline_turns_and_a_teacher(tmp
                 "steps": 2,
                 "batch_size": 16,
                 "group_size": 4,
-                "optimizer": {"lr": 1e-3},
-                "update": update,
-                **({"teacher": str(tmp_path / "kinds" / "model")} if name == "distill" else {}),
+                "optimizer": {"lr": 1e-2 if name == "distill" else 1e-3},
+                "update": {"epochs": 2} if name == "ppo" else {},
+                **({"teacher": str(folder / "kinds" / "model")} if name == "distill" else {}),
             }
         )
-    config["stages"] = [warmup, *config["stages"][2:]]
     said: list[str] = []
-    run = rayrft.start(config, say=said.append, **{"trainer.ranks": 2})
+    overrides = {"trainer.ranks": 2, "trainer.lora.rank": 4, "weight_sync.probe_every": 1}
+    run = rayrft.start(config, say=said.append, **overrides)
     run.watch(said.append)
     summary = run.result()
+    steps: dict[str, list[StepRecord]] = {}
+    for record in read_records(run.folder):
+        if isinstance(record, StepRecord):
+            steps.setdefault(record.stage, []).append(record)
+    return run, summary, steps, said
+
+
+def test_one_run_goes_through_a_critic_a_greedy_baseline_turns_and_a_teacher(finished: Any) -> None:
+    _, summary, steps, said = finished
     assert summary["status"] == "finished"
     counters = summary["counters"]
     assert counters["sampled"] == counters["trained"] + sum(counters["dropped"].values()) + counters["held"]
-    assert counters["trained"] == len(ALGORITHMS) * 2 * 16
-    steps = [record for record in read_records(run.folder) if isinstance(record, StepRecord)]
-    first = {step.stage: step for step in reversed(steps)}
+    assert counters["trained"] == (3 + len(ALGORITHMS) * 2) * 16
+    first = {stage: taken[0] for stage, taken in steps.items()}
     assert all(first[name].logprob_gap < 1e-4 for name in ALGORITHMS), "engines and ranks computed the same policy"
     assert first["ppo"].value_loss > 0 and first["ppo"].kl == pytest.approx(0.0, abs=1e-6)
     assert first["distill"].distillation_loss > 0, "the teacher is the untrained model, the policy was warmed up"
     assert not [line for line in said if "first step of" in line], said
+
+
+def test_engines_follow_an_adapter_through_every_stage(finished: Any) -> None:
+    _, _, steps, _ = finished
+    warmup, mix = steps["warmup"], steps["mix"]
+    assert warmup[-1].sft_loss < warmup[0].sft_loss
+    sampled = [step for taken in steps.values() for step in taken if step.usual_rows]
+    assert all(step.probe_gap is not None and step.probe_gap <= 1e-4 for step in sampled)
+    assert mix[0].logprob_gap < 1e-4
+    assert mix[0].kl == pytest.approx(0.0, abs=1e-9), "the reference is not the policy as the stage began"
+    assert mix[-1].kl > 1e-6
+
+
+def test_what_an_adapter_leaves_is_a_model_like_any_other(finished: Any, tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    run, summary, _, _ = finished
+    export(run.folder, tmp_path / "whole")
+    export(run.folder, tmp_path / "adapter", merged=False)
+    base = AutoModelForCausalLM.from_pretrained(run.folder / "checkpoints" / "reinforce_pp")
+    ids = torch.arange(5, 25)[None]
+    with torch.no_grad():
+        start = base(ids).logits
+        ends = [
+            AutoModelForCausalLM.from_pretrained(path)(ids).logits
+            for path in (summary["checkpoint"], tmp_path / "whole")
+        ]
+        ends.append(PeftModel.from_pretrained(base, tmp_path / "adapter")(ids).logits)
+    for end in ends[1:]:
+        torch.testing.assert_close(end, ends[0], atol=1e-4, rtol=1e-4)
+    assert (ends[0] - start).abs().max() > 1e-2

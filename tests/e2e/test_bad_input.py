@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,58 +12,53 @@ import rayrft
 from rayrft.config import load_config
 from rayrft.core.prepare import prepare
 from rayrft.errors import ConfigError, DataError, ModelError
-from tests.e2e.conftest import small_config
-
-Call = Callable[..., subprocess.CompletedProcess[str]]
+from tests.e2e.conftest import Call, small_config
+from tests.errors import about
 
 
 def attempt(tmp_path: Path, **overrides: Any) -> None:
     prepare(load_config(small_config(tmp_path, "bad"), overrides), "run")
 
 
-def test_a_misspelt_key_on_the_command_line(rayrft: Call, config_file: Callable[..., Path]) -> None:
-    result = rayrft("run", str(config_file("bad")), "trainer.rank=2", timeout=60)
+def test_a_misspelt_key_on_the_command_line(other_process: Call, config_file: Callable[..., Path]) -> None:
+    result = other_process("run", str(config_file("bad")), "trainer.rank=2")
     assert result.returncode == 1
     assert result.stderr.strip() == "error: trainer.rank: unknown key (found 'rank'). Did you mean 'ranks'?"
 
 
 def test_too_few_resources_on_the_command_line(rayrft: Call, config_file: Callable[..., Path]) -> None:
-    result = rayrft("run", str(config_file("bad")), "explorer.engine.count=50", timeout=60)
+    result = rayrft("run", str(config_file("bad")), "explorer.engine.count=50")
     assert result.returncode == 1
-    assert "the run needs 18.4 CPU and the cluster has" in result.stderr and "Traceback" not in result.stderr
+    assert "the run needs 18.4 CPU and the cluster has" in result.stderr and result.stderr.count("\n") == 1
     assert "bad:engines" in result.stdout, "the plan is shown before it is refused"
 
 
 @pytest.mark.usefixtures("ray_cluster")
 class TestData:
     def test_an_unknown_task_set_names_the_nearest(self, tmp_path: Path) -> None:
-        with pytest.raises(
-            DataError, match=r"no such data set \(found 'spell_backwards'\)\. Did you mean 'spell_backward'"
-        ):
+        with pytest.raises(DataError, match=r"Did you mean 'spell_backward'"):
             attempt(tmp_path, **{"tasks.sources.0.dataset": "spell_backwards"})
 
     def test_options_the_task_set_does_not_have(self, tmp_path: Path) -> None:
-        with pytest.raises(
-            DataError, match=r"tasks\.sources\.0\.options: reasoning-gym refuses the options.*word_size"
-        ):
+        with pytest.raises(DataError, match="word_size", check=about("tasks.sources.0.options")):
             attempt(tmp_path, **{"tasks.sources.0.options": {"word_size": 3}})
 
     def test_more_held_out_tasks_than_there_are(self, tmp_path: Path) -> None:
-        with pytest.raises(DataError, match=r"tasks\.eval_size: only \d+ of 100000 tasks are left"):
+        with pytest.raises(DataError, check=about("tasks.eval_size")):
             attempt(tmp_path, **{"tasks.eval_size": 100_000})
 
-    @pytest.mark.parametrize(("content", "message"), [(None, "no such file"), ("", "the file holds no rows")])
-    def test_a_missing_or_empty_file(self, tmp_path: Path, content: str | None, message: str) -> None:
+    @pytest.mark.parametrize("content", [None, ""])
+    def test_a_missing_or_empty_file(self, tmp_path: Path, content: str | None) -> None:
         path = tmp_path / "tasks.jsonl"
         if content is not None:
             path.write_text(content)
-        with pytest.raises(DataError, match=rf"tasks\.sources\.0\.path: {message}"):
+        with pytest.raises(DataError, check=about("tasks.sources.0.path", str(path))):
             attempt(tmp_path, tasks={"sources": [{"source": "file", "path": str(path)}], "eval_size": 1})
 
     def test_a_field_that_the_file_does_not_have(self, tmp_path: Path) -> None:
         path = tmp_path / "tasks.jsonl"
         path.write_text('{"query": "q", "answer": "a"}\n')
-        with pytest.raises(DataError, match=r"no field 'question' in .*tasks\.jsonl"):
+        with pytest.raises(DataError, match=r"'question' in .*tasks\.jsonl"):
             attempt(tmp_path, tasks={"sources": [{"source": "file", "path": str(path)}], "eval_size": 1})
 
     def test_broken_demonstrations_are_counted_with_their_line_numbers(self, tmp_path: Path) -> None:
@@ -86,7 +80,7 @@ class TestData:
         assert len(prepared.demonstrations["gold"]) == 1
 
     def test_prompts_longer_than_the_limit(self, tmp_path: Path) -> None:
-        with pytest.raises(DataError, match=r"every prompt is longer than the limit of 5 tokens"):
+        with pytest.raises(DataError, check=about("explorer.sampling.max_prompt_tokens", 5)):
             attempt(tmp_path, **{"explorer.sampling.max_prompt_tokens": 5})
 
     def test_splits_never_share_a_question(self, tmp_path: Path) -> None:
@@ -101,11 +95,11 @@ class TestData:
 @pytest.mark.usefixtures("ray_cluster")
 class TestModelAndReward:
     def test_a_model_that_does_not_exist(self, tmp_path: Path) -> None:
-        with pytest.raises(ModelError, match=r"model\.path: no such model"):
+        with pytest.raises(ModelError, check=about("model.path", "no/such-model")):
             attempt(tmp_path, model={"path": "no/such-model", "max_length": 48})
 
     def test_a_folder_without_a_model(self, tmp_path: Path) -> None:
-        with pytest.raises(ModelError, match=r"holds no model \(no config\.json\)"):
+        with pytest.raises(ModelError, check=about("model.path", str(tmp_path))):
             attempt(tmp_path, model={"path": str(tmp_path), "max_length": 48})
 
     def test_a_tokenizer_without_eos(self, tmp_path: Path, tiny_model: Path) -> None:
@@ -117,20 +111,20 @@ class TestModelAndReward:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         tokenizer.eos_token = None
         tokenizer.save_pretrained(folder)
-        with pytest.raises(ModelError, match="the tokenizer has no EOS token"):
+        with pytest.raises(ModelError, match="no EOS token"):
             attempt(tmp_path, model={"path": str(folder), "max_length": 48})
 
     def test_a_reward_that_raises_is_found_before_anything_starts(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match=r"reward\.name: the reward raised ValueError: bad reward on the answer"):
+        with pytest.raises(ConfigError, match="ValueError: bad reward", check=about("reward.name")):
             attempt(tmp_path, **{"reward.name": f"{__name__}:broken_reward"})
 
     def test_an_unwritable_storage(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
-        with pytest.raises(ConfigError, match="storage: cannot be written"):
+        with pytest.raises(ConfigError, check=about("storage")):
             attempt(tmp_path, storage=str(tmp_path / "file"))
 
     def test_an_unknown_workflow(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match=r"explorer\.workflow: unknown workflow \(found 'single_trun'\)"):
+        with pytest.raises(ConfigError, check=about("explorer.workflow", "single_trun")):
             attempt(tmp_path, **{"explorer.workflow": "single_trun"})
 
 

@@ -18,8 +18,7 @@ def test_two_steps_of_the_gsm8k_job_on_cpu(gsm8k: Path, tmp_path: Path) -> None:
         **{
             "storage": str(tmp_path),
             "model": {"tiny": {"layers": 1, "hidden_size": 64, "heads": 2}, "max_length": 1024},
-            "tasks.sources.gsm8k.path": str(gsm8k / "train.jsonl"),
-            "tasks.sources.gsm8k.eval_path": str(gsm8k / "test.jsonl"),
+            "tasks.sources.gsm8k.dataset": str(gsm8k),
             "tasks.eval_size": 20,
             "explorer.sampling": {"max_tokens": 16, "max_prompt_tokens": 200},
             "explorer.engine": {"count": 1, "kv_cache_mib": 128},

@@ -21,9 +21,10 @@ def test_the_quickstart_notebook_executes(ray_cluster: Any, tmp_path: Path, monk
     # An untrained model earns nothing; without this every group would be dropped and the steps would never fill.
     start = next(cell for cell in notebook.cells if "rayrft.start" in cell.source)
     quick = '**{"explorer.drop_zero_variance": False, "tasks.eval_size": 50, "stages.mix.batch_size": 72, '
+    quick += '"explorer.engine.count": 1, "trainer.ranks": 1, '
     start.source = start.source.replace("**{", quick)
     resources = {"metadata": {"path": str(ROOT)}}
-    NotebookClient(notebook, timeout=600, startup_timeout=180, resources=resources).execute()
+    NotebookClient(notebook, timeout=600, startup_timeout=600, resources=resources).execute()
     kinds = [output.get("data", {}).keys() for cell in notebook.cells for output in cell.get("outputs", [])]
     assert any("image/png" in kind for kind in kinds), "no plot was drawn"
     assert "'after'" in str(notebook.cells[5].outputs)

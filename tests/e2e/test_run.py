@@ -21,9 +21,7 @@ import yaml
 import rayrft
 from rayrft.monitor.records import EvaluationRecord, StepRecord, read_records
 from tests.conftest import ROOT
-from tests.e2e.conftest import small_config
-
-Call = Callable[..., subprocess.CompletedProcess[str]]
+from tests.e2e.conftest import WITHOUT_VLLM, Call, small_config
 
 
 @pytest.fixture(scope="module")
@@ -135,9 +133,9 @@ def metrics_page(wanted: str) -> str:
 
     node = ray.nodes()[0]
     url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + 200
     while True:
-        page = urllib.request.urlopen(url, timeout=10).read().decode()
+        page = urllib.request.urlopen(url, timeout=60).read().decode()
         if wanted in page or time.monotonic() > deadline:
             return page
         time.sleep(1)
@@ -181,7 +179,7 @@ def check_stopped(folder: Path) -> None:
 def test_a_run_is_seen_and_stopped_from_another_process(
     config_file: Callable[..., Path], rayrft: Call, ray_cluster: Any, tmp_path: Path
 ) -> None:
-    path = config_file("long")
+    path = config_file("long", **WITHOUT_VLLM)
     with under_way(path, ray_cluster) as process:
         again = rayrft("run", str(path))
         assert again.returncode == 1 and "a run of this name is under way (found 'long')" in again.stderr
@@ -190,7 +188,7 @@ def test_a_run_is_seen_and_stopped_from_another_process(
         assert status["sampled"] == status["trained"] + sum(status["dropped"].values()) + status["held"]
         assert "rayrft_train_reward" in metrics_page("rayrft_train_reward")
         assert rayrft("stop", "long").returncode == 0
-        rest, _ = process.communicate(timeout=60)
+        rest, _ = process.communicate(timeout=300)
         assert process.returncode == 0, rest
     check_stopped(tmp_path / "runs" / "long")
     missing = rayrft("status", "long")
@@ -200,15 +198,15 @@ def test_a_run_is_seen_and_stopped_from_another_process(
 def test_ctrl_c_saves_the_weights_and_ends_the_run(
     config_file: Callable[..., Path], ray_cluster: Any, tmp_path: Path
 ) -> None:
-    with under_way(config_file("interrupted"), ray_cluster) as process:
+    with under_way(config_file("interrupted", **WITHOUT_VLLM), ray_cluster) as process:
         process.send_signal(signal.SIGINT)
-        rest, _ = process.communicate(timeout=60)
+        rest, _ = process.communicate(timeout=300)
         assert process.returncode == 130, rest
         assert "stopping after the step under way" in rest and "stopped after" in rest
     check_stopped(tmp_path / "runs" / "interrupted")
 
 
-def test_a_checkpoint_is_exported_as_it_was_saved(finished: Any, tmp_path: Path, rayrft: Any) -> None:
+def test_a_checkpoint_is_exported_as_it_was_saved(finished: Any, tmp_path: Path, rayrft: Call) -> None:
     import torch
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import psutil
 import pytest
 import ray
 import torch
@@ -111,3 +112,9 @@ def test_a_different_byte_gives_a_different_digest(engine: EngineUnderTest) -> N
         next(model.parameters()).view(-1)[0] += 1e-3
     second, held = update(engine, model, 31)
     assert held.digests == (second,) != (first,)
+
+
+def test_an_engine_leaves_no_semaphore_behind_that_only_it_would_remove(engine: EngineUnderTest) -> None:
+    actor = psutil.Process(ray.get(engine.actor.pid.remote()))
+    for process in (actor, *actor.children(recursive=True)):
+        assert not [each.path for each in process.memory_maps() if each.path.startswith("/dev/shm/sem.")]

@@ -23,6 +23,7 @@ from rayrft.explorer.explorer import BusyClock, Explorer
 from rayrft.explorer.workflow import register_workflow, workflows
 from rayrft.rewards import RewardResult
 from tests.config.test_load import base
+from tests.errors import about
 from tests.scripted import Remote
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -188,7 +189,7 @@ async def test_a_dead_engine_ends_exploring_with_its_name(tmp_path: Path, tiny_m
     settings, buffer = config(), make_buffer(tmp_path)
     explorer = make_explorer(settings, tiny_model, DeadEngine(), buffer, ScriptedRewards())
     await buffer.open_stage(plan(settings))
-    with pytest.raises(ActorDied, match="engine-0: the engine failed to answer"):
+    with pytest.raises(ActorDied, check=about("engine-0")):
         await explorer.explore(settings.stages[0])
 
 
@@ -202,7 +203,7 @@ async def test_rewards_that_are_never_known_stop_the_run_with_their_reason(tmp_p
     settings, buffer = config(), make_buffer(tmp_path)
     explorer = make_explorer(settings, tiny_model, PromptEngine(), buffer, ScriptedRewards(unknown=True))
     await buffer.open_stage(plan(settings))
-    with pytest.raises(RayrftError, match=r"32 groups failed one after another; .* 'exact': the judge is away"):
+    with pytest.raises(RayrftError, match="the judge is away", check=about("explorer")):
         await explorer.explore(settings.stages[0])
     stats = await buffer.stats()
     assert stats["dropped"] == {"reward_unknown": stats["sampled"]}
@@ -221,7 +222,7 @@ async def test_a_workflow_that_raises_is_counted_and_stops_the_run_if_it_always_
     settings, buffer = config(**{"explorer.workflow": "broken"}), make_buffer(tmp_path)
     explorer = make_explorer(settings, tiny_model, ScriptedEngine(0), buffer, ScriptedRewards())
     await buffer.open_stage(plan(settings))
-    with pytest.raises(RayrftError, match=r"workflow 'broken': KeyError: 'nothing here'"):
+    with pytest.raises(RayrftError, match="KeyError: 'nothing here'", check=about("explorer")):
         await explorer.explore(settings.stages[0])
     assert (await buffer.stats())["dropped_tasks"]["workflow_error"] >= 32
 

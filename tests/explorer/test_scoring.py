@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rayrft.algorithms import build, presets
-from rayrft.buffer.experience import Experience
+from rayrft.buffer.experience import LEFT_OUT, Experience
 from rayrft.config.data import RewardConfig
 from rayrft.explorer.evaluation import wilson_interval
 from rayrft.explorer.scoring import ScoredGroup, apply_rewards, assign_advantages, leave_out_truncated, with_baseline
@@ -93,6 +93,30 @@ def test_an_unknown_reward_is_not_zero(policy: Any, kept: int, dropped: dict[str
         assert group.rows[1].error == UNKNOWN.reason
 
 
+@pytest.mark.parametrize(("worth", "earned"), [(1.0, 0.0), (-1.0, -1.0)])
+def test_an_answer_is_not_paid_for_being_cut(worth: float, earned: float) -> None:
+    assert score(rows("length"), [RewardResult(worth)], config()).rewards == [earned]
+
+
+def test_the_unknown_reward_of_an_answer_that_was_cut_is_unknown() -> None:
+    group = score(rows("stop", "length"), [RewardResult(1.0), UNKNOWN], config())
+    assert group.rewards == [1.0] and group.dropped == {"reward_unknown": 1} and group.unknown == UNKNOWN.reason
+    fallback = config(on_unknown="fallback", fallback=0.25)
+    assert score(rows("length"), [UNKNOWN], fallback).rewards == [0.0]
+
+
+def test_a_trajectory_of_several_rows_is_dropped_whole_where_one_is_unknown() -> None:
+    places = ("g/0/0", "g/0/1", "g/1/0", "g/1/1")
+    parts = [
+        dataclasses.replace(row, experience_id=name) for row, name in zip(rows(*["stop"] * 4), places, strict=True)
+    ]
+    results = [RewardResult(1.0), UNKNOWN, RewardResult(0.5), RewardResult(0.25)]
+    group = score(parts, results, config())
+    assert [row.experience_id for row in group.rows] == ["g/1/0", "g/1/1"] and group.rewards == [0.5, 0.25]
+    assert group.dropped == {"reward_unknown": 2}
+    assert len(score(parts, results, config(on_unknown="fallback")).rows) == 4
+
+
 def test_an_answer_without_its_end_earns_nothing_unless_asked_for() -> None:
     results = [RewardResult(1.0), RewardResult(1.0)]
     assert score(rows("stop", "length"), results, config()).rewards == [1.0, 0.0]
@@ -123,6 +147,21 @@ def test_the_soft_overlong_punishment_by_hand(tokens: int, reward: float) -> Non
     assert group.rewards == [group.rows[0].reward] == [reward]
 
 
+def test_answers_that_are_all_wrong_are_not_told_apart_by_their_length() -> None:
+    soft = config(truncated="soft", overlong_buffer=4)
+    long = [answer(length) for length in (1, 1, 8)]
+    wrong = score(long, [RewardResult(0.0)] * 3, soft)
+    assert wrong.rewards == [0.0, 0.0, -0.5]
+    group = assign_advantages(wrong, build("dapo"), drop_zero_variance=True)
+    assert group.rows == [] and group.dropped == {"zero_variance": 3}
+    assert len(assign_advantages(wrong, build("dapo"), drop_zero_variance=False).rows) == 3
+    mixed = score(long, [RewardResult(value) for value in (0.0, 0.0, 0.5)], soft)
+    assert mixed.rewards == [0.0] * 3
+    kept = assign_advantages(mixed, build("reinforce_pp"), drop_zero_variance=True)
+    assert len(kept.rows) == 3
+    assert len(assign_advantages(mixed, build("dapo"), drop_zero_variance=True).rows) == 3, "one is better, if too long"
+
+
 def test_the_soft_overlong_punishment_is_not_for_rewards_that_the_workflow_gave() -> None:
     own = dataclasses.replace(answer(10), reward=0.5)
     assert score([own], [RewardResult(0.5)], config(truncated="soft", overlong_buffer=4)).rewards == [0.5]
@@ -137,6 +176,7 @@ def test_a_masked_answer_is_compared_with_but_not_trained_on() -> None:
         "the mean of three is 1"
     )
     assert group.dropped == {"truncated": 1} and group.report.rows == 3 and group.report.truncated == 1
+    assert [row.metrics[LEFT_OUT] for row in group.rows] == [1.0, 1.0]
 
 
 def test_a_buffer_for_overlong_answers_and_its_punishment_need_each_other() -> None:

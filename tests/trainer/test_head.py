@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rayrft.trainer.head import head_likeliest, head_logprobs
+from rayrft.trainer.head import _logits, head_likeliest, head_logprobs
 
 
 def plain(
@@ -163,6 +164,12 @@ def test_a_logit_of_minus_infinity_counts_0_in_the_entropy_and_has_no_gradient()
     [found] = torch.autograd.grad((logprobs + 3 * entropy).sum(), hidden)
     [slope] = torch.autograd.grad((expected[0] + 3 * expected[1]).sum(), alone)
     assert found.tolist() == [[0.0, pytest.approx(slope.item())]]
+
+
+def test_on_a_gpu_logits_of_half_precision_are_not_rounded() -> None:
+    with FakeTensorMode(), torch.no_grad():
+        hidden, weight = (torch.empty(size, 4, dtype=torch.bfloat16, device="cuda") for size in (8, 16))
+        assert _logits(hidden, weight, None, torch.float32).dtype == torch.float32
 
 
 def test_hidden_states_that_are_no_numbers_are_not_passed_over() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ import torch.distributed as dist
 
 from rayrft.algorithms import build
 from rayrft.config.trainer import OptimizerConfig
-from rayrft.errors import RayrftError
+from rayrft.errors import RayrftError, RowsFailed
 from rayrft.trainer.batches import TrainRow, micro_batches
 from rayrft.trainer.learner import Learner
 from rayrft.trainer.model import shard
@@ -166,3 +168,42 @@ def test_steps_of_a_schedule_are_steps_whatever_the_updates_in_each(update: int,
     # Two epochs of four mini-batches are 8 updates a step: 2 steps of warm-up, then 2 of decay.
     config = OptimizerConfig(lr=1.0, schedule="linear", warmup_steps=2)
     assert learning_rate(config, update, 4, updates_per_step=8) == pytest.approx(rate)
+
+
+def named(rows: list[TrainRow], place: int, **changes: Any) -> list[TrainRow]:
+    """Rows with ids, one of which is changed."""
+    rows = [replace(row, experience=str(number)) for number, row in enumerate(rows)]
+    return [*rows[:place], replace(rows[place], **changes), *rows[place + 1 :]]
+
+
+@pytest.mark.parametrize("changes", [{"token_ids": np.full(9, 50, np.int32)}, {"images": ("no-such.png",)}])
+def test_what_a_step_fails_on_is_named_by_its_rows(changes: dict[str, Any]) -> None:
+    short = [
+        TrainRow(*(array[-9:] for array in (row.token_ids, row.mask, row.logprobs, row.advantages)), row.expert)
+        for row in make_rows(40)
+        if len(row.token_ids) >= 9
+    ]
+    learner, rows = make_learner(make_model(), 30), named(short, 3, **changes)
+    with pytest.raises(RowsFailed) as raised:
+        learner.step([rows])
+    assert "3" in raised.value.value and len(raised.value.value) == 3 and raised.value.field == "trainer rank 0"
+    with pytest.raises(RowsFailed) as raised:
+        learner.step([named(rows, 3, alone=True)])
+    assert raised.value.value == ["3"]
+    learner.step([rows[:3] + rows[4:]])  # it goes on without
+
+
+def test_no_row_is_blamed_for_short_memory_or_a_peer_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    learner, rows = make_learner(make_model(), 30), named(make_rows(), 0)
+
+    def raises_short_memory(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    def raises_lost_peer(*_: Any, **__: Any) -> None:
+        dist.get_rank(group="gone")  # type: ignore[arg-type]
+
+    for failing, error in ((raises_short_memory, torch.OutOfMemoryError), (raises_lost_peer, Exception)):
+        monkeypatch.setattr(learner.policy.model.model, "forward", failing)
+        with pytest.raises(error) as raised:
+            learner.step([rows])
+        assert not isinstance(raised.value, RowsFailed)

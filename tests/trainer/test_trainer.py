@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from rayrft.config.trainer import TrainerConfig
+from rayrft.errors import ActorDied
 from rayrft.trainer.commands import Train
 from rayrft.trainer.trainer import Trainer
 
@@ -20,14 +21,14 @@ def started(folder: Path, gpus: float, monkeypatch: pytest.MonkeyPatch) -> dict[
     given: dict[str, Any] = {}
 
     class Fake:
-        def __init__(self, loop: Any, **settings: Any) -> None:
-            given.update(settings)
+        def __init__(self, group: Any, loop: Any, **settings: Any) -> None:
+            given.update(settings, group=group)
 
         def fit(self) -> None:
             given["snapshot"] = (folder / SNAPSHOT).exists()
 
-    monkeypatch.setattr("ray.train.torch.TorchTrainer", Fake)
-    Trainer(TrainerConfig(gpus=gpus))._fit_blocking(folder, None)  # type: ignore[arg-type]
+    monkeypatch.setattr("rayrft.trainer.ray_train.RankTrainer", Fake)
+    Trainer(TrainerConfig(gpus=gpus), "their group")._fit_blocking(folder, None)  # type: ignore[arg-type]
     return given
 
 
@@ -49,7 +50,7 @@ def test_a_resumed_run_does_not_miss_folders_that_were_deleted(tmp_path: Path, m
 
 
 async def test_ranks_that_have_not_answered_are_named(tmp_path: Path) -> None:
-    trainer = Trainer(TrainerConfig(ranks=3))
+    trainer = Trainer(TrainerConfig(ranks=3), None)
     training = asyncio.ensure_future(trainer.command(Train()))
     writing = asyncio.ensure_future(trainer.written(tmp_path))
     await trainer.next_command(0)
@@ -65,3 +66,25 @@ async def test_ranks_that_have_not_answered_are_named(tmp_path: Path) -> None:
     assert await training == ["done"] * 3
     await writing
     assert (await trainer.waiting()).waits == []
+
+
+def test_ranks_live_in_the_runs_group_and_none_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = started(tmp_path, 0, monkeypatch)
+    failures = given["run_config"].failure_config
+    assert given["group"] == "their group"
+    assert failures.max_failures == failures.max_preemption_failures == failures.controller_failure_limit == 0
+
+
+async def test_ranks_that_do_not_come_up_end_the_run_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(TrainerConfig(ranks=3, start_timeout_s=0.05), None)
+
+    async def one_comes_up(*_: Any) -> None:
+        await trainer.ready(1, None)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(trainer, "_run", one_comes_up)
+    with pytest.raises(ActorDied) as late:
+        await asyncio.wait_for(trainer.start(tmp_path, None), 10)  # type: ignore[arg-type]
+    assert late.value.field == "trainer rank 0" and "[0, 2] of 3" in late.value.problem

@@ -108,6 +108,8 @@ def test_the_first_step_has_ratio_one_and_no_kl() -> None:
     result = learner.step([on_policy(learner, own_rows())])
     assert result.ratio == pytest.approx(1.0, abs=1e-6) and result.kl == pytest.approx(0.0, abs=1e-9)
     assert result.logprob_gap == pytest.approx(0.0, abs=1e-6) and result.clip_fraction == 0.0
+    far = make_learner("grpo").step([own_rows()])
+    assert far.unmoved.clip_fraction == far.clip_fraction > 0, "of rows that another policy sampled"
 
 
 def test_a_step_says_by_how_much_the_critic_missed_each_group_of_own_rows() -> None:
@@ -165,6 +167,35 @@ def test_a_coefficient_rises_while_the_kl_is_over_its_target_and_is_reported() -
     assert [each.kl_coef for each in results] == pytest.approx([0.5, 0.4, 0.48, 0.576])
     assert results[3].loss == pytest.approx(results[3].policy_loss + 0.576 * results[3].kl, abs=1e-9)
     assert all(each.entropy_coef == 0.0 for each in results), "there is no such term"
+
+
+def test_no_coefficient_follows_a_policy_that_waits_for_its_critic() -> None:
+    pieces = {"kl": "k2", "kl_coef": 0.5, "kl_target": 1e-9, "kl_horizon": 12.0, "entropy": "bonus"}
+    pieces |= {"entropy_coef": 0.001, "entropy_goal": 9.0, "sft": "nll", "mu_schedule": "cosine", "mu_warmup_steps": 4}
+    learner = make_learner("ppo", pieces, update=UpdateConfig(critic_warmup_steps=3))
+    rows = [*on_policy(learner, own_rows()), *[row for row in make_rows() if row.expert]]
+    results = [learner.step([rows]) for _ in range(5)]
+    # The first step of the policy is as configured, with mu 0; after it, which found no KL and too little entropy, they
+    # move.
+    assert [each.kl_coef for each in results] == pytest.approx([0.5] * 4 + [0.4])
+    assert [each.entropy_coef for each in results] == pytest.approx([0.001] * 4 + [0.006])
+    assert [each.sft_loss > 0 for each in results] == [False] * 4 + [True]
+
+
+def test_the_kl_of_a_step_is_that_of_all_its_mini_batches() -> None:
+    rows = own_rows()
+    learner = make_learner("grpo", {"kl": "k2", "kl_coef": 1e-3}, update=UpdateConfig(epochs=2, mini_batches=3))
+    updates = []
+    update = learner._update
+    learner._update = lambda *given: updates.append(update(*given)) or updates[-1]  # type: ignore
+    expert = [replace(row, expert=True) for row in rows[:2]]
+    result = learner.step([expert, rows[:4], rows[4:]])
+    # The first has no own rows; of the others' KL by token the second is not 0, for the policy has moved.
+    tokens = [sum(int(row.mask.sum()) for row in each) for each in (rows[:4], rows[4:])]
+    kls = [float(each.parts.kl) for each in updates[1:3]]
+    assert kls[0] == pytest.approx(0.0, abs=1e-12) and kls[1] > 0
+    assert result.kl == pytest.approx(kls[1] * tokens[1] / sum(tokens))
+    assert result.unmoved.kl == pytest.approx(0.0, abs=1e-12) and result.logprob_gap > 0
 
 
 def test_no_reference_is_kept_where_its_coefficient_is_zero() -> None:

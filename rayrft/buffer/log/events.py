@@ -39,6 +39,8 @@ class StoredGroup:
 
     key: int
     """64 bits of its id's hash."""
+    digest: int
+    """Of what was put, where it came without a ticket; else 0."""
     row: int
     rows: int
     tokens: int
@@ -82,7 +84,9 @@ class StageClosed:
 
 @dataclass(frozen=True)
 class Admitted:
-    """``tasks`` are those that the tickets came with: recovery draws them again and compares."""
+    """A request for tickets was answered: with none where ``count`` is 0, for no more come.
+
+    ``tasks`` are those that the tickets came with: recovery draws them again and compares."""
 
     producer: str
     call: int
@@ -117,7 +121,8 @@ class Dropped:
     dropped: dict[str, int]
     report: GroupReport
     key: int | None = None
-    """Of a group that came and was rejected."""
+    digest: int = 0
+    """Of a group that came and was refused."""
     event: Literal["dropped"] = "dropped"
 
 
@@ -149,6 +154,18 @@ class Acked:
 
 
 @dataclass(frozen=True)
+class Blamed:
+    """Training failed on one of these: groups, by slot, and demonstrations, by row."""
+
+    step: int
+    life: str
+    """Of the run."""
+    slots: list[int]
+    expert: list[int]
+    event: Literal["blamed"] = "blamed"
+
+
+@dataclass(frozen=True)
 class Covered:
     """A checkpoint holds the work of all steps before ``step``."""
 
@@ -167,6 +184,9 @@ class RolledBack:
     """The trainer starts again at ``step``: what was leased from there on is to be trained again."""
 
     step: int
+    life: str
+    """Of the trainer, or with ``whole_run`` of the run."""
+    whole_run: bool = False
     event: Literal["rolled_back"] = "rolled_back"
 
 
@@ -245,6 +265,7 @@ Event = (
     | TaskFailed
     | Leased
     | Acked
+    | Blamed
     | Covered
     | Requeued
     | RolledBack

@@ -7,6 +7,10 @@ little:
 
     snapshot-00000003-1a2b3c4d.arrow    the state when journal 3 began
     journal-00000003.jsonl              what happened since
+    synced                              how far it was forced to the disk
+
+Up to there the journal is whole whatever became of the machine. One that ends before is damaged, and not torn: with it
+went groups that were acknowledged, and steps that a checkpoint holds.
 """
 
 from __future__ import annotations
@@ -22,10 +26,23 @@ from pydantic import ValidationError
 
 from rayrft.buffer.log.events import Event, decode, encode
 from rayrft.buffer.log.storage import Appender, Storage
+from rayrft.config.buffer import join
 from rayrft.errors import StorageError
 
 _NAME = re.compile(r"(?:snapshot-(\d{8})-([0-9a-f]{8})\.arrow|journal-(\d{8})\.jsonl(?:\.(\d{8}))?)$")
+_SYNCED = "synced"
 _DAMAGED = "the disk or a hand damaged it: restore it from a copy; the segments beside it open with plain pyarrow"
+
+
+@dataclass(frozen=True, order=True)
+class Position:
+    """A place in the log: so many bytes into the journal of that number."""
+
+    number: int = 0
+    nbytes: int = 0
+
+    def __str__(self) -> str:
+        return f"byte {self.nbytes} of journal {self.number}"
 
 
 @dataclass(frozen=True)
@@ -60,22 +77,36 @@ class Journal:
         self._storage = storage
         self._number = 0
         self._file: Appender | None = None
+        self.position = Position()
+        """Where it ends."""
 
-    def open(self, survived: Callable[[Event], bool] = lambda event: True) -> Recovered:
+    def open(self, survived: Callable[[Event], bool] = lambda event: True, least: Position = Position()) -> Recovered:
         """Read what is there, cut off a torn tail, and go on behind it.
 
-        The tail begins behind the last line that is whole, or before the first event that did not survive. Raises
-        StorageError, and leaves the files as they are, when something before the tail is damaged.
+        The tail begins behind the last line that is whole, or before the first event that did not survive and was not
+        forced to the disk. Raises StorageError, and leaves the files as they are, when something before the tail is
+        damaged, and when the tail begins before what was forced to the disk or before ``least``, which a checkpoint
+        goes on from.
         """
         snapshot, pieces = self._read()
-        torn = 0
+        ends, synced = Position(self._number, sum(piece.whole for piece in pieces)), self._synced()
+        self._check_end(ends, "what was forced to the disk", synced)
+        self._check_end(ends, "the checkpoint that the run goes on from", least)
+        forced = max(synced, least)
+        torn = before = 0
         for piece in pieces:
-            kept = next((i for i, event in enumerate(piece.events) if torn or not survived(event)), len(piece.events))
+            lost = (
+                Position(self._number, before + end) > forced and not survived(event)
+                for event, end in zip(piece.events, piece.ends, strict=True)
+            )
+            kept = 0 if torn else next((i for i, gone in enumerate(lost) if gone), len(piece.events))
+            before += piece.whole
             del piece.events[kept:], piece.ends[kept:]
             if piece.whole < piece.size:
                 torn += piece.size - piece.whole
                 self._storage.cut(piece.name, piece.whole)
-        self._file = self._storage.open(self._journal, sum(piece.whole for piece in pieces), len(pieces))
+        self.position = Position(self._number, sum(piece.whole for piece in pieces))
+        self._file = self._storage.open(self._journal, self.position.nbytes, len(pieces))
         return Recovered(snapshot, [event for piece in pieces for event in piece.events], torn)
 
     def read(self) -> Recovered:
@@ -88,11 +119,14 @@ class Journal:
         """Write events, as one piece. Raises StorageError; then none of them is in the journal."""
         assert self._file is not None  # open() comes first
         self._file.append(b"".join(map(_line, events)))
+        self.position = Position(self._number, self._file.size)
 
     def sync(self) -> None:
         """Returns when what was appended is on the disk."""
         assert self._file is not None
+        position = self.position  # what comes while the disk is forced may not be there
         self._file.sync()
+        self._note_synced(position)
 
     @property
     def size(self) -> int:
@@ -107,6 +141,8 @@ class Journal:
         file = self._storage.open(self._journal)
         self.close()
         self._file = file
+        self.position = Position(self._number)
+        self._note_synced(self.position)
         for name in old:
             self._storage.delete(name)
 
@@ -114,6 +150,30 @@ class Journal:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+    def _check_end(self, ends: Position, what: str, known: Position) -> None:
+        """Raises StorageError where the journal ends before a place that it once reached."""
+        if ends < known:
+            raise StorageError(
+                f"the journal ends before {what}: at {ends}, and that is {known}",
+                field=join(self._storage.location, self._journal),
+                value=ends.nbytes,
+                remedy="a part of it was cut off or lost: restore it from a copy, with the snapshot beside it; nothing "
+                "was changed, and the segments, which hold the rows, open with plain pyarrow",
+            )
+
+    def _synced(self) -> Position:
+        try:
+            number, nbytes, crc = self._storage.read(_SYNCED).to_pybytes().split()
+            if int(crc, 16) == zlib.crc32(b"%s %s" % (number, nbytes)):
+                return Position(int(number), int(nbytes))
+        except (FileNotFoundError, ValueError):
+            pass  # it is not forced to the disk itself: power that fails may take it
+        return Position()
+
+    def _note_synced(self, position: Position) -> None:
+        text = b"%08d %020d" % (position.number, position.nbytes)
+        self._storage.overwrite(_SYNCED, b"%s %08x\n" % (text, zlib.crc32(text)))
 
     def _read(self) -> tuple[pa.Buffer | None, list[_Piece]]:
         """The latest snapshot and the journal that goes on from it. Only the last piece may have a torn tail."""

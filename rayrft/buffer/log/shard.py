@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from rayrft.buffer.experience import unpack
 from rayrft.buffer.log.segments import Extent, Segments
 from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.scores import scores
-from rayrft.buffer.validation import GroupNumbers, find_faults, group_numbers, group_starts
+from rayrft.buffer.validation import Fault, GroupNumbers, Limits, find_faults, group_numbers, group_starts
 from rayrft.config.buffer import BufferConfig
 from rayrft.errors import DataError
 
@@ -45,7 +45,7 @@ class RowSpan:
 class Appended:
     """What became of a message. ``numbers`` and ``scores`` are those of the groups that were stored.
 
-    ``groups`` says which of the message's groups these are; ``faults`` counts the rejected rows of each, by reason.
+    ``groups`` says which of the message's groups these are; ``faults`` which rows of each were rejected.
     """
 
     extent: Extent
@@ -54,7 +54,7 @@ class Appended:
     numbers: GroupNumbers
     scores: np.ndarray
     nbytes: np.ndarray
-    faults: dict[int, dict[str, int]]
+    faults: dict[int, list[Fault]] = field(default_factory=dict)
 
 
 @dataclass
@@ -109,58 +109,41 @@ class Shard:
             self._rows[growing].sealed = False
         return torn
 
-    def append(
-        self, message: pa.Buffer, wanted: list[int] | None = None, announced: int | None = None, *, sync: bool = False
+    def take(
+        self, message: pa.Buffer, wanted: list[int], whole: list[int], announced: int, limits: Limits, sync: bool
     ) -> Appended:
-        """Write the groups of a message (those at the places ``wanted``), without the rows that must not be trained.
+        """Write the groups at the places ``wanted`` of a message that was put, without the rows that must not be
+        trained; of those at ``whole`` none where one must not.
 
-        Raises DataError when it does not hold as many groups as were ``announced``.
+        Raises DataError when the message does not hold as many groups as were ``announced``.
         """
         batch = unpack(message)
         starts = group_starts(batch)
-        if announced is not None and len(starts) != announced:
+        if len(starts) != announced:
             raise DataError(
                 f"the message holds {len(starts)} groups and {announced} were announced",
                 field="group_id",
                 remedy="put a group by itself, with all its rows, and once",
             )
-        faults = find_faults(batch)
-        groups = list(range(len(starts))) if wanted is None else wanted
         of_row = np.repeat(np.arange(len(starts)), np.diff(np.append(starts, batch.num_rows)))
-        rejected: dict[int, dict[str, int]] = {}
-        for row, reason in faults.items():
-            counts = rejected.setdefault(int(of_row[row]), {})
-            counts[f"rejected: {reason}"] = counts.get(f"rejected: {reason}", 0) + 1
-        if faults or len(groups) < len(starts):
+        faults: dict[int, list[Fault]] = {}
+        faulty = find_faults(batch, limits)
+        for row, reason in sorted(faulty.items()):
+            faults.setdefault(int(of_row[row]), []).append(Fault(batch.column("experience_id")[row].as_py(), reason))
+        groups = [place for place in wanted if place not in faults or place not in whole]
+        if faulty or len(groups) < len(starts):
             keep = np.isin(of_row, groups)
-            keep[list(faults)] = False
-            batch, of_row = batch.take(np.flatnonzero(keep)), of_row[keep]
-            groups = np.unique(of_row).tolist()
-            message, starts = batch.serialize(), group_starts(batch)
+            keep[list(faulty)] = False
+            batch, groups = batch.take(np.flatnonzero(keep)), np.unique(of_row[keep]).tolist()
+            message = batch.serialize()
         if not groups:
             empty = np.zeros(0, dtype=np.int64)
-            return Appended(Extent(-1), 0, [], GroupNumbers(empty, empty, empty, empty), empty, empty, rejected)
-        numbers = group_numbers(batch, starts)
-        score = np.ones(len(starts)) if self._score is None else self._score(batch, starts)
-        extent = self._segments.append(message, batch.num_rows)
-        row = extent.rows - batch.num_rows
-        segment = self._rows.setdefault(extent.segment, _Segment(extent, sealed=False))
-        segment.extent = extent
-        if not self._pending:
-            self._pending_row = row
-        self._pending.append(message)
-        self._pending_bytes += len(message)
-        if len(message) * _MOST_BLOCKS >= self._config.segment_bytes:
-            self._gather(segment)  # large enough to be a block of its own, without a copy
-        if sync:
-            self._segments.sync()
-        if self._segments.full:
-            self._gather(segment)
-            self._segments.seal()
-            segment.sealed = True
-            self._spill()
-        nbytes = (len(message) * numbers.rows) // batch.num_rows
-        return Appended(extent, row, groups, numbers, score, nbytes, rejected)
+            return Appended(Extent(-1), 0, [], GroupNumbers(empty, empty, empty, empty), empty, empty, faults)
+        return replace(self._write(message, batch, sync), groups=groups, faults=faults)
+
+    def append(self, message: pa.Buffer, *, sync: bool = False) -> Appended:
+        """Write a message of groups that passed the door before."""
+        return self._write(message, unpack(message), sync)
 
     def refs(self, spans: list[RowSpan]) -> list[tuple[Ref, int]]:
         """For each group its block, and the first of its rows there."""
@@ -217,6 +200,30 @@ class Shard:
         if self._opened is None:
             raise NotOpen
         return self._rows[number]
+
+    def _write(self, message: pa.Buffer, batch: pa.RecordBatch, sync: bool) -> Appended:
+        starts = group_starts(batch)
+        numbers = group_numbers(batch, starts)
+        score = np.ones(len(starts)) if self._score is None else self._score(batch, starts)
+        extent = self._segments.append(message, batch.num_rows)
+        row = extent.rows - batch.num_rows
+        segment = self._rows.setdefault(extent.segment, _Segment(extent, sealed=False))
+        segment.extent = extent
+        if not self._pending:
+            self._pending_row = row
+        self._pending.append(message)
+        self._pending_bytes += len(message)
+        if len(message) * _MOST_BLOCKS >= self._config.segment_bytes:
+            self._gather(segment)  # large enough to be a block of its own, without a copy
+        if sync:
+            self._segments.sync()
+        if self._segments.full:
+            self._gather(segment)
+            self._segments.seal()
+            segment.sealed = True
+            self._spill()
+        nbytes = (len(message) * numbers.rows) // batch.num_rows
+        return Appended(extent, row, list(range(len(starts))), numbers, score, nbytes)
 
     def _gather(self, segment: _Segment) -> None:
         """Make one block of the rows that are pending."""

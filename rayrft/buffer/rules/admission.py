@@ -31,9 +31,12 @@ def stage_opened(state: State, event: e.StageOpened) -> None:
         if state.groups.sequence[slot] >= 0:
             state.retire(slot, "stage_ended")
     book.plan, book.version, book.open = plan, plan.version, True
+    book.opened[plan.name] = plan.version
     # Who puts groups of its own accord may have come to an end before.
     book.ended = None if plan.scheduled else book.ended
-    book.returned, book.calls = [], {}
+    book.returned = []
+    # A request of the stage before that comes late must not be taken for one of this.
+    book.calls = {producer: (call, []) for producer, (call, _) in book.calls.items()}
     if book.schedule is not None:
         # A group of the stage before that comes late must not be taken for one of this.
         book.next_sequence = book.schedule.next_sequence
@@ -51,6 +54,7 @@ def stage_opened(state: State, event: e.StageOpened) -> None:
 def stage_resumed(state: State, event: e.StageResumed) -> None:
     plan, book = event.plan, state.book
     book.plan, book.open = plan, True
+    book.opened[plan.name] = plan.version
     book.ended = None if plan.scheduled else book.ended
     if book.schedule is not None:
         _adjust(state, plan)
@@ -88,9 +92,11 @@ def stage_closed(state: State, event: e.StageClosed) -> None:
 @rule(e.Admitted)
 def admitted(state: State, event: e.Admitted) -> list[Ticket]:
     book = state.book
-    tickets, book.returned = book.returned[: event.count], book.returned[event.count :]
     schedule = book.schedule
-    assert schedule is not None  # there is room only with one
+    if not event.count or schedule is None:  # the stage is closed, or the tasks have come to their end
+        book.calls[event.producer] = (event.call, [])
+        return []
+    tickets, book.returned = book.returned[: event.count], book.returned[event.count :]
     fresh = schedule.admit(event.count - len(tickets))
     tasks = _tasks(state, event.tasks[len(tickets) :], len(fresh))
     tickets += [dataclasses.replace(ticket, task=task) for ticket, task in zip(fresh, tasks, strict=False)]
@@ -99,6 +105,8 @@ def admitted(state: State, event: e.Admitted) -> list[Ticket]:
     for ticket in tickets:
         book.outstanding[ticket.sequence] = Outstanding(ticket, event.producer)
     book.calls[event.producer] = (event.call, tickets)
+    if not tickets:
+        book.ended = book.ended or "end_of_data"
     if event.tasks and event.tasks != [ticket.task for ticket in tickets]:
         raise StorageError(
             "the tasks drawn then are not those drawn now",
@@ -117,6 +125,7 @@ def abandoned(state: State, event: e.Abandoned) -> None:
         if schedule is not None and ticket.sequence in schedule.running:
             state.book.returned.append(ticket)
     state.book.calls.pop(event.producer, None)
+    state.book.gone.add(event.producer)
 
 
 @rule(e.ProducersEnded)
@@ -151,9 +160,9 @@ def dropped(state: State, event: e.Dropped) -> None:
     if event.sequence is not None and event.sequence not in state.book.outstanding:
         return
     if event.sequence is None and event.key is not None:
-        if event.key in state.book.refused:
+        if state.book.refused.get(event.key) == event.digest:
             return
-        state.book.refused.add(event.key)
+        state.book.refused[event.key] = event.digest
     _report(state, event.sequence, event.dropped, event.report)
     if event.sequence is not None and state.book.schedule is not None:
         state.book.schedule.release(event.sequence)

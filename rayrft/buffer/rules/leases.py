@@ -31,7 +31,6 @@ def leased(state: State, event: e.Leased) -> LeaseRecord:
         if book.schedule is not None:
             book.schedule.drawn()
         state.pool.leave(event.slots)
-    book.draws += 1
     book.step = max(book.step, event.step)
     name = book.plan.demonstrations if book.plan and event.expert else None
     extent, unit = Extent(0), 1
@@ -42,6 +41,7 @@ def leased(state: State, event: e.Leased) -> LeaseRecord:
     staleness = [book.version - version for version in groups.version[event.slots].tolist()]
     record = LeaseRecord(
         event.step,
+        book.draws,
         book.version,
         event.slots,
         event.weights,
@@ -53,6 +53,7 @@ def leased(state: State, event: e.Leased) -> LeaseRecord:
         staleness,
         book.reports,
     )
+    book.draws += 1
     book.leases[event.step] = record
     book.reports = e.GroupReport()
     return record
@@ -77,6 +78,37 @@ def acked(state: State, event: e.Acked) -> None:
             else:
                 back.append(slot)
     state.pool.add(_still_in_time(state, back), groups)
+
+
+@rule(e.Blamed)
+def blamed(state: State, event: e.Blamed) -> None:
+    record, groups = state.book.leases[event.step], state.groups
+    if record.blamed_in == event.life:
+        return
+    record.blamed_in = event.life
+    for slot in event.slots:
+        if slot not in record.blamed:
+            record.blamed.append(slot)
+            continue
+        place = record.slots.index(slot)
+        for column in (record.slots, record.weights, record.staleness):
+            del column[place]
+        record.blamed.remove(slot)
+        groups.pending[slot] -= 1
+        if groups.pending[slot] == 0:
+            state.retire(slot, "failed_twice")
+    for row in event.expert:
+        if row not in record.blamed_expert:
+            record.blamed_expert.append(row)
+            continue
+        record.expert = [each for each in record.expert if each != row]
+        record.blamed_expert.remove(row)
+        cursor = state.book.experts.get(record.demonstrations or "")
+        if cursor is not None and cursor.extent == record.extent:
+            cursor.failed.append(row)
+    if not record.slots and not record.expert:  # nothing is left of the batch: the step gets another
+        del state.book.leases[event.step]
+        state.book.reports = record.rollouts + state.book.reports
 
 
 @rule(e.Covered)
@@ -107,6 +139,9 @@ def requeued(state: State, event: e.Requeued) -> None:
 
 @rule(e.RolledBack)
 def rolled_back(state: State, event: e.RolledBack) -> None:
+    state.book.lives.add(event.life)
+    if event.whole_run:
+        state.book.opened = {}
     for record in state.book.leases.values():
         if record.step < event.step or not record.acked:
             continue

@@ -1,4 +1,4 @@
-"""Readers of tasks: reasoning-gym data sets, JSONL or Parquet files, and drawn squares."""
+"""Readers of tasks: reasoning-gym data sets, JSONL or Parquet files, hub data sets, drawn squares."""
 
 from __future__ import annotations
 
@@ -70,25 +70,85 @@ def read_task_file(config: TaskSourceConfig, field: str) -> list[Task]:
     return _read_file(config.path, config, field, f"{field}.path", config.size)
 
 
+@task_sources.register("datasets")
+def read_dataset(config: TaskSourceConfig, field: str) -> list[Task]:
+    """Tasks from a data set of the Hugging Face hub, or a copy of one in a folder."""
+    return _read_split(config, field, "split", config.size)
+
+
 def read_held_out(config: TaskSourceConfig, field: str) -> list[Task]:
-    """The held-out tasks of a source that has a file for them, none of one that has not."""
-    return _read_file(config.eval_path, config, field, f"{field}.eval_path") if config.eval_path else []
+    """The held-out tasks of a source that has a file or a split for them, none of one that has not."""
+    if config.eval_path is not None:
+        return _read_file(config.eval_path, config, field, f"{field}.eval_path")
+    return _read_split(config, field, "eval_split") if config.eval_split is not None else []
 
 
 def _read_file(
     path: Path, config: TaskSourceConfig, field: str, path_field: str, size: int | None = None
 ) -> list[Task]:
-    rows = _read_rows(path, path_field)
-    for name in (config.question, config.answer):
+    rows = _read_rows(path, path_field)[:size]
+    return _to_tasks(rows, config, field, rows_field=path_field, source=path.name, where=str(path), beside=path)
+
+
+def _read_split(config: TaskSourceConfig, field: str, key: str, size: int | None = None) -> list[Task]:
+    assert config.dataset is not None  # the config's own rule
+    name, split = config.dataset, getattr(config, key)
+    splits = _load_dataset(config, field)
+    if split not in splits:
+        raise DataError(f"{name} has no such split", field=f"{field}.{key}", value=split, remedy=nearest(split, splits))
+    # As Arrow, for features that hold more than text (images, sound) would be decoded.
+    rows = splits[split].with_format("arrow")[:size].to_pylist()
+    where = f"split {split!r} of {name}"
+    if not rows:
+        raise DataError(f"{where} holds no rows", field=f"{field}.{key}", value=split, remedy="name a split with tasks")
+    return _to_tasks(rows, config, field, rows_field=f"{field}.{key}", source=name, where=where, beside=Path(name))
+
+
+def _load_dataset(config: TaskSourceConfig, field: str) -> dict[str, Any]:
+    """All splits by name: read from the cache where they are there."""
+    import datasets
+
+    try:
+        return datasets.load_dataset(config.dataset, config.config)
+    except ValueError as error:  # of several configs none is named, or none of that name is there
+        raise DataError(
+            f"{config.dataset}: {' '.join(str(error).split())}",
+            field=f"{field}.config",
+            value=config.config,
+            remedy="name one of them",
+        ) from None
+    except (OSError, datasets.exceptions.DatasetsError) as error:
+        raise DataError(
+            f"the data set cannot be loaded: {' '.join(str(error.__cause__ or error).split())}",
+            field=f"{field}.dataset",
+            value=config.dataset,
+            remedy="give its id on the Hugging Face hub (log in where it is gated), or a folder with a copy; without a "
+            "network it must lie in the cache (HF_HOME)",
+        ) from None
+
+
+def _to_tasks(
+    rows: list[dict[str, Any]],
+    config: TaskSourceConfig,
+    field: str,
+    *,
+    rows_field: str,
+    source: str,
+    where: str,
+    beside: Path,
+) -> list[Task]:
+    """``rows_field`` names where the rows come from in the config, ``where`` in words; images lie ``beside``."""
+    for key, name in (("question", config.question), ("answer", config.answer)):
         if name not in rows[0]:
-            raise DataError(f"no field {name!r} in {path}", field=path_field, value=name, remedy=nearest(name, rows[0]))
+            remedy = nearest(name, rows[0])
+            raise DataError(f"no field {name!r} in {where}", field=f"{field}.{key}", value=name, remedy=remedy)
     tasks = []
-    for number, row in enumerate(rows[:size], start=1):
+    for number, row in enumerate(rows, start=1):
         question, answer = row[config.question], row[config.answer]
         if not question or answer is None:
             raise DataError(
-                f"row {number} of {path} has no question or no answer",
-                field=path_field,
+                f"row {number} of {where} has no question or no answer",
+                field=rows_field,
                 value=number,
                 remedy="fill it in, or take the row out",
             )
@@ -96,17 +156,17 @@ def _read_file(
         if config.answer_after is not None:
             truth = truth.rpartition(config.answer_after)[2].strip()
         try:
-            images = paths(row.get(config.images), path)
+            images = paths(row.get(config.images), beside)
         except DataError as error:
-            problem = f"row {number} of {path}: {error.problem}"
-            raise DataError(problem, field=path_field, value=number, remedy=error.remedy) from None
+            problem = f"row {number} of {where}: {error.problem}"
+            raise DataError(problem, field=rows_field, value=number, remedy=error.remedy) from None
         tasks.append(
             Task.create(
-                path.name,
+                source,
                 str(question),
                 truth,
                 images=images,
-                difficulty=_difficulty(row, config, f"row {number} of {path}", field),
+                difficulty=_difficulty(row, config, f"row {number} of {where}", field),
                 system=config.system,
                 metadata={name: value for name, value in row.items() if name != config.question},
             )

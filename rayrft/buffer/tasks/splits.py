@@ -31,9 +31,9 @@ class TaskSplits:
 def load_tasks(config: TasksConfig, demonstrations: dict[str, DemonstrationsConfig], seed: int) -> TaskSplits:
     """Read all sources, keep the first of each question, hold out and set apart by seed.
 
-    Held-out and demonstrated tasks are taken from the sources in proportion to their weights. A source with a file of
-    held-out tasks gives its share from there. Raises DataError when a source is missing, empty or broken, or too small
-    for the splits asked for, and ConfigError when there is no reader of a name.
+    Held-out and demonstrated tasks are taken from the sources in proportion to their weights. A source with a file or a
+    split of held-out tasks gives its share from there. Raises DataError when a source is missing, empty or broken, or
+    too small for the splits asked for, and ConfigError when there is no reader of a name.
     """
     fields = [f"tasks.sources.{number}" for number in range(len(config.sources))]
     shares = _shares(config, config.eval_size)
@@ -47,7 +47,7 @@ def load_tasks(config: TasksConfig, demonstrations: dict[str, DemonstrationsConf
         for number, (source, field) in enumerate(zip(config.sources, fields, strict=True))
     ]
     for source, pool, part, share in zip(config.sources, pools, held_out, shares, strict=True):
-        if source.eval_path is None:
+        if not source.has_held_out:
             part += pool.cut(share, "tasks.eval_size")
     demonstrated = {
         name: [

@@ -1,0 +1,39 @@
+"""Every bench runs, at its smallest. What it measures then says nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+from tests.conftest import ROOT
+
+SMALLEST = {
+    "bench_head": "--tokens 64 --hidden 32 --vocabulary 512 --rounds 1",
+    "bench_lease": "--sizes 4000 --leases 2",
+    "bench_priority": "--rounds 2",
+    "bench_put": "--seconds 0.5 --rounds 1 --producers 1",
+    "bench_trainer": "--rounds 1 --hidden 64 --layers 2 --vocabulary 512 --rows 8",
+    "bench_trl": "--rounds 1 --steps 4 --batches 4x4x8 --hidden 64 --layers 2 --threads 1 --engines 1 --ranks 1",
+    "gpu": "--device cpu --tiny --steps 1",
+}
+
+
+def test_no_bench_is_left_out() -> None:
+    benches = {path.stem for path in (ROOT / "tests" / "bench").glob("*.py") if "def main()" in path.read_text()}
+    assert benches == SMALLEST.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bench", SMALLEST)
+def test_it_runs(bench: str) -> None:
+    if bench == "bench_trl" and find_spec("trl") is None:
+        pytest.skip("needs the extra 'bench'")
+    command = [sys.executable, "-m", f"tests.bench.{bench}", *SMALLEST[bench].split()]
+    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert len(result.stdout.splitlines()) > 1, "no measurement was printed"

@@ -1,0 +1,525 @@
+"""Producers, a trainer and the Buffer in one process and in simulated time: every history follows from its seed.
+
+The Buffer is the real one, over a real journal; only its rows lie in a table (`Rows`). Calls reach it as Ray's calls
+reach an actor that is started again when it dies: a call is made again as long as its caller has no answer, so that it
+may be executed twice, late, and in another order than it was made. The Buffer is killed between any two turns of its
+event loop, which includes just before and just after each write to the journal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import heapq
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from rayrft.buffer import store
+from rayrft.buffer.buffer import Buffer
+from rayrft.buffer.lease import Lease
+from rayrft.buffer.log import commit
+from rayrft.buffer.log.events import GroupReport
+from rayrft.buffer.log.segments import Extent
+from rayrft.buffer.log.shard import Appended, RowSpan
+from rayrft.buffer.schedule import StagePlan, Ticket
+from rayrft.buffer.tasks.sampler import TaskSet
+from rayrft.buffer.validation import GroupNumbers, Limits
+from rayrft.buffer.writer import Entry
+from rayrft.errors import LeaseEnded
+from tests.buffer.in_process import small
+
+_LIFE: contextvars.ContextVar[Life | None] = contextvars.ContextVar("life", default=None)
+_PATIENCE_S = 1000.0
+"""Simulated seconds without progress after which somebody waits for ever; no delay in a history is near it."""
+
+
+class Stuck(Exception):
+    """Somebody waits, and nothing is left that could wake them."""
+
+
+class Life:
+    """One process of the Buffer, from its start to its death."""
+
+    alive = True
+
+
+class SimulatedLoop(asyncio.BaseEventLoop):
+    """An event loop whose clock jumps to the next timer. What belongs to a dead process is not run any more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.turns = 0
+        self.after_turn: Callable[[], None] = lambda: None
+        self.tasks: list[asyncio.Task[Any]] = []
+        self.set_task_factory(self._task)
+
+    def time(self) -> float:
+        return self.now
+
+    def _run_once(self) -> None:
+        if not self._ready:
+            while self._scheduled and self._scheduled[0]._cancelled:
+                heapq.heappop(self._scheduled)._scheduled = False
+            if not self._scheduled:
+                raise Stuck("nothing is left that could wake those who wait")
+            timer = heapq.heappop(self._scheduled)
+            timer._scheduled = False
+            self.now = max(self.now, timer._when)
+            self._ready.append(timer)
+        handle = self._ready.popleft()
+        life = handle._context.get(_LIFE) if not handle._cancelled else None
+        if not handle._cancelled and (life is None or life.alive):
+            handle._run()
+            self.turns += 1
+            self.after_turn()
+
+    def throw_away(self) -> None:
+        """End what still waits, much of it in processes that were killed, without running it any further."""
+        for task in self.tasks:
+            task.get_coro().close()
+        self.close()
+
+    def _task(self, loop: asyncio.AbstractEventLoop, work: Any, **named: Any) -> asyncio.Task[Any]:
+        task = asyncio.Task(work, loop=loop, **named)
+        task._log_destroy_pending = False  # type: ignore[attr-defined]
+        self.tasks.append(task)
+        return task
+
+    def _check_closed(self) -> None:
+        """What is thrown away may ask for a turn that it never gets."""
+
+    def _process_events(self, event_list: Any) -> None: ...
+
+    def _write_to_self(self) -> None: ...
+
+
+class Rows:
+    """Stands for the shards: groups in a list, of which a Buffer that opens keeps what its journal speaks of."""
+
+    torn_bytes = 0
+
+    def __init__(self, world: World, committed: Callable[[int], list[Extent]]) -> None:
+        self._world = world
+        self._committed = committed
+        self._open = False
+        self._lock = asyncio.Lock()
+
+    def __len__(self) -> int:
+        return 1
+
+    async def call(self, shard: int, method: str, *arguments: Any, **named: Any) -> Any:
+        async with self._lock:
+            return await self._world.in_thread(self._do, method, arguments)
+
+    async def all(self, method: str, *arguments: Any) -> list[Any]:
+        return [await self.call(0, method, *arguments)]
+
+    def _do(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        if not self._open:
+            self._open = True
+            del self._world.disk[max((extent.rows for extent in self._committed(0)), default=0) :]
+        return getattr(self, method)(*arguments)
+
+    def take(self, message: pa.Buffer, wanted: list[int], whole: list[int], announced: int, limits: Limits) -> Appended:
+        groups = [group for place, group in enumerate(json.loads(message.to_pybytes())) if place in wanted]
+        row = len(self._world.disk)
+        self._world.disk += [name for name, _ in groups]
+        ones = np.ones(len(groups), dtype=np.int64)
+        versions = np.array([version for _, version in groups], dtype=np.int64)
+        numbers = GroupNumbers(np.arange(len(groups)), ones, ones, versions)
+        extent = Extent(0, len(self._world.disk), len(self._world.disk))
+        return Appended(extent, row, wanted, numbers, np.ones(len(groups)), ones)
+
+    def refs(self, spans: list[RowSpan]) -> list[tuple[Any, int]]:
+        return [("rows", span.row) for span in spans]
+
+    def release(self, segments: list[int]) -> None: ...
+
+    def memory(self) -> int:
+        return 0
+
+    def sync(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method of an actor's handle."""
+
+    world: World
+    name: str
+
+    def remote(self, *arguments: Any) -> asyncio.Future[Any]:
+        return self.world.call(self.name, arguments)
+
+
+@dataclass(eq=False)
+class Call:
+    """A call that has no answer yet."""
+
+    method: str
+    arguments: tuple[Any, ...]
+    answer: asyncio.Future[Any]
+    callers: Life
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a history is about; `draw` makes one of a random number generator."""
+
+    stages: tuple[StagePlan, ...]
+    """With the first version still to be filled in. One of no groups stands for a stage of demonstrations alone."""
+    steps: int
+    """Of each stage."""
+    sampler: dict[str, Any]
+    producers: int
+    tasks: int | None
+    """Tasks that there are, or None where they never end."""
+    kills: int
+    """Of the Buffer's process."""
+    crashes: int
+    """Of everything else at once; the Buffer is killed with it, and the run resumed from its last checkpoint."""
+    fails: float
+    """How often a group fails, and how often it is filtered."""
+    snapshot_bytes: int
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Setting:
+        staleness, over = rng.randint(0, 2), rng.choice([1.0, 1.0, 1.5])
+        groups = rng.choice([(2,), (3,), (1,), (2, 3), (2, 0, 2), (0, 1)])
+        stages = [
+            StagePlan(count, max_staleness=staleness, over_sampling=over, name=f"stage-{number}")
+            for number, count in enumerate(groups)
+        ]
+        replayed = {"name": "uniform", "max_uses": 2, "replay_ratio": rng.choice([1, 2])}
+        return cls(
+            tuple(stages),
+            rng.randint(3, 10),
+            rng.choice([{"name": "fifo"}, {"name": "fifo"}, replayed]),
+            rng.randint(1, 3),
+            rng.choice([None, None, 12]),
+            rng.randint(0, 6),
+            rng.choice([0, 0, 1, 2]),
+            rng.choice([0.05, 0.2]),
+            rng.choice([1500, 1 << 30]),
+        )
+
+
+class World:
+    """The Buffer's process, its disk, and the calls that are under way. The Buffer's log lies in ``folder``."""
+
+    def __init__(self, rng: random.Random, folder: Path, setting: Setting) -> None:
+        self.rng = rng
+        self.setting = setting
+        self.loop = SimulatedLoop()
+        self.disk: list[str] = []
+        """Ids of the groups in the shard's file."""
+        self.trained: dict[int, list[str]] = {}
+        """What each step was given to train on."""
+        self.checkpoint = Checkpoint()
+        self.known: dict[str, set[Any]] = {name: set() for name in ("sent", "put", "filtered", "failed")}
+        """What producers know: groups that were sent, and everything that the Buffer acknowledged."""
+        self._pending: list[Call] = []
+        self._life = self._callers = Life()
+        self._kills = setting.kills
+        self._clients = contextvars.copy_context()
+        config = small(
+            max_rows=1 << 30, max_bytes=1 << 40, memory_bytes=1 << 30, segment_bytes=1 << 30, log_bytes=1 << 40,
+            sampler=self.setting.sampler,
+        )  # fmt: skip
+        tasks = self.setting.tasks
+        make_tasks = (
+            None if tasks is None else lambda: TaskSet([0] * tasks, [1.0], sampler="shuffled", seed=0, epochs=1)
+        )
+        self._open = lambda: Buffer("run", str(folder), config, 0, make_tasks)
+
+    # The Buffer's process.
+
+    def start(self) -> None:
+        """Start the process, and send it the calls that have no answer yet."""
+        self._life = Life()
+        self._clients.copy().run(self._born)
+        self._doom()
+        for call in self.rng.sample(self._pending, len(self._pending)):
+            self._send(call)
+
+    def _born(self) -> None:
+        _LIFE.set(self._life)
+        self._buffer = self._open()
+
+    def _doom(self) -> None:
+        """Choose the turn of the loop after which this process is killed."""
+        left = self.rng.randint(1, 400) if self._kills else None
+
+        def after_turn() -> None:
+            if left is not None and self.loop.turns >= end:
+                self.kill()
+
+        end = self.loop.turns + (left or 0)
+        self.loop.after_turn = after_turn
+
+    def kill(self) -> None:
+        """As SIGKILL does it: nothing of the process is run any more, and what it held is free."""
+        self._kills -= 1
+        self.end()
+        self._clients.copy().run(self.loop.call_later, self.rng.uniform(0.1, 1), self.start)
+
+    def crash(self) -> None:
+        """Kill the Buffer and all who call it."""
+        self._callers.alive = False
+        self._pending = []
+        if self._life.alive:
+            self.end()
+            self.start()
+
+    def begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start the processes of those who call the Buffer."""
+        self._callers = Life()
+        context = self._clients.copy()
+        context.run(_LIFE.set, self._callers)
+        return self.loop.create_task(work, context=context)
+
+    def end(self) -> None:
+        """Leave the disk as it is, without the process."""
+        self._life.alive = False
+        self.loop.after_turn = lambda: None
+        self._buffer._store._journal.close()
+        self._buffer._store.storage.unlock()
+
+    async def in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Stands for a thread: it takes a while before and after."""
+        await asyncio.sleep(self.rng.uniform(0, 0.01))
+        result = function(*arguments)
+        await asyncio.sleep(self.rng.uniform(0, 0.01))
+        return result
+
+    # Calls.
+
+    def __getattr__(self, name: str) -> Method:
+        return Method(self, name)
+
+    def call(self, method: str, arguments: tuple[Any, ...]) -> asyncio.Future[Any]:
+        """Call the Buffer as an actor is called; the answer comes from whichever of its processes gives one."""
+        call = Call(method, arguments, self.loop.create_future(), self._callers)
+        self._pending.append(call)
+        self._send(call)
+        if self.rng.random() < 0.1:  # the connection was lost for a moment: it is executed twice
+            self._send(call, late=self.rng.choice([0.02, 0.5, 3.0]))
+        return call.answer
+
+    def _send(self, call: Call, late: float = 0.02) -> None:
+        self._clients.copy().run(self.loop.call_later, self.rng.expovariate(1 / late), self._deliver, call)
+
+    def _deliver(self, call: Call) -> None:
+        life = self._life
+        if not life.alive or not call.callers.alive:
+            return  # it is sent again once the next process is there; a run that is resumed has an actor of its own
+
+        async def execute() -> None:
+            try:
+                result, error = await getattr(self._buffer, call.method)(*call.arguments), None
+            except Exception as failure:  # whatever it is, it goes to the caller
+                result, error = None, failure
+            delay = self.rng.expovariate(1 / 0.02)
+            self._clients.copy().run(self.loop.call_later, delay, self._reply, life, call, result, error)
+
+        context = self._clients.copy()
+        context.run(_LIFE.set, life)
+        self.loop.create_task(execute(), context=context)
+
+    def _reply(self, life: Life, call: Call, result: Any, error: Exception | None) -> None:
+        if call not in self._pending or (not life.alive and self.rng.random() < 0.5):
+            return
+        self._pending.remove(call)
+        if error is None:
+            call.answer.set_result(result)
+        else:
+            call.answer.set_exception(error)
+
+
+class Producer:
+    """Uses tickets one way or the other, several at a time, and remembers what the Buffer acknowledged."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self._world, self._name = world, name
+        self._calls = 0
+
+    async def produce(self, stage: str) -> None:
+        """Until no more tickets come."""
+        world = self._world
+        while True:
+            self._calls += 1
+            tickets = await world.admit.remote(self._name, self._calls, world.rng.randint(1, 4))
+            if not tickets:
+                return
+            await asyncio.gather(*(self._use(stage, ticket) for ticket in tickets))
+
+    async def _use(self, stage: str, ticket: Ticket) -> None:
+        world, rng = self._world, self._world.rng
+        await asyncio.sleep(rng.expovariate(1 / 0.2))
+        fate = rng.random()
+        if fate < world.setting.fails:
+            await world.fail.remote(ticket, "workflow_error")
+            world.known["failed"].add((stage, ticket.sequence))
+        elif fate < 2 * world.setting.fails:
+            await world.drop.remote(ticket, {"zero_variance": 1}, GroupReport(rows=1))
+            world.known["filtered"].add((stage, ticket.sequence))
+        else:
+            name = f"{stage}/{ticket.sequence}"
+            entry = Entry(name, ticket, GroupReport(rows=1, reward_sum=1.0, scored=1), {}, 1, 1)
+            world.known["sent"].add(name)
+            await world.put.remote([entry], [pa.py_buffer(json.dumps([[name, ticket.version]]).encode())])
+            world.known["put"].add(name)
+
+
+@dataclass
+class Checkpoint:
+    """From where a run is resumed: stage and steps of it, and the step at which the stage began."""
+
+    step: int = 0
+    stage: int = 0
+    began: int = 0
+
+
+class Run:
+    """One life of the run: it opens the stages and trains step after step, as the Master and the trainer do.
+
+    Now and then the trainer gives a batch back, or starts again a few steps before.
+    """
+
+    def __init__(self, world: World, life: str) -> None:
+        self._world, self._life = world, life
+        self._producers = [Producer(world, f"{life}.{number}") for number in range(world.setting.producers)]
+        self._published = 0
+        self._rollbacks = 0
+        self._draw = 0
+
+    async def run(self, at: Checkpoint) -> None:
+        world, setting = self._world, self._world.setting
+        self._published = at.step
+        await world.resume.remote(at.step, self._life)
+        for number in range(at.stage, len(setting.stages)):
+            if number > at.stage:
+                at.stage, at.began = number, at.step
+            plan = replace(setting.stages[number], version=at.began)
+            await world.open_stage.remote(plan)
+            producing = [asyncio.ensure_future(each.produce(plan.name)) for each in self._producers if plan.groups]
+            try:
+                while at.step < at.began + setting.steps:
+                    await self._step(at, plan)
+            except LeaseEnded as ended:
+                if ended.value != "end_of_data":
+                    raise
+            await world.close_stage.remote(plan.name)
+            await asyncio.gather(*producing)
+            if not plan.groups:
+                self._published = at.step
+            await self._save(at)
+
+    async def _step(self, at: Checkpoint, plan: StagePlan) -> None:
+        world, rng, step = self._world, self._world.rng, at.step
+        batch = await self._lease(step)
+        if plan.groups and step not in world.trained and rng.random() < 0.1:
+            await world.requeue.remote(step, self._draw)
+            return
+        assert world.trained.setdefault(step, batch) == batch, "the same batch as before"
+        await self._finish(step)
+        at.step += 1
+        if plan.groups:
+            self._published = at.step
+        await world.advance.remote(self._published)
+        if rng.random() < 0.3:
+            await self._save(at)
+        if step - at.began > 3 and step >= world.checkpoint.step and rng.random() < 0.1:
+            await self._start_again(max(world.checkpoint.step, step - rng.randint(0, 2)), step)
+
+    async def _start_again(self, first: int, last: int) -> None:
+        world, publishes = self._world, self._world.rng.random() < 0.5
+        self._rollbacks += 1
+        await world.rollback.remote(first, f"{self._life}.{self._rollbacks}")
+        for step in range(first, last + 1):
+            assert await self._lease(step) == world.trained[step], "the same batch as before"
+            await self._finish(step)
+            if publishes and self._published:
+                await world.advance.remote(step + 1)
+
+    async def _save(self, at: Checkpoint) -> None:
+        self._world.checkpoint = replace(at)
+        await self._world.cover.remote(at.step)
+
+    async def _finish(self, step: int) -> None:
+        await asyncio.sleep(self._world.rng.expovariate(1 / 0.2))
+        await self._world.ack.remote(step)
+
+    async def _lease(self, step: int) -> list[str]:
+        lease: Lease = await self._world.lease.remote(step, 1, _PATIENCE_S)
+        assert max(lease.staleness, default=0) <= self._world.setting.stages[0].max_staleness
+        self._draw = lease.draw
+        return [self._world.disk[row] for share in lease.shares for part in share.parts for row in part.rows]
+
+
+def run_history(seed: int, folder: Path, patch: pytest.MonkeyPatch) -> World:
+    """Run one history to its end, and check it.
+
+    Raises Stuck or LeaseEnded where somebody would wait for ever, and AssertionError where rows were lost or doubled.
+    """
+    rng = random.Random(seed)
+    setting = Setting.draw(rng)
+    worlds: list[World] = []
+    patch.setattr(commit, "_SNAPSHOT_BYTES", setting.snapshot_bytes)
+    patch.setattr(commit, "_SNAPSHOT_RATIO", 0)
+    patch.setattr(store, "Shards", lambda first, others, committed: Rows(worlds[0], committed))
+    patch.setattr(asyncio, "to_thread", lambda *work: worlds[0].in_thread(*work))
+    world = World(rng, folder, setting)
+    worlds.append(world)
+    world.start()
+    try:
+        world.loop.run_until_complete(_history(world))
+    finally:
+        world.loop.throw_away()
+        world.end()
+    return world
+
+
+async def _history(world: World) -> None:
+    for crash in range(world.setting.crashes + 1):
+        run = world.begin(Run(world, f"life-{crash}").run(replace(world.checkpoint)))
+        if crash < world.setting.crashes:
+            await asyncio.wait({run}, timeout=world.rng.uniform(0, 10))
+        else:
+            await run
+        if run.done():
+            run.result()
+            break
+        world.crash()
+    await check(world)
+
+
+async def check(world: World) -> None:
+    """Every group that was acknowledged is trained, held or counted as dropped, and none is doubled."""
+    stats = await world.stats.remote()
+    held = [world.disk[row] for _, rows in await world.partition.remote("usual") for row in rows]
+    uses = Counter(name for batch in world.trained.values() for name in batch)
+    sent, put = world.known["sent"], world.known["put"]
+    assert {*uses, *held} <= sent and len(set(held)) == len(held)
+    assert max(uses.values(), default=0) <= world.setting.sampler.get("max_uses", 1), "trained too often"
+    dropped = dict(stats["dropped"])
+    filtered, failed = dropped.pop("zero_variance", 0), stats["dropped_tasks"].get("workflow_error", 0)
+    left = len({*uses, *held})
+    assert stats["sampled"] == stats["trained"] + sum(stats["dropped"].values()) + stats["held"]
+    assert stats["trained"] + stats["held"] == left
+    if world.setting.crashes:  # what had no answer when all died may have been executed, or not
+        assert len(put) <= left + sum(dropped.values()) <= len(sent)
+        assert filtered >= len(world.known["filtered"]) and failed >= len(world.known["failed"])
+    else:
+        assert len(put) == left + sum(dropped.values())
+        assert filtered == len(world.known["filtered"]) and failed == len(world.known["failed"])

@@ -1,0 +1,111 @@
+"""Rows on which a step fails: tried once more by themselves, then left out and counted, whatever is killed between."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayrft.buffer.experience import pack, to_batch
+from tests.buffer.in_process import LocalBuffer, ObjectTable, small
+from tests.buffer.rows import expert_rows, group, plan
+
+ROOMY = small(max_rows=1000, max_bytes=1 << 30, memory_bytes=1 << 30, log_bytes=1 << 30, segment_bytes=6000)
+
+
+@pytest.fixture
+def buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalBuffer]:
+    ObjectTable(monkeypatch)
+    made = LocalBuffer(tmp_path, ROOMY)
+    yield made
+    made.kill()
+
+
+def opened(buffer: LocalBuffer, groups: int, count: int, **more: Any) -> None:
+    """A stage that takes so many groups a step, and groups 1 .. ``count``."""
+    buffer.do("open_stage", plan(groups, scheduled=False, name="stage", **more))
+    buffer.put([(group(number), None) for number in range(1, count + 1)])
+
+
+def rows(buffer: LocalBuffer, step: int = 0) -> list[str]:
+    return sorted(row for share in buffer.lease(step)[1] for row, _, _ in share)
+
+
+def alone(buffer: LocalBuffer, step: int = 0) -> int:
+    """How many rows of the step's batch are to stand alone."""
+    return sum(int(part.alone.sum()) for share in buffer.do("lease", step, 2, 0).shares for part in share.parts)
+
+
+def resumed(buffer: LocalBuffer, blamed: list[str], attempt: str, step: int = 0) -> None:
+    """The run fails on these rows, and begins again."""
+    for _ in range(2):  # a call may be made again
+        buffer.do("blame", step, attempt, blamed)
+    buffer.restart()
+    buffer.do("resume", step, f"after the {attempt}")
+    buffer.do("open_stage", plan(2, scheduled=False, name="stage"))
+
+
+def test_a_row_that_fails_twice_is_left_out_with_its_group_and_counted(buffer: LocalBuffer) -> None:
+    opened(buffer, 2, 3)
+    whole = rows(buffer)
+    assert whole == ["1/0", "1/1", "2/0", "2/1"] and alone(buffer) == 0
+    resumed(buffer, ["1/1", "2/0"], "first")
+    assert rows(buffer) == whole and alone(buffer) == 4, "the same batch, and whoever may be to blame by itself"
+    resumed(buffer, ["2/0"], "second")
+    assert rows(buffer) == ["1/0", "1/1"] and alone(buffer) == 2
+    buffer.do("ack", 0)
+    stats = buffer.do("stats")
+    assert (stats["sampled"], stats["trained"], stats["held"], stats["dropped"]) == (6, 2, 2, {"failed_twice": 2})
+
+
+def test_one_who_fails_once_and_then_not_is_trained(buffer: LocalBuffer) -> None:
+    opened(buffer, 2, 2)
+    rows(buffer)
+    resumed(buffer, ["1/1"], "first")
+    resumed(buffer, ["2/1"], "second")
+    assert rows(buffer) == ["1/0", "1/1", "2/0", "2/1"]
+    buffer.do("ack", 0)
+    buffer.do("blame", 0, "third", ["1/1"])
+    assert buffer.do("stats")["trained"] == 4, "a step that is trained is beyond blame"
+
+
+def test_a_step_of_which_nothing_is_left_gets_other_groups(buffer: LocalBuffer) -> None:
+    opened(buffer, 1, 2)
+    assert rows(buffer) == ["1/0", "1/1"]
+    buffer.do("blame", 0, "first", ["1/0"])
+    buffer.do("blame", 0, "second", ["1/0"])
+    buffer.restart()
+    assert rows(buffer) == ["2/0", "2/1"]
+
+
+def test_mini_batches_are_as_few_as_what_is_left(buffer: LocalBuffer) -> None:
+    opened(buffer, 2, 2, mini_batches=2)
+    rows(buffer)
+    for attempt in ("first", "second"):
+        buffer.do("blame", 0, attempt, ["1/0"])
+    assert [len(share.rows) for share in buffer.do("lease", 0, 1, 0).shares] == [1]
+
+
+@pytest.mark.parametrize("unit", [1, 2], ids=["conversations", "pairs"])
+def test_a_demonstration_that_fails_twice_is_drawn_no_more(buffer: LocalBuffer, unit: int) -> None:
+    gold = expert_rows(6)
+    if unit == 2:
+        gold = [dataclasses.replace(row, pair_id=str(at // 2), chosen=at % 2 == 0) for at, row in enumerate(gold)]
+    buffer.do("load", "gold", [pack(to_batch(gold))])
+    buffer.do("open_stage", plan(0, expert_rows=4, demonstrations="gold", pairs=unit == 2))
+    first = rows(buffer)
+    gone = [row.experience_id for row in gold if row.experience_id in first][:1]
+    if unit == 2:
+        side = next(at for at, row in enumerate(gold) if row.experience_id in gone)
+        gone = [row.experience_id for row in gold[side - side % 2 : side - side % 2 + 2]]
+    for attempt in ("first", "second"):
+        buffer.do("blame", 0, attempt, gone[-1:])
+        buffer.restart()
+    assert rows(buffer) == sorted(set(first) - set(gone))
+    drawn = [name for step in range(1, 7) for name in rows(buffer, step)]
+    assert len(drawn) == 24 and not set(drawn) & set(gone)
+    buffer.restart()
+    assert [name for step in range(1, 7) for name in rows(buffer, step)] == drawn

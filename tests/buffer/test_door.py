@@ -1,0 +1,179 @@
+"""What is put is answered for at once: what was refused and why, and what was here before."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rayrft.algorithms import build
+from rayrft.buffer.experience import Experience, VersionSpan, pack, to_batch
+from rayrft.buffer.filling import put_groups
+from rayrft.buffer.schedule import Ticket
+from rayrft.buffer.validation import Limits
+from rayrft.errors import DataError
+from tests.buffer.in_process import LocalBuffer, ObjectTable, small
+from tests.buffer.rows import expert_rows, group, plan
+from tests.scripted import Remote
+
+ROOMY = small(max_rows=1000, max_bytes=1 << 30, memory_bytes=1 << 30, log_bytes=1 << 30, segment_bytes=6000)
+LIMITS = Limits(vocabulary=1000, max_length=4)
+FUTURE = "weight_versions names weights that never were"
+OTHER = "the group came before with other rows"
+BESIDE = "another row of its group is faulty"
+
+
+@pytest.fixture
+def buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalBuffer]:
+    ObjectTable(monkeypatch)
+    made = LocalBuffer(tmp_path / "buffer", ROOMY, limits=LIMITS)
+    yield made
+    made.kill()
+
+
+def hand_in(buffer: LocalBuffer, rows: list[Experience], algorithm: str = "grpo", group_size: int = 2) -> None:
+    """As `Run.put` does."""
+    put_groups(Remote(buffer.buffer), 1, rows, build(algorithm), group_size)
+
+
+def refused(buffer: LocalBuffer, rows: list[Experience], **how: Any) -> dict[str, str]:
+    """Why each row of these was refused."""
+    with pytest.raises(DataError) as raised:
+        hand_in(buffer, rows, **how)
+    assert raised.value.field == "rows"
+    reasons: dict[str, str] = raised.value.value
+    return reasons
+
+
+def changed(rows: list[Experience], place: int = 0, **changes: Any) -> list[Experience]:
+    """The same rows, with one of them changed."""
+    return [dataclasses.replace(row, **changes) if at == place else row for at, row in enumerate(rows)]
+
+
+def ledger(buffer: LocalBuffer) -> tuple[int, int, dict[str, int]]:
+    stats = buffer.do("stats")
+    return stats["sampled"], stats["held"], stats["dropped"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"token_ids": np.full(4, 1000, np.int32)}, "token_ids has an entry outside the vocabulary"),
+        ({"weight_versions": (VersionSpan(1, 4, 1),)}, FUTURE),
+        ({"logprobs": np.array([0, 1, 0, 0], np.float32)}, "logprobs has an entry above 0"),
+        ({"logprobs": np.array([0, -np.inf, 0, 0], np.float32)}, "logprobs is not finite"),
+        ({"action_mask": np.ones(3, np.uint8)}, "action_mask has not an entry for every token"),
+        ({"reward": float("nan")}, "reward is not finite"),
+        ({"experience_id": "7/0"}, "experience_id does not begin with its group_id"),
+        ({"experience_id": "1/1"}, "experience_id is that of another row"),
+    ],
+)
+def test_a_group_with_a_faulty_row_is_refused_whole_and_the_rows_are_named(
+    buffer: LocalBuffer, changes: dict[str, Any], reason: str
+) -> None:
+    rows = changed(group(1), **changes)
+    assert reason in refused(buffer, [*rows, *group(2)], group_size=2).values()
+    assert buffer.held() == [("2/0", 0.0), ("2/1", 1.0)], "other groups of the call are taken"
+    assert ledger(buffer) == (4, 2, {f"rejected: {reason}": 1, f"rejected: {BESIDE}": 1})
+    assert buffer.buffer._state.book.reports.rows == 2, "it says nothing of the step's rewards"
+
+
+def test_a_row_of_exactly_the_greatest_length_is_taken_and_a_longer_one_is_not(buffer: LocalBuffer) -> None:
+    hand_in(buffer, group(1, length=4))
+    assert refused(buffer, group(2, length=5)) == dict.fromkeys(["2/0", "2/1"], "token_ids are more than max_length")
+
+
+def test_a_refused_group_is_counted_once_and_may_come_again_mended(buffer: LocalBuffer) -> None:
+    broken = changed(group(1), reward=float("nan"))
+    for _ in range(3):
+        assert refused(buffer, broken) == {"1/0": "reward is not finite"}
+        buffer.restart()
+    assert ledger(buffer)[0] == 2
+    hand_in(buffer, group(1))
+    assert ledger(buffer)[:2] == (4, 2)
+
+
+def test_the_same_group_again_is_passed_over_and_other_rows_of_its_id_are_refused(buffer: LocalBuffer) -> None:
+    hand_in(buffer, group(1))
+    buffer.do("feedback", "1/0", 5.0)  # the rows that lie there now are not those that were put
+    for _ in range(2):
+        hand_in(buffer, group(1))
+        assert refused(buffer, changed(group(1), reward=3.0)) == {"1": OTHER}
+        buffer.restart()
+    assert ledger(buffer) == (4, 2, {f"rejected: {OTHER}": 2})
+    assert buffer.held() == [("1/0", 5.0), ("1/1", 1.0)]
+
+
+def test_weights_that_a_trained_step_published_are_not_of_the_future(buffer: LocalBuffer) -> None:
+    buffer.do("open_stage", plan(1, scheduled=False))
+    hand_in(buffer, group(1))
+    buffer.lease(0)
+    assert set(refused(buffer, group(2, version=1)).values()) == {FUTURE}
+    buffer.do("ack", 0)
+    hand_in(buffer, group(2, version=1))  # engines may have them before the Buffer is told
+    assert set(refused(buffer, group(3, version=2)).values()) == {FUTURE}
+    buffer.do("advance", 5)
+    hand_in(buffer, group(3, version=5))
+
+
+@pytest.mark.parametrize("size", [1, 8])
+def test_a_group_of_another_size_is_refused_before_anything_is_put(buffer: LocalBuffer, size: int) -> None:
+    rows = [dataclasses.replace(row, advantages=None) for row in group(1, size)]
+    with pytest.raises(DataError) as raised:
+        hand_in(buffer, [*group(2, 4), *rows], group_size=4)
+    assert (raised.value.field, raised.value.value) == ("group_id", "1")
+    assert ledger(buffer)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "rows"),
+    [
+        ("grpo", group(1, 1)),  # its advantages were computed with the others
+        ("ppo", [dataclasses.replace(group(1, 1)[0], advantages=None)]),  # a critic compares it with no other
+        (
+            "grpo",
+            [
+                dataclasses.replace(row, experience_id=f"1/{place // 4}/{place}")
+                for place, row in enumerate(group(1, 8))
+            ],
+        ),
+    ],
+    ids=["with advantages", "for a critic", "several rows of a trajectory"],
+)
+def test_a_group_need_not_have_as_many_rows_as_the_group_size(
+    buffer: LocalBuffer, algorithm: str, rows: list[Experience]
+) -> None:
+    hand_in(buffer, rows, algorithm=algorithm, group_size=2)
+    assert ledger(buffer)[1] == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("column", "value"), [("group_id", 7), ("group_id", ["1"]), ("reward", "good"), ("action_mask", None)]
+)
+def test_wrong_types_are_an_error_that_names_the_column(buffer: LocalBuffer, column: str, value: Any) -> None:
+    with pytest.raises(DataError) as raised:
+        hand_in(buffer, [*group(2), *changed(group(1), **{column: value})])
+    assert raised.value.field == column and ledger(buffer)[0] == 0
+
+
+def test_a_group_of_the_explorer_keeps_its_right_rows_and_the_others_are_counted(buffer: LocalBuffer) -> None:
+    buffer.do("open_stage", plan(1))
+    tickets: list[Ticket] = buffer.do("admit", "explorer", 1, 1)
+    rows = changed(group(1, 4), token_ids=np.full(4, 5000, np.int32))
+    buffer.put([(rows, tickets[0])])
+    assert ledger(buffer) == (4, 3, {"rejected: token_ids has an entry outside the vocabulary": 1})
+
+
+def test_demonstrations_beyond_the_limits_are_refused(buffer: LocalBuffer) -> None:
+    for changes in ({"token_ids": np.full(4, 1000, np.int32)}, {"length": 5}):
+        rows = expert_rows(3)
+        if "length" in changes:
+            rows[1] = dataclasses.replace(group(90, 3, length=5)[1], source="expert")
+        else:
+            rows = changed(rows, **changes)
+        assert buffer.do("load", "gold", [pack(to_batch(rows))])[0] == "DataError"
+    assert buffer.do("load", "gold", [pack(to_batch(expert_rows(3)))]) == 3

@@ -1,0 +1,92 @@
+"""Histories in which calls are repeated, late and out of order, and processes die at any moment."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayrft.buffer.buffer import Buffer
+from rayrft.buffer.leasing import Leasing
+from rayrft.errors import LeaseEnded
+from tests.buffer.simulation import Stuck, run_history
+
+pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
+
+
+@pytest.mark.parametrize("seeds", [range(1000), pytest.param(range(1000, 10_000), marks=pytest.mark.slow)], ids=len)
+def test_whoever_waits_gets_an_answer_and_no_group_is_lost_or_trained_twice(
+    seeds: range, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed in seeds:
+        with monkeypatch.context() as patch:
+            try:
+                run_history(seed, tmp_path / "log", patch)
+            except Exception as error:
+                raise AssertionError(f"history of seed {seed}") from error
+        shutil.rmtree(tmp_path / "log")
+
+
+def forget_requests(patch: pytest.MonkeyPatch) -> None:
+    """A request for tickets that comes after a later one is taken for a new one."""
+
+    async def admit(self: Buffer, producer: str, call: int, count: int, real: Any = Buffer.admit) -> Any:
+        calls = self._state.book.calls
+        if producer in calls and calls[producer][0] > call:
+            del calls[producer]
+        return await real(self, producer, call, count)
+
+    patch.setattr(Buffer, "admit", admit)
+
+
+def take_back_any_lease(patch: pytest.MonkeyPatch) -> None:
+    """A lease is given back whichever of its step was meant."""
+
+    async def requeue(self: Buffer, step: int, draw: int, real: Any = Buffer.requeue) -> None:
+        record = self._state.book.leases.get(step)
+        await real(self, step, draw if record is None else record.draw)
+
+    patch.setattr(Buffer, "requeue", requeue)
+
+
+def wait_for_repeated_weights(patch: pytest.MonkeyPatch) -> None:
+    """A new step does not say that those before it were repeated."""
+
+    async def following(self: Leasing, step: int, deadline_s: float, real: Any = Leasing._next) -> Any:
+        book = self._store.state.book
+        if book.behind:
+            await self._store.wait_for(lambda: not book.behind, deadline_s)
+        return await real(self, step, deadline_s)
+
+    patch.setattr(Leasing, "_next", following)
+
+
+def open_any_stage(patch: pytest.MonkeyPatch) -> None:
+    """A stage that was opened and closed is opened again."""
+
+    async def open_stage(self: Buffer, plan: Any, real: Any = Buffer.open_stage) -> None:
+        self._state.book.opened.clear()
+        await real(self, plan)
+
+    patch.setattr(Buffer, "open_stage", open_stage)
+
+
+@pytest.mark.parametrize("fault", [forget_requests, take_back_any_lease, wait_for_repeated_weights, open_any_stage])
+def test_the_histories_find_what_they_are_there_for(
+    fault: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of these faults makes somebody wait for ever, or loses or doubles a group."""
+    fault(monkeypatch)
+
+    def found(seed: int) -> bool:
+        with monkeypatch.context() as patch:
+            try:
+                run_history(seed, tmp_path / str(seed), patch)
+            except (Stuck, LeaseEnded, TimeoutError, AssertionError, KeyError):
+                return True
+        return False
+
+    assert any(found(seed) for seed in range(400))

@@ -1,0 +1,92 @@
+"""However a run ends, what it held is free again, and the same process can go on with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray._private.state import actors
+from ray.util.placement_group import placement_group_table
+
+import rayrft
+from rayrft.errors import ActorDied
+from rayrft.monitor.records import StepRecord
+from tests.e2e.conftest import small_config
+
+SHARED_BY_RUNS = {"_AutoscalingCoordinatorActor"}  # of Ray: the first to train starts it, for the whole cluster
+
+
+def groups() -> set[str]:
+    """Ids of the placement groups that hold something."""
+    return {key for key, entry in placement_group_table().items() if entry["state"] != "REMOVED"}
+
+
+def alive() -> dict[str, dict[str, Any]]:
+    """The actors that live or will, by id."""
+    return {
+        key: actor
+        for key, actor in actors().items()
+        if actor["State"] != "DEAD" and actor["ActorClassName"] not in SHARED_BY_RUNS
+    }
+
+
+def free() -> dict[str, float]:
+    found = ray.available_resources()
+    return {key: round(found.get(key, 0.0), 4) for key in ("CPU", "memory")}
+
+
+def step(run: rayrft.Run) -> None:
+    """Returns when the run has taken a step."""
+    next(record for record in run.records() if isinstance(record, StepRecord))
+
+
+def kill(run: rayrft.Run) -> None:
+    step(run)
+    run.kill()
+
+
+def fail(run: rayrft.Run) -> None:
+    next(run.records())  # it is being started
+    os.kill(run.pids()["trainer"], signal.SIGKILL)
+    with pytest.raises(ActorDied):
+        run.result()
+
+
+def lose_the_master(run: rayrft.Run) -> None:
+    next(run.records())
+    os.kill(run.pids()["master"], signal.SIGKILL)
+    with pytest.raises(ActorDied):
+        run.result()
+
+
+def stop(run: rayrft.Run) -> None:
+    next(run.records())
+    run.stop()
+    assert run.result()["status"] == "stopped"
+
+
+def finish(run: rayrft.Run) -> None:
+    assert run.result()["status"] == "finished"
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_run_gives_everything_back_however_it_ends_and_can_be_gone_on_with(tmp_path: Path) -> None:
+    config = small_config(tmp_path, "ending", evaluation={"enabled": False})
+    config["stages"] = [{**config["stages"][0], "steps": 1_000_000}]
+    held, living, room = groups(), set(alive()), free()
+    run = rayrft.start(config, say=lambda _: None)
+    for end in (kill, fail, lose_the_master, stop, finish):
+        end(run)
+        assert groups() <= held, end.__name__
+        deadline = time.monotonic() + 20  # processes end, and Ray reports what they held, a moment later
+        while not (set(alive()) <= living and free() == room):
+            assert time.monotonic() < deadline, (end.__name__, alive().keys() - living, free(), room)
+            time.sleep(0.1)
+        if end is not finish:
+            enough = {"stages.warmup.steps": len(run.metrics()) + 1} if end is stop else {}
+            run = rayrft.resume(run.folder, say=lambda _: None, **enough)

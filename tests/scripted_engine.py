@@ -1,0 +1,77 @@
+"""An engine without vLLM, for whole runs in which vLLM is not the subject: it starts at once, and takes little memory.
+
+`tests/without_vllm.py`, as a plugin of the run, puts it in the place of the real one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+
+from rayrft.config.explorer import EngineConfig
+from rayrft.explorer.engine import Completion, EngineWeights, Sampling
+from rayrft.weights.parcel import GroupPlan, Parcel
+
+
+class ScriptedEngine:
+    """Answers at once, with tokens of the prompt that are drawn by the request's seed, each with log-prob -1.
+
+    It meets the trainer and receives every broadcast as a real engine does, digests it, and forgets it.
+    """
+
+    async def start(self, model: str, config: EngineConfig, *, max_length: int, dtype: str, seed: int) -> None:
+        self._held = EngineWeights(0, ("",))
+
+    async def generate(
+        self, prompt: list[int], n: int, sampling: Sampling, images: tuple[str, ...] = ()
+    ) -> list[Completion]:
+        chance = random.Random(sampling.seed)
+        return [self._answer(prompt, sampling, chance) for _ in range(n)]
+
+    async def score(self, token_ids: list[int], images: tuple[str, ...] = ()) -> list[float]:
+        return [-1.0] * (len(token_ids) - 1)
+
+    async def join(self, plan: GroupPlan, first_rank: int) -> None:
+        import torch  # here, for it takes seconds, and every process that loads the plugin imports this module
+
+        from rayrft.weights.group import WeightGroup
+
+        self._group = await asyncio.to_thread(WeightGroup, plan, first_rank, torch.device("cpu"))
+
+    async def pause(self) -> None:
+        pass
+
+    async def receive(
+        self, parcel: Parcel, bucket_bytes: int, version: int, handles: dict[str, list[str]] | None
+    ) -> EngineWeights:
+        self._held = EngineWeights(version, (await asyncio.to_thread(self._receive, parcel, bucket_bytes),))
+        return self._held
+
+    async def weights(self) -> EngineWeights:
+        return self._held
+
+    async def resume(self) -> None:
+        pass
+
+    async def watch(self) -> None:
+        await asyncio.Event().wait()
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    def _answer(self, prompt: list[int], sampling: Sampling, chance: random.Random) -> Completion:
+        ordinary = sorted(set(prompt) - set(sampling.stop_token_ids))
+        length = chance.randrange(1, sampling.max_tokens)
+        ids = (*chance.choices(ordinary, k=length), sampling.stop_token_ids[0])
+        return Completion(ids, (-1.0,) * len(ids), ((0, len(ids), self._held.version),), "stop")
+
+    def _receive(self, parcel: Parcel, bucket_bytes: int) -> str:
+        from rayrft.weights.wire import Digest, empty_bucket, plan_buckets
+
+        digest = Digest()
+        for metas in plan_buckets(parcel.metas, bucket_bytes):
+            buffer = empty_bucket(metas, "cpu")
+            self._group.broadcast(buffer)
+            digest.update(buffer)
+        return digest.value
