@@ -35,6 +35,8 @@ class ScriptedBuffer:
 
     async def cover(self, step: int) -> None: ...
 
+    async def settle(self) -> None: ...
+
     async def stats(self) -> dict[str, Any]:
         return {"sampled": 0}
 

@@ -57,6 +57,9 @@ def resumed(other_process: Call, tmp_path_factory: pytest.TempPathFactory) -> Re
             break
     with pytest.raises(ActorDied, check=about("lives:master")):
         run.result()
+    counters = run.status()
+    assert counters["status"] == "failed" and counters["trained"] > 0
+    assert counters["sampled"] == counters["trained"] + sum(counters["dropped"].values()) + counters["held"]
     reached = Checkpoints(run.folder, CheckpointConfig()).all()[-1].stage_step
     asked = reached + AGAIN
     ended = other_process("resume", str(run.folder), f"stages.mix.steps={asked}", "checkpoint.keep_last=3")

@@ -201,7 +201,7 @@ def test_ctrl_c_saves_the_weights_and_ends_the_run(
     with under_way(config_file("interrupted", **WITHOUT_VLLM), ray_cluster) as process:
         process.send_signal(signal.SIGINT)
         rest, _ = process.communicate(timeout=300)
-        assert process.returncode == 0, rest
+        assert process.returncode == 130, rest
         assert "stopping after the step under way" in rest and "stopped after" in rest
     check_stopped(tmp_path / "runs" / "interrupted")
 
