@@ -132,6 +132,7 @@ def test_an_override_without_a_value_is_refused(text: str) -> None:
         ({"weight_sync.backend": "nccl"}, r"'nccl' needs explorer\.engine\.gpus"),
         ({"explorer.engine.gpus": 1}, r"give GPUs to both or to neither"),
         ({"explorer.engine.gpus": 0.5, "trainer.gpus": 0.6}, r"ipc pairs one engine with one trainer rank"),
+        ({"explorer.engine.gpus": 1.5, "trainer.gpus": 1}, r"explorer\.engine\.gpus 1\.5: .* a whole number"),
         ({"explorer.engine.gpus": 0.2, "trainer.gpus": 0.3}, r"pairs of engine and rank would lie on one"),
         ({"explorer.engine.sleep": True}, r"explorer\.engine\.sleep is for engine and trainer taking turns on one GPU"),
         ({"explorer.engine.tensor_parallel": 2}, r"above 1 needs GPUs"),
