@@ -189,6 +189,9 @@ class RunConfig(Section):
             raise ValueError(
                 f"engines take {engine.gpus:g} GPUs and trainer ranks {trainer.gpus:g}: give GPUs to both or to neither"
             )
+        for key, gpus in (("explorer.engine.gpus", engine.gpus), ("trainer.gpus", trainer.gpus)):
+            if gpus > 1 and gpus % 1:
+                raise ValueError(f"{key} {gpus:g}: more than one GPU is a whole number of them")
         if trainer.cpu_offload and not trainer.gpus:
             raise ValueError(
                 "trainer.cpu_offload is for trainer.gpus above 0: without GPUs everything is in main memory"

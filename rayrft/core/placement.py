@@ -26,7 +26,7 @@ class Part:
     memory_gib: float
     note: str
     beside: Part | None = None
-    """Of another part, one in each bundle: bundle i of both lies on the same GPU."""
+    """Of another part, one in each bundle too: the two are on the same GPU."""
 
     @property
     def asks(self) -> dict[str, float]:
@@ -135,7 +135,7 @@ class Placement:
 
     @property
     def ranks(self) -> Any:
-        """The group that the trainer's ranks live in, rank i in bundle i."""
+        """The group that the trainer's ranks live in, one in each bundle."""
         return self._groups.get("ranks") or self._groups["engines"]
 
     def reserve(self, names: list[str]) -> None:

@@ -32,7 +32,7 @@ _SETTINGS = {
 
 
 class RankTrainer(TorchTrainer):
-    """Ray Train's trainer whose worker i lives in bundle i of ``group``. To be used in an actor inside a group."""
+    """Ray Train's trainer, with a worker in each bundle of ``group``. For an actor that is in a group itself."""
 
     def __init__(self, group: Any, loop: Any, **settings: Any) -> None:
         super().__init__(loop, **settings)

@@ -19,7 +19,7 @@ class Trainer:
     """The actor. ``start`` returns when every rank holds the model; then ``command`` runs commands one by one."""
 
     def __init__(self, config: TrainerConfig, group: Any) -> None:
-        """``group`` is the placement group of the ranks: rank i lives in bundle i."""
+        """``group`` is a placement group with a bundle for each rank."""
         self._config = config
         self._group = group
         self._lock = asyncio.Lock()

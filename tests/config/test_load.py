@@ -163,6 +163,7 @@ def test_a_bad_value_is_named(override: dict[str, Any], field: str) -> None:
         ({"weight_sync.backend": "nccl"}, ("weight_sync.backend", "'nccl'", "explorer.engine.gpus")),
         ({"explorer.engine.gpus": 1}, ("engines", "trainer ranks", "GPUs")),
         ({"explorer.engine.gpus": 0.5, "trainer.gpus": 0.6}, ("ipc", "explorer.engine.count", "trainer.ranks")),
+        ({"explorer.engine.gpus": 1.5, "trainer.gpus": 1}, ("explorer.engine.gpus 1.5",)),
         ({"explorer.engine.gpus": 0.2, "trainer.gpus": 0.3}, ("pairs", "engine", "rank")),
         ({"explorer.engine.sleep": True}, ("explorer.engine.sleep",)),
         ({"explorer.engine.tensor_parallel": 2}, ("explorer.engine.tensor_parallel", "GPUs")),

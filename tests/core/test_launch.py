@@ -10,8 +10,9 @@ import pytest
 
 from rayrft.config import RunConfig, dump_config, load_config
 from rayrft.core import launch
+from rayrft.core.placement import Part
 from rayrft.core.progress import Checkpoints, Progress
-from rayrft.errors import ConfigError, StorageError
+from rayrft.errors import ConfigError, PlacementError, StorageError
 from tests.e2e.conftest import small_config
 
 
@@ -72,3 +73,31 @@ def test_a_run_that_did_not_begin_is_started_instead(tmp_path: Path) -> None:
     (config.folder / "config.yaml").write_text(dump_config(config))
     with pytest.raises(ConfigError, match=r"the run did not begin .*[Ss]tart it instead"):
         launch.resume(config.folder)
+
+
+def room(monkeypatch: pytest.MonkeyPatch, *free: float, total: float) -> list[float]:
+    """A node of that many CPUs in all, with these free as often as one looks; gives what is not looked at."""
+    left = list(free)
+    monkeypatch.setattr("ray._private.state.available_resources_per_node", lambda: {"n": node(left.pop(0))})
+    monkeypatch.setattr("ray._private.state.total_resources_per_node", lambda: {"n": node(total)})
+    return left
+
+
+def node(cpus: float) -> dict[str, float]:
+    return {"CPU": cpus, "memory": float(1 << 40)}
+
+
+PART = Part("a", 1, 2, 0, 0.1, "")
+
+
+def test_what_a_run_that_has_just_ended_gives_back_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = room(monkeypatch, 1, 1, 2, total=2)
+    launch._check_room([PART])
+    assert not left
+
+
+def test_what_does_not_fit_on_an_empty_cluster_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = room(monkeypatch, 1, 1, total=1)
+    with pytest.raises(PlacementError):
+        launch._check_room([PART])
+    assert len(left) == 1
