@@ -1,17 +1,25 @@
 #!/usr/bin/env bash
 # Sets up .venv in the project's root: everything rayrft needs, in tested versions. Safe to run again: it does nothing
-# when nothing has changed.
+# when nothing has changed, and begins anew where it was interrupted.
 #
 #   bash cluster/setup.sh [extra …]      extras besides cpu or gpu, such as: test
 #
-#   RAYRFT_DEVICE=cpu|gpu    which vLLM to install (default: gpu where an NVIDIA driver answers, else cpu)
+#   RAYRFT_DEVICE=cpu|gpu    which vLLM to install (default: what .venv has, else gpu where an NVIDIA driver answers)
 #   PYTHON=python3.11        which Python makes the environment
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 say() { printf 'setup: %s\n' "$*" >&2; }
 
+# One at a time: a second call waits for the first, and then finds its work done.
+exec 9<cluster/setup.sh
+flock 9
+
+stamp=.venv/.rayrft-setup # what was installed from, and which extras; in part: pip is at work, or was killed at it
+in_part=.venv/.rayrft-setup-in-part
+
 device=${RAYRFT_DEVICE:-}
+[ -n "$device" ] || ! [ -f "$stamp" ] || device=$(tail -n 1 "$stamp" | tr ',' '\n' | grep -xE 'cpu|gpu')
 if [ -z "$device" ]; then
   if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then device=gpu; else device=cpu; fi
 fi
@@ -20,26 +28,37 @@ case "$device" in cpu | gpu) ;; *) say "RAYRFT_DEVICE must be cpu or gpu, found 
 python=${PYTHON:-$(command -v python3.11 || command -v python3 || true)}
 [ -n "$python" ] || { say "no Python found: install Python 3.11, or name it in PYTHON"; exit 2; }
 "$python" -c 'import sys; sys.exit(not ((3, 11) <= sys.version_info[:2] < (3, 13)))' ||
-  { say "$($python --version) does not fit: install Python 3.11, or name it in PYTHON"; exit 2; }
+  { say "$("$python" --version) does not fit: install Python 3.11, or name it in PYTHON"; exit 2; }
 
 extras=$device
 for extra in "$@"; do extras=$extras,$extra; done
 
 # An environment made with more extras serves a call that asks for fewer.
-stamp=.venv/.rayrft-setup
-wanted=$(cat pyproject.toml cluster/constraints.txt cluster/setup.sh cluster/mend_torchvision.py | cksum | cut -d' ' -f1)
-if [ -f "$stamp" ] && [ "$(head -n 1 "$stamp")" = "$wanted" ]; then
-  missing=$(tr ',' '\n' <<<"$extras" | grep -vxFf <(tail -n +2 "$stamp" | tr ',' '\n') || true)
-  [ -z "$missing" ] && exit 0
-  extras=$(printf '%s\n%s\n' "$(tail -n +2 "$stamp" | tr ',' '\n')" "${extras//,/$'\n'}" | sort -u | paste -sd, -)
+constraints=cluster/constraints-$device.txt
+wanted=$(cat pyproject.toml cluster/constraints.txt "$constraints" cluster/setup.sh cluster/mend_torchvision.py |
+  cksum | cut -d' ' -f1)
+if [ -f "$stamp" ]; then
+  has=$(tail -n +2 "$stamp" | tr ',' '\n')
+  if ! grep -qx "$device" <<<"$has"; then
+    say "this .venv is not for $device, and both have a module named vllm: remove .venv first"
+    exit 2
+  fi
+  missing=$(tr ',' '\n' <<<"$extras" | grep -vxF "$has" || true)
+  [ "$(head -n 1 "$stamp")" != "$wanted" ] || [ -n "$missing" ] || exit 0
+  extras=$(printf '%s\n' "$has" "${extras//,/$'\n'}" | sort -u | paste -sd, -)
 fi
 
-[ -x .venv/bin/python ] || { say "making .venv with $($python --version)"; "$python" -m venv .venv; }
+# A pip that is killed leaves packages that look installed and lack files.
+if [ -e "$in_part" ] || ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+  say "making .venv with $("$python" --version)"
+  "$python" -m venv --clear .venv
+fi
+mv -f "$stamp" "$in_part" 2>/dev/null || touch "$in_part"
 pip=(.venv/bin/python -m pip --disable-pip-version-check --no-input)
 
 index=()
 if [ "$device" = cpu ]; then
-  torch="torch==$(sed -n 's/^torch==//p' cluster/constraints.txt)+cpu"
+  torch=$(grep '^torch==' "$constraints")
   if ! "${pip[@]}" install -q --dry-run --no-deps "$torch" >/dev/null 2>&1; then
     say "the configured package index has no $torch: using PyTorch's own CPU index for it"
     index=(--extra-index-url https://download.pytorch.org/whl/cpu)
@@ -47,7 +66,7 @@ if [ "$device" = cpu ]; then
 fi
 
 say "installing rayrft[$extras] (about three minutes the first time)"
-"${pip[@]}" install -q -c cluster/constraints.txt ${index[@]+"${index[@]}"} -e ".[$extras]"
+"${pip[@]}" install -q -c "$constraints" ${index[@]+"${index[@]}"} -e ".[$extras]"
 
 # vLLM asks for these; builds for another torch break `import vllm` and `import transformers`. Vision models need
 # torchvision, of which that can be mended; the others they do without, as text models do without any.
@@ -60,5 +79,6 @@ for package in torchvision torchaudio torchcodec; do
   fi
 done
 
-printf '%s\n%s\n' "$wanted" "$extras" >"$stamp"
+printf '%s\n%s\n' "$wanted" "$extras" >"$in_part"
+mv "$in_part" "$stamp"
 say "ready: .venv ($extras)"

@@ -35,6 +35,8 @@ def main(script: str, arguments: list[str]) -> int:
     except RayrftError as error:
         say(str(error))
         return 1
+    except KeyboardInterrupt:  # before there was a job
+        return 130
 
 
 @contextlib.contextmanager

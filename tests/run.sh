@@ -21,5 +21,11 @@ for argument in "$@"; do
   fi
 done
 bash cluster/setup.sh test
+
+# Nothing that lies on a machine by chance may help: an empty home, and so empty caches.
+unset "${!HF_@}" "${!RAY_A@}" "${!XDG_@}" VLLM_CACHE_ROOT VLLM_CONFIG_ROOT NUMBA_CACHE_DIR MPLCONFIGDIR TRITON_CACHE_DIR
+HOME=$(mktemp -d)
+export HOME TORCHINDUCTOR_CACHE_DIR=$HOME/.cache/torchinductor
+trap 'rm -rf "$HOME"' EXIT
 printf 'tests: %s\n' "$tier" >&2
-exec .venv/bin/python -m pytest "${arguments[@]}"
+.venv/bin/python -m pytest "${arguments[@]}"

@@ -1,0 +1,204 @@
+"""Which cluster a process works on, what it says where there is none, and the token that Ray asks for."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import ray
+from ray._private import services, utils
+from ray._private.authentication import authentication_token_setup
+from ray.core.generated.gcs_service_pb2 import CheckAliveReply
+from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceServicer, add_NodeInfoGcsServiceServicer_to_server
+
+from rayrft.core.cluster import connect, ensure_token, use_token
+from rayrft.errors import ClusterError
+
+Head = Callable[..., str]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine on which Ray never ran: an empty home, empty temporary files, no variable set."""
+    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.setenv(name, "")  # so that it is put back, whoever sets it
+        monkeypatch.delenv(name)
+    (tmp_path / "home").mkdir()
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def closed() -> Iterator[str]:
+    """An address at which nothing listens."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{taken.getsockname()[1]}"
+
+
+@pytest.fixture
+def head() -> Iterator[Head]:
+    """Starts what answers like a head node, or refuses every token."""
+    servers = []
+
+    def start(*, refuses: bool = False) -> str:
+        class Gcs(NodeInfoGcsServiceServicer):
+            def CheckAlive(self, request: Any, context: Any) -> Any:
+                if refuses:
+                    context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken")
+                return CheckAliveReply()
+
+        server = grpc.server(ThreadPoolExecutor(1))
+        add_NodeInfoGcsServiceServicer_to_server(Gcs(), server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        servers.append(server)
+        return f"127.0.0.1:{port}"
+
+    yield start
+    for server in servers:
+        server.stop(None)
+
+
+@pytest.fixture
+def joined(home: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Addresses that Ray was asked to join. No other Ray is on this machine unless a test says so."""
+    addresses: list[str] = []
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda address, **_: addresses.append(address))
+    on_this_machine(monkeypatch)
+    return addresses
+
+
+def on_this_machine(monkeypatch: pytest.MonkeyPatch, *running: str, latest: str | None = None) -> None:
+    monkeypatch.setattr(services, "find_gcs_addresses", lambda: set(running))
+    monkeypatch.setattr(utils, "read_ray_address", lambda: latest)
+
+
+def test_an_address_that_leads_nowhere_is_refused_at_once(
+    joined: list[str], closed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for address in (closed, f"http://{closed}", f"ray://{closed}"):
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(ClusterError) as caught:
+            connect()
+        assert (caught.value.field, caught.value.value) == ("RAY_ADDRESS", address)
+    assert joined == []
+
+
+def test_a_cluster_that_refuses_the_token_is_named(
+    joined: list[str], head: Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", head(refuses=True))
+    with pytest.raises(ClusterError, match="refuses the token"):
+        connect()
+
+
+def test_the_cluster_of_the_address_is_joined(joined: list[str], head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
+    address = head()
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    on_this_machine(monkeypatch, head(), latest=head())
+    connect()
+    assert joined == [address]
+
+
+def test_without_an_address_the_latest_that_answers_is_joined_or_one_is_started(
+    joined: list[str], head: Head, closed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    latest = head()
+    on_this_machine(monkeypatch, head(), latest, latest=latest)
+    connect()
+    assert joined == [latest]
+    for gone in (closed, head(refuses=True)):  # its address is still written down, or it is somebody else's
+        on_this_machine(monkeypatch, head(), latest=gone)
+        connect()
+    assert joined[1:] == ["local", "local"]
+
+
+def test_to_look_at_runs_no_cluster_is_started(
+    joined: list[str], head: Head, closed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ClusterError, match="no Ray cluster runs"):
+        connect(start=False)
+    only = head()
+    on_this_machine(monkeypatch, only, head(refuses=True), latest=closed)
+    connect(start=False)
+    assert joined == [only]
+    on_this_machine(monkeypatch, only, head())
+    with pytest.raises(ClusterError, match="RAY_ADDRESS"):
+        connect(start=False)
+
+
+def test_a_token_is_made_where_there_is_none_and_ray_finds_it(home: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    ensure_token()
+    path = home / ".ray/auth_token"
+    assert str(path) in capfd.readouterr().err
+    assert path.stat().st_mode & 0o777 == 0o600
+    token = path.read_text()
+    code = "from ray._raylet import AuthenticationTokenLoader as L; print(L.instance().get_raw_token(True))"
+    assert token in subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    ensure_token()
+    assert path.read_text() == token and not capfd.readouterr().err
+
+
+def test_in_a_home_that_cannot_be_written_every_command_finds_the_same_token(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home / ".ray").touch()  # no folder can be made there
+    ensure_token()
+    path = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
+    assert path.is_relative_to(tmp_path / "tmp") and len(path.read_text()) == 64
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH")
+    ensure_token()
+    assert os.environ["RAY_AUTH_TOKEN_PATH"] == str(path)
+
+
+def test_a_folder_that_others_can_look_into_gets_no_token(home: Path, tmp_path: Path) -> None:
+    (home / ".ray").touch()
+    (tmp_path / "tmp" / f"rayrft-{os.getuid()}").mkdir(mode=0o755)
+    with pytest.raises(ClusterError) as caught:
+        ensure_token()
+    assert caught.value.field == "RAY_AUTH_TOKEN_PATH"
+
+
+def test_a_token_is_made_in_the_file_that_is_named(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "secrets" / "token"
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(path))
+    ensure_token()
+    assert len(path.read_text()) == 64
+    path.write_text("")
+    ensure_token()
+    assert len(path.read_text()) == 64 and not list(home.iterdir())
+
+
+@pytest.mark.parametrize(("name", "value"), [("RAY_AUTH_MODE", "disabled"), ("RAY_AUTH_TOKEN", "t")])
+def test_no_token_is_made_that_nobody_asks_for(
+    home: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    ensure_token()
+    assert not list(home.iterdir())
+
+
+def test_a_cluster_that_runs_is_shown_the_token(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    enabled = []
+    monkeypatch.setattr(authentication_token_setup, "_enable_token_auth", lambda: enabled.append(True))
+    use_token()
+    assert not enabled, "there is none"
+    ensure_token()
+    use_token()
+    assert enabled == [True]
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    use_token()
+    assert enabled == [True]
