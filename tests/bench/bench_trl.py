@@ -15,9 +15,9 @@ the longest is ten times the shortest, as those of real tasks do.
   ``--staleness`` says otherwise; engines and ranks of one thread each. Its step includes the weight sync to the
   engines, the Buffer's log and the metrics.
 * TRL: one process that generates with transformers (its vLLM modes need a GPU), as it does by default, in one padded
-  batch, or with ``--continuous 1`` by continuous batching, which begins and ends a cache in each step; it is given as many threads as make it fastest. Its defaults stand
-  (loss ``dapo``, advantages over the group's deviation) but for these: no gradient checkpointing, no bfloat16, and the
-  whole batch at once.
+  batch, or with ``--continuous 1`` by continuous batching, which begins and ends a cache in each step; it is given as
+  many threads as make it fastest. Its defaults stand (loss ``dapo``, advantages over the group's deviation) but for
+  these: no gradient checkpointing, no bfloat16, and the whole batch at once.
 
 Each run is a process of its own that may use only those cores; the runs of a round follow one another, and every round
 measures all. A step is the time from the end of one to the end of the next, after the first few; beside it stand the
