@@ -1,4 +1,4 @@
-"""`bash tests/run.sh`: nothing that lies on a machine by chance can help the suite, nor is anything outside it needed."""
+"""`bash tests/run.sh`: what lies on a machine by chance cannot help the suite, and nothing outside it is needed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def test_only_continuous_integration_looks_beside_the_checkout() -> None:
     beside = "../" + "shared"
     found = [
         path
-        for path in (ROOT / name for name in subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).split())
+        for path in (
+            ROOT / name for name in subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()
+        )
         if path.is_file() and beside.encode() in path.read_bytes()
     ]
     assert found == [ROOT / ".ci/run"]
