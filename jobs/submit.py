@@ -28,10 +28,11 @@ HERE = Path(__file__).resolve().parent
 
 def main(script: str, arguments: list[str]) -> int:
     """Exit status: 0 where the job succeeded, 130 where it was interrupted, else 1."""
-    command = shlex.join([sys.executable, str(HERE / script), *arguments])
+    job = f"{Path(script).stem}-{int(time.time())}-{os.getpid()}"
     try:
-        with cluster() as client:
-            return asyncio.run(follow(client, command, f"{Path(script).stem}-{int(time.time())}-{os.getpid()}"))
+        with cluster() as (client, environment):
+            command = [*environment, sys.executable, str(HERE / script), *arguments]
+            return asyncio.run(follow(client, shlex.join(command), job))
     except RayrftError as error:
         say(str(error))
         return 1
@@ -40,21 +41,26 @@ def main(script: str, arguments: list[str]) -> int:
 
 
 @contextlib.contextmanager
-def cluster() -> Iterator[JobSubmissionClient]:
-    """The cluster of RAY_ADDRESS, or one of our own. Raises ClusterError, within seconds, where none can be reached."""
+def cluster() -> Iterator[tuple[JobSubmissionClient, list[str]]]:
+    """The cluster of RAY_ADDRESS, or one of our own, and what its jobs' commands begin with.
+
+    Raises ClusterError, within seconds, where none can be reached.
+    """
     import ray
     from ray.job_submission import JobSubmissionClient
 
     if given := os.environ.get("RAY_ADDRESS"):
-        yield reach(given)
+        yield reach(given), []
         return
     # A run that is stopped saves its weights first: Ray kills a job after three seconds.
     os.environ.setdefault("RAY_JOB_STOP_WAIT_TIME_S", "60")
     context = start_local(dashboard=True)
+    # Ray itself gives a job the address of any Ray on its machine, where there are several.
+    address = f"RAY_ADDRESS={context.address_info['gcs_address']}"
     try:
         say(f"started a Ray, dashboard http://{context.dashboard_url}")
-        say(f"from another terminal: RAY_ADDRESS={context.address_info['gcs_address']} .venv/bin/rayrft status")
-        yield JobSubmissionClient(f"http://{context.dashboard_url}")
+        say(f"from another terminal: {address} .venv/bin/rayrft status")
+        yield JobSubmissionClient(f"http://{context.dashboard_url}"), ["env", address]
         if os.environ.get("RAYRFT_KEEP_RAY"):
             say("the Ray goes on until Ctrl-C")
             with contextlib.suppress(KeyboardInterrupt):

@@ -11,11 +11,14 @@ import sys
 import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+import ray
 from ray.job_submission import JobStatus
 
+from jobs import submit
 from jobs.submit import follow, reach
 from rayrft.errors import ClusterError
 from tests.conftest import ROOT
@@ -69,6 +72,16 @@ def test_ctrl_c_stops_the_job_and_ends_the_ray_that_was_started_and_no_other(tmp
     assert len(started) > 3, "among them the raylet and the job"
     _, alive = psutil.wait_procs(started, timeout=60)
     assert not alive
+
+
+def test_a_job_is_told_which_ray_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = SimpleNamespace(dashboard_url="127.0.0.1:8266", address_info={"gcs_address": "127.0.0.1:7777"})
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(submit, "start_local", lambda *, dashboard: context)
+    monkeypatch.setattr(ray.job_submission, "JobSubmissionClient", lambda address: address)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    with submit.cluster() as found:
+        assert found == ("http://127.0.0.1:8266", ["env", "RAY_ADDRESS=127.0.0.1:7777"])
 
 
 def marked(process: psutil.Process, mark: str) -> bool:
