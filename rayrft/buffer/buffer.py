@@ -149,9 +149,11 @@ class Buffer:
         """Up to ``count`` tickets as soon as there is room; an empty list when the stage is closed or the tasks end.
 
         ``producer`` names one life of a producer, and ``call`` numbers its requests, upwards. A request that is made
-        again gets what it got before; one that arrives after a later one, or after its producer was given up, gets
-        nothing: nobody waits for its answer, and its tickets would be lost. The one wait without a deadline: it is
-        idle, not stuck, while the trainer has all it may get, and the trainer's own wait is bounded.
+        again gets what it got before; one that arrives after a later one gets nothing: nobody waits for its answer, and
+        its tickets would be lost. The one wait without a deadline: it is idle, not stuck, while the trainer has all it
+        may get, and the trainer's own wait is bounded.
+
+        Raises DataError for a producer that was given up: its tickets went to others.
         """
         book = self._state.book
 
@@ -159,8 +161,15 @@ class Buffer:
             return producer in book.gone or (producer in book.calls and book.calls[producer][0] >= call)
 
         await self._store.wait_for(lambda: answered() or not book.open or bool(book.ended) or self._may_admit())
+        if producer in book.gone:
+            raise DataError(
+                "the producer was given up, for it died or the run was resumed",
+                field="producer",
+                value=producer,
+                remedy="one that begins again takes another name",
+            )
         if answered():
-            number, given = book.calls.get(producer, (call, []))
+            number, given = book.calls[producer]
             tickets = given if number == call else []
             await self._store.commit()
         else:
