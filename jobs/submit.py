@@ -1,7 +1,6 @@
-"""Submit a script of this folder as a job, follow its log, and exit as it did: ``submit.py SCRIPT [ARGUMENT …]``.
+"""Submit a script of this folder to the dashboard at RAY_ADDRESS, follow its log, and exit as it did.
 
-RAY_ADDRESS=http://head:8265   the dashboard of the cluster; without it a Ray is started, which ends with the job
-RAYRFT_KEEP_RAY=1              leave the Ray that was started, with its dashboard, until Ctrl-C
+``RAY_ADDRESS=http://head:8265 python jobs/submit.py SCRIPT [ARGUMENT …]``; Ctrl-C stops the job.
 """
 
 from __future__ import annotations
@@ -13,11 +12,10 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rayrft.core.cluster import check_address, start_local, use_token
+from rayrft.core.cluster import use_token
 from rayrft.errors import ClusterError, RayrftError
 
 if TYPE_CHECKING:
@@ -30,52 +28,22 @@ def main(script: str, arguments: list[str]) -> int:
     """Exit status: 0 where the job succeeded, 130 where it was interrupted, else 1."""
     command = shlex.join([sys.executable, str(HERE / script), *arguments])
     try:
-        with cluster() as client:
-            return asyncio.run(follow(client, command, f"{Path(script).stem}-{int(time.time())}-{os.getpid()}"))
+        client = reach(os.environ["RAY_ADDRESS"])
+        return asyncio.run(follow(client, command, f"{Path(script).stem}-{int(time.time())}-{os.getpid()}"))
     except RayrftError as error:
         say(str(error))
         return 1
-    except KeyboardInterrupt:  # before there was a job
-        return 130
-
-
-@contextlib.contextmanager
-def cluster() -> Iterator[JobSubmissionClient]:
-    """The cluster of RAY_ADDRESS, or one of our own. Raises ClusterError, within seconds, where none can be reached."""
-    import ray
-    from ray.job_submission import JobSubmissionClient
-
-    if given := os.environ.get("RAY_ADDRESS"):
-        yield reach(given)
-        return
-    # A run that is stopped saves its weights first: Ray kills a job after three seconds.
-    os.environ.setdefault("RAY_JOB_STOP_WAIT_TIME_S", "60")
-    context = start_local(dashboard=True)
-    try:
-        say(f"started a Ray, dashboard http://{context.dashboard_url}")
-        say(f"from another terminal: RAY_ADDRESS={context.address_info['gcs_address']} .venv/bin/rayrft status")
-        yield JobSubmissionClient(f"http://{context.dashboard_url}")
-        if os.environ.get("RAYRFT_KEEP_RAY"):
-            say("the Ray goes on until Ctrl-C")
-            with contextlib.suppress(KeyboardInterrupt):
-                signal.pause()
-    finally:
-        say("stopping the Ray")
-        ray.shutdown()
 
 
 def reach(address: str) -> JobSubmissionClient:
-    """A client of the cluster with that dashboard (http://head:8265), or with that head node (head:6379)."""
+    """A client of the cluster with that dashboard. Raises ClusterError, within seconds, where none takes our jobs."""
     import requests
     from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient
 
+    use_token()
     try:
-        if address.startswith(("http://", "https://")):
-            use_token()
-            requests.get(f"{address}/api/version", timeout=5)  # the client itself would wait for ever
-        else:
-            check_address(address)
+        requests.get(f"{address}/api/version", timeout=5)  # the client itself would wait for ever
         return JobSubmissionClient(address)
     except (requests.RequestException, ConnectionError, AuthenticationError, RuntimeError) as error:
         why = "nothing answers" if isinstance(error, requests.RequestException) else str(error).splitlines()[0]
@@ -100,7 +68,7 @@ async def follow(client: JobSubmissionClient, command: str, job: str) -> int:
             log.cancel()
             return
         interrupted = True
-        say("stopping the job (once more: at once)")
+        say("stopping the job (once more: leaving it)")
         loop.run_in_executor(None, client.stop_job, job)
 
     async def print_log() -> None:
@@ -119,7 +87,7 @@ async def follow(client: JobSubmissionClient, command: str, job: str) -> int:
 
 
 def say(text: str) -> None:
-    print(f"jobs: {text}", file=sys.stderr, flush=True)
+    print(f"submit: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -82,10 +82,10 @@ class Waits:
             self._targets[target].moved = self._moved
 
     def report(self) -> WaitReport:
-        """How it stands now."""
+        """How it stands now; work of its own comes last."""
         now = time.monotonic()
         waits = []
-        for target, at in self._targets.items():
+        for target, at in sorted(self._targets.items(), key=lambda item: item[1].own):
             oldest = min(at.began, key=at.began.__getitem__)
             what = at.what[oldest]
             moved = max(at.began[oldest], at.moved, self._moved if at.own else 0.0)

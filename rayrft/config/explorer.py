@@ -47,9 +47,9 @@ class ExplorerConfig(Section):
     sampling: SamplingConfig = SamplingConfig()
     engine: EngineConfig = EngineConfig()
     drop_zero_variance: bool = True
-    """Drop a group whose advantages are all 0 (its rewards are all equal), where it has no gradient; the place is given
-    to the next task. With a KL, an entropy term, a critic, or advantages normalised over the batch it has one, and
-    stays. (The dynamic sampling of other systems drops it with a KL, too.)"""
+    """Drop a group whose advantages are all 0 (its rewards are all equal, but for a punishment of overlong answers),
+    where it has no gradient; the place is given to the next task. With a KL, an entropy term, a critic, or advantages
+    normalised over the batch it has one, and stays. (The dynamic sampling of other systems drops it with a KL, too.)"""
     over_sampling: float = Field(1.0, ge=1.0, le=8.0)
     """Groups in flight over groups needed. Above 1, a step does not wait for stragglers; what comes too late is dropped
     and counted."""

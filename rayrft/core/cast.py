@@ -58,9 +58,9 @@ class Cast:
 
     def signs_of_life(self) -> dict[str, Callable[[], Awaitable[Any]]]:
         """For every part a call that it answers at once, with what it waits for where it waits for others."""
-        parts = {"trainer": self.trainer, "buffer": self.buffer}
-        if self.explorer is not None and self.weight_sync is not None:
-            parts |= {"weight_sync": self.weight_sync, "explorer": self.explorer}
+        parts = {"trainer": self.trainer, "weight_sync": self.weight_sync}
+        parts |= {"explorer": self.explorer, "buffer": self.buffer}  # each before those that it keeps waiting
+        parts = {name: part for name, part in parts.items() if part is not None}
         asks = {name: part.waiting.remote for name, part in parts.items()}
         return asks | {f"engine-{index}": engine.pid.remote for index, engine in enumerate(self.engines)}
 

@@ -9,13 +9,9 @@ import stat
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rayrft.core.placement import NAMESPACE
 from rayrft.errors import ClusterError
-
-if TYPE_CHECKING:
-    from ray import RayContext
 
 _PATIENCE_S = 5.0
 """Within this a cluster answers, or does not. Ray itself tries for two minutes."""
@@ -42,24 +38,24 @@ def connect(*, start: bool = True) -> None:
     if address:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
     elif start:
-        start_local()
+        _start_local()
     else:
         raise ClusterError(
             "no Ray cluster runs on this machine", remedy="give the address of the run's cluster in RAY_ADDRESS"
         )
 
 
-def start_local(*, dashboard: bool | None = None) -> RayContext:
-    """Start a cluster on this machine that ends with this process, on ports that are free, whatever else runs here."""
+def _start_local() -> None:
+    """Start a cluster that ends with this process, on ports that are free, whatever else runs on this machine."""
     import ray
 
     ensure_token()
-    return ray.init(
-        address="local",
-        namespace=NAMESPACE,
-        include_dashboard=dashboard,
-        log_to_driver=False,
-        logging_level="ERROR",
+    context = ray.init(address="local", namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+    print(
+        f"started a Ray for this process: RAY_ADDRESS={context.address_info['gcs_address']} for other terminals, "
+        f"dashboard {context.dashboard_url}",
+        file=sys.stderr,
+        flush=True,
     )
 
 
@@ -81,12 +77,15 @@ def _refusal(address: str) -> str | None:
     from ray._private.grpc_utils import init_grpc_channel
     from ray.core.generated.gcs_service_pb2 import CheckAliveRequest
     from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
+    from ray.exceptions import AuthenticationError
 
     if "://" in address:
         return "runs are started on the cluster itself, at host:port of its head node; from outside: ray job submit"
     with init_grpc_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         try:
             NodeInfoGcsServiceStub(channel).CheckAlive(CheckAliveRequest(), timeout=_PATIENCE_S)
+        except AuthenticationError:
+            return "RAY_AUTH_MODE asks for a token, and there is none (RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token)"
         except grpc.RpcError as error:
             if error.code() == grpc.StatusCode.UNAUTHENTICATED:
                 return "the Ray there refuses the token of this process (RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token)"

@@ -98,7 +98,7 @@ def quiet_waits(own: Iterable[WaitReport], parts: Mapping[str, WaitReport]) -> l
         replace(wait, quiet_s=min(wait.quiet_s, parts[wait.target].quiet_s)) if wait.target in parts else wait
         for wait in waits
     ]
-    return sorted(judged, key=lambda wait: (wait.target in parts, -wait.quiet_s))
+    return sorted(judged, key=lambda wait: wait.target in parts)
 
 
 def describe(wait: Wait) -> str:

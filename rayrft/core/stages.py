@@ -225,18 +225,18 @@ class Stages:
             await sync.wake_up.remote()
 
     async def _unless_ended(self, work: asyncio.Future[Any], exploring: asyncio.Future[None]) -> Any:
-        """The result of ``work``, unless the run is stopped or the Explorer fails first."""
+        """The result of ``work``, unless the run is stopped or the Explorer fails first, or did so meanwhile."""
         stop = asyncio.ensure_future(self._stop.wait())
         try:
-            await asyncio.wait(
-                {work, stop, exploring} if not exploring.done() else {work, stop},
-                return_when="FIRST_COMPLETED",
-            )
-            if self._stop.is_set():
-                raise Stopped
-            if exploring.done():
-                exploring.result()
-            return await work
+            while True:
+                if self._stop.is_set():
+                    raise Stopped
+                if exploring.done():
+                    exploring.result()
+                if work.done():
+                    return work.result()
+                going_on = {stop, work} if exploring.done() else {stop, work, exploring}
+                await asyncio.wait(going_on, return_when=asyncio.FIRST_COMPLETED)
         finally:
             stop.cancel()
 

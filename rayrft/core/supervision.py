@@ -80,9 +80,9 @@ def death(error: RayActorError) -> str:
     """Why an actor died, in a line of what Ray says of it."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     if error.actor_init_failed:  # a traceback, which ends with what was raised
-        return lines[-1].rpartition("rayrft.errors.")[2]
+        return lines[-1].rpartition("rayrft.errors.")[2].rstrip(".")
     # A heading, what actor it was (indented), and why it died.
-    return next((line for line in lines[1:] if not line.startswith("\t")), lines[0])
+    return next((line for line in lines[1:] if not line.startswith("\t")), lines[0]).rstrip(".")
 
 
 async def _watch(name: str, watch: Awaitable[Any]) -> None:

@@ -14,10 +14,10 @@ the longest is ten times the shortest, as those of real tasks do.
 * rayrft: the whole system through `rayrft.start` on a Ray of its own, synchronous (``max_staleness`` 0) unless
   ``--staleness`` says otherwise; engines and ranks of one thread each. Its step includes the weight sync to the
   engines, the Buffer's log and the metrics.
-* TRL: one process that generates with transformers (its vLLM modes need a GPU), once as it does by default, in one
-  padded batch, and once with continuous batching; it is given as many threads as make it fastest. Its defaults stand
-  (loss ``dapo``, advantages over the group's deviation) but for these: no gradient checkpointing, no bfloat16, and the
-  whole batch at once.
+* TRL: one process that generates with transformers (its vLLM modes need a GPU), as it does by default, in one padded
+  batch, or with ``--continuous 1`` by continuous batching, which begins and ends a cache in each step; it is given as
+  many threads as make it fastest. Its defaults stand (loss ``dapo``, advantages over the group's deviation) but for
+  these: no gradient checkpointing, no bfloat16, and the whole batch at once.
 
 Each run is a process of its own that may use only those cores; the runs of a round follow one another, and every round
 measures all. A step is the time from the end of one to the end of the next, after the first few; beside it stand the
@@ -150,6 +150,8 @@ def run_trl(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     def reward(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
         return [share_of_vowels(completion[0]["content"]) for completion in completions]
 
+    # A cache that holds the whole batch, in pages of 256 tokens; by default it takes most of the machine's memory.
+    cache = {"num_blocks": prompts * group * -(-(128 + new) // 256), "max_batch_tokens": 4096}
     rows = [json.loads(line)["question"] for line in (folder / "tasks.jsonl").read_text().splitlines()]
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32),
@@ -163,6 +165,7 @@ def run_trl(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
             num_generations=group,
             max_completion_length=new,
             use_transformers_continuous_batching=bool(options.continuous),
+            transformers_continuous_batching_config=cache,
             max_steps=SKIPPED + options.steps,
             learning_rate=LR,
             lr_scheduler_type="constant",
@@ -286,13 +289,13 @@ def main() -> None:
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--staleness", type=int, default=0)
-    parser.add_argument("--continuous", type=int, default=0, choices=(0, 1), help=argparse.SUPPRESS)
+    parser.add_argument("--continuous", type=int, nargs="+", default=[0], choices=(0, 1), help="of TRL: 0, 1 or both")
     parser.add_argument("--child", choices=("rayrft", "trl"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     os.environ.update(RAY_USAGE_STATS_ENABLED="0", HF_HUB_OFFLINE="1", WANDB_MODE="offline")
     if options.child:
-        options.threads = options.threads[0]
+        options.threads, options.continuous = options.threads[0], options.continuous[0]
         child(options)
         return
     print(
@@ -309,7 +312,7 @@ def main() -> None:
             runs: dict[str, list[dict[str, Any]]] = {}
             for _ in range(options.rounds):
                 runs.setdefault("rayrft", []).append(measure("rayrft", folder, batch, options))
-                for threads, continuous in itertools.product(options.threads, (0, 1)):
+                for threads, continuous in itertools.product(options.threads, options.continuous):
                     key = f"TRL, {threads} threads{', contin.' * continuous}"
                     given = {"threads": threads, "continuous": continuous}
                     runs.setdefault(key, []).append(measure("trl", folder, batch, options, **given))

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 import ray
 from ray._private import services, utils
 from ray._private.authentication import authentication_token_setup
+from ray._raylet import AuthenticationTokenLoader
 from ray.core.generated.gcs_service_pb2 import CheckAliveReply
-from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceServicer, add_NodeInfoGcsServiceServicer_to_server
+from ray.core.generated.gcs_service_pb2_grpc import (
+    NodeInfoGcsServiceServicer,
+    NodeInfoGcsServiceStub,
+    add_NodeInfoGcsServiceServicer_to_server,
+)
+from ray.exceptions import AuthenticationError
 
 from rayrft.core.cluster import connect, ensure_token, use_token
 from rayrft.errors import ClusterError
@@ -27,8 +37,10 @@ Head = Callable[..., str]
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A machine on which Ray never ran: an empty home, empty temporary files, no variable set."""
+    connected = ray.is_initialized()  # then this process has its token by heart
+    monkeypatch.setattr(authentication_token_setup, "_enable_token_auth", lambda: None)
     for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.setenv(name, "")  # so that it is put back, whoever sets it
         monkeypatch.delenv(name)
@@ -36,7 +48,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    return tmp_path / "home"
+    yield tmp_path / "home"
+    if not connected:
+        AuthenticationTokenLoader.instance().reset_cache()
 
 
 @pytest.fixture
@@ -75,8 +89,14 @@ def head() -> Iterator[Head]:
 def joined(home: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Addresses that Ray was asked to join. No other Ray is on this machine unless a test says so."""
     addresses: list[str] = []
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "token")
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "init", lambda address, **_: addresses.append(address))
+
+    def init(address: str, **_: Any) -> Any:
+        addresses.append(address)
+        return SimpleNamespace(address_info={"gcs_address": "127.0.0.1:1"}, dashboard_url="127.0.0.1:2")
+
+    monkeypatch.setattr(ray, "init", init)
     on_this_machine(monkeypatch)
     return addresses
 
@@ -105,6 +125,18 @@ def test_a_cluster_that_refuses_the_token_is_named(
         connect()
 
 
+def test_a_token_that_is_asked_for_and_missing_is_named(
+    joined: list[str], head: Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AuthenticationError("no token")
+
+    monkeypatch.setattr(NodeInfoGcsServiceStub, "__init__", refuse)
+    monkeypatch.setenv("RAY_ADDRESS", head())
+    with pytest.raises(ClusterError, match="there is none"):
+        connect()
+
+
 def test_the_cluster_of_the_address_is_joined(joined: list[str], head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
     address = head()
     monkeypatch.setenv("RAY_ADDRESS", address)
@@ -124,6 +156,42 @@ def test_without_an_address_the_latest_that_answers_is_joined_or_one_is_started(
         on_this_machine(monkeypatch, head(), latest=gone)
         connect()
     assert joined[1:] == ["local", "local"]
+
+
+def test_a_ray_of_its_own_ends_with_the_process_and_runs_beside_another(ray_cluster: Any, home: Path) -> None:
+    code = """
+import signal
+from rayrft.core.cluster import connect
+connect()
+print("ready", flush=True)
+signal.pause()
+"""
+    mark = uuid.uuid4().hex
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, "RAY_ADDRESS": "local", "RAYRFT_TEST_MARK": mark},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    started = [each for each in psutil.process_iter() if marked(each, mark)]
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert line == "ready\n", errors
+    assert str(home / ".ray/auth_token") in errors and "RAY_ADDRESS=" in errors
+    assert len(started) > 3, "the raylet, among others"
+    _, alive = psutil.wait_procs(started, timeout=60)
+    assert not alive
+    assert ray.cluster_resources(), "the other one goes on"
+
+
+def marked(process: psutil.Process, mark: str) -> bool:
+    try:
+        return process.environ().get("RAYRFT_TEST_MARK") == mark
+    except psutil.Error:
+        return False
 
 
 def test_to_look_at_runs_no_cluster_is_started(

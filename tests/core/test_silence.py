@@ -113,6 +113,7 @@ def test_own_work_is_moved_by_whatever_comes(clock: list[float]) -> None:
     with waits.on("workflow 'chat'", "group 1", own=True):
         clock[0] = 30.0
         with waits.on("engine-0", "generate"):
+            assert [wait.target for wait in waits.report().waits] == ["engine-0", "workflow 'chat'"]
             clock[0] = 40.0
         clock[0] = 42.0
         assert waits.report() == WaitReport([Wait("explorer", "workflow 'chat'", "group 1", 1, 2.0)], 2.0)

@@ -14,6 +14,7 @@ from rayrft.core.progress import Checkpoints, Progress
 from rayrft.core.recorder import Recorder
 from rayrft.core.stages import Stages
 from rayrft.core.supervision import Stopped
+from rayrft.errors import StorageError
 from rayrft.monitor import sinks
 from tests.e2e.conftest import small_config
 from tests.scripted import Remote
@@ -50,19 +51,40 @@ class EvaluatesForEver:
         await asyncio.Event().wait()
 
 
-async def test_an_evaluation_is_left_alone_when_the_run_is_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Subject:
+    """Stages on scripted actors."""
+
+    def __init__(self, folder: Path) -> None:
+        config = load_config(small_config(folder, "evaluates"))
+        config.folder.mkdir()
+        progress, self.stop = Progress("id"), asyncio.Event()
+        Checkpoints(config.folder, config.checkpoint).mark_beginning(progress)
+        self.trainer, self.explorer = ScriptedTrainer(), EvaluatesForEver()
+        cast = Cast(Remote(ScriptedBuffer()), Remote(self.trainer), Remote(self.explorer), None, [], [])
+        self.stages = Stages(config, cast, Recorder(config), progress, self.stop)
+
+
+@pytest.fixture
+def subject(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Subject:
     monkeypatch.setattr(sinks.RayMetrics, "write", lambda *_: None)
-    config = load_config(small_config(tmp_path, "evaluates"))
-    config.folder.mkdir()
-    progress, stop = Progress("id"), asyncio.Event()
-    Checkpoints(config.folder, config.checkpoint).mark_beginning(progress)
-    trainer, explorer = ScriptedTrainer(), EvaluatesForEver()
-    cast = Cast(Remote(ScriptedBuffer()), Remote(trainer), Remote(explorer), None, [], [])
-    running = asyncio.ensure_future(Stages(config, cast, Recorder(config), progress, stop).run())
+    return Subject(tmp_path)
+
+
+async def test_an_evaluation_is_left_alone_when_the_run_is_stopped(subject: Subject) -> None:
+    trainer, explorer, stop = subject.trainer, subject.explorer, subject.stop
+    running = asyncio.ensure_future(subject.stages.run())
     await asyncio.wait_for(explorer.asked.wait(), 20)
     stop.set()
     with pytest.raises(Stopped):
         await asyncio.wait_for(running, 20)
     assert trainer.commands == ["OpenStage", "Save"], "at step 0 the checkpoint is the run's beginning"
+
+
+async def test_an_explorer_that_failed_between_two_waits_for_a_batch_ends_the_second(
+    subject: Subject,
+) -> None:
+    loop = asyncio.get_running_loop()
+    lease, exploring = loop.create_future(), loop.create_future()
+    exploring.set_exception(StorageError("No space left on device", field="journal"))
+    with pytest.raises(StorageError):
+        await asyncio.wait_for(subject.stages._unless_ended(lease, exploring), 20)

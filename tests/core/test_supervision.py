@@ -82,7 +82,7 @@ async def test_what_kept_an_actor_from_starting_is_told_and_not_rays_words_aroun
         await supervise(never(), {"buffer": actor.watch.remote()})
     assert error.value.field == "buffer"
     assert error.value.problem.endswith(
-        "StorageError: journal-3: a line is damaged, because its checksum differs. Restore it."
+        "StorageError: journal-3: a line is damaged, because its checksum differs. Restore it"
     )
     assert "creation task" not in str(error.value)
 

@@ -31,6 +31,8 @@ def test_the_quickstart_learns_from_its_own_rollouts_through_ray_job_submit(
     0.75."""
     ray = str(Path(sys.executable).with_name("ray"))
     command = [ray, "job", "submit", "--address", f"http://{ray_cluster.dashboard_url}", "--"]
+    # Ray itself gives a job the address of any Ray on its machine, where there are several.
+    command += ["env", f"RAY_ADDRESS={ray_cluster.address_info['gcs_address']}"]
     command += [sys.executable, str(ROOT / "jobs/quickstart.py"), f"storage={tmp_path}"]
     command += [f"stages.mix.steps={steps}", "stages.mix.evaluate_every=null", "monitor.wandb=true", *settings]
     env = {**os.environ, "RAY_AUTH_MODE": "token"}

@@ -61,14 +61,15 @@ class TwoTurns:
 class Engine:
     """Answers at once, and notes what it was asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, stop_reason: str = "stop") -> None:
         self.asked: list[tuple[int, float]] = []
+        self.stop_reason = stop_reason
 
     async def generate(
         self, prompt: list[int], n: int, sampling: Sampling, images: tuple[str, ...]
     ) -> list[Completion]:
         self.asked.append((n, sampling.temperature))
-        return [Completion((5, 6, 1), (-0.5,) * 3, ((0, 3, 0),), "stop") for _ in range(n)]
+        return [Completion((5, 6, 1), (-0.5,) * 3, ((0, 3, 0),), self.stop_reason) for _ in range(n)]
 
 
 class Rewards:
@@ -129,6 +130,15 @@ async def test_no_greedy_answer_is_asked_for_without_need(tiny_model: Path) -> N
 async def test_a_greedy_answer_of_unknown_reward_drops_the_group(tiny_model: Path) -> None:
     taken = await explored(tiny_model, Engine(), Rewards(1.0, 0.0, None), {"name": "remax"})
     assert taken.rows == [] and taken.dropped == {"baseline_unknown": 2} and taken.report.rows == 2
+
+
+@pytest.mark.parametrize(("worth", "mean", "unknown"), [(1.0, 0.0, 0), (-1.0, -1.0, 0), (None, 0.0, 5)])
+async def test_answers_that_are_cut_are_evaluated_as_they_are_trained(
+    worth: float | None, mean: float, unknown: int, tiny_model: Path
+) -> None:
+    explorer: Explorer = make_explorer(config(), tiny_model, Engine("length"), Taken(), Rewards(worth))  # type: ignore[arg-type]
+    found = await explorer.evaluate(1.0)
+    assert (found.right, found.mean_reward, found.unknown) == (0, mean, unknown)
 
 
 @pytest.mark.parametrize(
