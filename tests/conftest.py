@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import yaml
@@ -61,11 +63,15 @@ def ray_cluster() -> Iterator[Any]:
     name."""
     import ray
     import torch
+    from ray._private.parameter import RayParams
 
+    # ray.init puts the agent that takes jobs at one port, whatever the cluster: a second one on the machine has none.
+    anywhere = partial(RayParams, dashboard_agent_listen_port=0)
     gpus = None if torch.cuda.is_available() else 4
-    context = ray.init(
-        address="local", num_cpus=4, num_gpus=gpus, namespace="rayrft", include_dashboard=True, log_to_driver=False
-    )
+    with mock.patch("ray._private.parameter.RayParams", anywhere):
+        context = ray.init(
+            address="local", num_cpus=4, num_gpus=gpus, namespace="rayrft", include_dashboard=True, log_to_driver=False
+        )
     yield context
     ray.shutdown()
 
