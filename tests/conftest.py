@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import yaml
@@ -25,37 +27,34 @@ settings.register_profile("rayrft", deadline=None)
 settings.load_profile("rayrft")
 
 ROOT = Path(__file__).resolve().parents[1]
-LAST = "tests/e2e/test_learning.py"
+# Whole runs, too, but so long ones that the other lane begins with them.
+LEARNING = "tests/e2e/test_learning.py"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole runs first, then what needs Ray; the longest whole runs last."""
-    needs_ray = {item.path for item in items if "ray_cluster" in getattr(item, "fixturenames", ())}
-
-    def place(item: pytest.Item) -> int:
-        module = item.path.relative_to(ROOT).as_posix()
-        return 3 if module == LAST else 0 if _is_run(module) else 1 if item.path in needs_ray else 2
-
-    items.sort(key=place)
+    """What takes longest first, so that both lanes end with what is short."""
+    order = ["runs", LEARNING]
+    items.sort(key=lambda item: order.index(unit) if (unit := _unit(item.nodeid)) in order else len(order))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Two lanes, each with a Ray cluster of its own: whole runs one after another, and the other modules beside them.
-    The lane that is done sooner takes what comes last."""
+    """Two lanes, each with a Ray cluster of its own: whole runs one after another, and beside them the other modules,
+    of which a lane takes the next one whenever it is done."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Lanes(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            module = nodeid.split("::")[0]
-            return "runs" if _is_run(module) and module != LAST else module
+            return _unit(nodeid)
 
     config.option.loadscopereorder = False
     return Lanes(config, log)
 
 
-def _is_run(module: str) -> bool:
-    return module.startswith("tests/e2e/")
+def _unit(nodeid: str) -> str:
+    """What the test is kept together with: the whole runs, or its module."""
+    module = nodeid.split("::")[0]
+    return "runs" if module.startswith("tests/e2e/") and module != LEARNING else module
 
 
 @pytest.fixture(scope="session")
@@ -64,11 +63,15 @@ def ray_cluster() -> Iterator[Any]:
     name."""
     import ray
     import torch
+    from ray._private.parameter import RayParams
 
+    # ray.init puts the agent that takes jobs at one port, whatever the cluster: a second one on the machine has none.
+    anywhere = partial(RayParams, dashboard_agent_listen_port=0)
     gpus = None if torch.cuda.is_available() else 4
-    context = ray.init(
-        address="local", num_cpus=4, num_gpus=gpus, namespace="rayrft", include_dashboard=True, log_to_driver=False
-    )
+    with mock.patch("ray._private.parameter.RayParams", anywhere):
+        context = ray.init(
+            address="local", num_cpus=4, num_gpus=gpus, namespace="rayrft", include_dashboard=True, log_to_driver=False
+        )
     yield context
     ray.shutdown()
 

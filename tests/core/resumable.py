@@ -107,16 +107,16 @@ class Actors:
     def __init__(self, buffer: Any, trainer: Any, pipe: Connection, poisoned: int | None) -> None:
         self._buffer, self._trainer, self._pipe, self._poisoned = buffer, trainer, pipe, poisoned
         self._writer = BufferWriter(buffer)
-        self._name, self._calls = f"explorer-{os.getpid()}", 0
-
-    def _next_call(self) -> int:
-        self._calls += 1
-        return self._calls
+        self._name, self._calls = f"explorer-{os.getpid()}", 0  # of this life: the one before was given up
 
     async def explore(self, stage: StageConfig) -> None:
-        while tickets := await self._buffer.admit.remote(self._name, self._next_call(), stage.groups):
+        while tickets := await self._admit(stage):
             self._pipe.send("admitted")
             await asyncio.gather(*(self._group(stage, ticket) for ticket in tickets))
+
+    async def _admit(self, stage: StageConfig) -> list[Ticket]:
+        self._calls += 1
+        return await self._buffer.admit.remote(self._name, self._calls, stage.groups)
 
     async def timings(self) -> tuple[float, float]:
         return 0.0, 0.0

@@ -40,14 +40,14 @@ def test_the_quickstart_learns_from_its_own_rollouts_through_ray_job_submit(
     assert result.returncode == 0, result.stdout + result.stderr
 
     summary = json.loads((tmp_path / "quickstart" / "summary.json").read_text())
-    steps = [r for r in read_records(tmp_path / "quickstart") if isinstance(r, StepRecord) and r.stage == "mix"]
+    records = [r for r in read_records(tmp_path / "quickstart") if isinstance(r, StepRecord) and r.stage == "mix"]
     after = summary["accuracy"]["0"]["after"]
     assert after["count"] == 500
     start = next(line for line in result.stdout.splitlines() if line.startswith("after warmup")).split()[2]
     assert after["accuracy"] >= 0.5, result.stdout
     assert after["accuracy"] - float(start) >= 0.4, result.stdout
-    assert all(step.staleness_max == 0 for step in steps)
-    assert all(step.logprob_gap < 1e-4 for step in steps), "on-policy rows: engine and trainer agree"
+    assert all(record.staleness_max == 0 for record in records)
+    assert all(record.logprob_gap < 1e-4 for record in records), "on-policy rows: engine and trainer agree"
     counters = summary["counters"]
     assert counters["trained"] == steps * 256
     assert counters["sampled"] == counters["trained"] + sum(counters["dropped"].values()) + counters["held"]
