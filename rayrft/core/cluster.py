@@ -5,13 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shlex
 import stat
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rayrft.core.placement import NAMESPACE
 from rayrft.errors import ClusterError
+
+if TYPE_CHECKING:
+    from ray._private.worker import BaseContext
 
 _PATIENCE_S = 5.0
 """Within this a cluster answers, or does not. Ray itself tries for two minutes."""
@@ -32,11 +37,11 @@ def connect(*, start: bool = True) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     address = os.environ.get("RAY_ADDRESS", "")
     if address not in ("", "auto", "local"):
-        check_address(address)
+        _check_address(address)
     else:
         address = "" if address == "local" else _on_this_machine(any_one=not start)
     if address:
-        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+        _init(address)
     elif start:
         _start_local()
     else:
@@ -45,12 +50,21 @@ def connect(*, start: bool = True) -> None:
         )
 
 
-def _start_local() -> None:
-    """Start a cluster that ends with this process, on ports that are free, whatever else runs on this machine."""
+def _init(address: str) -> BaseContext:
     import ray
 
+    # Ray gives this to a shell as it is, for workers with an environment of their own, such as Ray Train's.
+    python = shlex.quote(sys.executable)
+    environment = None if python == sys.executable else {"py_executable": python}
+    return ray.init(
+        address=address, namespace=NAMESPACE, runtime_env=environment, log_to_driver=False, logging_level="ERROR"
+    )
+
+
+def _start_local() -> None:
+    """Start a cluster that ends with this process, on ports that are free, whatever else runs on this machine."""
     ensure_token()
-    context = ray.init(address="local", namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+    context = _init("local")
     print(
         f"started a Ray for this process: RAY_ADDRESS={context.address_info['gcs_address']} for other terminals, "
         f"dashboard {context.dashboard_url}",
@@ -59,7 +73,7 @@ def _start_local() -> None:
     )
 
 
-def check_address(address: str) -> None:
+def _check_address(address: str) -> None:
     """Raise ClusterError, within seconds, unless a cluster answers at ``host:port`` of its head and takes our token."""
     use_token()
     if refusal := _refusal(address):

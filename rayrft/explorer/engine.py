@@ -234,3 +234,6 @@ def _prepare_environment(config: EngineConfig) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         os.environ["OMP_NUM_THREADS"] = str(max(1, int(config.cpus)))
+        if config.enforce_eager:
+            # vLLM compiles helpers of the sampler all the same, with a C++ compiler: not every machine has one.
+            os.environ["TORCHDYNAMO_DISABLE"] = "1"

@@ -158,6 +158,22 @@ def test_without_an_address_the_latest_that_answers_is_joined_or_one_is_started(
     assert joined[1:] == ["local", "local"]
 
 
+def test_workers_find_a_python_whose_path_has_a_space(
+    joined: list[str], head: Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environments = []
+
+    def init(address: str, *, runtime_env: Any, **_: Any) -> None:
+        environments.append(runtime_env)
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setenv("RAY_ADDRESS", head())
+    for path in ("/opt/rayrft/python", "/home/my checkout/python"):
+        monkeypatch.setattr(sys, "executable", path)
+        connect()
+    assert environments == [None, {"py_executable": "'/home/my checkout/python'"}]
+
+
 def test_a_ray_of_its_own_ends_with_the_process_and_runs_beside_another(ray_cluster: Any, home: Path) -> None:
     code = """
 import signal

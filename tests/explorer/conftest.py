@@ -54,13 +54,17 @@ class EngineUnderTest:
 
 
 @pytest.fixture(scope="session")
-def engine(ray_cluster: Any, tiny_model: Path) -> Iterator[EngineUnderTest]:
+def engine(ray_cluster: Any, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineUnderTest]:
     import ray
 
     from rayrft.config.explorer import EngineConfig
     from rayrft.explorer.engine import RolloutEngine
 
-    actor = ray.remote(RolloutEngine).options(num_cpus=0.5, max_concurrency=1000).remote()
+    # As on a machine without a C++ compiler.
+    bare = {"CXX": "/no/compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path_factory.mktemp("inductor"))}
+    actor = (
+        ray.remote(RolloutEngine).options(num_cpus=0.5, max_concurrency=1000, runtime_env={"env_vars": bare}).remote()
+    )
     ray.get(actor.start.remote(str(tiny_model), EngineConfig(), max_length=64, dtype="float32", seed=0))
     host = "127.0.0.1"
     plan = GroupPlan("gloo", host, free_port(host), world_size=2, generation=1, timeout_s=60)
