@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rayrft.buffer.images import ImageReader, takes_images
 from rayrft.config.explorer import EngineConfig
-from rayrft.errors import ModelError
+from rayrft.errors import ActorDied, ModelError
 from rayrft.weights.parcel import GroupPlan, Parcel, to_wire
 
 if TYPE_CHECKING:
@@ -54,6 +54,9 @@ class EngineWeights:
 
 class RolloutEngine:
     """The actor. ``start`` brings vLLM up; nothing else works before it."""
+
+    def __init__(self) -> None:
+        self._core_ended = asyncio.Event()
 
     async def start(self, model: str, config: EngineConfig, *, max_length: int, dtype: str, seed: int) -> None:
         """Load the model from a Hugging Face folder or hub id; returns when the engine can answer."""
@@ -100,6 +103,7 @@ class RolloutEngine:
             )
         )
         await self._engine.update_weight_version("0")
+        self._watch_core()
 
     async def generate(
         self, prompt: list[int], n: int, sampling: Sampling, images: tuple[str, ...] = ()
@@ -182,12 +186,32 @@ class RolloutEngine:
         await self._engine.wake_up()
 
     async def watch(self) -> None:
-        """Never returns: a caller that awaits it learns at once when this actor dies."""
-        await asyncio.Event().wait()
+        """Never return: a caller that awaits it learns at once when this actor dies.
+
+        Raises ActorDied when the engine's core process has ended. Requests fail then, but what vLLM was told besides,
+        such as to pause, is waited for in vain.
+        """
+        import ray
+
+        await self._core_ended.wait()
+        name = ray.get_runtime_context().get_actor_name() or "engine"
+        raise ActorDied(
+            "the engine's core process ended", field=name.rpartition(":")[2], remedy="see its log in the Ray dashboard"
+        )
 
     async def pid(self) -> int:
         """Process id of the actor."""
         return os.getpid()
+
+    def _watch_core(self) -> None:
+        loop = asyncio.get_running_loop()
+
+        def ended(sentinel: int) -> None:
+            loop.remove_reader(sentinel)
+            self._core_ended.set()
+
+        for process in self._engine.engine_core.resources.engine_manager.processes:
+            loop.add_reader(process.sentinel, ended, process.sentinel)
 
     def _params(self, **values: Any) -> SamplingParams:
         from vllm import SamplingParams

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+import multiprocessing
 import os
 import sys
+import time
+from collections.abc import Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rayrft.config.explorer import EngineConfig
+from rayrft.errors import ActorDied
 from rayrft.explorer import engine as module
 from rayrft.explorer.engine import RolloutEngine
 
 
-async def asked_for(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+async def started(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch, cores: Sequence[Any] = ()
+) -> tuple[RolloutEngine, dict[str, Any]]:
+    """An engine whose core runs in processes ``cores``, and what vLLM was asked for."""
+
     class Engine:
+        engine_core = SimpleNamespace(resources=SimpleNamespace(engine_manager=SimpleNamespace(processes=cores)))
+
         @classmethod
         def from_engine_args(cls, arguments: Any) -> Engine:
             given.update(vars(arguments))
@@ -36,8 +47,9 @@ async def asked_for(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> di
         monkeypatch.setitem(sys.modules, name, stub)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(module, "takes_images", lambda model: False)
-    await RolloutEngine().start("model", config, max_length=64, dtype="float32", seed=0)
-    return given
+    engine = RolloutEngine()
+    await engine.start("model", config, max_length=64, dtype="float32", seed=0)
+    return engine, given
 
 
 @pytest.mark.parametrize(
@@ -52,6 +64,22 @@ async def asked_for(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> di
 async def test_an_engine_over_gpus_runs_as_processes_of_its_actor(
     config: EngineConfig, executor: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = await asked_for(config, monkeypatch)
+    _, given = await started(config, monkeypatch)
     assert given["tensor_parallel_size"] == config.tensor_parallel
     assert given["distributed_executor_backend"] == executor
+
+
+async def test_an_engine_whose_core_is_killed_says_so_whatever_is_asked_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = [multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,)) for _ in range(2)]
+    for core in cores:
+        core.start()
+    monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(get_actor_name=lambda: "run:engine-1"))
+    engine, _ = await started(EngineConfig(), monkeypatch, cores)
+    watching = asyncio.ensure_future(engine.watch())
+    await asyncio.sleep(0)
+    assert not watching.done()
+    cores[1].kill()
+    with pytest.raises(ActorDied) as died:
+        await asyncio.wait_for(watching, 30)
+    assert died.value.field == "engine-1"
+    cores[0].kill()
