@@ -9,9 +9,11 @@ ranks live in a group that the run makes and gives back like all others, and tha
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import ray
+from ray.train._internal.utils import get_address_and_port
 from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.constants import get_env_vars_to_propagate
@@ -20,6 +22,8 @@ from ray.train.v2._internal.execution.worker_group.placement_group_handle import
 from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGroup
 from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rayrft.weights.group import open_store
 
 _SETTINGS = {
     # How often Ray Train's controller looks at its workers; its default costs 2 s per checkpoint.
@@ -65,7 +69,22 @@ def _controller_on(group: Any) -> type:
         def _create_placement_group(self, *_: Any) -> Any:
             return DefaultPlacementGroupHandle(group)
 
+        def execute_single(self, rank: int, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            # Ray Train asks for a port that is free and uses it later: meanwhile it can be taken.
+            return super().execute_single(rank, _meeting_point if fn is get_address_and_port else fn, *args, **kwargs)
+
     class Controller(TrainController):
         worker_group_cls = Workers
 
     return Controller
+
+
+_stores: list[Any] = []
+"""What this rank listens at, for its process group; it lives as long as the process."""
+
+
+def _meeting_point() -> tuple[str, int]:
+    """Address and port at which the ranks' process group can meet; for rank 0."""
+    host = ray.util.get_node_ip_address()
+    _stores.append(open_store(host))
+    return host, _stores[-1].port

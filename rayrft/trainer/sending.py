@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from rayrft.trainer import commands as c
 from rayrft.trainer.model import full_weights, named_weights
 from rayrft.trainer.policy import Policy
-from rayrft.weights.group import WeightGroup, free_port
+from rayrft.weights.group import WeightGroup, open_store
 from rayrft.weights.ipc import export_buffer, gpu_uuid
 from rayrft.weights.parcel import Adapter, GroupPlan, Parcel, TensorMeta
 from rayrft.weights.wire import Digest, empty_bucket, fill_bucket, plan_buckets
@@ -27,14 +28,16 @@ class Sender:
         self._speaks = speaks
         self._device = device
         self._group: WeightGroup | None = None
+        self._store: TCPStore | None = None
         self._exported: list[Tensor] = []
 
     def locate(self) -> tuple[str, int]:
-        """Host and a free port, at which a weight group can meet."""
+        """Host and port at which a weight group can meet."""
         import ray.util
 
         host = ray.util.get_node_ip_address()
-        return host, free_port(host)
+        self._store = open_store(host)
+        return host, self._store.port
 
     def join(self, plan: GroupPlan) -> None:
         """Meet the engines; returns when all are there."""

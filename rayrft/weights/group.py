@@ -6,7 +6,6 @@ group never meet those of a newer one.
 
 from __future__ import annotations
 
-import socket
 from datetime import timedelta
 from typing import Any
 
@@ -18,11 +17,13 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from rayrft.weights.parcel import GroupPlan
 
 
-def free_port(host: str) -> int:
-    """A port that is free on this node now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+def open_store(host: str) -> TCPStore:
+    """A store at a port of its own (`TCPStore.port`), for rank 0 of a group to be.
+
+    It listens from the start: a port that was only found to be free can be another's before a group is there. A store
+    that this process makes at the same port with ``multi_tenant`` shares what listens; keep this one until then.
+    """
+    return TCPStore(host, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
 
 
 class WeightGroup:
@@ -30,7 +31,9 @@ class WeightGroup:
 
     def __init__(self, plan: GroupPlan, rank: int, device: torch.device) -> None:
         timeout = timedelta(seconds=plan.timeout_s)
-        tcp = TCPStore(plan.host, plan.port, plan.world_size, is_master=rank == 0, timeout=timeout)
+        tcp = TCPStore(
+            plan.host, plan.port, plan.world_size, is_master=rank == 0, timeout=timeout, multi_tenant=rank == 0
+        )
         store = PrefixStore(f"rayrft/{plan.generation}", tcp)
         self._store = tcp  # the master's store must outlive the group
         self._group: Any

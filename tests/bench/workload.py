@@ -17,7 +17,6 @@ from rayrft.trainer.batches import TrainRow
 from rayrft.trainer.learner import Learner
 from rayrft.trainer.model import shard
 from rayrft.trainer.policy import Policy
-from rayrft.weights.group import free_port
 
 OPTIMIZER = OptimizerConfig(lr=1e-5)
 
@@ -97,7 +96,7 @@ def make_rows(lengths: Sequence[int], prompt: int, vocabulary: int, *, expert: b
 def join_alone(device: torch.device) -> None:
     """The default process group, of this process only."""
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{free_port('127.0.0.1')}", rank=0, world_size=1)
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def make_learner(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rayrft.weights.group import WeightGroup, free_port
+from rayrft.weights.group import WeightGroup, open_store
 from rayrft.weights.parcel import Adapter, GroupPlan, Parcel, TensorMeta
 from rayrft.weights.wire import Digest, empty_bucket, fill_bucket, plan_buckets
 
@@ -67,7 +67,8 @@ def engine(ray_cluster: Any, tiny_model: Path, tmp_path_factory: pytest.TempPath
     )
     ray.get(actor.start.remote(str(tiny_model), EngineConfig(), max_length=64, dtype="float32", seed=0))
     host = "127.0.0.1"
-    plan = GroupPlan("gloo", host, free_port(host), world_size=2, generation=1, timeout_s=60)
+    store = open_store(host)
+    plan = GroupPlan("gloo", host, store.port, world_size=2, generation=1, timeout_s=60)
     joining = actor.join.remote(plan, 1)
     group = WeightGroup(plan, 0, torch.device("cpu"))
     ray.get(joining)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,22 @@ def test_collectives_of_every_memory_that_tensors_lie_in_have_a_backend(
 def test_a_resumed_run_does_not_miss_folders_that_were_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / SNAPSHOT).write_text("{}")
     assert started(tmp_path, 0, monkeypatch)["snapshot"] is False
+
+
+def test_rank_0_listens_at_the_port_that_ray_train_tells_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray.train.torch.config import TorchConfig
+    from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGroup
+
+    from rayrft.trainer.ray_train import _controller_on
+
+    told: dict[str, Any] = {}
+    workers = object.__new__(_controller_on(None).worker_group_cls)  # type: ignore[attr-defined]
+    monkeypatch.setattr(WorkerGroup, "execute_single", lambda self, rank, fn, *given: fn(*given))
+    monkeypatch.setattr(WorkerGroup, "execute", lambda self, fn, **given: told.update(given))
+    monkeypatch.setattr(WorkerGroup, "__len__", lambda self: 0)
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
+    TorchConfig(backend="gloo").backend_cls().on_start(workers, TorchConfig(backend="gloo"))
+    socket.create_connection((told["addr"], told["port"]), timeout=5).close()
 
 
 async def test_ranks_that_have_not_answered_are_named(tmp_path: Path) -> None:
