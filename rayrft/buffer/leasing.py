@@ -88,15 +88,19 @@ class Leasing:
             # Who asks for a step that was never leased has repeated all that were, whatever weights it published.
             await store.commit(e.Advanced(book.version))
         drawn: list[e.Leased] = []
+        seen = self._ready()
 
         def ready() -> bool:
-            self.waits.moved("groups")  # it is asked after every change
+            nonlocal seen
+            if (now := self._ready()) != seen:  # groups that come and are dropped bring the step no nearer
+                self.waits.moved("groups")
+                seen = now
             if (lease := self._draw(step)) is not None:
                 drawn.append(lease)
             return bool(drawn) or self._hopeless() is not None
 
         try:
-            with self.waits.on("groups", lambda: f"step {step}: {self._have()}"):
+            with self.waits.on("groups", lambda: f"step {step}: {self._have()}; {self._lost()}"):
                 await store.wait_for(ready, deadline_s)
         except TimeoutError:
             raise self._ended("deadline", step, f"waited {deadline_s:g} s for") from None
@@ -138,19 +142,27 @@ class Leasing:
         book = self._store.state.book
         assert book.plan is not None
         return LeaseEnded(
-            f"{what} {book.plan.groups} groups for step {step}: {self._have()}; dropped so far "
-            f"{dict(book.ledger.dropped)}, tasks dropped {dict(book.ledger.dropped_tasks)}",
+            f"{what} {book.plan.groups} groups for step {step}: {self._have()}; {self._lost()}",
             field="buffer.lease",
             value=reason,
             remedy=_WHY[reason],
         )
 
+    def _ready(self) -> int:
+        """So many groups can be drawn now, or wait for those before them."""
+        state = self._store.state
+        return len(state.book.schedule.ready) if isinstance(state.book.schedule, Schedule) else state.eligible
+
     def _have(self) -> str:
         """What there is of groups for the next step."""
-        state, book = self._store.state, self._store.state.book
+        book = self._store.state.book
         if isinstance(book.schedule, Schedule):
-            return f"{len(book.schedule.ready)} ready, {len(book.schedule.running)} running"
-        return f"{state.eligible} in the pool, {len(book.outstanding)} running"
+            return f"{self._ready()} ready, {len(book.schedule.running)} running"
+        return f"{self._ready()} in the pool, {len(book.outstanding)} running"
+
+    def _lost(self) -> str:
+        ledger = self._store.state.book.ledger
+        return f"rows dropped so far {dict(ledger.dropped)}, tasks {dict(ledger.dropped_tasks)}"
 
     async def _deal(self, record: LeaseRecord, world_size: int, waited_s: float) -> Lease:
         groups = self._store.state.groups

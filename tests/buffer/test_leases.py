@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 
 from rayrft.buffer.experience import pack, to_batch
+from rayrft.buffer.writer import BufferWriter
 from rayrft.errors import LeaseEnded, RayrftError
 from rayrft.trainer.batches import fetch_rows
 from tests.buffer.actor import admit, ledger, put, rows_of
+from tests.buffer.in_process import LocalBuffer, ObjectTable, small
 from tests.buffer.rows import expert_rows, group, plan, trained_ids
+from tests.scripted import Remote
 
 
 def test_a_step_gets_whole_groups_dealt_over_ranks(buffer: Any) -> None:
@@ -53,6 +59,33 @@ def test_a_lease_that_waits_too_long_says_what_for(buffer: Any) -> None:
     ray.get(buffer.fail.remote(ticket, "prompt_too_long"))
     with pytest.raises(LeaseEnded, match=r"waited 0\.1 s for 2 groups for step 0: 0 ready, 0 running.*prompt_too_long"):
         ray.get(buffer.lease.remote(0, 1, 0.1))
+
+
+def test_groups_that_are_dropped_are_no_progress_of_a_step_that_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("rayrft.waits.time", SimpleNamespace(monotonic=lambda: now[0]))
+    ObjectTable(monkeypatch)
+    local = LocalBuffer(tmp_path, small())
+
+    async def wait() -> None:
+        await local.buffer.open_stage(plan(2))
+        first, second = await local.buffer.admit("life", 0, 2)
+        leasing = asyncio.ensure_future(local.buffer.lease(0, 1, 60))
+        while not (await local.buffer.waiting()).waits:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        now[0] = 10.0
+        await local.buffer.fail(first, "zero_variance")
+        [waits] = (await local.buffer.waiting()).waits
+        assert waits.quiet_s == 10 and "zero_variance" in waits.what
+        await BufferWriter(Remote(local.buffer)).put(to_batch(group(0)), ticket=second)
+        [waits] = (await local.buffer.waiting()).waits
+        assert waits.quiet_s == 0
+        leasing.cancel()
+
+    local.run(wait())
+    local.kill()
 
 
 def test_staleness_is_counted_from_the_oldest_token(buffer: Any) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import signal
 import socket
+import sys
 import threading
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from ray.job_submission import JobStatus
@@ -23,6 +26,17 @@ def test_an_address_that_leads_nowhere_is_refused_at_once() -> None:
         with pytest.raises(ClusterError) as caught:
             reach(address)
     assert (caught.value.field, caught.value.value) == ("RAY_ADDRESS", address)
+
+
+def test_a_dashboard_runs_the_job_and_its_log_and_exit_status_come_back(
+    ray_cluster: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    client = reach(f"http://{ray_cluster.dashboard_url}")
+    name = f"shown-{os.getpid()}"
+    command = shlex.join([sys.executable, "-c", "print('first line'); raise SystemExit(3)"])
+    assert asyncio.run(follow(client, command, name)) == 1
+    assert "first line\n" in capfd.readouterr().out
+    assert client.get_job_info(name).driver_exit_code == 3
 
 
 @pytest.mark.parametrize(("status", "code"), [(JobStatus.SUCCEEDED, 0), (JobStatus.FAILED, 1), (JobStatus.STOPPED, 1)])
