@@ -11,10 +11,11 @@ _ANY = object()
 
 
 def about(field: str, value: Any = _ANY) -> Callable[[RayrftError], bool]:
-    """Checks that an error names that field and, where it is given, found that value there."""
+    """Checks that an error names that field (of a path: its end) and, where it is given, found that value there."""
 
     def check(error: RayrftError) -> bool:
-        assert error.field == field, f"about {error.field!r}, not {field!r}: {error}"
+        named = error.field == field or error.field.endswith(f"/{field}")
+        assert named, f"about {error.field!r}, not {field!r}: {error}"
         assert value is _ANY or error.value == value, f"found {error.value!r}, not {value!r}: {error}"
         return True
 

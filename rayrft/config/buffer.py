@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rayrft.config.base import Section
+from rayrft.config.base import Section, misfit
 
 
 class SamplerConfig(Section):
@@ -38,10 +38,14 @@ class SamplerConfig(Section):
     @model_validator(mode="after")
     def _reuse(self) -> SamplerConfig:
         if self.name == "fifo" and (self.max_uses > 1 or self.replay_ratio > 1):
-            raise ValueError("fifo uses every group once; max_uses and replay_ratio need sampler uniform or priority")
+            key = "max_uses" if self.max_uses > 1 else "replay_ratio"
+            raise misfit(key, "fifo uses every group once", remedy="use sampler uniform or priority, or leave it out")
         if self.replay_ratio > self.max_uses:
-            raise ValueError(
-                f"replay_ratio {self.replay_ratio:g} asks for more uses per group than max_uses {self.max_uses} allows"
+            raise misfit(
+                "replay_ratio",
+                f"asks for more uses per group than max_uses, {self.max_uses}, allows",
+                value=self.replay_ratio,
+                remedy="raise max_uses",
             )
         return self
 
@@ -86,8 +90,11 @@ class BufferConfig(Section):
     @model_validator(mode="after")
     def _sizes(self) -> BufferConfig:
         if self.log_bytes < 2 * self.segment_bytes:
-            raise ValueError(
-                f"log_bytes {self.log_bytes} must hold at least two segments of segment_bytes {self.segment_bytes}"
+            raise misfit(
+                "log_bytes",
+                "must hold at least two segments",
+                value=self.log_bytes,
+                remedy=f"give at least {2 * self.segment_bytes}, or lower segment_bytes",
             )
         return self
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from rayrft.config.base import Section
+from rayrft.config.base import Section, misfit
 
 
 class RewardConfig(Section):
@@ -31,7 +31,9 @@ class RewardConfig(Section):
     @model_validator(mode="after")
     def _overlong(self) -> RewardConfig:
         if (self.truncated == "soft") != (self.overlong_buffer is not None):
-            raise ValueError(
-                "truncated: soft and overlong_buffer, its number of tokens, need each other: give both or none"
+            raise misfit(
+                "overlong_buffer",
+                "truncated: soft and overlong_buffer, its number of tokens, need each other",
+                remedy="give both or none",
             )
         return self

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from rayrft.config.base import Section
+from rayrft.config.base import Section, misfit
 
 
 class RowFormat(Section):
@@ -46,7 +46,7 @@ class DemonstrationsConfig(RowFormat):
     @model_validator(mode="after")
     def _one_origin(self) -> DemonstrationsConfig:
         if self.path is None and self.size is None:
-            raise ValueError("give 'path' (a file or folder) or 'size' (how many tasks to set apart)")
+            raise misfit("path", "give 'path' (a file or folder) or 'size' (how many tasks to set apart)")
         if self.wrong_share and (self.wrong_field is None or self.path is not None):
-            raise ValueError("wrong_share needs wrong_field, and demonstrations made from tasks")
+            raise misfit("wrong_share", "needs wrong_field, and demonstrations made from tasks", value=self.wrong_share)
         return self

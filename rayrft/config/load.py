@@ -119,15 +119,32 @@ def _explain(error: ValidationError, raw: dict[str, Any]) -> ConfigError:
     """One error for the first problem: the rest often follows from it."""
     problem = error.errors()[0]
     path, kind = [str(part) for part in problem["loc"]], problem["type"]
-    field = ".".join(path)
+    field = ".".join(_named(path, raw))
     if kind == "extra_forbidden":
         known = _fields_at(path[:-1])
         return ConfigError("unknown key", field=field, value=path[-1], remedy=nearest(path[-1], known))
     if kind == "missing":
         return ConfigError("a required key is missing", field=field, remedy=f"add '{field}: …'")
+    reason = problem.get("ctx", {}).get("error")
+    if isinstance(reason, ValueError) and isinstance(misfit := reason.args[0], ConfigError):
+        at = ".".join(filter(None, (field, misfit.field)))
+        return ConfigError(misfit.problem, field=at, value=misfit.value, remedy=misfit.remedy)
     message = problem["msg"].removeprefix("Value error, ")
     value = None if isinstance(problem["input"], dict | BaseModel) else problem["input"]
     return ConfigError(message, field=field or "config", value=value)
+
+
+def _named(path: list[str], raw: Any) -> list[str]:
+    """A path of keys, with the names of list entries in place of their numbers, as an override gives it."""
+    named = []
+    for part in path:
+        if isinstance(raw, list) and part.isdigit() and int(part) < len(raw):
+            raw = raw[int(part)]
+            named.append(str(raw.get("name") or part) if isinstance(raw, dict) else part)
+        else:
+            raw = raw.get(part) if isinstance(raw, dict) else None
+            named.append(part)
+    return named
 
 
 def _fields_at(path: list[str]) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from rayrft.config.base import Section
+from rayrft.config.base import Section, misfit
 
 
 class TinyModelConfig(Section):
@@ -24,9 +24,11 @@ class TinyModelConfig(Section):
     def _head_size(self) -> TinyModelConfig:
         # vLLM's attention on the CPU takes no other head sizes.
         if self.hidden_size % (32 * self.heads):
-            raise ValueError(
-                f"hidden_size {self.hidden_size} over heads {self.heads} must be a multiple of 32, the size of a head; "
-                f"hidden_size {max(1, round(self.hidden_size / (32 * self.heads))) * 32 * self.heads} would be"
+            raise misfit(
+                "hidden_size",
+                f"over heads, {self.heads}, must be a multiple of 32, the size of a head",
+                value=self.hidden_size,
+                remedy=f"give {max(1, round(self.hidden_size / (32 * self.heads))) * 32 * self.heads}",
             )
         return self
 
@@ -44,5 +46,5 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _one_origin(self) -> ModelConfig:
         if (self.path is None) == (self.tiny is None):
-            raise ValueError("give exactly one of 'path' (a Hugging Face model) and 'tiny' (one made on the spot)")
+            raise misfit("path", "give exactly one of 'path' (a Hugging Face model) and 'tiny' (one made on the spot)")
         return self

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rayrft.config.base import Section
+from rayrft.config.base import Section, misfit
 from rayrft.config.buffer import BufferConfig, join
 from rayrft.config.data import RewardConfig
 from rayrft.config.demonstrations import DemonstrationsConfig
@@ -16,6 +16,7 @@ from rayrft.config.model import ModelConfig
 from rayrft.config.stage import CheckpointConfig, EvaluationConfig, MonitorConfig, StageConfig
 from rayrft.config.tasks import TasksConfig
 from rayrft.config.trainer import ProbeBounds, TrainerConfig, WeightSyncConfig
+from rayrft.errors import nearest
 
 
 class RunConfig(Section):
@@ -95,13 +96,15 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _mode(self) -> RunConfig:
         if self.mode == "both" and self.tasks is None:
-            raise ValueError("'tasks' is missing: only mode 'train' does without tasks")
+            raise misfit("tasks", "a required key is missing", remedy="only mode 'train' does without tasks")
         for stage in self.stages:
             if self.mode == "train" and stage.evaluate_every:
-                raise ValueError(f"stage {stage.name!r}: evaluate_every needs engines, and mode 'train' has none")
+                problem = "needs engines, and mode 'train' has none"
+                raise misfit(f"stages.{stage.name}.evaluate_every", problem, remedy="leave it out")
         for name, each in self.demonstrations.items():
             if each.path is None and self.tasks is None:
-                raise ValueError(f"demonstrations.{name}: give a path, for there are no tasks to take them from")
+                problem = "a required key is missing: there are no tasks to take them from"
+                raise misfit(f"demonstrations.{name}.path", problem, remedy="give a file or folder")
         return self
 
     @model_validator(mode="after")
@@ -109,25 +112,35 @@ class RunConfig(Section):
         seen: list[str] = []
         for stage in self.stages:
             if stage.name in seen:
-                raise ValueError(f"two stages are named {stage.name!r}; names must differ")
+                raise misfit("stages", "two stages of one name", value=stage.name, remedy="give them different names")
             if stage.name == "final" or stage.name.startswith(("step-", "stopped-")):
-                raise ValueError(f"a stage cannot be named {stage.name!r}: its weights would lie among checkpoints")
+                problem = "no name for a stage: its weights would be stored among checkpoints"
+                raise misfit(f"stages.{stage.name}.name", problem, value=stage.name, remedy="give another")
             if stage.start_from is not None and stage.start_from not in seen:
-                raise ValueError(
-                    f"stage {stage.name!r}: start_from {stage.start_from!r} is not an earlier stage; earlier: {seen}"
+                raise misfit(
+                    f"stages.{stage.name}.start_from",
+                    "is not an earlier stage",
+                    value=stage.start_from,
+                    remedy=f"earlier: {', '.join(seen) or 'none'}",
                 )
             if stage.expert_rows and stage.demonstrations not in self.demonstrations:
-                raise ValueError(
-                    f"stage {stage.name!r}: no entry {stage.demonstrations!r} in 'demonstrations'; "
-                    f"entries: {sorted(self.demonstrations)}"
+                raise misfit(
+                    f"stages.{stage.name}.demonstrations",
+                    "no such entry in 'demonstrations'",
+                    value=stage.demonstrations,
+                    remedy=nearest(stage.demonstrations or "", self.demonstrations)
+                    if self.demonstrations
+                    else "add it",
                 )
             units = stage.groups + stage.expert_rows // (2 if stage.algorithm.build().needs_pairs else 1)
             parts = stage.update.mini_batches
             if units // parts < self.trainer.ranks:
-                raise ValueError(
-                    f"stage {stage.name!r}: {parts} mini-batches of {stage.groups} groups and {stage.expert_rows} "
-                    f"expert rows cannot be dealt to {self.trainer.ranks} ranks; enlarge batch_size or lower "
-                    "trainer.ranks"
+                raise misfit(
+                    f"stages.{stage.name}.batch_size",
+                    f"{parts} mini-batches of {stage.groups} groups and {stage.expert_rows} expert rows cannot be "
+                    f"dealt to {self.trainer.ranks} ranks",
+                    value=stage.batch_size,
+                    remedy="enlarge it or lower trainer.ranks",
                 )
             seen.append(stage.name)
         return self
@@ -136,10 +149,10 @@ class RunConfig(Section):
     def _lora(self) -> RunConfig:
         for stage in self.stages:
             if self.trainer.lora is not None and stage.update.reference_refresh:
-                raise ValueError(
-                    f"stage {stage.name!r}: update.reference_refresh is not possible with trainer.lora, where the "
-                    "reference is the model without its adapter; leave it out, or split the stage in two: each begins "
-                    "with the policy as its reference"
+                raise misfit(
+                    f"stages.{stage.name}.update.reference_refresh",
+                    "is not possible with trainer.lora, where the reference is the model without its adapter",
+                    remedy="leave it out, or split the stage in two: each begins with the policy as its reference",
                 )
         return self
 
@@ -150,9 +163,10 @@ class RunConfig(Section):
             if not stage.algorithm.build().needs_answer_length:
                 continue
             if self.mode == "train":
-                raise ValueError(
-                    f"stage {stage.name!r}: aggregation 'constant' needs algorithm.constant_length, the longest answer "
-                    "that may have been sampled: nothing is sampled in mode 'train'"
+                raise misfit(
+                    f"stages.{stage.name}.algorithm.constant_length",
+                    "aggregation 'constant' needs it in mode 'train', where nothing is sampled",
+                    remedy="give the longest answer that may have been sampled, in tokens",
                 )
             stage.algorithm.give("constant_length", self.explorer.sampling.max_tokens)
         return self
@@ -161,9 +175,11 @@ class RunConfig(Section):
     def _scores(self) -> RunConfig:
         needed = self.buffer.needs_scores and self.buffer.sampler.score == "td_error"
         if needed and not any(stage.algorithm.build().needs_critic for stage in self.stages):
-            raise ValueError(
-                "buffer.sampler.score 'td_error' needs a critic, and no stage has one: use algorithm ppo, or a score "
-                "of abs_advantage, reward_deviation or failure"
+            raise misfit(
+                "buffer.sampler.score",
+                "needs a critic, and no stage has one",
+                value="td_error",
+                remedy="use algorithm ppo, or a score of abs_advantage, reward_deviation or failure",
             )
         return self
 
@@ -171,14 +187,19 @@ class RunConfig(Section):
     def _lengths(self) -> RunConfig:
         sampling = self.explorer.sampling
         if self.rolls_out and sampling.max_prompt_tokens + sampling.max_tokens > self.model.max_length:
-            raise ValueError(
-                f"max_prompt_tokens {sampling.max_prompt_tokens} + max_tokens {sampling.max_tokens} exceed "
-                f"model.max_length {self.model.max_length}; raise max_length or lower one of them"
+            raise misfit(
+                "model.max_length",
+                f"is less than explorer.sampling's max_prompt_tokens, {sampling.max_prompt_tokens}, + max_tokens, "
+                f"{sampling.max_tokens}",
+                value=self.model.max_length,
+                remedy="raise it or lower one of them",
             )
         if (self.reward.overlong_buffer or 0) > sampling.max_tokens:
-            raise ValueError(
-                f"reward.overlong_buffer {self.reward.overlong_buffer} exceeds explorer.sampling.max_tokens "
-                f"{sampling.max_tokens}: it is the last part of it"
+            raise misfit(
+                "reward.overlong_buffer",
+                f"exceeds explorer.sampling.max_tokens, {sampling.max_tokens}, of which it is the last part",
+                value=self.reward.overlong_buffer,
+                remedy="lower it",
             )
         return self
 
@@ -186,42 +207,64 @@ class RunConfig(Section):
     def _devices(self) -> RunConfig:
         engine, trainer, backend = self.explorer.engine, self.trainer, self.sync_backend
         if (engine.gpus > 0) != (trainer.gpus > 0):
-            raise ValueError(
-                f"engines take {engine.gpus:g} GPUs and trainer ranks {trainer.gpus:g}: give GPUs to both or to neither"
+            raise misfit(
+                "explorer.engine.gpus",
+                f"engines take {engine.gpus:g} GPUs and trainer ranks {trainer.gpus:g}",
+                value=engine.gpus,
+                remedy="give GPUs to both or to neither",
             )
         for key, gpus in (("explorer.engine.gpus", engine.gpus), ("trainer.gpus", trainer.gpus)):
             if gpus > 1 and gpus % 1:
-                raise ValueError(f"{key} {gpus:g}: more than one GPU is a whole number of them")
+                raise misfit(key, "more than one GPU is a whole number of them", value=gpus)
         if trainer.cpu_offload and not trainer.gpus:
-            raise ValueError(
-                "trainer.cpu_offload is for trainer.gpus above 0: without GPUs everything is in main memory"
+            raise misfit(
+                "trainer.cpu_offload",
+                "is for trainer.gpus above 0: without GPUs everything is in main memory",
+                remedy="leave it out",
             )
         if backend == "gloo" and engine.gpus > 0:
-            raise ValueError("weight_sync.backend 'gloo' is for CPU engines; use nccl, ipc or auto")
+            raise misfit("weight_sync.backend", "is for CPU engines", value=backend, remedy="use nccl, ipc or auto")
         if backend in ("nccl", "ipc") and engine.gpus == 0:
-            raise ValueError(f"weight_sync.backend {backend!r} needs explorer.engine.gpus and trainer.gpus above 0")
+            problem = "needs explorer.engine.gpus and trainer.gpus above 0"
+            raise misfit("weight_sync.backend", problem, value=backend, remedy="use gloo or auto")
         if backend == "nccl" and (engine.gpus < 1 or trainer.gpus < 1):
-            raise ValueError("nccl refuses two ranks on one GPU: give whole GPUs to each side, or use ipc")
+            problem = "two ranks on one GPU are refused by it"
+            raise misfit(
+                "weight_sync.backend", problem, value=backend, remedy="give whole GPUs to each side, or use ipc"
+            )
         if backend == "ipc" and (trainer.ranks != engine.count or engine.gpus + trainer.gpus > 1):
-            raise ValueError(
-                f"ipc pairs one engine with one trainer rank on a GPU: needs explorer.engine.count "
-                f"({engine.count}) = trainer.ranks ({trainer.ranks}) and engine.gpus + trainer.gpus <= 1"
+            raise misfit(
+                "weight_sync.backend",
+                f"pairs one engine with one trainer rank on a GPU: needs explorer.engine.count ({engine.count}) = "
+                f"trainer.ranks ({trainer.ranks}) and explorer.engine.gpus + trainer.gpus <= 1",
+                value=backend,
             )
         if backend == "ipc" and engine.count > 1 and engine.gpus + trainer.gpus <= 0.5:
-            raise ValueError(
-                f"explorer.engine.gpus {engine.gpus:g} + trainer.gpus {trainer.gpus:g} are half a GPU or less, and two "
-                f"of the {engine.count} pairs of engine and rank would lie on one; raise them to more than 0.5 together"
+            raise misfit(
+                "explorer.engine.gpus",
+                f"and trainer.gpus, {trainer.gpus:g}, are half a GPU or less, and two of the {engine.count} pairs of "
+                "engine and rank would share one",
+                value=engine.gpus,
+                remedy="raise them to more than 0.5 together",
             )
         if engine.sleep and (backend != "ipc" or self.max_staleness or self.explorer.over_sampling > 1):
-            raise ValueError(
-                "explorer.engine.sleep is for engine and trainer taking turns on one GPU: it needs weight_sync.backend "
-                "ipc, max_staleness 0 and explorer.over_sampling 1"
+            raise misfit(
+                "explorer.engine.sleep",
+                "is for engine and trainer taking turns on one GPU",
+                remedy="use weight_sync.backend ipc, max_staleness 0 and explorer.over_sampling 1 with it",
             )
         if engine.tensor_parallel > 1 and engine.gpus not in (0, engine.tensor_parallel):
-            raise ValueError(
-                f"explorer.engine.tensor_parallel {engine.tensor_parallel} needs explorer.engine.gpus "
-                f"{engine.tensor_parallel}, found {engine.gpus:g}"
+            raise misfit(
+                "explorer.engine.gpus",
+                f"explorer.engine.tensor_parallel {engine.tensor_parallel} needs as many",
+                value=engine.gpus,
             )
         if engine.tensor_parallel > 1 and engine.gpus == 0:
-            raise ValueError("explorer.engine.tensor_parallel above 1 needs GPUs; use more engines on a CPU")
+            problem = "needs GPUs where it is above 1"
+            raise misfit(
+                "explorer.engine.tensor_parallel",
+                problem,
+                value=engine.tensor_parallel,
+                remedy="use more engines on a CPU",
+            )
         return self

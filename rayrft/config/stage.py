@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from rayrft.config.base import Section
+from rayrft.config.base import Section, misfit
 from rayrft.config.trainer import OptimizerConfig
 from rayrft.errors import ConfigError
 
@@ -94,64 +94,73 @@ class StageConfig(Section):
         try:
             build = self.algorithm.build()
         except ConfigError as error:
-            raise ValueError(f"stage {self.name!r}: {error}") from None
+            raise ValueError(error) from None
         name = self.algorithm.name
         if build.needs_teacher and not self.teacher:
-            raise ValueError(f"stage {self.name!r}: {name} needs 'teacher', the model that it learns from")
+            raise misfit("teacher", f"{name} needs one, the model that it learns from", remedy="add 'teacher: …'")
         if self.teacher and not build.needs_teacher:
-            raise ValueError(f"stage {self.name!r}: teacher {self.teacher!r} is not used: {name} has none")
+            raise misfit("teacher", f"is not used: {name} has none", value=self.teacher, remedy="leave it out")
         self._check_update(build)
         if build.mixes and self.expert_share is None:
-            raise ValueError(
-                f"stage {self.name!r}: {name} needs expert_share, the share of the batch that is expert rows"
-            )
+            problem = f"{name} needs it: the share of the batch that is expert rows"
+            raise misfit("expert_share", problem, remedy="add 'expert_share: …'")
         if not build.mixes and self.expert_share not in (None, self._fixed_share):
-            raise ValueError(f"stage {self.name!r}: expert_share is fixed at {self._fixed_share:g} by {name!r}")
+            problem = f"is fixed at {self._fixed_share:g} by {name!r}"
+            raise misfit("expert_share", problem, value=self.expert_share, remedy="leave it out")
         if (build.needs_expert or build.needs_pairs) and not self.demonstrations:
             rows = "preference pairs" if build.needs_pairs else "expert rows"
-            raise ValueError(f"stage {self.name!r}: {name} needs 'demonstrations', where its {rows} are")
+            raise misfit("demonstrations", f"{name} needs them, where its {rows} are", remedy="name an entry of them")
         if build.needs_pairs and self.batch_size % 2:
-            raise ValueError(f"stage {self.name!r}: batch_size {self.batch_size} is not a number of whole pairs")
+            raise misfit("batch_size", "is not a number of whole pairs", value=self.batch_size, remedy="give it even")
         share = self.batch_size * self._share
         if abs(share - round(share)) > 1e-6:
-            raise ValueError(
-                f"stage {self.name!r}: expert_share {self._share:g} of batch_size {self.batch_size} is {share:g} rows, "
-                f"not a whole number; expert_share {round(share) / self.batch_size:.6g} would be {round(share)}"
+            raise misfit(
+                "expert_share",
+                f"of batch_size {self.batch_size} is {share:g} rows, not a whole number",
+                value=self._share,
+                remedy=f"give {round(share) / self.batch_size:.6g}, which is {round(share)}",
             )
         if build.needs_expert and not self.expert_rows:
-            raise ValueError(f"stage {self.name!r}: mu is {build.mu():g} but the batch holds no expert rows")
+            raise misfit("expert_share", f"mu is {build.mu():g} but the batch holds no expert rows", value=self._share)
         if build.needs_rollouts and not self.usual_rows:
-            raise ValueError(f"stage {self.name!r}: mu is {build.mu():g} but the batch holds no own rows")
+            raise misfit("expert_share", f"mu is {build.mu():g} but the batch holds no own rows", value=self._share)
         if self.groups and self.group_size == 1 and build.compares_answers:
-            raise ValueError(
-                f"stage {self.name!r}: advantage {build.advantage!r} compares the answers to a task, and group_size 1 "
-                "leaves nothing to compare with: raise group_size, or use an advantage of single answers (remax, "
-                "reinforce_pp, gae)"
+            raise misfit(
+                "group_size",
+                f"advantage {build.advantage!r} compares the answers to a task, and 1 leaves nothing to compare with",
+                value=1,
+                remedy="raise it, or use an advantage of single answers (remax, reinforce_pp, gae)",
             )
         if self.usual_rows % self.group_size:
             near = max(1, round(self.usual_rows / self.group_size)) * self.group_size
-            raise ValueError(
-                f"stage {self.name!r}: {self.usual_rows} own rows (batch_size {self.batch_size} less "
-                f"{self.expert_rows} expert rows) are not whole groups of group_size {self.group_size}; "
-                f"batch_size {near + self.expert_rows} with {self.expert_rows} expert rows would be"
+            raise misfit(
+                "batch_size",
+                f"less {self.expert_rows} expert rows are {self.usual_rows} own rows, which are not whole groups of "
+                f"group_size {self.group_size}",
+                value=self.batch_size,
+                remedy=f"give {near + self.expert_rows} with {self.expert_rows} expert rows",
             )
         return self
 
     def _check_update(self, algorithm: Algorithm) -> None:
-        """What says how to update must have something to act on. Raises ValueError."""
+        """What says how to update must have something to act on."""
         update, name = self.update, self.algorithm.name
         if not algorithm.needs_critic and (update.critic_warmup_steps or self.critic_optimizer != OptimizerConfig()):
             key = "update.critic_warmup_steps" if update.critic_warmup_steps else "critic_optimizer"
-            raise ValueError(f"stage {self.name!r}: {key} is not used: {name} has no critic")
+            raise misfit(key, f"is not used: {name} has no critic", remedy="leave it out")
         if update.critic_warmup_steps >= self.steps:
-            raise ValueError(
-                f"stage {self.name!r}: the policy would never learn: update.critic_warmup_steps "
-                f"{update.critic_warmup_steps} is not below steps {self.steps}"
+            raise misfit(
+                "update.critic_warmup_steps",
+                f"the policy would never learn in {self.steps} steps",
+                value=update.critic_warmup_steps,
+                remedy="give less than steps",
             )
         if update.reference_refresh and not algorithm.needs_reference:
-            raise ValueError(f"stage {self.name!r}: update.reference_refresh is not used: {name} has no reference")
+            raise misfit(
+                "update.reference_refresh", f"is not used: {name} has no reference", remedy="leave it out, or give a kl"
+            )
         if update.reset_optimizer and not update.reference_refresh:
-            raise ValueError(f"stage {self.name!r}: update.reset_optimizer is not used without reference_refresh")
+            raise misfit("update.reset_optimizer", "is not used without reference_refresh", remedy="leave it out")
 
     @property
     def _fixed_share(self) -> float:

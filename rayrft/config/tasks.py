@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from rayrft.config.base import Section
+from rayrft.config.base import Section, misfit
 
 
 class TaskSourceConfig(Section):
@@ -52,17 +52,19 @@ class TaskSourceConfig(Section):
     @model_validator(mode="after")
     def _source_fields(self) -> TaskSourceConfig:
         if self.source == "reasoning_gym" and (self.dataset is None or self.size is None):
-            raise ValueError("source 'reasoning_gym' needs 'dataset' (its name) and 'size' (how many tasks to make)")
+            key = "dataset" if self.dataset is None else "size"
+            raise misfit(key, "source 'reasoning_gym' needs 'dataset' (its name) and 'size' (how many tasks to make)")
         if self.source == "datasets" and (self.dataset is None or self.path is not None):
-            raise ValueError("source 'datasets' needs 'dataset' (an id on the hub, or a folder), and takes no 'path'")
+            key = "dataset" if self.dataset is None else "path"
+            raise misfit(key, "source 'datasets' needs 'dataset' (an id on the hub, or a folder), and takes no 'path'")
         if self.eval_split is not None and (self.source != "datasets" or self.eval_path is not None):
-            raise ValueError(
-                "'eval_split' is for source 'datasets', and held-out tasks come from it or from 'eval_path'"
-            )
+            problem = "is for source 'datasets', and held-out tasks come from it or from 'eval_path'"
+            raise misfit("eval_split", problem, value=self.eval_split)
         if self.source == "file" and self.path is None:
-            raise ValueError("source 'file' needs 'path' (a JSONL or Parquet file)")
+            raise misfit("path", "source 'file' needs 'path' (a JSONL or Parquet file)")
         if self.source == "squares" and (self.path is None or self.size is None):
-            raise ValueError("source 'squares' needs 'path' (a folder for its images) and 'size' (how many to draw)")
+            key = "path" if self.path is None else "size"
+            raise misfit(key, "source 'squares' needs 'path' (a folder for its images) and 'size' (how many to draw)")
         return self
 
     @property
@@ -87,7 +89,7 @@ class TasksConfig(Section):
     def _names(self) -> TasksConfig:
         counts = Counter(source.name for source in self.sources if source.name is not None)
         if twice := [name for name, count in counts.items() if count > 1]:
-            raise ValueError(f"two task sources are named {twice[0]!r}; names must differ")
+            raise misfit("sources", "two task sources of one name", value=twice[0], remedy="give them different names")
         return self
 
     @model_validator(mode="after")
@@ -99,5 +101,6 @@ class TasksConfig(Section):
             if source.source in ("reasoning_gym", "datasets", "file", "squares") and source.difficulty is None
         ]
         if self.sampler == "easy_to_hard" and lacking:
-            raise ValueError(f"sampler 'easy_to_hard' needs 'difficulty' in every source; source {lacking[0]} has none")
+            problem = "sampler 'easy_to_hard' needs 'difficulty' in every source"
+            raise misfit(f"sources.{lacking[0]}.difficulty", problem)
         return self

@@ -11,6 +11,7 @@ from rayrft.algorithms import Algorithm, build, presets
 from rayrft.algorithms.registries import REGISTRIES
 from rayrft.errors import ConfigError
 from tests.conftest import ROOT
+from tests.errors import about
 
 NEEDS = ["rollouts", "expert", "pairs", "reference", "critic", "proximal", "teacher", "greedy_baseline", "turns"]
 
@@ -122,7 +123,7 @@ def test_a_piece_needs_the_same_by_its_path(field: str, name: str, path: str) ->
 def test_an_advantage_by_token_is_known_as_such_by_its_path() -> None:
     algorithm = build("ppo", {"advantage": "rayrft.algorithms.critic:gae", "lam": 0.9})
     assert needs(algorithm) == {"rollouts", "critic"} and algorithm.advantage_is_by_token
-    with pytest.raises(ConfigError, match=r"algorithm\.advantage: cannot be imported"):
+    with pytest.raises(ConfigError, check=about("algorithm.advantage")):
         build("ppo", {"advantage": "rayrft.algorithms.critic:gea"})
 
 
@@ -141,94 +142,65 @@ def test_grpo_with_the_loss_of_gspo_is_gspo() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "overrides", "message"),
+    ("name", "overrides", "field"),
     [
-        ("grop", {}, r"algorithm\.name: unknown algorithm \(found 'grop'\)\. Did you mean 'grpo'\?"),
-        (
-            "grpo",
-            {"policy_loss": "gpso"},
-            r"algorithm\.policy_loss: unknown .*\(found 'gpso'\)\. Did you mean 'gspo'\?",
-        ),
-        ("grpo", {"advantage": "rlo"}, r"algorithm\.advantage: unknown advantage .*Did you mean 'rloo'\?"),
-        ("grpo", {"clip_hi": 0.3}, r"algorithm\.clip_hi: unknown key \(found 'clip_hi'\)\. Did you mean 'clip_high'\?"),
-        ("grpo", {"policy_los": "ppo"}, r"unknown key .*Did you mean 'policy_loss'\?"),
-        (
-            "grpo",
-            {"tau": 0.1},
-            r"algorithm\.tau: is not used: it belongs to policy_loss 'kimi', policy_loss 'opmd', whi",
-        ),
-        (
-            "grpo",
-            {"tau": 0.1},
-            r"which 'grpo' does not contain \(found 0\.1\)\. Its coefficients are .*clip_high, clip_",
-        ),
-        ("grpo", {"mu": 0.1}, r"algorithm\.mu: is not used: it belongs to mu_schedule 'constant'"),
-        ("chord_mu", {"mu": 0.1}, r"algorithm\.mu: is not used"),
-        ("sft", {"clip_low": 0.1}, r"algorithm\.clip_low: is not used"),
-        ("grpo", {"constant_length": 8}, r"algorithm\.constant_length: is not used: it belongs to aggregation 'const"),
-        ("grpo", {"clip_low": 1.5}, r"algorithm\.clip_low: must lie in \[0, 1\] \(found 1\.5\)"),
-        ("grpo", {"clip_high": 0}, r"algorithm\.clip_high: must be above 0 \(found 0\)"),
-        ("grpo", {"clip_high": float("inf")}, r"algorithm\.clip_high: must be above 0"),
-        ("grpo", {"clip_high": float("nan")}, r"algorithm\.clip_high: must be above 0"),
-        ("grpo", {"clip_low": "small"}, r"algorithm\.clip_low: must be a number \(found 'small'\)"),
-        ("grpo", {"clip_low": True}, r"algorithm\.clip_low: must be a number"),
-        ("rec", {"keep_where": "here"}, r"algorithm\.keep_where: must be one of all, one_side, two_side, ring"),
-        ("gigpo", {"deviation": 1}, r"algorithm\.deviation: must be true or false"),
-        ("chord_mu", {"mu_decay_steps": 1.5}, r"algorithm\.mu_decay_steps: must be a whole number"),
-        ("grpo", {"kl_coef": 0.1}, r"algorithm\.kl_coef: is not used: 'grpo' has no kl term.*Name one with 'kl'"),
-        ("grpo", {"entropy_coef": 0.1}, r"algorithm\.entropy_coef: is not used"),
-        ("grpo", {"kl": "k3", "kl_coef": -1}, r"algorithm\.kl_coef: must be at least 0"),
-        ("grpo", {"kl_target": 0.1}, r"algorithm\.kl_target: is not used: 'grpo' has no kl term"),
-        ("grpo", {"kl": "k3", "kl_target": 0}, r"algorithm\.kl_target: must be above 0"),
-        (
-            "grpo",
-            {"kl": "k3", "kl_target": 0.1, "kl_coef": 0},
-            r"algorithm\.kl_coef: must be above 0: it is multiplied",
-        ),
-        (
-            "grpo",
-            {"kl": "k3", "kl_horizon": 9},
-            r"algorithm\.kl_horizon: is not used: .*without kl_target.*Give kl_tar",
-        ),
-        ("grpo", {"entropy_goal": 0.1}, r"algorithm\.entropy_goal: is not used: 'grpo' has no entropy term"),
-        (
-            "grpo",
-            {"entropy": "bonus", "entropy_step": 0.1},
-            r"algorithm\.entropy_step: is not used: .*without entropy_g",
-        ),
-        ("jsd", {"teacher_candidates": 0}, r"algorithm\.teacher_candidates: must be at least 1"),
-        ("distill", {"teacher_candidates": 4}, r"algorithm\.teacher_candidates: is not used: .*'reverse_kl' looks at"),
-        ("grpo", {"teacher_candidates": 4}, r"algorithm\.teacher_candidates: is not used: 'grpo' has no distillation"),
-        ("grpo", {"kl": "k3", "kl_in": "lost"}, r"algorithm\.kl_in: must be one of loss, reward"),
-        ("raft", {"kl": "k1", "kl_in": "reward"}, r"algorithm\.kl_in: policy_loss 'raft' looks at whole.*kl_in: loss"),
-        ("grpo", {"advantage": "accept", "kl": "k1", "kl_in": "reward"}, r"kl_in: advantage 'accept' looks at whole"),
-        ("gspo", {"kl": "k1", "kl_in": "reward"}, r"algorithm\.kl_in: policy_loss 'gspo' looks at whole answers"),
-        ("distill", {"kl": "k1", "kl_in": "reward"}, r"algorithm\.kl_in: 'distill' has no policy loss"),
-        ("grpo", {"advantage": "none"}, r"algorithm\.advantage: policy_loss 'ppo' needs one"),
-        (
-            "red_drop",
-            {"normalise_advantages": True},
-            r"algorithm\.normalise_advantages: would train on what",
-        ),
-        ("grpo", {"advantage": "gae"}, r"algorithm\.value_loss: advantage 'gae' needs one"),
-        ("sft", {"kl": "k3"}, r"algorithm\.kl: is not used: 'sft' has no term that it acts on"),
-        ("grpo", {"value_loss": "clipped"}, r"algorithm\.value_loss: is not used"),
-        ("grpo", {"kl": None}, r"algorithm\.kl: must be text"),
-        ("grpo", {"aggregation": "none"}, r"algorithm\.aggregation: must name one"),
-        ("mix", {"mu_schedule": "none"}, r"algorithm\.mu_schedule: must name one"),
-        ("sft", {"normalise_advantages": True}, r"algorithm\.normalise_advantages: is not used: 'sft' has no term"),
-        ("dpo", {"normalise_advantages": True}, r"algorithm\.normalise_advantages: is not used: 'dpo'"),
-        ("distill", {"normalise_advantages": True}, r"algorithm\.normalise_advantages: is not used: 'distill'"),
-        ("jsd", {"teacher_share": 0}, r"algorithm\.teacher_share: must lie in \(0, 1\)"),
-        ("jsd", {"teacher_share": 1.0}, r"algorithm\.teacher_share: must lie in \(0, 1\)"),
-        ("dpo", {"sft": "nll"}, r"algorithm\.sft: is not used: 'dpo' has no term"),
-        ("ipo", {"distillation": "reverse_kl"}, r"algorithm\.distillation: is not used: 'ipo' has no term"),
-        ("dpo", {"label_smoothing": 0.5}, r"algorithm\.label_smoothing: must lie in \[0, 0\.5\)"),
-        ("grpo", {"normalise_advantages": "yes"}, r"algorithm\.normalise_advantages: must be true or false"),
+        ("grop", {}, "name"),
+        ("grpo", {"policy_loss": "gpso"}, "policy_loss"),
+        ("grpo", {"advantage": "rlo"}, "advantage"),
+        ("grpo", {"clip_hi": 0.3}, "clip_hi"),
+        ("grpo", {"policy_los": "ppo"}, "policy_los"),
+        ("grpo", {"tau": 0.1}, "tau"),
+        ("grpo", {"mu": 0.1}, "mu"),
+        ("chord_mu", {"mu": 0.1}, "mu"),
+        ("sft", {"clip_low": 0.1}, "clip_low"),
+        ("grpo", {"constant_length": 8}, "constant_length"),
+        ("grpo", {"clip_low": 1.5}, "clip_low"),
+        ("grpo", {"clip_high": 0}, "clip_high"),
+        ("grpo", {"clip_high": float("inf")}, "clip_high"),
+        ("grpo", {"clip_high": float("nan")}, "clip_high"),
+        ("grpo", {"clip_low": "small"}, "clip_low"),
+        ("grpo", {"clip_low": True}, "clip_low"),
+        ("rec", {"keep_where": "here"}, "keep_where"),
+        ("gigpo", {"deviation": 1}, "deviation"),
+        ("chord_mu", {"mu_decay_steps": 1.5}, "mu_decay_steps"),
+        ("grpo", {"kl_coef": 0.1}, "kl_coef"),
+        ("grpo", {"entropy_coef": 0.1}, "entropy_coef"),
+        ("grpo", {"kl": "k3", "kl_coef": -1}, "kl_coef"),
+        ("grpo", {"kl_target": 0.1}, "kl_target"),
+        ("grpo", {"kl": "k3", "kl_target": 0}, "kl_target"),
+        ("grpo", {"kl": "k3", "kl_target": 0.1, "kl_coef": 0}, "kl_coef"),
+        ("grpo", {"kl": "k3", "kl_horizon": 9}, "kl_horizon"),
+        ("grpo", {"entropy_goal": 0.1}, "entropy_goal"),
+        ("grpo", {"entropy": "bonus", "entropy_step": 0.1}, "entropy_step"),
+        ("jsd", {"teacher_candidates": 0}, "teacher_candidates"),
+        ("distill", {"teacher_candidates": 4}, "teacher_candidates"),
+        ("grpo", {"teacher_candidates": 4}, "teacher_candidates"),
+        ("grpo", {"kl": "k3", "kl_in": "lost"}, "kl_in"),
+        ("raft", {"kl": "k1", "kl_in": "reward"}, "kl_in"),
+        ("grpo", {"advantage": "accept", "kl": "k1", "kl_in": "reward"}, "kl_in"),
+        ("gspo", {"kl": "k1", "kl_in": "reward"}, "kl_in"),
+        ("distill", {"kl": "k1", "kl_in": "reward"}, "kl_in"),
+        ("grpo", {"advantage": "none"}, "advantage"),
+        ("red_drop", {"normalise_advantages": True}, "normalise_advantages"),
+        ("grpo", {"advantage": "gae"}, "value_loss"),
+        ("sft", {"kl": "k3"}, "kl"),
+        ("grpo", {"value_loss": "clipped"}, "value_loss"),
+        ("grpo", {"kl": None}, "kl"),
+        ("grpo", {"aggregation": "none"}, "aggregation"),
+        ("mix", {"mu_schedule": "none"}, "mu_schedule"),
+        ("sft", {"normalise_advantages": True}, "normalise_advantages"),
+        ("dpo", {"normalise_advantages": True}, "normalise_advantages"),
+        ("distill", {"normalise_advantages": True}, "normalise_advantages"),
+        ("jsd", {"teacher_share": 0}, "teacher_share"),
+        ("jsd", {"teacher_share": 1.0}, "teacher_share"),
+        ("dpo", {"sft": "nll"}, "sft"),
+        ("ipo", {"distillation": "reverse_kl"}, "distillation"),
+        ("dpo", {"label_smoothing": 0.5}, "label_smoothing"),
+        ("grpo", {"normalise_advantages": "yes"}, "normalise_advantages"),
     ],
 )
-def test_a_mistake_is_told_with_its_remedy(name: str, overrides: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_a_mistake_names_its_key(name: str, overrides: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError, check=about(f"algorithm.{field}")):
         build(name, overrides)
 
 
@@ -312,5 +284,5 @@ def test_none_leaves_a_piece_out() -> None:
 def test_an_optional_coefficient_takes_nothing_or_a_number() -> None:
     assert build("rloo", {"dual_clip": None}).coefficients == {"dual_clip": None}
     assert build("rloo", {"dual_clip": 3.0}).coefficients == {"dual_clip": 3.0}
-    with pytest.raises(ConfigError, match="dual_clip: must be above 1"):
+    with pytest.raises(ConfigError, check=about("algorithm.dual_clip", 0.9)):
         build("grpo", {"dual_clip": 0.9})

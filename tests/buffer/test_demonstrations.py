@@ -28,6 +28,7 @@ from tests.buffer.expert_data import (
     saved_dataset,
     spoken,
 )
+from tests.errors import about
 
 
 @pytest.fixture(scope="module")
@@ -201,5 +202,5 @@ class TestRayDataset:
     def test_a_dataset_without_rows_is_refused(self, tokenizer: ChatTokenizer) -> None:
         import ray.data
 
-        with pytest.raises(DataError, match="the dataset holds no rows"):
+        with pytest.raises(DataError, check=about("demonstrations.gold")):
             from_dataset("gold", ray.data.from_items(MIXED).limit(0), RowFormat(), tokenizer, 64)

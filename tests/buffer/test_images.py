@@ -17,6 +17,7 @@ from rayrft.buffer.tokens import ChatTokenizer
 from rayrft.config import TasksConfig, TaskSourceConfig
 from rayrft.errors import DataError, ModelError
 from tests.buffer.expert_data import jsonl, load
+from tests.errors import about
 
 ASK = [{"role": "user", "content": "Which colour is the square?"}]
 
@@ -99,7 +100,7 @@ def test_a_text_model_says_that_it_takes_no_images(tiny_model: Path, pictures: t
 def test_a_file_that_is_no_image_is_named(tokenizer: ChatTokenizer, tmp_path: Path) -> None:
     path = tmp_path / "text.png"
     path.write_text("not an image")
-    with pytest.raises(DataError, match=r"no image can be read.*text\.png"):
+    with pytest.raises(DataError, check=about("images")):
         tokenizer.prompt(ASK, (str(path),))
 
 
@@ -118,7 +119,7 @@ def test_images_of_a_task_file_are_found_beside_it(tmp_path: Path, pictures: tup
     tasks = read_source(TaskSourceConfig(source="file", path=path), "tasks.sources.0")
     assert [task.images for task in tasks] == [pictures[:2], ()]
     jsonl([{**rows[0], "images": ["pictures/none.png"]}], tmp_path)
-    with pytest.raises(DataError, match=r"row 1 of .*: there is no image .*/pictures/none\.png"):
+    with pytest.raises(DataError, check=about("tasks.sources.0.path", 1)):
         read_source(TaskSourceConfig(source="file", path=path), "tasks.sources.0")
 
 

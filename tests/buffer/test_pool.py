@@ -8,6 +8,7 @@ import ray
 from rayrft.errors import DataError
 from tests.buffer.actor import Start, admit, ledger, put, rows_of
 from tests.buffer.rows import group, plan, trained_ids
+from tests.errors import about
 
 REPLAY = {"sampler": {"name": "uniform", "max_uses": 2, "replay_ratio": 2}}
 
@@ -93,7 +94,7 @@ def test_an_error_that_is_no_number_is_refused_and_the_step_stays_leased(start: 
     put(buffer, None, group(1))
     ray.get(buffer.open_stage.remote(plan(1, scheduled=False)))
     ray.get(buffer.lease.remote(0, 1, 5))
-    with pytest.raises(DataError, match="the trainer's report holds a score that is negative or not finite"):
+    with pytest.raises(DataError, check=about("buffer.sampler.score")):
         ray.get(buffer.ack.remote(0, {"1": float("nan")}))
     assert ledger(buffer)["held"] == 2
     ray.get(buffer.ack.remote(0, {"1": 0.5}))

@@ -13,6 +13,7 @@ from rayrft.buffer.schedule import Ticket
 from rayrft.errors import DataError, RayrftError
 from tests.buffer.in_process import LocalBuffer, ObjectTable, small
 from tests.buffer.rows import expert_rows, group, plan
+from tests.errors import about
 
 ROOMY: dict[str, Any] = {"max_rows": 1000, "max_bytes": 1 << 30, "memory_bytes": 1 << 30, "log_bytes": 1 << 30}
 
@@ -158,7 +159,7 @@ def test_demonstrations_that_a_stage_under_way_would_misread_are_refused(buffer:
         row.__class__(**{**vars(row), "pair_id": f"p{number // 2}", "chosen": number % 2 == 0})
         for number, row in enumerate(expert_rows(4))
     ]
-    with pytest.raises(DataError, match="would imitate their rejected sides"):
+    with pytest.raises(DataError, check=about("demonstrations", "gold")):
         buffer.run(buffer.buffer.load("gold", [pack(to_batch(pairs))]))
     assert buffer.do("stats")["expert"]["gold"]["rows"] == 4
 

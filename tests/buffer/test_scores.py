@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from rayrft.buffer.experience import Experience, to_batch
 from rayrft.buffer.scores import check_scores, scores
 from rayrft.errors import ConfigError, DataError
+from tests.errors import about
 
 
 def row(
@@ -136,10 +137,10 @@ def test_what_is_wrong_with_an_own_function_is_said_with_its_name(name: str, fou
 def test_one_bad_score_among_good_ones_is_refused(bad: float) -> None:
     check_scores(np.zeros(0), "nobody")
     check_scores(np.array([0.0, 1e308]), "somebody")
-    with pytest.raises(DataError, match="somebody"):
+    with pytest.raises(DataError, match="somebody", check=about("buffer.sampler.score")):
         check_scores(np.array([1.0, bad, 2.0]), "somebody")
 
 
 def test_an_unknown_score_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="Did you mean 'abs_advantage'"):
+    with pytest.raises(ConfigError, check=about("buffer.sampler.score", "abs_advantages")):
         scores.get("abs_advantages", "buffer.sampler.score")

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from rayrft.buffer.tasks.sampler import TaskSet, TaskView, task_samplers
 from rayrft.errors import ConfigError, DataError
+from tests.errors import about
 
 SAMPLERS = sorted(task_samplers)
 SIZES = st.lists(st.integers(1, 12), min_size=1, max_size=4)
@@ -191,7 +192,7 @@ def test_statistics_belong_to_the_task_they_were_recorded_for() -> None:
 @pytest.mark.parametrize(("tries", "passes"), [(1, 2.0), (1, -0.5), (-1, 0.0), (1, float("nan"))])
 def test_passes_that_are_no_share_of_the_tries_are_refused(tries: int, passes: float) -> None:
     tasks = make([3])
-    with pytest.raises(DataError, match=r"task 1: .* tries cannot have"):
+    with pytest.raises(DataError, check=about("task 1")):
         tasks.record(1, tries, passes)
     assert tasks.state() == make([3]).state()
 
@@ -203,7 +204,7 @@ def test_a_state_of_another_task_set_is_refused() -> None:
 
 @pytest.mark.parametrize(("sources", "weights"), [([0, 0], [1.0, 1.0]), ([0, 1], [1.0]), ([], [1.0])])
 def test_a_source_without_tasks_or_weight_is_refused(sources: list[int], weights: list[float]) -> None:
-    with pytest.raises(DataError, match=r"tasks\.sources: \d sources hold"):
+    with pytest.raises(DataError, check=about("tasks.sources")):
         TaskSet(sources, weights, sampler="sequential", seed=0)
 
 
@@ -240,5 +241,5 @@ def test_a_sampler_cannot_change_the_statistics() -> None:
 
 
 def test_an_unknown_sampler_is_named_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"tasks\.sampler: unknown task sampler.*Did you mean 'shuffled'"):
+    with pytest.raises(ConfigError, check=about("tasks.sampler", "shufled")):
         make([3], sampler="shufled")

@@ -12,6 +12,7 @@ from rayrft.algorithms import build, presets
 from rayrft.config import StageConfig, dump_config, load_config
 from rayrft.errors import ConfigError
 from tests.config.test_load import base
+from tests.errors import about
 
 STAGE = {"name": "s", "steps": 1, "batch_size": 40, "group_size": 8}
 
@@ -44,59 +45,47 @@ def test_chord_takes_its_share_of_expert_rows_as_mix_does() -> None:
     chord = {"name": "chord_mu", "mu_peak": 0.5}
     found = stage(chord, expert_share=0.2, demonstrations="expert")
     assert (found.expert_rows, found.groups) == (8, 4)
-    with pytest.raises(ConfigError, match="chord_mu needs expert_share"):
+    with pytest.raises(ConfigError, check=about("stages.s.expert_share")):
         stage(chord, demonstrations="expert")
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "message"),
+    ("algorithm", "field"),
     [
-        ({"name": "grpo", "clip_lo": 0.1}, r"stage 's': algorithm\.clip_lo: unknown key .*Did you mean 'clip_low'\?"),
-        ({"name": "grpo", "tau": 0.1}, r"stage 's': algorithm\.tau: is not used: it belongs to policy_loss 'kimi'"),
-        ({"name": "grpo", "policy_loss": "gpso"}, r"algorithm\.policy_loss: unknown .*Did you mean 'gspo'\?"),
-        ({"name": "distill"}, r"stage 's': distill needs 'teacher', the model that it learns from"),
-        ({"name": "jsd"}, r"stage 's': jsd needs 'teacher'"),
-        ({"name": "dpo"}, r"dpo needs 'demonstrations', where its preference pairs are"),
-        ({}, r"stages\.0\.algorithm\.name: a required key is missing"),
+        ({"name": "grpo", "clip_lo": 0.1}, "algorithm.clip_lo"),
+        ({"name": "grpo", "tau": 0.1}, "algorithm.tau"),
+        ({"name": "grpo", "policy_loss": "gpso"}, "algorithm.policy_loss"),
+        ({"name": "distill"}, "teacher"),
+        ({"name": "jsd"}, "teacher"),
+        ({"name": "dpo"}, "demonstrations"),
+        ({}, "algorithm.name"),
     ],
 )
-def test_what_cannot_run_is_refused_before_it_starts(algorithm: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_what_cannot_run_is_refused_before_it_starts(algorithm: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError, check=about(f"stages.s.{field}")):
         stage(algorithm)
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "changes", "message"),
+    ("algorithm", "changes", "field"),
     [
-        (
-            {"name": "grpo"},
-            {"update": {"critic_warmup_steps": 1}},
-            r"update\.critic_warmup_steps is not used: grpo has",
-        ),
-        ({"name": "grpo"}, {"critic_optimizer": {"lr": 1e-3}}, r"critic_optimizer is not used: grpo has no critic"),
-        (
-            {"name": "ppo"},
-            {"steps": 5, "update": {"critic_warmup_steps": 5}},
-            r"never learn: .* 5 is not below steps 5",
-        ),
-        (
-            {"name": "grpo"},
-            {"update": {"reference_refresh": 3}},
-            r"reference_refresh is not used: grpo has no reference",
-        ),
-        ({"name": "grpo", "kl": "k3"}, {"update": {"reset_optimizer": True}}, r"not used without reference_refresh"),
+        ({"name": "grpo"}, {"update": {"critic_warmup_steps": 1}}, "update.critic_warmup_steps"),
+        ({"name": "grpo"}, {"critic_optimizer": {"lr": 1e-3}}, "critic_optimizer"),
+        ({"name": "ppo"}, {"steps": 5, "update": {"critic_warmup_steps": 5}}, "update.critic_warmup_steps"),
+        ({"name": "grpo"}, {"update": {"reference_refresh": 3}}, "update.reference_refresh"),
+        ({"name": "grpo", "kl": "k3"}, {"update": {"reset_optimizer": True}}, "update.reset_optimizer"),
     ],
 )
 def test_a_way_to_update_that_acts_on_nothing_is_refused(
-    algorithm: dict[str, Any], changes: dict[str, Any], message: str
+    algorithm: dict[str, Any], changes: dict[str, Any], field: str
 ) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, check=about(f"stages.s.{field}")):
         stage(algorithm, **changes)
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "dr_grpo", "gspo", "red_drop", "reinforce_pp_baseline", "gigpo"])
 def test_one_answer_to_a_task_is_refused_where_answers_are_compared(name: str) -> None:
-    with pytest.raises(ConfigError, match="group_size 1 leaves nothing to compare with"):
+    with pytest.raises(ConfigError, check=about("stages.s.group_size", 1)):
         stage({"name": name}, group_size=1)
 
 
@@ -112,15 +101,15 @@ def test_the_longest_answer_is_that_of_the_sampling() -> None:
     assert mixed.coefficients["constant_length"] == 100
     config = load_config({**base(), "stages": [{**STAGE, "algorithm": {"name": "dr_grpo"}}]})
     assert load_config(yaml.safe_load(dump_config(config))) == config
-    with pytest.raises(ConfigError, match="nothing is sampled in mode 'train'"):
+    with pytest.raises(ConfigError, check=about("stages.s.algorithm.constant_length")):
         load_config({**base(), "mode": "train", "stages": [{**STAGE, "algorithm": {"name": "dr_grpo"}}]})
 
 
 def test_a_teacher_is_given_where_there_is_distillation_and_nowhere_else(tmp_path: Path) -> None:
     assert stage({"name": "jsd", "teacher_candidates": 8}, teacher="some/model").teacher == "some/model"
-    with pytest.raises(ConfigError, match=r"teacher 'some/model' is not used: grpo has none"):
+    with pytest.raises(ConfigError, check=about("stages.s.teacher", "some/model")):
         stage({"name": "grpo"}, teacher="some/model")
-    with pytest.raises(ConfigError, match=r"teacher 'some/model' is not used: distill has none"):
+    with pytest.raises(ConfigError, check=about("stages.s.teacher", "some/model")):
         stage(
             {"name": "distill", "distillation_coef": 0.0, "advantage": "grpo", "policy_loss": "ppo"},
             teacher="some/model",

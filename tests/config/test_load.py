@@ -94,20 +94,23 @@ def test_text_that_looks_like_a_number_stays_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["trainer.ranks", "=3", ""])
 def test_an_override_without_a_value_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"written key\.sub=value"):
+    with pytest.raises(ConfigError, check=about("override", text)):
         parse_override(text)
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ({"trainer.rank": 2}, r"trainer\.rank: unknown key \(found 'rank'\)\. Did you mean 'ranks'\?"),
-        ({"stages.mix.steps": "many"}, r"stages\.0\.steps: Input should be a valid integer.*found 'many'"),
+        ({"trainer.rank": 2}, r"^trainer\.rank: unknown key \(found 'rank'\)\. Did you mean 'ranks'\?$"),
+        ({"stages.mix.steps": "many"}, r"^stages\.mix\.steps: Input should be a valid integer.*found 'many'"),
         ({"stages.mxi.steps": 3}, r"no such entry \(found 'mxi'\)\. Did you mean 'mix'\?"),
-        ({"stages.mix.group_size": 7}, r"32 own rows .* are not whole groups of group_size 7; batch_size 43 "),
+        (
+            {"stages.mix.group_size": 7},
+            r"^stages\.mix\.batch_size: .*32 own rows.* group_size 7 \(found 40\)\. Give 43 ",
+        ),
         (
             {"stages.mix.algorithm.name": "grop"},
-            r"stage 'mix': algorithm\.name: unknown algorithm \(found 'grop'\)\. Did you mean 'grpo'\?",
+            r"^stages\.mix\.algorithm\.name: unknown algorithm \(found 'grop'\)\. Did you mean 'grpo'\?$",
         ),
     ],
 )
@@ -120,17 +123,17 @@ def test_a_bad_value_is_named_with_its_remedy(override: dict[str, Any], message:
     ("override", "field"),
     [
         ({"explorer.engine.gpu": 1}, "explorer.engine.gpu"),
-        ({"stages.mix.stepz": 3}, "stages.0.stepz"),
-        ({"model.tiny.heads": 8}, "model.tiny"),
-        ({"model.path": "x"}, "model"),
-        ({"tasks.sources.0.dataset": None}, "tasks.sources.0"),
+        ({"stages.mix.stepz": 3}, "stages.mix.stepz"),
+        ({"model.tiny.heads": 8}, "model.tiny.hidden_size"),
+        ({"model.path": "x"}, "model.path"),
+        ({"tasks.sources.0.dataset": None}, "tasks.sources.0.dataset"),
         ({"tasks.sources.0.pathh": "x"}, "tasks.sources.0.pathh"),
-        ({"tasks.sources.0.source": "file"}, "tasks.sources.0"),
+        ({"tasks.sources.0.source": "file"}, "tasks.sources.0.path"),
         ({"tasks.sources.0.weight": 0}, "tasks.sources.0.weight"),
         ({"tasks.sources.0.weight": float("inf")}, "tasks.sources.0.weight"),
         ({"tasks.sources": []}, "tasks.sources"),
-        ({"tasks.sources": [SPELL, SPELL]}, "tasks"),
-        ({"tasks.sampler": "easy_to_hard"}, "tasks"),
+        ({"tasks.sources": [SPELL, SPELL]}, "tasks.sources"),
+        ({"tasks.sampler": "easy_to_hard"}, "tasks.sources.0.difficulty"),
         ({"tasks.epochs": 0}, "tasks.epochs"),
         ({"tasks": {"source": "file", "path": "x"}}, "tasks.sources"),
         ({"explorer.sampling.top_k": 5}, "explorer.sampling.top_k"),
@@ -144,35 +147,31 @@ def test_a_bad_value_is_named(override: dict[str, Any], field: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "keys"),
+    ("override", "field", "value"),
     [
-        ({"stages.mix.expert_share": 0.21}, ("expert_share", "batch_size")),
-        ({"stages.mix.expert_share": None}, ("expert_share",)),
-        ({"stages.mix.expert_share": 0.0}, ("mu", "expert")),
-        ({"stages.mix.demonstrations": "expart"}, ("'expart'", "demonstrations")),
-        ({"stages.mix.algorithm.mu": 1.5}, ("'mix'", "algorithm.mu", "1.5")),
-        ({"stages.mix.name": "final"}, ("'final'",)),
-        ({"stages.mix.start_from": "warmup"}, ("start_from", "'warmup'")),
-        ({"trainer.ranks": 16}, ("trainer.ranks", "16")),
-        (
-            {"buffer.sampler.name": "priority", "buffer.sampler.score": "td_error"},
-            ("buffer.sampler.score", "td_error", "critic"),
-        ),
-        ({"reward.truncated": "soft", "reward.overlong_buffer": 9}, ("reward.overlong_buffer", "max_tokens 8")),
-        ({"model.max_length": 40}, ("max_prompt_tokens 40", "max_tokens 8", "model.max_length 40")),
-        ({"weight_sync.backend": "nccl"}, ("weight_sync.backend", "'nccl'", "explorer.engine.gpus")),
-        ({"explorer.engine.gpus": 1}, ("engines", "trainer ranks", "GPUs")),
-        ({"explorer.engine.gpus": 0.5, "trainer.gpus": 0.6}, ("ipc", "explorer.engine.count", "trainer.ranks")),
-        ({"explorer.engine.gpus": 1.5, "trainer.gpus": 1}, ("explorer.engine.gpus 1.5",)),
-        ({"explorer.engine.gpus": 0.2, "trainer.gpus": 0.3}, ("pairs", "engine", "rank")),
-        ({"explorer.engine.sleep": True}, ("explorer.engine.sleep",)),
-        ({"explorer.engine.tensor_parallel": 2}, ("explorer.engine.tensor_parallel", "GPUs")),
+        ({"stages.mix.expert_share": 0.21}, "stages.mix.expert_share", 0.21),
+        ({"stages.mix.expert_share": None}, "stages.mix.expert_share", None),
+        ({"stages.mix.expert_share": 0.0}, "stages.mix.expert_share", 0.0),
+        ({"stages.mix.demonstrations": "expart"}, "stages.mix.demonstrations", "expart"),
+        ({"stages.mix.algorithm.mu": 1.5}, "stages.mix.algorithm.mu", 1.5),
+        ({"stages.mix.name": "final"}, "stages.final.name", "final"),
+        ({"stages.mix.start_from": "warmup"}, "stages.mix.start_from", "warmup"),
+        ({"trainer.ranks": 16}, "stages.mix.batch_size", 40),
+        ({"buffer.sampler.name": "priority", "buffer.sampler.score": "td_error"}, "buffer.sampler.score", "td_error"),
+        ({"reward.truncated": "soft", "reward.overlong_buffer": 9}, "reward.overlong_buffer", 9),
+        ({"model.max_length": 40}, "model.max_length", 40),
+        ({"weight_sync.backend": "nccl"}, "weight_sync.backend", "nccl"),
+        ({"explorer.engine.gpus": 1}, "explorer.engine.gpus", 1),
+        ({"explorer.engine.gpus": 0.5, "trainer.gpus": 0.6}, "weight_sync.backend", "ipc"),
+        ({"explorer.engine.gpus": 1.5, "trainer.gpus": 1}, "explorer.engine.gpus", 1.5),
+        ({"explorer.engine.gpus": 0.2, "trainer.gpus": 0.3}, "explorer.engine.gpus", 0.2),
+        ({"explorer.engine.sleep": True}, "explorer.engine.sleep", None),
+        ({"explorer.engine.tensor_parallel": 2}, "explorer.engine.tensor_parallel", 2),
     ],
 )
-def test_a_rule_across_sections_names_the_keys_it_is_about(override: dict[str, Any], keys: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_a_rule_across_sections_names_the_key_and_its_value(override: dict[str, Any], field: str, value: Any) -> None:
+    with pytest.raises(ConfigError, check=about(field, value)):
         load_config(base(), override)
-    assert all(key in str(caught.value) for key in keys), caught.value
 
 
 def test_a_missing_file_is_named() -> None:
@@ -183,7 +182,7 @@ def test_a_missing_file_is_named() -> None:
 def test_two_stages_of_one_name_are_refused() -> None:
     config = base()
     config["stages"] *= 2
-    with pytest.raises(ConfigError, match="two stages are named 'mix'"):
+    with pytest.raises(ConfigError, check=about("stages", "mix")):
         load_config(config)
 
 

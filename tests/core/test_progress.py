@@ -13,6 +13,7 @@ import pytest
 from rayrft.config.stage import CheckpointConfig
 from rayrft.core.progress import Checkpoints, Progress
 from rayrft.errors import StorageError
+from tests.errors import about
 
 
 class Killed(BaseException):
@@ -148,7 +149,7 @@ def test_a_full_disk_is_a_storage_error_and_leaves_the_earlier_checkpoint(
 
     with monkeypatch.context() as disk:
         disk.setattr(Path, "write_text", full)
-        with pytest.raises(StorageError, match=r"No space left on device .*Make room"):
+        with pytest.raises(StorageError, check=about("storage")):
             write(checkpoints, Progress("run", step=6))
     latest = checkpoints.latest()
     assert latest is not None and latest.step == 3

@@ -11,6 +11,7 @@ from ray.exceptions import RayActorError
 
 from rayrft.core.supervision import Stopped, root_cause, supervise, unless_stopped
 from rayrft.errors import ActorDied, DataError, RayrftError, StorageError
+from tests.errors import about
 
 
 async def never() -> None:
@@ -28,7 +29,7 @@ async def test_the_death_of_an_actor_ends_a_run_that_would_wait_for_ever() -> No
     async def dies() -> None:
         raise ActorDied("gone", field="engine-1")
 
-    with pytest.raises(ActorDied, match="engine-1: gone"):
+    with pytest.raises(ActorDied, check=about("engine-1")):
         await supervise(never(), {"engine-0": never(), "engine-1": dies()})
 
 
@@ -43,7 +44,7 @@ async def test_a_death_is_preferred_to_the_errors_that_follow_from_it() -> None:
         await told.wait()
         raise ActorDied("gone", field="trainer")
 
-    with pytest.raises(ActorDied, match="trainer: gone"):
+    with pytest.raises(ActorDied, check=about("trainer")):
         await supervise(main(), {"trainer": dies()})
 
 
@@ -51,7 +52,7 @@ async def test_an_error_without_a_death_is_raised_as_it_is() -> None:
     async def main() -> None:
         raise DataError("no rows", field="tasks.path")
 
-    with pytest.raises(DataError, match=r"tasks\.path: no rows"):
+    with pytest.raises(DataError, check=about("tasks.path")):
         await supervise(main(), {"engine": never()})
 
 
