@@ -181,7 +181,7 @@ def test_a_masked_answer_is_compared_with_but_not_trained_on() -> None:
 
 def test_a_buffer_for_overlong_answers_and_its_punishment_need_each_other() -> None:
     for values in ({"truncated": "soft"}, {"overlong_buffer": 4}, {"truncated": "mask", "overlong_buffer": 4}):
-        with pytest.raises(ValueError, match="[Gg]ive both or none"):
+        with pytest.raises(ValueError, match=r"[Gg]ive both or none"):
             config(**values)
 
 
