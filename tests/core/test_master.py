@@ -131,7 +131,12 @@ async def test_the_root_cause_is_raised_where_a_full_disk_takes_no_summary(
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    def no_record(self: Any, record: Any) -> None:
+        if "failed" in getattr(record, "text", ""):
+            raise StorageError("No space left on device", field="records.jsonl")
+
     monkeypatch.setattr("rayrft.core.summary.os.replace", full)
+    monkeypatch.setattr(sinks.JsonLines, "write", no_record)
     with pytest.raises(StorageError) as error:
         await run(subject)
     assert error.value.field == "segment-7"

@@ -30,7 +30,7 @@ def test_many_writers_leave_one_whole_summary_and_nothing_else(tmp_path: Path) -
         try:
             for _ in range(50):
                 write_summary(tmp_path, {"writer": number})
-        except OSError as error:
+        except (OSError, StorageError) as error:
             failures.append(error)
 
     threads = [threading.Thread(target=write, args=(number,)) for number in range(8)]
