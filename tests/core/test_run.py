@@ -15,11 +15,11 @@ import ray
 from ray.util.placement_group import placement_group, placement_group_table
 
 from rayrft.config import dump_config, load_config
-from rayrft.core.launch import attach, running
+from rayrft.core.launch import attach, running, start
 from rayrft.core.placement import Placement, plan_placement
 from rayrft.core.run import Run
 from rayrft.core.summary import read_summary, summarise, write_summary
-from rayrft.errors import ActorDied, PlacementError
+from rayrft.errors import ActorDied, DataError, PlacementError
 from rayrft.monitor.records import NoteRecord, read_records, rewrite_records
 from tests.e2e.conftest import small_config
 
@@ -151,3 +151,17 @@ def test_a_name_is_taken_as_soon_as_a_run_begins(run: Run) -> None:
     with pytest.raises(PlacementError) as error:
         Placement("scripted", parts).reserve(["master"])
     assert (error.value.field, error.value.value) == ("name", "scripted")
+
+
+def test_groups_that_a_dead_run_left_are_removed_when_one_of_its_name_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise DataError("no rows", field="tasks.path")
+
+    monkeypatch.setattr("rayrft.core.launch.prepare", refuse)
+    ray.get(placement_group([{"CPU": 0.01}], name="again:engines").ready())
+    with pytest.raises(DataError):
+        start(small_config(tmp_path, "again"))
+    names = [group["name"] for group in placement_group_table().values() if group["state"] != "REMOVED"]
+    assert not [name for name in names if name.startswith("again:")]
