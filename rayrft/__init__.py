@@ -10,17 +10,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rayrft.buffer.experience import Experience, Task
     from rayrft.config import RunConfig
     from rayrft.core.launch import attach, resume, start
     from rayrft.core.run import Run
     from rayrft.errors import RayrftError
+    from rayrft.experience import Experience, Task
     from rayrft.explorer.workflow import Workflow, register_workflow
     from rayrft.rewards import RewardResult, register_reward
 
 _HOME = {
-    "Experience": "rayrft.buffer.experience",
-    "Task": "rayrft.buffer.experience",
+    "Experience": "rayrft.experience",
+    "Task": "rayrft.experience",
     "RunConfig": "rayrft.config",
     "Run": "rayrft.core.run",
     "attach": "rayrft.core.launch",

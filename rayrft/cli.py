@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rayrft import data_tool
+from rayrft import cli_data
 from rayrft.config import load_config, parse_override
-from rayrft.core.folders import find_folder
+from rayrft.core.checkpoints import find_folder
 from rayrft.errors import RayrftError
 
 if TYPE_CHECKING:
     from rayrft.core.run import Run
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-app.add_typer(data_tool.app, name="data")
+app.add_typer(cli_data.app, name="data")
 
 
 @app.command()
@@ -56,7 +56,7 @@ def export(
     merge: Annotated[bool, typer.Option(help="LoRA: a whole model, or the adapter alone, for peft")] = True,
 ) -> None:
     """Write a checkpoint as a model that transformers and vLLM can load."""
-    from rayrft.core.export import export
+    from rayrft.core.checkpoints import export
 
     print(f"step {export(find_folder(run), to, step, merged=merge)} written to {to}")
 

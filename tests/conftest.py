@@ -14,7 +14,7 @@ import pytest
 import yaml
 from hypothesis import settings
 
-from rayrft.buffer.experience import Task
+from rayrft.experience import Task
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")  # nice workers would get nothing beside the other lane
@@ -91,8 +91,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def squares(tmp_path_factory: pytest.TempPathFactory) -> list[Task]:
     """Tasks about pictures."""
-    from rayrft.buffer.tasks.squares import draw_squares
     from rayrft.config.tasks import TaskSourceConfig
+    from rayrft.data.squares import draw_squares
 
     folder = tmp_path_factory.mktemp("squares")
     return draw_squares(TaskSourceConfig(source="squares", path=folder, size=12), "tasks.sources.0")
@@ -113,8 +113,8 @@ def tiny_vision_model(tmp_path_factory: pytest.TempPathFactory, squares: list[Ta
 
 @pytest.fixture(scope="session")
 def gsm8k(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Real word problems as the hub lays them out: all in ``$RAYRFT_TEST_DATA/gsm8k``, or the few in tests/data."""
-    rows = Path(os.environ.get("RAYRFT_TEST_DATA", ROOT / "tests" / "data"), "gsm8k")
+    """Real word problems as the hub lays them out: all in ``$RAYRFT_TEST_DATA/gsm8k``, or the few in tests/samples."""
+    rows = Path(os.environ.get("RAYRFT_TEST_DATA", ROOT / "tests" / "samples"), "gsm8k")
     folder = tmp_path_factory.mktemp("hub") / "gsm8k"
     shutil.copytree(rows, folder / "main")
     splits = [{"split": split, "path": f"main/{split}.jsonl"} for split in ("train", "test")]

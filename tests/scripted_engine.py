@@ -11,7 +11,7 @@ import random
 
 from rayrft.config.explorer import EngineConfig
 from rayrft.explorer.engine import Completion, EngineWeights, Sampling
-from rayrft.weights.parcel import GroupPlan, Parcel
+from rayrft.weights.messages import GroupPlan, Parcel
 
 
 class ScriptedEngine:
@@ -67,7 +67,7 @@ class ScriptedEngine:
         return Completion(ids, (-1.0,) * len(ids), ((0, len(ids), self._held.version),), "stop")
 
     def _receive(self, parcel: Parcel, bucket_bytes: int) -> str:
-        from rayrft.weights.wire import Digest, empty_bucket, plan_buckets
+        from rayrft.weights.buckets import Digest, empty_bucket, plan_buckets
 
         digest = Digest()
         for metas in plan_buckets(parcel.metas, bucket_bytes):

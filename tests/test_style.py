@@ -16,16 +16,18 @@ SOURCES = sorted((ROOT / "rayrft").rglob("*.py"))
 # Bottom to top: a package imports only from those before it. `rayrft/explorer` and `rayrft/trainer` stand side by side.
 ORDER = [
     ["errors"],
-    ["registry", "waits"],
+    ["files", "registry", "waits"],
+    ["experience"],
     ["algorithms"],
     ["config"],
     ["weights"],
-    ["buffer"],
+    ["data"],
     ["rewards"],
+    ["buffer"],
     ["explorer", "trainer"],
     ["monitor"],
     ["core"],
-    ["data_tool"],
+    ["cli_data"],
     ["cli"],
     ["__main__", "__init__"],
 ]

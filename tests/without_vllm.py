@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rayrft.core import cast
+from rayrft.core import actors
 from tests.scripted_engine import ScriptedEngine
 
-cast.RolloutEngine = ScriptedEngine  # type: ignore[misc,assignment]
+actors.RolloutEngine = ScriptedEngine  # type: ignore[misc,assignment]

@@ -15,7 +15,6 @@ from rayrft.algorithms.algorithm import Algorithm
 from rayrft.algorithms.batch import PolicyOutput, TokenBatch
 from rayrft.algorithms.coefficients import Coefficients
 from rayrft.algorithms.corrections import corrections
-from rayrft.algorithms.critic import errors_of_values, token_advantages, value_losses
 from rayrft.algorithms.distillation import distillations
 from rayrft.algorithms.entropy import EntropyController, entropies
 from rayrft.algorithms.kl import AdaptiveCoefficient, kls
@@ -27,6 +26,7 @@ from rayrft.algorithms.preference import preferences
 from rayrft.algorithms.presets import build, presets
 from rayrft.algorithms.ratios import TokenLoss, policy_losses, token_ratio
 from rayrft.algorithms.sft import mu_schedules, sft_losses
+from rayrft.algorithms.values import errors_of_values, token_advantages, value_losses
 
 __all__ = [
     "AdaptiveCoefficient",

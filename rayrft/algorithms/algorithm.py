@@ -9,12 +9,12 @@ from torch import Tensor
 
 from rayrft.algorithms.advantages import Group
 from rayrft.algorithms.batch import PolicyOutput, TokenBatch, keep
-from rayrft.algorithms.critic import less_penalty, with_advantages
 from rayrft.algorithms.loss import Denominators, LossParts
 from rayrft.algorithms.pieces import NONE, Need
 from rayrft.algorithms.preference import margins
 from rayrft.algorithms.ratios import token_ratio
 from rayrft.algorithms.recipe import Recipe
+from rayrft.algorithms.values import less_penalty, with_advantages
 
 _FIELDS: dict[Need, str] = {
     "reference": "reference_logprobs",

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from rayrft.algorithms.algorithm import Algorithm
-from rayrft.algorithms.critic import token_advantages
 from rayrft.algorithms.pieces import NONE, Count, NonNegative, Piece, Positive, fault
 from rayrft.algorithms.registries import REGISTRIES
+from rayrft.algorithms.values import token_advantages
 from rayrft.errors import ConfigError, nearest
 
 _WEIGHTS = {

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rayrft.algorithms.critic import token_advantages
 from rayrft.algorithms.pieces import NONE, Coefficient, Need, Piece, Trait
 from rayrft.algorithms.registries import REGISTRIES
+from rayrft.algorithms.values import token_advantages
 
 
 @dataclass(frozen=True)

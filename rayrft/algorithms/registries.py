@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from rayrft.algorithms import clipped, reinforce, turns  # noqa: F401  (they register their pieces)
+from rayrft.algorithms import clipped, reinforce, steps  # noqa: F401  (they register their pieces)
 from rayrft.algorithms.advantages import group_advantages
 from rayrft.algorithms.aggregation import aggregations
 from rayrft.algorithms.corrections import corrections
-from rayrft.algorithms.critic import token_advantages, value_losses
 from rayrft.algorithms.distillation import distillations
 from rayrft.algorithms.entropy import entropies
 from rayrft.algorithms.kl import kls
@@ -16,6 +15,7 @@ from rayrft.algorithms.pieces import Pieces
 from rayrft.algorithms.preference import preferences
 from rayrft.algorithms.ratios import policy_losses
 from rayrft.algorithms.sft import mu_schedules, sft_losses
+from rayrft.algorithms.values import token_advantages, value_losses
 
 REGISTRIES: dict[str, tuple[Pieces[Any], ...]] = {
     "advantage": (group_advantages, token_advantages),

@@ -18,25 +18,24 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from rayrft.buffer.arrivals import Arrivals
-from rayrft.buffer.experience import unpack
-from rayrft.buffer.expert import ExpertBlocks, are_pairs, check_pairs
+from rayrft.buffer import events as e
+from rayrft.buffer.client import Entry, Receipt
+from rayrft.buffer.expert_rows import ExpertBlocks, are_pairs, check_pairs
 from rayrft.buffer.feedback import Feedback
 from rayrft.buffer.groups import Fate
-from rayrft.buffer.lease import Lease
-from rayrft.buffer.leasing import Leasing
-from rayrft.buffer.log import events as e
+from rayrft.buffer.ingest import Arrivals, Producers
+from rayrft.buffer.leases import Lease, Leasing
 from rayrft.buffer.log.journal import Position
 from rayrft.buffer.log.shard import Ref
-from rayrft.buffer.producers import Producers
 from rayrft.buffer.retention import Retention
 from rayrft.buffer.schedule import StagePlan, Ticket
 from rayrft.buffer.store import Store
-from rayrft.buffer.tasks.sampler import TaskSet
+from rayrft.buffer.transitions import apply
 from rayrft.buffer.validation import Limits, find_faults
-from rayrft.buffer.writer import Entry, Receipt
 from rayrft.config.buffer import BufferConfig
+from rayrft.data.task_sampler import TaskSet
 from rayrft.errors import DataError, StorageError
+from rayrft.experience import unpack
 from rayrft.waits import WaitReport
 
 
@@ -175,7 +174,7 @@ class Buffer:
         else:
             wanted = min(count, self._state.capacity) if book.open and not book.ended else 0
             event = e.Admitted(producer, call, wanted, [])
-            tickets = self._state.apply(event)
+            tickets = apply(self._state, event)
             await self._store.record(replace(event, tasks=[ticket.task for ticket in tickets]))
         return tickets
 

@@ -15,11 +15,10 @@ from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from rayrft.buffer.exchange import conform, expert_message
-from rayrft.buffer.experience import SCHEMA, Experience, from_batch, to_batch, unpack
+from rayrft.buffer.export import Selection, conform, expert_message
 from rayrft.buffer.log.shard import Ref
-from rayrft.buffer.selection import Selection
 from rayrft.errors import ActorDied, DataError, RayrftError
+from rayrft.experience import SCHEMA, Experience, from_batch, to_batch, unpack
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _DEADLINE_S = 300.0

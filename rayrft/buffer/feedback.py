@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
+import torch
 
-from rayrft.buffer.experience import LEFT_OUT, Experience, from_batch, to_batch
+from rayrft.algorithms import Algorithm, Group
+from rayrft.buffer import events as e
+from rayrft.buffer.client import group_key
 from rayrft.buffer.groups import Fate
-from rayrft.buffer.log import events as e
 from rayrft.buffer.schedule import StagePlan
 from rayrft.buffer.store import Store
 from rayrft.buffer.validation import find_faults
-from rayrft.buffer.writer import group_key
+from rayrft.data.turns import Turns
 from rayrft.errors import DataError, FeedbackRefused
+from rayrft.experience import LEFT_OUT, Experience, from_batch, to_batch
 
 
 class Feedback:
@@ -119,7 +123,7 @@ def _recomputed(rows: list[Experience], plan: StagePlan) -> list[Experience]:
     """
     # Here, not above: torch takes seconds to load, and most Buffers never see feedback.
     from rayrft.algorithms import Algorithm
-    from rayrft.buffer.advantages import with_advantages
+    from rayrft.buffer.feedback import with_advantages
 
     algorithm = Algorithm(plan.name, advantage=plan.advantage, coefficients=plan.coefficients)
     if algorithm.needs_greedy_baseline:
@@ -139,3 +143,25 @@ def _recomputed(rows: list[Experience], plan: StagePlan) -> list[Experience]:
             remedy="give labels only, or use another reward.truncated than mask",
         )
     return rows if plan.advantage == "none" else with_advantages(rows, algorithm)
+
+
+def with_advantages(
+    rows: list[Experience], algorithm: Algorithm, greedy_reward: float | None = None
+) -> list[Experience]:
+    """The rows of one group with the algorithm's advantages, from their rewards (none counts as 0): the same on every
+    action token of a row or, where the algorithm looks at turns, of a turn. None where a critic gives them: the trainer
+    computes those from rewards.
+
+    Raises ValueError where the algorithm needs ``greedy_reward`` and there is none.
+    """
+    if algorithm.advantage_is_by_token:
+        return [replace(row, advantages=None) for row in rows]
+    if algorithm.needs_turns:
+        turns = Turns.of(rows)
+        known = replace(turns.group, greedy_reward=greedy_reward)
+        found = turns.spread(algorithm.group_advantages(turns.rewards, known), rows)
+    else:
+        rewards = torch.tensor([row.reward or 0.0 for row in rows], dtype=torch.float64)
+        values = algorithm.group_advantages(rewards, Group(greedy_reward)).tolist()
+        found = [row.action_mask * np.float32(value) for row, value in zip(rows, values, strict=True)]
+    return [replace(row, advantages=each) for row, each in zip(rows, found, strict=True)]

@@ -9,7 +9,7 @@ from enum import IntEnum
 import numpy as np
 import pyarrow as pa
 
-from rayrft.buffer.log.events import StoredGroup
+from rayrft.buffer.events import StoredGroup
 
 
 class Fate(IntEnum):

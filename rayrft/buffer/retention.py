@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from rayrft.buffer import events as e
 from rayrft.buffer.groups import Fate
-from rayrft.buffer.log import events as e
 from rayrft.buffer.store import Store
 from rayrft.errors import RayrftError
 

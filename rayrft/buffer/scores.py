@@ -1,6 +1,6 @@
 """What a group is worth to a prioritised sampler, before age and use are counted.
 
-A score function takes rows of :data:`rayrft.buffer.experience.SCHEMA` in which groups lie one after the other, and the
+A score function takes rows of :data:`rayrft.experience.SCHEMA` in which groups lie one after the other, and the
 row at which each begins; it gives one finite number >= 0 per group. What is null counts as absent, and a group of which
 nothing is known scores 0.
 """

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from rayrft.buffer.experience import SOURCES
+from rayrft.experience import SOURCES
 
 _ROUNDING = 1e-4
 """Nats above 0 that a log-prob may have come to by rounding."""

@@ -9,10 +9,10 @@ from pydantic import Field, field_validator, model_validator
 
 from rayrft.config.base import Section, misfit
 from rayrft.config.buffer import BufferConfig, join
-from rayrft.config.data import RewardConfig
 from rayrft.config.demonstrations import DemonstrationsConfig
 from rayrft.config.explorer import ExplorerConfig
 from rayrft.config.model import ModelConfig
+from rayrft.config.reward import RewardConfig
 from rayrft.config.stage import CheckpointConfig, EvaluationConfig, MonitorConfig, StageConfig
 from rayrft.config.tasks import TasksConfig
 from rayrft.config.trainer import ProbeBounds, TrainerConfig, WeightSyncConfig

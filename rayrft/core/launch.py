@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rayrft.config import RunConfig, load_config
+from rayrft.core.checkpoints import Checkpoints, Progress
 from rayrft.core.cluster import connect
 from rayrft.core.placement import (
     NAMESPACE,
@@ -20,8 +21,7 @@ from rayrft.core.placement import (
     remove_leftovers,
     show_plan,
 )
-from rayrft.core.prepare import prepare, write_config
-from rayrft.core.progress import Checkpoints, Progress
+from rayrft.core.preflight import prepare, write_config
 from rayrft.core.run import Run, named_actors
 from rayrft.core.summary import read_summary, remove_summary
 from rayrft.errors import ConfigError, PlacementError, RunNotFound, nearest

@@ -10,15 +10,14 @@ from importlib import import_module
 from typing import Any
 
 from rayrft.config import RunConfig
-from rayrft.core import cast as casting
+from rayrft.core import actors as casting
+from rayrft.core.checkpoints import Progress
 from rayrft.core.placement import Placement, plan_placement
-from rayrft.core.prepare import Prepared
-from rayrft.core.progress import Progress
+from rayrft.core.preflight import Prepared
 from rayrft.core.recorder import Recorder
-from rayrft.core.silence import Silence
-from rayrft.core.stages import Stages
 from rayrft.core.summary import NO_ROWS, ledger_in_log, standing, summarise
-from rayrft.core.supervision import Stopped, root_cause, supervise, unless_stopped
+from rayrft.core.supervision import Silence, Stopped, root_cause, supervise, unless_stopped
+from rayrft.core.train_loop import Stages
 from rayrft.errors import RayrftError, RowsFailed, StorageError
 from rayrft.monitor.records import Record
 from rayrft.registry import load_plugins
@@ -28,7 +27,7 @@ from rayrft.waits import Waits
 class Master:
     """The actor. ``run`` is the whole run; everything else may be called while it is under way.
 
-    With ``progress`` the run goes on from there: see `rayrft.core.progress`.
+    With ``progress`` the run goes on from there: see `rayrft.core.checkpoints`.
     """
 
     def __init__(self, config: RunConfig, progress: Progress) -> None:

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rayrft.buffer.archive import Archive
 from rayrft.buffer.log.storage import Storage
+from rayrft.buffer.reader import Archive
 from rayrft.config import load_config
 from rayrft.errors import RayrftError, StorageError
 from rayrft.monitor.records import EvaluationRecord, Record, StepRecord, read_records

@@ -19,7 +19,7 @@ from rayrft.errors import WeightSyncError
 from rayrft.explorer.engine import EngineWeights
 from rayrft.trainer.commands import Describe, Export, Exported, Join, Locate, Publish, Release, Score
 from rayrft.waits import Followed, WaitReport, Waits
-from rayrft.weights.parcel import GroupPlan, Parcel
+from rayrft.weights.messages import GroupPlan, Parcel
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rayrft.buffer.images import ImageReader, takes_images
 from rayrft.config.explorer import EngineConfig
+from rayrft.data.images import ImageReader, takes_images
 from rayrft.errors import ActorDied, ModelError
-from rayrft.weights.parcel import GroupPlan, Parcel, to_wire
+from rayrft.weights.messages import GroupPlan, Parcel, to_wire
 
 if TYPE_CHECKING:
     from vllm import SamplingParams

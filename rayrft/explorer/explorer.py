@@ -7,12 +7,12 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
-from rayrft.buffer.experience import Experience, Task, to_batch
+from rayrft.buffer.client import BufferWriter
 from rayrft.buffer.schedule import Ticket
-from rayrft.buffer.tokens import ChatTokenizer
-from rayrft.buffer.writer import BufferWriter
 from rayrft.config import RunConfig, StageConfig
+from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ActorDied, RayrftError
+from rayrft.experience import Experience, Task, to_batch
 from rayrft.explorer.engine import Sampling
 from rayrft.explorer.evaluation import Evaluation
 from rayrft.explorer.router import Router

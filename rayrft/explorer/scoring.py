@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rayrft.buffer.experience import LEFT_OUT, Experience
-from rayrft.buffer.log.events import GroupReport
-from rayrft.config.data import RewardConfig
+from rayrft.buffer.events import GroupReport
+from rayrft.config.reward import RewardConfig
+from rayrft.experience import LEFT_OUT, Experience
 from rayrft.rewards import RewardResult
 
 if TYPE_CHECKING:
@@ -101,13 +101,13 @@ def with_baseline(group: ScoredGroup, greedy: ScoredGroup) -> ScoredGroup:
 
 
 def assign_advantages(group: ScoredGroup, algorithm: Algorithm, *, drop_zero_variance: bool) -> ScoredGroup:
-    """The group with the algorithm's advantages; see `rayrft.buffer.advantages.with_advantages`. A group where all are
+    """The group with the algorithm's advantages; see `rayrft.buffer.feedback.with_advantages`. A group where all are
     0, for want of variance in its rewards, is dropped where the algorithm learns nothing from it. What they would be
     without the overlong punishment counts: answers that are all wrong are not told apart by their length (DAPO, Yu et
     al. 2025, arXiv:2503.14476, eq. 11, asks whether they are right)."""
     if not group.rows:
         return group
-    from rayrft.buffer.advantages import with_advantages  # with it comes torch, which the Master does without
+    from rayrft.buffer.feedback import with_advantages  # with it comes torch, which the Master does without
 
     rows = judged = with_advantages(group.rows, algorithm, group.greedy_reward)
     if group.unpunished != group.rewards:

@@ -24,11 +24,11 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from rayrft.weights.adapter import merge
+from rayrft.weights.buckets import Digest, empty_bucket, plan_buckets, read_bucket
 from rayrft.weights.group import WeightGroup
 from rayrft.weights.ipc import gpu_uuid, open_buffer
-from rayrft.weights.lora import merge
-from rayrft.weights.parcel import Adapter, GroupPlan, from_wire
-from rayrft.weights.wire import Digest, empty_bucket, plan_buckets, read_bucket
+from rayrft.weights.messages import Adapter, GroupPlan, from_wire
 
 BACKEND = "rayrft"
 

@@ -9,8 +9,8 @@ from typing import Protocol
 
 import numpy as np
 
-from rayrft.buffer.experience import Experience, Task, VersionSpan
-from rayrft.buffer.tokens import ChatTokenizer
+from rayrft.data.tokenizer import ChatTokenizer
+from rayrft.experience import Experience, Task, VersionSpan
 from rayrft.explorer.engine import Completion, Sampling
 from rayrft.explorer.router import Router
 from rayrft.registry import Registry
@@ -66,7 +66,7 @@ def derive_seed(seed: int, name: str) -> int:
 
 class Workflow(Protocol):
     """Acts on a task ``n`` times. Rows without a reward are scored on their last turn afterwards; what is known of each
-    turn by itself is in the rows' ``metrics``, see `rayrft.buffer.turns.Turns`."""
+    turn by itself is in the rows' ``metrics``, see `rayrft.data.turns.Turns`."""
 
     async def run(self, task: Task, model: ModelClient, group_id: str, n: int) -> list[Experience]: ...
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rayrft.monitor.progress import temperature_name
+from rayrft.monitor.console import temperature_name
 from rayrft.monitor.records import EvaluationRecord, Record, StepRecord
 
 

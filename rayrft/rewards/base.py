@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
-from rayrft.buffer.experience import Task
 from rayrft.errors import ConfigError
+from rayrft.experience import Task
 from rayrft.registry import Registry
 
 

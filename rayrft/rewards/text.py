@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rayrft.buffer.experience import Task
+from rayrft.experience import Task
 from rayrft.rewards.base import Reward, register_reward
 
 

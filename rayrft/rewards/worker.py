@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rayrft.buffer.experience import Task
-from rayrft.config.data import RewardConfig
+from rayrft.config.reward import RewardConfig
+from rayrft.experience import Task
 from rayrft.registry import load_plugins
 from rayrft.rewards.base import RewardResult, build_reward
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from rayrft.algorithms import Algorithm, errors_of_values
 from rayrft.trainer.batches import MicroBatch
-from rayrft.trainer.critic import Critic
 from rayrft.trainer.model import reshard
 from rayrft.trainer.policy import Policy
+from rayrft.trainer.value_model import Critic
 
 Batches = list[list[MicroBatch]]
 """The micro-batches of each mini-batch."""

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from rayrft.algorithms import TokenBatch
-from rayrft.buffer.experience import list_column, unpack
-from rayrft.buffer.lease import BatchShare
+from rayrft.buffer.leases import BatchShare
+from rayrft.experience import list_column, unpack
 from rayrft.trainer.packing import Packing
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rayrft.buffer.lease import Lease
+from rayrft.buffer.leases import Lease
 from rayrft.config.stage import StageConfig
-from rayrft.weights.parcel import GroupPlan, TensorMeta
+from rayrft.weights.messages import GroupPlan, TensorMeta
 
 if TYPE_CHECKING:
     from rayrft.algorithms import Algorithm  # with it comes torch, which who gives commands does without

@@ -28,13 +28,13 @@ from rayrft.errors import RayrftError
 from rayrft.trainer.annotation import Batches, value_errors, with_logprobs, with_teacher, with_values
 from rayrft.trainer.batches import MicroBatch, TrainRow, empty_batch, micro_batches
 from rayrft.trainer.blame import blaming
-from rayrft.trainer.chance import Chance
-from rayrft.trainer.critic import Critic
 from rayrft.trainer.model import reshard
 from rayrft.trainer.optimizer import Optimizer
 from rayrft.trainer.policy import Policy, scored_batch
 from rayrft.trainer.reference import Reference
 from rayrft.trainer.result import CriticUpdate, StepResult, Update
+from rayrft.trainer.rng import Chance
+from rayrft.trainer.value_model import Critic
 
 
 class Learner:

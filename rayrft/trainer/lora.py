@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rayrft.config.trainer import LoraConfig
 from rayrft.errors import ConfigError
-from rayrft.weights.lora import merge
+from rayrft.weights.adapter import merge
 
 if TYPE_CHECKING:
     from peft import LoraConfig as PeftConfig

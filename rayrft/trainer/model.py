@@ -24,14 +24,14 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from rayrft.buffer.images import ImageReader, takes_images
+from rayrft.data.images import ImageReader, takes_images
 from rayrft.errors import ModelError
-from rayrft.trainer.folders import appearing
+from rayrft.files import appearing
 from rayrft.trainer.lora import checkpoint_name
 from rayrft.trainer.policy import Policy
 
 if TYPE_CHECKING:
-    from rayrft.trainer.critic import Critic
+    from rayrft.trainer.value_model import Critic
 
 
 def load_policy(path: str, field: str = "model.path") -> Policy:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rayrft.algorithms import PolicyOutput, TokenBatch, chosen_logprobs
-from rayrft.buffer.images import ImageReader
+from rayrft.data.images import ImageReader
 from rayrft.errors import ModelError
 from rayrft.trainer import packing
 from rayrft.trainer.batches import MicroBatch

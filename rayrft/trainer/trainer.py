@@ -11,7 +11,7 @@ from typing import Any
 from rayrft.config.trainer import TrainerConfig
 from rayrft.errors import ActorDied, RayrftError, StorageError
 from rayrft.trainer.commands import Command, Stop
-from rayrft.trainer.loop import RankSetup, run_rank
+from rayrft.trainer.rank import RankSetup, run_rank
 from rayrft.waits import WaitReport, Waits
 
 

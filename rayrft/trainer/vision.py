@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayrft.buffer.images import ImageReader
+from rayrft.data.images import ImageReader
 from rayrft.errors import ModelError
 
 _AS_TEXT = "as_text"

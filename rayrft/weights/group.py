@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from rayrft.weights.parcel import GroupPlan
+from rayrft.weights.messages import GroupPlan
 
 
 def open_store(host: str) -> TCPStore:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from rayrft.algorithms import Algorithm, Denominators, build, count, policy_losses, presets
-from rayrft.algorithms.critic import gae, token_advantages, value_losses
 from rayrft.algorithms.registries import REGISTRIES
+from rayrft.algorithms.values import gae, token_advantages, value_losses
 from tests.algorithms.rows import PER_TOKEN, collate, make_rows, step
 
 

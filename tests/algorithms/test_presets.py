@@ -113,7 +113,7 @@ def test_a_piece_may_be_any_function_by_its_path() -> None:
         ("kl", "k3", "rayrft.algorithms.kl:k3"),
         ("correction", "truncated", "rayrft.algorithms.corrections:truncated"),
         ("advantage", "remax", "rayrft.algorithms.advantages:remax"),
-        ("advantage", "gigpo", "rayrft.algorithms.turns:gigpo"),
+        ("advantage", "gigpo", "rayrft.algorithms.steps:gigpo"),
     ],
 )
 def test_a_piece_needs_the_same_by_its_path(field: str, name: str, path: str) -> None:
@@ -121,10 +121,10 @@ def test_a_piece_needs_the_same_by_its_path(field: str, name: str, path: str) ->
 
 
 def test_an_advantage_by_token_is_known_as_such_by_its_path() -> None:
-    algorithm = build("ppo", {"advantage": "rayrft.algorithms.critic:gae", "lam": 0.9})
+    algorithm = build("ppo", {"advantage": "rayrft.algorithms.values:gae", "lam": 0.9})
     assert needs(algorithm) == {"rollouts", "critic"} and algorithm.advantage_is_by_token
     with pytest.raises(ConfigError, check=about("algorithm.advantage")):
-        build("ppo", {"advantage": "rayrft.algorithms.critic:gea"})
+        build("ppo", {"advantage": "rayrft.algorithms.values:gea"})
 
 
 @pytest.mark.parametrize("loss", ["gspo", "gspo_token", "importance_sequence", "kimi"])

@@ -24,8 +24,8 @@ import numpy as np
 import ray
 
 from rayrft.buffer.buffer import Buffer
+from rayrft.buffer.client import BufferWriter
 from rayrft.buffer.schedule import StagePlan
-from rayrft.buffer.writer import BufferWriter
 from rayrft.config.buffer import BufferConfig
 from tests.bench.bench_put import named, template
 from tests.bench.local_ray import start_ray

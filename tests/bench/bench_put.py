@@ -27,9 +27,9 @@ import ray
 from ray.util.queue import Queue
 
 from rayrft.buffer.buffer import Buffer
-from rayrft.buffer.experience import Experience, VersionSpan, to_batch
-from rayrft.buffer.writer import BufferWriter
+from rayrft.buffer.client import BufferWriter
 from rayrft.config.buffer import BufferConfig
+from rayrft.experience import Experience, VersionSpan, to_batch
 from tests.bench.local_ray import start_ray
 
 IN_FLIGHT = 64

@@ -42,7 +42,7 @@ from typing import Any
 
 import numpy as np
 
-from rayrft.buffer.experience import Task
+from rayrft.experience import Task
 from tests.bench.local_ray import start_ray
 from tests.bench.workload import OPTIMIZER
 
@@ -237,8 +237,8 @@ def teach_lengths(fresh: Path, taught: Path, asked: list[str], longest: int, ste
     import torch
 
     from rayrft.algorithms import build
-    from rayrft.buffer.tokens import ChatTokenizer
     from rayrft.config.trainer import OptimizerConfig
+    from rayrft.data.tokenizer import ChatTokenizer
     from rayrft.trainer.batches import TrainRow
     from rayrft.trainer.model import load_policy, save_hf
     from tests.bench.workload import join_alone, log_normal_lengths, make_learner

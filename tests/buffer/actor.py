@@ -8,10 +8,10 @@ from typing import Any
 
 import ray
 
-from rayrft.buffer.experience import Experience, to_batch
-from rayrft.buffer.log.events import GroupReport
+from rayrft.buffer.client import BufferWriter
+from rayrft.buffer.events import GroupReport
 from rayrft.buffer.schedule import Ticket
-from rayrft.buffer.writer import BufferWriter
+from rayrft.experience import Experience, to_batch
 from tests.buffer.rows import group
 
 Start = Callable[..., Any]

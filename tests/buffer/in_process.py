@@ -12,14 +12,14 @@ import pytest
 import ray
 
 from rayrft.buffer.buffer import Buffer
-from rayrft.buffer.experience import Experience, from_batch, to_batch, unpack
-from rayrft.buffer.lease import Lease, Part
-from rayrft.buffer.log.events import GroupReport
+from rayrft.buffer.client import BufferWriter
+from rayrft.buffer.events import GroupReport
+from rayrft.buffer.leases import Lease, Part
 from rayrft.buffer.schedule import Ticket
-from rayrft.buffer.tasks.sampler import TaskSet
-from rayrft.buffer.writer import BufferWriter
 from rayrft.config.buffer import BufferConfig
+from rayrft.data.task_sampler import TaskSet
 from rayrft.errors import DataError, FeedbackRefused, LeaseEnded
+from rayrft.experience import Experience, from_batch, to_batch, unpack
 from tests.scripted import Remote
 
 KEPT = ("sampled", "trained", "dropped", "held", "dropped_tasks", "expert", "tasks_drawn", "late_feedback")

@@ -12,14 +12,14 @@ from typing import Any
 import ray
 
 from rayrft.buffer.buffer import Buffer
-from rayrft.buffer.experience import Experience, pack, to_batch
+from rayrft.buffer.client import BufferWriter
 from rayrft.buffer.log.shard import Shard
 from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.schedule import Ticket
-from rayrft.buffer.writer import BufferWriter
 from rayrft.config import dump_config, load_config
 from rayrft.config.buffer import BufferConfig
 from rayrft.errors import FeedbackRefused
+from rayrft.experience import Experience, pack, to_batch
 from tests.buffer.rows import expert_rows, group, plan
 from tests.e2e.conftest import small_config
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from rayrft.buffer.experience import Experience, VersionSpan
-from rayrft.buffer.lease import Lease
+from rayrft.buffer.leases import Lease
 from rayrft.buffer.schedule import StagePlan
+from rayrft.experience import Experience, VersionSpan
 
 
 def group(

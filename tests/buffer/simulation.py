@@ -25,15 +25,15 @@ import pytest
 
 from rayrft.buffer import store
 from rayrft.buffer.buffer import Buffer
-from rayrft.buffer.lease import Lease
-from rayrft.buffer.log import commit
-from rayrft.buffer.log.events import GroupReport
+from rayrft.buffer.client import Entry
+from rayrft.buffer.events import GroupReport
+from rayrft.buffer.leases import Lease
+from rayrft.buffer.log import journal
 from rayrft.buffer.log.segments import Extent
 from rayrft.buffer.log.shard import Appended, RowSpan
 from rayrft.buffer.schedule import StagePlan, Ticket
-from rayrft.buffer.tasks.sampler import TaskSet
 from rayrft.buffer.validation import GroupNumbers, Limits
-from rayrft.buffer.writer import Entry
+from rayrft.data.task_sampler import TaskSet
 from rayrft.errors import LeaseEnded
 from tests.buffer.in_process import small
 
@@ -476,8 +476,8 @@ def run_history(seed: int, folder: Path, patch: pytest.MonkeyPatch) -> World:
     rng = random.Random(seed)
     setting = Setting.draw(rng)
     worlds: list[World] = []
-    patch.setattr(commit, "_SNAPSHOT_BYTES", setting.snapshot_bytes)
-    patch.setattr(commit, "_SNAPSHOT_RATIO", 0)
+    patch.setattr(journal, "_SNAPSHOT_BYTES", setting.snapshot_bytes)
+    patch.setattr(journal, "_SNAPSHOT_RATIO", 0)
     patch.setattr(store, "Shards", lambda first, others, committed: Rows(worlds[0], committed))
     patch.setattr(asyncio, "to_thread", lambda *work: worlds[0].in_thread(*work))
     world = World(rng, folder, setting)

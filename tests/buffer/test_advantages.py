@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from rayrft.algorithms import build
-from rayrft.buffer.experience import Experience, to_batch
+from rayrft.buffer.client import complete
 from rayrft.buffer.feedback import change
-from rayrft.buffer.filling import complete
 from rayrft.buffer.validation import find_faults
 from rayrft.errors import DataError
+from rayrft.experience import Experience, to_batch
 from tests.buffer.rows import group, plan
 from tests.errors import about
 

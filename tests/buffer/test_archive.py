@@ -13,12 +13,12 @@ import pyarrow.compute as pc
 import pytest
 import ray
 
-from rayrft.buffer.archive import ARCHIVE_SCHEMA, Archive
-from rayrft.buffer.experience import SCHEMA
-from rayrft.buffer.tasks.sampler import TaskSet
+from rayrft.buffer.reader import ARCHIVE_SCHEMA, Archive
 from rayrft.config import dump_config, load_config
 from rayrft.config.buffer import SamplerConfig
+from rayrft.data.task_sampler import TaskSet
 from rayrft.errors import DataError, StorageError
+from rayrft.experience import SCHEMA
 from tests.buffer.live import buffers, history, put
 from tests.buffer.rows import group, plan
 from tests.e2e.conftest import small_config

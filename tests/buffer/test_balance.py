@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayrft.buffer.balance import balance
+from rayrft.buffer.leases import balance
 
 
 @given(sizes=st.lists(st.integers(1, 1000), max_size=40), parts=st.integers(1, 6))

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from rayrft.buffer.book import ExpertCursor
-from rayrft.buffer.experience import pack, to_batch
 from rayrft.buffer.log.segments import Extent
+from rayrft.buffer.state import ExpertCursor
+from rayrft.experience import pack, to_batch
 from tests.buffer.in_process import LocalBuffer, ObjectTable, small
 from tests.buffer.rows import expert_rows, group, plan
 

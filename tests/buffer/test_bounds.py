@@ -7,8 +7,8 @@ import asyncio
 import pytest
 import ray
 
-from rayrft.buffer.experience import to_batch
-from rayrft.buffer.writer import BufferWriter
+from rayrft.buffer.client import BufferWriter
+from rayrft.experience import to_batch
 from tests.buffer.actor import Start, ledger, put
 from tests.buffer.rows import group, plan, trained_ids
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from rayrft.buffer.experience import Experience, pack, to_batch
-from rayrft.buffer.log import commit
-from rayrft.buffer.log.events import GroupReport
+from rayrft.buffer.events import GroupReport
+from rayrft.buffer.log import journal
 from rayrft.buffer.schedule import Ticket
-from rayrft.buffer.tasks.sampler import TaskSet
+from rayrft.data.task_sampler import TaskSet
 from rayrft.errors import StorageError
+from rayrft.experience import Experience, pack, to_batch
 from tests.buffer.disk import Disk, Killed
 from tests.buffer.in_process import LocalBuffer, ObjectTable, small
 from tests.buffer.rows import expert_rows, group, plan
@@ -170,8 +170,8 @@ class Mortal(LocalBuffer):
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     ObjectTable(monkeypatch)
-    monkeypatch.setattr(commit, "_SNAPSHOT_BYTES", 2000)
-    monkeypatch.setattr(commit, "_SNAPSHOT_RATIO", 0)
+    monkeypatch.setattr(journal, "_SNAPSHOT_BYTES", 2000)
+    monkeypatch.setattr(journal, "_SNAPSHOT_RATIO", 0)
     return Disk(monkeypatch)
 
 

@@ -15,8 +15,8 @@ import pytest
 import ray
 
 from rayrft.buffer.dataset import dataset, load_dataset, newest
-from rayrft.buffer.experience import SCHEMA, Experience, from_batch, pack, to_batch
 from rayrft.errors import DataError
+from rayrft.experience import SCHEMA, Experience, from_batch, pack, to_batch
 from rayrft.trainer.batches import fetch_rows
 from tests.buffer.live import buffers, put
 from tests.buffer.rows import expert_rows, group, plan

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from rayrft.algorithms import build
-from rayrft.buffer.experience import Experience, VersionSpan, pack, to_batch
-from rayrft.buffer.filling import put_groups
+from rayrft.buffer.client import put_groups
 from rayrft.buffer.schedule import Ticket
 from rayrft.buffer.validation import Limits
 from rayrft.errors import DataError
+from rayrft.experience import Experience, VersionSpan, pack, to_batch
 from tests.buffer.in_process import LocalBuffer, ObjectTable, small
 from tests.buffer.rows import expert_rows, group, plan
 from tests.scripted import Remote

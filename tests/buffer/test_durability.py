@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from rayrft.buffer import store
-from rayrft.buffer.experience import Experience, pack, to_batch
-from rayrft.buffer.log import commit
-from rayrft.buffer.log.events import Event
+from rayrft.buffer.client import BufferWriter
+from rayrft.buffer.events import Event
+from rayrft.buffer.log import journal
 from rayrft.buffer.schedule import Ticket
-from rayrft.buffer.writer import BufferWriter
 from rayrft.errors import DataError, StorageError
+from rayrft.experience import Experience, pack, to_batch
 from tests.buffer.disk import Disk
 from tests.buffer.in_process import LocalBuffer, ObjectTable, small
 from tests.buffer.rows import expert_rows, group, plan
@@ -315,8 +315,8 @@ class TestLostEnd:
     def test_one_that_is_gone_with_its_snapshot_is_damage(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(commit, "_SNAPSHOT_BYTES", 500)
-        monkeypatch.setattr(commit, "_SNAPSHOT_RATIO", 0)
+        monkeypatch.setattr(journal, "_SNAPSHOT_BYTES", 500)
+        monkeypatch.setattr(journal, "_SNAPSHOT_RATIO", 0)
         buffer = self.filled(tmp_path, "never")
         buffer.kill()
         for file in [*tmp_path.glob("snapshot*"), *tmp_path.glob("journal*")]:

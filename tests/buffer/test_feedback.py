@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import ray
 
-from rayrft.buffer.experience import LEFT_OUT
 from rayrft.buffer.feedback import change
 from rayrft.errors import DataError, FeedbackRefused
+from rayrft.experience import LEFT_OUT
 from tests.buffer.actor import Start, admit, ledger, put, rows_of
 from tests.buffer.rows import group, plan
 from tests.errors import about

@@ -14,17 +14,17 @@ import pyarrow.fs as pafs
 import pytest
 import ray
 
+from rayrft.buffer import events as e
 from rayrft.buffer.buffer import Buffer
-from rayrft.buffer.experience import pack, to_batch, unpack
-from rayrft.buffer.log import commit
-from rayrft.buffer.log import events as e
+from rayrft.buffer.client import BufferWriter
+from rayrft.buffer.log import journal
 from rayrft.buffer.log.journal import Journal
 from rayrft.buffer.log.shard import RowSpan, Shard
 from rayrft.buffer.log.storage import Storage
-from rayrft.buffer.writer import BufferWriter
 from rayrft.config import load_config
 from rayrft.config.buffer import join
 from rayrft.errors import StorageError
+from rayrft.experience import pack, to_batch, unpack
 from tests.buffer.in_process import small
 from tests.buffer.rows import group, plan, trained_ids
 from tests.config.test_load import base
@@ -144,7 +144,7 @@ class EagerBuffer(Buffer):
     """Takes a snapshot whenever it can."""
 
     def __init__(self, *arguments: Any) -> None:
-        commit._SNAPSHOT_BYTES, commit._SNAPSHOT_RATIO = 3000, 0
+        journal._SNAPSHOT_BYTES, journal._SNAPSHOT_RATIO = 3000, 0
         super().__init__(*arguments)
 
 

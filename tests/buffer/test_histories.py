@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rayrft.buffer.buffer import Buffer
-from rayrft.buffer.leasing import Leasing
+from rayrft.buffer.leases import Leasing
 from rayrft.errors import LeaseEnded
 from tests.buffer.simulation import Stuck, run_history
 

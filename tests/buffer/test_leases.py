@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import ray
 
-from rayrft.buffer.experience import pack, to_batch
-from rayrft.buffer.writer import BufferWriter
+from rayrft.buffer.client import BufferWriter
 from rayrft.errors import LeaseEnded, RayrftError
+from rayrft.experience import pack, to_batch
 from rayrft.trainer.batches import fetch_rows
 from tests.buffer.actor import admit, ledger, put, rows_of
 from tests.buffer.in_process import LocalBuffer, ObjectTable, small

@@ -8,8 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from rayrft.buffer.experience import SCHEMA, pack, to_batch
-from rayrft.buffer.log import events as e
+from rayrft.buffer import events as e
 from rayrft.buffer.log import segments
 from rayrft.buffer.log.journal import Journal
 from rayrft.buffer.log.segments import Extent, segment_name
@@ -17,6 +16,7 @@ from rayrft.buffer.log.shard import NotOpen, RowSpan, Shard
 from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.state import State
 from rayrft.errors import StorageError
+from rayrft.experience import SCHEMA, pack, to_batch
 from tests.buffer.in_process import ObjectTable, small
 from tests.buffer.rows import group
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from rayrft.buffer.experience import Experience, pack, to_batch
-from rayrft.buffer.lease import Lease, Unit, deal
+from rayrft.buffer.leases import Lease, Unit, deal
 from rayrft.errors import DataError
+from rayrft.experience import Experience, pack, to_batch
 from tests.buffer.in_process import LocalBuffer, ObjectTable, small
 from tests.buffer.rows import expert_rows, group, plan
 

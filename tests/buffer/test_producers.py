@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import ray
 
-from rayrft.buffer.experience import Experience, pack, to_batch
-from rayrft.buffer.tasks.sampler import TaskSet
-from rayrft.buffer.writer import BufferWriter
+from rayrft.buffer.client import BufferWriter
+from rayrft.data.task_sampler import TaskSet
 from rayrft.errors import DataError, LeaseEnded
+from rayrft.experience import Experience, pack, to_batch
 from tests.buffer.actor import Start, admit, ledger, put
 from tests.buffer.rows import expert_rows, group, plan, trained_ids
 from tests.errors import about

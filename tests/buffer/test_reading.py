@@ -9,16 +9,16 @@ import pyarrow as pa
 import pytest
 import ray
 
-from rayrft.buffer.archive import Archive
-from rayrft.buffer.experience import SCHEMA_VERSION
-from rayrft.buffer.log import events as e
+from rayrft.buffer import events as e
 from rayrft.buffer.log.journal import Journal
 from rayrft.buffer.log.segments import segment_name
 from rayrft.buffer.log.storage import Storage
-from rayrft.buffer.reading import read_state
+from rayrft.buffer.reader import Archive, read_state
 from rayrft.buffer.state import State
+from rayrft.buffer.transitions import apply
 from rayrft.config.buffer import SamplerConfig
 from rayrft.errors import StorageError
+from rayrft.experience import SCHEMA_VERSION
 from tests.buffer.live import buffers, put
 from tests.buffer.rows import group, plan
 
@@ -40,7 +40,7 @@ class Writer:
         self._write(e.Advanced(self.version))
 
     def _write(self, event: e.Event) -> None:
-        self._state.apply(event)
+        apply(self._state, event)
         self._journal.append([event])
 
 

@@ -26,12 +26,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from rayrft.buffer.experience import Experience
+from rayrft.buffer.events import GroupReport
 from rayrft.buffer.groups import _COLUMNS
-from rayrft.buffer.log import commit
-from rayrft.buffer.log.events import GroupReport
+from rayrft.buffer.log import journal
 from rayrft.buffer.schedule import Ticket
-from rayrft.buffer.tasks.sampler import TaskSet
+from rayrft.data.task_sampler import TaskSet
+from rayrft.experience import Experience
 from tests.buffer.in_process import LocalBuffer, ObjectTable, small
 from tests.buffer.rows import group, plan
 
@@ -87,8 +87,8 @@ class Twins(RuleBasedStateMachine):
         journal_bytes=st.sampled_from([0, 3000, 1 << 30]),
     )
     def begin(self, staleness: int, log_bytes: int, full: str | None, journal_bytes: int) -> None:
-        self.patch.setattr(commit, "_SNAPSHOT_BYTES", journal_bytes)
-        self.patch.setattr(commit, "_SNAPSHOT_RATIO", 0)
+        self.patch.setattr(journal, "_SNAPSHOT_BYTES", journal_bytes)
+        self.patch.setattr(journal, "_SNAPSHOT_RATIO", 0)
         bounds = {"when_full": full, "max_rows": 20} if full else {"max_rows": 10_000}
         sizes = {"segment_bytes": 6000, "memory_bytes": 10_000, "max_bytes": 1 << 30, "log_bytes": log_bytes}
         config = small(**sizes, **bounds, sampler=SAMPLERS[self.sampler])

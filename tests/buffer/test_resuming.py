@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from rayrft.buffer.experience import pack, to_batch
 from rayrft.buffer.schedule import Ticket
 from rayrft.errors import DataError, RayrftError
+from rayrft.experience import pack, to_batch
 from tests.buffer.in_process import LocalBuffer, ObjectTable, small
 from tests.buffer.rows import expert_rows, group, plan
 from tests.errors import about

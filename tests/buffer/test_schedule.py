@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayrft.buffer.replay import ReplaySchedule
-from rayrft.buffer.schedule import Schedule, Ticket
+from rayrft.buffer.schedule import ReplaySchedule, Schedule, Ticket
 
 
 def take(schedule: Schedule, step: int) -> list[int] | None:

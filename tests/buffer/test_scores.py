@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayrft.buffer.experience import Experience, to_batch
 from rayrft.buffer.scores import check_scores, scores
 from rayrft.errors import ConfigError, DataError
+from rayrft.experience import Experience, to_batch
 from tests.errors import about
 
 

@@ -7,7 +7,7 @@ import socket
 from typing import Any
 
 from rayrft.buffer.buffer import Buffer
-from rayrft.buffer.log import commit
+from rayrft.buffer.log import journal
 from rayrft.buffer.log.shard import Shard
 
 
@@ -22,7 +22,7 @@ class MortalBuffer(Buffer):
 
     def __init__(self, door: str, *arguments: Any) -> None:
         tell(door, "buffer", "begins")
-        commit._SNAPSHOT_BYTES, commit._SNAPSHOT_RATIO = 20_000, 0
+        journal._SNAPSHOT_BYTES, journal._SNAPSHOT_RATIO = 20_000, 0
         super().__init__(*arguments)
         tell(door, "buffer", "is ready")
 

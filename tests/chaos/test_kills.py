@@ -18,13 +18,13 @@ import pytest
 import ray
 from ray.exceptions import ObjectLostError
 
-from rayrft.buffer.experience import to_batch, unpack
-from rayrft.buffer.log.events import GroupReport
+from rayrft.buffer.client import BufferWriter
+from rayrft.buffer.events import GroupReport
 from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.schedule import Ticket
-from rayrft.buffer.tasks.sampler import TaskSet
-from rayrft.buffer.writer import BufferWriter
+from rayrft.data.task_sampler import TaskSet
 from rayrft.errors import LeaseEnded
+from rayrft.experience import to_batch, unpack
 from tests.buffer.in_process import small
 from tests.buffer.rows import group, plan
 from tests.chaos.mortal import MortalBuffer, MortalShard

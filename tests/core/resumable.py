@@ -22,20 +22,19 @@ import torch
 import torch.distributed as dist
 
 from rayrft.buffer.buffer import Buffer
-from rayrft.buffer.experience import Experience, VersionSpan, pack, to_batch, unpack
-from rayrft.buffer.log.events import GroupReport
+from rayrft.buffer.client import BufferWriter
+from rayrft.buffer.events import GroupReport
 from rayrft.buffer.schedule import Ticket
-from rayrft.buffer.tasks.sampler import TaskSet
-from rayrft.buffer.writer import BufferWriter
 from rayrft.config import RunConfig, StageConfig
-from rayrft.core.cast import Cast
-from rayrft.core.progress import Checkpoints, Progress
+from rayrft.core.actors import Cast
+from rayrft.core.checkpoints import Checkpoints, Progress
 from rayrft.core.recorder import Recorder
-from rayrft.core.stages import Stages
+from rayrft.core.train_loop import Stages
+from rayrft.data.task_sampler import TaskSet
 from rayrft.errors import RowsFailed, StorageError
+from rayrft.experience import Experience, VersionSpan, pack, to_batch, unpack
 from rayrft.trainer.commands import Command, Load, Save, Score
-from rayrft.trainer.loop import RankSetup
-from rayrft.trainer.rank import Rank
+from rayrft.trainer.rank import Rank, RankSetup
 from tests.scripted import Remote
 
 TASKS = 40

@@ -10,8 +10,8 @@ import pytest
 
 from rayrft.config import RunConfig, dump_config, load_config
 from rayrft.core import launch
+from rayrft.core.checkpoints import Checkpoints, Progress
 from rayrft.core.placement import Part
-from rayrft.core.progress import Checkpoints, Progress
 from rayrft.errors import ConfigError, PlacementError, StorageError
 from tests.e2e.conftest import small_config
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from rayrft.config import dump_config, load_config
-from rayrft.core import cast as casting
+from rayrft.core import actors as casting
 from rayrft.core import master as module
-from rayrft.core.cast import Cast
+from rayrft.core.actors import Cast
+from rayrft.core.checkpoints import Progress
 from rayrft.core.master import Master
-from rayrft.core.prepare import Prepared
-from rayrft.core.progress import Progress
+from rayrft.core.preflight import Prepared
 from rayrft.core.summary import read_summary
 from rayrft.errors import DataError, RayrftError, StorageError
 from rayrft.monitor import sinks

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rayrft.buffer.tokens import ChatTokenizer
 from rayrft.config.model import TinyModelConfig
-from rayrft.core.models import check_teacher
+from rayrft.core.preflight import check_teacher
+from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ModelError
 from rayrft.trainer.tiny import make_tiny_model
 

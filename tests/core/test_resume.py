@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rayrft.config import RunConfig, load_config
-from rayrft.core.progress import Checkpoints
+from rayrft.core.checkpoints import Checkpoints
 from rayrft.errors import StorageError
 from rayrft.monitor.records import NoteRecord, StepRecord, read_records
 from tests.core.resumable import run

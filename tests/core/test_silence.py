@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rayrft.core.silence import Silence, quiet_waits
+from rayrft.core.supervision import Silence, quiet_waits
 from rayrft.waits import Followed, Wait, WaitReport, Waits
 from tests.scripted import Remote
 

@@ -12,7 +12,7 @@ from rayrft.core.weight_sync import WeightSync
 from rayrft.errors import WeightSyncError
 from rayrft.explorer.engine import EngineWeights
 from rayrft.trainer.commands import Describe, Publish, Score
-from rayrft.weights.parcel import Parcel, TensorMeta
+from rayrft.weights.messages import Parcel, TensorMeta
 from tests.scripted import Remote
 
 TOKENS = 200

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import rayrft
-from rayrft.core.export import export
+from rayrft.core.checkpoints import export
 from rayrft.monitor.records import StepRecord, read_records
 from tests.e2e.conftest import small_config
 

@@ -10,7 +10,7 @@ import pytest
 
 import rayrft
 from rayrft.config import load_config
-from rayrft.core.prepare import prepare
+from rayrft.core.preflight import prepare
 from rayrft.errors import ConfigError, DataError, ModelError
 from tests.e2e.conftest import Call, small_config
 from tests.errors import about

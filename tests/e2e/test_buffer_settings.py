@@ -8,7 +8,7 @@ import pytest
 
 import rayrft
 from rayrft.buffer.log.storage import Storage
-from rayrft.buffer.reading import read_state
+from rayrft.buffer.reader import read_state
 from rayrft.config import load_config
 from rayrft.monitor.records import NoteRecord, StepRecord, read_records
 from tests.e2e.conftest import WITHOUT_VLLM, small_config

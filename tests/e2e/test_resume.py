@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import rayrft
-from rayrft.buffer.archive import Archive
+from rayrft.buffer.reader import Archive
 from rayrft.config import load_config
 from rayrft.config.stage import CheckpointConfig
-from rayrft.core.progress import Checkpoints
+from rayrft.core.checkpoints import Checkpoints
 from rayrft.errors import ActorDied, ConfigError
 from rayrft.monitor.records import StepRecord, read_records
 from tests.e2e.conftest import Call, small_config

@@ -20,7 +20,7 @@ FILLER = """
 import dataclasses
 import numpy as np
 import rayrft
-from rayrft.buffer.experience import VersionSpan
+from rayrft.experience import VersionSpan
 from rayrft.errors import DataError
 
 run = rayrft.attach("offline")

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 import rayrft
-from rayrft.buffer.archive import Archive
-from rayrft.buffer.experience import from_batch
+from rayrft.buffer.reader import Archive
 from rayrft.config import load_config
-from rayrft.core.prepare import prepare
+from rayrft.core.preflight import prepare
 from rayrft.errors import ModelError
+from rayrft.experience import from_batch
 from rayrft.monitor.records import StepRecord, read_records
 from tests.e2e.conftest import small_config
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rayrft.weights.buckets import Digest, empty_bucket, fill_bucket, plan_buckets
 from rayrft.weights.group import WeightGroup, open_store
-from rayrft.weights.parcel import Adapter, GroupPlan, Parcel, TensorMeta
-from rayrft.weights.wire import Digest, empty_bucket, fill_bucket, plan_buckets
+from rayrft.weights.messages import Adapter, GroupPlan, Parcel, TensorMeta
 
 BUCKET = 16 << 10
 

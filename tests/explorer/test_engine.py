@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rayrft.algorithms import token_logprobs
-from rayrft.buffer.tokens import ChatTokenizer
+from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.explorer.engine import Completion, Sampling
 from tests.explorer.conftest import BUCKET, EngineUnderTest
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from rayrft.buffer.buffer import Buffer
-from rayrft.buffer.experience import Task
 from rayrft.buffer.schedule import StagePlan
-from rayrft.buffer.tasks.sampler import TaskSet
 from rayrft.config import RunConfig, load_config
 from rayrft.config.buffer import BufferConfig
+from rayrft.data.task_sampler import TaskSet
 from rayrft.errors import ActorDied, RayrftError
+from rayrft.experience import Task
 from rayrft.explorer.engine import Completion, Sampling
 from rayrft.explorer.explorer import BusyClock, Explorer
 from rayrft.explorer.workflow import register_workflow, workflows

@@ -10,10 +10,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from rayrft.buffer.experience import Experience, Task, VersionSpan, from_batch
-from rayrft.buffer.log.events import GroupReport
+from rayrft.buffer.events import GroupReport
 from rayrft.buffer.schedule import Ticket
 from rayrft.buffer.validation import find_faults
+from rayrft.experience import Experience, Task, VersionSpan, from_batch
 from rayrft.explorer.engine import Completion, Sampling
 from rayrft.explorer.explorer import Explorer
 from rayrft.explorer.workflow import ModelClient, register_workflow

@@ -13,7 +13,7 @@ from rayrft.trainer.learner import Learner
 from rayrft.trainer.lora import Lora
 from rayrft.trainer.model import load_hf, load_policy, named_weights, write_hf
 from rayrft.trainer.policy import Policy
-from rayrft.weights.parcel import Adapter
+from rayrft.weights.messages import Adapter
 from tests.explorer.conftest import BUCKET, EngineUnderTest
 
 ROWS = [[5, 40, 41, 42, 43, 3, 50, 51, 12], [5, 60, 3, 44]]

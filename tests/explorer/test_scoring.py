@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from rayrft.algorithms import build, presets
-from rayrft.buffer.experience import LEFT_OUT, Experience
-from rayrft.config.data import RewardConfig
+from rayrft.config.reward import RewardConfig
+from rayrft.experience import LEFT_OUT, Experience
 from rayrft.explorer.evaluation import wilson_interval
 from rayrft.explorer.scoring import ScoredGroup, apply_rewards, assign_advantages, leave_out_truncated, with_baseline
 from rayrft.rewards import RewardResult

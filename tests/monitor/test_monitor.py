@@ -11,7 +11,7 @@ import pytest
 
 from rayrft.errors import StorageError
 from rayrft.explorer.evaluation import wilson_interval
-from rayrft.monitor.progress import line
+from rayrft.monitor.console import line
 from rayrft.monitor.records import EvaluationRecord, NoteRecord, Record, StepRecord, read_records, to_json
 from rayrft.monitor.report import accuracy_table, save_plot
 from rayrft.monitor.sinks import JsonLines

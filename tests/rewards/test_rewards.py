@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import ray
 
-from rayrft.buffer.experience import Task
-from rayrft.config.data import RewardConfig
+from rayrft.config.reward import RewardConfig
 from rayrft.errors import ConfigError
+from rayrft.experience import Task
 from rayrft.rewards import RewardResult, build_reward
 from rayrft.rewards.worker import RewardPool, RewardWorker
 from tests.errors import about

@@ -22,11 +22,11 @@ from rayrft.config.model import TinyModelConfig
 from rayrft.config.stage import UpdateConfig
 from rayrft.config.trainer import OptimizerConfig
 from rayrft.trainer.batches import TrainRow
-from rayrft.trainer.critic import Critic
 from rayrft.trainer.learner import Learner
 from rayrft.trainer.model import load_policy
 from rayrft.trainer.policy import Policy
 from rayrft.trainer.tiny import make_tiny_model
+from rayrft.trainer.value_model import Critic
 
 CPU = torch.device("cpu")
 ANSWER = 6

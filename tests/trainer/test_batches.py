@@ -12,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayrft.buffer.book import ExpertCursor
-from rayrft.buffer.experience import to_batch
-from rayrft.buffer.lease import Unit, deal
+from rayrft.buffer.leases import Unit, deal
 from rayrft.buffer.log.segments import Extent
+from rayrft.buffer.state import ExpertCursor
+from rayrft.experience import to_batch
 from rayrft.trainer.batches import TrainRow, micro_batches, read_rows
 from tests.buffer.rows import expert_rows
 from tests.trainer.test_updates import make_learner

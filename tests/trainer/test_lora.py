@@ -16,16 +16,15 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from rayrft.algorithms import build
 from rayrft.config import dump_config, load_config
 from rayrft.config.trainer import LoraConfig, OptimizerConfig
-from rayrft.core.export import export
-from rayrft.core.progress import Checkpoints, Progress
+from rayrft.core.checkpoints import Checkpoints, Progress, export
 from rayrft.errors import ConfigError
 from rayrft.trainer.batches import TrainRow
-from rayrft.trainer.checkpoint import Checkpointer
-from rayrft.trainer.critic import Critic
+from rayrft.trainer.dcp import Checkpointer
 from rayrft.trainer.learner import Learner
 from rayrft.trainer.lora import Lora
 from rayrft.trainer.model import load_hf, load_policy, named_weights, save_hf, shard
 from rayrft.trainer.policy import Policy
+from rayrft.trainer.value_model import Critic
 from tests.e2e.conftest import small_config
 from tests.errors import about
 from tests.trainer.ranks import on_ranks

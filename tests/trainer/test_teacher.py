@@ -17,9 +17,8 @@ from rayrft.config.trainer import OptimizerConfig, TrainerConfig
 from rayrft.trainer.batches import TrainRow, micro_batches
 from rayrft.trainer.commands import OpenStage
 from rayrft.trainer.learner import Learner
-from rayrft.trainer.loop import RankSetup
 from rayrft.trainer.policy import Policy
-from rayrft.trainer.rank import Rank
+from rayrft.trainer.rank import Rank, RankSetup
 from tests.trainer.test_learner import CPU
 from tests.trainer.test_updates import make_learner, on_policy, own_rows
 

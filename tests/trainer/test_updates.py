@@ -20,11 +20,11 @@ from rayrft.config.trainer import OptimizerConfig
 from rayrft.errors import RayrftError
 from rayrft.trainer.annotation import with_logprobs
 from rayrft.trainer.batches import TrainRow
-from rayrft.trainer.critic import Critic
 from rayrft.trainer.learner import Learner
 from rayrft.trainer.model import shard
 from rayrft.trainer.policy import Policy
 from rayrft.trainer.result import StepResult
+from rayrft.trainer.value_model import Critic
 from tests.errors import about
 from tests.trainer.ranks import on_ranks
 from tests.trainer.test_learner import CPU, make_model, make_rows

@@ -11,15 +11,15 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from rayrft.algorithms import build, token_logprobs
-from rayrft.buffer.experience import Task
-from rayrft.buffer.tokens import ChatTokenizer
 from rayrft.config.trainer import OptimizerConfig
+from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ModelError
+from rayrft.experience import Task
 from rayrft.trainer.batches import TrainRow
-from rayrft.trainer.critic import Critic
 from rayrft.trainer.learner import Learner
 from rayrft.trainer.model import load_policy, shard
 from rayrft.trainer.policy import Policy, scored_batch
+from rayrft.trainer.value_model import Critic
 from tests.trainer.ranks import on_ranks
 
 Row = tuple[torch.Tensor, tuple[str, ...]]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rayrft.weights.group import WeightGroup, open_store
-from rayrft.weights.parcel import GroupPlan
+from rayrft.weights.messages import GroupPlan
 
 HOST = "127.0.0.1"
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from rayrft.buffer.experience import SCHEMA, SCHEMA_VERSION
 from rayrft.buffer.log.storage import Appender, Storage
 from rayrft.errors import StorageError
+from rayrft.experience import SCHEMA, SCHEMA_VERSION
 
 _NAME = re.compile(r"segment-(\d{8})\.arrow$")
 

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from rayrft.buffer.experience import unpack
 from rayrft.buffer.log.segments import Extent, Segments
 from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.scores import scores
 from rayrft.buffer.validation import Fault, GroupNumbers, Limits, find_faults, group_numbers, group_starts
 from rayrft.config.buffer import BufferConfig
 from rayrft.errors import DataError
+from rayrft.experience import unpack
 
 Ref = Any
 """A reference to a packed block of rows in the object store (``ray.ObjectRef``)."""

@@ -1,0 +1,230 @@
+"""How producers hand groups to the Buffer: packed once, and as many in a call as have come meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import zlib
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from rayrft.buffer.events import GroupReport
+from rayrft.buffer.schedule import Ticket
+from rayrft.buffer.validation import Fault
+from rayrft.errors import DataError
+from rayrft.experience import Experience, check_filled, check_schema, from_batch, pack, to_batch
+
+if TYPE_CHECKING:
+    from rayrft.algorithms import Algorithm
+
+_INLINE_BYTES = 64 << 10
+"""A smaller message travels inside the call; a larger one lies in the object store and its reference travels."""
+
+_CALL_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a producer says of a group that it puts. ``dropped`` counts rows that were sampled and are not in it."""
+
+    group_id: str
+    ticket: Ticket | None
+    report: GroupReport
+    dropped: dict[str, int]
+    rows: int
+    nbytes: int
+    digest: int = 0
+    """Of the rows, where there is no ticket: by it the same group is known that is put again."""
+
+    @property
+    def sequence(self) -> int | None:
+        return None if self.ticket is None else self.ticket.sequence
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What became of a group that was put: it is in the log, but for the rows of ``faults``.
+
+    A group that came without a ticket is taken whole or, where it has ``faults``, not at all.
+    """
+
+    group_id: str
+    faults: tuple[Fault, ...] = ()
+
+
+_Waiting = tuple[Entry, pa.RecordBatch, "asyncio.Future[Receipt]"]
+
+
+def group_key(group_id: str) -> int:
+    """64 bits by which the Buffer knows a group."""
+    return int.from_bytes(hashlib.blake2b(group_id.encode(), digest_size=8).digest(), "little")
+
+
+def shard_of(group_id: str, shards: int) -> int:
+    """The shard that holds a group."""
+    return group_key(group_id) % shards
+
+
+class BufferWriter:
+    """One producer's way into the Buffer, for use in an event loop. ``buffer`` is the actor's handle.
+
+    Groups that are put while a call is under way go together with the next one: the fewer calls, the more groups come.
+    """
+
+    def __init__(self, buffer: Any, shards: int = 1) -> None:
+        self._buffer = buffer
+        self._shards = shards
+        self._waiting: list[_Waiting] = []
+        self._sender: asyncio.Task[None] | None = None
+
+    async def put(
+        self,
+        batch: pa.RecordBatch,
+        report: GroupReport | None = None,
+        *,
+        ticket: Ticket | None = None,
+        dropped: dict[str, int] | None = None,
+    ) -> Receipt:
+        """Hand in a group, as one record batch; returns when it is in the Buffer's log, with what is not.
+
+        Raises DataError when the rows are not of the experience schema, StorageError when the log cannot be written.
+        """
+        check_schema(batch.schema)
+        check_filled(batch)
+        rows, nbytes = batch.num_rows, batch.nbytes
+        report = GroupReport(rows=rows) if report is None else report
+        digest = zlib.crc32(pack(batch)) if ticket is None else 0
+        entry = Entry(batch.column("group_id")[0].as_py(), ticket, report, dropped or {}, rows, nbytes, digest)
+        done = asyncio.get_running_loop().create_future()
+        self._waiting.append((entry, batch, done))
+        if self._sender is None or self._sender.done():
+            self._sender = asyncio.create_task(self._send())
+        return await done
+
+    async def _send(self) -> None:
+        """One call at a time, so that groups arrive in order. What fills a call is packed while another is under way;
+        less than that waits for more to come."""
+        call: asyncio.Future[Any] | None = None
+        while self._waiting:
+            if call is not None and sum(entry.nbytes for entry, _, _ in self._waiting) < _CALL_BYTES:
+                await call
+            packed = [(part, self._pack(part)) for part in self._next()]
+            if call is not None:
+                await call
+            call = asyncio.gather(*(self._call(part, payload) for part, payload in packed))
+            await asyncio.sleep(0)  # the call goes out before anything else is packed
+            if not self._waiting:
+                await call
+
+    def _next(self) -> list[list[_Waiting]]:
+        """What goes with the next call, by shard: all that waits, up to a size that is copied at little cost."""
+        count, nbytes = 0, 0
+        while count < len(self._waiting) and nbytes < _CALL_BYTES:
+            nbytes += self._waiting[count][0].nbytes
+            count += 1
+        sent, self._waiting = self._waiting[:count], self._waiting[count:]
+        by_shard: dict[int, list[_Waiting]] = {}
+        for each in sent:
+            by_shard.setdefault(shard_of(each[0].group_id, self._shards), []).append(each)
+        return list(by_shard.values())
+
+    def _pack(self, sent: list[_Waiting]) -> list[Any]:
+        import ray
+
+        batches = [batch for _, batch, _ in sent]
+        message = pack(pa.concat_batches(batches) if len(batches) > 1 else batches[0])
+        return [message if len(message) <= _INLINE_BYTES else ray.put(message)]
+
+    async def _call(self, sent: list[_Waiting], payload: list[Any]) -> None:
+        try:
+            receipts = await self._buffer.put.remote([entry for entry, _, _ in sent], payload)
+        except Exception as error:  # whatever it is, those who wait for these groups get it
+            for _, _, done in sent:
+                if not done.done():
+                    done.set_exception(error)
+        else:
+            for (_, _, done), receipt in zip(sent, receipts, strict=True):
+                if not done.done():
+                    done.set_result(receipt)
+
+
+def put_groups(buffer: Any, shards: int, rows: list[Experience], algorithm: Algorithm, group_size: int) -> None:
+    """Put rows, by their group ids; returns when they are in the log.
+
+    Advantages that are missing are the algorithm's, from the rewards of the group. Raises DataError, and puts nothing,
+    where a reward is missing for that, or the reward of a greedy answer is needed besides, where a column cannot hold
+    what a row has, and where a group is not of ``group_size`` trajectories (or of fewer, whose rows have advantages).
+    Raises DataError, too, where the Buffer refused groups: ``value`` says which rows it found faulty, by experience or
+    group id. Those groups count for nothing, and may be put again, mended; the others were taken.
+    """
+    by_group: dict[str, list[Experience]] = {}
+    for row in from_batch(to_batch(rows)):  # with the columns' types
+        by_group.setdefault(row.group_id, []).append(row)
+    for group in by_group.values():
+        check_size(group, algorithm, group_size)
+    groups = [complete(group, algorithm) for group in by_group.values()]
+
+    async def put() -> list[Receipt]:
+        writer = BufferWriter(buffer, shards)
+        return await asyncio.gather(*(writer.put(to_batch(group), _report(group)) for group in groups))
+
+    with ThreadPoolExecutor(1) as thread:  # a notebook has an event loop of its own in this one
+        receipts = thread.submit(asyncio.run, put()).result()
+    refused = [receipt for receipt in receipts if receipt.faults]
+    if refused:
+        reasons = Counter(fault.reason for receipt in refused for fault in receipt.faults)
+        raise DataError(
+            f"{len(refused)} of {len(groups)} groups were refused: {', '.join(reasons)}",
+            field="rows",
+            value={fault.experience_id: fault.reason for receipt in refused for fault in receipt.faults},
+            remedy="mend them, and put them again: the other groups were taken",
+        )
+
+
+def check_size(group: list[Experience], algorithm: Algorithm, group_size: int) -> None:
+    """Raises DataError where a group has more trajectories than the stage's ``group_size``; or fewer, and advantages
+    that are still to be computed would not be those of the whole group."""
+    size = len({row.repeat for row in group})
+    known = algorithm.advantage_is_by_token or all(row.advantages is not None for row in group)
+    if size > group_size or (size < group_size and not known):
+        raise DataError(
+            f"a group of {size} trajectories, where the stage's group_size is {group_size}",
+            field="group_id",
+            value=group[0].group_id,
+            remedy="put whole groups of that size; smaller ones only with advantages",
+        )
+
+
+def complete(group: list[Experience], algorithm: Algorithm) -> list[Experience]:
+    """The rows of one group with advantages; see `put_groups`."""
+    from rayrft.buffer.feedback import with_advantages  # with it comes torch
+
+    if not algorithm.advantage_is_by_token and all(row.advantages is not None for row in group):
+        return group
+
+    def fault(problem: str, remedy: str) -> DataError:
+        return DataError(problem, field="group_id", value=group[0].group_id, remedy=remedy)
+
+    if any(row.reward is None for row in group):
+        raise fault("a row has no reward from which advantages could be computed", "score it")
+    if algorithm.needs_greedy_baseline:
+        raise fault(
+            f"advantage {algorithm.advantage!r} needs the reward of a greedy answer, which no row is",
+            "put rows with advantages",
+        )
+    return with_advantages(group, algorithm)
+
+
+def _report(group: list[Experience]) -> GroupReport:
+    rewards = [row.reward for row in group if row.reward is not None]
+    return GroupReport(
+        rows=len(group),
+        reward_sum=sum(rewards),
+        scored=len(rewards),
+        tokens=sum(int(row.action_mask.sum()) for row in group),
+        truncated=sum(row.stop_reason == "length" for row in group),
+    )

@@ -1,1 +1,0 @@
-"""Expert and offline rows: conversations and preference pairs from files, as experiences."""

@@ -1,0 +1,115 @@
+"""Demonstrations: rows under a name, in a file of their own, drawn in whole epochs.
+
+What is loaded in place of others gets another file: a lease of before asks for the rows that it had.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from rayrft.buffer.log.segments import Extent, read_rows
+from rayrft.buffer.log.shard import Ref
+from rayrft.buffer.log.storage import Storage
+from rayrft.buffer.state import Book
+from rayrft.errors import DataError
+from rayrft.experience import SCHEMA
+
+
+@dataclass(frozen=True)
+class ExpertBlock:
+    """Demonstrations in the object store, and the tokens of each row."""
+
+    ref: Ref
+    tokens: np.ndarray
+
+
+class ExpertBlocks:
+    """The demonstrations of a run; ``book`` says which there are."""
+
+    def __init__(self, storage: Storage, book: Book) -> None:
+        self._storage = storage
+        self._book = book
+        self._blocks: dict[str, ExpertBlock] = {}
+
+    async def write(self, name: str, batch: pa.RecordBatch) -> Extent:
+        """Write demonstrations to their file."""
+        data = SCHEMA.serialize().to_pybytes() + batch.serialize().to_pybytes()
+        extent = Extent(0, batch.num_rows, len(data), zlib.crc32(data))
+        await asyncio.to_thread(self._storage.write, expert_file(name, extent), data)
+        return extent
+
+    async def get(self, name: str, extent: Extent) -> ExpertBlock:
+        """The demonstrations of that name, read from their file where they are not in the object store."""
+        import ray
+
+        file = expert_file(name, extent)
+        if file not in self._blocks:
+            batch = await asyncio.to_thread(read_rows, self._storage, file, extent)
+            tokens = batch.column("token_ids").value_lengths().to_numpy()
+            self._blocks[file] = ExpertBlock(ray.put(batch.serialize()), tokens)
+        return self._blocks[file]
+
+    async def names(self, name: str, extent: Extent) -> list[str]:
+        """The experience ids of the demonstrations, row by row."""
+        batch = await asyncio.to_thread(read_rows, self._storage, expert_file(name, extent), extent)
+        return batch.column("experience_id").to_pylist()
+
+    async def whole(self, store: str) -> tuple[Ref, np.ndarray]:
+        """The demonstrations of ``expert/<name>`` that are drawn from now, all of them. Raises DataError for a store
+        that there is not."""
+        name = store.removeprefix("expert/")
+        if name not in self._book.experts:
+            known = ["usual", *(f"expert/{each}" for each in self._book.experts)]
+            raise DataError("no such store", field="store", value=store, remedy=f"one of {known}")
+        block = await self.get(name, self._book.experts[name].extent)
+        return block.ref, np.arange(len(block.tokens))
+
+    async def sweep(self) -> None:
+        """Delete demonstrations that others took the place of, once no lease has any of them."""
+        leases = self._book.leases.values()
+        needed = {expert_file(name, each.extent) for name, each in self._book.experts.items()}
+        needed |= {expert_file(each.demonstrations, each.extent) for each in leases if each.demonstrations}
+        files = await asyncio.to_thread(self._storage.files)
+        for file in files.keys() - needed:
+            if file.startswith("expert-"):
+                self._blocks.pop(file, None)
+                await asyncio.to_thread(self._storage.delete, file)
+
+
+def are_pairs(batch: pa.RecordBatch) -> bool:
+    """Whether demonstrations are preference pairs: every two rows are the sides of one, the chosen side first.
+
+    Raises DataError where some are and others are not.
+    """
+    names, chosen = batch.column("pair_id").to_pylist(), batch.column("chosen").to_pylist()
+    if not any(names):
+        return False
+    if names[::2] != names[1::2] or None in names or chosen != [True, False] * (len(names) // 2):
+        raise DataError(
+            "some rows are sides of preference pairs, and not every two rows are one, the chosen side first",
+            field="demonstrations",
+            remedy="keep pairs and other rows under different names",
+        )
+    return True
+
+
+def check_pairs(name: str, unit: int, wanted: bool) -> None:
+    """Raises DataError where a stage wants pairs and has none, or has pairs and would imitate their rejected sides."""
+    if (unit == 2) != wanted:
+        raise DataError(
+            "these are no preference pairs, which the stage's algorithm needs"
+            if wanted
+            else "these are preference pairs, and the stage's algorithm would imitate their rejected sides",
+            field="demonstrations",
+            value=name,
+            remedy="give rows with 'chosen' and 'rejected'" if wanted else "use a preference loss such as dpo",
+        )
+
+
+def expert_file(name: str, extent: Extent) -> str:
+    return f"expert-{name}-{extent.crc:08x}.arrow"

@@ -1,0 +1,136 @@
+"""Groups on their way in: who sends them, what is refused, and what is told of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pyarrow as pa
+
+from rayrft.buffer import events as e
+from rayrft.buffer.client import Entry, Receipt, group_key, shard_of
+from rayrft.buffer.log.shard import Appended
+from rayrft.buffer.retention import Retention
+from rayrft.buffer.store import Store
+from rayrft.buffer.validation import Fault, Limits
+
+
+class Producers:
+    """The producers that are attached, by name."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._watching: dict[str, asyncio.Task[None]] = {}
+
+    def attach(self, producer: str, actor: Any) -> None:
+        """Watch a producer from now on, by its handle."""
+        if (watching := self._watching.pop(producer, None)) is not None:
+            watching.cancel()
+        self._watching[producer] = asyncio.create_task(self._watch(producer, actor))
+
+    async def detach(self, producer: str) -> None:
+        """The producer is done; after the last one no more rows come."""
+        if (watching := self._watching.pop(producer, None)) is not None:
+            watching.cancel()
+        if not self._watching:
+            await self._store.commit(e.ProducersEnded("end_of_data"))
+
+    async def _watch(self, producer: str, actor: Any) -> None:
+        from ray.exceptions import RayActorError
+
+        with contextlib.suppress(RayActorError):
+            await actor.watch.remote()
+        del self._watching[producer]
+        await self._store.commit(e.Abandoned(producer))
+        if not self._watching:
+            await self._store.commit(e.ProducersEnded("producer_died"))
+
+
+_ROOM_DEADLINE_S = 600.0
+_OTHER_ROWS = "the group came before with other rows"
+_OF_A_FAULTY_GROUP = "another row of its group is faulty"
+
+
+class Arrivals:
+    """Takes what producers put, within the limits of the run's model."""
+
+    def __init__(self, store: Store, retention: Retention, limits: Limits) -> None:
+        self._store = store
+        self._retention = retention
+        self._limits = limits
+
+    async def put(self, entries: list[Entry], payload: list[Any]) -> list[Receipt]:
+        """See `Buffer.put`."""
+        state = self._store.state
+        keys = [group_key(entry.group_id) for entry in entries]
+        wanted = [i for i, entry in enumerate(entries) if state.expects(keys[i], entry.sequence)]
+        events, faults = list[e.Event](), dict[int, list[Fault]]()
+        if wanted:
+            events, faults = await self._store_groups(entries, keys, wanted, payload)
+        for i in self._changed(entries, keys):
+            events.append(_refused(entries[i], keys[i], {_OTHER_ROWS: entries[i].rows}))
+        await self._store.commit(*events)
+        for i in self._changed(entries, keys):
+            faults[i] = [Fault(entries[i].group_id, _OTHER_ROWS)]
+        return [Receipt(entry.group_id, tuple(faults.get(i, ()))) for i, entry in enumerate(entries)]
+
+    async def _store_groups(
+        self, entries: list[Entry], keys: list[int], wanted: list[int], payload: list[Any]
+    ) -> tuple[list[e.Event], dict[int, list[Fault]]]:
+        """Write the rows of groups that are wanted; gives what the journal is to say of them, and their faults."""
+        # A group with a ticket was given its room when it was admitted.
+        if self._store.config.when_full != "wait" or any(entries[i].ticket is None for i in wanted):
+            rows, nbytes = sum(entries[i].rows for i in wanted), sum(entries[i].nbytes for i in wanted)
+            await self._retention.make_room(rows, nbytes, _ROOM_DEADLINE_S)
+        shard = shard_of(entries[0].group_id, len(self._store.shards))
+        message = payload[0] if shard or isinstance(payload[0], pa.Buffer) else await payload[0]
+        # What is missing of a group of the Explorer is made up for by another group; who else puts groups mends them.
+        whole = [i for i in wanted if entries[i].ticket is None]
+        limits = replace(self._limits, version=self._store.state.newest_version)
+        sync = self._store.config.fsync == "always"
+        done: Appended = await self._store.shards.call(
+            shard, "take", message, wanted, whole, len(entries), limits, sync=sync
+        )
+        stored = [_stored_group(entries[i], keys[i], done, place) for place, i in enumerate(done.groups)]
+        events: list[e.Event] = [e.Stored(shard, done.extent, stored)] if stored else []
+        for i in sorted(set(wanted) - set(done.groups)):
+            found = Counter(fault.reason for fault in done.faults[i])
+            if i in whole and found.total() < entries[i].rows:
+                found[_OF_A_FAULTY_GROUP] = entries[i].rows - found.total()
+            events.append(_refused(entries[i], keys[i], found))
+        return events, {i: found for i, found in done.faults.items() if i in wanted}
+
+    def _changed(self, entries: list[Entry], keys: list[int]) -> list[int]:
+        """Groups that are here with other rows."""
+        groups = self._store.state.groups
+        slots = [groups.find(key) if entry.ticket is None else None for entry, key in zip(entries, keys, strict=True)]
+        return [i for i, slot in enumerate(slots) if slot is not None and groups.digest[slot] != entries[i].digest]
+
+
+def _refused(entry: Entry, key: int, reasons: dict[str, int]) -> e.Dropped:
+    """A group of which nothing was stored, with its rows by reason."""
+    dropped = {**entry.dropped, **{f"rejected: {reason}": rows for reason, rows in reasons.items()}}
+    # Who put a group that counts for nothing puts it again, mended: rewards that are no numbers are told no one.
+    report = entry.report if entry.ticket is not None else e.GroupReport()
+    return e.Dropped(entry.sequence, dropped, report, key, entry.digest)
+
+
+def _stored_group(entry: Entry, key: int, done: Appended, place: int) -> e.StoredGroup:
+    """The ``place``-th group that was appended, as the journal keeps it."""
+    numbers, faults = done.numbers, done.faults.get(done.groups[place], [])
+    return e.StoredGroup(
+        key=key,
+        digest=entry.digest,
+        row=done.row + int(numbers.starts[place]),
+        rows=int(numbers.rows[place]),
+        tokens=int(numbers.tokens[place]),
+        nbytes=int(done.nbytes[place]),
+        version=int(numbers.versions[place]),
+        score=float(done.scores[place]),
+        sequence=entry.sequence,
+        dropped={**entry.dropped, **Counter(f"rejected: {fault.reason}" for fault in faults)},
+        report=entry.report,
+    )

@@ -1,0 +1,308 @@
+"""The state that a log speaks of, read by whoever wants to look: nothing is locked, cut off or written."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from rayrft.buffer.client import group_key
+from rayrft.buffer.events import FeedbackNoted
+from rayrft.buffer.expert_rows import expert_file
+from rayrft.buffer.export import Selection
+from rayrft.buffer.groups import Fate, GroupTable
+from rayrft.buffer.log.journal import Journal, Recovered
+from rayrft.buffer.log.segments import read_rows, segment_name
+from rayrft.buffer.log.storage import Storage
+from rayrft.buffer.state import State
+from rayrft.buffer.transitions import apply
+from rayrft.config import load_config
+from rayrft.config.buffer import SamplerConfig
+from rayrft.errors import DataError, StorageError
+from rayrft.experience import SCHEMA, SCHEMA_VERSION, Experience, from_batch
+
+_ATTEMPTS = 5
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A log's state when it was read. ``torn_bytes`` lie in its files and do not count: a crash left them behind, or a
+    live Buffer is just writing them."""
+
+    state: State
+    torn_bytes: int
+
+
+def read_state(storage: Storage, sampler: SamplerConfig, seed: int) -> Reading:
+    """Read a log's journal; ``sampler`` and ``seed`` are those of its run.
+
+    Raises StorageError when there is no log, it has another schema version, or its journal is damaged.
+    """
+    recovered = _read_journal(storage)
+    state = State(sampler, seed, None)
+    if recovered.snapshot is not None:
+        state.restore(recovered.snapshot)
+    for event in recovered.events:
+        apply(state, event)
+    if not state.book.run:
+        raise StorageError(
+            "no Buffer has written here", field=storage.location, remedy="give the folder of a run that has begun"
+        )
+    if state.book.schema != SCHEMA_VERSION:
+        raise StorageError(
+            f"the log has schema version {state.book.schema}; this rayrft reads {SCHEMA_VERSION}",
+            field=storage.location,
+            remedy="read it with the rayrft that wrote it; its segments open with plain pyarrow",
+        )
+    return Reading(state, recovered.torn_bytes + _uncommitted_bytes(storage, state))
+
+
+def _read_journal(storage: Storage) -> Recovered:
+    """A live Buffer may begin a new journal and delete the old one at any time: then it is read again."""
+    for _ in range(_ATTEMPTS):
+        before = _snapshots(storage)
+        try:
+            recovered = Journal(storage).read()
+        except FileNotFoundError:
+            continue
+        except StorageError:
+            if _snapshots(storage) == before:
+                raise
+            continue
+        if _snapshots(storage) == before:
+            return recovered
+    raise StorageError(
+        f"a new journal was begun each of the {_ATTEMPTS} times that it was read",
+        field=storage.location,
+        remedy="read it again",
+    )
+
+
+def _snapshots(storage: Storage) -> list[str]:
+    return [name for name in storage.files() if name.startswith("snapshot")]
+
+
+def _uncommitted_bytes(storage: Storage, state: State) -> int:
+    """Bytes of segments that the journal does not speak of."""
+    total = 0
+    for shard in {0, *state.book.extents}:
+        extents = state.book.extents.get(shard, {})
+        committed = {segment_name(number): extent.nbytes for number, extent in extents.items()}
+        for name, size in storage.folder(f"shard-{shard}").files().items():
+            total += max(0, size - committed.get(name, 0))
+    return total
+
+
+ARCHIVE_SCHEMA = pa.schema(
+    [
+        *SCHEMA,
+        pa.field("fate", pa.string()),
+        pa.field("trained_step", pa.int64()),
+        pa.field("segment", pa.string(), nullable=False),
+    ],
+    SCHEMA.metadata,
+)
+"""An experience, what became of it (ready, leased, trained or dropped; null for demonstrations), the step that it was
+last taken for (null before it was trained), and the file that holds it. ``uses`` counts the steps that trained on it.
+"""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A row, its columns beyond those of an experience as in :data:`ARCHIVE_SCHEMA`, and what was said of it too late
+    to be trained."""
+
+    experience: Experience
+    store: str
+    fate: str | None
+    trained_step: int | None
+    segment: str
+    late_feedback: tuple[FeedbackNoted, ...]
+
+
+class Archive:
+    """What the log at ``location`` held when this was made; nothing in it is changed or locked.
+
+    ``sampler`` and ``seed`` are those that the run was configured with. Raises StorageError when there is no log, it
+    has another schema version, or its journal is damaged.
+    """
+
+    def __init__(self, location: str, sampler: SamplerConfig, seed: int = 0) -> None:
+        self._storage = Storage(location)
+        self._sampler = sampler
+        self._seed = seed
+        self._reading = read_state(self._storage, sampler, seed)
+        self.damaged: dict[str, int] = {}
+        """Rows passed over in files that cannot be read, by file."""
+
+    @classmethod
+    def of_run(cls, folder: Path) -> Archive:
+        """The log of the run in this folder, which may have been moved since. Raises ConfigError, too."""
+        config = load_config(folder / "config.yaml")
+        location = config.buffer_location if config.buffer.storage else str(folder / "buffer")
+        return cls(location, config.buffer.sampler, config.seed)
+
+    @property
+    def stores(self) -> list[str]:
+        """Names of the stores, for `rows`."""
+        return ["usual", *(f"expert/{name}" for name in self._state.book.experts)]
+
+    def stats(self) -> dict[str, Any]:
+        """The ledger of own rows; rows and bytes by store; and what a crash left behind that does not count."""
+        book, groups = self._state.book, self._state.groups
+        counted: Counter[str] = Counter()
+        for fate, rows in zip(groups.fate.tolist(), groups.rows.tolist(), strict=True):
+            if fate != Fate.FREE:
+                counted[Fate(fate).name.lower()] += rows
+        log_bytes = sum(each.nbytes for shard in book.extents.values() for each in shard.values())
+        experts = {
+            f"expert/{name}": {"rows": each.extent.rows, "bytes": each.extent.nbytes, "drawn": each.drawn}
+            for name, each in book.experts.items()
+        }
+        return {
+            "run": book.run,
+            "version": book.version,
+            "step": book.step,
+            **self._state.check(recount=True),
+            "stores": {
+                "usual": {"rows": counted.total(), "bytes": log_bytes, "groups": len(groups), **counted},
+                **experts,
+            },
+            "late_feedback": len(book.late_feedback),
+            "torn_bytes": self._reading.torn_bytes,
+        }
+
+    def rows(
+        self,
+        store: str = "usual",
+        *,
+        columns: Sequence[str] | None = None,
+        where: Any = None,
+        skip_damaged: bool = False,
+    ) -> Iterator[pa.RecordBatch]:
+        """The rows of a store that are on the disk, whatever became of them, file by file.
+
+        ``columns`` are some of :data:`ARCHIVE_SCHEMA`; ``where`` is a ``pyarrow.compute.Expression`` over those that
+        hold one value a row. Raises DataError for a store or column that there is not, and StorageError, which names
+        the file, at one that is missing or damaged; with ``skip_damaged`` it is passed over and noted in `damaged`.
+        """
+        selection = Selection(ARCHIVE_SCHEMA, columns, where)
+        if store not in self.stores:
+            raise DataError("no such store", field="store", value=store, remedy=f"one of {self.stores}")
+        parts = self._usual(skip_damaged) if store == "usual" else self._expert(store, skip_damaged)
+        return (selected for batch in parts if (selected := selection.apply(batch)).num_rows)
+
+    def find(self, experience_id: str) -> Found:
+        """A row by its id, of whichever store. Raises DataError when none has it, StorageError as `rows` does."""
+        said = tuple(each for each in self._state.book.late_feedback if each.experience_id == experience_id)
+        for store, batch in self._candidates(experience_id):
+            for row, found in enumerate(batch.column("experience_id").to_pylist()):
+                if found == experience_id:
+                    one = batch.slice(row, 1)
+                    fate, step, segment = (one.column(name)[0].as_py() for name in ARCHIVE_SCHEMA.names[-3:])
+                    return Found(from_batch(one)[0], store, fate, step, segment, said)
+        raise DataError(
+            "no row of this id is in the log",
+            field="experience_id",
+            value=experience_id,
+            remedy="ids are in the column experience_id; rows leave the log when it reaches buffer.log_bytes",
+        )
+
+    @property
+    def _state(self) -> State:
+        return self._reading.state
+
+    def _usual(self, skip_damaged: bool) -> Iterator[pa.RecordBatch]:
+        """Segment by segment; every group once, wherever a live Buffer moves it meanwhile."""
+        given: set[int] = set()
+        while True:
+            state = self._state
+            for (shard, segment), slots in _by_segment(state.groups, given):
+                try:
+                    batch = self._segment(state, shard, segment, slots)
+                except StorageError as error:
+                    self._read_again()
+                    if segment not in self._state.book.extents.get(shard, {}):
+                        break  # a live Buffer deleted it; groups that it kept lie elsewhere now
+                    self._pass_over(error, int(state.groups.rows[slots].sum()), skip_damaged)
+                else:
+                    yield batch
+                given.update(state.groups.key[slots].tolist())
+            else:
+                return
+
+    def _segment(self, state: State, shard: int, segment: int, slots: np.ndarray) -> pa.RecordBatch:
+        groups, name = state.groups, segment_name(segment)
+        batch = read_rows(self._storage.folder(f"shard-{shard}"), name, state.book.extents[shard][segment])
+        counts = groups.rows[slots]
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        batch = batch.take(pa.array(np.repeat(groups.row[slots], counts) + within))
+        uses = np.repeat(groups.uses[slots], counts)
+        fates = np.array([fate.name.lower() for fate in Fate], dtype=object)[groups.fate[slots]]
+        steps = pa.array(np.repeat(groups.last_step[slots], counts), mask=uses == 0)
+        return _extended(batch, f"shard-{shard}/{name}", np.repeat(fates, counts), steps, uses)
+
+    def _expert(self, store: str, skip_damaged: bool) -> Iterator[pa.RecordBatch]:
+        name = store.removeprefix("expert/")
+        while True:
+            extent = self._state.book.experts[name].extent
+            try:
+                batch = read_rows(self._storage, expert_file(name, extent), extent)
+            except StorageError as error:
+                self._read_again()
+                if self._state.book.experts[name].extent != extent:
+                    continue  # others were loaded in their place
+                self._pass_over(error, extent.rows, skip_damaged)
+            else:
+                unknown = pa.nulls(batch.num_rows)
+                yield _extended(batch, expert_file(name, extent), unknown, unknown, batch.column("uses"))
+            return
+
+    def _candidates(self, experience_id: str) -> Iterator[tuple[str, pa.RecordBatch]]:
+        """Where a row of this id may be: in the group that its id begins with, or among demonstrations."""
+        state, parts = self._state, experience_id.split("/")
+        for length in range(len(parts), 0, -1):
+            if (slot := state.groups.find(group_key("/".join(parts[:length])))) is not None:
+                yield "usual", self._segment(state, *state.groups.place(slot), np.array([slot]))
+        for store in self.stores[1:]:
+            for batch in self._expert(store, skip_damaged=False):
+                yield store, batch
+
+    def _pass_over(self, error: StorageError, rows: int, skip: bool) -> None:
+        if not skip:
+            raise error
+        self.damaged[error.field] = rows
+
+    def _read_again(self) -> None:
+        self._reading = read_state(self._storage, self._sampler, self._seed)
+
+
+def _by_segment(groups: GroupTable, given: set[int]) -> Iterator[tuple[tuple[int, int], np.ndarray]]:
+    """Slots of the groups whose keys are not among those given, by shard and segment, in the order of their rows."""
+    left = (groups.fate != Fate.FREE) & ~np.isin(groups.key, np.fromiter(given, np.uint64))
+    slots = np.flatnonzero(left)
+    slots = slots[np.lexsort((groups.row[slots], groups.segment[slots], groups.shard[slots]))]
+    places = np.stack([groups.shard[slots], groups.segment[slots]], axis=1)
+    for part in np.split(slots, np.flatnonzero((places[1:] != places[:-1]).any(axis=1)) + 1):
+        if len(part):
+            yield groups.place(int(part[0])), part
+
+
+def _extended(batch: pa.RecordBatch, segment: str, fate: Any, trained_step: Any, uses: Any) -> pa.RecordBatch:
+    """Rows with the columns of :data:`ARCHIVE_SCHEMA`."""
+    more = {
+        "uses": uses,
+        "fate": fate,
+        "trained_step": trained_step,
+        "segment": pa.repeat(pa.scalar(segment), batch.num_rows),
+    }
+    columns = [
+        pa.array(more[field.name], field.type) if field.name in more else batch.column(field.name)
+        for field in ARCHIVE_SCHEMA
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=ARCHIVE_SCHEMA)

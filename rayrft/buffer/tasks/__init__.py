@@ -1,1 +1,0 @@
-"""Tasks: where they come from, how they are split, and which one is next."""

@@ -1,0 +1,190 @@
+"""``rayrft data``: the experiences of a run, read from its log. Works while the run goes on and after its end."""
+
+from __future__ import annotations
+
+import functools
+import json
+import operator
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rayrft.core.checkpoints import find_folder
+from rayrft.errors import RunNotFound
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from rayrft.buffer.reader import Archive, Found
+
+app = typer.Typer(no_args_is_help=True, help="Look at the experiences of a run, and take them elsewhere.")
+
+_Run = Annotated[str, typer.Argument(help="a run folder, or the name of a run in --storage")]
+_Storage = Annotated[Path, typer.Option(help="the folder that run folders are in")]
+_Store = Annotated[str, typer.Option(help="usual (own rows) or expert/NAME")]
+_Where = Annotated[
+    list[str] | None, typer.Option(help="COLUMN OP VALUE, OP one of = != < <= > >= contains; all given must hold")
+]
+_SkipDamaged = Annotated[bool, typer.Option(help="pass over files that cannot be read, and say which")]
+_RUNS = Path("runs")
+
+
+@app.command()
+def stats(run: _Run, storage: _Storage = _RUNS) -> None:
+    """Rows and bytes, by store and by what became of them."""
+    print(json.dumps(_archive(run, storage).stats(), indent=2))
+
+
+@app.command()
+def head(
+    run: _Run,
+    count: Annotated[int, typer.Option("-n", min=1, help="rows")] = 10,
+    store: _Store = "usual",
+    where: _Where = None,
+    skip_damaged: _SkipDamaged = False,
+    storage: _Storage = _RUNS,
+) -> None:
+    """The first rows, one line each."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from rayrft.buffer.export import glance
+    from rayrft.buffer.reader import ARCHIVE_SCHEMA
+    from rayrft.experience import from_batch
+
+    archive = _archive(run, storage)
+    table = Table("id", "fate", "reward", "tokens", "version", "uses", box=None, pad_edge=False, expand=True)
+    table.add_column("answer", no_wrap=True, ratio=1)  # what room the others leave
+    for batch in archive.rows(store, where=_condition(where, ARCHIVE_SCHEMA), skip_damaged=skip_damaged):
+        part = batch.slice(0, count - table.row_count)
+        for row, fate in zip(from_batch(part), part.column("fate").to_pylist(), strict=True):
+            seen = glance(row)
+            version = ", ".join(map(str, seen["versions"]))
+            answer = (seen["answer"] or "").replace("\n", " ")[:200]
+            reward = "" if row.reward is None else f"{row.reward:g}"
+            table.add_row(row.experience_id, fate, reward, str(len(row.token_ids)), version, str(row.uses), answer)
+        if table.row_count == count:
+            break
+    Console(highlight=False, markup=False).print(table)
+    _report(archive)
+
+
+@app.command()
+def show(run: _Run, experience_id: Annotated[str, typer.Argument(metavar="ID")], storage: _Storage = _RUNS) -> None:
+    """One row with everything that is known of it."""
+    print(_described(_archive(run, storage).find(experience_id)))
+
+
+@app.command()
+def export(
+    run: _Run,
+    out: Annotated[Path, typer.Argument(help="a file to write: .jsonl or .parquet")],
+    store: _Store = "usual",
+    where: _Where = None,
+    columns: Annotated[str | None, typer.Option(help="names with commas between; all by default")] = None,
+    skip_damaged: _SkipDamaged = False,
+    storage: _Storage = _RUNS,
+) -> None:
+    """Write rows to a file, which pandas, DuckDB and `data import` read.
+
+    A JSONL file is one of demonstrations, too: {path: OUT.jsonl, messages: turns} in a config.
+    """
+    from rayrft.buffer.export import Selection, write_file
+    from rayrft.buffer.reader import ARCHIVE_SCHEMA
+
+    archive = _archive(run, storage)
+    names = columns.split(",") if columns else None
+    rows = archive.rows(store, columns=names, where=_condition(where, ARCHIVE_SCHEMA), skip_damaged=skip_damaged)
+    written = write_file(out, Selection(ARCHIVE_SCHEMA, names).schema, rows)
+    print(f"{written} rows in {out}")
+    _report(archive)
+
+
+@app.command("import")
+def import_rows(
+    run: _Run,
+    file: Annotated[Path, typer.Argument(help="what `data export` wrote, with all columns")],
+    name: Annotated[str, typer.Option(help="the store of demonstrations to make, in place of what is there")],
+    where: _Where = None,
+    storage: _Storage = _RUNS,
+) -> None:
+    """Give a run that is under way the rows of a file as demonstrations."""
+    from rayrft.buffer.export import read_file
+    from rayrft.config import load_config
+    from rayrft.core.launch import attach
+    from rayrft.experience import SCHEMA
+
+    rows = read_file(file, _condition(where, SCHEMA))
+    folder = find_folder(run, storage)
+    try:
+        live = attach(load_config(folder / "config.yaml").name)
+    except RunNotFound:
+        live = None
+    if live is None or live.folder.resolve() != folder.resolve():
+        raise RunNotFound(
+            "the run is not under way",
+            field="run",
+            value=str(folder),
+            remedy=f"start one with demonstrations.{name}: {{path: FILE.jsonl, messages: turns}} in its config",
+        )
+    print(f"{live.load(rows, name)} rows are demonstrations {name!r} of {live.name} now")
+
+
+def _archive(run: str, storage: Path) -> Archive:
+    from rayrft.buffer.reader import Archive
+
+    return Archive.of_run(find_folder(run, storage))
+
+
+def _condition(where: list[str] | None, schema: pa.Schema) -> Any:
+    from rayrft.buffer.export import parse_condition
+
+    parsed = [parse_condition(text, schema) for text in where or []]
+    return functools.reduce(operator.and_, parsed) if parsed else None
+
+
+def _report(archive: Archive) -> None:
+    for file, rows in archive.damaged.items():
+        print(f"passed over {rows} rows of {file}, which cannot be read")
+
+
+def _described(found: Found) -> str:
+    row = found.experience
+    actions = row.action_mask == 1
+    facts = {
+        "task": row.task_id,
+        "store": found.store,
+        "file": found.segment,
+        "source": row.source,
+        "fate": found.fate,
+        "uses": row.uses,
+        "last trained at step": found.trained_step,
+        "status": row.status,
+        "stop reason": row.stop_reason,
+        "error": row.error,
+        "reward": row.reward,
+        "reward components": row.reward_components,
+        "metrics": row.metrics,
+        "labels": row.labels,
+        "pair": None if row.pair_id is None else f"{row.pair_id}, {'chosen' if row.chosen else 'rejected'}",
+        "tokens": f"{len(row.token_ids)}: {row.prompt_length} of the prompt, {actions.sum()} produced",
+        "versions": ", ".join(f"{each.version} (tokens {each.start}-{each.end - 1})" for each in row.weight_versions),
+        "logprobs": _spread(row.logprobs[actions]),
+        "advantages": None if row.advantages is None else _spread(row.advantages[actions]),
+    }
+    lines = [
+        row.experience_id,
+        *(f"  {name:<20} {value}" for name, value in facts.items() if value not in (None, {}, "")),
+    ]
+    for late in found.late_feedback:
+        lines.append(f"  late feedback        reward {late.reward}, labels {late.labels}, after version {late.version}")
+    lines += chain.from_iterable((f"\n[{turn.get('role')}]", turn.get("content", "")) for turn in row.turns)
+    return "\n".join(lines)
+
+
+def _spread(values: Any) -> str:
+    if not len(values):
+        return "none"
+    return f"mean {values.mean():.4g}, from {values.min():.4g} to {values.max():.4g}, on {len(values)} tokens"

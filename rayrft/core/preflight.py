@@ -1,0 +1,309 @@
+"""Models that a run reads: whether they are there, and go together."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain, islice
+from pathlib import Path
+
+from rayrft.buffer.log.storage import Storage
+from rayrft.buffer.samplers import samplers
+from rayrft.buffer.scores import scores
+from rayrft.buffer.validation import Limits
+from rayrft.config import RunConfig, dump_config
+from rayrft.config.reward import RewardConfig
+from rayrft.data.demonstrations import demonstrate, from_file, from_tasks
+from rayrft.data.formats import conversations, read_rows
+from rayrft.data.task_sampler import TaskSet
+from rayrft.data.task_splits import TaskSplits, load_tasks
+from rayrft.data.tokenizer import ChatTokenizer
+from rayrft.errors import ConfigError, DataError, ModelError
+from rayrft.experience import Experience, Task
+from rayrft.explorer.workflow import workflows
+from rayrft.files import sync
+from rayrft.rewards import build_reward
+
+
+def find_model(path: str, field: str) -> str:
+    """A folder as an absolute path, or a hub id as it is. Raises ModelError, which names the field, where neither is
+    there."""
+    if Path(path).is_dir():
+        if not (Path(path) / "config.json").is_file():
+            raise ModelError(
+                "the folder holds no model (no config.json)",
+                field=field,
+                value=path,
+                remedy="give a folder in Hugging Face format, or the id of a model on the hub",
+            )
+        return str(Path(path).absolute())
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"no such model: {str(error).strip().splitlines()[0]}",
+            field=field,
+            value=path,
+            remedy="give a folder in Hugging Face format, or the id of a model on the hub",
+        ) from None
+    return path
+
+
+def vocabulary_of(model: str) -> int:
+    """How many tokens the model's head tells apart."""
+    from transformers import AutoConfig
+
+    size: int = AutoConfig.from_pretrained(model).get_text_config().vocab_size
+    return size
+
+
+def check_teacher(path: str, field: str, model: str, tokenizer: ChatTokenizer) -> None:
+    """Teacher and policy are compared token by token: a token must mean the same to both. Raises ModelError, which
+    names the field, where it does not."""
+    find_model(path, field)
+    theirs, ours = ChatTokenizer(path, field).hf.get_vocab(), tokenizer.hf.get_vocab()
+    different = next((token for token, index in ours.items() if theirs.get(token) != index), None)
+    if different is not None:
+        raise ModelError(
+            f"the teacher's tokenizer is not the model's: token {different!r} has id {ours[different]} in the model's "
+            f"and {theirs.get(different)} in the teacher's",
+            field=field,
+            value=path,
+            remedy="choose a teacher of the model's own family, with the same tokenizer",
+        )
+    size, needed = vocabulary_of(path), vocabulary_of(model)
+    if size < needed:
+        raise ModelError(
+            f"the teacher has a vocabulary of {size}, and the model, of {needed}, may sample tokens beyond it",
+            field=field,
+            value=path,
+            remedy="choose a teacher whose vocab_size is not below the model's",
+        )
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Checked and loaded: what the actors are started with."""
+
+    run_id: str
+    """Tells this run from others of its name, such as the one whose log may lie at the same place."""
+    model: str
+    tasks: list[Task]
+    task_set: Callable[[], TaskSet] | None
+    """Makes the task set that draws from ``tasks``, where there are any."""
+    held_out: list[Task]
+    demonstrations: dict[str, list[Experience]]
+    limits: Limits
+    """What its model takes."""
+    probe: list[Experience]
+    """What engine and trainer must agree on: questions, held-out ones first, with their images and answers, whole."""
+    left_out: dict[str, Counter[str]] = field(default_factory=dict)
+    """Demonstrations left out, by name and reason."""
+
+
+def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepared:
+    """Load and check everything a run reads, and open its folder; that of a ``resumed`` run is as it was left.
+
+    Raises DataError, ModelError or ConfigError. Needs a running Ray only for tasks from files.
+    """
+    workflows.get(config.explorer.workflow, "explorer.workflow")
+    samplers.get(config.buffer.sampler.name, "buffer.sampler.name")
+    scores.get(config.buffer.sampler.score, "buffer.sampler.score")
+    splits = TaskSplits([], [], [], {})
+    if config.tasks is not None:
+        splits = load_tasks(config.tasks, config.demonstrations, config.seed)
+        for source in range(len(config.tasks.sources)):
+            _check_reward(config.reward, splits.train[splits.sources.index(source)])
+    _check_files(config)
+    if not resumed:
+        open_folder(config)
+        _check_log(config)
+    model = _model(config, splits)
+    tokenizer = ChatTokenizer(model)
+    for number, stage in enumerate(config.stages):
+        if stage.teacher is not None:
+            check_teacher(stage.teacher, f"stages.{number}.teacher", model, tokenizer)
+    if any(task.images for task in _all_tasks(splits)):
+        _ = tokenizer.images  # a model that takes none is an error now
+    if config.rolls_out:
+        _check_prompts(config, splits.train, tokenizer)
+    held_out = {task.asked for task in splits.evaluation}
+    demonstrations, left_out, max_length = {}, {}, config.model.max_length
+    for name, each in config.demonstrations.items():
+        if each.path is None:
+            rows = from_tasks(name, splits.demonstrated[name], each, tokenizer, config.seed)
+            demonstrations[name], left_out[name] = _short_enough(name, rows, max_length)
+        else:
+            demonstrations[name], report = from_file(name, each, tokenizer, max_length, held_out)
+            left_out[name] = report.counts
+    compared = chain(splits.evaluation, splits.train) if config.rolls_out else []
+    probe = choose_probe(compared, tokenizer, config.model.max_length)
+    task_set = _task_set(config, splits)
+    limits = Limits(vocabulary_of(model), max_length)
+    return Prepared(run_id, model, splits.train, task_set, splits.evaluation, demonstrations, limits, probe, left_out)
+
+
+def _short_enough(name: str, rows: list[Experience], max_length: int) -> tuple[list[Experience], Counter[str]]:
+    """The demonstrations that the model takes, and how many are left out."""
+    short = [row for row in rows if len(row.token_ids) <= max_length]
+    if not short:
+        raise DataError(
+            f"every demonstration has more than {max_length} tokens",
+            field=f"demonstrations.{name}",
+            value=min(len(row.token_ids) for row in rows),
+            remedy="raise model.max_length",
+        )
+    return short, Counter({"too long": len(rows) - len(short)} if len(rows) > len(short) else {})
+
+
+def open_folder(config: RunConfig) -> None:
+    """Make the run folder and write ``config.yaml``. An older run of that name is kept, with the date of its end in its
+    name."""
+    folder = config.folder
+    if folder.exists():
+        ended = datetime.datetime.fromtimestamp(folder.stat().st_mtime)
+        folder.rename(folder.with_name(f"{folder.name}-{ended:%Y%m%d-%H%M%S}"))
+    try:
+        (folder / "checkpoints").mkdir(parents=True)
+    except OSError as error:
+        raise _unwritable(folder, error) from None
+    write_config(config)
+
+
+def write_config(config: RunConfig) -> None:
+    """Write ``config.yaml``, whole or not at all: with it a run is gone on with."""
+    draft = config.folder / ".config.yaml"
+    try:
+        draft.write_text(dump_config(config))
+        sync(draft)
+        draft.rename(config.folder / "config.yaml")
+    except OSError as error:
+        raise _unwritable(config.folder, error) from None
+
+
+def _unwritable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"cannot be written: {error.strerror}",
+        field="storage",
+        value=str(folder),
+        remedy="choose another storage, or mend its permissions",
+    )
+
+
+def _task_set(config: RunConfig, splits: TaskSplits) -> Callable[[], TaskSet] | None:
+    tasks = config.tasks
+    if tasks is None:
+        return None
+    make = partial(
+        TaskSet,
+        splits.sources,
+        [source.weight for source in tasks.sources],
+        sampler=tasks.sampler,
+        seed=config.seed,
+        epochs=tasks.epochs,
+        difficulties=[task.difficulty for task in splits.train],
+    )
+    make()  # a sampler that cannot work with these tasks says so now
+    return make
+
+
+def _check_log(config: RunConfig) -> None:
+    """The Buffer must be able to write where it is told to, and not find another run's log there."""
+    storage = Storage(config.buffer_location)
+    if any(name.startswith(("journal", "snapshot")) for name in storage.files()):
+        raise ConfigError(
+            "the log of an earlier run lies there",
+            field="buffer.storage",
+            value=config.buffer_location,
+            remedy="choose another name or buffer.storage, or move the old log away",
+        )
+    storage.create()
+    storage.write("writable", b"")
+    storage.delete("writable")
+
+
+def _model(config: RunConfig, splits: TaskSplits) -> str:
+    """Path or hub id of the model; a tiny one is made first."""
+    if config.model.tiny is not None:
+        from rayrft.trainer.tiny import make_tiny_model
+        from rayrft.trainer.tiny_vision import make_tiny_vision_model
+
+        tasks = list(_all_tasks(splits))
+        prompts = [message["content"] for task in tasks for message in task.messages]
+        folder = config.folder / "model"
+        if folder.exists():  # of a run that is resumed
+            return str(folder)
+        make = make_tiny_vision_model if config.model.tiny.vision else make_tiny_model
+        make(
+            config.model.tiny,
+            prompts,
+            [task.answer for task in tasks] + _demonstrated_text(config),
+            folder,
+            max_length=config.model.max_length,
+            seed=config.seed,
+        )
+        return str(folder)
+    return find_model(str(config.model.path), "model.path")
+
+
+def choose_probe(tasks: Iterable[Task], tokenizer: ChatTokenizer, max_length: int) -> list[Experience]:
+    """The first eight questions with their answers that leave an engine, which scores them, room for a token more."""
+    rows = (demonstrate("", task, task.answer, tokenizer) for task in tasks)
+    return list(islice((row for row in rows if len(row.token_ids) < max_length), 8))
+
+
+def _all_tasks(splits: TaskSplits) -> Iterator[Task]:
+    return chain(splits.train, splits.evaluation, *splits.demonstrated.values())
+
+
+def _demonstrated_text(config: RunConfig) -> list[str]:
+    """Text of demonstration files, so that a tiny model's tokenizer knows their characters."""
+    texts: list[str] = []
+    for name, each in config.demonstrations.items():
+        rows = read_rows(each.path, f"demonstrations.{name}.path") if each.path is not None else ()
+        for _, row in rows:
+            with suppress(DataError):  # broken rows are reported when they become experiences
+                conversation = conversations(row, each) if isinstance(row, dict) else []
+                texts += [message["content"] for _, messages in conversation for message in messages]
+    return texts
+
+
+def _check_files(config: RunConfig) -> None:
+    """Read the first row of every file of demonstrations."""
+    for name, each in config.demonstrations.items():
+        if each.path is not None:
+            next(read_rows(each.path, f"demonstrations.{name}.path"), None)
+
+
+def _check_reward(config: RewardConfig, task: Task) -> None:
+    """Score one right answer, so that a reward that cannot work is known now and not after a hundred groups."""
+    reward = build_reward(config.name, config.options)
+    try:
+        reward(task, task.answer)
+    except Exception as error:  # user code may raise anything
+        raise ConfigError(
+            f"the reward raised {type(error).__name__}: {error} on the answer of a task",
+            field="reward.name",
+            value=config.name,
+            remedy=f"mend it; the task was {json.dumps(task.question)[:80]}",
+        ) from None
+
+
+def _check_prompts(config: RunConfig, tasks: list[Task], tokenizer: ChatTokenizer) -> None:
+    limit = config.explorer.sampling.max_prompt_tokens
+    # Spread over all tasks: a file may be sorted by length, and sources follow one another.
+    lengths = [len(tokenizer.prompt(task.messages, task.images)) for task in tasks[:: max(1, len(tasks) // 200)]]
+    if min(lengths) > limit:
+        raise DataError(
+            f"every prompt is longer than the limit of {limit} tokens (shortest of {len(lengths)}: {min(lengths)})",
+            field="explorer.sampling.max_prompt_tokens",
+            value=limit,
+            remedy="raise it, and model.max_length with it",
+        )

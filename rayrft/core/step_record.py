@@ -1,0 +1,100 @@
+"""From what the parts report to the records that a person reads."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+
+from rayrft.buffer.leases import Lease
+from rayrft.core.weight_sync import SyncReport
+from rayrft.explorer.evaluation import Evaluation
+from rayrft.monitor.records import EvaluationRecord, StepRecord
+from rayrft.trainer.result import StepResult
+
+_NOT_RECORDED = ("train_s", "unmoved", "value_errors")
+
+_CLIPPED = 0.05
+"""Share of tokens above which a loss binds the ratio of a policy that has not moved too often to be by chance."""
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """Wall time of a step, and of its parts as the Master saw them."""
+
+    step: float
+    wait: float
+    rollout: float
+    reward: float
+    train: float
+
+
+def step_record(
+    stage: str, step: int, lease: Lease, result: StepResult, report: SyncReport | None, seconds: StepSeconds
+) -> StepRecord:
+    """One optimiser step; ``report`` is None where the step published nothing."""
+    rollouts, stale = lease.rollouts, lease.staleness
+    tokens = rollouts.tokens or result.policy_tokens + result.expert_tokens
+    numbers = {name: value for name, value in asdict(result).items() if name not in _NOT_RECORDED}
+    return StepRecord(
+        stage=stage,
+        step=step,
+        version=report.version if report else step,
+        time=time.time(),
+        usual_rows=lease.usual_rows,
+        expert_rows=lease.expert_rows,
+        reward=rollouts.reward_sum / rollouts.scored if rollouts.scored else None,
+        sampled_rows=rollouts.rows,
+        sampled_tokens=rollouts.tokens,
+        truncated_share=rollouts.truncated / rollouts.rows if rollouts.rows else None,
+        staleness_mean=sum(stale) / len(stale) if stale else None,
+        staleness_max=max(stale) if stale else None,
+        probe_gap=report.probe_gap if report else None,
+        tokens_per_s=tokens / seconds.step,
+        step_s=seconds.step,
+        wait_s=seconds.wait,
+        rollout_s=seconds.rollout,
+        reward_s=seconds.reward,
+        train_s=seconds.train,
+        sync_s=report.seconds if report else 0.0,
+        **numbers,
+    )
+
+
+def first_step_doubt(lease: Lease, result: StepResult, tolerance: float) -> str | None:
+    """What is not as it must be where the trainer's policy is the one that sampled, and the reference: log-probs are
+    equal, no ratio is clipped and the KL is 0. None where nothing is amiss, or where the batch was sampled earlier."""
+    fresh = bool(lease.staleness) and max(lease.staleness) == 0
+    if fresh and result.logprob_gap > tolerance:
+        return (
+            f"engine and trainer disagree by {result.logprob_gap:.2g} nats a token (tolerance {tolerance:g}) on tokens "
+            "that were sampled under these weights: their precision or the temperature differ, or the weights do"
+        )
+    if fresh and result.unmoved.clip_fraction > _CLIPPED:
+        return (
+            f"the loss binds the ratio on {result.unmoved.clip_fraction:.0%} of the tokens, though the policy has not "
+            f"moved yet: its bounds are narrower than the {result.logprob_gap:.2g} nats a token between engine and "
+            "trainer; name a correction, such as truncated, for ratios to the trainer's own log-probs"
+        )
+    if abs(result.unmoved.kl) > tolerance:
+        return f"the KL to the reference is {result.unmoved.kl:.2g} and not 0, though the policy has not moved yet"
+    return None
+
+
+def evaluation_record(stage: str, step: int, stage_step: int, result: Evaluation, seconds: float) -> EvaluationRecord:
+    """One evaluation, with its interval."""
+    low, high = result.interval
+    return EvaluationRecord(
+        stage=stage,
+        step=step,
+        stage_step=stage_step,
+        time=time.time(),
+        temperature=result.temperature,
+        accuracy=result.accuracy,
+        low=low,
+        high=high,
+        right=result.right,
+        count=result.count,
+        mean_reward=result.mean_reward,
+        unknown=result.unknown,
+        seconds=seconds,
+    )

@@ -1,0 +1,1 @@
+"""What is trained on and how it becomes tokens: tokenizer, images, tasks, demonstrations."""

@@ -1,0 +1,169 @@
+"""The formats that demonstrations come in: JSONL, Parquet and saved data sets, and the shapes of their rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rayrft.config.demonstrations import RowFormat
+from rayrft.errors import DataError
+
+Row = dict[str, Any] | str
+"""A row, or why it is none."""
+
+
+def read_rows(path: Path, field: str) -> Iterator[tuple[int, Row]]:
+    """The rows of a file or folder with their numbers, from 1: lines of a JSONL file, rows of any other.
+
+    Rows of several files are numbered through, in the order of the files' names (of a saved data set: in its order).
+    Raises DataError, which names ``field``, when there is no such file or it cannot be read at all.
+    """
+    if not path.exists():
+        raise DataError(
+            "no such file",
+            field=field,
+            value=str(path),
+            remedy="give a JSONL or Parquet file, a folder of Parquet files, or a saved Hugging Face data set",
+        )
+    try:
+        if path.is_dir() or path.suffix == ".parquet":
+            yield from enumerate(_table_rows(path, field), start=1)
+        else:
+            yield from _json_lines(path)
+    except (pa.ArrowException, OSError) as error:
+        problem = f"cannot be read: {str(error).splitlines()[0]}"
+        raise DataError(problem, field=field, value=str(path)) from None
+
+
+def _json_lines(path: Path) -> Iterator[tuple[int, Row]]:
+    # As bytes, for text mode also ends lines at characters that JSON may hold within a string.
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                yield number, f"not JSON ({error.msg})"
+            except UnicodeDecodeError:
+                yield number, "not UTF-8"
+            else:
+                yield number, row if isinstance(row, dict) else "not a JSON object"
+
+
+def _table_rows(path: Path, field: str) -> Iterator[dict[str, Any]]:
+    if (path / "state.json").is_file():
+        for file in _saved_files(path, field):
+            with pa.memory_map(str(file)) as source, pa.ipc.open_stream(source) as batches:
+                for batch in batches:
+                    yield from batch.to_pylist()
+        return
+    files = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
+    if not files:
+        split = sorted(state.parent.name for state in path.glob("*/state.json"))
+        raise DataError(
+            f"the folder holds the splits {split} of a data set" if split else "the folder holds no Parquet files",
+            field=field,
+            value=str(path),
+            remedy=f"give one of them: {path / split[0]}" if split else "give a folder with files that end in .parquet",
+        )
+    for file in files:
+        with pq.ParquetFile(file) as parquet:
+            for batch in parquet.iter_batches():
+                yield from batch.to_pylist()
+
+
+def _saved_files(folder: Path, field: str) -> list[Path]:
+    """The Arrow files of a data set saved with ``datasets.Dataset.save_to_disk``."""
+    try:
+        state = json.loads((folder / "state.json").read_text())
+        return [folder / each["filename"] for each in state["_data_files"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"state.json is not that of a saved data set ({type(error).__name__}: {error})",
+            field=field,
+            value=str(folder),
+            remedy="save it again with Dataset.save_to_disk",
+        ) from None
+
+
+Message = dict[str, str]
+
+
+def conversations(row: dict[str, Any], form: RowFormat) -> list[tuple[bool | None, list[Message]]]:
+    """The conversations of a row, each ending with the assistant: one with None, or a pair with True (chosen) and
+    False (rejected).
+
+    Raises DataError, which says what is wrong, for a row that has none of the shapes.
+    """
+    chosen, rejected = row.get(form.chosen), row.get(form.rejected)
+    prompt, response = row.get(form.prompt), row.get(form.response)
+    if chosen is not None and rejected is not None:
+        sides = [
+            _joined(prompt, chosen, form.prompt, form.chosen),
+            _joined(prompt, rejected, form.prompt, form.rejected),
+        ]
+        if sides[0] == sides[1]:
+            raise DataError(f"{form.chosen!r} and {form.rejected!r} are the same")
+        return [(True, sides[0]), (False, sides[1])]
+    if row.get(form.messages) is not None:
+        return [(None, _whole(_messages(row[form.messages], "assistant", form.messages), form.messages))]
+    if not prompt or not response:
+        raise DataError(
+            f"needs text in {form.prompt!r} and {form.response!r}, or messages in {form.messages!r}, "
+            f"or both {form.chosen!r} and {form.rejected!r}"
+        )
+    return [(None, _joined(prompt, response, form.prompt, form.response))]
+
+
+def _joined(prompt: Any, answer: Any, prompt_field: str, answer_field: str) -> list[Message]:
+    """Prompt and answer as one conversation. An answer that does not begin with the assistant holds its own prompt."""
+    said = _messages(answer, "assistant", answer_field)
+    if said[0]["role"] == "assistant":
+        said = [*_messages(prompt, "user", prompt_field), *said]
+    return _whole(said, answer_field)
+
+
+def _messages(value: Any, role: str, field: str) -> list[Message]:
+    """A text said by ``role``, or a list of messages."""
+    if isinstance(value, str) and value:
+        return [{"role": role, "content": _text(value, field)}]
+    if not isinstance(value, list) or not value:
+        raise DataError(f"needs text or messages in {field!r}")
+    return [_message(each, f"{field}[{index}]") for index, each in enumerate(value)]
+
+
+def _message(value: Any, place: str) -> Message:
+    """A message; fields besides role and content are the template's to use, and nothing else can hold them but text."""
+    if not isinstance(value, dict):
+        raise DataError(f"{place} is not a message with 'role' and 'content'")
+    # Arrow gives every message the fields of all messages, null where it has none.
+    message = {key: _text(each, f"{place}.{key}") for key, each in value.items() if each is not None}
+    if not {"role", "content"} <= message.keys():
+        raise DataError(f"{place} needs 'role' and 'content'")
+    if message["role"] == "assistant" and not message["content"]:
+        raise DataError(f"{place}: the assistant says nothing")
+    return message
+
+
+def _text(value: Any, place: str) -> str:
+    if not isinstance(value, str):
+        raise DataError(f"{place} is not text")
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # JSON can spell half a surrogate pair, which no tokenizer takes
+        raise DataError(f"{place} is not valid Unicode") from None
+    return value
+
+
+def _whole(messages: list[Message], field: str) -> list[Message]:
+    if messages[0]["role"] == "assistant":
+        raise DataError(f"{field!r} begins with the assistant, which nothing has asked yet")
+    if messages[-1]["role"] != "assistant":
+        raise DataError(f"{field!r} does not end with the assistant")
+    return messages

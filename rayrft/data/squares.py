@@ -1,0 +1,57 @@
+"""Tasks about pictures that are drawn on the spot: which colour is the square?"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rayrft.config.tasks import TaskSourceConfig
+from rayrft.errors import DataError
+from rayrft.experience import Task
+
+_COLOURS = {
+    "red": (210, 40, 40),
+    "green": (40, 170, 60),
+    "blue": (40, 70, 210),
+    "yellow": (225, 205, 50),
+    "black": (25, 25, 25),
+    "white": (235, 235, 235),
+}
+_SIDE, _SMALLEST, _LARGEST = 32, 12, 22
+_SHADES = 20
+
+
+def draw_squares(config: TaskSourceConfig, field: str) -> list[Task]:
+    """A square of one colour on a ground of another, of any shade, size and place; the answer is its colour.
+
+    The pictures are drawn into ``config.path``, always the same ones. Raises DataError where they cannot be.
+    """
+    from PIL import Image
+
+    assert config.path is not None and config.size is not None  # the config's own rule
+    folder = config.path.expanduser().absolute()
+    chance = np.random.default_rng(0)
+    tasks = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for number in range(config.size):
+            path = folder / f"square-{number:05}.png"
+            answer, pixels = _draw(chance)
+            Image.fromarray(pixels).save(path)
+            question = "Which colour is the square?"
+            tasks.append(Task.create("squares", question, answer, images=(str(path),), system=config.system))
+    except OSError as error:
+        problem = f"cannot be drawn in: {error.strerror}"
+        raise DataError(problem, field=f"{field}.path", value=str(folder), remedy="give another folder") from None
+    return tasks
+
+
+def _draw(chance: np.random.Generator) -> tuple[str, np.ndarray]:
+    """The colour of the square, and the picture ``[side, side, 3]``."""
+    square, ground = chance.permutation(list(_COLOURS))[:2]
+    shades = chance.integers(-_SHADES, _SHADES + 1, size=(2, 3))
+    size = chance.integers(_SMALLEST, _LARGEST + 1)
+    top, left = chance.integers(0, _SIDE - size + 1, size=2)
+    pixels = np.empty((_SIDE, _SIDE, 3), dtype=np.uint8)
+    pixels[:] = np.clip(_COLOURS[ground] + shades[0], 0, 255)
+    pixels[top : top + size, left : left + size] = np.clip(_COLOURS[square] + shades[1], 0, 255)
+    return str(square), pixels

@@ -1,0 +1,110 @@
+"""Task sets: the tasks of all sources without duplicates, cut into held-out, demonstrated and trainable ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+
+from rayrft.config.demonstrations import DemonstrationsConfig
+from rayrft.config.tasks import TasksConfig
+from rayrft.data.task_sampler import Interleave
+from rayrft.data.task_sources import read_held_out, read_source
+from rayrft.errors import DataError
+from rayrft.experience import Task
+
+
+@dataclass(frozen=True)
+class TaskSplits:
+    """Disjoint lists of tasks: no question (of the same images) stands in two of them."""
+
+    train: list[Task]
+    """One source after the other, each in its own order."""
+    sources: list[int]
+    """For each task in ``train``, which of ``tasks.sources`` it is from."""
+    evaluation: list[Task]
+    demonstrated: dict[str, list[Task]]
+
+
+def load_tasks(config: TasksConfig, demonstrations: dict[str, DemonstrationsConfig], seed: int) -> TaskSplits:
+    """Read all sources, keep the first of each question, hold out and set apart by seed.
+
+    Held-out and demonstrated tasks are taken from the sources in proportion to their weights. A source with a file or a
+    split of held-out tasks gives its share from there. Raises DataError when a source is missing, empty or broken, or
+    too small for the splits asked for, and ConfigError when there is no reader of a name.
+    """
+    fields = [f"tasks.sources.{number}" for number in range(len(config.sources))]
+    shares = _shares(config, config.eval_size)
+    seen: set[str] = set()
+    held_out = [
+        list(islice(_unseen(read_held_out(source, field), seen), share))
+        for source, field, share in zip(config.sources, fields, shares, strict=True)
+    ]
+    pools = [
+        _Pool(list(_unseen(read_source(source, field), seen)), [seed, number])
+        for number, (source, field) in enumerate(zip(config.sources, fields, strict=True))
+    ]
+    for source, pool, part, share in zip(config.sources, pools, held_out, shares, strict=True):
+        if not source.has_held_out:
+            part += pool.cut(share, "tasks.eval_size")
+    demonstrated = {
+        name: [
+            task
+            for pool, share in zip(pools, _shares(config, each.size), strict=True)
+            for task in pool.cut(share, f"demonstrations.{name}.size")
+        ]
+        for name, each in demonstrations.items()
+        if each.path is None and each.size is not None
+    }
+    train = [pool.rest(field) for pool, field in zip(pools, fields, strict=True)]
+    return TaskSplits(
+        train=[task for part in train for task in part],
+        sources=[number for number, part in enumerate(train) for _ in part],
+        evaluation=[task for part in held_out for task in part],
+        demonstrated=demonstrated,
+    )
+
+
+class _Pool:
+    """The tasks of one source, dealt out in an order shuffled by seed."""
+
+    def __init__(self, tasks: list[Task], seed: list[int]) -> None:
+        self._tasks = tasks
+        self._left: list[int] = np.random.default_rng(seed).permutation(len(tasks)).tolist()
+
+    def cut(self, count: int, field: str) -> list[Task]:
+        if count > len(self._left):
+            raise DataError(
+                f"only {len(self._left)} of {count} tasks are left ({len(self._tasks)} distinct tasks in the source)",
+                field=field,
+                value=count,
+                remedy="ask for fewer, or take more tasks",
+            )
+        part, self._left = self._left[:count], self._left[count:]
+        return [self._tasks[index] for index in part]
+
+    def rest(self, field: str) -> list[Task]:
+        """What was not dealt, in the source's own order."""
+        if not self._left:
+            raise DataError(
+                f"no task is left to train on ({len(self._tasks)} in the source that no earlier one holds)",
+                field=field,
+                remedy="lower eval_size or the sizes of the demonstrations, or take more tasks",
+            )
+        return [self._tasks[index] for index in sorted(self._left)]
+
+
+def _shares(config: TasksConfig, total: int) -> list[int]:
+    """How many of ``total`` tasks each source gives."""
+    turns = Interleave([source.weight for source in config.sources])
+    turns.seek(total)
+    return turns.counts
+
+
+def _unseen(tasks: Iterable[Task], seen: set[str]) -> Iterator[Task]:
+    for task in tasks:
+        if task.asked not in seen:
+            seen.add(task.asked)
+            yield task

@@ -1,0 +1,165 @@
+"""Text to tokens, once: the only place where prompts and demonstrations are tokenised."""
+
+from __future__ import annotations
+
+import re
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rayrft.data.images import ImageReader, place
+from rayrft.errors import DataError, ModelError
+
+
+class ChatTokenizer:
+    """A Hugging Face tokenizer with what training asks of it: an EOS token and a chat template.
+
+    Without a chat template a conversation is its contents: a line each, those of the assistant closed by EOS instead.
+    Raises ModelError, which names the config's ``field``, when the tokenizer is missing, or has no EOS (an answer could
+    never end).
+    """
+
+    def __init__(self, path: str | Path, field: str = "model.path") -> None:
+        from transformers import AutoTokenizer
+
+        self._path = str(path)
+        try:
+            self.hf = AutoTokenizer.from_pretrained(str(path))
+        except (OSError, ValueError) as error:
+            raise ModelError(
+                f"no tokenizer can be loaded: {str(error).splitlines()[0]}",
+                field=field,
+                value=str(path),
+                remedy="give a folder or hub id that transformers.AutoTokenizer loads",
+            ) from None
+        if self.hf.eos_token_id is None:
+            raise ModelError(
+                "the tokenizer has no EOS token, so no answer could ever end",
+                field=field,
+                value=str(path),
+                remedy="set tokenizer.eos_token and save the tokenizer again",
+            )
+        self.eos_id: int = self.hf.eos_token_id
+
+    @cached_property
+    def images(self) -> ImageReader:
+        """Of the tokenizer's model. Raises ModelError where that takes no images."""
+        return ImageReader(self._path)
+
+    def prompt(self, messages: list[dict[str, str]], images: tuple[str, ...] = ()) -> list[int]:
+        """Token ids up to where the assistant's turn begins, with as many placeholders for each image as the model
+        makes of it.
+
+        Raises DataError when the chat template refuses the messages, ModelError when the model takes no images.
+        """
+        ids = self._encode(self._render(self._placed(messages, images), add_generation_prompt=True)[0])
+        return _repeat(ids, self.images.repeats(ids, images)) if images else ids
+
+    def response(self, text: str) -> list[int]:
+        """Token ids of an answer, closed by EOS."""
+        return [*self._encode(text), self.eos_id]
+
+    def chat(self, messages: list[dict[str, str]], images: tuple[str, ...] = ()) -> tuple[list[int], list[int]]:
+        """Token ids of a conversation that ends with the assistant, and the action mask, of the same length.
+
+        The mask is 1 on every turn of the assistant, up to and with the EOS that ends it. Where a turn begins and ends
+        is the chat template's to say: by its ``{% generation %}`` markers, else by what it adds to the prompt for that
+        turn. The last turn ends the sequence, and is closed by EOS where the template does not close it.
+
+        Raises DataError when the template refuses the messages, or gives no sequence that holds all turns, and
+        ModelError when the model takes no images.
+        """
+        placed = self._placed(messages, images)
+        text, turns = self._marked_turns(placed) if self._has_markers() else self._grown_turns(placed)
+        ids: list[int] = []
+        mask: list[int] = []
+        done = 0
+        for start, end in turns:
+            end = self._after_eos(text, start, end)
+            # A turn is tokenised apart from the prompt before it, as in a rollout, where the prompt comes first.
+            for piece, action in ((text[done:start], 0), (text[start:end], 1)):
+                tokens = self._encode(piece)
+                ids += tokens
+                mask += [action] * len(tokens)
+            done = end
+        if ids[-1:] != [self.eos_id]:
+            ids.append(self.eos_id)
+            mask.append(1)
+        if images:
+            repeats = self.images.repeats(ids, images)
+            ids, mask = _repeat(ids, repeats), _repeat(mask, repeats)
+        return ids, mask
+
+    def decode(self, token_ids: list[int]) -> str:
+        """The text of an answer, special tokens left out."""
+        return str(self.hf.decode(token_ids, skip_special_tokens=True))
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.hf.encode(text, add_special_tokens=False))
+
+    def _placed(self, messages: list[dict[str, str]], images: tuple[str, ...]) -> list[dict[str, Any]]:
+        """The messages with their images, as the chat template takes them."""
+        if images and not self.hf.chat_template:
+            raise ModelError(
+                "the tokenizer has no chat template, which would say where images stand",
+                field="model.path",
+                value=self._path,
+                remedy="set tokenizer.chat_template and save the tokenizer again",
+            )
+        return place(messages, len(images)) if images else messages
+
+    def _render(self, messages: list[dict[str, Any]], **options: bool) -> tuple[str, list[tuple[int, int]]]:
+        """The messages as text, and the stretches of it that the template's markers enclose, where asked for them."""
+        if not self.hf.chat_template:
+            ends = {"assistant": self.hf.eos_token}
+            return "".join(message["content"] + ends.get(message["role"], "\n") for message in messages), []
+        from jinja2 import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        template = self.hf.get_chat_template()
+        try:
+            texts, marked = render_jinja_template(
+                [messages], chat_template=template, **options, **self.hf.special_tokens_map
+            )
+        except TemplateError as error:
+            raise DataError(f"the chat template refuses the messages: {error}") from None
+        return texts[0], marked[0] if marked else []
+
+    def _has_markers(self) -> bool:
+        template = self.hf.get_chat_template() if self.hf.chat_template else ""
+        return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
+
+    def _marked_turns(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
+        """The conversation as text, and the stretches of it that the template's markers enclose."""
+        text, turns = self._render(messages, return_assistant_tokens_mask=True)
+        if not turns:
+            raise DataError("the {% generation %} markers of the chat template enclose no turn of these messages")
+        return text, turns
+
+    def _grown_turns(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
+        """The conversation as text, and the stretches of it that each turn of the assistant added to its prompt."""
+        text, turns = "", []
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            prompt, _ = self._render(messages[:index], add_generation_prompt=True)
+            said, _ = self._render(messages[: index + 1])
+            if not prompt.startswith(text) or not said.startswith(prompt):
+                raise DataError(
+                    f"message {index + 1} does not continue what the chat template writes before it (some templates "
+                    "strip earlier reasoning), so no sequence of tokens holds all turns",
+                    remedy="give one row per turn of the assistant, or a chat template with {% generation %} markers",
+                )
+            turns.append((len(prompt), len(said)))
+            text = said
+        return text, turns
+
+    def _after_eos(self, text: str, start: int, end: int) -> int:
+        """Where a turn really ends: templates put text behind the EOS, or the EOS behind the marker."""
+        eos = self.hf.eos_token
+        at = text.rfind(eos, start, end + len(eos))
+        return end if at < 0 else at + len(eos)
+
+
+def _repeat(values: list[int], times: list[int]) -> list[int]:
+    return [value for value, count in zip(values, times, strict=True) for _ in range(count)]

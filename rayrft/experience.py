@@ -1,0 +1,252 @@
+"""Task and experience: the records that travel between the parts.
+
+An experience is one trajectory segment: a token sequence, which of its tokens the policy produced, and what is known of
+them. Inside a process it is an :class:`Experience`; between processes it is a row of an Arrow record batch with
+:data:`SCHEMA`: ragged one-dimensional lists, no padding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+
+from rayrft.errors import DataError
+
+Source = Literal["usual", "expert", "human", "synthetic"]
+SOURCES: tuple[str, ...] = ("usual", "expert", "human", "synthetic")
+SCHEMA_VERSION = "2"
+
+LEFT_OUT = "group_left_out"
+"""In a row's metrics: how many rows its group had besides those that it has, when advantages were found."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """Something to be answered. ``id`` is a stable hash of source and content."""
+
+    id: str
+    question: str
+    answer: str
+    domain: str = "own"
+    workflow: str = "single_turn"
+    difficulty: float | None = None
+    system: str | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    images: tuple[str, ...] = ()
+    """Paths; see `rayrft.data.images` for where they stand in the question."""
+
+    @classmethod
+    def create(cls, source: str, question: str, answer: str, *, images: tuple[str, ...] = (), **rest: Any) -> Task:
+        digest = hashlib.blake2b(json.dumps([source, question, answer, *images]).encode(), digest_size=8)
+        return cls(digest.hexdigest(), question, answer, images=images, **rest)
+
+    @property
+    def asked(self) -> str:
+        """What tells it from other tasks: the question, and its images where it has some."""
+        return asked(self.question, self.images)
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The conversation that opens the task, in chat form."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return [*system, {"role": "user", "content": self.question}]
+
+
+def asked(question: str, images: tuple[str, ...]) -> str:
+    """What is asked by a question with these images; by one without images, the question itself."""
+    return "\n".join([question, *images])
+
+
+@dataclass(frozen=True)
+class VersionSpan:
+    """Tokens ``[start, end)`` of the sequence were sampled under weights of this version."""
+
+    start: int
+    end: int
+    version: int
+
+
+@dataclass(frozen=True)
+class Experience:
+    """One trajectory segment of T tokens. Arrays have shape ``[T]``.
+
+    ``action_mask`` is 1 on tokens that the model (or the expert) produced; ``logprobs`` (nats, behaviour policy as it
+    sampled) and ``advantages`` are 0 elsewhere. ``experience_id`` follows from run, task, group, repeat, attempt and
+    segment, so that a retry writes the same row again; it is the ``group_id``, or that and ``/…``.
+    """
+
+    experience_id: str
+    group_id: str
+    task_id: str
+    token_ids: np.ndarray
+    prompt_length: int
+    action_mask: np.ndarray
+    logprobs: np.ndarray
+    source: Source = "usual"
+    weight_versions: tuple[VersionSpan, ...] = ()
+    reward: float | None = None
+    reward_components: dict[str, float] = field(default_factory=dict)
+    advantages: np.ndarray | None = None
+    status: str = "finished"
+    stop_reason: str | None = None
+    error: str | None = None
+    priority: float = 1.0
+    uses: int = 0
+    turns: tuple[dict[str, str], ...] = ()
+    images: tuple[str, ...] = ()
+    pair_id: str | None = None
+    chosen: bool | None = None
+    teacher_logprobs: np.ndarray | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    labels: dict[str, str] = field(default_factory=dict)
+    """What people said of it."""
+    created_at: float = 0.0
+    finished_at: float = 0.0
+
+    @property
+    def repeat(self) -> str:
+        """Which of its group's trajectories it belongs to: ``<group_id>/<repeat>`` and ``<group_id>/<repeat>/…`` are
+        one trajectory, in one row or in several."""
+        return self.experience_id.removeprefix(self.group_id).strip("/").partition("/")[0]
+
+    @property
+    def oldest_version(self) -> int:
+        """Oldest weights that any of its tokens was sampled under."""
+        return min((span.version for span in self.weight_versions), default=0)
+
+
+SCHEMA = pa.schema(
+    [
+        pa.field("experience_id", pa.string(), nullable=False),
+        pa.field("group_id", pa.string(), nullable=False),
+        pa.field("task_id", pa.string(), nullable=False),
+        pa.field("token_ids", pa.list_(pa.int32()), nullable=False),
+        pa.field("prompt_length", pa.int32(), nullable=False),
+        pa.field("action_mask", pa.list_(pa.uint8()), nullable=False),
+        pa.field("logprobs", pa.list_(pa.float32()), nullable=False),
+        pa.field("source", pa.string(), nullable=False),
+        pa.field(
+            "weight_versions",
+            pa.list_(pa.struct([("start", pa.int32()), ("end", pa.int32()), ("version", pa.int64())])),
+        ),
+        pa.field("reward", pa.float32()),
+        pa.field("reward_components", pa.map_(pa.string(), pa.float32())),
+        pa.field("advantages", pa.list_(pa.float32())),
+        pa.field("status", pa.string()),
+        pa.field("stop_reason", pa.string()),
+        pa.field("error", pa.string()),
+        pa.field("priority", pa.float32()),
+        pa.field("uses", pa.int32()),
+        pa.field("turns", pa.list_(pa.map_(pa.string(), pa.string()))),
+        pa.field("images", pa.list_(pa.string())),
+        pa.field("pair_id", pa.string()),
+        pa.field("chosen", pa.bool_()),
+        pa.field("teacher_logprobs", pa.list_(pa.float32())),
+        pa.field("metrics", pa.map_(pa.string(), pa.float32())),
+        pa.field("labels", pa.map_(pa.string(), pa.string())),
+        pa.field("created_at", pa.float64()),
+        pa.field("finished_at", pa.float64()),
+    ],
+    metadata={"rayrft.schema": SCHEMA_VERSION},
+)
+
+_LISTS = [f.name for f in SCHEMA if pa.types.is_list(f.type) and pa.types.is_primitive(f.type.value_type)]
+_MAPS = [f.name for f in SCHEMA if pa.types.is_map(f.type)]
+_WHOLE_NUMBERS = ("token_ids", "prompt_length", "action_mask")
+
+
+def to_batch(experiences: list[Experience]) -> pa.RecordBatch:
+    """Experiences as one record batch of :data:`SCHEMA`. Raises DataError, with the column, where one holds what the
+    column cannot."""
+    batch = pa.RecordBatch.from_arrays([_column(f, experiences) for f in SCHEMA], schema=SCHEMA)
+    check_filled(batch)
+    return batch
+
+
+def _column(f: pa.Field, experiences: list[Experience]) -> pa.Array:
+    try:
+        values = [getattr(each, f.name) for each in experiences]
+        if f.name in _MAPS:
+            values = [list(value.items()) for value in values]
+        elif f.name == "turns":
+            values = [[list(turn.items()) for turn in value] for value in values]
+        elif f.name == "weight_versions":
+            values = [[dataclasses.asdict(span) for span in value] for value in values]
+        elif f.name in _WHOLE_NUMBERS and any(each.size and each.dtype.kind == "f" for each in map(np.asarray, values)):
+            raise TypeError("fractions, which Arrow would cut off")
+        return pa.array(values, f.type)
+    except (pa.ArrowException, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise DataError(
+            f"a row holds what is no {f.type}: {str(error).splitlines()[0]}",
+            field=f.name,
+            remedy="give what the fields of Experience say",
+        ) from None
+
+
+def from_batch(batch: pa.RecordBatch) -> list[Experience]:
+    """The rows of a record batch as experiences; arrays are views of the Arrow memory."""
+    columns: dict[str, list[Any]] = {}
+    for f in SCHEMA:
+        column = batch.column(f.name)
+        if f.name in _LISTS:
+            columns[f.name] = list_column(column)
+        else:
+            columns[f.name] = column.to_pylist()
+    for name in _MAPS:
+        columns[name] = [dict(value or ()) for value in columns[name]]
+    columns["turns"] = [tuple(dict(turn) for turn in value or ()) for value in columns["turns"]]
+    columns["images"] = [tuple(value or ()) for value in columns["images"]]
+    columns["weight_versions"] = [
+        tuple(VersionSpan(**span) for span in value or ()) for value in columns["weight_versions"]
+    ]
+    return [Experience(**{name: values[row] for name, values in columns.items()}) for row in range(batch.num_rows)]
+
+
+def list_column(column: pa.ListArray, rows: Sequence[int] | np.ndarray | None = None) -> list[np.ndarray | None]:
+    """One numpy view per row (of all, or of these) of a column of primitive lists; None where the list is null."""
+    values = column.values.to_numpy(zero_copy_only=False)
+    offsets = column.offsets.to_numpy()
+    valid = column.is_valid().to_numpy(zero_copy_only=False)
+    wanted = range(len(column)) if rows is None else rows
+    return [values[offsets[row] : offsets[row + 1]] if valid[row] else None for row in wanted]
+
+
+def check_schema(schema: pa.Schema) -> None:
+    """Raises DataError unless rows of this schema are experiences."""
+    if not schema.equals(SCHEMA, check_metadata=True):
+        raise DataError(
+            "rows are not of the experience schema",
+            field="schema",
+            value=schema.names,
+            remedy="use to_batch()",
+        )
+
+
+def check_filled(batch: pa.RecordBatch) -> None:
+    """Raises DataError where a row of :data:`SCHEMA` lacks what every row has."""
+    for place, f in enumerate(SCHEMA):
+        if not f.nullable and batch.column(place).null_count:
+            raise DataError(
+                "a row has none", field=f.name, value=None, remedy="give every row one: see the fields of Experience"
+            )
+
+
+def pack(batch: pa.RecordBatch) -> pa.Buffer:
+    """The rows as one Arrow IPC message: the form in which they travel, lie in the object store and go to disk.
+
+    One buffer costs a tenth of what pickling every column does. Raises DataError when they are not of :data:`SCHEMA`.
+    """
+    check_schema(batch.schema)
+    return batch.serialize()
+
+
+def unpack(message: pa.Buffer) -> pa.RecordBatch:
+    """The rows of a message, without a copy."""
+    return pa.ipc.read_record_batch(message, SCHEMA)

@@ -1,0 +1,82 @@
+"""How weights look on the wire.
+
+Both sides cut the same list of tensors into the same buckets, so a bucket travels as bare bytes: one flat buffer, each
+tensor at a 16-byte boundary. Each side digests the buffers it sends or has received; equal digests prove that every
+byte arrived, in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from rayrft.weights.messages import TensorMeta
+
+_CHUNK = 1 << 20
+
+
+def plan_buckets(metas: list[TensorMeta], bucket_bytes: int) -> list[list[TensorMeta]]:
+    """Consecutive tensors, together at most ``bucket_bytes``; a larger tensor has a bucket of its own."""
+    buckets: list[list[TensorMeta]] = []
+    room = 0
+    for meta in metas:
+        if meta.padded > room or not buckets:
+            buckets.append([])
+            room = bucket_bytes
+        buckets[-1].append(meta)
+        room -= meta.padded
+    return buckets
+
+
+def empty_bucket(metas: list[TensorMeta], device: torch.device | str) -> Tensor:
+    """A zeroed buffer for a bucket: zeroed because padding is part of the digest."""
+    return torch.zeros(sum(meta.padded for meta in metas), dtype=torch.uint8, device=device)
+
+
+def fill_bucket(buffer: Tensor, metas: list[TensorMeta], tensors: Iterable[Tensor]) -> None:
+    """Copy tensors into the buffer, cast to their wire dtype. Raises ValueError on a shape that was not announced."""
+    for view, meta, tensor in zip(_views(buffer, metas), metas, tensors, strict=True):
+        if tuple(tensor.shape) != meta.shape:
+            raise ValueError(f"{meta.name} has shape {tuple(tensor.shape)}, announced as {meta.shape}")
+        view.copy_(tensor)
+
+
+def read_bucket(buffer: Tensor, metas: list[TensorMeta]) -> Iterator[tuple[str, Tensor]]:
+    """Name and tensor of each entry; the tensors are views of the buffer."""
+    for view, meta in zip(_views(buffer, metas), metas, strict=True):
+        yield meta.name, view
+
+
+def _views(buffer: Tensor, metas: list[TensorMeta]) -> Iterator[Tensor]:
+    offset = 0
+    for meta in metas:
+        yield buffer[offset : offset + meta.nbytes].view(getattr(torch, meta.dtype)).view(meta.shape)
+        offset += meta.padded
+
+
+class Digest:
+    """A 64-bit digest of buffers in their order, computed where they lie (CPU or GPU), in bounded memory.
+
+    The polynomial sum of their 32-bit words with position-dependent odd factors, modulo 2**64: a changed, lost or moved
+    word changes it. It guards against faults, not against forgery.
+    """
+
+    def __init__(self) -> None:
+        self._state = 0
+        self._factors: Tensor | None = None
+
+    def update(self, buffer: Tensor) -> None:
+        """Take in a buffer of bytes whose length is a multiple of 4."""
+        words = buffer.view(torch.int32)
+        if self._factors is None or self._factors.device != buffer.device:
+            self._factors = torch.arange(_CHUNK, dtype=torch.int64, device=buffer.device) * 0x9E3779B1 * 2 + 1
+        for start in range(0, words.numel(), _CHUNK):
+            part = words[start : start + _CHUNK].to(torch.int64)
+            total = int((part * self._factors[: part.numel()]).sum())
+            self._state = (self._state * 1_000_003 + total + part.numel()) % (1 << 64)
+
+    @property
+    def value(self) -> str:
+        return f"{self._state:016x}"

@@ -1,0 +1,168 @@
+"""GAE over action tokens, rewards of tokens, and the critic's losses."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rayrft.algorithms import Denominators, TokenBatch, build, count
+from rayrft.algorithms.grid import to_go
+from rayrft.algorithms.values import clipped, errors_of_values, gae, squared, token_rewards, with_advantages
+from tests.algorithms.flat import make_batch, on_mask, own, tokens
+
+
+def test_gae_by_hand() -> None:
+    # r = 0, 1; V = 0.5, 0.25; gamma = 0.5, lam = 0.5.
+    # t = 1: delta = 1 + 0 - 0.25 = 0.75, A = 0.75, R = 1
+    # t = 0: delta = 0 + 0.5 * 0.25 - 0.5 = -0.375, A = -0.375 + 0.25 * 0.75 = -0.1875, R = 0.3125
+    batch = own([[0.0, 0.0]], values=[[0.5, 0.25]])
+    advantages, returns = gae(tokens([[0.0, 1.0]], prompt=0.0), batch, gamma=0.5, lam=0.5)
+    assert on_mask(advantages, batch) == pytest.approx([-0.1875, 0.75])
+    assert on_mask(returns, batch) == pytest.approx([0.3125, 1.0])
+
+
+def test_gae_with_gamma_and_lambda_1_is_return_less_value() -> None:
+    batch = own([[0.0] * 3, [0.0] * 2], values=[[0.1, 0.2, 0.3], [0.4, 0.5]])
+    advantages, returns = gae(tokens([[0.0, 0.0, 1.0], [0.0, 2.0]], prompt=0.0), batch)
+    assert on_mask(advantages, batch) == pytest.approx([0.9, 0.8, 0.7, 1.6, 1.5])
+    assert on_mask(returns, batch) == pytest.approx([1.0, 1.0, 1.0, 2.0, 2.0])
+
+
+def test_gae_skips_what_the_policy_did_not_produce() -> None:
+    """An observation between two action tokens, and rows that lie interleaved, change nothing."""
+    values, rewards = torch.tensor([0.5, 9.0, 0.3, 0.25, 0.0]), torch.tensor([0.0, 0.0, 1.0, 1.0, 0.0])
+    batch = TokenBatch(
+        mask=torch.tensor([True, False, True, True, False]),
+        sequence=torch.tensor([0, 0, 1, 0, 0]),
+        behaviour_logprobs=torch.zeros(5),
+        advantages=torch.zeros(5),
+        expert=torch.tensor([False, False]),
+        values=values,
+    )
+    advantages, returns = gae(rewards, batch, gamma=0.5, lam=0.5)
+    assert advantages.tolist() == pytest.approx([-0.1875, 0.0, 0.7, 0.75, 0.0])
+    assert returns.tolist() == pytest.approx([0.3125, 0.0, 1.0, 1.0, 0.0])
+
+
+def test_a_row_without_action_tokens_gets_nothing() -> None:
+    batch = own([[], [0.0]], values=[[], [0.5]], reward=torch.tensor([3.0, 1.0], dtype=torch.float64))
+    assert token_rewards(batch).tolist() == [0.0, 0.0, 1.0]
+    advantages, _ = gae(token_rewards(batch), batch)
+    assert advantages.tolist() == [0.0, 0.0, 0.5]
+
+
+def test_token_rewards_stand_on_the_last_action_token_less_a_penalty_on_each() -> None:
+    batch = own([[0.0, 0.0], [0.0]], reward=torch.tensor([1.0, 2.0], dtype=torch.float64))
+    found = token_rewards(batch, tokens([[0.1, 0.2], [0.3]]))
+    assert on_mask(found, batch) == pytest.approx([-0.1, 0.8, 1.7])
+    assert (found[~batch.mask] == 0).all()
+    with pytest.raises(ValueError, match="need the rewards of the rows"):
+        token_rewards(own([[0.0]]))
+
+
+def test_advantages_are_filled_in_for_own_rows_only() -> None:
+    batch = make_batch(
+        [[0.0], [0.0]], expert=[False, True], values=[[0.25], [0.5]], reward=torch.tensor([1.0, 1.0]).double()
+    )
+    filled = with_advantages(batch, gae)
+    assert filled.advantages.tolist() == [0.0, 0.75, 0.0, 0.0]
+    assert filled.returns is not None and filled.returns.tolist() == [0.0, 1.0, 0.0, 0.0]
+
+
+def test_how_far_the_critic_missed_each_row_by_hand() -> None:
+    # |1 - 0.25| and |1 - 1.5|, mean 0.625; |0 - 0.5|; nothing of the expert's row
+    batch = make_batch(
+        [[0.0, 0.0], [0.0], [0.0]],
+        expert=[False, False, True],
+        values=[[0.25, 1.5], [0.5], [9.0]],
+        reward=torch.tensor([1.0, 0.0, 1.0]).double(),
+    )
+    assert errors_of_values(with_advantages(batch, gae)).tolist() == pytest.approx([0.625, 0.5, 0.0])
+    with pytest.raises(ValueError, match="need the critic's values"):
+        errors_of_values(own([[0.0]]))
+
+
+def test_a_kl_in_the_reward_by_hand() -> None:
+    # k1 of the behaviour policy: log pi - log pi_ref = -1 + 2 = 1 on the only token; reward 1 - 0.5 * 1 - V 0.25
+    algorithm = build("ppo", {"kl": "k1", "kl_in": "reward", "kl_coef": 0.5})
+    fields = {"values": [[0.25]], "reference_logprobs": [[-2.0]], "reward": torch.ones(1).double()}
+    filled = algorithm.token_advantages(make_batch([[-1.0]], **fields))
+    assert filled.advantages.tolist() == pytest.approx([0.0, 0.25])
+    with pytest.raises(ValueError, match="kl 'k1' needs reference_logprobs, which the batch does not hold"):
+        algorithm.token_advantages(make_batch([[-1.0]], values=[[0.25]], reward=torch.ones(1)))
+
+
+def test_a_kl_in_the_reward_of_a_group_by_hand() -> None:
+    # k1 on the action tokens: 1, 2 and 4, around an observation that holds anything. With 0.5 times what is to come,
+    # the advantage 3 becomes 3 - 3.5, 3 - 3 and 3 - 2; the expert's row keeps its zeros.
+    mask = torch.tensor([False, True, False, True, True, False, True])
+    blank = torch.full((7,), math.nan, dtype=torch.float64)
+    behaviour, reference, advantages = blank.clone(), blank.clone(), torch.zeros(7, dtype=torch.float64)
+    behaviour[mask] = torch.tensor([-1.0, -1.0, -1.0, 0.0], dtype=torch.float64)
+    reference[mask] = torch.tensor([-2.0, -3.0, -5.0, -9.0], dtype=torch.float64)
+    advantages[:5][mask[:5]] = 3.0
+    batch = TokenBatch(
+        mask=mask,
+        sequence=torch.tensor([0, 0, 0, 0, 0, 1, 1]),
+        behaviour_logprobs=behaviour,
+        advantages=advantages,
+        expert=torch.tensor([False, True]),
+        reference_logprobs=reference,
+    )
+    for name in ("reinforce_pp", "grpo", "rloo"):
+        algorithm = build(name, {"kl": "k1", "kl_in": "reward", "kl_coef": 0.5})
+        found = algorithm.token_advantages(batch).advantages
+        assert found.tolist() == pytest.approx([0.0, -0.5, 0.0, 0.0, 1.0, 0.0, 0.0])
+    assert build("grpo", {"kl": "k2", "kl_coef": 0.5}).token_advantages(batch) is batch, "a KL in the loss is not there"
+
+
+def test_a_kl_in_the_reward_is_that_of_the_proximal_policy_where_there_is_one() -> None:
+    # k1 of the proximal policy: -1 + 3 = 2, whatever the behaviour policy was.
+    algorithm = build("rloo", {"kl": "k1", "kl_in": "reward", "kl_coef": 0.5})
+    batch = make_batch([[-9.0]], [[3.0]], proximal_logprobs=[[-1.0]], reference_logprobs=[[-3.0]])
+    assert on_mask(algorithm.token_advantages(batch).advantages, batch) == pytest.approx([2.0])
+
+
+@pytest.mark.parametrize("width", [0, 1, 2, 7, 64, 300])
+def test_sums_to_go_are_those_of_the_recursion(width: int) -> None:
+    torch.manual_seed(0)
+    values = torch.randn(3, width, dtype=torch.float64)
+    total = torch.zeros(3, dtype=torch.float64)
+    expected = torch.zeros_like(values)
+    for t in reversed(range(width)):
+        total = expected[:, t] = values[:, t] + 0.97 * total
+    torch.testing.assert_close(to_go(values, 0.97), expected, atol=1e-12, rtol=0)
+
+
+def test_value_losses_by_hand() -> None:
+    # V 1.0, R 0.0: 0.5. Old value 0.5 and bound 0.2: clipped to 0.7, (0.7)^2 / 2 < 0.5, so the greater stays.
+    batch = own([[0.0, 0.0]], values=[[0.5, 0.5]], returns=[[0.0, 2.0]])
+    values = tokens([[1.0, 1.0]], prompt=0.0)
+    assert on_mask(squared(values, batch), batch) == [0.5, 0.5]
+    # Towards its return 2 the second may go to 0.7 only: (2 - 0.7)^2 / 2 = 0.845, without gradient.
+    assert on_mask(clipped(values, batch), batch) == pytest.approx([0.5, 0.845])
+
+
+def test_the_critics_loss_counts_rows_by_their_importance_weights() -> None:
+    # Misses of 1 and 2, weighed 1/2 and 1/4: (1/2 * 1/2 + 1/4 * 2) / 2 tokens.
+    weight = torch.tensor([0.5, 0.25])
+    batch = make_batch([[0.0], [0.0]], values=[[0.0], [0.0]], returns=[[1.0], [2.0]], weight=weight)
+    loss = build("ppo", {"value_loss": "squared"}).value_loss_of(tokens([[0.0], [0.0]]), batch, Denominators(2, 2))
+    assert loss.item() == pytest.approx(0.375)
+
+
+def test_the_critics_loss_is_a_mean_over_own_tokens() -> None:
+    batch = make_batch(
+        [[0.0, 0.0], [0.0]], expert=[False, True], values=[[0.0, 0.0], [0.0]], returns=[[1.0, 2.0], [9.0]]
+    )
+    over = Denominators.of(count([batch]))
+    found = build("ppo", {"value_loss": "squared"}).value_loss_of(tokens([[0.0, 0.0], [0.0]]), batch, over)
+    assert found.item() == pytest.approx((0.5 + 2.0) / 2)
+
+
+@pytest.mark.parametrize("missing", [lambda b: gae(b.advantages, b), lambda b: squared(b.advantages, b)])
+def test_what_is_missing_is_named(missing) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ValueError, match=r"needs (the critic's values|returns)"):
+        missing(own([[0.0]]))

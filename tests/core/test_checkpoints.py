@@ -1,0 +1,173 @@
+"""Checkpoints of a run: whole whatever dies, and kept by the rules."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayrft.config.stage import CheckpointConfig
+from rayrft.core.checkpoints import Checkpoints, Progress
+from rayrft.errors import StorageError
+from tests.errors import about
+
+
+class Killed(BaseException):
+    """The process dies here."""
+
+
+class Mortal:
+    """Lets so many writes to disk through, and dies at the next."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, writes: float) -> None:
+        self._left = writes
+        for owner, name in ((Path, "rename"), (Path, "write_text"), (os, "fsync")):
+            monkeypatch.setattr(owner, name, self._counted(getattr(owner, name)))
+        monkeypatch.setattr(shutil, "rmtree", self._rmtree)
+
+    def _count(self) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise Killed
+
+    def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._count()
+            return function(*args, **kwargs)
+
+        return call
+
+    def _rmtree(self, folder: Path, ignore_errors: bool = False) -> None:
+        # The manifest goes last: what is left halfway looks whole.
+        for file in sorted(folder.iterdir(), key=lambda each: each.name == "manifest.json") if folder.exists() else ():
+            self._count()
+            file.unlink()
+        if folder.exists():
+            self._count()
+            folder.rmdir()
+
+
+def write(checkpoints: Checkpoints, progress: Progress) -> None:
+    folder = checkpoints.begin(progress.step)
+    (folder / "weights").touch()
+    checkpoints.commit(progress)
+
+
+def go_on(checkpoints: Checkpoints, step: int) -> None:
+    """What a run does that stands at that step: another checkpoint, a stage's end at the same step, one more."""
+    write(checkpoints, Progress("run", step=step + 3))
+    checkpoints.renew(Progress("run", step=step + 3, stage_asked=6))
+    write(checkpoints, Progress("run", step=step + 6))
+
+
+def dies(checkpoints: Checkpoints, writes: int, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether it died before all was written."""
+    with monkeypatch.context() as dying:
+        Mortal(dying, writes)
+        try:
+            go_on(checkpoints, 3)
+        except Killed:
+            return True
+    return False
+
+
+def test_a_crash_at_any_write_leaves_a_whole_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writes = 0
+    while True:
+        checkpoints = Checkpoints(tmp_path / str(writes), CheckpointConfig(keep_last=1))
+        write(checkpoints, Progress("run", step=3))
+        if not dies(checkpoints, writes, monkeypatch):
+            break
+        for each in checkpoints.all():
+            assert (checkpoints.at(each.step) / "weights").is_file(), each
+        latest = checkpoints.latest()
+        assert latest is not None
+        go_on(checkpoints, latest.step)  # what the crash left is in nobody's way
+        assert [each.step for each in checkpoints.all()] == [latest.step + 6]
+        assert not list((tmp_path / str(writes) / "checkpoints").glob(".*"))
+        writes += 1
+    assert writes > 20, "it died at every write once"
+
+
+def test_the_end_of_a_stage_is_noted_at_a_step_that_has_a_checkpoint(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    progress = Progress("run", step=6, stage_step=6)
+    write(checkpoints, progress)
+    assert checkpoints.holds(6) and not checkpoints.holds(7)
+    progress.end("mix", asked=8)
+    checkpoints.renew(progress)
+    latest = checkpoints.latest()
+    assert latest == progress and latest.stage_asked == 8
+    assert (checkpoints.at(6) / "weights").is_file()
+
+
+def test_a_stage_is_entered_again_only_when_it_is_asked_for_more_than_before() -> None:
+    progress = Progress("run", step=10, stage=1, stage_step=4, stage_began=6)
+    assert progress.needs(1), "it has not ended"
+    progress.end("mix", asked=10)  # its data came to an end after four steps
+    assert not progress.needs(10) and progress.needs(12)
+    progress.begin(1)
+    assert (progress.stage_step, progress.stage_began) == (4, 6) and progress.needs(12)
+    progress.step, progress.stage_step = 12, 6
+    progress.end("mix", asked=12)
+    assert progress.stages_done == [{"name": "mix", "steps": 6, "final_step": 12}]
+    progress.begin(2)
+    assert (progress.stage_step, progress.stage_began) == (0, 12) and progress.needs(1)
+
+
+def test_the_best_that_were_measured_are_kept_and_of_equals_the_earlier(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep_last=1, keep_best=2, best_by="accuracy"))
+    accuracies = {1: 0.2, 2: 0.9, 3: None, 4: 0.9, 5: 0.9, 6: 0.5, 7: None}
+    for step, accuracy in accuracies.items():
+        write(checkpoints, Progress("run", step=step, accuracy=accuracy))
+    assert [each.step for each in checkpoints.all()] == [2, 4, 7]
+
+
+def test_a_run_can_go_on_from_the_oldest_of_the_last(tmp_path: Path) -> None:
+    """Also past a million steps, where names are longer, and where one is kept for its accuracy."""
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep_last=2, keep_best=1))
+    for step in (3, 999_950, 1_000_000, 1_000_050):
+        write(checkpoints, Progress("run", step=step, accuracy=0.9 if step == 3 else None))
+    assert [each.step for each in checkpoints.all()] == [3, 1_000_000, 1_000_050]
+    assert checkpoints.fallback() == 1_000_000
+    latest = checkpoints.latest()
+    assert latest is not None and latest.step == 1_000_050
+
+
+def test_a_full_disk_is_a_storage_error_and_leaves_the_earlier_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep_last=1))
+    write(checkpoints, Progress("run", step=3))
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(Path, "write_text", full)
+        with pytest.raises(StorageError, check=about("storage")):
+            write(checkpoints, Progress("run", step=6))
+    latest = checkpoints.latest()
+    assert latest is not None and latest.step == 3
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda file: file.write_bytes(b"12")], ids=["missing", "cut off"])
+def test_a_checkpoint_that_is_not_whole_is_found_by_its_manifest(tmp_path: Path, damage: Callable[[Path], Any]) -> None:
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    for step in (3, 6):
+        folder = checkpoints.begin(step)
+        (folder / "ranks").mkdir()
+        (folder / "ranks" / "0").write_bytes(b"1234")
+        checkpoints.commit(Progress("run", step=step))
+    checkpoints.renew(Progress("run", step=6, stage_asked=6))
+    checkpoints.check(3)
+    checkpoints.check(6)
+    damage(checkpoints.at(6) / "ranks" / "0")
+    with pytest.raises(StorageError) as error:
+        checkpoints.check(6)
+    assert (error.value.field, error.value.value) == ("checkpoint", str(checkpoints.at(6)))
+    checkpoints.check(3)

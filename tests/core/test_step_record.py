@@ -1,0 +1,64 @@
+"""At a stage's first step the policy is the one that sampled, and the reference; what says otherwise is told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rayrft.buffer.events import GroupReport
+from rayrft.buffer.leases import Lease
+from rayrft.core.step_record import first_step_doubt
+from rayrft.trainer.result import StepResult, Unmoved
+
+SOUND = StepResult(
+    loss=0.1,
+    policy_loss=0.1,
+    sft_loss=0.0,
+    preference_loss=0.0,
+    distillation_loss=0.0,
+    value_loss=0.0,
+    value_grad_norm=0.0,
+    kl=0.0,
+    kl_coef=0.0,
+    entropy_coef=0.0,
+    grad_norm=1.0,
+    lr=1e-4,
+    entropy=1.0,
+    clip_fraction=0.0,
+    ratio=1.0,
+    correction_weight=1.0,
+    logprob_gap=1e-6,
+    policy_tokens=10,
+    expert_tokens=0,
+    train_s=0.1,
+    unmoved=Unmoved(kl=0.0, clip_fraction=0.04),
+    value_errors={},
+)
+
+
+def lease(*staleness: int) -> Lease:
+    return Lease(0, 0, (), 8, 0, staleness, GroupReport(), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "staleness", "said"),
+    [
+        ({}, (0, 0), None),
+        ({"logprob_gap": 0.02}, (0, 0), "disagree by 0.02 nats"),
+        ({"logprob_gap": 0.02}, (0, 1), None),  # sampled by an earlier policy
+        ({"logprob_gap": 0.02}, (), None),  # no own rows
+        ({"unmoved": Unmoved(0.0, 0.06)}, (0, 0), "binds the ratio on 6% of the tokens"),
+        ({"unmoved": Unmoved(0.0, 0.06)}, (0, 1), None),
+        ({"clip_fraction": 0.5}, (0, 0), None),  # in later updates the policy has moved
+        ({"unmoved": Unmoved(0.3, 0.0)}, (0, 1), "KL to the reference is 0.3 and not 0"),
+        ({"unmoved": Unmoved(-0.3, 0.0)}, (), "KL to the reference is -0.3"),
+        ({"kl": 0.3}, (0, 0), None),
+    ],
+)
+def test_a_first_step_is_doubted_where_policies_differ_that_must_not(
+    changes: dict[str, Any], staleness: tuple[int, ...], said: str | None
+) -> None:
+    doubt = first_step_doubt(lease(*staleness), replace(SOUND, **changes), 1e-4)
+    assert doubt is None if said is None else doubt is not None and said in doubt

@@ -1,0 +1,90 @@
+"""A run that is stopped saves where it stands, whatever it was doing."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayrft.config import load_config
+from rayrft.core.actors import Cast
+from rayrft.core.checkpoints import Checkpoints, Progress
+from rayrft.core.recorder import Recorder
+from rayrft.core.supervision import Stopped
+from rayrft.core.train_loop import Stages
+from rayrft.errors import StorageError
+from rayrft.monitor import sinks
+from tests.e2e.conftest import small_config
+from tests.scripted import Remote
+
+
+class ScriptedTrainer:
+    def __init__(self) -> None:
+        self.commands: list[str] = []
+
+    async def command(self, command: Any) -> list[Any]:
+        self.commands.append(type(command).__name__)
+        return [None]
+
+    async def written(self, folder: Path) -> None: ...
+
+
+class ScriptedBuffer:
+    async def resume(self, step: int, life: str) -> None: ...
+
+    async def cover(self, step: int) -> None: ...
+
+    async def settle(self) -> None: ...
+
+    async def stats(self) -> dict[str, Any]:
+        return {"sampled": 0}
+
+
+class EvaluatesForEver:
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+
+    async def evaluate(self, temperature: float) -> None:
+        self.asked.set()
+        await asyncio.Event().wait()
+
+
+class Subject:
+    """Stages on scripted actors."""
+
+    def __init__(self, folder: Path) -> None:
+        config = load_config(small_config(folder, "evaluates"))
+        config.folder.mkdir()
+        progress, self.stop = Progress("id"), asyncio.Event()
+        Checkpoints(config.folder, config.checkpoint).mark_beginning(progress)
+        self.trainer, self.explorer = ScriptedTrainer(), EvaluatesForEver()
+        cast = Cast(Remote(ScriptedBuffer()), Remote(self.trainer), Remote(self.explorer), None, [], [])
+        self.stages = Stages(config, cast, Recorder(config), progress, self.stop)
+
+
+@pytest.fixture
+def subject(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Subject:
+    monkeypatch.setattr(sinks.RayMetrics, "write", lambda *_: None)
+    return Subject(tmp_path)
+
+
+async def test_an_evaluation_is_left_alone_when_the_run_is_stopped(subject: Subject) -> None:
+    trainer, explorer, stop = subject.trainer, subject.explorer, subject.stop
+    running = asyncio.ensure_future(subject.stages.run())
+    await asyncio.wait_for(explorer.asked.wait(), 20)
+    stop.set()
+    with pytest.raises(Stopped):
+        await asyncio.wait_for(running, 20)
+    assert trainer.commands == ["OpenStage", "Save"], "at step 0 the checkpoint is the run's beginning"
+
+
+async def test_an_explorer_that_failed_between_two_waits_for_a_batch_ends_the_second(
+    subject: Subject,
+) -> None:
+    loop = asyncio.get_running_loop()
+    lease, exploring = loop.create_future(), loop.create_future()
+    exploring.set_exception(StorageError("No space left on device", field="journal"))
+    with pytest.raises(StorageError):
+        await asyncio.wait_for(subject.stages._unless_ended(lease, exploring), 20)

@@ -1,0 +1,120 @@
+"""Rows and files of expert data that cannot be understood: named by line, or skipped and counted; never in silence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rayrft.data.tokenizer import ChatTokenizer
+from rayrft.errors import DataError
+from tests.data.expert_data import MULTI_TURN, jsonl, load
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Path) -> ChatTokenizer:
+    return ChatTokenizer(tiny_model)
+
+
+BROKEN: dict[str, tuple[str, str]] = {
+    "no object": ("[1, 2]", "not a JSON object"),
+    "a bare text": ('"prompt"', "not a JSON object"),
+    "cut off": ('{"prompt": "p", "resp', "not JSON"),
+    "no response": ('{"prompt": "p"}', "needs text in 'prompt' and 'response'"),
+    "an empty response": ('{"prompt": "p", "response": ""}', "needs text in 'prompt' and 'response'"),
+    "a number": ('{"prompt": "p", "response": 5}', "needs text or messages in 'response'"),
+    "half a surrogate pair": ('{"prompt": "p", "response": "\\ud800"}', "not valid Unicode"),
+    "no messages": ('{"messages": []}', "needs text or messages in 'messages'"),
+    "texts for messages": ('{"messages": ["hello"]}', "messages[0] is not a message"),
+    "no content": ('{"messages": [{"role": "user"}]}', "messages[0] needs 'role' and 'content'"),
+    "tools": (
+        '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "tool_calls": [1]}]}',
+        "messages[1].tool_calls is not text",
+    ),
+    "a silent assistant": (
+        '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": ""}]}',
+        "messages[1]: the assistant says nothing",
+    ),
+    "no question": ('{"messages": [{"role": "assistant", "content": "a"}]}', "begins with the assistant"),
+    "no answer": ('{"messages": [{"role": "user", "content": "q"}]}', "does not end with the assistant"),
+    "half a pair": ('{"prompt": "p", "chosen": "a"}', "needs text in 'prompt' and 'response'"),
+    "a pair of the same": ('{"prompt": "p", "chosen": "a", "rejected": "a"}', "'chosen' and 'rejected' are the same"),
+    "a pair without prompt": ('{"chosen": "a", "rejected": "b"}', "needs text or messages in 'prompt'"),
+}
+GOOD = '{"prompt": "p", "response": "r"}'
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_row_is_named_by_its_line_or_skipped_and_counted(
+    tokenizer: ChatTokenizer, tmp_path: Path, kind: str
+) -> None:
+    line, why = BROKEN[kind]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join([GOOD, "", line, GOOD]))
+    with pytest.raises(DataError) as raised:
+        load(path, tokenizer)
+    assert raised.value.problem.startswith("1 broken rows of 3: line 3: ") and why in raised.value.problem
+    assert "on_broken" in raised.value.remedy and raised.value.field == "demonstrations.gold.path"
+    rows, left_out = load(path, tokenizer, on_broken="skip")
+    assert [row.experience_id for row in rows] == ["gold/1", "gold/4"]
+    assert why in left_out.broken[3]
+    assert left_out.counts == {"broken (lines 3)": 1}
+
+
+def test_a_line_that_is_not_utf_8_is_broken_alone(tokenizer: ChatTokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(GOOD.encode() + b'\n{"prompt": "\xff", "response": "r"}\n' + GOOD.encode())
+    rows, left_out = load(path, tokenizer, on_broken="skip")
+    assert len(rows) == 2 and left_out.broken == {2: "not UTF-8"}
+
+
+def test_line_numbers_are_those_of_an_editor(tokenizer: ChatTokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    # JSON may hold these two as they are; they end no line.
+    path.write_text('{"prompt": "a\u2028b\u0085c", "response": "r"}\nbroken\n', encoding="utf-8")
+    rows, left_out = load(path, tokenizer, on_broken="skip")
+    assert len(rows) == 1 and list(left_out.broken) == [2]
+
+
+def test_only_the_first_broken_lines_are_told(tokenizer: ChatTokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join([GOOD, *["broken"] * 12]))
+    with pytest.raises(DataError, match=r"12 broken rows of 13: line 2: not JSON .*; line 6: ") as raised:
+        load(path, tokenizer)
+    assert "line 7" not in raised.value.problem
+    _, left_out = load(path, tokenizer, on_broken="skip")
+    assert left_out.counts == {"broken (lines 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, …)": 12}
+
+
+def test_a_template_that_cannot_hold_a_conversation_makes_the_row_broken_and_tells_the_remedy(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    strips = ChatTokenizer(tiny_model)
+    strips.hf.chat_template = (
+        "{% for m in messages %}{% if loop.last or m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"
+    )
+    with pytest.raises(DataError, match=r"line 1: message 5 does not continue .*give one row per turn"):
+        load(jsonl([{"messages": MULTI_TURN}], tmp_path), strips)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("rows.jsonl", None, r"demonstrations\.gold\.path: no such file .*saved Hugging Face data set"),
+        ("rows.jsonl", "", r"no usable row"),
+        ("rows.parquet", "not Parquet", r"cannot be read: .*Parquet"),
+        ("saved/state.json", "{}", r"state\.json is not that of a saved data set \(KeyError"),
+        ("saved/state.json", '{"_data_files": [{"filename": "gone.arrow"}]}', r"cannot be read: .*gone\.arrow"),
+        ("saved/notes.txt", "hello", r"the folder holds no Parquet files"),
+        ("saved/train/state.json", "{}", r"holds the splits \['train'\] .*Give one of them: .*train"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(
+    tokenizer: ChatTokenizer, tmp_path: Path, name: str, content: str | None, message: str
+) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True, parents=True)
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(DataError, match=message):
+        load(tmp_path / name.split("/")[0], tokenizer)

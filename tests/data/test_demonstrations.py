@@ -1,0 +1,206 @@
+"""Expert data from every kind of file: the same rows, masks on the assistant only, and no row lost without a count."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rayrft.config.demonstrations import DemonstrationsConfig, RowFormat
+from rayrft.data.demonstrations import from_dataset, from_file
+from rayrft.data.tokenizer import ChatTokenizer
+from rayrft.errors import DataError
+from tests.data.expert_data import (
+    MULTI_TURN,
+    SHAPES,
+    Rows,
+    described,
+    fetched,
+    jsonl,
+    load,
+    parquet,
+    parquet_folder,
+    saved_dataset,
+    spoken,
+)
+from tests.errors import about
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Path) -> ChatTokenizer:
+    return ChatTokenizer(tiny_model)
+
+
+FORMATS = [jsonl, parquet, parquet_folder, saved_dataset]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("write", FORMATS)
+def test_every_kind_of_file_gives_the_same_rows(
+    tokenizer: ChatTokenizer, tmp_path: Path, write: Callable[[Rows, Path], Path], shape: str
+) -> None:
+    expected, _ = load(jsonl(SHAPES[shape], tmp_path), tokenizer)
+    rows, left_out = load(write(SHAPES[shape], tmp_path), tokenizer)
+    assert described(rows) == described(expected) and rows
+    assert len(left_out) == 0
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_ray_dataset_gives_the_same_rows(
+    tokenizer: ChatTokenizer, tmp_path: Path, ray_cluster: Any, shape: str
+) -> None:
+    import ray.data
+
+    expected, _ = load(jsonl(SHAPES[shape], tmp_path), tokenizer)
+    dataset, left_out = from_dataset("gold", ray.data.from_items(SHAPES[shape]), RowFormat(), tokenizer, 64)
+    assert described(fetched(dataset)) == described(expected)
+    assert len(left_out) == 0
+
+
+def test_the_mask_of_a_conversation_holds_all_turns_of_the_assistant(tokenizer: ChatTokenizer, tmp_path: Path) -> None:
+    [row], _ = load(jsonl([{"messages": MULTI_TURN}], tmp_path), tokenizer)
+    assert spoken(tokenizer, row) == "2<|eos|>3<|eos|>"
+    assert row.action_mask[: row.prompt_length].sum() == 0 and row.action_mask[row.prompt_length] == 1
+    assert row.turns == tuple(MULTI_TURN)
+
+
+def test_a_preference_pair_is_two_rows_of_one_group(tokenizer: ChatTokenizer, tmp_path: Path) -> None:
+    rows, _ = load(jsonl(SHAPES["preferences"][:1], tmp_path), tokenizer)
+    assert [(row.experience_id, row.group_id, row.pair_id, row.chosen) for row in rows] == [
+        ("gold/1/chosen", "gold/1", "gold/1", True),
+        ("gold/1/rejected", "gold/1", "gold/1", False),
+    ]
+    assert [spoken(tokenizer, row) for row in rows] == ["yes 0<|eos|>", "no 0<|eos|>"]
+    chosen, rejected = rows
+    assert chosen.token_ids[: chosen.prompt_length].tolist() == rejected.token_ids[: rejected.prompt_length].tolist()
+
+
+def test_a_side_that_holds_its_own_prompt_is_not_given_it_twice(tokenizer: ChatTokenizer, tmp_path: Path) -> None:
+    question, answer = MULTI_TURN[1], MULTI_TURN[2]
+    wrong = {"role": "assistant", "content": "3"}
+    ways: Rows = [
+        {"prompt": question["content"], "chosen": [question, answer], "rejected": [question, wrong]},
+        {"prompt": question["content"], "chosen": [answer], "rejected": [wrong]},
+        {"prompt": [question], "chosen": [answer], "rejected": "3"},
+        {"chosen": [question, answer], "rejected": [question, wrong]},
+    ]
+    rows, _ = load(jsonl(ways, tmp_path), tokenizer)
+    assert len({tuple(row.token_ids) for row in rows if row.chosen}) == 1
+    assert len({tuple(row.token_ids) for row in rows if not row.chosen}) == 1
+
+
+def test_fields_go_by_the_names_that_the_config_gives(tokenizer: ChatTokenizer, tmp_path: Path) -> None:
+    rows: Rows = [
+        {"q": "one", "a": "two"},
+        {"chat": MULTI_TURN},
+        {"q": "one", "good": "two", "bad": "three"},
+    ]
+    names = {"prompt": "q", "response": "a", "messages": "chat", "chosen": "good", "rejected": "bad"}
+    made, _ = load(jsonl(rows, tmp_path), tokenizer, **names)
+    assert [row.experience_id for row in made] == ["gold/1", "gold/2", "gold/3/chosen", "gold/3/rejected"]
+
+
+MIXED: Rows = [
+    {"prompt": "held out?", "response": "yes"},
+    {"prompt": "fine", "response": "yes"},
+    {"messages": [*MULTI_TURN[1:4], {"role": "assistant", "content": "x" * 60}]},
+    {"prompt": "broken"},
+    {"messages": [*MULTI_TURN[1:3], {"role": "user", "content": "held out?"}, MULTI_TURN[4]]},
+    {"prompt": "fine", "chosen": "a", "rejected": "b" * 80},
+    {"prompt": "fine", "chosen": "a", "rejected": "b"},
+    {"prompt": "fine", "response": "again"},
+]
+
+
+def test_held_out_and_too_long_rows_are_left_out_and_counted(tokenizer: ChatTokenizer, tmp_path: Path) -> None:
+    rows, left_out = load(jsonl(MIXED, tmp_path), tokenizer, held_out={"held out?"}, on_broken="skip")
+    assert [row.experience_id for row in rows] == ["gold/2", "gold/7/chosen", "gold/7/rejected", "gold/8"]
+    assert left_out.ruled_out == {1: "held-out question", 3: "too long", 5: "held-out question", 6: "too long"}
+    assert left_out.counts == {"held-out question": 2, "too long": 2, "broken (lines 4)": 1}
+    described(rows)
+
+
+def test_a_row_of_exactly_the_greatest_length_is_taken(tokenizer: ChatTokenizer, tmp_path: Path) -> None:
+    path = jsonl(SHAPES["pairs of texts"][:1], tmp_path)
+    [row], _ = load(path, tokenizer)
+    assert load(path, tokenizer, max_length=len(row.token_ids))[0]
+    with pytest.raises(DataError, match=r"no usable row \(left out: \{'too long': 1\}\)"):
+        load(path, tokenizer, max_length=len(row.token_ids) - 1)
+
+
+def test_size_counts_usable_rows_and_never_parts_a_pair(tokenizer: ChatTokenizer, tmp_path: Path) -> None:
+    rows, _ = load(jsonl(MIXED, tmp_path), tokenizer, held_out={"held out?"}, on_broken="skip", size=2)
+    assert [row.experience_id for row in rows] == ["gold/2", "gold/7/chosen", "gold/7/rejected"]
+
+
+class Gate:
+    """Lets nobody pass before it is open."""
+
+    def __init__(self) -> None:
+        self._open = asyncio.Event()
+
+    async def passed(self) -> None:
+        await self._open.wait()
+
+    async def open(self) -> None:
+        self._open.set()
+
+
+@pytest.mark.usefixtures("ray_cluster")
+class TestRayDataset:
+    def test_what_is_left_out_is_known_by_number(self, tokenizer: ChatTokenizer, tmp_path: Path) -> None:
+        import ray.data
+
+        skip = RowFormat(on_broken="skip", size=2)
+        dataset = ray.data.from_items(MIXED, override_num_blocks=3)
+        rows, left_out = from_dataset("gold", dataset, skip, tokenizer, 64, {"held out?"})
+        config = DemonstrationsConfig(path=jsonl(MIXED, tmp_path), on_broken="skip", size=2)
+        expected, expected_left_out = from_file("gold", config, tokenizer, 64, {"held out?"})
+        assert left_out == expected_left_out
+        assert described(fetched(rows)) == described(expected)
+
+    def test_numbers_follow_the_files_though_the_first_block_finishes_last(
+        self, tokenizer: ChatTokenizer, tmp_path: Path
+    ) -> None:
+        import ray.data
+
+        rows = [{"prompt": f"say {i}", "response": "" if i % 10 == 3 else f"{i}"} for i in range(40)]
+        for part, (start, end) in enumerate([(0, 1), (1, 26), (26, 28), (28, 40)]):
+            pq.write_table(pa.Table.from_pylist(rows[start:end]), tmp_path / f"{part}.parquet")
+        gate = ray.remote(Gate).options(num_cpus=0).remote()
+
+        def first_last(table: pa.Table) -> pa.Table:
+            prompts = table.column("prompt").to_pylist()
+            if "say 0" in prompts:
+                ray.get(gate.passed.remote(), timeout=60)
+            elif "say 39" in prompts:
+                gate.open.remote()
+            return table
+
+        ray.data.DataContext.get_current().use_datasource_v2 = False
+        dataset = ray.data.read_parquet(str(tmp_path), override_num_blocks=4)
+        dataset = dataset.map_batches(first_last, batch_format="pyarrow", batch_size=None)
+        made, left_out = from_dataset("gold", dataset, RowFormat(on_broken="skip"), tokenizer, 64)
+        assert list(left_out.broken) == [4, 14, 24, 34]
+        said = [(row.experience_id, spoken(tokenizer, row)) for row in fetched(made)]
+        assert said == [(f"gold/{i + 1}", f"{i}<|eos|>") for i in range(40) if i % 10 != 3]
+        assert dataset.context.execution_options.preserve_order is False, "the caller's options were changed"
+
+    def test_broken_rows_are_refused_with_their_numbers(self, tokenizer: ChatTokenizer) -> None:
+        import ray.data
+
+        with pytest.raises(
+            DataError, match=r"demonstrations\.gold: 1 broken rows of 8: line 4: needs text in 'prompt'"
+        ):
+            from_dataset("gold", ray.data.from_items(MIXED), RowFormat(), tokenizer, 64)
+
+    def test_a_dataset_without_rows_is_refused(self, tokenizer: ChatTokenizer) -> None:
+        import ray.data
+
+        with pytest.raises(DataError, check=about("demonstrations.gold")):
+            from_dataset("gold", ray.data.from_items(MIXED).limit(0), RowFormat(), tokenizer, 64)

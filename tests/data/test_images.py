@@ -1,0 +1,144 @@
+"""Images of tasks and rows: where they stand among the tokens, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from rayrft.config import TasksConfig, TaskSourceConfig
+from rayrft.data.images import place
+from rayrft.data.task_sources import read_source
+from rayrft.data.task_splits import load_tasks
+from rayrft.data.tokenizer import ChatTokenizer
+from rayrft.errors import DataError, ModelError
+from rayrft.experience import Task, from_batch, to_batch
+from tests.data.expert_data import jsonl, load
+from tests.errors import about
+
+ASK = [{"role": "user", "content": "Which colour is the square?"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_vision_model: Path) -> Iterator[ChatTokenizer]:
+    yield ChatTokenizer(tiny_vision_model)
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> tuple[str, ...]:
+    """Of several sizes and kinds, in a folder of their own."""
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    kinds = {"wide.png": ("RGB", (90, 30)), "small.jpg": ("L", (9, 9)), "clear.png": ("RGBA", (40, 64))}
+    for name, (mode, size) in kinds.items():
+        Image.new(mode, size, 77).save(folder / name)
+    return tuple(str(folder / name) for name in kinds)
+
+
+def by_the_processor(tokenizer: ChatTokenizer, messages: list[dict[str, Any]], images: tuple[str, ...]) -> list[int]:
+    """What transformers makes of the same."""
+    processor = tokenizer.images.processor
+    text = processor.apply_chat_template(place(messages, len(images)), add_generation_prompt=True)
+    read = [tokenizer.images.picture(path) for path in images]
+    return processor(text=[text], images=read, add_special_tokens=False)["input_ids"][0]
+
+
+def test_a_prompt_has_the_tokens_that_the_models_own_processor_gives(
+    tokenizer: ChatTokenizer, pictures: tuple[str, ...]
+) -> None:
+    marked = [{"role": "user", "content": "Is <image> the <image>, or <image>?"}]
+    for messages in (ASK, marked):
+        prompt = tokenizer.prompt(messages, pictures)
+        assert prompt == by_the_processor(tokenizer, messages, pictures)
+    sizes = [tokenizer.images.read(path).tokens for path in pictures]
+    assert prompt.count(tokenizer.images.token_id) == sum(sizes) and len(set(sizes)) == 3
+
+
+def test_one_placeholder_per_image_is_left_for_the_engine_to_repeat(
+    tokenizer: ChatTokenizer, pictures: tuple[str, ...]
+) -> None:
+    prompt = tokenizer.prompt(ASK, pictures)
+    collapsed = tokenizer.images.collapse(prompt, pictures)
+    assert collapsed.count(tokenizer.images.token_id) == 3
+    repeats = tokenizer.images.repeats(collapsed, pictures)
+    assert [token for token, count in zip(collapsed, repeats, strict=True) for _ in range(count)] == prompt
+    said = [*prompt, tokenizer.images.token_id, 9]  # by the model itself: no image stands there
+    assert tokenizer.images.collapse(said, pictures) == [*collapsed, tokenizer.images.token_id, 9]
+
+
+def test_a_conversation_is_the_prompt_and_the_answer_of_a_rollout(
+    tokenizer: ChatTokenizer, pictures: tuple[str, ...]
+) -> None:
+    ids, mask = tokenizer.chat([*ASK, {"role": "assistant", "content": "red"}], pictures)
+    prompt, answer = tokenizer.prompt(ASK, pictures), tokenizer.response("red")
+    assert ids == prompt + answer
+    assert mask == [0] * len(prompt) + [1] * len(answer)
+
+
+@pytest.mark.parametrize(
+    ("question", "problem"),
+    [
+        ("<image> or <image>?", "there are 2 marks <image> for 3 images"),
+        ("What is <|image_pad|>?", "left 4 places for 3 images"),
+    ],
+)
+def test_places_and_images_must_agree(
+    tokenizer: ChatTokenizer, pictures: tuple[str, ...], question: str, problem: str
+) -> None:
+    with pytest.raises(DataError, match=problem):
+        tokenizer.prompt([{"role": "user", "content": question}], pictures)
+
+
+def test_a_text_model_says_that_it_takes_no_images(tiny_model: Path, pictures: tuple[str, ...]) -> None:
+    with pytest.raises(ModelError, match=r"model of type 'qwen3' takes none .* Give a model of the Qwen-VL family"):
+        ChatTokenizer(tiny_model).prompt(ASK, pictures)
+
+
+def test_a_file_that_is_no_image_is_named(tokenizer: ChatTokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "text.png"
+    path.write_text("not an image")
+    with pytest.raises(DataError, check=about("images")):
+        tokenizer.prompt(ASK, (str(path),))
+
+
+def test_the_same_question_about_other_images_is_another_task(tmp_path: Path) -> None:
+    source = {"source": "squares", "path": tmp_path, "size": 40}
+    splits = load_tasks(TasksConfig(sources=[source], eval_size=10), {}, seed=0)
+    assert (len(splits.train), len(splits.evaluation)) == (30, 10)
+    tasks = [*splits.train, *splits.evaluation]
+    assert len({task.id for task in tasks}) == len({task.images for task in tasks}) == 40
+    assert {task.question for task in tasks} == {ASK[0]["content"]}
+
+
+def test_images_of_a_task_file_are_found_beside_it(tmp_path: Path, pictures: tuple[str, ...], ray_cluster: Any) -> None:
+    rows = [{"question": "q", "answer": "a", "images": ["pictures/wide.png", pictures[1]]}]
+    path = jsonl([*rows, {"question": "text only", "answer": "a"}], tmp_path)
+    tasks = read_source(TaskSourceConfig(source="file", path=path), "tasks.sources.0")
+    assert [task.images for task in tasks] == [pictures[:2], ()]
+    jsonl([{**rows[0], "images": ["pictures/none.png"]}], tmp_path)
+    with pytest.raises(DataError, check=about("tasks.sources.0.path", 1)):
+        read_source(TaskSourceConfig(source="file", path=path), "tasks.sources.0")
+
+
+def test_demonstrations_keep_their_images(tokenizer: ChatTokenizer, tmp_path: Path, pictures: tuple[str, ...]) -> None:
+    rows = [
+        {"prompt": "the <image>?", "response": "red", "images": ["pictures/wide.png"]},
+        {"prompt": "text only", "response": "yes"},
+        {"prompt": "q", "chosen": "yes", "rejected": "no", "images": list(pictures[:2])},
+    ]
+    taken, _ = load(jsonl(rows, tmp_path), tokenizer)
+    assert [row.images for row in taken] == [pictures[:1], (), pictures[:2], pictures[:2]]
+    assert [row.images for row in from_batch(to_batch(taken))] == [row.images for row in taken]
+    held_out = {Task.create("s", "q", "a", images=pictures[:2]).asked, Task.create("s", "the <image>?", "a").asked}
+    taken, left_out = load(jsonl(rows, tmp_path), tokenizer, held_out=held_out)
+    assert [row.group_id for row in taken] == ["gold/1", "gold/2"] and left_out.counts == {"held-out question": 1}
+
+
+@pytest.mark.parametrize("images", [[{"bytes": "…"}], ["nowhere.png"]])
+def test_a_row_with_what_is_no_image_is_broken(tokenizer: ChatTokenizer, tmp_path: Path, images: list[Any]) -> None:
+    path = jsonl([{"prompt": "p", "response": "r", "images": images}], tmp_path)
+    with pytest.raises(DataError, match=r"line 1: (an image is a dict, not a path|there is no image)"):
+        load(path, tokenizer)

@@ -1,0 +1,245 @@
+"""Drawing tasks: shares by weight, orders within a source, and draws that go on as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayrft.data.task_sampler import TaskSet, TaskView, task_samplers
+from rayrft.errors import ConfigError, DataError
+from tests.errors import about
+
+SAMPLERS = sorted(task_samplers)
+SIZES = st.lists(st.integers(1, 12), min_size=1, max_size=4)
+
+
+def layout(sizes: Sequence[int]) -> list[int]:
+    """The source of each task, with the tasks of all sources mixed."""
+    return np.random.default_rng(0).permutation(np.repeat(np.arange(len(sizes)), sizes)).tolist()
+
+
+def make(sizes: Sequence[int], weights: Sequence[float] = (), sampler: str = "shuffled", **rest: Any) -> TaskSet:
+    sources = layout(sizes)
+    difficulties = [float((i * 13) % 5) for i in range(len(sources))]
+    values = {"seed": 0, "difficulties": difficulties, **rest}
+    return TaskSet(sources, weights or [1.0] * len(sizes), sampler=sampler, **values)
+
+
+def draws(tasks: TaskSet, count: int) -> list[int | None]:
+    return [tasks.draw() for _ in range(count)]
+
+
+def play(tasks: TaskSet, count: int) -> list[int | None]:
+    """Draw, and let statistics flow back from every task drawn."""
+    drawn = []
+    for number in range(count):
+        drawn.append(index := tasks.draw())
+        if index is not None:
+            tasks.record(index, 4, (index * 5 + number) % 5 * 0.8)
+    return drawn
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+class TestAnySampler:
+    @given(SIZES, st.data())
+    def test_every_prefix_holds_the_shares_of_the_sources(
+        self, sampler: str, sizes: list[int], data: st.DataObject
+    ) -> None:
+        weights = data.draw(st.lists(st.floats(0.1, 10), min_size=len(sizes), max_size=len(sizes)))
+        tasks, sources, counts = make(sizes, weights, sampler), layout(sizes), [0] * len(sizes)
+        for number in range(1, 60):
+            index = tasks.draw()
+            assert index is not None
+            counts[sources[index]] += 1
+            shares = [number * weight / sum(weights) for weight in weights]
+            assert all(abs(count - share) < 1 + 1e-9 for count, share in zip(counts, shares, strict=True))
+
+    def test_draws_follow_from_seed_and_statistics(self, sampler: str) -> None:
+        first, again, other = (make([30, 20], [2, 1], sampler, seed=seed) for seed in (1, 1, 2))
+        drawn = play(first, 200)
+        assert drawn == play(again, 200)
+        assert (drawn == play(other, 200)) == (sampler in ("sequential", "easy_to_hard"))
+
+    @given(SIZES, st.integers(0, 80), st.none() | st.integers(1, 4), st.data())
+    def test_a_restored_set_goes_on_with_the_same_draws(
+        self, sampler: str, sizes: list[int], before: int, epochs: int | None, data: st.DataObject
+    ) -> None:
+        weights = data.draw(st.lists(st.sampled_from([0.5, 1.0, 1.7, 3.0]), min_size=len(sizes), max_size=len(sizes)))
+        tasks, other = (make(sizes, weights, sampler, epochs=epochs, seed=5) for _ in range(2))
+        play(tasks, before)
+        play(other, data.draw(st.integers(0, 10)))
+        other.restore(json.loads(json.dumps(tasks.state())))
+        assert other.state() == tasks.state()
+        assert (other.tries == tasks.tries).all() and (other.passes == tasks.passes).all()
+        assert play(other, 60) == play(tasks, 60)
+
+    def test_seeking_equals_drawing(self, sampler: str) -> None:
+        for position in (0, 1, 49, 50, 51, 777):
+            drawn, jumped = (make([30, 20], [1, 2], sampler) for _ in range(2))
+            draws(drawn, position)
+            jumped.seek(position)
+            assert jumped.position == drawn.position == position
+            assert draws(jumped, 120) == draws(drawn, 120)
+
+    def test_epochs_end_and_the_position_stays(self, sampler: str) -> None:
+        tasks = make([5, 3], [1, 4], sampler, epochs=2)
+        drawn = draws(tasks, 20)
+        assert None not in drawn[:16] and drawn[16:] == [None] * 4
+        assert tasks.position == 16
+        tasks.seek(1000)
+        assert tasks.position == 16 and tasks.draw() is None
+
+    def test_without_epochs_there_is_no_end(self, sampler: str) -> None:
+        assert None not in draws(make([3, 2], sampler=sampler), 500)
+
+
+@pytest.mark.parametrize("sampler", ["sequential", "shuffled", "easy_to_hard"])
+@given(sizes=SIZES, epochs=st.integers(1, 3))
+def test_every_epoch_has_each_task_once(sampler: str, sizes: list[int], epochs: int) -> None:
+    tasks = make(sizes, [1.0, 2.0, 3.5, 0.3][: len(sizes)], sampler, epochs=epochs)
+    sources = layout(sizes)
+    by_source: dict[int, list[int]] = {i: [] for i in range(len(sizes))}
+    while (index := tasks.draw()) is not None:
+        by_source[sources[index]].append(index)
+    for source, drawn in by_source.items():
+        size, members = sizes[source], [i for i, each in enumerate(sources) if each == source]
+        for epoch in range(epochs):
+            assert sorted(drawn[epoch * size : (epoch + 1) * size]) == members
+
+
+def test_shuffled_epochs_and_sources_have_orders_of_their_own() -> None:
+    tasks = TaskSet([0] * 50 + [1] * 50, [1, 1], sampler="shuffled", seed=0)
+    drawn = [index for index in draws(tasks, 200) if index is not None]
+    orders = {tuple(i % 50 for i in drawn[start:100:2]) for start in (0, 1)}
+    orders |= {tuple(i % 50 for i in drawn[100 + start :: 2]) for start in (0, 1)}
+    assert len(orders) == 4
+
+
+def test_sequential_keeps_the_order_of_the_tasks() -> None:
+    tasks = TaskSet([1, 0, 1, 0, 1], [1, 1], sampler="sequential", seed=9, epochs=1)
+    drawn = draws(tasks, 5)
+    assert [i for i in drawn if i in (1, 3)] == [1, 3] and [i for i in drawn if i in (0, 2, 4)] == [0, 2, 4]
+
+
+def test_easy_tasks_come_before_hard_ones_and_ties_by_number() -> None:
+    tasks = TaskSet([0] * 6, [1], sampler="easy_to_hard", seed=0, difficulties=[3, 1, 2, 1, 0.5, 3])
+    assert draws(tasks, 8) == [4, 1, 3, 2, 0, 5, 4, 1]
+
+
+@pytest.mark.parametrize("difficulties", [(), [1.0, None, 2.0]])
+def test_easy_to_hard_without_difficulties_is_refused_before_the_first_draw(difficulties: list[float | None]) -> None:
+    with pytest.raises(DataError, match=r"tasks\.sources\.0\.difficulty: [13] of 3 tasks have no difficulty"):
+        TaskSet([0] * 3, [1], sampler="easy_to_hard", seed=0, difficulties=difficulties)
+
+
+RECORDS = {0: (20, 20.0), 1: (20, 10.0), 2: (20, 0.0), 3: (8, 2.0)}
+"""Tries and passes of four tasks; a fifth stays untried."""
+
+
+@pytest.mark.parametrize(
+    ("sampler", "weights"),
+    [
+        # Smoothed rates: 21/22, 11/22, 1/22, 3/10, 1/2.
+        ("failure", [0.05, 0.5, 21 / 22, 0.7, 0.5]),
+        ("near_half", [4 * 21 / 22**2, 1.0, 4 * 21 / 22**2, 0.84, 1.0]),
+    ],
+)
+def test_draws_follow_the_statistics(sampler: str, weights: list[float]) -> None:
+    tasks = TaskSet([0] * 5, [1], sampler=sampler, seed=0)
+    for index, (tries, passes) in RECORDS.items():
+        tasks.record(index, tries, passes)
+    counts = Counter(draws(tasks, 8000))
+    for index, weight in enumerate(weights):
+        share = weight / sum(weights)
+        assert counts[index] / 8000 == pytest.approx(share, abs=0.02), index
+        assert counts[index] > 0
+
+
+@pytest.mark.parametrize("sampler", ["failure", "near_half"])
+def test_untried_tasks_are_drawn_alike(sampler: str) -> None:
+    counts = Counter(draws(make([10], sampler=sampler), 8000))
+    assert all(counts[index] == pytest.approx(800, rel=0.2) for index in range(10))
+
+
+def test_statistics_of_one_source_do_not_change_the_draws_of_another() -> None:
+    plain, told = (make([10, 10], sampler="failure") for _ in range(2))
+    sources = [view.indices for view in plain._views]
+    for index in sources[0]:
+        told.record(int(index), 10, 10)
+    first, second = (
+        [index for index in draws(tasks, 400) if index in set(sources[1].tolist())] for tasks in (plain, told)
+    )
+    assert len(first) == 200 and first == second
+
+
+def test_statistics_belong_to_the_task_they_were_recorded_for() -> None:
+    tasks = TaskSet([1, 0, 1, 0], [1, 1], sampler="sequential", seed=0)
+    tasks.record(2, 4, 1.0)
+    tasks.record(2, 4, 0.5)
+    tasks.record(1, 2, 2)
+    assert tasks.tries.tolist() == [0, 2, 8, 0] and tasks.passes.tolist() == [0, 2, 1.5, 0]
+    assert [tasks.pass_rate(i) for i in range(4)] == [None, 1.0, 0.1875, None]
+    assert tasks.state()["tasks"] == [1, 2], "only what was tried is written"
+
+
+@pytest.mark.parametrize(("tries", "passes"), [(1, 2.0), (1, -0.5), (-1, 0.0), (1, float("nan"))])
+def test_passes_that_are_no_share_of_the_tries_are_refused(tries: int, passes: float) -> None:
+    tasks = make([3])
+    with pytest.raises(DataError, check=about("task 1")):
+        tasks.record(1, tries, passes)
+    assert tasks.state() == make([3]).state()
+
+
+def test_a_state_of_another_task_set_is_refused() -> None:
+    with pytest.raises(DataError, match="of 3 tasks and the task set holds 4"):
+        make([4]).restore(make([3]).state())
+
+
+@pytest.mark.parametrize(("sources", "weights"), [([0, 0], [1.0, 1.0]), ([0, 1], [1.0]), ([], [1.0])])
+def test_a_source_without_tasks_or_weight_is_refused(sources: list[int], weights: list[float]) -> None:
+    with pytest.raises(DataError, check=about("tasks.sources")):
+        TaskSet(sources, weights, sampler="sequential", seed=0)
+
+
+def least_tried(view: TaskView, k: int) -> int:
+    return int(np.argmin(view.tries))
+
+
+def beyond(view: TaskView, k: int) -> int:
+    return -1
+
+
+def meddling(view: TaskView, k: int) -> int:
+    view.tries[0] = 1
+    return 0
+
+
+def test_a_sampler_of_ones_own_sees_the_statistics_as_they_are_now() -> None:
+    tasks = make([3], sampler=f"{__name__}:least_tried")
+    drawn = []
+    for _ in range(6):
+        drawn.append(index := tasks.draw() or 0)
+        tasks.record(index, 1, 0)
+    assert drawn == [0, 1, 2, 0, 1, 2]
+
+
+def test_a_sampler_that_chooses_no_task_is_named_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"tasks\.sampler: the sampler chose position -1 of 3 tasks .*beyond"):
+        make([3], sampler=f"{__name__}:beyond")
+
+
+def test_a_sampler_cannot_change_the_statistics() -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        make([3], sampler=f"{__name__}:meddling")
+
+
+def test_an_unknown_sampler_is_named_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, check=about("tasks.sampler", "shufled")):
+        make([3], sampler="shufled")

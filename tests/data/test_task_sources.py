@@ -1,0 +1,267 @@
+"""Task sets: rows become tasks, sources are mixed without duplicates, splits do not overlap."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rayrft.config import TasksConfig, TaskSourceConfig
+from rayrft.config.demonstrations import DemonstrationsConfig
+from rayrft.data.task_sources import read_source
+from rayrft.data.task_splits import TaskSplits, load_tasks
+from rayrft.errors import ConfigError, DataError
+from rayrft.experience import Task
+from tests.errors import about
+
+
+@pytest.fixture
+def parquet(tmp_path: Path, ray_cluster: Any) -> Path:
+    rows = [{"problem": f"What is {i} + 1?", "solution": f"Add.\n#### {i + 1}", "level": i} for i in range(20)]
+    path = tmp_path / "tasks.parquet"
+    pq.write_table(pa.Table.from_pylist([*rows, rows[3]]), path)
+    return path
+
+
+def jsonl(path: Path, *rows: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def config(path: Path, *others: dict[str, Any], eval_size: int = 5, **changes: Any) -> TasksConfig:
+    source = {"source": "file", "path": path, "question": "problem", "answer": "solution", **changes}
+    return TasksConfig(sources=[source, *others], eval_size=eval_size)
+
+
+def numbers(config: TaskSourceConfig, field: str) -> list[Task]:
+    """A reader of one's own: questions first, first + 1, …, with a difficulty."""
+    first = config.options["first"]
+    assert config.size is not None
+    return [Task.create("numbers", str(i), str(i), difficulty=float(i)) for i in range(first, first + config.size)]
+
+
+def own(first: int, size: int, **changes: Any) -> dict[str, Any]:
+    return {"source": f"{__name__}:numbers", "options": {"first": first}, "size": size, **changes}
+
+
+def questions(splits: TaskSplits) -> list[str]:
+    demonstrated = [task for part in splits.demonstrated.values() for task in part]
+    return [task.question for task in (*splits.train, *splits.evaluation, *demonstrated)]
+
+
+def test_parquet_rows_become_tasks_without_duplicates(parquet: Path) -> None:
+    splits = load_tasks(config(parquet, answer_after="####"), {"gold": DemonstrationsConfig(size=4)}, seed=0)
+    assert (len(splits.evaluation), len(splits.demonstrated["gold"]), len(splits.train)) == (5, 4, 11)
+    assert splits.sources == [0] * 11
+    tasks = [*splits.evaluation, *splits.demonstrated["gold"], *splits.train]
+    assert len({task.question for task in tasks}) == len({task.id for task in tasks}) == 20
+    for task in tasks:
+        assert task.question == f"What is {task.metadata['level']} + 1?"
+        assert task.answer == str(task.metadata["level"] + 1)
+        assert task.difficulty is None
+
+
+def test_splits_follow_from_the_seed_and_training_tasks_keep_their_order(parquet: Path) -> None:
+    first, again, other = (load_tasks(config(parquet), {}, seed) for seed in (1, 1, 2))
+    assert first == again
+    assert first.train != other.train
+    levels = [task.metadata["level"] for task in first.train]
+    assert levels == sorted(levels)
+
+
+def test_held_out_tasks_from_a_file_of_their_own_never_reach_training(parquet: Path, tmp_path: Path) -> None:
+    held_out = jsonl(
+        tmp_path / "test.jsonl",
+        {"problem": "What is 3 + 1?", "solution": "#### 4"},
+        {"problem": "new", "solution": "#### 1"},
+    )
+    splits = load_tasks(config(parquet, eval_path=held_out), {}, seed=0)
+    assert {task.question for task in splits.evaluation} == {"What is 3 + 1?", "new"}
+    assert "What is 3 + 1?" not in {task.question for task in splits.train}
+    assert len(splits.train) == 19
+
+
+def test_a_held_out_file_keeps_its_questions_from_every_source(tmp_path: Path, ray_cluster: Any) -> None:
+    held_out = jsonl(tmp_path / "test.jsonl", *({"question": str(i), "answer": "a"} for i in range(8, 12)))
+    splits = load_tasks(
+        TasksConfig(sources=[own(0, 10), own(10, 10, eval_path=held_out)], eval_size=4),
+        {},
+        seed=0,
+    )
+    assert [task.question for task in splits.evaluation[2:]] == ["8", "9"]
+    assert not {task.question for task in splits.train} & {task.question for task in splits.evaluation}
+
+
+def hub(folder: Path, **changes: Any) -> dict[str, Any]:
+    source = {"source": "datasets", "dataset": str(folder), "config": "main", "eval_split": "test"}
+    return {**source, "answer_after": "####", **changes}
+
+
+def test_word_problems_load_from_a_copy_of_the_hub_as_from_their_files(gsm8k: Path, ray_cluster: Any) -> None:
+    train, test = (
+        [json.loads(line)["question"] for line in (gsm8k / f"main/{split}.jsonl").read_text().splitlines()]
+        for split in ("train", "test")
+    )
+    splits = load_tasks(TasksConfig(sources=[hub(gsm8k)], eval_size=len(test)), {}, seed=0)
+    assert [task.question for task in splits.evaluation] == test
+    assert [task.question for task in splits.train] == [each for each in train if each not in test]
+    natalia = splits.train[0]
+    assert natalia.question.startswith("Natalia sold clips to 48") and natalia.answer == "72"
+    files = {"source": "file", "path": gsm8k / "main/train.jsonl", "eval_path": gsm8k / "main/test.jsonl"}
+    same = load_tasks(TasksConfig(sources=[{**files, "answer_after": "####"}], eval_size=len(test)), {}, seed=0)
+    assert [(task.question, task.answer) for task in same.train] == [(t.question, t.answer) for t in splits.train]
+
+
+def test_a_split_gives_as_many_rows_as_are_asked_for(gsm8k: Path) -> None:
+    source = TaskSourceConfig(**hub(gsm8k, size=7))
+    assert len(read_source(source, "s")) == 7
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "remedy"),
+    [
+        ({"config": "mian"}, "config", "name one"),
+        ({"config": None}, "config", "name one"),
+        ({"split": "trian"}, "split", "did you mean 'train'"),
+        ({"eval_split": "tset"}, "eval_split", "did you mean 'test'"),
+        ({"question": "qestion"}, "question", "did you mean 'question'"),
+        ({"answer": "x"}, "answer", "known: answer, question"),
+        ({"images": "answer"}, "eval_split", "give paths"),
+        ({"dataset": "rayrft/no-such-data-set"}, "dataset", "HF_HOME"),  # the tests' hub is offline
+        ({"dataset": "/no/such/folder"}, "dataset", "a folder with a copy"),
+    ],
+)
+def test_what_does_not_fit_a_data_set_is_named_with_its_remedy(
+    gsm8k: Path, changes: dict[str, Any], field: str, remedy: str
+) -> None:
+    with pytest.raises(DataError) as caught:
+        load_tasks(TasksConfig(sources=[hub(gsm8k, **changes)], eval_size=2), {}, seed=0)
+    assert caught.value.field == f"tasks.sources.0.{field}"
+    assert remedy in caught.value.remedy
+
+
+def test_a_broken_file_of_a_data_set_is_named_with_its_cause(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"question": 1\nx')
+    with pytest.raises(DataError) as caught:
+        read_source(TaskSourceConfig(**hub(tmp_path, config=None, eval_split=None)), "s")
+    assert caught.value.field == "s.dataset" and "JSON" in caught.value.problem
+
+
+def test_a_question_of_two_sources_stays_with_the_first() -> None:
+    tasks = TasksConfig(sources=[own(0, 60), own(40, 60)], eval_size=10)
+    splits = load_tasks(tasks, {"gold": DemonstrationsConfig(size=6)}, seed=3)
+    assert sorted(questions(splits), key=int) == [str(i) for i in range(100)]
+    for task, source in zip(splits.train, splits.sources, strict=True):
+        assert source == (int(task.question) >= 60)
+
+
+def test_held_out_and_demonstrated_tasks_are_shared_by_weight() -> None:
+    tasks = TasksConfig(sources=[own(0, 50, weight=3), own(100, 50), own(200, 50)], eval_size=12)
+    splits = load_tasks(tasks, {"gold": DemonstrationsConfig(size=10), "more": DemonstrationsConfig(size=5)}, seed=0)
+    for part, shares in (
+        (splits.evaluation, ((7, 8), (2, 3), (2, 3))),
+        (splits.demonstrated["gold"], ((6,), (2,), (2,))),
+        (splits.demonstrated["more"], ((3,), (1,), (1,))),
+    ):
+        counts = Counter(int(task.question) // 100 for task in part)
+        assert all(counts[source] in allowed for source, allowed in enumerate(shares)), counts
+    assert len(questions(splits)) == len(set(questions(splits))) == 150
+
+
+def test_a_source_that_others_leave_nothing_of_is_refused() -> None:
+    tasks = TasksConfig(sources=[own(0, 60), own(10, 20)], eval_size=1)
+    with pytest.raises(DataError, match=r"tasks\.sources\.1: no task is left to train on \(0 in the source"):
+        load_tasks(tasks, {}, seed=0)
+
+
+def test_a_source_too_small_for_its_share_is_refused() -> None:
+    tasks = TasksConfig(sources=[own(0, 60), own(100, 4)], eval_size=10)
+    with pytest.raises(DataError, match=r"tasks\.eval_size: only 4 of 5 tasks are left \(4 distinct"):
+        load_tasks(tasks, {}, seed=0)
+
+
+def test_difficulties_come_from_a_field_of_the_rows(parquet: Path) -> None:
+    splits = load_tasks(config(parquet, difficulty="level"), {}, seed=0)
+    assert [task.difficulty for task in splits.train] == [task.metadata["level"] for task in splits.train]
+
+
+@pytest.mark.parametrize(
+    ("levels", "first"),
+    [
+        ([1.0, None], 2),
+        ([1.0, float("nan")], 2),
+        (["hard", "easy"], 1),
+        (["3", "4"], 1),
+        ([True, False], 1),
+        ([None, None], 1),
+    ],
+)
+def test_the_first_row_without_a_number_for_its_difficulty_is_named(
+    tmp_path: Path, ray_cluster: Any, levels: list[Any], first: int
+) -> None:
+    rows = [{"problem": str(i), "solution": "a", "level": level} for i, level in enumerate(levels)]
+    path = jsonl(tmp_path / "tasks.jsonl", *rows)
+    with pytest.raises(DataError, match=rf"tasks\.sources\.0\.difficulty: row {first} of .* has no number in 'level'"):
+        load_tasks(config(path, difficulty="level"), {}, seed=0)
+
+
+def test_the_files_of_a_folder_are_read_in_the_order_of_their_names(tmp_path: Path, ray_cluster: Any) -> None:
+    sizes = [5000, 1, 300, 1, 2000, 7]
+    for number, size in enumerate(sizes):
+        rows = [{"question": f"{number} {i}", "answer": "a"} for i in range(size)]
+        jsonl(tmp_path / f"{number}.jsonl", *rows)
+    tasks = read_source(TaskSourceConfig(source="file", path=tmp_path), "tasks.sources.0")
+    assert [task.question for task in tasks] == [
+        f"{number} {i}" for number, size in enumerate(sizes) for i in range(size)
+    ]
+
+
+def test_rows_beyond_the_size_are_not_looked_at(tmp_path: Path, ray_cluster: Any) -> None:
+    rows = [{"problem": str(i), "solution": "a"} for i in range(10)]
+    path = jsonl(tmp_path / "tasks.jsonl", *rows, {"problem": "", "solution": "a"})
+    assert len(load_tasks(config(path, size=10), {}, seed=0).train) == 5
+    with pytest.raises(DataError, check=about("tasks.sources.0.path", 11)):
+        load_tasks(config(path), {}, seed=0)
+
+
+def test_procedural_tasks_have_difficulties_from_their_metadata() -> None:
+    source = TaskSourceConfig(source="reasoning_gym", dataset="spell_backward", size=20, difficulty="word_len")
+    for task in read_source(source, "tasks.sources.0"):
+        assert task.difficulty == len(task.answer)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dataset": "spell_backwards"}, r"tasks\.sources\.4\.dataset: .*Did you mean 'spell_backward'"),
+        ({"options": {"word_size": 3}}, r"tasks\.sources\.4\.options: reasoning-gym refuses the options.*word_size"),
+        ({"difficulty": "word"}, r"tasks\.sources\.4\.difficulty: task 1 of spell_backward has no number in 'word'"),
+        ({"difficulty": "wordlen"}, r"task 1 of .* Name one of the fields \['difficulty', .*'word_len'\]"),
+    ],
+)
+def test_a_wrong_key_of_a_procedural_source_is_named(changes: dict[str, Any], message: str) -> None:
+    source = {"source": "reasoning_gym", "dataset": "spell_backward", "size": 3, **changes}
+    with pytest.raises(DataError, match=message):
+        read_source(TaskSourceConfig.model_validate(source), "tasks.sources.4")
+
+
+def test_an_unknown_kind_of_source_is_named_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, check=about("tasks.sources.0.source", "files")):
+        read_source(TaskSourceConfig(source="files", path=Path("x")), "tasks.sources.0")
+
+
+def test_a_file_that_is_not_json_is_named(tmp_path: Path, ray_cluster: Any) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_text("these are not rows\n")
+    with pytest.raises(DataError, check=about("tasks.sources.0.path")):
+        load_tasks(config(path), {}, seed=0)
+
+
+def test_sizes_that_leave_nothing_to_train_on_are_refused(parquet: Path) -> None:
+    with pytest.raises(DataError, check=about("tasks.sources.0")):
+        load_tasks(config(parquet), {"gold": DemonstrationsConfig(size=15)}, seed=0)

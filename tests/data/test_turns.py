@@ -1,0 +1,86 @@
+"""Workflows of several turns: how rows are split into turns, and what advantages these get."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rayrft.algorithms import build
+from rayrft.config.reward import RewardConfig
+from rayrft.data.turns import Turns
+from rayrft.experience import Experience
+from rayrft.explorer.scoring import apply_rewards, assign_advantages
+from rayrft.rewards import RewardResult
+
+MASK = np.array([0, 0, 1, 1, 0, 1, 1, 1], np.uint8)
+"""A prompt of two tokens, a turn of two, an observation of one, a turn of three."""
+
+
+def row(repeat: str, *, observation: int = 4, mask: np.ndarray = MASK, **metrics: float) -> Experience:
+    ids = np.arange(10, 10 + len(mask), dtype=np.int32)
+    ids[4:5] = observation
+    return Experience(
+        f"g/{repeat}", "g", "t", ids, int(mask.argmax()), mask, np.zeros(len(mask), np.float32), metrics=metrics
+    )
+
+
+def advantages(rows: list[Experience], rewards: list[float], name: str, **pieces: Any) -> list[list[float]]:
+    """Of every token, by row."""
+    scored = apply_rewards(rows, [RewardResult(value) for value in rewards], RewardConfig(), max_tokens=8)
+    group = assign_advantages(scored, build("gigpo", {"advantage": name, **pieces}), drop_zero_variance=True)
+    return [each.advantages.tolist() for each in group.rows if each.advantages is not None]
+
+
+def test_turns_are_the_runs_of_the_mask_and_the_reward_is_the_last_ones() -> None:
+    turns = Turns.of([replace(row("0"), reward=1.0), replace(row("1", turn_reward_0=0.5), reward=2.0)])
+    assert turns.places == ((0, 2, 4), (0, 5, 8), (1, 2, 4), (1, 5, 8))
+    assert turns.rewards.tolist() == [0.0, 1.0, 0.5, 2.0]
+    assert turns.group.trajectory is not None and turns.group.turn is not None and turns.group.state is not None
+    assert turns.group.trajectory.tolist() == [0, 0, 1, 1] and turns.group.turn.tolist() == [0, 1, 0, 1]
+    assert turns.group.state.tolist() == [0, 1, 0, 1], "the same prompt, and the same observation"
+
+
+def test_states_differ_by_observation_or_by_what_the_workflow_says() -> None:
+    seen = Turns.of(
+        [row("0"), row("1", observation=5), row("2", turn_state_1=7.0), row("3", observation=6, turn_state_1=7.0)]
+    )
+    assert seen.group.state is not None
+    first, second = seen.group.state[::2].tolist(), seen.group.state[1::2].tolist()
+    assert first == [0] * 4 and second == [1, 2, 3, 3]
+
+
+def test_segments_of_one_repeat_are_one_trajectory() -> None:
+    short = np.array([0, 1, 1], np.uint8)
+    turns = Turns.of([row("0/0", mask=short), row("1/0", mask=short), row("0/1"), row("1/1", mask=short)])
+    assert turns.group.trajectory is not None and turns.group.turn is not None
+    assert turns.group.trajectory.tolist() == [0, 1, 0, 0, 1]
+    assert turns.group.turn.tolist() == [0, 0, 1, 2, 1]
+
+
+def test_every_turn_has_its_advantage_and_observations_have_none() -> None:
+    # Without deviation: trajectories +-0.5. Both first turns were taken in one state, with returns to go 0.5 and 0:
+    # +-0.25. The second turns had different observations: 0.
+    found = advantages([row("0"), row("1", observation=5)], [1.0, 0.0], "gigpo", discount=0.5, deviation=False)
+    assert found[0] == pytest.approx([0, 0, 0.75, 0.75, 0, 0.5, 0.5, 0.5])
+    assert found[1] == pytest.approx([0, 0, -0.75, -0.75, 0, -0.5, -0.5, -0.5])
+
+
+def test_rewards_of_turns_count_for_their_trajectory() -> None:
+    # Returns 1.5 and 1: the deviation is 0.5 / sqrt(2).
+    found = advantages([row("0", turn_reward_0=0.5), row("1")], [1.0, 1.0], "step_wise")
+    assert found[0][2] == found[0][7] == pytest.approx(0.5**0.5, abs=1e-5)
+    assert found[1][2] == pytest.approx(-(0.5**0.5), abs=1e-5)
+    assert advantages([row("0"), row("1")], [1.0, 1.0], "step_wise") == [], "no variance: dropped"
+
+
+def test_of_one_turn_each_gigpo_is_grpo_twice_over() -> None:
+    rows = [row(str(number), mask=np.array([0, 0, 1, 1], np.uint8)) for number in range(3)]
+    rewards = [1.0, 0.0, 0.5]
+    expected = advantages(rows, rewards, "grpo")
+    assert advantages(rows, rewards, "step_wise") == expected
+    # The prompt is the state: the group within the group is the group.
+    doubled = [[pytest.approx(2 * value) for value in each] for each in expected]
+    assert advantages(rows, rewards, "gigpo") == doubled

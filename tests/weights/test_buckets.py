@@ -1,0 +1,87 @@
+"""Buckets and digest: what is sent is what is read, and any change shows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayrft.weights.buckets import Digest, empty_bucket, fill_bucket, plan_buckets, read_bucket
+from rayrft.weights.messages import TensorMeta, from_wire, to_wire
+
+TENSORS = {
+    "a": torch.arange(5, dtype=torch.float32),
+    "b": torch.arange(6, dtype=torch.float32).reshape(2, 3) / 7,
+    "c": torch.ones(3, dtype=torch.bfloat16),
+    "d": torch.randn(40, 30, generator=torch.Generator().manual_seed(0)),
+}
+METAS = [TensorMeta.of(name, tensor, tensor.dtype) for name, tensor in TENSORS.items()]
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 64, 1 << 20])
+def test_tensors_come_back_as_they_went_in_whatever_the_bucket_size(bucket_bytes: int) -> None:
+    metas, got = from_wire(to_wire(METAS)), {}
+    assert metas == METAS
+    for bucket in plan_buckets(metas, bucket_bytes):
+        buffer = empty_bucket(bucket, "cpu")
+        fill_bucket(buffer, bucket, [TENSORS[meta.name] for meta in bucket])
+        got |= dict(read_bucket(buffer, bucket))
+    assert list(got) == list(TENSORS)
+    assert all(torch.equal(got[name], tensor) for name, tensor in TENSORS.items())
+
+
+@given(sizes=st.lists(st.integers(1, 3000), min_size=1, max_size=30), limit=st.integers(16, 8192))
+@settings(deadline=None)
+def test_buckets_keep_the_order_and_respect_their_size(sizes: list[int], limit: int) -> None:
+    metas = [TensorMeta(str(i), "float32", (size,)) for i, size in enumerate(sizes)]
+    buckets = plan_buckets(metas, limit)
+    assert [meta for bucket in buckets for meta in bucket] == metas
+    assert all(len(bucket) == 1 or sum(meta.padded for meta in bucket) <= limit for bucket in buckets)
+
+
+def test_weights_are_cast_to_what_the_engine_computes_in() -> None:
+    meta = TensorMeta.of("w", torch.zeros(3), torch.bfloat16)
+    buffer = empty_bucket([meta], "cpu")
+    fill_bucket(buffer, [meta], [torch.tensor([1.0, 2.0, 3.14159])])
+    [(_, tensor)] = read_bucket(buffer, [meta])
+    assert tensor.dtype == torch.bfloat16 and tensor[0].item() == 1.0
+
+
+def test_a_shape_that_was_not_announced_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"a has shape \(4,\), announced as \(5,\)"):
+        fill_bucket(empty_bucket(METAS[:1], "cpu"), METAS[:1], [torch.zeros(4)])
+
+
+def digest(*buffers: torch.Tensor) -> str:
+    state = Digest()
+    for buffer in buffers:
+        state.update(buffer)
+    return state.value
+
+
+@settings(max_examples=50, deadline=None)
+@given(position=st.integers(0, 4095), bit=st.integers(0, 7))
+def test_a_single_changed_bit_changes_the_digest(position: int, bit: int) -> None:
+    buffer = torch.randint(0, 256, (4096,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    changed = buffer.clone()
+    changed[position] ^= 1 << bit
+    assert digest(buffer) != digest(changed)
+
+
+def test_order_of_words_and_of_buckets_counts() -> None:
+    buffer = torch.arange(64, dtype=torch.uint8)
+    assert digest(buffer) != digest(torch.cat([buffer[4:8], buffer[:4], buffer[8:]]))
+    assert digest(buffer[:32], buffer[32:]) != digest(buffer[32:], buffer[:32])
+
+
+def test_a_lost_bucket_of_zeros_shows() -> None:
+    buffer, zeros = torch.arange(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
+    assert digest(buffer) != digest(buffer, zeros)
+
+
+def test_long_buffers_are_digested_in_pieces() -> None:
+    buffer = torch.ones((1 << 22) + 64, dtype=torch.uint8)
+    changed = buffer.clone()
+    changed[-1] = 2
+    assert digest(buffer) == digest(buffer.clone()) != digest(changed)
