@@ -55,16 +55,18 @@ def head(
     from rayrft.experience import from_batch
 
     archive = _archive(run, storage)
-    table = Table("id", "fate", "reward", "tokens", "version", "uses", box=None, pad_edge=False, expand=True)
+    table = Table("id", "group_status", "reward", "tokens", "version", "uses", box=None, pad_edge=False, expand=True)
     table.add_column("answer", no_wrap=True, ratio=1)  # what room the others leave
     for batch in archive.rows(store, where=_condition(where, ARCHIVE_SCHEMA), skip_damaged=skip_damaged):
         part = batch.slice(0, count - table.row_count)
-        for row, fate in zip(from_batch(part), part.column("fate").to_pylist(), strict=True):
+        for row, group_status in zip(from_batch(part), part.column("group_status").to_pylist(), strict=True):
             seen = glance(row)
             version = ", ".join(map(str, seen["versions"]))
             answer = (seen["answer"] or "").replace("\n", " ")[:200]
             reward = "" if row.reward is None else f"{row.reward:g}"
-            table.add_row(row.experience_id, fate, reward, str(len(row.token_ids)), version, str(row.uses), answer)
+            table.add_row(
+                row.experience_id, group_status, reward, str(len(row.token_ids)), version, str(row.uses), answer
+            )
         if table.row_count == count:
             break
     Console(highlight=False, markup=False).print(table)
@@ -158,7 +160,7 @@ def _described(found: Found) -> str:
         "store": found.store,
         "file": found.segment,
         "source": row.source,
-        "fate": found.fate,
+        "group_status": found.group_status,
         "uses": row.uses,
         "last trained at step": found.trained_step,
         "status": row.status,

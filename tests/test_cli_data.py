@@ -64,7 +64,7 @@ def test_a_run_is_named_by_its_folder_or_by_its_name(
 
 def test_head_shows_a_line_a_row_and_no_more_than_asked_for(live: Path) -> None:
     lines = call("head", live).splitlines()
-    assert lines[0].split() == ["id", "fate", "reward", "tokens", "version", "uses", "answer"]
+    assert lines[0].split() == ["id", "group_status", "reward", "tokens", "version", "uses", "answer"]
     assert len(lines) == 11
     assert len(call("head", live, "-n", 3).splitlines()) == 4
     assert len(call("head", live, "--store", "expert/gold").splitlines()) == 6
@@ -75,13 +75,13 @@ def test_head_shows_a_line_a_row_and_no_more_than_asked_for(live: Path) -> None:
 @pytest.mark.parametrize(
     ("conditions", "ids"),
     [
-        (["fate = trained"], ["0/0", "0/1", "1/0", "1/1"]),
-        (["fate=trained", "reward > 0.5"], ["0/1", "1/1"]),
+        (["group_status = trained"], ["0/0", "0/1", "1/0", "1/1"]),
+        (["group_status=trained", "reward > 0.5"], ["0/1", "1/1"]),
         (["reward >= 7"], ["4/0"]),
         (["trained_step = 0", "reward != 1"], ["0/0", "1/0"]),
         (["experience_id contains 4/"], ["4/0", "4/1"]),
         (["experience_id = '4/0'"], ["4/0"]),
-        (["uses < 1", "fate != ready", "reward <= 0"], ["2/0", "3/0", "9/0"]),
+        (["uses < 1", "group_status != ready", "reward <= 0"], ["2/0", "3/0", "9/0"]),
         (["segment contains nothing"], []),
     ],
 )
@@ -120,7 +120,7 @@ def test_show_has_everything_that_is_known_of_a_row(live: Path) -> None:
     for part in ("7/0", "'format': 0.5", "[user]\n1 + 1?", "[assistant]\nIt is\n2.", "4: 1 of the prompt, 3 produced"):
         assert part in text
     text = call("show", live, "0/1")
-    for part in ("fate                 trained", "last trained at step 0", "mean 1, from 1 to 1, on 3 tokens"):
+    for part in ("group_status                 trained", "last trained at step 0", "mean 1, from 1 to 1, on 3 tokens"):
         assert part in text
     assert "late feedback        reward None, labels {'quality': 'bad'}, after version 0" in text
     assert "store                expert/gold" in call("show", live, "90/1")
@@ -133,7 +133,7 @@ def test_what_is_exported_is_read_by_pandas_and_imported_whole(live: Path, tmp_p
     out, again = tmp_path / f"out.{suffix}", tmp_path / "again.jsonl"
     assert f"13 rows in {out}" in call("export", live, out)
     frame = pd.read_parquet(out) if suffix == "parquet" else pd.read_json(out, lines=True, dtype={"group_id": str})
-    assert sorted(frame["fate"].value_counts().to_dict().items()) == [
+    assert sorted(frame["group_status"].value_counts().to_dict().items()) == [
         ("dropped", 2),
         ("leased", 4),
         ("ready", 3),
@@ -143,7 +143,7 @@ def test_what_is_exported_is_read_by_pandas_and_imported_whole(live: Path, tmp_p
     call("export", live, again, "--store", "expert/found")
     before = {row["experience_id"]: row for row in read_jsonl_of(out, tmp_path)}
     for row in read_jsonl(again):
-        changed = {"source": "expert", "uses": 0, "advantages": None, "fate": None, "trained_step": None}
+        changed = {"source": "expert", "uses": 0, "advantages": None, "group_status": None, "trained_step": None}
         assert row == before[row["experience_id"]] | changed | {"segment": row["segment"]}
     assert len(before) == 13
 
@@ -152,13 +152,13 @@ def test_of_a_file_those_rows_are_imported_that_meet_the_conditions(live: Path, 
     out, again = tmp_path / "out.parquet", tmp_path / "again.jsonl"
     call("export", live, out)
     where = ("--where", "reward = 1", "--where", "group_id != 7")
-    said = call("import", live, out, "--name", "good", *where)
+    message = call("import", live, out, "--name", "good", *where)
     call("export", live, again, "--store", "expert/good")
     wanted = [r for r in read_jsonl_of(out, tmp_path) if r["reward"] == 1 and r["group_id"] != "7"]
     assert [row["experience_id"] for row in read_jsonl(again)] == [row["experience_id"] for row in wanted]
-    assert 0 < len(wanted) < 13 and f"{len(wanted)} rows are demonstrations 'good'" in said
-    with pytest.raises(DataError, check=about("where", "fate = trained")):
-        call("import", live, out, "--name", "good", "--where", "fate = trained")
+    assert 0 < len(wanted) < 13 and f"{len(wanted)} rows are demonstrations 'good'" in message
+    with pytest.raises(DataError, check=about("where", "group_status = trained")):
+        call("import", live, out, "--name", "good", "--where", "group_status = trained")
     with pytest.raises(DataError, check=about("where")):
         call("import", live, out, "--name", "good", "--where", "reward > 1000")
 
@@ -170,12 +170,12 @@ def read_jsonl_of(out: Path, folder: Path) -> list[dict[str, Any]]:
 
 
 def test_chosen_columns_are_exported_and_an_empty_choice_is_a_readable_file(live: Path, tmp_path: Path) -> None:
-    call("export", live, tmp_path / "few.jsonl", "--columns", "experience_id,fate", "--where", "reward = 7")
-    assert read_jsonl(tmp_path / "few.jsonl") == [{"experience_id": "4/0", "fate": "ready"}]
+    call("export", live, tmp_path / "few.jsonl", "--columns", "experience_id,group_status", "--where", "reward = 7")
+    assert read_jsonl(tmp_path / "few.jsonl") == [{"experience_id": "4/0", "group_status": "ready"}]
     call("export", live, tmp_path / "none.parquet", "--where", "reward = 8")
     assert len(pd.read_parquet(tmp_path / "none.parquet")) == 0
     few, none = tmp_path / "few.jsonl", tmp_path / "none.parquet"
-    with pytest.raises(DataError, check=about(str(few), ["experience_id", "fate"])):
+    with pytest.raises(DataError, check=about(str(few), ["experience_id", "group_status"])):
         call("import", live, few, "--name", "found")
     with pytest.raises(DataError, check=about("demonstrations.found")):
         call("import", live, none, "--name", "found")

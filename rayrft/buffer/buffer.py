@@ -22,7 +22,7 @@ from rayrft.buffer import events as e
 from rayrft.buffer.client import Entry, Receipt
 from rayrft.buffer.expert_rows import ExpertBlocks, are_pairs, check_pairs
 from rayrft.buffer.feedback import Feedback
-from rayrft.buffer.groups import Fate
+from rayrft.buffer.groups import GroupStatus
 from rayrft.buffer.ingest import Arrivals, Producers
 from rayrft.buffer.leases import Lease, Leasing
 from rayrft.buffer.log.journal import Position
@@ -43,7 +43,7 @@ class Buffer:
     """Stores ``usual`` (own rows, in whole groups) and ``expert`` (demonstrations, by name), and the task cursor.
 
     ``run`` names the run whose log is at ``location``; ``tasks`` makes the task set; ``others`` are the actors of the
-    shards besides the first; ``limits`` are those of the run's model; ``logged`` is what `settle` gave for the
+    shards besides the first; ``limits`` are those of the run's model; ``logged`` is what `set_status` gave for the
     checkpoint that the run goes on from.
     """
 
@@ -60,7 +60,7 @@ class Buffer:
     ) -> None:
         self._store = Store(run, location, config, seed, tasks() if tasks else None, others or [], Position(*logged))
         self._state = self._store.state
-        self._experts = ExpertBlocks(self._store.storage, self._state.book)
+        self._experts = ExpertBlocks(self._store.storage, self._state.meta)
         self._leasing = Leasing(self._store, self._experts)
         self._retention = Retention(self._store)
         self._feedback = Feedback(self._store)
@@ -68,7 +68,7 @@ class Buffer:
         self._arrivals = Arrivals(self._store, self._retention, limits)
         self._producers = Producers(self._store)
 
-    # Stages and admission.
+    # TrainLoop and admission.
 
     async def open_stage(self, plan: StagePlan) -> None:
         """Begin a stage. Groups left over from the one before are dropped and counted.
@@ -76,17 +76,17 @@ class Buffer:
         The stage that was opened last, by name and first version, goes on where it stood when a resumed run opens it.
         One that this life of the run opened before is not opened again: the call is a late repeat.
         """
-        if plan.name and plan.version == self._state.book.opened.get(plan.name):
+        if plan.name and plan.version == self._state.meta.opened.get(plan.name):
             return await self._store.commit()
         if plan.expert_rows:
-            if plan.demonstrations not in self._state.book.experts:
+            if plan.demonstrations not in self._state.meta.experts:
                 raise DataError(
                     "no such demonstrations were loaded",
                     field="demonstrations",
                     value=plan.demonstrations,
-                    remedy="load them first; there are " + (", ".join(sorted(self._state.book.experts)) or "none"),
+                    remedy="load them first; there are " + (", ".join(sorted(self._state.meta.experts)) or "none"),
                 )
-            check_pairs(plan.demonstrations, self._state.book.experts[plan.demonstrations].unit, plan.pairs)
+            check_pairs(plan.demonstrations, self._state.meta.experts[plan.demonstrations].unit, plan.pairs)
         bound = self._store.config.max_rows
         if plan.groups * plan.group_size > bound:
             raise DataError(
@@ -95,17 +95,17 @@ class Buffer:
                 value=bound,
                 remedy="raise it, or lower the stage's batch_size",
             )
-        last = self._state.book.plan
+        last = self._state.meta.plan
         if last is not None and last.name and (last.name, last.version) == (plan.name, plan.version):
             return await self._store.commit(e.StageResumed(plan))
         self._state.pool.close()
         await self._store.commit(e.StageOpened(plan))
         self._state.fill_pool(self._store.new_pool)
 
-    async def settle(self) -> list[int]:
+    async def set_status(self) -> list[int]:
         """Returns when all that was acknowledged is on the disk, with how far the journal must reach from now on: a
         checkpoint keeps that, for its steps cannot be gone on from without."""
-        position = await self._store.settle()
+        position = await self._store.set_status()
         return [position.number, position.nbytes]
 
     async def resume(self, step: int, life: str) -> int:
@@ -117,7 +117,7 @@ class Buffer:
 
         Raises StorageError when the log knows less than the checkpoint: it lost its end, or is another one.
         """
-        book, known = self._state.book, self._state.newest_version
+        meta, known = self._state.meta, self._state.newest_version
         if known < step:
             raise StorageError(
                 f"the log ends after {known} steps, and the run goes on from a checkpoint of step {step}",
@@ -125,24 +125,24 @@ class Buffer:
                 value=known,
                 remedy="restore the log from a copy, or go on from an older checkpoint",
             )
-        gone = sorted({each.producer for each in book.outstanding.values()} | set(book.calls))
+        gone = sorted({each.producer for each in meta.outstanding.values()} | set(meta.calls))
         events: list[e.Event] = [
             *(e.Abandoned(producer) for producer in gone),
             e.RolledBack(step, life, whole_run=True),
         ]
-        await self._store.commit(*([] if life in book.lives else events))
+        await self._store.commit(*([] if life in meta.lives else events))
         torn: int = (await self._store.sizes())["torn_bytes"]
         return torn
 
     async def close_stage(self, name: str | None = None) -> None:
         """Admit no more groups: whoever waits for a ticket gets none. With a name, no other stage than that."""
-        plan = self._state.book.plan
+        plan = self._state.meta.plan
         here = plan is not None and name in (None, plan.name)
         await self._store.commit(*([e.StageClosed()] if here else []))
 
     async def closed(self) -> None:
         """Returns when the stage is closed."""
-        await self._store.wait_for(lambda: not self._state.book.open)
+        await self._store.wait_for(lambda: not self._state.meta.open)
 
     async def admit(self, producer: str, call: int, count: int) -> list[Ticket]:
         """Up to ``count`` tickets as soon as there is room; an empty list when the stage is closed or the tasks end.
@@ -154,13 +154,13 @@ class Buffer:
 
         Raises DataError for a producer that was given up: its tickets went to others.
         """
-        book = self._state.book
+        meta = self._state.meta
 
         def answered() -> bool:
-            return producer in book.gone or (producer in book.calls and book.calls[producer][0] >= call)
+            return producer in meta.gone or (producer in meta.calls and meta.calls[producer][0] >= call)
 
-        await self._store.wait_for(lambda: answered() or not book.open or bool(book.ended) or self._may_admit())
-        if producer in book.gone:
+        await self._store.wait_for(lambda: answered() or not meta.open or bool(meta.ended) or self._may_admit())
+        if producer in meta.gone:
             raise DataError(
                 "the producer was given up, for it died or the run was resumed",
                 field="producer",
@@ -168,11 +168,11 @@ class Buffer:
                 remedy="one that begins again takes another name",
             )
         if answered():
-            number, given = book.calls[producer]
+            number, given = meta.calls[producer]
             tickets = given if number == call else []
             await self._store.commit()
         else:
-            wanted = min(count, self._state.capacity) if book.open and not book.ended else 0
+            wanted = min(count, self._state.capacity) if meta.open and not meta.ended else 0
             event = e.Admitted(producer, call, wanted, [])
             tickets = apply(self._state, event)
             await self._store.record(replace(event, tasks=[ticket.task for ticket in tickets]))
@@ -232,7 +232,7 @@ class Buffer:
 
         Raises DataError where such an error is negative or not finite.
         """
-        record = self._state.book.leases.get(step)
+        record = self._state.meta.leases.get(step)
         if record is None or record.acked:
             return await self._store.commit()
         await self._store.commit(e.Acked(step, self._leasing.scores(record, value_errors or {})))
@@ -254,7 +254,7 @@ class Buffer:
 
     async def requeue(self, step: int, draw: int) -> None:
         """Give a lease back, by its step and its `Lease.draw`: its groups wait for another step."""
-        record = self._state.book.leases.get(step)
+        record = self._state.meta.leases.get(step)
         await self._store.commit(*([e.Requeued(step)] if record is not None and record.draw == draw else []))
 
     async def rollback(self, step: int, life: str) -> None:
@@ -262,7 +262,7 @@ class Buffer:
 
         ``life`` names the trainer's new life: a late repeat of the call changes nothing.
         """
-        await self._store.commit(*([] if life in self._state.book.lives else [e.RolledBack(step, life)]))
+        await self._store.commit(*([] if life in self._state.meta.lives else [e.RolledBack(step, life)]))
 
     async def advance(self, version: int) -> None:
         """Weights of this version are published: there is room for new groups."""
@@ -284,13 +284,13 @@ class Buffer:
                 field=f"demonstrations.{name}",
                 remedy="mend the row; nothing of the load was taken",
             )
-        unit, plan = 2 if are_pairs(batch) else 1, self._state.book.plan
-        if plan is not None and self._state.book.open and plan.expert_rows and plan.demonstrations == name:
+        unit, plan = 2 if are_pairs(batch) else 1, self._state.meta.plan
+        if plan is not None and self._state.meta.open and plan.expert_rows and plan.demonstrations == name:
             check_pairs(name, unit, plan.pairs)
         async with self._store.moving:
             extent = await self._experts.write(name, batch)
             await self._store.commit(e.Loaded(name, extent, unit))
-            await self._store.settle()
+            await self._store.set_status()
             await self._experts.sweep()
         return batch.num_rows
 
@@ -301,20 +301,22 @@ class Buffer:
         """
         if store == "usual":
             async with self._store.moving:  # from the look at where rows lie to their blocks
-                return await self._store.rows_by_block(self._state.groups.where(Fate.READY, Fate.LEASED).tolist())
+                return await self._store.rows_by_block(
+                    self._state.groups.where(GroupStatus.READY, GroupStatus.LEASED).tolist()
+                )
         return [await self._experts.whole(store)]
 
     async def stats(self) -> dict[str, Any]:
         """The ledger of own rows, how often demonstrations were drawn, and what memory and disk hold."""
-        book = self._state.book
+        meta = self._state.meta
         return {
             **self._state.check(recount=True),
             "expert": {
                 name: {"rows": each.extent.rows, "drawn": each.drawn, "epoch": each.epoch}
-                for name, each in book.experts.items()
+                for name, each in meta.experts.items()
             },
             "tasks_drawn": self._state.tasks.position if self._state.tasks is not None else None,
-            "late_feedback": len(book.late_feedback),
+            "late_feedback": len(meta.late_feedback),
             **await self._store.sizes(),
         }
 
@@ -332,5 +334,5 @@ class Buffer:
 
     def _may_admit(self) -> bool:
         # A step that waits for new groups makes room once it has them.
-        full = self._store.config.when_full == "wait" and self._retention.full and not self._state.starved
+        full = self._store.config.when_full == "wait" and self._retention.full and not self._state.needs_admission
         return self._state.capacity > 0 and not full

@@ -15,7 +15,7 @@ import pyarrow as pa
 from rayrft.buffer.log.segments import Extent, read_rows
 from rayrft.buffer.log.shard import Ref
 from rayrft.buffer.log.storage import Storage
-from rayrft.buffer.state import Book
+from rayrft.buffer.state import Metadata
 from rayrft.errors import DataError
 from rayrft.experience import SCHEMA
 
@@ -31,9 +31,9 @@ class ExpertBlock:
 class ExpertBlocks:
     """The demonstrations of a run; ``book`` says which there are."""
 
-    def __init__(self, storage: Storage, book: Book) -> None:
+    def __init__(self, storage: Storage, meta: Metadata) -> None:
         self._storage = storage
-        self._book = book
+        self._metadata = meta
         self._blocks: dict[str, ExpertBlock] = {}
 
     async def write(self, name: str, batch: pa.RecordBatch) -> Extent:
@@ -63,16 +63,16 @@ class ExpertBlocks:
         """The demonstrations of ``expert/<name>`` that are drawn from now, all of them. Raises DataError for a store
         that there is not."""
         name = store.removeprefix("expert/")
-        if name not in self._book.experts:
-            known = ["usual", *(f"expert/{each}" for each in self._book.experts)]
+        if name not in self._metadata.experts:
+            known = ["usual", *(f"expert/{each}" for each in self._metadata.experts)]
             raise DataError("no such store", field="store", value=store, remedy=f"one of {known}")
-        block = await self.get(name, self._book.experts[name].extent)
+        block = await self.get(name, self._metadata.experts[name].extent)
         return block.ref, np.arange(len(block.tokens))
 
     async def sweep(self) -> None:
         """Delete demonstrations that others took the place of, once no lease has any of them."""
-        leases = self._book.leases.values()
-        needed = {expert_file(name, each.extent) for name, each in self._book.experts.items()}
+        leases = self._metadata.leases.values()
+        needed = {expert_file(name, each.extent) for name, each in self._metadata.experts.items()}
         needed |= {expert_file(each.demonstrations, each.extent) for each in leases if each.demonstrations}
         files = await asyncio.to_thread(self._storage.files)
         for file in files.keys() - needed:

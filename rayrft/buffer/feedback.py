@@ -12,7 +12,7 @@ import torch
 from rayrft.algorithms import Algorithm, Group
 from rayrft.buffer import events as e
 from rayrft.buffer.client import group_key
-from rayrft.buffer.groups import Fate
+from rayrft.buffer.groups import GroupStatus
 from rayrft.buffer.schedule import StagePlan
 from rayrft.buffer.store import Store
 from rayrft.buffer.validation import find_faults
@@ -57,7 +57,7 @@ class Feedback:
 
     def _ready(self, slot: int) -> bool:
         groups = self._store.state.groups
-        return groups.fate[slot] == Fate.READY and not groups.uses[slot]
+        return groups.status[slot] == GroupStatus.READY and not groups.uses[slot]
 
     async def _rewrite(
         self, slot: int, experience_id: str, reward: float | None, labels: dict[str, str]
@@ -65,7 +65,7 @@ class Feedback:
         shard = int(self._store.state.groups.shard[slot])
         batch: pa.RecordBatch = await self._store.shards.call(shard, "read", [self._store.span(slot)])
         before = from_batch(batch)
-        rows = change(before, experience_id, reward, labels, self._store.state.book.plan or StagePlan(0))
+        rows = change(before, experience_id, reward, labels, self._store.state.meta.plan or StagePlan(0))
         if rows is before:
             return []
         sync = self._store.config.fsync == "always"
@@ -74,9 +74,9 @@ class Feedback:
 
     async def _refuse(self, slot: int, experience_id: str, reward: float | None, labels: dict[str, str]) -> None:
         groups = self._store.state.groups
-        version, fate = int(groups.last_step[slot]), Fate(int(groups.fate[slot]))
+        version, status = int(groups.last_step[slot]), GroupStatus(int(groups.status[slot]))
         await self._store.commit(e.FeedbackNoted(experience_id, reward, labels, version))
-        if fate == Fate.DROPPED:
+        if status == GroupStatus.DROPPED:
             raise FeedbackRefused(
                 "the row was dropped and will not be trained",
                 field=experience_id,

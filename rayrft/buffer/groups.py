@@ -12,7 +12,7 @@ import pyarrow as pa
 from rayrft.buffer.events import StoredGroup
 
 
-class Fate(IntEnum):
+class GroupStatus(IntEnum):
     """Where a group stands. Held are those that are ready or leased."""
 
     FREE = 0
@@ -24,7 +24,7 @@ class Fate(IntEnum):
 
 
 _COLUMNS: dict[str, type] = {
-    "fate": np.int8,
+    "status": np.int8,
     "key": np.uint64,
     "digest": np.uint32,  # of what was put without a ticket
     "sequence": np.int64,  # of its ticket, or -1
@@ -46,7 +46,7 @@ _COLUMNS: dict[str, type] = {
 class GroupTable:
     """Columns by slot. A slot is given to a group for as long as its rows are on the disk, then to another."""
 
-    fate: np.ndarray
+    status: np.ndarray
     key: np.ndarray
     digest: np.ndarray
     sequence: np.ndarray
@@ -86,7 +86,7 @@ class GroupTable:
             self._grow()
         slot = heapq.heappop(self._free)
         self._slots[group.key] = slot
-        self.fate[slot] = Fate.READY
+        self.status[slot] = GroupStatus.READY
         self.key[slot], self.digest[slot] = group.key, group.digest
         self.sequence[slot] = -1 if group.sequence is None else group.sequence
         self.order[slot] = order
@@ -99,11 +99,11 @@ class GroupTable:
         self.live[shard, segment] += 1
         return slot
 
-    def settle(self, slot: int, fate: Fate) -> None:
+    def set_status(self, slot: int, status: GroupStatus) -> None:
         """Change where a group stands, and the sums of what is held with it."""
-        was = int(self.fate[slot] in (Fate.READY, Fate.LEASED))
-        now = int(fate in (Fate.READY, Fate.LEASED))
-        self.fate[slot] = fate
+        was = int(self.status[slot] in (GroupStatus.READY, GroupStatus.LEASED))
+        now = int(status in (GroupStatus.READY, GroupStatus.LEASED))
+        self.status[slot] = status
         self.held_rows += (now - was) * int(self.rows[slot])
         self.held_bytes += (now - was) * int(self.nbytes[slot])
         self.live[self.place(slot)] += now - was
@@ -114,7 +114,7 @@ class GroupTable:
 
     def move(self, slot: int, shard: int, segment: int, row: int) -> None:
         """The group's rows lie elsewhere now."""
-        held = int(self.fate[slot] in (Fate.READY, Fate.LEASED))
+        held = int(self.status[slot] in (GroupStatus.READY, GroupStatus.LEASED))
         self.live[self.place(slot)] -= held
         self.shard[slot], self.segment[slot], self.row[slot] = shard, segment, row
         self.live[shard, segment] += held
@@ -123,17 +123,17 @@ class GroupTable:
         """The rows of these groups are not on the disk any more."""
         for slot in slots.tolist():
             del self._slots[int(self.key[slot])]
-            self.fate[slot] = Fate.FREE
+            self.status[slot] = GroupStatus.FREE
             heapq.heappush(self._free, slot)
 
-    def where(self, *fates: Fate) -> np.ndarray:
+    def where(self, *statuses: GroupStatus) -> np.ndarray:
         """Slots of the groups that stand so, in order of arrival."""
-        slots = np.flatnonzero(np.isin(self.fate, fates))
+        slots = np.flatnonzero(np.isin(self.status, statuses))
         return slots[np.argsort(self.order[slots], kind="stable")]
 
     def rows_held(self) -> int:
         """Counted anew: what `held_rows` must be."""
-        return int(self.rows[np.isin(self.fate, (Fate.READY, Fate.LEASED))].sum())
+        return int(self.rows[np.isin(self.status, (GroupStatus.READY, GroupStatus.LEASED))].sum())
 
     @property
     def nbytes_in_memory(self) -> int:
@@ -151,16 +151,16 @@ class GroupTable:
         self = cls()
         for name in _COLUMNS:
             setattr(self, name, table.column(name).to_numpy().copy())
-        taken = np.flatnonzero(self.fate != Fate.FREE)
-        self._free = np.flatnonzero(self.fate == Fate.FREE).tolist()  # sorted: a heap
+        taken = np.flatnonzero(self.status != GroupStatus.FREE)
+        self._free = np.flatnonzero(self.status == GroupStatus.FREE).tolist()  # sorted: a heap
         self._slots = dict(zip(self.key[taken].tolist(), taken.tolist(), strict=True))
-        held = np.isin(self.fate, (Fate.READY, Fate.LEASED))
+        held = np.isin(self.status, (GroupStatus.READY, GroupStatus.LEASED))
         self.held_rows, self.held_bytes = int(self.rows[held].sum()), int(self.nbytes[held].sum())
         self.live = Counter(zip(self.shard[held].tolist(), self.segment[held].tolist(), strict=True))
         return self
 
     def _grow(self) -> None:
-        size = len(self.fate)
+        size = len(self.status)
         more = max(1024, size // 2)
         for name, dtype in _COLUMNS.items():
             setattr(self, name, np.concatenate([getattr(self, name), np.zeros(more, dtype)]))

@@ -154,17 +154,17 @@ class Leasing:
         """See `Buffer.lease`."""
         started = time.monotonic()
         async with self._lock:
-            record = self._store.state.book.leases.get(step)
+            record = self._store.state.meta.leases.get(step)
             if record is None:
-                if step < self._store.state.book.covered:
+                if step < self._store.state.meta.checkpointed_step:
                     raise RayrftError(
                         "the batch of the step is gone, for a checkpoint holds its work",
                         field="buffer.lease",
                         value=step,
-                        remedy=f"go on from a checkpoint of step {self._store.state.book.covered} or later",
+                        remedy=f"go on from a checkpoint of step {self._store.state.meta.checkpointed_step} or later",
                     )
                 await self._store.commit(await self._next(step, deadline_s))
-                record = self._store.state.book.leases[step]
+                record = self._store.state.meta.leases[step]
             else:
                 await self._store.commit()
         return await self._deal(record, world_size, time.monotonic() - started)
@@ -179,7 +179,7 @@ class Leasing:
 
     async def blame(self, step: int, life: str, experience_ids: list[str]) -> None:
         """See `Buffer.blame`."""
-        record = self._store.state.book.leases.get(step)
+        record = self._store.state.meta.leases.get(step)
         if record is None or record.acked:
             return await self._store.commit()
         keys = {int(self._store.state.groups.key[slot]): slot for slot in record.slots}
@@ -192,14 +192,14 @@ class Leasing:
         await self._store.commit(e.Blamed(step, life, sorted(slots), sorted(set(expert))))
 
     async def _next(self, step: int, deadline_s: float) -> e.Leased:
-        store, book = self._store, self._store.state.book
-        if book.plan is None:
+        store, meta = self._store, self._store.state.meta
+        if meta.plan is None:
             raise RayrftError(
                 "no stage is open", field="buffer.lease", value=step, remedy="open one first: a run does so itself"
             )
-        if book.behind:
+        if meta.replaying:
             # Who asks for a step that was never leased has repeated all that were, whatever weights it published.
-            await store.commit(e.Advanced(book.version))
+            await store.commit(e.Advanced(meta.version))
         drawn: list[e.Leased] = []
         seen = self._ready()
 
@@ -223,39 +223,39 @@ class Leasing:
 
     def _draw(self, step: int) -> e.Leased | None:
         """The batch of the step from what is there, or None where it has to wait."""
-        state, book = self._store.state, self._store.state.book
-        plan = book.plan
+        state, meta = self._store.state, self._store.state.meta
+        plan = meta.plan
         assert plan is not None  # checked by the caller
         slots: list[int] | None = []
         weights: list[float] = []
-        if plan.groups and isinstance(book.schedule, Schedule):
+        if plan.groups and isinstance(meta.schedule, Schedule):
             slots = state.choose(step)
             weights = [1.0] * len(slots or [])
         elif plan.groups:
-            if isinstance(book.schedule, ReplaySchedule) and not book.schedule.may_draw(state.eligible):
+            if isinstance(meta.schedule, ReplaySchedule) and not meta.schedule.may_draw(state.eligible):
                 return None
-            draw = state.pool.draw(plan.groups, max(step, state.clock), book.draws)
+            draw = state.pool.draw(plan.groups, max(step, state.clock), meta.draws)
             slots = None if draw is None else draw.slots.tolist()
             weights = [] if draw is None else draw.weights.tolist()
         if slots is None:
             return None
-        expert = book.experts[plan.demonstrations].peek(plan.expert_rows) if plan.demonstrations else []
+        expert = meta.experts[plan.demonstrations].peek(plan.expert_rows) if plan.demonstrations else []
         return e.Leased(step, slots, weights, expert)
 
     def _hopeless(self) -> str | None:
         """Why a batch that is not there will not come, where that is certain."""
-        book = self._store.state.book
-        if not book.open:
+        meta = self._store.state.meta
+        if not meta.open:
             return "stage_closed"
         # What an earlier stage left under way, or came too late, fills no batch.
-        awaited = book.outstanding.keys() & book.schedule.running.keys() if book.schedule is not None else ()
-        return None if awaited else book.ended
+        awaited = meta.outstanding.keys() & meta.schedule.running.keys() if meta.schedule is not None else ()
+        return None if awaited else meta.ended
 
     def _ended(self, reason: str, step: int, what: str) -> LeaseEnded:
-        book = self._store.state.book
-        assert book.plan is not None
+        meta = self._store.state.meta
+        assert meta.plan is not None
         return LeaseEnded(
-            f"{what} {book.plan.groups} groups for step {step}: {self._have()}; {self._lost()}",
+            f"{what} {meta.plan.groups} groups for step {step}: {self._have()}; {self._lost()}",
             field="buffer.lease",
             value=reason,
             remedy=_WHY[reason],
@@ -264,17 +264,17 @@ class Leasing:
     def _ready(self) -> int:
         """So many groups can be drawn now, or wait for those before them."""
         state = self._store.state
-        return len(state.book.schedule.ready) if isinstance(state.book.schedule, Schedule) else state.eligible
+        return len(state.meta.schedule.ready) if isinstance(state.meta.schedule, Schedule) else state.eligible
 
     def _have(self) -> str:
         """What there is of groups for the next step."""
-        book = self._store.state.book
-        if isinstance(book.schedule, Schedule):
-            return f"{self._ready()} ready, {len(book.schedule.running)} running"
-        return f"{self._ready()} in the pool, {len(book.outstanding)} running"
+        meta = self._store.state.meta
+        if isinstance(meta.schedule, Schedule):
+            return f"{self._ready()} ready, {len(meta.schedule.running)} running"
+        return f"{self._ready()} in the pool, {len(meta.outstanding)} running"
 
     def _lost(self) -> str:
-        ledger = self._store.state.book.ledger
+        ledger = self._store.state.meta.ledger
         return f"rows dropped so far {dict(ledger.dropped)}, tasks {dict(ledger.dropped_tasks)}"
 
     async def _deal(self, record: LeaseRecord, world_size: int, waited_s: float) -> Lease:

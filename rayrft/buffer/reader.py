@@ -15,7 +15,7 @@ from rayrft.buffer.client import group_key
 from rayrft.buffer.events import FeedbackNoted
 from rayrft.buffer.expert_rows import expert_file
 from rayrft.buffer.export import Selection
-from rayrft.buffer.groups import Fate, GroupTable
+from rayrft.buffer.groups import GroupStatus, GroupTable
 from rayrft.buffer.log.journal import Journal, Recovered
 from rayrft.buffer.log.segments import read_rows, segment_name
 from rayrft.buffer.log.storage import Storage
@@ -49,13 +49,13 @@ def read_state(storage: Storage, sampler: SamplerConfig, seed: int) -> Reading:
         state.restore(recovered.snapshot)
     for event in recovered.events:
         apply(state, event)
-    if not state.book.run:
+    if not state.meta.run:
         raise StorageError(
             "no Buffer has written here", field=storage.location, remedy="give the folder of a run that has begun"
         )
-    if state.book.schema != SCHEMA_VERSION:
+    if state.meta.schema != SCHEMA_VERSION:
         raise StorageError(
-            f"the log has schema version {state.book.schema}; this rayrft reads {SCHEMA_VERSION}",
+            f"the log has schema version {state.meta.schema}; this rayrft reads {SCHEMA_VERSION}",
             field=storage.location,
             remedy="read it with the rayrft that wrote it; its segments open with plain pyarrow",
         )
@@ -90,8 +90,8 @@ def _snapshots(storage: Storage) -> list[str]:
 def _uncommitted_bytes(storage: Storage, state: State) -> int:
     """Bytes of segments that the journal does not speak of."""
     total = 0
-    for shard in {0, *state.book.extents}:
-        extents = state.book.extents.get(shard, {})
+    for shard in {0, *state.meta.extents}:
+        extents = state.meta.extents.get(shard, {})
         committed = {segment_name(number): extent.nbytes for number, extent in extents.items()}
         for name, size in storage.folder(f"shard-{shard}").files().items():
             total += max(0, size - committed.get(name, 0))
@@ -101,7 +101,7 @@ def _uncommitted_bytes(storage: Storage, state: State) -> int:
 ARCHIVE_SCHEMA = pa.schema(
     [
         *SCHEMA,
-        pa.field("fate", pa.string()),
+        pa.field("group_status", pa.string()),
         pa.field("trained_step", pa.int64()),
         pa.field("segment", pa.string(), nullable=False),
     ],
@@ -119,7 +119,7 @@ class Found:
 
     experience: Experience
     store: str
-    fate: str | None
+    group_status: str | None
     trained_step: int | None
     segment: str
     late_feedback: tuple[FeedbackNoted, ...]
@@ -150,30 +150,30 @@ class Archive:
     @property
     def stores(self) -> list[str]:
         """Names of the stores, for `rows`."""
-        return ["usual", *(f"expert/{name}" for name in self._state.book.experts)]
+        return ["usual", *(f"expert/{name}" for name in self._state.meta.experts)]
 
     def stats(self) -> dict[str, Any]:
         """The ledger of own rows; rows and bytes by store; and what a crash left behind that does not count."""
-        book, groups = self._state.book, self._state.groups
+        meta, groups = self._state.meta, self._state.groups
         counted: Counter[str] = Counter()
-        for fate, rows in zip(groups.fate.tolist(), groups.rows.tolist(), strict=True):
-            if fate != Fate.FREE:
-                counted[Fate(fate).name.lower()] += rows
-        log_bytes = sum(each.nbytes for shard in book.extents.values() for each in shard.values())
+        for status, rows in zip(groups.status.tolist(), groups.rows.tolist(), strict=True):
+            if status != GroupStatus.FREE:
+                counted[GroupStatus(status).name.lower()] += rows
+        log_bytes = sum(each.nbytes for shard in meta.extents.values() for each in shard.values())
         experts = {
             f"expert/{name}": {"rows": each.extent.rows, "bytes": each.extent.nbytes, "drawn": each.drawn}
-            for name, each in book.experts.items()
+            for name, each in meta.experts.items()
         }
         return {
-            "run": book.run,
-            "version": book.version,
-            "step": book.step,
+            "run": meta.run,
+            "version": meta.version,
+            "step": meta.step,
             **self._state.check(recount=True),
             "stores": {
                 "usual": {"rows": counted.total(), "bytes": log_bytes, "groups": len(groups), **counted},
                 **experts,
             },
-            "late_feedback": len(book.late_feedback),
+            "late_feedback": len(meta.late_feedback),
             "torn_bytes": self._reading.torn_bytes,
         }
 
@@ -199,13 +199,13 @@ class Archive:
 
     def find(self, experience_id: str) -> Found:
         """A row by its id, of whichever store. Raises DataError when none has it, StorageError as `rows` does."""
-        said = tuple(each for each in self._state.book.late_feedback if each.experience_id == experience_id)
+        said = tuple(each for each in self._state.meta.late_feedback if each.experience_id == experience_id)
         for store, batch in self._candidates(experience_id):
             for row, found in enumerate(batch.column("experience_id").to_pylist()):
                 if found == experience_id:
                     one = batch.slice(row, 1)
-                    fate, step, segment = (one.column(name)[0].as_py() for name in ARCHIVE_SCHEMA.names[-3:])
-                    return Found(from_batch(one)[0], store, fate, step, segment, said)
+                    group_status, step, segment = (one.column(name)[0].as_py() for name in ARCHIVE_SCHEMA.names[-3:])
+                    return Found(from_batch(one)[0], store, group_status, step, segment, said)
         raise DataError(
             "no row of this id is in the log",
             field="experience_id",
@@ -227,7 +227,7 @@ class Archive:
                     batch = self._segment(state, shard, segment, slots)
                 except StorageError as error:
                     self._read_again()
-                    if segment not in self._state.book.extents.get(shard, {}):
+                    if segment not in self._state.meta.extents.get(shard, {}):
                         break  # a live Buffer deleted it; groups that it kept lie elsewhere now
                     self._pass_over(error, int(state.groups.rows[slots].sum()), skip_damaged)
                 else:
@@ -238,24 +238,24 @@ class Archive:
 
     def _segment(self, state: State, shard: int, segment: int, slots: np.ndarray) -> pa.RecordBatch:
         groups, name = state.groups, segment_name(segment)
-        batch = read_rows(self._storage.folder(f"shard-{shard}"), name, state.book.extents[shard][segment])
+        batch = read_rows(self._storage.folder(f"shard-{shard}"), name, state.meta.extents[shard][segment])
         counts = groups.rows[slots]
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         batch = batch.take(pa.array(np.repeat(groups.row[slots], counts) + within))
         uses = np.repeat(groups.uses[slots], counts)
-        fates = np.array([fate.name.lower() for fate in Fate], dtype=object)[groups.fate[slots]]
+        statuses = np.array([status.name.lower() for status in GroupStatus], dtype=object)[groups.status[slots]]
         steps = pa.array(np.repeat(groups.last_step[slots], counts), mask=uses == 0)
-        return _extended(batch, f"shard-{shard}/{name}", np.repeat(fates, counts), steps, uses)
+        return _extended(batch, f"shard-{shard}/{name}", np.repeat(statuses, counts), steps, uses)
 
     def _expert(self, store: str, skip_damaged: bool) -> Iterator[pa.RecordBatch]:
         name = store.removeprefix("expert/")
         while True:
-            extent = self._state.book.experts[name].extent
+            extent = self._state.meta.experts[name].extent
             try:
                 batch = read_rows(self._storage, expert_file(name, extent), extent)
             except StorageError as error:
                 self._read_again()
-                if self._state.book.experts[name].extent != extent:
+                if self._state.meta.experts[name].extent != extent:
                     continue  # others were loaded in their place
                 self._pass_over(error, extent.rows, skip_damaged)
             else:
@@ -284,7 +284,7 @@ class Archive:
 
 def _by_segment(groups: GroupTable, given: set[int]) -> Iterator[tuple[tuple[int, int], np.ndarray]]:
     """Slots of the groups whose keys are not among those given, by shard and segment, in the order of their rows."""
-    left = (groups.fate != Fate.FREE) & ~np.isin(groups.key, np.fromiter(given, np.uint64))
+    left = (groups.status != GroupStatus.FREE) & ~np.isin(groups.key, np.fromiter(given, np.uint64))
     slots = np.flatnonzero(left)
     slots = slots[np.lexsort((groups.row[slots], groups.segment[slots], groups.shard[slots]))]
     places = np.stack([groups.shard[slots], groups.segment[slots]], axis=1)
@@ -293,11 +293,11 @@ def _by_segment(groups: GroupTable, given: set[int]) -> Iterator[tuple[tuple[int
             yield groups.place(int(part[0])), part
 
 
-def _extended(batch: pa.RecordBatch, segment: str, fate: Any, trained_step: Any, uses: Any) -> pa.RecordBatch:
+def _extended(batch: pa.RecordBatch, segment: str, group_status: Any, trained_step: Any, uses: Any) -> pa.RecordBatch:
     """Rows with the columns of :data:`ARCHIVE_SCHEMA`."""
     more = {
         "uses": uses,
-        "fate": fate,
+        "group_status": group_status,
         "trained_step": trained_step,
         "segment": pa.repeat(pa.scalar(segment), batch.num_rows),
     }

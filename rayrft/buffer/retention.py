@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from rayrft.buffer import events as e
-from rayrft.buffer.groups import Fate
+from rayrft.buffer.groups import GroupStatus
 from rayrft.buffer.store import Store
 from rayrft.errors import RayrftError
 
@@ -76,7 +76,7 @@ class Retention:
 
     async def _evict(self, rows: int, nbytes: int) -> None:
         config, groups = self._store.config, self._store.state.groups
-        ready = groups.where(Fate.READY)
+        ready = groups.where(GroupStatus.READY)
         if config.when_full == "evict_lowest_priority":
             ready = ready[np.argsort(self._priority(ready), kind="stable")]
         rows_over = groups.held_rows + rows - config.max_rows
@@ -101,12 +101,12 @@ class Retention:
 
     def _needed(self) -> set[tuple[int, int]]:
         """Segments with groups that are held, or that a trainer which starts again would ask for."""
-        groups, book = self._store.state.groups, self._store.state.book
+        groups, meta = self._store.state.groups, self._store.state.meta
         held = {place for place, count in groups.live.items() if count}
-        return held | {groups.place(slot) for lease in book.leases.values() for slot in lease.slots}
+        return held | {groups.place(slot) for lease in meta.leases.values() for slot in lease.slots}
 
     async def _delete_dead(self) -> None:
-        needed, extents = self._needed(), self._store.state.book.extents
+        needed, extents = self._needed(), self._store.state.meta.extents
         excess = self._store.log_bytes - self._store.config.log_bytes
         for shard, segments in list(extents.items()):
             newest = max(segments)
@@ -117,15 +117,15 @@ class Retention:
                     excess -= segments[segment].nbytes
             if dead:
                 await self._store.commit(e.Deleted(shard, dead))
-                await self._store.settle()
+                await self._store.set_status()
                 await self._store.shards.call(shard, "delete", dead)
 
     async def _rewrite_sparse(self) -> None:
-        groups, extents = self._store.state.groups, self._store.state.book.extents
-        kept = {groups.place(slot) for lease in self._store.state.book.leases.values() for slot in lease.slots}
+        groups, extents = self._store.state.groups, self._store.state.meta.extents
+        kept = {groups.place(slot) for lease in self._store.state.meta.leases.values() for slot in lease.slots}
         for shard, segments in list(extents.items()):
             for segment in sorted(segments)[:-1]:
-                held = groups.where(Fate.READY)
+                held = groups.where(GroupStatus.READY)
                 held = held[(groups.shard[held] == shard) & (groups.segment[held] == segment)]
                 share = groups.rows[held].sum() / segments[segment].rows
                 if len(held) and share < _SPARSE and (shard, segment) not in kept:

@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rayrft.buffer.groups import Fate, GroupTable
+from rayrft.buffer.groups import GroupStatus, GroupTable
 from rayrft.buffer.scores import check_scores
 from rayrft.config.buffer import SamplerConfig
 from rayrft.registry import Registry
@@ -270,7 +270,7 @@ class Pool:
     def refill(self, groups: GroupTable, clock: int) -> None:
         """Hold what is ready now, in order of arrival."""
         if self._sampler is not None:
-            at = groups.where(Fate.READY)
+            at = groups.where(GroupStatus.READY)
             uses = groups.uses[at].astype(np.int64)
             self._sampler.rebuild(at, groups.score[at], groups.version[at], uses, groups.last_step[at], clock)
 

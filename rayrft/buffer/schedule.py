@@ -173,14 +173,14 @@ class ReplaySchedule:
     version: int = 0
     next_sequence: int = 0
     running: dict[int, Ticket] = field(default_factory=dict)
-    unpaid: int = 0
+    fresh_ready: int = 0
     """Groups that arrived and were not asked for by a step yet."""
     kind: Literal["replay"] = "replay"
 
     def capacity(self, eligible: int) -> int:
         """Groups that may be admitted now, with ``eligible`` groups in the pool."""
         limit = math.ceil(self.over_sampling * (self.max_staleness + 1) * self.fresh)
-        return max(0, max(limit - self.unpaid, self.groups - eligible) - len(self.running))
+        return max(0, max(limit - self.fresh_ready, self.groups - eligible) - len(self.running))
 
     def admit(self, count: int) -> list[Ticket]:
         """``count`` tickets at the present version; the caller has looked at `capacity`."""
@@ -196,7 +196,7 @@ class ReplaySchedule:
         """A group is complete. False where it is too old."""
         if self.running.pop(ticket.sequence, None) is None or ticket.deadline < self.version:
             return False
-        self.unpaid += 1
+        self.fresh_ready += 1
         return True
 
     def release(self, sequence: int) -> None:
@@ -208,21 +208,21 @@ class ReplaySchedule:
         self.groups, self.fresh, self.max_staleness, self.over_sampling = groups, fresh, max_staleness, over_sampling
 
     @property
-    def starved(self) -> bool:
+    def needs_admission(self) -> bool:
         """Whether the next step waits for new groups of which not all are under way."""
-        return self.unpaid + len(self.running) < self.fresh
+        return self.fresh_ready + len(self.running) < self.fresh
 
     def may_draw(self, eligible: int) -> bool:
         """Whether a step finds its groups, and enough new ones came."""
-        return self.unpaid >= self.fresh and eligible >= self.groups
+        return self.fresh_ready >= self.fresh and eligible >= self.groups
 
     def drawn(self) -> None:
         """A step has its batch."""
-        self.unpaid -= self.fresh
+        self.fresh_ready -= self.fresh
 
     def give_back(self) -> None:
         """A step returned its batch."""
-        self.unpaid += self.fresh
+        self.fresh_ready += self.fresh
 
     def advance(self, version: int) -> None:
         """Weights of this version are published."""

@@ -16,7 +16,7 @@ import pyarrow as pa
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from rayrft.buffer.events import FeedbackNoted, GroupReport
-from rayrft.buffer.groups import Fate, GroupTable
+from rayrft.buffer.groups import GroupStatus, GroupTable
 from rayrft.buffer.log.segments import Extent
 from rayrft.buffer.samplers import Pool, Sampler
 from rayrft.buffer.schedule import ReplaySchedule, Schedule, StagePlan, Ticket
@@ -133,7 +133,7 @@ class Outstanding:
 
 
 @dataclass
-class Book:
+class Metadata:
     """Everything but the groups. ``run`` is the run that the log belongs to, empty before it began."""
 
     __pydantic_config__ = ConfigDict(ser_json_inf_nan="constants")  # rewards that were reported may be anything
@@ -145,9 +145,9 @@ class Book:
     """The latest that was leased."""
     plan: StagePlan | None = None
     schedule: Annotated[Schedule | ReplaySchedule, Field(discriminator="kind")] | None = None
-    behind: bool = False
+    replaying: bool = False
     """Whether the trainer repeats steps that it had taken before: no new groups until its weights have caught up."""
-    covered: int = 0
+    checkpointed_step: int = 0
     """Batches of steps before this one are not kept."""
     open: bool = False
     """Whether the stage takes groups."""
@@ -156,7 +156,7 @@ class Book:
     ledger: Ledger = field(default_factory=Ledger)
     leases: dict[int, LeaseRecord] = field(default_factory=dict)
     outstanding: dict[int, Outstanding] = field(default_factory=dict)
-    returned: list[Ticket] = field(default_factory=list)
+    reissued_tickets: list[Ticket] = field(default_factory=list)
     """Tickets of a producer that is gone."""
     calls: dict[str, tuple[int, list[Ticket]]] = field(default_factory=dict)
     """The last request for tickets of each producer, and what it got."""
@@ -165,9 +165,9 @@ class Book:
     lives: set[str] = field(default_factory=set)
     """Lives of the trainer and of the run that began with a rollback."""
     opened: dict[str, int] = field(default_factory=dict)
-    """Stages that this life of the run opened, by name, with their first version."""
+    """TrainLoop that this life of the run opened, by name, with their first version."""
     next_sequence: int = 0
-    refused: dict[int, int] = field(default_factory=dict)
+    rejected_keys: dict[int, int] = field(default_factory=dict)
     """Groups that came without a ticket and were refused: digests of what came last, by key."""
     experts: dict[str, ExpertCursor] = field(default_factory=dict)
     extents: dict[int, dict[int, Extent]] = field(default_factory=dict)
@@ -183,7 +183,7 @@ class Book:
     """State of the task set; filled in for a snapshot."""
 
 
-_book: TypeAdapter[Book] = TypeAdapter(Book)
+_metadata: TypeAdapter[Metadata] = TypeAdapter(Metadata)
 
 
 class State:
@@ -193,7 +193,7 @@ class State:
         self.config = config
         self.seed = seed
         self.tasks = tasks
-        self.book = Book()
+        self.meta = Metadata()
         self.groups = GroupTable()
         self.pool = Pool()
         self.by_sequence: dict[int, int] = {}
@@ -202,22 +202,22 @@ class State:
     @property
     def pooled(self) -> bool:
         """Whether the present stage draws from the pool."""
-        return not isinstance(self.book.schedule, Schedule)
+        return not isinstance(self.meta.schedule, Schedule)
 
     @property
     def capacity(self) -> int:
         """Groups that may be admitted now."""
-        book = self.book
-        if not book.open or book.schedule is None or book.behind:
+        meta = self.meta
+        if not meta.open or meta.schedule is None or meta.replaying:
             return 0
-        if isinstance(book.schedule, Schedule):
-            return book.schedule.capacity + len(book.returned)
-        return book.schedule.capacity(self.eligible) + len(book.returned)
+        if isinstance(meta.schedule, Schedule):
+            return meta.schedule.capacity + len(meta.reissued_tickets)
+        return meta.schedule.capacity(self.eligible) + len(meta.reissued_tickets)
 
     @property
-    def starved(self) -> bool:
+    def needs_admission(self) -> bool:
         """Whether a step of a stage that replays waits for new groups that nobody is asked for yet."""
-        return isinstance(self.book.schedule, ReplaySchedule) and self.book.schedule.starved
+        return isinstance(self.meta.schedule, ReplaySchedule) and self.meta.schedule.needs_admission
 
     @property
     def eligible(self) -> int:
@@ -227,45 +227,45 @@ class State:
     @property
     def clock(self) -> int:
         """The step that cooldown and ageing count from."""
-        return max(self.book.version, self.book.step)
+        return max(self.meta.version, self.meta.step)
 
     @property
     def newest_version(self) -> int:
         """Of the weights that anybody can have sampled under: those of a step that is trained may be published before
         the Buffer is told."""
-        book = self.book
-        trained = [step + 1 for step, lease in book.leases.items() if lease.acked]
-        return max(book.version, book.covered, *trained)
+        meta = self.meta
+        trained = [step + 1 for step, lease in meta.leases.items() if lease.acked]
+        return max(meta.version, meta.checkpointed_step, *trained)
 
     def expects(self, key: int, sequence: int | None) -> bool:
         """Whether a group would be new: not one that came before and is sent again."""
-        awaited = sequence is None or sequence in self.book.outstanding
+        awaited = sequence is None or sequence in self.meta.outstanding
         return awaited and self.groups.find(key) is None
 
     def choose(self, step: int) -> list[int] | None:
         """Slots of the groups that the schedule gives a step, or None while it has to wait."""
-        assert isinstance(self.book.schedule, Schedule)
-        sequences = self.book.schedule.choose(step)
+        assert isinstance(self.meta.schedule, Schedule)
+        sequences = self.meta.schedule.choose(step)
         return None if sequences is None else [self.by_sequence[sequence] for sequence in sequences]
 
     def check(self, *, recount: bool = False) -> dict[str, Any]:
         """The ledger, after asserting that it closes; with ``recount``, held rows are counted anew for it."""
-        return self.book.ledger.check(self.groups.rows_held() if recount else self.groups.held_rows)
+        return self.meta.ledger.check(self.groups.rows_held() if recount else self.groups.held_rows)
 
     def set_score(self, slot: int, score: float) -> None:
         """Of a group that was not trained yet."""
         untold = self.config.score == "td_error"
-        self.groups.score[slot] = max(score, self.book.greatest_error) if untold else score
+        self.groups.score[slot] = max(score, self.meta.greatest_error) if untold else score
 
     def retire(self, slot: int, reason: str) -> None:
         """The group leaves: trained if it ever was, else dropped."""
         rows = int(self.groups.rows[slot])
         if self.groups.uses[slot]:
-            self.book.ledger.trained += rows
-            self.groups.settle(slot, Fate.TRAINED)
+            self.meta.ledger.trained += rows
+            self.groups.set_status(slot, GroupStatus.TRAINED)
         else:
-            self.book.ledger.drop(rows, reason)
-            self.groups.settle(slot, Fate.DROPPED)
+            self.meta.ledger.drop(rows, reason)
+            self.groups.set_status(slot, GroupStatus.DROPPED)
 
     def fill_pool(self, build: Callable[[], Sampler]) -> None:
         """Give the pool its sampler: after a journal was read, and when a stage opens."""
@@ -274,8 +274,8 @@ class State:
 
     def to_snapshot(self) -> pa.Buffer:
         """The whole state as one Arrow file: the group table, and the book in its metadata."""
-        self.book.tasks = self.tasks.state() if self.tasks is not None else {}
-        table = self.groups.to_table().replace_schema_metadata({"rayrft.book": _book.dump_json(self.book)})
+        self.meta.tasks = self.tasks.state() if self.tasks is not None else {}
+        table = self.groups.to_table().replace_schema_metadata({"rayrft.meta": _metadata.dump_json(self.meta)})
         sink = pa.BufferOutputStream()
         with pa.ipc.new_file(sink, table.schema) as writer:
             writer.write_table(table)
@@ -285,7 +285,7 @@ class State:
         """Stand where the snapshot was taken."""
         table = pa.ipc.open_file(snapshot).read_all()
         try:
-            self.book = _book.validate_json(table.schema.metadata[b"rayrft.book"])
+            self.meta = _metadata.validate_json(table.schema.metadata[b"rayrft.meta"])
             self.groups = GroupTable.from_table(table)
         except (ValidationError, KeyError) as error:
             raise StorageError(
@@ -294,9 +294,9 @@ class State:
                 remedy="go on with the rayrft that wrote it",
             ) from None
         if self.tasks is not None:
-            self.tasks.restore(self.book.tasks)
-        if isinstance(self.book.schedule, Schedule):
-            ready = {int(self.groups.sequence[slot]): slot for slot in self.groups.where(Fate.READY).tolist()}
+            self.tasks.restore(self.meta.tasks)
+        if isinstance(self.meta.schedule, Schedule):
+            ready = {int(self.groups.sequence[slot]): slot for slot in self.groups.where(GroupStatus.READY).tolist()}
             self.by_sequence = {sequence: slot for sequence, slot in ready.items() if sequence >= 0}
 
 

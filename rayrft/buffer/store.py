@@ -119,7 +119,7 @@ class Store:
         self.shards = Shards(
             Shard(self.storage.folder("shard-0"), config),
             others,
-            lambda shard: list(self.state.book.extents.get(shard, {}).values()),
+            lambda shard: list(self.state.meta.extents.get(shard, {}).values()),
         )
         self._log = GroupCommit(self._journal, config, self.state.to_snapshot, self._sync_rows)
         self.moving = asyncio.Lock()
@@ -143,7 +143,7 @@ class Store:
         await self._log.write(*events)
         await self.wake()
 
-    async def settle(self) -> Position:
+    async def set_status(self) -> Position:
         """Returns when all of this is on the disk, whatever the policy of fsync: then what it replaced may go. Gives
         how far the journal must reach from now on."""
         position = self._journal.position
@@ -206,7 +206,7 @@ class Store:
     @property
     def log_bytes(self) -> int:
         """Bytes of all segments."""
-        return sum(each.nbytes for shard in self.state.book.extents.values() for each in shard.values())
+        return sum(each.nbytes for shard in self.state.meta.extents.values() for each in shard.values())
 
     async def _sync_rows(self) -> None:
         await self.shards.all("sync")
@@ -227,20 +227,20 @@ class Store:
         return survived
 
     def _check_run(self, run: str, location: str) -> None:
-        book = self.state.book
-        if not book.run:
+        meta = self.state.meta
+        if not meta.run:
             first = e.Began(run, SCHEMA_VERSION)
             apply(self.state, first)
             self._journal.append([first])
-        elif book.run != run:
+        elif meta.run != run:
             raise StorageError(
-                f"the log is that of run {book.run!r}",
+                f"the log is that of run {meta.run!r}",
                 field=location,
                 remedy="choose another name or buffer.storage",
             )
-        elif book.schema != SCHEMA_VERSION:
+        elif meta.schema != SCHEMA_VERSION:
             raise StorageError(
-                f"the log has schema version {book.schema}; this rayrft writes {SCHEMA_VERSION}",
+                f"the log has schema version {meta.schema}; this rayrft writes {SCHEMA_VERSION}",
                 field=location,
                 remedy="go on with the rayrft that wrote it; its segments open with plain pyarrow",
             )

@@ -24,7 +24,7 @@ class RunConfig(Section):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
     mode: Literal["both", "train"] = "both"
-    """``train``: no engines. Stages train on files, or on groups that other jobs put into the run's Buffer."""
+    """``train``: no engines. TrainLoop train on files, or on groups that other jobs put into the run's Buffer."""
     storage: Path = Path("runs")
     """The run folder is ``<storage>/<name>``."""
     seed: int = 0

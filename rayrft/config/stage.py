@@ -1,4 +1,4 @@
-"""Stages: what is trained, with which algorithm, for how long."""
+"""TrainLoop: what is trained, with which algorithm, for how long."""
 
 from __future__ import annotations
 

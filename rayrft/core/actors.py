@@ -1,4 +1,4 @@
-"""The cast of a run: every actor but the Master, started in its placement group."""
+"""The actors of a run: every actor but the Master, started in its placement group."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rayrft.waits import Followed, Waits
 
 
 @dataclass(frozen=True)
-class Cast:
+class Actors:
     """Handles of the actors; ``explorer`` and ``weight_sync`` are None where nothing is rolled out."""
 
     buffer: Any
@@ -45,7 +45,7 @@ class Cast:
         watches = {name: actor.watch.remote() for name, actor in actors.items()}
         return {**watches, "buffer": _until_dead_for_good(self.buffer)}
 
-    def followed(self, waits: Waits) -> Cast:
+    def followed(self, waits: Waits) -> Actors:
         """The same to the Master, whose calls are then among its ``waits``."""
         return replace(
             self,
@@ -64,7 +64,7 @@ class Cast:
         asks = {name: part.waiting.remote for name, part in parts.items()}
         return asks | {f"engine-{index}": engine.pid.remote for index, engine in enumerate(self.engines)}
 
-    def dismiss(self) -> None:
+    def kill_restartable(self) -> None:
         """End the actors that Ray would start again: without their placement group they never could."""
         import ray
 
@@ -72,11 +72,11 @@ class Cast:
             ray.kill(actor)
 
 
-def hire(config: RunConfig, prepared: Prepared, placement: Placement, logged: list[int]) -> Cast:
+def create_actors(config: RunConfig, prepared: Prepared, placement: Placement, logged: list[int]) -> Actors:
     """Create the actors; they are not started yet, but can be watched. ``logged``: see `Buffer`."""
     import ray
 
-    shards = _hire_shards(config, placement)
+    shards = _create_shards(config, placement)
     buffer = placement.actor(Buffer, "buffer", name="buffer", bundle=0, restarts=True, retries=-1).remote(
         prepared.run_id,
         config.buffer_location,
@@ -89,7 +89,7 @@ def hire(config: RunConfig, prepared: Prepared, placement: Placement, logged: li
     )
     trainer = placement.actor(Trainer, "trainer", name="trainer").remote(config.trainer, placement.ranks)
     if "explorer" not in {part.name for part in plan_placement(config)}:
-        return Cast(buffer, trainer, None, None, [], shards)
+        return Actors(buffer, trainer, None, None, [], shards)
     engine = config.explorer.engine
     engines = [
         placement.actor(RolloutEngine, "engines", name=f"engine-{index}", bundle=index).remote()
@@ -103,7 +103,7 @@ def hire(config: RunConfig, prepared: Prepared, placement: Placement, logged: li
         buffer,
         ray.put(prepared.tasks),
         ray.put(prepared.held_out),
-        _Starter(reward_worker, config.reward, config.plugins),
+        _RewardWorkerFactory(reward_worker, config.reward, config.plugins),
     )
     weight_sync = placement.actor(WeightSync, "weight_sync", name="weight_sync").remote(
         config.weight_sync,
@@ -115,10 +115,10 @@ def hire(config: RunConfig, prepared: Prepared, placement: Placement, logged: li
         [row.token_ids.tolist() for row in prepared.probe],
         [row.images for row in prepared.probe],
     )
-    return Cast(buffer, trainer, explorer, weight_sync, engines, shards)
+    return Actors(buffer, trainer, explorer, weight_sync, engines, shards)
 
 
-def _hire_shards(config: RunConfig, placement: Placement) -> list[Any]:
+def _create_shards(config: RunConfig, placement: Placement) -> list[Any]:
     """The Buffer's shards besides the first, which is in its own process."""
     return [
         placement.actor(Shard, "buffer", name=f"shard-{number}", bundle=number, restarts=True, retries=-1).remote(
@@ -128,13 +128,13 @@ def _hire_shards(config: RunConfig, placement: Placement) -> list[Any]:
     ]
 
 
-async def start(cast: Cast, config: RunConfig, prepared: Prepared, waits: Waits) -> str | None:
+async def start_actors(actors: Actors, config: RunConfig, prepared: Prepared, waits: Waits) -> str | None:
     """Bring every actor up, side by side; returns when the run can begin, with what is unusual about the model."""
     import ray
 
     engine = config.explorer.engine
     setup = RankSetup(
-        cast.trainer,
+        actors.trainer,
         config.trainer,
         prepared.model,
         config.model.dtype,
@@ -142,9 +142,9 @@ async def start(cast: Cast, config: RunConfig, prepared: Prepared, waits: Waits)
         config.plugins,
         config.seed,
     )
-    cast = cast.followed(waits)
-    starting = [cast.trainer.start.remote(config.folder, setup)]
-    for index, each in enumerate(cast.engines):
+    actors = actors.followed(waits)
+    starting = [actors.trainer.start.remote(config.folder, setup)]
+    for index, each in enumerate(actors.engines):
         starting.append(
             each.start.remote(
                 prepared.model,
@@ -154,13 +154,13 @@ async def start(cast: Cast, config: RunConfig, prepared: Prepared, waits: Waits)
                 seed=config.seed + index,
             )
         )
-    if cast.explorer is not None:
-        starting.append(cast.explorer.start.remote())
+    if actors.explorer is not None:
+        starting.append(actors.explorer.start.remote())
     for name, rows in prepared.demonstrations.items():
-        starting.append(cast.buffer.load.remote(name, [ray.put(pack(to_batch(rows)))]))
+        starting.append(actors.buffer.load.remote(name, [ray.put(pack(to_batch(rows)))]))
     remark, *_ = await asyncio.gather(*starting)
-    if cast.weight_sync is not None:
-        await cast.weight_sync.connect.remote()
+    if actors.weight_sync is not None:
+        await actors.weight_sync.connect.remote()
     return remark
 
 
@@ -175,7 +175,7 @@ async def _until_dead_for_good(actor: Any) -> None:
 
 
 @dataclass(frozen=True)
-class _Starter:
+class _RewardWorkerFactory:
     """Makes a reward worker in its placement group; travels to the Explorer, which replaces workers that hang."""
 
     actor_class: Any

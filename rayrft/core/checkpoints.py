@@ -15,7 +15,7 @@ from typing import Any
 
 from rayrft.config import RunConfig, load_config
 from rayrft.config.stage import CheckpointConfig
-from rayrft.core.actors import Cast
+from rayrft.core.actors import Actors
 from rayrft.errors import ConfigError, RunNotFound, StorageError, nearest
 from rayrft.files import put_in_place, sync
 from rayrft.trainer.commands import Checkpoint, Restore, Save
@@ -53,7 +53,7 @@ class Progress:
     """Once it has ended, for it took them all or its data came to an end: how many steps it was asked for."""
     records: int = 0
     logged: list[int] = field(default_factory=lambda: [0, 0])
-    """How far the Buffer's journal reached at least: see `Buffer.settle`."""
+    """How far the Buffer's journal reached at least: see `Buffer.set_status`."""
     stages_done: list[dict[str, Any]] = field(default_factory=list)
     accuracy: float | None = None
     """Of the policy as it is, at the first of the temperatures, where it was evaluated."""
@@ -118,7 +118,7 @@ class Checkpoints:
             partial.mkdir(parents=True)
         return partial
 
-    def renew(self, progress: Progress) -> None:
+    def update_manifest(self, progress: Progress) -> None:
         """The run stands elsewhere without a step: what the trainer wrote at this one holds, and the manifest changes.
 
         Raises StorageError when the disk does not take it; the checkpoint is as it was.
@@ -190,12 +190,12 @@ def _writing(folder: Path) -> Iterator[None]:
         ) from None
 
 
-class Saving:
+class Saver:
     """Saves the trainer as ``progress`` stands, one checkpoint at a time."""
 
-    def __init__(self, config: RunConfig, cast: Cast, progress: Progress) -> None:
+    def __init__(self, config: RunConfig, actors: Actors, progress: Progress) -> None:
         self._config = config
-        self._cast = cast
+        self._actors = actors
         self._progress = progress
         self._checkpoints = Checkpoints(config.folder, config.checkpoint)
         self._writing: asyncio.Future[None] | None = None
@@ -206,7 +206,7 @@ class Saving:
 
     async def restore(self, *, whole: bool) -> None:
         """Put the checkpoint of the present step in place: weights, or ``whole`` what the open stage has."""
-        await self._cast.trainer.command.remote(Restore(self._checkpoints.at(self._progress.step), whole))
+        await self._actors.trainer.command.remote(Restore(self._checkpoints.at(self._progress.step), whole))
 
     async def checkpoint(self, records: int) -> None:
         """Begin to write what a resumed run needs, ``records`` being how many it keeps; steps go on meanwhile.
@@ -215,11 +215,11 @@ class Saving:
         """
         await self.done()
         self._progress.records = records
-        self._progress.logged = await self._cast.buffer.settle.remote()
+        self._progress.logged = await self._actors.buffer.set_status.remote()
         if self._checkpoints.holds(self._progress.step):
-            return await asyncio.to_thread(self._checkpoints.renew, self._progress)
+            return await asyncio.to_thread(self._checkpoints.update_manifest, self._progress)
         folder = await asyncio.to_thread(self._checkpoints.begin, self._progress.step)
-        await self._cast.trainer.command.remote(Checkpoint(folder))
+        await self._actors.trainer.command.remote(Checkpoint(folder))
         self._writing = asyncio.ensure_future(self._commit(folder, copy.deepcopy(self._progress)))
 
     def check(self) -> None:
@@ -234,17 +234,17 @@ class Saving:
 
     async def export(self, name: str) -> None:
         """Write the weights in Hugging Face format."""
-        await self._cast.trainer.command.remote(Save(self.exported(name)))
+        await self._actors.trainer.command.remote(Save(self.exported(name)))
 
     def exported(self, name: str) -> Path:
         """Where weights of that name lie in Hugging Face format."""
         return self._config.folder / "checkpoints" / name
 
     async def _commit(self, folder: Path, progress: Progress) -> None:
-        await self._cast.trainer.written.remote(folder)
+        await self._actors.trainer.written.remote(folder)
         await asyncio.to_thread(self._checkpoints.commit, progress)
         # The batches since then are kept, in case the newest turns out to be damaged.
-        await self._cast.buffer.cover.remote(await asyncio.to_thread(self._checkpoints.fallback))
+        await self._actors.buffer.cover.remote(await asyncio.to_thread(self._checkpoints.fallback))
 
 
 def export(run_folder: Path, to: Path, step: int | None = None, *, merged: bool = True) -> int:

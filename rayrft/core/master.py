@@ -10,14 +10,14 @@ from importlib import import_module
 from typing import Any
 
 from rayrft.config import RunConfig
-from rayrft.core import actors as casting
+from rayrft.core.actors import Actors, create_actors, start_actors
 from rayrft.core.checkpoints import Progress
 from rayrft.core.placement import Placement, plan_placement
 from rayrft.core.preflight import Prepared
 from rayrft.core.recorder import Recorder
 from rayrft.core.summary import NO_ROWS, ledger_in_log, standing, summarise
 from rayrft.core.supervision import Silence, Stopped, root_cause, supervise, unless_stopped
-from rayrft.core.train_loop import Stages
+from rayrft.core.train_loop import TrainLoop
 from rayrft.errors import RayrftError, RowsFailed, StorageError
 from rayrft.monitor.records import Record
 from rayrft.registry import load_plugins
@@ -37,8 +37,8 @@ class Master:
         self._recorder = Recorder(config, progress.records)
         self._stop = asyncio.Event()
         self._status = "starting"
-        self._cast: casting.Cast | None = None
-        self._stages: Stages | None = None
+        self._actors: Actors | None = None
+        self._stages: TrainLoop | None = None
         self._waits = Waits("master")
         self._silence: Silence | None = None
         self._summary: dict[str, Any] | None = None
@@ -54,14 +54,14 @@ class Master:
         try:
             parts = [part.name for part in plan_placement(self._config) if part.name != "master"]
             await unless_stopped(self._stop, asyncio.to_thread(placement.reserve, parts))
-            self._cast = casting.hire(self._config, prepared, placement, self._progress.logged)
-            followed = self._cast.followed(self._waits)
-            self._stages = Stages(self._config, followed, self._recorder, self._progress, self._stop)
+            self._actors = create_actors(self._config, prepared, placement, self._progress.logged)
+            followed = self._actors.followed(self._waits)
+            self._stages = TrainLoop(self._config, followed, self._recorder, self._progress, self._stop)
             self._silence = Silence(
-                self._waits, self._cast.signs_of_life(), self._note, self._config.monitor.patience_s
+                self._waits, self._actors.signs_of_life(), self._note, self._config.monitor.patience_s
             )
-            watches = {**self._cast.watches(), "silence": self._silence.watch()}
-            await supervise(self._run(self._cast, self._stages, prepared), watches)
+            watches = {**self._actors.watches(), "silence": self._silence.watch()}
+            await supervise(self._run(self._actors, self._stages, prepared), watches)
             self._status = "finished"
         except Stopped:
             self._status = "stopped"
@@ -71,10 +71,10 @@ class Master:
                 await self._recorder.note(f"the run failed: {error}", step=self._progress.step)
             if isinstance(error, RowsFailed) and self._stages is not None:
                 await self._stages.blame(error)
-            await self._take_stock()
+            await self._refresh_ledger()
         finally:
-            if self._cast is not None:
-                self._cast.dismiss()
+            if self._actors is not None:
+                self._actors.kill_restartable()
             placement.remove()
         self._summary = self._summarise(error)
         try:
@@ -94,7 +94,7 @@ class Master:
         if self._summary is not None:
             return standing(self._summary, self._config.folder)
         if self._status == "running":
-            await self._take_stock()
+            await self._refresh_ledger()
         stages = self._stages
         return {
             "name": self._config.name,
@@ -117,17 +117,17 @@ class Master:
 
     async def pids(self) -> dict[str, int]:
         """Process ids of master, buffer, trainer and engines."""
-        assert self._cast is not None  # asked for once the run is up
-        engines = {f"engine-{i}": await engine.pid.remote() for i, engine in enumerate(self._cast.engines)}
-        actors = {name: await getattr(self._cast, name).pid.remote() for name in ("buffer", "trainer")}
+        assert self._actors is not None  # asked for once the run is up
+        engines = {f"engine-{i}": await engine.pid.remote() for i, engine in enumerate(self._actors.engines)}
+        actors = {name: await getattr(self._actors, name).pid.remote() for name in ("buffer", "trainer")}
         return {"master": os.getpid(), **actors, **engines}
 
-    async def _run(self, cast: casting.Cast, stages: Stages, prepared: Prepared) -> None:
-        await unless_stopped(self._stop, self._start(cast, stages, prepared))
+    async def _run(self, actors: Actors, stages: TrainLoop, prepared: Prepared) -> None:
+        await unless_stopped(self._stop, self._start(actors, stages, prepared))
         await stages.run()
-        await cast.trainer.stop.remote()
+        await actors.trainer.stop.remote()
 
-    async def _start(self, cast: casting.Cast, stages: Stages, prepared: Prepared) -> None:
+    async def _start(self, actors: Actors, stages: TrainLoop, prepared: Prepared) -> None:
         """Bring the run to where its first step can be taken."""
         started = time.time()
         await self._recorder.note("starting engines and trainer", step=self._progress.step)
@@ -136,7 +136,7 @@ class Master:
                 await self._recorder.note(f"demonstrations {name!r}: left out {dict(reasons)}")
         # With the algorithms of the stages comes torch, which takes seconds to load: while the others start.
         loading = asyncio.to_thread(import_module, "rayrft.algorithms")
-        remark, _ = await asyncio.gather(casting.start(cast, self._config, prepared, self._waits), loading)
+        remark, _ = await asyncio.gather(start_actors(actors, self._config, prepared, self._waits), loading)
         if remark:
             await self._recorder.note(f"the trainer's way with this model: {remark}")
         await stages.restore()
@@ -153,9 +153,9 @@ class Master:
     async def _note(self, text: str, **data: Any) -> None:
         await self._recorder.note(text, step=self._progress.step, **data)
 
-    async def _take_stock(self) -> None:
+    async def _refresh_ledger(self) -> None:
         if self._stages is not None:
-            await self._stages.take_stock()
+            await self._stages.refresh_ledger()
 
     def _summarise(self, error: RayrftError | None) -> dict[str, Any]:
         progress, stages, folder = self._progress, self._stages, self._config.folder

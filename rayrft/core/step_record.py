@@ -60,7 +60,7 @@ def step_record(
     )
 
 
-def first_step_doubt(lease: Lease, result: StepResult, tolerance: float) -> str | None:
+def check_on_policy_step(lease: Lease, result: StepResult, tolerance: float) -> str | None:
     """What is not as it must be where the trainer's policy is the one that sampled, and the reference: log-probs are
     equal, no ratio is clipped and the KL is 0. None where nothing is amiss, or where the batch was sampled earlier."""
     fresh = bool(lease.staleness) and max(lease.staleness) == 0

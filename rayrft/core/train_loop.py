@@ -13,10 +13,10 @@ from typing import Any
 from rayrft.buffer.leases import Lease
 from rayrft.buffer.schedule import StagePlan
 from rayrft.config import RunConfig, StageConfig
-from rayrft.core.actors import Cast
-from rayrft.core.checkpoints import Progress, Saving
+from rayrft.core.actors import Actors
+from rayrft.core.checkpoints import Progress, Saver
 from rayrft.core.recorder import Recorder
-from rayrft.core.step_record import StepSeconds, evaluation_record, first_step_doubt, step_record
+from rayrft.core.step_record import StepSeconds, check_on_policy_step, evaluation_record, step_record
 from rayrft.core.supervision import Stopped, unless_stopped
 from rayrft.core.weight_sync import SyncReport
 from rayrft.errors import LeaseEnded, RowsFailed, StorageError
@@ -27,23 +27,23 @@ from rayrft.trainer.commands import Load, OpenStage, Train
 from rayrft.trainer.result import StepResult
 
 
-class Review:
+class Evaluator:
     """Evaluates and judges the run as ``progress`` stands."""
 
-    def __init__(self, config: RunConfig, cast: Cast, recorder: Recorder, progress: Progress) -> None:
+    def __init__(self, config: RunConfig, actors: Actors, recorder: Recorder, progress: Progress) -> None:
         self._config = config
-        self._cast = cast
+        self._actors = actors
         self._recorder = recorder
         self._progress = progress
 
     async def evaluate(self, stage: StageConfig) -> None:
         """Let the engines answer the held-out tasks at every temperature of the config, if it asks for that."""
-        if not self._config.evaluation.enabled or self._cast.explorer is None:
+        if not self._config.evaluation.enabled or self._actors.explorer is None:
             return
         progress = self._progress
         for number, temperature in enumerate(self._config.evaluation.temperatures):
             started = time.perf_counter()
-            result: Evaluation = await self._cast.explorer.evaluate.remote(temperature)
+            result: Evaluation = await self._actors.explorer.evaluate.remote(temperature)
             seconds = time.perf_counter() - started
             if number == 0 and result.count:
                 progress.accuracy = result.accuracy
@@ -53,27 +53,27 @@ class Review:
     async def judge(self, stage: StageConfig, first: int) -> None:
         """Say what bounds the stage, from its records so far: those from the ``first`` on."""
         steps = [record for record in self._recorder.records[first:] if isinstance(record, StepRecord)]
-        if said := verdict(steps, self._config.max_staleness):
-            await self._recorder.note(said, stage.name, self._progress.step)
+        if message := verdict(steps, self._config.max_staleness):
+            await self._recorder.note(message, stage.name, self._progress.step)
 
 
 _LEASE_DEADLINE_S = 300.0
 
 
-class Stages:
-    """Runs stages on a cast that is up, from wherever ``progress`` says the run stands."""
+class TrainLoop:
+    """Runs stages on a actors that is up, from wherever ``progress`` says the run stands."""
 
     def __init__(
-        self, config: RunConfig, cast: Cast, recorder: Recorder, progress: Progress, stop: asyncio.Event
+        self, config: RunConfig, actors: Actors, recorder: Recorder, progress: Progress, stop: asyncio.Event
     ) -> None:
         self._config = config
-        self._cast = cast
+        self._actors = actors
         self._recorder = recorder
         self._stop = stop
         self._life = uuid.uuid4().hex
         """By which the Buffer tells this life of the run from those before it was resumed."""
-        self._saving = Saving(config, cast, progress)
-        self._review = Review(config, cast, recorder, progress)
+        self._saving = Saver(config, actors, progress)
+        self._evaluator = Evaluator(config, actors, recorder, progress)
         self.progress = progress
         self.ledger: dict[str, Any] = {}
         """Of rows, as the Buffer last gave it."""
@@ -83,9 +83,9 @@ class Stages:
     async def run(self) -> None:
         """All stages that are left. Raises Stopped when the user asked for it, after saving."""
         progress = self.progress
-        if torn := await self._cast.buffer.resume.remote(progress.step, self._life):
-            said = f"a crash left {torn} bytes of unfinished writes in the Buffer's log, which were cut off"
-            await self._recorder.note(said, step=progress.step)
+        if torn := await self._actors.buffer.resume.remote(progress.step, self._life):
+            message = f"a crash left {torn} bytes of unfinished writes in the Buffer's log, which were cut off"
+            await self._recorder.note(message, step=progress.step)
         try:
             for number, stage in enumerate(self._config.stages):
                 if number > progress.stage or (number == progress.stage and progress.needs(stage.steps)):
@@ -95,17 +95,17 @@ class Stages:
             await self._saving.checkpoint(len(self._recorder.records))
             await self._saving.export(f"stopped-{progress.step}")
             await self._saving.done()
-            await self.take_stock()
+            await self.refresh_ledger()
             raise
         await self._saving.export("final")
-        await self.take_stock()
+        await self.refresh_ledger()
 
     async def publish(self) -> SyncReport | None:
         """Bring the present weights to the engines as a new version: the number of optimiser steps taken."""
         self.published = self.progress.step
-        if self._cast.weight_sync is None:
+        if self._actors.weight_sync is None:
             return None
-        return await self._cast.weight_sync.publish.remote(self.progress.step)
+        return await self._actors.weight_sync.publish.remote(self.progress.step)
 
     async def restore(self) -> None:
         """Put the weights of the latest checkpoint in place; the rest of it follows when the stage is open."""
@@ -118,14 +118,14 @@ class Stages:
 
         # Where that cannot be, the run ends as it would have: the step is tried again as it was.
         with contextlib.suppress(RayActorError, TimeoutError, StorageError):
-            await asyncio.wait_for(self._cast.buffer.blame.remote(self.progress.step, self._life, error.value), 5)
+            await asyncio.wait_for(self._actors.buffer.blame.remote(self.progress.step, self._life, error.value), 5)
 
-    async def take_stock(self) -> None:
+    async def refresh_ledger(self) -> None:
         """Ask the Buffer for its ledger. Where it is gone, or was never there, the last answer stands."""
         from ray.exceptions import RayActorError
 
         with contextlib.suppress(RayActorError, TimeoutError):
-            self.ledger = await asyncio.wait_for(self._cast.buffer.stats.remote(), 5)
+            self.ledger = await asyncio.wait_for(self._actors.buffer.stats.remote(), 5)
 
     async def _stage(self, stage: StageConfig) -> None:
         progress, first = self.progress, len(self._recorder.records)
@@ -144,14 +144,14 @@ class Stages:
                 if progress.stage_step < stage.steps:
                     await self._between(stage, first)
         finally:
-            await self._cast.buffer.close_stage.remote(stage.name)
+            await self._actors.buffer.close_stage.remote(stage.name)
             await exploring
         if not stage.groups:
             await self.publish()
         await self._saving.export(stage.name)
         await self._evaluate(stage)
         progress.end(stage.name, stage.steps)
-        await self._review.judge(stage, first)
+        await self._evaluator.judge(stage, first)
         await self._saving.checkpoint(len(self._recorder.records))
         await self._saving.done()
 
@@ -167,12 +167,12 @@ class Stages:
         await self._command(OpenStage(algorithm, stage, weights))
         if resumed:
             await self._saving.restore(whole=True)
-            said = f"goes on after {progress.stage_step} steps"
+            message = f"goes on after {progress.stage_step} steps"
         else:
-            said = self._describe(stage)
+            message = self._describe(stage)
         if weights is not None:
             await self.publish()
-        await self._recorder.note(f"stage {stage.name!r}: {said}", stage.name, progress.step)
+        await self._recorder.note(f"stage {stage.name!r}: {message}", stage.name, progress.step)
         if not resumed and (progress.step == 0 or stage.start_from):
             await self._evaluate(stage)
         plan = StagePlan(
@@ -190,7 +190,7 @@ class Stages:
             advantage=algorithm.advantage,
             coefficients=dict(algorithm.coefficients),
         )
-        await self._cast.buffer.open_stage.remote(plan)
+        await self._actors.buffer.open_stage.remote(plan)
 
     async def _step(self, stage: StageConfig, exploring: asyncio.Future[None]) -> None:
         """Lease, train, publish, admit: one optimiser step."""
@@ -202,20 +202,20 @@ class Stages:
         async with self._engines_asleep():
             results: list[StepResult] = await self._command(Train())
         result = results[0]
-        await self._cast.buffer.ack.remote(step, dict(ChainMap(*(each.value_errors for each in results))))
-        await self.take_stock()
+        await self._actors.buffer.ack.remote(step, dict(ChainMap(*(each.value_errors for each in results))))
+        await self.refresh_ledger()
         trained = time.perf_counter() - started - waited
         progress.step += 1
         progress.stage_step += 1
         report = await self.publish() if stage.groups else None
-        await self._cast.buffer.advance.remote(self.published)
+        await self._actors.buffer.advance.remote(self.published)
         rollout_s, reward_s = await self._timings()
         seconds = StepSeconds(time.perf_counter() - started, waited, rollout_s, reward_s, trained)
         record = step_record(stage.name, progress.step, lease, result, report, seconds)
         progress.accuracy, progress.reward = None, record.reward
         await self._recorder.add(record)
         if progress.stage_step == 1:
-            doubt = first_step_doubt(lease, result, self._config.probe_bounds.mean)
+            doubt = check_on_policy_step(lease, result, self._config.probe_bounds.mean)
             if doubt is not None:
                 await self._recorder.note(f"first step of {stage.name!r}: {doubt}", stage.name, progress.step)
 
@@ -226,27 +226,27 @@ class Stages:
             if not stage.groups:
                 await self.publish()
             await self._evaluate(stage)
-            await self._review.judge(stage, first)
+            await self._evaluator.judge(stage, first)
         if self._saving.due():
             await self._saving.checkpoint(len(self._recorder.records))
 
     async def _evaluate(self, stage: StageConfig) -> None:
         """An evaluation is left alone when the run is stopped: the run that goes on makes it again, where it was the
         stage's last."""
-        await unless_stopped(self._stop, self._review.evaluate(stage))
+        await unless_stopped(self._stop, self._evaluator.evaluate(stage))
 
     async def _lease(self, step: int) -> Lease:
         """The batch of the step, loaded on every rank. A Buffer that died takes the blocks with it, and has them again
         when it is back."""
         while True:
-            lease: Lease = await self._cast.buffer.lease.remote(step, self._config.trainer.ranks, _LEASE_DEADLINE_S)
+            lease: Lease = await self._actors.buffer.lease.remote(step, self._config.trainer.ranks, _LEASE_DEADLINE_S)
             if all(await self._command(Load(lease))):
                 return lease
 
     @contextlib.asynccontextmanager
     async def _engines_asleep(self) -> AsyncIterator[None]:
         """Where trainer and engines share a GPU and the config asks for it, its memory is the trainer's in here."""
-        sync = self._cast.weight_sync if self._config.explorer.engine.sleep else None
+        sync = self._actors.weight_sync if self._config.explorer.engine.sleep else None
         if sync is not None:
             await sync.sleep.remote()
         yield
@@ -270,16 +270,16 @@ class Stages:
             stop.cancel()
 
     async def _explore(self, stage: StageConfig) -> None:
-        if stage.groups and self._cast.explorer is not None:
-            await self._cast.explorer.explore.remote(stage)
+        if stage.groups and self._actors.explorer is not None:
+            await self._actors.explorer.explore.remote(stage)
 
     async def _command(self, command: Any) -> Any:
-        return await self._cast.trainer.command.remote(command)
+        return await self._actors.trainer.command.remote(command)
 
     async def _timings(self) -> tuple[float, float]:
-        if self._cast.explorer is None:
+        if self._actors.explorer is None:
             return 0.0, 0.0
-        return await self._cast.explorer.timings.remote()
+        return await self._actors.explorer.timings.remote()
 
     def _describe(self, stage: StageConfig) -> str:
         rows = f"{stage.groups} groups of {stage.group_size}" if stage.groups else ""

@@ -118,12 +118,12 @@ class LocalBuffer:
 
     def may_admit(self) -> bool:
         """Whether a request for tickets is answered at once."""
-        book = self.buffer._state.book
-        return not book.open or bool(book.ended) or self.buffer._may_admit()
+        meta = self.buffer._state.meta
+        return not meta.open or bool(meta.ended) or self.buffer._may_admit()
 
     def standing(self) -> dict[str, Any]:
         """Everything that a restart must not change."""
-        leases = {step: self.lease(step) for step in sorted(self.buffer._state.book.leases)}
+        leases = {step: self.lease(step) for step in sorted(self.buffer._state.meta.leases)}
         stats = self.do("stats")
         return {**{name: stats[name] for name in KEPT}, "rows": self.held(), "leases": leases}
 

@@ -1,4 +1,4 @@
-"""Real Buffer actors for tests, and a history in which groups meet every fate."""
+"""Real Buffer actors for tests, and a history in which groups end in every way."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def live_run(storage: Path, name: str) -> Iterator[Path]:
 
 
 def history(buffer: Any, *, length: int = 4, shards: int = 1) -> dict[str, list[int]]:
-    """Groups by fate, of two rows each: 0 and 1 trained at step 0, 2 and 3 leased, 4 ready, 9 dropped; row 4/0 with
+    """Groups by status, of two rows each: 0 and 1 trained at step 0, 2 and 3 leased, 4 ready, 9 dropped; row 4/0 with
     the reward 7 and feedback in time, row 0/1 with feedback too late; five demonstrations ``gold``."""
     ray.get(buffer.load.remote("gold", [pack(to_batch(expert_rows(5)))]))
     ray.get(buffer.open_stage.remote(plan(1)))

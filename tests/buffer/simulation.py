@@ -367,11 +367,11 @@ class Producer:
     async def _use(self, stage: str, ticket: Ticket) -> None:
         world, rng = self._world, self._world.rng
         await asyncio.sleep(rng.expovariate(1 / 0.2))
-        fate = rng.random()
-        if fate < world.setting.fails:
+        draw = rng.random()
+        if draw < world.setting.fails:
             await world.fail.remote(ticket, "workflow_error")
             world.known["failed"].add((stage, ticket.sequence))
-        elif fate < 2 * world.setting.fails:
+        elif draw < 2 * world.setting.fails:
             await world.drop.remote(ticket, {"zero_variance": 1}, GroupReport(rows=1))
             world.known["filtered"].add((stage, ticket.sequence))
         else:

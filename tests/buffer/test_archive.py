@@ -38,7 +38,7 @@ def start() -> Iterator[Start]:
 
 @pytest.fixture(scope="module")
 def ended(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    """The log of a Buffer that was killed after its `history`, and the groups by fate."""
+    """The log of a Buffer that was killed after its `history`, and the groups by status."""
     folder = tmp_path_factory.mktemp("ended")
     with buffers() as begin:
         return folder, history(begin(folder, segment_bytes=4096), length=1000)
@@ -59,13 +59,13 @@ def rows(of: Archive, store: str = "usual", **asked: Any) -> list[dict[str, Any]
     return [row for batch in of.rows(store, **asked) for row in batch.to_pylist(maps_as_pydicts="strict")]
 
 
-def fates(of: Archive, **asked: Any) -> dict[str, list[int]]:
-    """Groups by fate; every group whole."""
+def group_statuses(of: Archive, **asked: Any) -> dict[str, list[int]]:
+    """Groups by group_status; every group whole."""
     found: dict[str, list[int]] = {}
-    seen = [(row["fate"], row["group_id"], row["experience_id"]) for row in rows(of, **asked)]
+    seen = [(row["group_status"], row["group_id"], row["experience_id"]) for row in rows(of, **asked)]
     assert len(set(seen)) == len(seen)
-    for fate, number, _ in sorted(seen)[::2]:
-        found.setdefault(fate, []).append(int(number))
+    for group_status, number, _ in sorted(seen)[::2]:
+        found.setdefault(group_status, []).append(int(number))
     return found
 
 
@@ -86,10 +86,10 @@ def damage(path: Path) -> None:
 def test_every_row_is_there_with_what_became_of_it(ended: Ended) -> None:
     folder, expected = ended
     seen = archive(folder)
-    assert fates(seen) == expected
+    assert group_statuses(seen) == expected
     steps = {row["group_id"]: (row["trained_step"], row["uses"]) for row in rows(seen)}
     assert steps == {"0": (0, 1), "1": (0, 1), **{number: (None, 0) for number in "2349"}}
-    assert {row["fate"] for row in rows(seen, "expert/gold")} == {None} and len(rows(seen, "expert/gold")) == 5
+    assert {row["group_status"] for row in rows(seen, "expert/gold")} == {None} and len(rows(seen, "expert/gold")) == 5
     assert all((folder / row["segment"]).is_file() for row in [*rows(seen), *rows(seen, "expert/gold")])
 
 
@@ -111,13 +111,13 @@ def test_a_live_log_is_neither_locked_nor_changed_by_its_readers(start: Start, t
     before = contents(tmp_path)
     for _ in range(2):
         seen = archive(tmp_path)
-        assert fates(seen) == expected
+        assert group_statuses(seen) == expected
         seen.stats()
         seen.find("0/1")
     assert contents(tmp_path) == before
     put(buffer, group(5))
-    assert fates(archive(tmp_path)) == expected | {"ready": [4, 5]}
-    assert fates(seen) == expected, "an archive stands where it was opened"
+    assert group_statuses(archive(tmp_path)) == expected | {"ready": [4, 5]}
+    assert group_statuses(seen) == expected, "an archive stands where it was opened"
 
 
 def test_what_a_crash_left_behind_is_reported_and_does_not_count(ended: Ended, log: Path) -> None:
@@ -127,7 +127,7 @@ def test_what_a_crash_left_behind_is_reported_and_does_not_count(ended: Ended, l
             file.write(b'{"event":"stored","sha')
     before = contents(log)
     seen = archive(log)
-    assert fates(seen) == ended[1] and seen.stats()["torn_bytes"] == 44
+    assert group_statuses(seen) == ended[1] and seen.stats()["torn_bytes"] == 44
     assert contents(log) == before
 
 
@@ -135,7 +135,7 @@ def test_a_log_of_several_shards_is_one(start: Start, tmp_path: Path) -> None:
     buffer = start(tmp_path, shards=3)
     expected = history(buffer, shards=3)
     assert len({path.parent for path in segments(tmp_path)}) > 1
-    assert fates(archive(tmp_path)) == expected
+    assert group_statuses(archive(tmp_path)) == expected
     assert archive(tmp_path).find("3/1").experience.token_ids[0] == 31
 
 
@@ -158,10 +158,12 @@ def test_a_run_with_tasks_is_read_without_them_even_behind_their_end(start: Star
 
 def test_columns_and_conditions_on_what_became_of_a_row(log: Path) -> None:
     seen = archive(log)
-    kept = rows(seen, columns=["experience_id"], where=(pc.field("fate") == "trained") & (pc.field("reward") == 1))
+    kept = rows(
+        seen, columns=["experience_id"], where=(pc.field("group_status") == "trained") & (pc.field("reward") == 1)
+    )
     assert kept == [{"experience_id": "0/1"}, {"experience_id": "1/1"}]
-    with pytest.raises(DataError, check=about("columns", "fates")):
-        seen.rows(columns=["fates"])
+    with pytest.raises(DataError, check=about("columns", "group_statuses")):
+        seen.rows(columns=["group_statuses"])
     with pytest.raises(DataError, check=about("store")):
         seen.rows("expert/silver")
 
@@ -179,14 +181,19 @@ def test_the_columns_of_an_archive_are_those_of_an_experience_and_its_fate(log: 
 class TestFind:
     def test_a_row_is_found_with_its_fate_and_what_was_said_too_late(self, log: Path) -> None:
         found = archive(log).find("0/1")
-        assert (found.store, found.fate, found.trained_step, found.experience.uses) == ("usual", "trained", 0, 1)
+        assert (found.store, found.group_status, found.trained_step, found.experience.uses) == (
+            "usual",
+            "trained",
+            0,
+            1,
+        )
         assert set(found.experience.token_ids) == {1} and found.experience.reward == 1.0
         assert [(late.labels, late.version) for late in found.late_feedback] == [({"quality": "bad"}, 0)]
         assert archive(log).find("4/0").experience.labels == {"quality": "good"}
 
     def test_a_demonstration_is_found(self, log: Path) -> None:
         found = archive(log).find("90/3")
-        assert (found.store, found.fate, found.trained_step) == ("expert/gold", None, None)
+        assert (found.store, found.group_status, found.trained_step) == ("expert/gold", None, None)
 
     @pytest.mark.parametrize("unknown", ["0/2", "77/0", "", "0/1/2"])
     def test_an_unknown_id_is_named(self, log: Path, unknown: str) -> None:
@@ -207,7 +214,7 @@ class TestDamage:
         assert kept == whole.keys() - lost and kept and seen.damaged == {str(log / broken): len(lost)}
         with pytest.raises(StorageError, match=broken):
             seen.find("2/0")
-        assert seen.find("4/0").fate == "ready" and seen.stats()["sampled"] == 12
+        assert seen.find("4/0").group_status == "ready" and seen.stats()["sampled"] == 12
 
     def test_missing_demonstrations_are_named(self, log: Path) -> None:
         [file] = log.glob("expert-gold*.arrow")

@@ -325,7 +325,7 @@ class TestLostEnd:
 
     def test_one_that_a_checkpoint_goes_on_from_is_damage_whatever_the_policy(self, tmp_path: Path) -> None:
         buffer = self.filled(tmp_path, "never")
-        buffer.named["logged"] = buffer.do("settle")
+        buffer.named["logged"] = buffer.do("set_status")
         put(buffer, 6)
         buffer.kill()
         (tmp_path / "synced").unlink()
@@ -352,7 +352,7 @@ class TestLostEnd:
 
     def test_rows_that_were_on_the_disk_are_missed_where_they_lay(self, tmp_path: Path) -> None:
         buffer = self.filled(tmp_path, "never")
-        buffer.do("settle")
+        buffer.do("set_status")
         buffer.kill()
         segment = tmp_path / "shard-0" / "segment-00000000.arrow"
         os.truncate(segment, segment.stat().st_size - 1)
@@ -378,9 +378,9 @@ class TestDoors:
     def test_a_report_that_is_not_a_number_does_not_keep_the_log_from_being_read(self, buffer: LocalBuffer) -> None:
         for number, reward in enumerate((math.nan, math.inf, -math.inf)):
             buffer.put([(group(number), None)], reward_sum=reward, scored=2)
-        before = buffer.buffer._state.book.reports
+        before = buffer.buffer._state.meta.reports
         buffer.restart()
-        assert repr(buffer.buffer._state.book.reports) == repr(before)
+        assert repr(buffer.buffer._state.meta.reports) == repr(before)
 
     def test_labels_that_cannot_be_written_are_refused_and_the_buffer_goes_on(self, buffer: LocalBuffer) -> None:
         put(buffer, 1)

@@ -1,4 +1,4 @@
-"""Stages that draw from a pool: groups come back until they were used enough."""
+"""TrainLoop that draw from a pool: groups come back until they were used enough."""
 
 from __future__ import annotations
 

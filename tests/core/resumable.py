@@ -26,10 +26,10 @@ from rayrft.buffer.client import BufferWriter
 from rayrft.buffer.events import GroupReport
 from rayrft.buffer.schedule import Ticket
 from rayrft.config import RunConfig, StageConfig
-from rayrft.core.actors import Cast
+from rayrft.core.actors import Actors
 from rayrft.core.checkpoints import Checkpoints, Progress
 from rayrft.core.recorder import Recorder
-from rayrft.core.train_loop import Stages
+from rayrft.core.train_loop import TrainLoop
 from rayrft.data.task_sampler import TaskSet
 from rayrft.errors import RowsFailed, StorageError
 from rayrft.experience import Experience, VersionSpan, pack, to_batch, unpack
@@ -100,7 +100,7 @@ class OneRank:
             file.write(json.dumps([command.lease.step, ids]) + "\n")
 
 
-class Actors:
+class ScriptedExplorer:
     """An explorer whose answers are drawn by task and seed and rewarded by the present weights."""
 
     def __init__(self, buffer: Any, trainer: Any, pipe: Connection, poisoned: int | None) -> None:
@@ -191,10 +191,10 @@ async def _run(config: RunConfig, pipe: Connection, poisoned: int | None) -> Non
         return pipe.send(type(error).__name__)
     local = OneRank(config, pipe)
     trainer = Remote(local)
-    explorer = Remote(Actors(buffer, trainer, pipe, poisoned))
+    explorer = Remote(ScriptedExplorer(buffer, trainer, pipe, poisoned))
     await buffer.load.remote("gold", [pack(to_batch(demonstrations()))])
-    cast = Cast(buffer, trainer, explorer, None, [], [])
-    stages = Stages(config, cast, Recorder(config, progress.records), progress, asyncio.Event())
+    actors = Actors(buffer, trainer, explorer, None, [], [])
+    stages = TrainLoop(config, actors, Recorder(config, progress.records), progress, asyncio.Event())
     await stages.restore()
     pipe.send("up")
     try:

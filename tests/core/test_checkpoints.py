@@ -60,7 +60,7 @@ def write(checkpoints: Checkpoints, progress: Progress) -> None:
 def go_on(checkpoints: Checkpoints, step: int) -> None:
     """What a run does that stands at that step: another checkpoint, a stage's end at the same step, one more."""
     write(checkpoints, Progress("run", step=step + 3))
-    checkpoints.renew(Progress("run", step=step + 3, stage_asked=6))
+    checkpoints.update_manifest(Progress("run", step=step + 3, stage_asked=6))
     write(checkpoints, Progress("run", step=step + 6))
 
 
@@ -99,7 +99,7 @@ def test_the_end_of_a_stage_is_noted_at_a_step_that_has_a_checkpoint(tmp_path: P
     write(checkpoints, progress)
     assert checkpoints.holds(6) and not checkpoints.holds(7)
     progress.end("mix", asked=8)
-    checkpoints.renew(progress)
+    checkpoints.update_manifest(progress)
     latest = checkpoints.latest()
     assert latest == progress and latest.stage_asked == 8
     assert (checkpoints.at(6) / "weights").is_file()
@@ -163,7 +163,7 @@ def test_a_checkpoint_that_is_not_whole_is_found_by_its_manifest(tmp_path: Path,
         (folder / "ranks").mkdir()
         (folder / "ranks" / "0").write_bytes(b"1234")
         checkpoints.commit(Progress("run", step=step))
-    checkpoints.renew(Progress("run", step=6, stage_asked=6))
+    checkpoints.update_manifest(Progress("run", step=6, stage_asked=6))
     checkpoints.check(3)
     checkpoints.check(6)
     damage(checkpoints.at(6) / "ranks" / "0")

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from rayrft.config import dump_config, load_config
-from rayrft.core import actors as casting
 from rayrft.core import master as module
-from rayrft.core.actors import Cast
+from rayrft.core.actors import Actors
 from rayrft.core.checkpoints import Progress
 from rayrft.core.master import Master
 from rayrft.core.preflight import Prepared
@@ -71,9 +70,9 @@ def master(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Master, Act
     (config.folder / "config.yaml").write_text(dump_config(config))
     trainer, buffer = Actor(), Remote(Actor())
     monkeypatch.setattr(module, "Placement", Groups)
-    monkeypatch.setattr(casting, "hire", lambda *_: Cast(buffer, Remote(trainer), None, None, [], []))
-    monkeypatch.setattr(casting, "_until_dead_for_good", lambda actor: actor.watch.remote())
-    monkeypatch.setattr(Cast, "dismiss", lambda self: None)
+    monkeypatch.setattr(module, "create_actors", lambda *_: Actors(buffer, Remote(trainer), None, None, [], []))
+    monkeypatch.setattr("rayrft.core.actors._until_dead_for_good", lambda actor: actor.watch.remote())
+    monkeypatch.setattr(Actors, "kill_restartable", lambda self: None)
     monkeypatch.setattr(sinks.RayMetrics, "write", lambda *_: None)
     return Master(config, Progress("id")), trainer
 

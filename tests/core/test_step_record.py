@@ -9,7 +9,7 @@ import pytest
 
 from rayrft.buffer.events import GroupReport
 from rayrft.buffer.leases import Lease
-from rayrft.core.step_record import first_step_doubt
+from rayrft.core.step_record import check_on_policy_step
 from rayrft.trainer.result import StepResult, Unmoved
 
 SOUND = StepResult(
@@ -43,7 +43,7 @@ def lease(*staleness: int) -> Lease:
 
 
 @pytest.mark.parametrize(
-    ("changes", "staleness", "said"),
+    ("changes", "staleness", "message"),
     [
         ({}, (0, 0), None),
         ({"logprob_gap": 0.02}, (0, 0), "disagree by 0.02 nats"),
@@ -58,7 +58,7 @@ def lease(*staleness: int) -> Lease:
     ],
 )
 def test_a_first_step_is_doubted_where_policies_differ_that_must_not(
-    changes: dict[str, Any], staleness: tuple[int, ...], said: str | None
+    changes: dict[str, Any], staleness: tuple[int, ...], message: str | None
 ) -> None:
-    doubt = first_step_doubt(lease(*staleness), replace(SOUND, **changes), 1e-4)
-    assert doubt is None if said is None else doubt is not None and said in doubt
+    doubt = check_on_policy_step(lease(*staleness), replace(SOUND, **changes), 1e-4)
+    assert doubt is None if message is None else doubt is not None and message in doubt

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from rayrft.config import load_config
-from rayrft.core.actors import Cast
+from rayrft.core.actors import Actors
 from rayrft.core.checkpoints import Checkpoints, Progress
 from rayrft.core.recorder import Recorder
 from rayrft.core.supervision import Stopped
-from rayrft.core.train_loop import Stages
+from rayrft.core.train_loop import TrainLoop
 from rayrft.errors import StorageError
 from rayrft.monitor import sinks
 from tests.e2e.conftest import small_config
@@ -36,7 +36,7 @@ class ScriptedBuffer:
 
     async def cover(self, step: int) -> None: ...
 
-    async def settle(self) -> None: ...
+    async def set_status(self) -> None: ...
 
     async def stats(self) -> dict[str, Any]:
         return {"sampled": 0}
@@ -52,7 +52,7 @@ class EvaluatesForEver:
 
 
 class Subject:
-    """Stages on scripted actors."""
+    """TrainLoop on scripted actors."""
 
     def __init__(self, folder: Path) -> None:
         config = load_config(small_config(folder, "evaluates"))
@@ -60,8 +60,8 @@ class Subject:
         progress, self.stop = Progress("id"), asyncio.Event()
         Checkpoints(config.folder, config.checkpoint).mark_beginning(progress)
         self.trainer, self.explorer = ScriptedTrainer(), EvaluatesForEver()
-        cast = Cast(Remote(ScriptedBuffer()), Remote(self.trainer), Remote(self.explorer), None, [], [])
-        self.stages = Stages(config, cast, Recorder(config), progress, self.stop)
+        actors = Actors(Remote(ScriptedBuffer()), Remote(self.trainer), Remote(self.explorer), None, [], [])
+        self.stages = TrainLoop(config, actors, Recorder(config), progress, self.stop)
 
 
 @pytest.fixture

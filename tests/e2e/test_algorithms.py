@@ -26,7 +26,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 def finished(
     ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[rayrft.Run, dict[str, Any], dict[str, list[StepRecord]], list[str]]:
-    """The run, its summary, its steps by stage, and what it said."""
+    """The run, its summary, its steps by stage, and what it lines."""
     folder = tmp_path_factory.mktemp("runs")
     config = small_config(folder, "kinds", evaluation={"enabled": False})
     warmup, mix = config["stages"]
@@ -45,20 +45,20 @@ def finished(
                 **({"teacher": str(folder / "kinds" / "model")} if name == "distill" else {}),
             }
         )
-    said: list[str] = []
+    lines: list[str] = []
     overrides = {"trainer.ranks": 2, "trainer.lora.rank": 4, "weight_sync.probe_every": 1}
-    run = rayrft.start(config, say=said.append, **overrides)
-    run.watch(said.append)
+    run = rayrft.start(config, say=lines.append, **overrides)
+    run.watch(lines.append)
     summary = run.result()
     steps: dict[str, list[StepRecord]] = {}
     for record in read_records(run.folder):
         if isinstance(record, StepRecord):
             steps.setdefault(record.stage, []).append(record)
-    return run, summary, steps, said
+    return run, summary, steps, lines
 
 
 def test_one_run_goes_through_a_critic_a_greedy_baseline_turns_and_a_teacher(finished: Any) -> None:
-    _, summary, steps, said = finished
+    _, summary, steps, lines = finished
     assert summary["status"] == "finished"
     counters = summary["counters"]
     assert counters["sampled"] == counters["trained"] + sum(counters["dropped"].values()) + counters["held"]
@@ -67,7 +67,7 @@ def test_one_run_goes_through_a_critic_a_greedy_baseline_turns_and_a_teacher(fin
     assert all(first[name].logprob_gap < 1e-4 for name in ALGORITHMS), "engines and ranks computed the same policy"
     assert first["ppo"].value_loss > 0 and first["ppo"].kl == pytest.approx(0.0, abs=1e-6)
     assert first["distill"].distillation_loss > 0, "the teacher is the untrained model, the policy was warmed up"
-    assert not [line for line in said if "first step of" in line], said
+    assert not [line for line in lines if "first step of" in line], lines
 
 
 def test_engines_follow_an_adapter_through_every_stage(finished: Any) -> None:

@@ -138,6 +138,6 @@ def test_no_engine_is_started(finished: tuple[rayrft.Run, dict[str, Any]]) -> No
         ({"trainer.cpu_offload": True}, "is for trainer.gpus"),
     ],
 )
-def test_what_cannot_be_is_said_before_anything_starts(overrides: dict[str, Any], said: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_what_cannot_be_is_said_before_anything_starts(overrides: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
         load_config(make_config(tmp_path), overrides)

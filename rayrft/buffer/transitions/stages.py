@@ -1,4 +1,4 @@
-"""Stages, tickets, what producers say of their groups, and where rows are stored."""
+"""TrainLoop, tickets, what producers say of their groups, and where rows are stored."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 import numpy as np
 
 from rayrft.buffer import events as e
-from rayrft.buffer.groups import Fate
+from rayrft.buffer.groups import GroupStatus
 from rayrft.buffer.schedule import ReplaySchedule, Schedule, StagePlan, Ticket
 from rayrft.buffer.state import ExpertCursor, Outstanding, State, rule
 from rayrft.buffer.transitions.steps import drop_stale
@@ -19,16 +19,16 @@ from rayrft.errors import StorageError
 def evicted(state: State, event: e.Evicted) -> None:
     state.pool.leave(event.slots)
     for slot in event.slots:
-        if isinstance(state.book.schedule, Schedule):
+        if isinstance(state.meta.schedule, Schedule):
             sequence = int(state.groups.sequence[slot])
-            state.book.schedule.ready.pop(sequence, None)
+            state.meta.schedule.ready.pop(sequence, None)
             state.by_sequence.pop(sequence, None)
         state.retire(slot, event.reason)
 
 
 @rule(e.Moved)
 def moved(state: State, event: e.Moved) -> None:
-    state.book.extents.setdefault(event.shard, {})[event.extent.segment] = event.extent
+    state.meta.extents.setdefault(event.shard, {})[event.extent.segment] = event.extent
     row = event.row
     for slot in event.slots:
         state.groups.move(slot, event.shard, event.extent.segment, row)
@@ -42,83 +42,87 @@ def moved(state: State, event: e.Moved) -> None:
 def deleted(state: State, event: e.Deleted) -> None:
     groups = state.groups
     for segment in event.segments:
-        del state.book.extents[event.shard][segment]
+        del state.meta.extents[event.shard][segment]
         groups.live.pop((event.shard, segment), None)
-    there = (groups.shard == event.shard) & np.isin(groups.segment, event.segments) & (groups.fate != Fate.FREE)
+    there = (
+        (groups.shard == event.shard) & np.isin(groups.segment, event.segments) & (groups.status != GroupStatus.FREE)
+    )
     groups.forget(np.flatnonzero(there))
 
 
 @rule(e.FeedbackNoted)
 def feedback_noted(state: State, event: e.FeedbackNoted) -> None:
-    if event not in state.book.late_feedback:  # else it is the same, given again
-        state.book.late_feedback.append(event)
+    if event not in state.meta.late_feedback:  # else it is the same, given again
+        state.meta.late_feedback.append(event)
 
 
 @rule(e.Loaded)
 def loaded(state: State, event: e.Loaded) -> None:
-    known = state.book.experts.get(event.name)
+    known = state.meta.experts.get(event.name)
     if known is None or known.extent != event.extent:  # else it is the same, loaded again: the draws go on
-        state.book.experts[event.name] = ExpertCursor(event.extent, state.seed, event.unit)
+        state.meta.experts[event.name] = ExpertCursor(event.extent, state.seed, event.unit)
 
 
 @rule(e.Began)
 def began(state: State, event: e.Began) -> None:
-    state.book.run, state.book.schema = event.run, event.schema
+    state.meta.run, state.meta.schema = event.run, event.schema
 
 
 @rule(e.StageOpened)
 def stage_opened(state: State, event: e.StageOpened) -> None:
-    plan, book = event.plan, state.book
-    for slot in state.groups.where(Fate.READY).tolist():
+    plan, meta = event.plan, state.meta
+    for slot in state.groups.where(GroupStatus.READY).tolist():
         if state.groups.sequence[slot] >= 0:
             state.retire(slot, "stage_ended")
-    book.plan, book.version, book.open = plan, plan.version, True
-    book.opened[plan.name] = plan.version
+    meta.plan, meta.version, meta.open = plan, plan.version, True
+    meta.opened[plan.name] = plan.version
     # Who puts groups of its own accord may have come to an end before.
-    book.ended = None if plan.scheduled else book.ended
-    book.returned = []
+    meta.ended = None if plan.scheduled else meta.ended
+    meta.reissued_tickets = []
     # A request of the stage before that comes late must not be taken for one of this.
-    book.calls = {producer: (call, []) for producer, (call, _) in book.calls.items()}
-    if book.schedule is not None:
+    meta.calls = {producer: (call, []) for producer, (call, _) in meta.calls.items()}
+    if meta.schedule is not None:
         # A group of the stage before that comes late must not be taken for one of this.
-        book.next_sequence = book.schedule.next_sequence
-    common = {"over_sampling": plan.over_sampling, "version": plan.version, "next_sequence": book.next_sequence}
+        meta.next_sequence = meta.schedule.next_sequence
+    common = {"over_sampling": plan.over_sampling, "version": plan.version, "next_sequence": meta.next_sequence}
     if not plan.groups or not plan.scheduled:
-        book.schedule = None
+        meta.schedule = None
     elif state.config.name == "fifo":
-        book.schedule = Schedule(plan.groups, plan.max_staleness, **common)  # type: ignore[arg-type]
+        meta.schedule = Schedule(plan.groups, plan.max_staleness, **common)  # type: ignore[arg-type]
     else:
-        book.schedule = ReplaySchedule(plan.groups, _fresh(state, plan), plan.max_staleness, **common)  # type: ignore[arg-type]
+        meta.schedule = ReplaySchedule(plan.groups, _fresh(state, plan), plan.max_staleness, **common)  # type: ignore[arg-type]
     state.by_sequence = {}
 
 
 @rule(e.StageResumed)
 def stage_resumed(state: State, event: e.StageResumed) -> None:
-    plan, book = event.plan, state.book
-    book.plan, book.open = plan, True
-    book.opened[plan.name] = plan.version
-    book.ended = None if plan.scheduled else book.ended
-    if book.schedule is not None:
+    plan, meta = event.plan, state.meta
+    meta.plan, meta.open = plan, True
+    meta.opened[plan.name] = plan.version
+    meta.ended = None if plan.scheduled else meta.ended
+    if meta.schedule is not None:
         _adjust(state, plan)
         # Tickets whose groups came when the stage was closed: their places are free.
-        held = book.outstanding.keys() | {ticket.sequence for ticket in book.returned}
-        for sequence in set(book.schedule.running) - held:
-            book.schedule.release(sequence)
+        held = meta.outstanding.keys() | {ticket.sequence for ticket in meta.reissued_tickets}
+        for sequence in set(meta.schedule.running) - held:
+            meta.schedule.release(sequence)
 
 
 def _adjust(state: State, plan: StagePlan) -> None:
     """The stage goes on with other numbers, perhaps; what is too old for them leaves."""
-    book = state.book
-    if isinstance(book.schedule, Schedule):
-        fewer = max(0, book.schedule.max_staleness - plan.max_staleness)
-        book.returned = [dataclasses.replace(each, deadline=each.deadline - fewer) for each in book.returned]
-        late = book.schedule.adjust(plan.groups, plan.max_staleness, plan.over_sampling)
+    meta = state.meta
+    if isinstance(meta.schedule, Schedule):
+        fewer = max(0, meta.schedule.max_staleness - plan.max_staleness)
+        meta.reissued_tickets = [
+            dataclasses.replace(each, deadline=each.deadline - fewer) for each in meta.reissued_tickets
+        ]
+        late = meta.schedule.adjust(plan.groups, plan.max_staleness, plan.over_sampling)
         for sequence in late:
             state.retire(state.by_sequence.pop(sequence), "stale")
-    elif book.schedule is not None:
-        book.schedule.adjust(plan.groups, _fresh(state, plan), plan.max_staleness, plan.over_sampling)
+    elif meta.schedule is not None:
+        meta.schedule.adjust(plan.groups, _fresh(state, plan), plan.max_staleness, plan.over_sampling)
         drop_stale(state, plan.max_staleness)
-    book.returned = [ticket for ticket in book.returned if ticket.deadline >= book.version]
+    meta.reissued_tickets = [ticket for ticket in meta.reissued_tickets if ticket.deadline >= meta.version]
 
 
 def _fresh(state: State, plan: StagePlan) -> int:
@@ -128,27 +132,27 @@ def _fresh(state: State, plan: StagePlan) -> int:
 
 @rule(e.StageClosed)
 def stage_closed(state: State, event: e.StageClosed) -> None:
-    state.book.open = False
+    state.meta.open = False
 
 
 @rule(e.Admitted)
 def admitted(state: State, event: e.Admitted) -> list[Ticket]:
-    book = state.book
-    schedule = book.schedule
+    meta = state.meta
+    schedule = meta.schedule
     if not event.count or schedule is None:  # the stage is closed, or the tasks have come to their end
-        book.calls[event.producer] = (event.call, [])
+        meta.calls[event.producer] = (event.call, [])
         return []
-    tickets, book.returned = book.returned[: event.count], book.returned[event.count :]
+    tickets, meta.reissued_tickets = meta.reissued_tickets[: event.count], meta.reissued_tickets[event.count :]
     fresh = schedule.admit(event.count - len(tickets))
     tasks = _tasks(state, event.tasks[len(tickets) :], len(fresh))
     tickets += [dataclasses.replace(ticket, task=task) for ticket, task in zip(fresh, tasks, strict=False)]
     for ticket in fresh[len(tasks) :]:
         schedule.release(ticket.sequence)
     for ticket in tickets:
-        book.outstanding[ticket.sequence] = Outstanding(ticket, event.producer)
-    book.calls[event.producer] = (event.call, tickets)
+        meta.outstanding[ticket.sequence] = Outstanding(ticket, event.producer)
+    meta.calls[event.producer] = (event.call, tickets)
     if not tickets:
-        book.ended = book.ended or "end_of_data"
+        meta.ended = meta.ended or "end_of_data"
     if event.tasks and event.tasks != [ticket.task for ticket in tickets]:
         raise StorageError(
             "the tasks drawn then are not those drawn now",
@@ -160,33 +164,33 @@ def admitted(state: State, event: e.Admitted) -> list[Ticket]:
 
 @rule(e.Abandoned)
 def abandoned(state: State, event: e.Abandoned) -> None:
-    gone = [each.ticket for each in state.book.outstanding.values() if each.producer == event.producer]
-    schedule = state.book.schedule
+    gone = [each.ticket for each in state.meta.outstanding.values() if each.producer == event.producer]
+    schedule = state.meta.schedule
     for ticket in gone:
-        del state.book.outstanding[ticket.sequence]
+        del state.meta.outstanding[ticket.sequence]
         if schedule is not None and ticket.sequence in schedule.running:
-            state.book.returned.append(ticket)
-    state.book.calls.pop(event.producer, None)
-    state.book.gone.add(event.producer)
+            state.meta.reissued_tickets.append(ticket)
+    state.meta.calls.pop(event.producer, None)
+    state.meta.gone.add(event.producer)
 
 
 @rule(e.ProducersEnded)
 def producers_ended(state: State, event: e.ProducersEnded) -> None:
-    state.book.ended = event.reason
+    state.meta.ended = event.reason
 
 
 @rule(e.Stored)
 def stored(state: State, event: e.Stored) -> None:
-    book = state.book
-    book.extents.setdefault(event.shard, {})[event.extent.segment] = event.extent
+    meta = state.meta
+    meta.extents.setdefault(event.shard, {})[event.extent.segment] = event.extent
     pooled = []
     for group in event.groups:
         if not state.expects(group.key, group.sequence):
             continue
-        slot = state.groups.add(group, event.shard, event.extent.segment, book.arrivals)
+        slot = state.groups.add(group, event.shard, event.extent.segment, meta.arrivals)
         state.set_score(slot, group.score)
-        book.arrivals += 1
-        book.ledger.sampled += group.rows
+        meta.arrivals += 1
+        meta.ledger.sampled += group.rows
         ticket = _report(state, group.sequence, group.dropped, group.report)
         if ticket is not None and not _in_time(state, ticket, group.version):
             state.retire(slot, "late")
@@ -199,23 +203,23 @@ def stored(state: State, event: e.Stored) -> None:
 
 @rule(e.Dropped)
 def dropped(state: State, event: e.Dropped) -> None:
-    if event.sequence is not None and event.sequence not in state.book.outstanding:
+    if event.sequence is not None and event.sequence not in state.meta.outstanding:
         return
     if event.sequence is None and event.key is not None:
-        if state.book.refused.get(event.key) == event.digest:
+        if state.meta.rejected_keys.get(event.key) == event.digest:
             return
-        state.book.refused[event.key] = event.digest
+        state.meta.rejected_keys[event.key] = event.digest
     _report(state, event.sequence, event.dropped, event.report)
-    if event.sequence is not None and state.book.schedule is not None:
-        state.book.schedule.release(event.sequence)
+    if event.sequence is not None and state.meta.schedule is not None:
+        state.meta.schedule.release(event.sequence)
 
 
 @rule(e.TaskFailed)
 def task_failed(state: State, event: e.TaskFailed) -> None:
-    if state.book.outstanding.pop(event.sequence, None) is not None:
-        state.book.ledger.dropped_tasks[event.reason] += 1
-        if state.book.schedule is not None:
-            state.book.schedule.release(event.sequence)
+    if state.meta.outstanding.pop(event.sequence, None) is not None:
+        state.meta.ledger.dropped_tasks[event.reason] += 1
+        if state.meta.schedule is not None:
+            state.meta.schedule.release(event.sequence)
 
 
 def _tasks(state: State, recorded: list[int | None], count: int) -> list[int | None]:
@@ -228,23 +232,23 @@ def _tasks(state: State, recorded: list[int | None], count: int) -> list[int | N
 
 def _report(state: State, sequence: int | None, dropped: dict[str, int], report: e.GroupReport) -> Ticket | None:
     """Count what a producer says of a group; gives the ticket."""
-    book = state.book
+    meta = state.meta
     for reason, rows in dropped.items():
-        book.ledger.sampled += rows
-        book.ledger.drop(rows, reason)
-    book.reports = book.reports + report
+        meta.ledger.sampled += rows
+        meta.ledger.drop(rows, reason)
+    meta.reports = meta.reports + report
     if sequence is None:
         return None
-    ticket = book.outstanding.pop(sequence).ticket
+    ticket = meta.outstanding.pop(sequence).ticket
     if state.tasks is not None and ticket.task is not None and report.scored and math.isfinite(report.reward_sum):
         state.tasks.record(ticket.task, report.scored, min(max(report.reward_sum, 0.0), report.scored))
     return ticket
 
 
 def _in_time(state: State, ticket: Ticket, version: int) -> bool:
-    book = state.book
-    if book.schedule is None or book.plan is None or not book.open:
+    meta = state.meta
+    if meta.schedule is None or meta.plan is None or not meta.open:
         return False
     # A token older than the ticket promised makes the group due earlier.
-    deadline = min(ticket.deadline, version + book.plan.max_staleness)
-    return book.schedule.finish(dataclasses.replace(ticket, deadline=deadline))
+    deadline = min(ticket.deadline, version + meta.plan.max_staleness)
+    return meta.schedule.finish(dataclasses.replace(ticket, deadline=deadline))
