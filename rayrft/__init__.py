@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rayrft.core.run import Run
     from rayrft.errors import RayrftError
     from rayrft.experience import Experience, Task
+    from rayrft.explorer.trajectory import Model, Trajectory
     from rayrft.explorer.workflow import Workflow, register_workflow
     from rayrft.rewards import RewardResult, register_reward
 
@@ -27,6 +28,8 @@ _HOME = {
     "resume": "rayrft.core.launch",
     "start": "rayrft.core.launch",
     "RayrftError": "rayrft.errors",
+    "Model": "rayrft.explorer.trajectory",
+    "Trajectory": "rayrft.explorer.trajectory",
     "Workflow": "rayrft.explorer.workflow",
     "register_workflow": "rayrft.explorer.workflow",
     "RewardResult": "rayrft.rewards",
@@ -34,11 +37,13 @@ _HOME = {
 }
 __all__ = [
     "Experience",
+    "Model",
     "RayrftError",
     "RewardResult",
     "Run",
     "RunConfig",
     "Task",
+    "Trajectory",
     "Workflow",
     "attach",
     "register_reward",

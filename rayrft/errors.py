@@ -65,6 +65,10 @@ class ActorDied(RayrftError):
     """An actor of the run is gone; ``field`` names it, ``value`` holds the cause."""
 
 
+class RequestRefused(RayrftError):
+    """An engine does not take a request, such as one that is too long; the engine is well, and others are answered."""
+
+
 class StorageError(RayrftError):
     """The Buffer's log cannot be written or read; ``field`` names the file. What was written before stays readable."""
 

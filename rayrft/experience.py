@@ -35,7 +35,8 @@ class Task:
     question: str
     answer: str
     domain: str = "own"
-    workflow: str = "single_turn"
+    workflow: str | None = None
+    """The one that acts on it; by default ``explorer.workflow`` of the config."""
     difficulty: float | None = None
     system: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import Field
 
 from rayrft.config.base import Section
@@ -43,6 +45,11 @@ class SamplingConfig(Section):
 
 class ExplorerConfig(Section):
     workflow: str = "single_turn"
+    """How tasks are acted on that do not name a workflow of their own."""
+    workflow_options: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Options of workflows, by the workflow's name."""
+    deadline_s: float = Field(600.0, gt=0)
+    """Seconds that one attempt at a task may take from its start; what takes longer is dropped and counted."""
     cpus: float = Field(0.2, gt=0)
     sampling: SamplingConfig = SamplingConfig()
     engine: EngineConfig = EngineConfig()

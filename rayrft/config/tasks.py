@@ -44,6 +44,8 @@ class TaskSourceConfig(Section):
     """file, datasets: keep of the answer only what follows the last such mark (GSM8K: '####')."""
     difficulty: str | None = None
     """The field of a row (reasoning_gym: of a task's metadata) that holds how hard the task is, as a number."""
+    workflow: str | None = None
+    """The workflow that acts on the source's tasks; by default ``explorer.workflow``."""
     system: str | None = None
     """System message put before every question."""
     weight: float = Field(1.0, gt=0, allow_inf_nan=False)

@@ -25,7 +25,7 @@ from rayrft.data.task_splits import TaskSplits, load_tasks
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ConfigError, DataError, ModelError
 from rayrft.experience import Experience, Task
-from rayrft.explorer.workflow import workflows
+from rayrft.explorer.workflow import build_workflow
 from rayrft.files import sync
 from rayrft.rewards import build_reward
 
@@ -113,12 +113,15 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepare
 
     Raises DataError, ModelError or ConfigError. Needs a running Ray only for tasks from files.
     """
-    workflows.get(config.explorer.workflow, "explorer.workflow")
+    options = config.explorer.workflow_options
+    build_workflow(config.explorer.workflow, options.get(config.explorer.workflow, {}))
     samplers.get(config.buffer.sampler.name, "buffer.sampler.name")
     scores.get(config.buffer.sampler.score, "buffer.sampler.score")
     splits = TaskSplits([], [], [], {})
     if config.tasks is not None:
         splits = load_tasks(config.tasks, config.demonstrations, config.seed)
+        for name in {task.workflow for task in _all_tasks(splits) if task.workflow}:
+            build_workflow(name, options.get(name, {}), "workflow of a task")
         for source in range(len(config.tasks.sources)):
             _check_reward(config.reward, splits.train[splits.sources.index(source)])
     _check_files(config)

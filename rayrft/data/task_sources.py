@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ def read_source(config: TaskSourceConfig, field: str) -> list[Task]:
 
     Raises DataError when it is missing, empty or broken, ConfigError when there is no such reader.
     """
-    return task_sources.get(config.source, f"{field}.source")(config, field)
+    return _acted_on(config, task_sources.get(config.source, f"{field}.source")(config, field))
 
 
 @task_sources.register("reasoning_gym")
@@ -79,8 +80,13 @@ def read_dataset(config: TaskSourceConfig, field: str) -> list[Task]:
 def read_held_out(config: TaskSourceConfig, field: str) -> list[Task]:
     """The held-out tasks of a source that has a file or a split for them, none of one that has not."""
     if config.eval_path is not None:
-        return _read_file(config.eval_path, config, field, f"{field}.eval_path")
-    return _read_split(config, field, "eval_split") if config.eval_split is not None else []
+        return _acted_on(config, _read_file(config.eval_path, config, field, f"{field}.eval_path"))
+    return _acted_on(config, _read_split(config, field, "eval_split")) if config.eval_split is not None else []
+
+
+def _acted_on(config: TaskSourceConfig, tasks: list[Task]) -> list[Task]:
+    """The tasks with the workflow that the source names."""
+    return [replace(task, workflow=config.workflow) for task in tasks] if config.workflow else tasks
 
 
 def _read_file(

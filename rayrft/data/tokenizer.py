@@ -10,6 +10,9 @@ from typing import Any
 from rayrft.data.images import ImageReader, place
 from rayrft.errors import DataError, ModelError
 
+_ANSWER = "[the answer that was sampled]"
+"""Stands for an answer whose tokens are there already, where the chat template is asked what follows it."""
+
 
 class ChatTokenizer:
     """A Hugging Face tokenizer with what training asks of it: an EOS token and a chat template.
@@ -53,6 +56,32 @@ class ChatTokenizer:
         Raises DataError when the chat template refuses the messages, ModelError when the model takes no images.
         """
         ids = self._encode(self._render(self._placed(messages, images), add_generation_prompt=True)[0])
+        return _repeat(ids, self.images.repeats(ids, images)) if images else ids
+
+    def observation(
+        self,
+        messages: list[dict[str, str]],
+        observed: list[dict[str, str]],
+        images: tuple[str, ...] = (),
+        *,
+        closed: bool,
+    ) -> list[int]:
+        """Token ids that follow the last turn of ``messages``, which is the assistant's: what the chat template closes
+        it with (but its EOS, where the turn is ``closed`` by that), ``observed``, and the beginning of the next turn.
+
+        Appended to the sequence as it was sampled, they leave every token before them as it is, also where the template
+        would write earlier turns differently now. Raises DataError where it refuses the messages or does not keep the
+        text of the turn.
+        """
+        last = {"role": "assistant", "content": _ANSWER}
+        text, _ = self._render([*messages[:-1], last, *self._placed(observed, images)], add_generation_prompt=True)
+        _, mark, rest = text.rpartition(_ANSWER)
+        if not mark:
+            raise DataError("the chat template leaves the assistant's turn out once another message follows")
+        before, eos, after = rest.partition(self.hf.eos_token)
+        if closed and eos and not before.strip():
+            rest = after
+        ids = self._encode(rest)
         return _repeat(ids, self.images.repeats(ids, images)) if images else ids
 
     def response(self, text: str) -> list[int]:

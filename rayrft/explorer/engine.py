@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rayrft.config.explorer import EngineConfig
 from rayrft.data.images import ImageReader, takes_images
-from rayrft.errors import ActorDied, ModelError
+from rayrft.errors import ActorDied, ModelError, RequestRefused
 from rayrft.weights.messages import GroupPlan, Parcel, to_wire
 
 if TYPE_CHECKING:
@@ -108,19 +108,25 @@ class RolloutEngine:
     async def generate(
         self, prompt: list[int], n: int, sampling: Sampling, images: tuple[str, ...] = ()
     ) -> list[Completion]:
-        """``n`` answers to one prompt. Raises vLLM's EngineDeadError when its core has died."""
-        output = await self._run(
-            prompt,
-            images,
-            self._params(
+        """Give ``n`` answers to one prompt.
+
+        Raises RequestRefused where vLLM does not take the request, and its EngineDeadError when its core has died.
+        """
+        vocabulary = self._engine.model_config.get_vocab_size()
+        if not all(0 <= token < vocabulary for token in prompt):  # vLLM looks when it is too late for its core
+            raise _refused("the prompt has token ids outside the vocabulary", vocabulary)
+        try:
+            params = self._params(
                 n=n,
                 temperature=sampling.temperature,
                 max_tokens=sampling.max_tokens,
                 stop_token_ids=list(sampling.stop_token_ids),
                 logprobs=0,
                 seed=sampling.seed,
-            ),
-        )
+            )
+            output = await self._run(prompt, images, params)
+        except (ValueError, TypeError) as error:
+            raise _refused(str(error).strip().splitlines()[0], len(prompt)) from None
         return [
             Completion(
                 token_ids=tuple(each.token_ids),
@@ -247,6 +253,10 @@ class RolloutEngine:
         pictures = [self._images.picture(path) for path in images]
         ids = self._images.collapse(token_ids, images)
         return {"prompt_token_ids": ids, "multi_modal_data": {"image": pictures}}
+
+
+def _refused(problem: str, value: Any) -> RequestRefused:
+    return RequestRefused(problem, field="request", value=value, remedy="see what the workflow asks of the model")
 
 
 def _prepare_environment(config: EngineConfig) -> None:

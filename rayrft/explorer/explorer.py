@@ -5,26 +5,29 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rayrft.buffer.client import BufferWriter
 from rayrft.buffer.schedule import Ticket
 from rayrft.config import RunConfig, StageConfig
 from rayrft.data.tokenizer import ChatTokenizer
-from rayrft.errors import ActorDied, RayrftError
-from rayrft.experience import Experience, Task, to_batch
-from rayrft.explorer.engine import Sampling
+from rayrft.errors import RayrftError
+from rayrft.experience import Task, to_batch
 from rayrft.explorer.evaluation import Evaluation
+from rayrft.explorer.rollout import Runner
 from rayrft.explorer.router import Router
-from rayrft.explorer.scoring import apply_rewards, assign_advantages, earned, leave_out_truncated, with_baseline
-from rayrft.explorer.workflow import ModelClient, PromptTooLong, derive_seed, workflows
+from rayrft.explorer.scoring import (
+    apply_rewards,
+    assign_advantages,
+    earned,
+    leave_out_truncated,
+    with_baseline,
+    with_failures,
+)
 from rayrft.registry import load_plugins
 from rayrft.rewards import RewardResult
 from rayrft.rewards.worker import RewardPool
 from rayrft.waits import Followed, WaitReport, Waits
-
-if TYPE_CHECKING:
-    from rayrft.algorithms import Algorithm
 
 _FAILURES_IN_A_ROW = 32
 """Groups that may fail one after another, in a workflow or its reward, before the run is stopped."""
@@ -69,16 +72,15 @@ class Explorer:
     ) -> None:
         load_plugins(config.plugins)
         self._config = config
-        self._tokenizer = ChatTokenizer(model)
         self._waits = Waits("explorer")
-        self._router = Router([Followed(f"engine-{i}", each, self._waits) for i, each in enumerate(engines)])
+        router = Router([Followed(f"engine-{i}", each, self._waits) for i, each in enumerate(engines)])
         self._buffer = Followed("buffer", buffer, self._waits, endless=("admit", "closed"))
         self._writer = BufferWriter(self._buffer, config.buffer.shards)
         self._tasks = tasks
         self._name, self._calls = f"explorer-{uuid.uuid4().hex}", 0
         self._held_out = held_out
-        self._workflow = workflows.get(config.explorer.workflow, "explorer.workflow")()
         self._rewards = RewardPool(config.reward, start_reward)
+        self._runner = Runner(config, ChatTokenizer(model), router, self._reward)
         self._rolling, self._scoring = BusyClock(), BusyClock()
         self._failures = 0
 
@@ -113,10 +115,8 @@ class Explorer:
             await asyncio.gather(*running, return_exceptions=True)
 
     async def evaluate(self, temperature: float) -> Evaluation:
-        """One answer per held-out task. Raises ActorDied when an engine is gone."""
-        rewards = await asyncio.gather(
-            *(self._evaluate_one(task, self._client(temperature, task.id)) for task in self._held_out)
-        )
+        """Act on every held-out task once, as in training. Raises ActorDied when an engine is gone."""
+        rewards = await asyncio.gather(*(self._evaluate_one(task, temperature) for task in self._held_out))
         known = [reward for reward in rewards if reward is not None]
         return Evaluation(
             temperature,
@@ -157,30 +157,27 @@ class Explorer:
         task = self._tasks[ticket.task]
         group_id = f"{self._config.name}/{stage.name}/{ticket.sequence}/{task.id}"
         algorithm = stage.algorithm.build()
-        workflow = f"workflow {self._config.explorer.workflow!r}"
-        try:
-            with self._rolling, self._waits.on(workflow, group_id, own=True):
-                rows, greedy = await self._roll_out(stage, algorithm, task, group_id)
-        except PromptTooLong:
-            await self._buffer.fail.remote(ticket, "prompt_too_long")
-            return
-        except (ActorDied, asyncio.CancelledError):
-            raise
-        except Exception as error:  # a user's workflow may raise anything: the group is dropped and counted
-            await self._buffer.fail.remote(ticket, "workflow_error")
-            self._count_failure(f"{workflow}: {type(error).__name__}: {error}")
-            return
-        with self._scoring:
-            results = await self._score(task, [*rows, *greedy])
+        temperature = self._config.explorer.sampling.temperature
+        workflow = task.workflow or self._config.explorer.workflow
+        with self._rolling, self._waits.on(f"workflow {workflow!r}", group_id, own=True):
+            rolling = [self._runner.run(task, group_id, stage.group_size, temperature)]
+            if algorithm.needs_greedy_baseline:
+                # One greedy answer to compare with: it is never trained on, and does not count as sampled.
+                rolling.append(self._runner.run(task, group_id, 1, 0.0))
+            rollout, *greedy = await asyncio.gather(*rolling)
+        if not rollout.rows:
+            [reason] = rollout.failed.keys() if len(rollout.failed) == 1 else ["workflow_error"]
+            await self._buffer.fail.remote(ticket, reason)
+            return self._count_failure(rollout.problem)
         rules, max_tokens = self._config.reward, self._config.explorer.sampling.max_tokens
-        scored = apply_rewards(rows, results[: len(rows)], rules, max_tokens=max_tokens)
-        if algorithm.needs_greedy_baseline:
-            baseline = apply_rewards(greedy, results[len(rows) :], rules, max_tokens=max_tokens)
-            scored = with_baseline(scored, baseline)
+        scored = apply_rewards(rollout.rows, rollout.results, rules, max_tokens=max_tokens)
+        for baseline in greedy:
+            scored = with_baseline(scored, apply_rewards(baseline.rows, baseline.results, rules, max_tokens=max_tokens))
         drop = self._config.explorer.drop_zero_variance
         scored = assign_advantages(scored, algorithm, drop_zero_variance=drop)
         if rules.truncated == "mask":
             scored = leave_out_truncated(scored)
+        scored = with_failures(scored, rollout.failed)
         if scored.rows:
             batch = to_batch(scored.rows)
             await self._writer.put(batch, scored.report, ticket=ticket, dropped=dict(scored.dropped))
@@ -191,55 +188,23 @@ class Explorer:
         else:
             self._failures = 0
 
-    async def _roll_out(
-        self, stage: StageConfig, algorithm: Algorithm, task: Task, group_id: str
-    ) -> tuple[list[Experience], list[Experience]]:
-        """The group's rows, and those of a greedy answer where the algorithm takes that for a baseline. The latter is
-        never trained on, and does not count as sampled."""
-        model = self._client(self._config.explorer.sampling.temperature, group_id)
-        sampling = self._workflow.run(task, model, group_id, stage.group_size)
-        if not algorithm.needs_greedy_baseline:
-            return await sampling, []
-        greedy = self._client(0.0, group_id)
-        rows, baseline = await asyncio.gather(sampling, self._workflow.run(task, greedy, group_id, 1))
-        return rows, baseline
-
-    async def _score(self, task: Task, rows: list[Experience]) -> list[RewardResult]:
-        """A result for every row: the workflow's, where it gave the row a reward, else that of its last turn."""
-        unscored = [row.turns[-1]["content"] for row in rows if row.reward is None]
-        found = iter(await self._reward(task, unscored) if unscored else [])
-        return [
-            next(found) if row.reward is None else RewardResult.of(row.reward, row.reward_components, row.error)
-            for row in rows
+    async def _evaluate_one(self, task: Task, temperature: float) -> float | None:
+        """The reward of one attempt, of its rows' mean where it has several; None where it is unknown."""
+        rollout = await self._runner.run(task, task.id, 1, temperature)
+        values = [
+            earned(row.stop_reason, result.value, self._config.reward) if row.reward is None else result.value
+            for row, result in zip(rollout.rows, rollout.results, strict=True)
+            if result.value is not None
         ]
-
-    async def _evaluate_one(self, task: Task, model: ModelClient) -> float | None:
-        try:
-            [answer] = await model.chat(task.messages, images=task.images)
-        except PromptTooLong:
-            return None
-        [result] = await self._reward(task, [answer.text])
-        if result.value is None:
-            return None
-        return earned(answer.completion.stop_reason, result.value, self._config.reward)
+        return sum(values) / len(values) if values and len(values) == len(rollout.rows) else None
 
     async def _reward(self, task: Task, responses: list[str]) -> list[RewardResult]:
-        with self._waits.on(f"reward {self._config.reward.name!r}", task.id):
+        with self._scoring, self._waits.on(f"reward {self._config.reward.name!r}", task.id):
             return await self._rewards.score(task, responses)
 
-    def _client(self, temperature: float, name: str) -> ModelClient:
-        """A client for what has that name, and samples accordingly."""
-        sampling = self._config.explorer.sampling
-        seed = derive_seed(self._config.seed, name) if self._config.seeds_requests else None
-        return ModelClient(
-            self._router,
-            self._tokenizer,
-            Sampling(temperature, sampling.max_tokens, (self._tokenizer.eos_id,), seed),
-            max_prompt_tokens=sampling.max_prompt_tokens,
-        )
-
-    def _count_failure(self, problem: str) -> None:
-        self._failures += 1
+    def _count_failure(self, problem: str | None) -> None:
+        """Of a group of which nothing came, but for its prompt's length."""
+        self._failures += problem is not None
         if self._failures >= _FAILURES_IN_A_ROW:
             raise RayrftError(
                 f"{self._failures} groups failed one after another; the last: {problem}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rayrft.errors import ActorDied, DataError
+from rayrft.errors import ActorDied, RayrftError
 from rayrft.explorer.engine import Completion, Sampling
 
 
@@ -18,8 +18,8 @@ class Router:
     async def generate(
         self, prompt: list[int], n: int, sampling: Sampling, images: tuple[str, ...] = ()
     ) -> list[Completion]:
-        """``n`` answers. Raises ActorDied, naming the engine, when it or its core is gone, and DataError for images
-        that cannot be read."""
+        """Give ``n`` answers. Raises ActorDied, naming the engine, when it or its core is gone, RequestRefused, and
+        DataError for images that cannot be read."""
         from ray.exceptions import RayActorError, RayTaskError
 
         index = min(range(len(self._engines)), key=self._outstanding.__getitem__)
@@ -28,7 +28,7 @@ class Router:
             return await self._engines[index].generate.remote(prompt, n, sampling, images)
         except (RayActorError, RayTaskError) as error:
             cause = getattr(error, "cause", None) or error
-            if isinstance(cause, DataError):  # such as an image that is none: the engine is well
+            if isinstance(cause, RayrftError):  # such as a request that is too long: the engine is well
                 raise cause from None
             raise ActorDied(
                 f"the engine failed to answer: {type(cause).__name__}: {str(cause).strip().splitlines()[0]}",

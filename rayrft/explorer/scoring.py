@@ -100,6 +100,12 @@ def with_baseline(group: ScoredGroup, greedy: ScoredGroup) -> ScoredGroup:
     return dataclasses.replace(group, rows=[], rewards=[], dropped=dropped, unknown=greedy.unknown)
 
 
+def with_failures(group: ScoredGroup, failed: Counter[str]) -> ScoredGroup:
+    """The group with the repeats that failed, which count as a row each that was sampled and dropped."""
+    report = dataclasses.replace(group.report, rows=group.report.rows + failed.total())
+    return dataclasses.replace(group, dropped=group.dropped + failed, report=report)
+
+
 def assign_advantages(group: ScoredGroup, algorithm: Algorithm, *, drop_zero_variance: bool) -> ScoredGroup:
     """The group with the algorithm's advantages; see `rayrft.buffer.feedback.with_advantages`. A group where all are
     0, for want of variance in its rewards, is dropped where the algorithm learns nothing from it. What they would be

@@ -2,60 +2,38 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pytest
 
 from rayrft.buffer.events import GroupReport
 from rayrft.buffer.schedule import Ticket
 from rayrft.buffer.validation import find_faults
-from rayrft.experience import Experience, Task, VersionSpan, from_batch
+from rayrft.experience import Experience, Task, from_batch
 from rayrft.explorer.engine import Completion, Sampling
 from rayrft.explorer.explorer import Explorer
-from rayrft.explorer.workflow import ModelClient, register_workflow
+from rayrft.explorer.trajectory import Model, Trajectory
+from rayrft.explorer.workflow import register_workflow
 from rayrft.rewards import RewardResult
 from tests.explorer.test_explorer import config, make_explorer
-
-OBSERVATION = [7, 8]
 
 
 @register_workflow("two_turns")
 class TwoTurns:
     """Asks, answers the model with an observation, and asks again; gives a format reward for the first turn."""
 
-    async def run(self, task: Task, model: ModelClient, group_id: str, n: int) -> list[Experience]:
-        return [await self._one(task, model, group_id, repeat) for repeat in range(n)]
+    def __init__(self, observation: str = "again") -> None:
+        self._observation = observation
 
-    async def _one(self, task: Task, model: ModelClient, group_id: str, repeat: int) -> Experience:
-        [first] = await model.chat(task.messages)
-        [second] = await model.generate([*first.prompt, *first.completion.token_ids, *OBSERVATION])
-        pieces = [
-            (first.prompt, 0),
-            (first.completion.token_ids, 1),
-            (OBSERVATION, 0),
-            (second.completion.token_ids, 1),
-        ]
-        mask = np.concatenate([np.full(len(ids), action, np.uint8) for ids, action in pieces])
-        logprobs = np.zeros(len(mask), np.float32)
-        logprobs[mask == 1] = [*first.completion.logprobs, *second.completion.logprobs]
-        return Experience(
-            f"{group_id}/{repeat}",
-            group_id,
-            task.id,
-            np.array([token for ids, _ in pieces for token in ids], np.int32),
-            len(first.prompt),
-            mask,
-            logprobs,
-            weight_versions=(VersionSpan(len(first.prompt), len(mask), 0),),
-            stop_reason="stop",
-            turns=(*task.messages, {"role": "assistant", "content": second.text}),
-            metrics={"turn_reward_0": 0.25 * repeat},
-            created_at=time.time(),
-        )
+    async def run(self, task: Task, model: Model, env: Any = None) -> Trajectory:
+        trajectory = model.start(task.messages)
+        await trajectory.act()
+        trajectory.step_reward(0.25 * model.repeat)
+        trajectory.observe(self._observation)
+        await trajectory.act()
+        return trajectory
 
 
 class Engine:
@@ -79,8 +57,9 @@ class Rewards:
         self.values = values
 
     async def score(self, task: Task, responses: list[str]) -> list[RewardResult]:
-        assert len(responses) == len(self.values)
-        return [RewardResult(value, reason=None if value is not None else "away") for value in self.values]
+        """The values of the group's rows; the last one is the greedy answer's, where there is one."""
+        values = self.values[: len(responses)] if len(responses) > 1 else self.values[-1:]
+        return [RewardResult(value, reason=None if value is not None else "away") for value in values]
 
 
 class Taken:
@@ -157,7 +136,7 @@ async def test_every_turn_of_a_workflow_has_its_advantage(
 ) -> None:
     engine = Engine()
     taken = await explored(tiny_model, engine, Rewards(1.0, 0.0), algorithm, **{"explorer.workflow": "two_turns"})
-    assert len(engine.asked) == 4 and taken.report.tokens == 12
+    assert [n for n, _ in engine.asked] == [2, 1, 1] and taken.report.tokens == 12
     for row, sign in zip(taken.rows, (1, -1), strict=True):
         turns = [*[sign * first] * 3, 0.0, 0.0, *[sign * second] * 3]
         assert of_tokens(row) == pytest.approx(turns, abs=1e-5)

@@ -1,0 +1,164 @@
+"""A trajectory as a workflow builds it: one growing token sequence, in which nothing is tokenised twice."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from rayrft.data.tokenizer import ChatTokenizer
+from rayrft.experience import Experience, Task, VersionSpan
+from rayrft.explorer.engine import Completion, Sampling
+
+Generate = Callable[[list[int], Sampling, tuple[str, ...]], Awaitable[Completion]]
+"""One continuation of a token sequence, in which each image has its placeholders; with the paths of the images."""
+
+
+class PromptTooLong(Exception):
+    """The first prompt exceeds ``explorer.sampling.max_prompt_tokens``: the task is dropped and counted."""
+
+
+class ContextFull(Exception):
+    """The sequence leaves no room for another token below ``model.max_length``. The runner ends the trajectory there,
+    with stop reason ``length``."""
+
+
+class Model:
+    """The current model, for one attempt at a task. ``repeat`` numbers the attempts of a group from 0."""
+
+    def __init__(
+        self,
+        generate: Generate,
+        tokenizer: ChatTokenizer,
+        sampling: Sampling,
+        *,
+        max_prompt_tokens: int,
+        max_length: int,
+        repeat: int = 0,
+    ) -> None:
+        self._generate = generate
+        self._sampling = sampling
+        self._max_prompt_tokens = max_prompt_tokens
+        self._max_length = max_length
+        self.tokenizer = tokenizer
+        self.repeat = repeat
+        self.started: list[Trajectory] = []
+
+    def start(self, messages: list[dict[str, str]], images: Sequence[str] = ()) -> Trajectory:
+        """Begin a trajectory with a conversation about images. Raises PromptTooLong, and DataError where the chat
+        template refuses the messages."""
+        prompt = self.tokenizer.prompt(messages, tuple(images))
+        if len(prompt) > self._max_prompt_tokens:
+            raise PromptTooLong(f"{len(prompt)} tokens, at most {self._max_prompt_tokens}")
+        self.started.append(Trajectory(self, messages, tuple(images), prompt))
+        return self.started[-1]
+
+    async def generate(
+        self, token_ids: list[int], images: tuple[str, ...] = (), max_tokens: int | None = None
+    ) -> Completion:
+        """Continue a token sequence by at most ``max_tokens``, by default ``explorer.sampling.max_tokens``.
+
+        Raises ContextFull, RequestRefused where the engine refuses the request, and ActorDied.
+        """
+        room = self._max_length - len(token_ids)
+        if room <= 0:
+            raise ContextFull(f"{len(token_ids)} tokens, at most {self._max_length} with the answer")
+        limit = min(max_tokens or self._sampling.max_tokens, room)
+        return await self._generate(token_ids, replace(self._sampling, max_tokens=limit), images)
+
+
+class Trajectory:
+    """Made by `Model.start`. ``messages`` is the conversation so far, and ``stop_reason`` that of the last answer."""
+
+    def __init__(
+        self, model: Model, messages: list[dict[str, str]], images: tuple[str, ...], prompt: list[int]
+    ) -> None:
+        self._model = model
+        self._ids = list(prompt)
+        self._prompt_length = len(prompt)
+        self._actions: list[tuple[int, Completion]] = []
+        """Where every answer begins, and the answer."""
+        self._metrics: dict[str, float] = {}
+        self._components: dict[str, float] = {}
+        self._value: float | None = None
+        self._started = time.time()
+        self.messages = list(messages)
+        self.images = images
+        self.stop_reason: str | None = None
+
+    async def act(self, max_tokens: int | None = None) -> str:
+        """Let the model continue; gives its answer as text. Raises as `Model.generate` does."""
+        completion = await self._model.generate(list(self._ids), self.images, max_tokens)
+        text = self._model.tokenizer.decode(list(completion.token_ids))
+        self._actions.append((len(self._ids), completion))
+        self._ids += completion.token_ids
+        self.stop_reason = completion.stop_reason
+        self.messages.append({"role": "assistant", "content": text})
+        return text
+
+    def observe(self, observation: str | list[dict[str, str]], images: Sequence[str] = ()) -> None:
+        """Append what the environment answers: a user's message, or several messages, about further images. The policy
+        is not trained on its tokens.
+
+        Raises DataError where the chat template gives the messages no place after the answer.
+        """
+        messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
+        closed = self._ids[-1] == self._model.tokenizer.eos_id
+        self._ids += self._model.tokenizer.observation(self.messages, messages, tuple(images), closed=closed)
+        self.messages += messages
+        self.images += tuple(images)
+
+    def reward(self, value: float, components: dict[str, float] | None = None) -> None:
+        """Set the reward of the trajectory; without one, the run's reward scores it."""
+        self._value, self._components = value, dict(components or {})
+
+    def step_reward(self, value: float, state: float | None = None) -> None:
+        """Set the reward of the last answer by itself, and a number that is equal in equal states before it, for
+        advantages of single steps (see `rayrft.data.turns.Turns`)."""
+        step = len(self._actions) - 1
+        self._metrics[f"turn_reward_{step}"] = value
+        if state is not None:
+            self._metrics[f"turn_state_{step}"] = state
+
+    def end_for_length(self) -> None:
+        """Mark the trajectory as cut: the context has no more room."""
+        self.stop_reason = "length"
+
+    @property
+    def answers(self) -> int:
+        """Number of the model's answers."""
+        return len(self._actions)
+
+    def to_experience(self, experience_id: str, group_id: str, task: Task) -> Experience:
+        """The trajectory as a row, up to the end of its last answer. Arrays have its T tokens; the action mask is 1 on
+        those of the answers."""
+        end = self._actions[-1][0] + len(self._actions[-1][1].token_ids)
+        mask, logprobs = np.zeros(end, np.uint8), np.zeros(end, np.float32)
+        versions = []
+        for start, completion in self._actions:
+            stop = start + len(completion.token_ids)
+            mask[start:stop] = 1
+            logprobs[start:stop] = completion.logprobs
+            versions += [
+                VersionSpan(start + first, start + last, version) for first, last, version in completion.versions
+            ]
+        return Experience(
+            experience_id=experience_id,
+            group_id=group_id,
+            task_id=task.id,
+            token_ids=np.array(self._ids[:end], np.int32),
+            prompt_length=self._prompt_length,
+            action_mask=mask,
+            logprobs=logprobs,
+            weight_versions=tuple(versions),
+            reward=self._value,
+            reward_components=self._components,
+            stop_reason=self.stop_reason,
+            turns=tuple(self.messages),
+            images=self.images,
+            metrics=self._metrics,
+            created_at=self._started,
+            finished_at=time.time(),
+        )
