@@ -112,6 +112,8 @@ class RolloutEngine:
 
         Raises RequestRefused where vLLM does not take the request, and its EngineDeadError when its core has died.
         """
+        from vllm.exceptions import VLLMClientError
+
         vocabulary = self._engine.model_config.get_vocab_size()
         if not all(0 <= token < vocabulary for token in prompt):  # vLLM looks when it is too late for its core
             raise _refused("the prompt has token ids outside the vocabulary", vocabulary)
@@ -125,7 +127,7 @@ class RolloutEngine:
                 seed=sampling.seed,
             )
             output = await self._run(prompt, images, params)
-        except (ValueError, TypeError) as error:
+        except (VLLMClientError, ValueError, TypeError) as error:
             raise _refused(str(error).strip().splitlines()[0], len(prompt)) from None
         return [
             Completion(

@@ -84,6 +84,8 @@ class Trajectory:
         self._components: dict[str, float] = {}
         self._value: float | None = None
         self._started = time.time()
+        self._answered = 0
+        """Messages up to the last answer."""
         self.messages = list(messages)
         self.images = images
         self.stop_reason: str | None = None
@@ -96,6 +98,7 @@ class Trajectory:
         self._ids += completion.token_ids
         self.stop_reason = completion.stop_reason
         self.messages.append({"role": "assistant", "content": text})
+        self._answered = len(self.messages)
         return text
 
     def observe(self, observation: str | list[dict[str, str]], images: Sequence[str] = ()) -> None:
@@ -156,7 +159,7 @@ class Trajectory:
             reward=self._value,
             reward_components=self._components,
             stop_reason=self.stop_reason,
-            turns=tuple(self.messages),
+            turns=tuple(self.messages[: self._answered]),
             images=self.images,
             metrics=self._metrics,
             created_at=self._started,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -12,7 +13,10 @@ from torch import nn
 
 from rayrft.algorithms import token_logprobs
 from rayrft.data.tokenizer import ChatTokenizer
+from rayrft.errors import RequestRefused
 from rayrft.explorer.engine import Completion, Sampling
+from rayrft.explorer.router import Router
+from tests.errors import about
 from tests.explorer.conftest import BUCKET, EngineUnderTest
 
 PROMPT = [5, 40, 41, 42, 43, 3]
@@ -62,6 +66,28 @@ def test_an_answer_ends_with_its_stop_token_or_at_the_limit(engine: EngineUnderT
             assert completion.token_ids[-1] == eos and eos not in completion.token_ids[:-1]
         else:
             assert len(completion.token_ids) == 40 and eos not in completion.token_ids
+
+
+@pytest.mark.parametrize(
+    ("prompt", "n"), [([10**6], 1), ([-1], 1), (PROMPT, 0), ([5] * 200, 1), ([], 1)], ids=lambda each: str(each)[:12]
+)
+async def test_a_request_that_cannot_be_is_refused_and_others_are_answered(
+    engine: EngineUnderTest, prompt: list[int], n: int
+) -> None:
+    router = Router([engine.actor])
+    with pytest.raises(RequestRefused, check=about("request")):
+        await router.generate(prompt, n, sampling())
+    assert len(await router.generate(PROMPT, 2, sampling())) == 2
+
+
+async def test_answer_k_of_a_request_with_a_seed_is_that_of_a_request_with_the_seed_plus_k(
+    engine: EngineUnderTest,
+) -> None:
+    seed, router = 3, Router([engine.actor])
+    together = await router.generate(PROMPT, 3, replace(sampling(), seed=seed))
+    apart = [(await router.generate(PROMPT, 1, replace(sampling(), seed=seed + k)))[0] for k in range(3)]
+    assert [each.token_ids for each in together] == [each.token_ids for each in apart]
+    assert len({each.token_ids for each in together}) == 3
 
 
 def test_broadcast_weights_arrive_whole_and_the_engine_computes_with_them(engine: EngineUnderTest) -> None:

@@ -1,0 +1,176 @@
+"""The runner: what one repeat does costs no other, equal first prompts are one request, and evaluation is the same."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rayrft.data.tokenizer import ChatTokenizer
+from rayrft.errors import ActorDied, ConfigError, RequestRefused
+from rayrft.experience import Task
+from rayrft.explorer.engine import Completion, Sampling
+from rayrft.explorer.rollout import Rollout, Runner
+from rayrft.explorer.trajectory import Model, Trajectory
+from rayrft.explorer.workflow import register_workflow
+from rayrft.rewards import RewardResult
+from tests.errors import about
+from tests.explorer.test_explorer import config
+
+TASK = Task.create("test", "Spell this word backward: horse", "x")
+
+
+class Engines:
+    """Answers three tokens, of which one closes the turn, with a log-prob that is the request's seed and place."""
+
+    def __init__(self, stop_reason: str = "stop") -> None:
+        self.requests: list[tuple[list[int], int, Sampling]] = []
+        self.stop_reason = stop_reason
+
+    async def generate(
+        self, prompt: list[int], n: int, sampling: Sampling, images: tuple[str, ...] = ()
+    ) -> list[Completion]:
+        self.requests.append((prompt, n, sampling))
+        seed = sampling.seed or 0
+        end = sampling.stop_token_ids[0] if self.stop_reason == "stop" else 6
+        ids = (5, 6, end)[: sampling.max_tokens]
+        return [
+            Completion(ids, (-float((seed + k) % 997),) * len(ids), ((0, len(ids), 7),), self.stop_reason)
+            for k in range(n)
+        ]
+
+
+@register_workflow("troubled")
+class Troubled:
+    """Repeat 0 answers; what the others do is said by the options."""
+
+    def __init__(self, trouble: str = "") -> None:
+        self._trouble = trouble
+
+    async def run(self, task: Task, model: Model, env: Any = None) -> Any:
+        trajectory = model.start(task.messages)
+        if model.repeat == 0:
+            await trajectory.act()
+            return trajectory
+        match self._trouble:
+            case "raises":
+                raise KeyError("nothing here")
+            case "hangs":
+                await asyncio.Event().wait()
+            case "none":
+                return None
+            case "never acts":
+                return trajectory
+            case "refused":
+                raise RequestRefused("too long", field="request")
+            case "dead engine":
+                raise ActorDied("gone", field="engine-0")
+            case "late":
+                await asyncio.sleep(0)
+        for _ in range(50):
+            await trajectory.act()
+            trajectory.observe("again")
+        return [trajectory]
+
+
+async def run(tiny_model: Path, engines: Engines, n: int = 2, task: Task = TASK, **overrides: Any) -> Rollout:
+    async def score(task: Task, responses: list[str]) -> list[RewardResult]:
+        return [RewardResult(1.0)] * len(responses)
+
+    runner = Runner(config(**overrides), ChatTokenizer(tiny_model), engines, score)
+    return await runner.run(task, "group", n, 1.0)
+
+
+def troubled(trouble: str) -> dict[str, Any]:
+    return {"explorer.workflow": "troubled", "explorer.workflow_options": {"troubled": {"trouble": trouble}}}
+
+
+@pytest.mark.parametrize("trouble", ["raises", "none", "never acts", "refused"])
+async def test_a_repeat_that_fails_costs_itself_and_is_told_with_workflow_and_task(
+    trouble: str, tiny_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "rayrft"):
+        rollout = await run(tiny_model, Engines(), n=3, **troubled(trouble))
+    assert [row.repeat for row in rollout.rows] == ["0"] and rollout.failed == {"workflow_error": 2}
+    first, second = (record.getMessage() for record in caplog.records)
+    assert all("'troubled'" in message and TASK.id in message for message in (first, second))
+    assert "Traceback" in first and "Traceback" not in second
+
+
+async def test_a_repeat_that_hangs_ends_at_its_deadline(tiny_model: Path) -> None:
+    rollout = await run(tiny_model, Engines(), **troubled("hangs"), **{"explorer.deadline_s": 0.2})
+    assert len(rollout.rows) == 1 and rollout.failed == {"timeout": 1}
+
+
+async def test_a_dead_engine_is_no_mistake_of_the_workflow(tiny_model: Path) -> None:
+    with pytest.raises(ActorDied, check=about("engine-0")):
+        await run(tiny_model, Engines(), **troubled("dead engine"))
+
+
+async def test_a_trajectory_without_room_ends_with_what_it_has(tiny_model: Path) -> None:
+    rollout = await run(tiny_model, Engines(), **troubled(""))
+    short, full = rollout.rows
+    assert (short.stop_reason, full.stop_reason) == ("stop", "length")
+    assert len(full.token_ids) <= 64 and rollout.failed == {}
+
+
+async def test_a_prompt_that_is_too_long_is_no_error(tiny_model: Path) -> None:
+    rollout = await run(tiny_model, Engines(), **{"explorer.sampling.max_prompt_tokens": 3})
+    assert rollout.rows == [] and rollout.failed == {"prompt_too_long": 2} and rollout.problem is None
+
+
+async def test_what_is_sampled_does_not_depend_on_whether_first_requests_came_together(tiny_model: Path) -> None:
+    together, apart = Engines(), Engines()
+    first = await run(tiny_model, together, n=3)
+    second = await run(tiny_model, apart, n=3, **troubled("late"))
+    assert [n for _, n, _ in together.requests] == [3]
+    assert all(n == 1 for _, n, _ in apart.requests)
+    seeds = [row.logprobs[row.prompt_length] for row in first.rows]
+    assert seeds == [row.logprobs[row.prompt_length] for row in second.rows] and len(set(seeds)) == 3
+
+
+async def test_a_task_is_acted_on_by_the_workflow_that_it_names(tiny_model: Path) -> None:
+    named = Task.create("test", TASK.question, "x", workflow="troubled")
+    options = {"explorer.workflow_options": {"troubled": {"trouble": "raises"}}}
+    assert (await run(tiny_model, Engines(), task=named, **options)).failed == {"workflow_error": 1}
+    assert (await run(tiny_model, Engines(), **options)).failed == {}
+
+
+def test_options_that_a_workflow_does_not_take_are_refused(tiny_model: Path) -> None:
+    options = {"explorer.workflow_options": {"single_turn": {"turns": 2}}}
+    with pytest.raises(ConfigError, check=about("explorer.workflow_options.single_turn")):
+        Runner(config(**options), ChatTokenizer(tiny_model), Engines(), None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stop_reason", ["stop", "length"])
+async def test_a_trajectory_is_one_sequence_of_what_was_sampled_and_observed(
+    tiny_model: Path, stop_reason: str
+) -> None:
+    engines = Engines(stop_reason)
+    await run(tiny_model, engines, **troubled(""))
+    mine = [prompt for prompt, n, _ in engines.requests if n == 1]
+    assert len(mine) > 1
+    for earlier, later in itertools.pairwise(mine):
+        assert later[: len(earlier)] == earlier, "what was sent before is the beginning of what is sent now"
+    rollout = await run(tiny_model, Engines(stop_reason), **troubled(""))
+    tokenizer, row = ChatTokenizer(tiny_model), rollout.rows[1]
+    answered = sum(turn["role"] == "assistant" for turn in row.turns)
+    assert 3 * answered - 3 < row.action_mask.sum() <= 3 * answered and row.turns[-1]["role"] == "assistant"
+    assert all(span.version == 7 and row.action_mask[span.start : span.end].all() for span in row.weight_versions)
+    if stop_reason == "stop":  # then the template itself would write the very same tokens
+        answers = np.flatnonzero(np.diff(row.action_mask.astype(int)) == 1) + 1
+        assert len(answers) == answered
+        observed = row.token_ids[answers[0] + 3 : answers[1]].tolist()
+        text = tokenizer.hf.decode(observed)
+        assert text.count("again") == 1 and tokenizer.hf.eos_token not in text.split("again")[0]
+
+
+def test_trajectories_are_public() -> None:
+    import rayrft
+
+    assert rayrft.Trajectory is Trajectory and rayrft.Model is Model
