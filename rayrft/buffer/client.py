@@ -121,10 +121,15 @@ class BufferWriter:
                 await call
 
     def _next(self) -> list[list[_Waiting]]:
-        """What goes with the next call, by shard: all that waits, up to a size that is copied at little cost."""
-        count, nbytes = 0, 0
+        """What goes with the next call, by shard: all that waits, up to a size that is copied at little cost, and to a
+        group of a name that goes already: in one message the two could not be told apart."""
+        count, nbytes, names = 0, 0, set[str]()
         while count < len(self._waiting) and nbytes < _CALL_BYTES:
-            nbytes += self._waiting[count][0].nbytes
+            entry = self._waiting[count][0]
+            if entry.group_id in names:
+                break
+            names.add(entry.group_id)
+            nbytes += entry.nbytes
             count += 1
         sent, self._waiting = self._waiting[:count], self._waiting[count:]
         by_shard: dict[int, list[_Waiting]] = {}

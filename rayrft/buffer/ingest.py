@@ -51,6 +51,7 @@ class Producers:
 
 _ROOM_DEADLINE_S = 600.0
 _OTHER_ROWS = "the group came before with other rows"
+_USED_ID = "another group has its group_id"
 _OF_A_FAULTY_GROUP = "another row of its group is faulty"
 
 
@@ -75,6 +76,10 @@ class Arrivals:
         await self._store.commit(*events)
         for i in self._changed(entries, keys):
             faults[i] = [Fault(entries[i].group_id, _OTHER_ROWS)]
+        # A group that comes again has used its ticket; another one of that name has not.
+        if used := [i for i, entry in enumerate(entries) if entry.sequence in state.meta.outstanding]:
+            await self._store.commit(*(_refused(entries[i], keys[i], {_USED_ID: entries[i].rows}) for i in used))
+            faults |= {i: [Fault(entries[i].group_id, _USED_ID)] for i in used}
         return [Receipt(entry.group_id, tuple(faults.get(i, ()))) for i, entry in enumerate(entries)]
 
     async def _store_groups(

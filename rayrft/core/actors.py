@@ -18,6 +18,7 @@ from rayrft.core.weight_sync import WeightSync
 from rayrft.experience import pack, to_batch
 from rayrft.explorer.engine import RolloutEngine
 from rayrft.explorer.explorer import Explorer
+from rayrft.rewards import runs_inline
 from rayrft.rewards.worker import RewardWorker
 from rayrft.trainer.rank import RankSetup
 from rayrft.trainer.trainer import Trainer
@@ -95,7 +96,8 @@ def create_actors(config: RunConfig, prepared: Prepared, placement: Placement, l
         placement.actor(RolloutEngine, "engines", name=f"engine-{index}", bundle=index).remote()
         for index in range(engine.count)
     ]
-    reward_worker = placement.actor(RewardWorker, "reward")
+    reward = config.reward
+    reward_worker = None if runs_inline(reward.name) else placement.actor(RewardWorker, "reward")
     explorer = placement.actor(Explorer, "explorer", name="explorer").remote(
         config,
         prepared.model,
@@ -103,7 +105,7 @@ def create_actors(config: RunConfig, prepared: Prepared, placement: Placement, l
         buffer,
         ray.put(prepared.tasks),
         ray.put(prepared.held_out),
-        _RewardWorkerFactory(reward_worker, config.reward, config.plugins),
+        _RewardWorkerFactory(reward_worker, reward, config.plugins),
     )
     weight_sync = placement.actor(WeightSync, "weight_sync", name="weight_sync").remote(
         config.weight_sync,

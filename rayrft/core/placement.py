@@ -8,6 +8,7 @@ from typing import Any
 
 from rayrft.config import RunConfig
 from rayrft.errors import PlacementError
+from rayrft.rewards import runs_inline
 
 NAMESPACE = "rayrft"
 _GIB = 1 << 30
@@ -50,6 +51,7 @@ def plan_placement(config: RunConfig) -> list[Part]:
     # Groups of their own would not do for engine and rank on one GPU: Ray packs fractions of GPUs as tight as it can,
     # two engines on one GPU, or on another node than the ranks.
     pairs = config.rolls_out and config.sync_backend == "ipc"
+    rewards = Part("reward", config.reward.workers, 0.1, 0, 0.25, f"reward workers: {config.reward.name}")
     parts = [
         Part("master", 1, 0.05, 0, 0.25, "paces and supervises"),
         Part("explorer", 1, config.explorer.cpus, 0, 0.5, "tasks, workflows"),
@@ -62,7 +64,7 @@ def plan_placement(config: RunConfig) -> list[Part]:
             "vLLM rollout engines",
             replace(ranks, note="FSDP2 under Ray Train, each beside an engine") if pairs else None,
         ),
-        Part("reward", config.reward.workers, 0.1, 0, 0.25, f"reward workers: {config.reward.name}"),
+        *([] if runs_inline(config.reward.name) else [rewards]),
         Part("buffer", config.buffer.shards, 0.1, 0, 0.25, "experiences"),
         Part("weight_sync", 1, 0.05, 0, 0.25, f"broadcast over {config.sync_backend}"),
         Part("trainer", 1, 0.05, 0, 0.25, "commands the ranks"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from rayrft.buffer.leases import Lease
 from rayrft.core.weight_sync import SyncReport
@@ -29,9 +31,15 @@ class StepSeconds:
 
 
 def step_record(
-    stage: str, step: int, lease: Lease, result: StepResult, report: SyncReport | None, seconds: StepSeconds
+    stage: str,
+    step: int,
+    lease: Lease,
+    result: StepResult,
+    report: SyncReport | None,
+    seconds: StepSeconds,
+    lost: dict[str, int],
 ) -> StepRecord:
-    """One optimiser step; ``report`` is None where the step published nothing."""
+    """One optimiser step; ``report`` is None where the step published nothing, ``lost`` is from `lost_since`."""
     rollouts, stale = lease.rollouts, lease.staleness
     tokens = rollouts.tokens or result.policy_tokens + result.expert_tokens
     numbers = {name: value for name, value in asdict(result).items() if name not in _NOT_RECORDED}
@@ -45,6 +53,7 @@ def step_record(
         reward=rollouts.reward_sum / rollouts.scored if rollouts.scored else None,
         sampled_rows=rollouts.rows,
         sampled_tokens=rollouts.tokens,
+        lost=lost,
         truncated_share=rollouts.truncated / rollouts.rows if rollouts.rows else None,
         staleness_mean=sum(stale) / len(stale) if stale else None,
         staleness_max=max(stale) if stale else None,
@@ -98,3 +107,9 @@ def evaluation_record(stage: str, step: int, stage_step: int, result: Evaluation
         unknown=result.unknown,
         seconds=seconds,
     )
+
+
+def lost_since(before: dict[str, Any], after: dict[str, Any]) -> dict[str, int]:
+    """What was dropped between two states of the Buffer's ledger, rows and tasks, by reason."""
+    was, now = (Counter(of.get("dropped", {})) + Counter(of.get("dropped_tasks", {})) for of in (before, after))
+    return dict(now - was)

@@ -16,7 +16,7 @@ from rayrft.config import RunConfig, StageConfig
 from rayrft.core.actors import Actors
 from rayrft.core.checkpoints import Progress, Saver
 from rayrft.core.recorder import Recorder
-from rayrft.core.step_record import StepSeconds, check_on_policy_step, evaluation_record, step_record
+from rayrft.core.step_record import StepSeconds, check_on_policy_step, evaluation_record, lost_since, step_record
 from rayrft.core.supervision import Stopped, unless_stopped
 from rayrft.core.weight_sync import SyncReport
 from rayrft.errors import LeaseEnded, RowsFailed, StorageError
@@ -86,6 +86,7 @@ class TrainLoop:
         if torn := await self._actors.buffer.resume.remote(progress.step, self._life):
             message = f"a crash left {torn} bytes of unfinished writes in the Buffer's log, which were cut off"
             await self._recorder.note(message, step=progress.step)
+        await self.refresh_ledger()
         try:
             for number, stage in enumerate(self._config.stages):
                 if number > progress.stage or (number == progress.stage and progress.needs(stage.steps)):
@@ -195,7 +196,7 @@ class TrainLoop:
     async def _step(self, stage: StageConfig, exploring: asyncio.Future[None]) -> None:
         """Lease, train, publish, admit: one optimiser step."""
         progress, started = self.progress, time.perf_counter()
-        step = progress.step
+        step, before = progress.step, self.ledger
         self._saving.check()
         lease = await self._unless_ended(asyncio.ensure_future(self._lease(step)), exploring)
         waited = time.perf_counter() - started
@@ -211,7 +212,8 @@ class TrainLoop:
         await self._actors.buffer.advance.remote(self.published)
         rollout_s, reward_s = await self._timings()
         seconds = StepSeconds(time.perf_counter() - started, waited, rollout_s, reward_s, trained)
-        record = step_record(stage.name, progress.step, lease, result, report, seconds)
+        lost = lost_since(before, self.ledger)
+        record = step_record(stage.name, progress.step, lease, result, report, seconds, lost)
         progress.accuracy, progress.reward = None, record.reward
         await self._recorder.add(record)
         if progress.stage_step == 1:

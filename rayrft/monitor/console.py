@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from rayrft.monitor.records import EvaluationRecord, Record, StepRecord
 
+_BY_DESIGN = {"zero_variance", "stale", "late", "truncated", "evicted_oldest", "evicted_lowest_priority"}
+"""Reasons for which rows are dropped where nothing is wrong."""
+
 
 def line(record: Record) -> str:
     """One line per record."""
@@ -40,4 +43,6 @@ def _step(r: StepRecord) -> str:
         )
     else:
         parts.append(f"{r.step_s:.2f} s")
+    if mistakes := {reason: count for reason, count in r.lost.items() if reason not in _BY_DESIGN}:
+        parts.append("lost " + ", ".join(f"{count} {reason}" for reason, count in mistakes.items()))
     return "  ".join(parts)

@@ -48,6 +48,8 @@ class StepRecord:
     sampled_rows: int
     sampled_tokens: int
     truncated_share: float | None
+    lost: dict[str, int]
+    """Rows and, where none came of them, tasks that were dropped since the step before, by reason."""
     staleness_mean: float | None
     staleness_max: int | None
     probe_gap: float | None

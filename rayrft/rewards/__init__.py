@@ -1,6 +1,16 @@
 """Reward functions by name, and the worker that runs them."""
 
 from rayrft.rewards import math, text
-from rayrft.rewards.base import Reward, RewardResult, build_reward, register_reward, rewards
+from rayrft.rewards.base import Reward, RewardResult, build_reward, inline, register_reward, rewards, runs_inline
 
-__all__ = ["Reward", "RewardResult", "build_reward", "math", "register_reward", "rewards", "text"]
+__all__ = [
+    "Reward",
+    "RewardResult",
+    "build_reward",
+    "inline",
+    "math",
+    "register_reward",
+    "rewards",
+    "runs_inline",
+    "text",
+]

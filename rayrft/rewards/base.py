@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 from rayrft.errors import ConfigError
 from rayrft.experience import Task
@@ -34,10 +34,37 @@ class Reward(Protocol):
     def __call__(self, task: Task, response: str) -> RewardResult | float: ...
 
 
+Factory = TypeVar("Factory", bound="Callable[..., Reward]")
+
 rewards: Registry[Callable[..., Reward]] = Registry("reward")
 """Name to factory; the factory takes the config's ``reward.options``."""
 
 register_reward = rewards.register
+
+
+def inline(factory: Factory) -> Factory:
+    """Decorator of a factory whose reward takes microseconds and cannot hang, whatever the response: it is called in
+    the Explorer's own process. Others run in workers, under a deadline, for these can be killed."""
+    factory.inline = True  # type: ignore[attr-defined]
+    return factory
+
+
+def runs_inline(name: str) -> bool:
+    """Whether the reward of that name is called in the Explorer's own process."""
+    return getattr(rewards.get(name, "reward.name"), "inline", False)
+
+
+def score(reward: Reward, task: Task, response: str) -> RewardResult:
+    """The result of a reward; where it raises, or gives what is no number, an unknown with the error as its reason."""
+    try:
+        result = reward(task, response)
+        if not isinstance(result, RewardResult):
+            return RewardResult.of(float(result), {}, None)
+        if result.value is None:
+            return result
+        return RewardResult.of(float(result.value), result.components, result.reason)
+    except Exception as error:  # user code may raise anything; it becomes data, and the run's policy decides
+        return RewardResult(None, reason=f"{type(error).__name__}: {error}")
 
 
 def build_reward(name: str, options: dict[str, Any]) -> Reward:

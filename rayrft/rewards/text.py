@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from rayrft.experience import Task
-from rayrft.rewards.base import Reward, register_reward
+from rayrft.rewards.base import Reward, inline, register_reward
 
 
 @register_reward("exact")
+@inline
 def exact() -> Reward:
     """1 where the response is the answer, surrounding white space aside, else 0."""
 

@@ -10,7 +10,7 @@ from typing import Any
 from rayrft.config.reward import RewardConfig
 from rayrft.experience import Task
 from rayrft.registry import load_plugins
-from rayrft.rewards.base import RewardResult, build_reward
+from rayrft.rewards.base import RewardResult, build_reward, runs_inline, score
 
 
 class RewardWorker:
@@ -25,32 +25,27 @@ class RewardWorker:
 
     def score(self, task: Task, responses: list[str]) -> list[RewardResult]:
         """One result per response. A reward that raises gives an unknown with the error as its reason."""
-        return [self._score_one(task, response) for response in responses]
-
-    def _score_one(self, task: Task, response: str) -> RewardResult:
-        try:
-            result = self._reward(task, response)
-            if not isinstance(result, RewardResult):
-                return RewardResult.of(float(result), {}, None)
-        except Exception as error:  # user code may raise anything; it becomes data, and the run's policy decides
-            return RewardResult(None, reason=f"{type(error).__name__}: {error}")
-        return result if result.value is None else RewardResult.of(result.value, result.components, result.reason)
+        return [score(self._reward, task, response) for response in responses]
 
 
 class RewardPool:
     """Hands groups to reward workers, one at a time each; a worker that overruns is killed and replaced.
 
     ``start`` makes a worker (an actor handle). A worker takes a group only when it is free and up, so the deadline
-    starts with execution, not with waiting.
+    starts with execution, not with waiting. A reward that runs inline needs no worker.
     """
 
     def __init__(self, config: RewardConfig, start: Callable[[], Any]) -> None:
         self._config = config
         self._start = start
         self._free: asyncio.Queue[Any] = asyncio.Queue()
+        self._returning: set[asyncio.Future[None]] = set()
+        self._inline = build_reward(config.name, config.options) if runs_inline(config.name) else None
 
     async def open(self) -> None:
         """Start the workers; raises ConfigError where the reward cannot be built."""
+        if self._inline is not None:
+            return
         workers = [self._start() for _ in range(self._config.workers)]
         for worker in workers:
             await worker.ready.remote()
@@ -61,18 +56,32 @@ class RewardPool:
         import ray
         from ray.exceptions import RayActorError
 
+        if self._inline is not None:
+            return [score(self._inline, task, response) for response in responses]
         worker = await self._free.get()
         try:
             async with asyncio.timeout(self._config.deadline_s):
-                return await worker.score.remote(task, responses)
+                results: list[RewardResult] = await worker.score.remote(task, responses)
         except TimeoutError:
             ray.kill(worker)
-            worker = self._start()
+            self._free_when_ready(self._start())
             reason = f"timeout: no reward within {self._config.deadline_s:g} s"
         except RayActorError as error:
-            worker = self._start()
+            self._free_when_ready(self._start())
             reason = f"reward worker died: {str(error).splitlines()[0]}"
-        finally:
+        except BaseException:
+            self._free_when_ready(worker)  # it may still be at work on what nobody waits for any more
+            raise
+        else:
+            self._free.put_nowait(worker)
+            return results
+        return [RewardResult(None, reason=reason)] * len(responses)
+
+    def _free_when_ready(self, worker: Any) -> None:
+        async def wait() -> None:
             await worker.ready.remote()
             self._free.put_nowait(worker)
-        return [RewardResult(None, reason=reason)] * len(responses)
+
+        task = asyncio.ensure_future(wait())
+        self._returning.add(task)  # the loop itself does not keep it
+        task.add_done_callback(self._returning.discard)

@@ -24,6 +24,7 @@ ROOMY = small(max_rows=1000, max_bytes=1 << 30, memory_bytes=1 << 30, log_bytes=
 LIMITS = Limits(vocabulary=1000, max_length=4)
 FUTURE = "weight_versions names weights that never were"
 OTHER = "the group came before with other rows"
+USED = "another group has its group_id"
 BESIDE = "another row of its group is faulty"
 
 
@@ -166,6 +167,23 @@ def test_a_group_of_the_explorer_keeps_its_right_rows_and_the_others_are_counted
     rows = changed(group(1, 4), token_ids=np.full(4, 5000, np.int32))
     buffer.put([(rows, tickets[0])])
     assert ledger(buffer) == (4, 3, {"rejected: token_ids has an entry outside the vocabulary": 1})
+
+
+def test_a_second_group_of_one_name_is_refused_and_its_place_is_free_again(buffer: LocalBuffer) -> None:
+    buffer.do("open_stage", plan(3))
+    first, second, third = buffer.do("admit", "explorer", 1, 3)
+    buffer.put([(group(1), first), (group(1), second)])  # in one call, and
+    buffer.put([(group(1), third)])  # in one of its own
+    assert ledger(buffer) == (6, 2, {f"rejected: {USED}": 4})
+    assert len(buffer.do("admit", "explorer", 2, 3)) == 2
+
+
+def test_a_group_that_is_sent_again_is_no_second_group(buffer: LocalBuffer) -> None:
+    buffer.do("open_stage", plan(1))
+    [ticket] = buffer.do("admit", "explorer", 1, 1)
+    for _ in range(2):
+        buffer.put([(group(1), ticket)])
+    assert ledger(buffer) == (2, 2, {})
 
 
 def test_demonstrations_beyond_the_limits_are_refused(buffer: LocalBuffer) -> None:

@@ -23,7 +23,7 @@ def test_the_quickstart_fits_two_cores() -> None:
 
 
 def test_the_plan_names_every_group_and_the_totals() -> None:
-    config = load_config(base(), {"explorer.engine.count": 3, "explorer.engine.cpus": 0.5})
+    config = load_config(base(), {"explorer.engine.count": 3, "explorer.engine.cpus": 0.5, "reward.name": "math"})
     text = show_plan("a", plan_placement(config))
     for name in (
         "a:master",
@@ -44,14 +44,18 @@ def test_the_plan_names_every_group_and_the_totals() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ({"explorer.engine.cpus": 4}, r"needs 9\.25 CPU and the cluster has 2 free"),
-        ({"explorer.engine.memory_gib": 40}, r"needs 84\.15 GiB memory and the cluster has 8 GiB free"),
+        ({"explorer.engine.cpus": 4}, r"needs 9\.15 CPU and the cluster has 2 free"),
+        ({"explorer.engine.memory_gib": 40}, r"needs 83\.9 GiB memory and the cluster has 8 GiB free"),
         ({"explorer.engine.gpus": 1, "trainer.gpus": 1}, r"needs 4 GPU and the cluster has 0 free"),
     ],
 )
 def test_what_does_not_fit_is_an_error_with_the_numbers(override: dict[str, float], message: str) -> None:
     with pytest.raises(PlacementError, match=message):
         check_placement(plan_placement(load_config(base(), override)), [LAPTOP])
+
+
+def test_a_reward_that_runs_beside_the_workflows_takes_no_place() -> None:
+    assert "reward" not in {part.name for part in plan_placement(load_config(base()))}
 
 
 def test_a_bundle_that_no_single_node_can_hold_is_an_error() -> None:

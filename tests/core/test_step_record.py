@@ -9,7 +9,7 @@ import pytest
 
 from rayrft.buffer.events import GroupReport
 from rayrft.buffer.leases import Lease
-from rayrft.core.step_record import check_on_policy_step
+from rayrft.core.step_record import check_on_policy_step, lost_since
 from rayrft.trainer.result import StepResult, Unmoved
 
 SOUND = StepResult(
@@ -62,3 +62,10 @@ def test_a_first_step_is_doubted_where_policies_differ_that_must_not(
 ) -> None:
     doubt = check_on_policy_step(lease(*staleness), replace(SOUND, **changes), 1e-4)
     assert doubt is None if message is None else doubt is not None and message in doubt
+
+
+def test_what_is_lost_is_counted_from_one_state_of_the_ledger_to_the_next() -> None:
+    before = {"dropped": {"late": 2, "timeout": 1}, "dropped_tasks": {"prompt_too_long": 1}}
+    after = {"dropped": {"late": 5, "timeout": 1}, "dropped_tasks": {"prompt_too_long": 1, "workflow_error": 2}}
+    assert lost_since(before, after) == {"late": 3, "workflow_error": 2}
+    assert lost_since({}, before) == {"late": 2, "timeout": 1, "prompt_too_long": 1}

@@ -21,6 +21,14 @@ from rayrft.monitor.verdict import verdict
 def step(**changes: Any) -> StepRecord:
     zeros = {field.name: 0 for field in dataclasses.fields(StepRecord)}
     values = {"stage": "mix", "step": 3, "usual_rows": 8, "reward": 0.5, "staleness_mean": 0.0, "step_s": 10.0}
+    return StepRecord(**{**zeros, "lost": {}, **values, **changes})  # type: ignore[arg-type]
+        "step": 3,
+        "usual_rows": 8,
+        "reward": 0.5,
+        "staleness_mean": 0.0,
+        "step_s": 10.0,
+        "lost": {},
+    }
     return StepRecord(**{**zeros, **values, **changes})  # type: ignore[arg-type]
 
 
@@ -122,3 +130,9 @@ def test_the_plot_is_a_picture(tmp_path: Path) -> None:
     records: list[Record] = [evaluation("warmup", 0, 0), step(), evaluation("mix", 10, 90, step=10)]
     save_plot(records, tmp_path / "plot.png", "title")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_step_line_counts_what_was_lost_by_mistake_and_not_what_is_dropped_by_design() -> None:
+    lost = {"workflow_error": 3, "zero_variance": 64, "rejected: token_ids is empty": 1}
+    assert line(step(lost=lost)).endswith("lost 3 workflow_error, 1 rejected: token_ids is empty")
+    assert "lost" not in line(step(lost={"zero_variance": 64, "late": 8}))

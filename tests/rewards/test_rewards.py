@@ -16,6 +16,7 @@ from rayrft.experience import Task
 from rayrft.rewards import RewardResult, build_reward
 from rayrft.rewards.worker import RewardPool, RewardWorker
 from tests.errors import about
+from tests.scripted import Remote
 
 
 def task(answer: str, **metadata: Any) -> Task:
@@ -101,7 +102,7 @@ async def test_a_reward_that_raises_hangs_or_dies_is_unknown_and_the_pool_goes_o
     import sys
 
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    config = RewardConfig(deadline_s=5.0)
+    config = RewardConfig(name="math", deadline_s=5.0)
 
     class MoodyWorker(RewardWorker):
         def __init__(self) -> None:
@@ -118,3 +119,38 @@ async def test_a_reward_that_raises_hangs_or_dies_is_unknown_and_the_pool_goes_o
     assert dead.value is None and "reward worker died" in str(dead.reason)
     results = await asyncio.gather(*(pool.score(task("a"), ["fine"]) for _ in range(5)))
     assert [each[0].value for each in results] == [1.0] * 5
+
+
+async def test_a_worker_that_is_at_work_for_nobody_any_more_is_not_free() -> None:
+    working, ended, ready = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    class Worker:
+        async def score(self, task: Task, responses: list[str]) -> list[RewardResult]:
+            working.set()
+            await ready.wait()
+            return [RewardResult(1.0)] * len(responses)
+
+        async def ready(self) -> None:
+            await ready.wait()
+            ended.set()
+
+    pool = RewardPool(RewardConfig(name="math"), lambda: Remote(Worker()))
+    ready.set()
+    await pool.open()
+    ready.clear()
+    abandoned = asyncio.ensure_future(pool.score(task("a"), ["a"]))
+    await working.wait()
+    abandoned.cancel()
+    following = asyncio.ensure_future(pool.score(task("a"), ["b"]))
+    working.clear()
+    await asyncio.wait({following}, timeout=0.1)
+    assert not working.is_set()
+    ready.set()
+    assert [each.value for each in await following] == [1.0] and ended.is_set()
+
+
+async def test_a_reward_that_runs_inline_has_no_worker() -> None:
+    pool = RewardPool(RewardConfig(name="exact"), None)  # type: ignore[arg-type]
+    await pool.open()
+    right, wrong = await pool.score(task("a"), ["a", "b"])
+    assert (right.value, wrong.value) == (1.0, 0.0)
