@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
 from typing import Any
 
@@ -33,30 +32,6 @@ _FAILURES_IN_A_ROW = 32
 """Groups that may fail one after another, in a workflow or its reward, before the run is stopped."""
 
 
-class BusyClock:
-    """Wall time during which at least one of many concurrent activities was under way."""
-
-    def __init__(self) -> None:
-        self._active, self._since, self._total = 0, 0.0, 0.0
-
-    def __enter__(self) -> None:
-        if self._active == 0:
-            self._since = time.monotonic()
-        self._active += 1
-
-    def __exit__(self, *_: object) -> None:
-        self._active -= 1
-        if self._active == 0:
-            self._total += time.monotonic() - self._since
-
-    def take(self) -> float:
-        """Seconds since the last call."""
-        now = time.monotonic()
-        total = self._total + (now - self._since if self._active else 0.0)
-        self._since, self._total = now, 0.0
-        return total
-
-
 class Explorer:
     """The actor. Which task comes next is on the Buffer's tickets; held-out tasks are only evaluated on."""
 
@@ -81,7 +56,6 @@ class Explorer:
         self._held_out = held_out
         self._rewards = RewardPool(config.reward, start_reward)
         self._runner = Runner(config, ChatTokenizer(model), router, self._reward)
-        self._rolling, self._scoring = BusyClock(), BusyClock()
         self._failures = 0
 
     async def start(self) -> None:
@@ -128,7 +102,7 @@ class Explorer:
 
     async def timings(self) -> tuple[float, float]:
         """Seconds in which something was rolled out, and in which something was scored, since the last call."""
-        return self._rolling.take(), self._scoring.take()
+        return self._runner.rolling.take(), self._runner.scoring.take()
 
     async def waiting(self) -> WaitReport:
         """What groups and evaluation wait for, and for how long."""
@@ -159,7 +133,7 @@ class Explorer:
         algorithm = stage.algorithm.build()
         temperature = self._config.explorer.sampling.temperature
         workflow = task.workflow or self._config.explorer.workflow
-        with self._rolling, self._waits.on(f"workflow {workflow!r}", group_id, own=True):
+        with self._waits.on(f"workflow {workflow!r}", group_id, own=True):
             rolling = [self._runner.run(task, group_id, stage.group_size, temperature)]
             if algorithm.needs_greedy_baseline:
                 # One greedy answer to compare with: it is never trained on, and does not count as sampled.
@@ -199,7 +173,7 @@ class Explorer:
         return sum(values) / len(values) if values and len(values) == len(rollout.rows) else None
 
     async def _reward(self, task: Task, responses: list[str]) -> list[RewardResult]:
-        with self._scoring, self._waits.on(f"reward {self._config.reward.name!r}", task.id):
+        with self._waits.on(f"reward {self._config.reward.name!r}", task.id):
             return await self._rewards.score(task, responses)
 
     def _count_failure(self, problem: str | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import time
 import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
@@ -47,6 +48,30 @@ class Rollout:
     """The last error of a workflow, in one line."""
 
 
+class BusyClock:
+    """Wall time during which at least one of many concurrent activities was running."""
+
+    def __init__(self) -> None:
+        self._active, self._since, self._total = 0, 0.0, 0.0
+
+    def __enter__(self) -> None:
+        if self._active == 0:
+            self._since = time.monotonic()
+        self._active += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._active -= 1
+        if self._active == 0:
+            self._total += time.monotonic() - self._since
+
+    def take(self) -> float:
+        """Seconds since the last call."""
+        now = time.monotonic()
+        total = self._total + (now - self._since if self._active else 0.0)
+        self._since, self._total = now, 0.0
+        return total
+
+
 class Runner:
     """Acts on tasks by the config's workflows. Training and evaluation go through it, and differ by ``n`` and
     ``temperature`` alone."""
@@ -58,6 +83,7 @@ class Runner:
         self._score = score
         self._workflows: dict[str, Workflow] = {}
         self._told: set[tuple[str, str]] = set()
+        self.rolling, self.scoring = BusyClock(), BusyClock()
         self._workflow(config.explorer.workflow)
 
     async def run(self, task: Task, name: str, n: int, temperature: float) -> Rollout:
@@ -71,7 +97,8 @@ class Runner:
         attempts = [asyncio.create_task(self._attempt(task, model, name)) for model in models]
         rows, failed, problem = list[Experience](), Counter[str](), None
         try:
-            outcomes = await asyncio.gather(*attempts)
+            with self.rolling:
+                outcomes = await asyncio.gather(*attempts)
         finally:
             for attempt in attempts:
                 attempt.cancel()
@@ -116,7 +143,8 @@ class Runner:
     async def _results(self, task: Task, rows: list[Experience]) -> list[RewardResult]:
         """A result for every row: the workflow's, where it gave the row a reward, else that of its last turn."""
         unscored = [row.turns[-1]["content"] for row in rows if row.reward is None]
-        found = iter(await self._score(task, unscored) if unscored else [])
+        with self.scoring:
+            found = iter(await self._score(task, unscored) if unscored else [])
         return [
             next(found) if row.reward is None else RewardResult.of(row.reward, row.reward_components, row.error)
             for row in rows

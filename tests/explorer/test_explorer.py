@@ -19,7 +19,8 @@ from rayrft.data.task_sampler import TaskSet
 from rayrft.errors import ActorDied, RayrftError
 from rayrft.experience import Task
 from rayrft.explorer.engine import Completion, Sampling
-from rayrft.explorer.explorer import BusyClock, Explorer
+from rayrft.explorer.explorer import Explorer
+from rayrft.explorer.rollout import BusyClock
 from rayrft.explorer.workflow import register_workflow, workflows
 from rayrft.rewards import RewardResult
 from tests.config.test_load import base

@@ -22,14 +22,6 @@ def step(**changes: Any) -> StepRecord:
     zeros = {field.name: 0 for field in dataclasses.fields(StepRecord)}
     values = {"stage": "mix", "step": 3, "usual_rows": 8, "reward": 0.5, "staleness_mean": 0.0, "step_s": 10.0}
     return StepRecord(**{**zeros, "lost": {}, **values, **changes})  # type: ignore[arg-type]
-        "step": 3,
-        "usual_rows": 8,
-        "reward": 0.5,
-        "staleness_mean": 0.0,
-        "step_s": 10.0,
-        "lost": {},
-    }
-    return StepRecord(**{**zeros, **values, **changes})  # type: ignore[arg-type]
 
 
 def evaluation(stage: str, stage_step: int, right: int, temperature: float = 0.0, step: int = 0) -> EvaluationRecord:
