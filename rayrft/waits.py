@@ -98,13 +98,22 @@ class Followed:
     """An actor (``handle``) called ``name``, whose calls are among the waits of who makes them.
 
     ``endless`` are those that nobody waits for: they last as long as the run does, or rest while there is no work.
+    ``cancelled`` are those that end at the actor, too, when they are cancelled here.
     """
 
-    def __init__(self, name: str, handle: Any, waits: Waits, endless: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        name: str,
+        handle: Any,
+        waits: Waits,
+        endless: Collection[str] = (),
+        cancelled: Collection[str] = (),
+    ) -> None:
         self._name = name
         self._handle = handle
         self._waits = waits
         self._endless = endless
+        self._cancelled = cancelled
 
     def __getattr__(self, method: str) -> Any:
         remote = getattr(self._handle, method).remote
@@ -114,10 +123,17 @@ class Followed:
         def call(*args: Any, **kwargs: Any) -> Awaitable[Any]:
             # A trainer's command says more than that it is one.
             what = type(args[0]).__name__ if method == "command" else method
-            return asyncio.ensure_future(self._wait(what, remote(*args, **kwargs)))
+            return asyncio.ensure_future(self._wait(what, remote(*args, **kwargs), method in self._cancelled))
 
         return SimpleNamespace(remote=call)
 
-    async def _wait(self, what: str, answer: Awaitable[Any]) -> Any:
+    async def _wait(self, what: str, answer: Awaitable[Any], cancel: bool) -> Any:
         with self._waits.on(self._name, what):
-            return await answer
+            try:
+                return await answer
+            except asyncio.CancelledError:
+                import ray
+
+                if cancel and isinstance(answer, ray.ObjectRef):
+                    ray.cancel(answer)
+                raise

@@ -144,6 +144,19 @@ class Buffer:
         """Returns when the stage is closed."""
         await self._store.wait_for(lambda: not self._state.meta.open)
 
+    async def leased(self, after: int) -> int:
+        """Return the newest step that was leased, once it is later than ``after``: groups whose tickets' deadline is no
+        later come too late. Waits without a deadline, as `admit` does."""
+        newest = after
+
+        def later() -> bool:
+            nonlocal newest
+            newest = max(self._state.meta.leases, default=after)
+            return newest > after
+
+        await self._store.wait_for(later)
+        return newest
+
     async def admit(self, producer: str, call: int, count: int) -> list[Ticket]:
         """Up to ``count`` tickets as soon as there is room; an empty list when the stage is closed or the tasks end.
 

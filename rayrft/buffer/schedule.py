@@ -81,7 +81,9 @@ class Schedule:
 
     @property
     def capacity(self) -> int:
-        """Groups that may be admitted now."""
+        """Groups that may be admitted now. Without staleness none while a step is trained: they would be late."""
+        if self.max_staleness == 0 and self.taken:
+            return 0
         limit = math.ceil(self.over_sampling * (self.max_staleness + 1) * self.groups_per_step)
         return max(0, limit - len(self.running) - len(self.ready) - self.taken)
 

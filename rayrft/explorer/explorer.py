@@ -13,7 +13,7 @@ from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import RayrftError
 from rayrft.experience import Task, to_batch
 from rayrft.explorer.evaluation import Evaluation
-from rayrft.explorer.rollout import Runner
+from rayrft.explorer.rollout import Rollout, Runner
 from rayrft.explorer.router import Router
 from rayrft.explorer.scoring import (
     apply_rewards,
@@ -48,14 +48,17 @@ class Explorer:
         load_plugins(config.plugins)
         self._config = config
         self._waits = Waits("explorer")
-        router = Router([Followed(f"engine-{i}", each, self._waits) for i, each in enumerate(engines)])
-        self._buffer = Followed("buffer", buffer, self._waits, endless=("admit", "closed"))
+        router = Router(
+            [Followed(f"engine-{i}", engine, self._waits, cancelled=("generate",)) for i, engine in enumerate(engines)]
+        )
+        self._buffer = Followed("buffer", buffer, self._waits, endless=("admit", "closed", "leased"))
         self._writer = BufferWriter(self._buffer, config.buffer.shards)
         self._tasks = tasks
         self._name, self._calls = f"explorer-{uuid.uuid4().hex}", 0
         self._held_out = held_out
         self._rewards = RewardPool(config.reward, start_reward)
         self._runner = Runner(config, ChatTokenizer(model), router, self._reward)
+        self._rolling: dict[Ticket, asyncio.Future[list[Rollout]]] = {}
         self._failures = 0
 
     async def start(self) -> None:
@@ -68,14 +71,17 @@ class Explorer:
         Raises ActorDied when an engine is gone, and RayrftError when group after group fails.
         """
         running: set[asyncio.Task[None]] = set()
+        surplus = asyncio.create_task(self._drop_surplus())
         admit = self._admit(stage)
         try:
             while True:
-                waiting: set[asyncio.Future[Any]] = {admit, *running}
+                waiting: set[asyncio.Future[Any]] = {admit, surplus, *running}
                 await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 for task in [task for task in running if task.done()]:
                     running.remove(task)
                     task.result()
+                if surplus.done():
+                    surplus.result()
                 if not admit.done():
                     continue
                 if not (tickets := admit.result()):
@@ -84,9 +90,9 @@ class Explorer:
                     running.add(asyncio.create_task(self._group(stage, ticket)))
                 admit = self._admit(stage)
         finally:
-            for task in running:
+            for task in (surplus, *running):
                 task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+            await asyncio.gather(surplus, *running, return_exceptions=True)
 
     async def evaluate(self, temperature: float) -> Evaluation:
         """Act on every held-out task once, as in training. Raises ActorDied when an engine is gone."""
@@ -138,7 +144,15 @@ class Explorer:
             if algorithm.needs_greedy_baseline:
                 # One greedy answer to compare with: it is never trained on, and does not count as sampled.
                 rolling.append(self._runner.run(task, group_id, 1, 0.0))
-            rollout, *greedy = await asyncio.gather(*rolling)
+            self._rolling[ticket] = asyncio.gather(*rolling)
+            try:
+                rollout, *greedy = await self._rolling[ticket]
+            except asyncio.CancelledError:
+                if ticket in self._rolling:  # whoever waits for the group gave it up
+                    raise
+                return await self._buffer.fail.remote(ticket, "surplus")
+            finally:
+                self._rolling.pop(ticket, None)
         if not rollout.rows:
             [reason] = rollout.failed.keys() if len(rollout.failed) == 1 else ["workflow_error"]
             await self._buffer.fail.remote(ticket, reason)
@@ -161,6 +175,15 @@ class Explorer:
             self._count_failure(f"reward {self._config.reward.name!r}: {scored.unknown}")
         else:
             self._failures = 0
+
+    async def _drop_surplus(self) -> None:
+        """Abandon groups that come too late for the step that was just leased: what over-sampling began for it. They
+        would be decoded beside the trainer, for nothing. Never returns."""
+        step = -1
+        while True:
+            step = await self._buffer.leased.remote(step)
+            for ticket in [ticket for ticket in self._rolling if ticket.deadline <= step]:
+                self._rolling.pop(ticket).cancel()
 
     async def _evaluate_one(self, task: Task, temperature: float) -> float | None:
         """The reward of one attempt, of its rows' mean where it has several; None where it is unknown."""

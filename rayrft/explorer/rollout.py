@@ -100,8 +100,9 @@ class Runner:
             with self.rolling:
                 outcomes = await asyncio.gather(*attempts)
         finally:
-            for attempt in attempts:
-                attempt.cancel()
+            unfinished: list[asyncio.Future[Any]] = [*attempts, *together.answering]
+            for future in unfinished:
+                future.cancel()
         for outcome in outcomes:
             if isinstance(outcome, _Failure):
                 failed[outcome.reason] += 1
@@ -185,7 +186,8 @@ class _Together:
         self._engines = engines
         self._n = n
         self._waiting: dict[int, tuple[list[int], Sampling, tuple[str, ...], asyncio.Future[Completion]]] = {}
-        self._answering: set[asyncio.Future[None]] = set()
+        self.answering: set[asyncio.Future[None]] = set()
+        """Requests that are not answered yet."""
 
     def of(self, repeat: int, seed: int | None) -> Generate:
         """The requests of one repeat; ``seed`` is the group's."""
@@ -222,8 +224,8 @@ class _Together:
 
     def _begin(self, answering: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(answering)
-        self._answering.add(task)  # the loop itself does not keep it
-        task.add_done_callback(self._answering.discard)
+        self.answering.add(task)  # the loop itself does not keep it
+        task.add_done_callback(self.answering.discard)
 
     async def _answer(
         self,

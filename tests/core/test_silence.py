@@ -126,3 +126,29 @@ async def test_calls_that_may_rest_are_no_waits() -> None:
     call = Followed("buffer", Remote(asleep), waits, endless=("work",)).work.remote()
     assert waits.report().waits == []
     call.cancel()
+
+
+@pytest.mark.usefixtures("ray_cluster")
+async def test_a_call_that_is_cancelled_ends_at_its_actor_where_that_is_asked_for() -> None:
+    import ray
+
+    @ray.remote(num_cpus=0)
+    class Slow:
+        def __init__(self) -> None:
+            self.begun, self.ended = asyncio.Event(), asyncio.Event()
+
+        async def work(self) -> None:
+            self.begun.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.ended.set()
+
+        async def seen(self, event: str) -> None:
+            await getattr(self, event).wait()
+
+    slow = Slow.remote()
+    working = Followed("slow", slow, Waits("test"), cancelled=("work",)).work.remote()
+    await slow.seen.remote("begun")
+    working.cancel()
+    await asyncio.wait_for(slow.seen.remote("ended"), 60)

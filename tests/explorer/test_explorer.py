@@ -38,6 +38,7 @@ class ScriptedEngine:
         self.random = random.Random(seed)
         self.waiting: list[asyncio.Event] = []
         self.arrived = asyncio.Event()
+        self.abandoned, self.gave_up = 0, asyncio.Event()
 
     async def generate(
         self, prompt: list[int], n: int, sampling: Sampling, images: tuple[str, ...]
@@ -45,7 +46,12 @@ class ScriptedEngine:
         version, told = self.version, asyncio.Event()
         self.waiting.append(told)
         self.arrived.set()
-        await told.wait()
+        try:
+            await told.wait()
+        except asyncio.CancelledError:
+            self.abandoned += 1
+            self.gave_up.set()
+            raise
         return [Completion((5, 1), (-0.5, -0.5), ((0, 2, version),), "stop") for _ in range(n)]
 
     async def answer_one(self) -> None:
@@ -141,6 +147,33 @@ async def test_staleness_keeps_its_bound_and_nothing_is_lost_in_the_worst_order(
     assert stats["trained"] == 12 * 8
     assert stats["dropped"].keys() <= {"zero_variance", "late"}, "a group was thrown away for its age"
     assert staleness == 0 or max(seen) >= 1, "the stage never ran ahead"
+
+
+async def test_groups_beyond_what_a_step_takes_are_abandoned_once_it_is_leased(
+    tmp_path: Path, tiny_model: Path, cleanup: list[asyncio.Task[Any]]
+) -> None:
+    settings = config(**{"explorer.over_sampling": 2.0, "explorer.drop_zero_variance": False})
+    engine, buffer = ScriptedEngine(0), make_buffer(tmp_path)
+    explorer = make_explorer(settings, tiny_model, engine, buffer, ScriptedRewards(1))
+    await buffer.open_stage(plan(settings))
+    cleanup.append(asyncio.create_task(explorer.explore(settings.stages[0])))
+    while len(engine.waiting) < 8:
+        engine.arrived.clear()
+        await engine.arrived.wait()
+    for _ in range(4):
+        await engine.answer_one()
+    await buffer.lease(0, 1, 30)
+    while engine.abandoned < 4:
+        engine.gave_up.clear()
+        await engine.gave_up.wait()
+    await buffer.ack(0)
+    assert (await buffer.stats())["dropped_tasks"] == {"surplus": 4}
+    assert len(engine.waiting) == 4, "none begins for a step that has its batch"
+    await buffer.advance(1)
+    while len(engine.waiting) < 12:
+        engine.arrived.clear()
+        await engine.arrived.wait()
+    assert (await buffer.stats())["sampled"] == 8
 
 
 async def test_an_engine_that_holds_its_answers_is_named_with_the_lease_that_waits(
