@@ -32,7 +32,7 @@ def make(folder: Path) -> Policy:
         for parameter in policy.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0, 0.2, generator=chance)
-    policy.choose(pack=True)
+    policy.enable_fast_paths(pack=True)
     return policy
 
 
