@@ -8,7 +8,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from rayrft.algorithms import Algorithm, errors_of_values
+from rayrft.algorithms import Algorithm, mean_value_errors
 from rayrft.trainer.batches import MicroBatch
 from rayrft.trainer.model import reshard
 from rayrft.trainer.policy import Policy
@@ -63,7 +63,7 @@ def value_errors(batches: Batches) -> dict[str, float]:
     rows: dict[str, list[float]] = {}
     for micro in chain.from_iterable(batches):
         own = (~micro.tokens.expert & ~micro.tokens.paired).tolist()
-        for group, error, counts in zip(micro.groups, errors_of_values(micro.tokens).tolist(), own, strict=True):
+        for group, error, counts in zip(micro.groups, mean_value_errors(micro.tokens).tolist(), own, strict=True):
             if counts:
                 rows.setdefault(group, []).append(error)
     return {group: sum(errors) / len(errors) for group, errors in rows.items() if group}

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayrft.algorithms.logprobs import LEAST
+from rayrft.algorithms.logprobs import MIN_LOGPROB
 
 _CHUNK_CUDA = 1024
 _CHUNK_CPU = 256
@@ -93,7 +93,7 @@ class _Head(torch.autograd.Function):
             else:
                 logp = logits.log_softmax(-1, dtype=dtype)
                 p = logp.exp()
-                slope = logp.clamp_(min=LEAST).add_(entropy[part, None]).mul_(-by_entropy[part])
+                slope = logp.clamp_(min=MIN_LOGPROB).add_(entropy[part, None]).mul_(-by_entropy[part])
                 slope = slope.sub_(total[part]).mul_(p)
             slope = slope.scatter_add_(-1, targets[part], by_logprobs[part]).to(hidden.dtype)
             grad_hidden[part] = slope @ weight
