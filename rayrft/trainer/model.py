@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from rayrft.data.images import ImageReader, takes_images
 from rayrft.errors import ModelError
-from rayrft.files import appearing
+from rayrft.files import atomic_folder
 from rayrft.trainer.lora import checkpoint_name
 from rayrft.trainer.policy import Policy
 
@@ -121,7 +121,7 @@ def write_hf(policy: Policy, state: dict[str, Tensor], tokenizer_from: str, fold
     if policy.lora is not None:
         exact = load_policy(policy.lora.base).model.state_dict()
         weights = policy.lora.merged({name: exact.get(name, tensor) for name, tensor in weights.items()})
-    with appearing(folder) as temporary:
+    with atomic_folder(folder) as temporary:
         policy.model.save_pretrained(temporary, state_dict=weights)
         _save_tokenizer(tokenizer_from, temporary)
         if policy.images is not None:
@@ -136,7 +136,7 @@ def write_adapter(policy: Policy, base: str, tokenizer_from: str, folder: Path) 
     settings = policy.lora.peft_config
     settings.base_model_name_or_path = base
     factors = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in named_weights(policy)}
-    with appearing(folder) as temporary:
+    with atomic_folder(folder) as temporary:
         settings.save_pretrained(str(temporary))
         save_file(factors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
         _save_tokenizer(tokenizer_from, temporary)
