@@ -1,4 +1,4 @@
-"""Reward workers: actors that score, each call under a deadline, in a process that can be killed."""
+"""Reward workers: actors that score under a deadline, in processes that can be killed."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from rayrft.rewards.base import RewardResult, build_reward
 
 
 class RewardWorker:
-    """The actor: scores the responses of one group, one after the other."""
+    """The actor, which scores the responses of one group sequentially."""
 
     def __init__(self, config: RewardConfig, plugins: list[Path]) -> None:
         load_plugins(plugins)
         self._reward = build_reward(config.name, config.options)
 
     def ready(self) -> None:
-        """Returns once the reward is built."""
+        """Return once the reward is built."""
 
     def score(self, task: Task, responses: list[str]) -> list[RewardResult]:
-        """One result per response. A reward that raises gives an unknown with the error as its reason."""
+        """Return one result per response, unknown with the error as its reason if the reward raises."""
         return [self._score_one(task, response) for response in responses]
 
     def _score_one(self, task: Task, response: str) -> RewardResult:
@@ -32,16 +32,16 @@ class RewardWorker:
             result = self._reward(task, response)
             if not isinstance(result, RewardResult):
                 return RewardResult.of(float(result), {}, None)
-        except Exception as error:  # user code may raise anything; it becomes data, and the run's policy decides
+        except Exception as error:  # user code may raise anything; the run's policy for unknown rewards applies
             return RewardResult(None, reason=f"{type(error).__name__}: {error}")
         return result if result.value is None else RewardResult.of(result.value, result.components, result.reason)
 
 
 class RewardPool:
-    """Hands groups to reward workers, one at a time each; a worker that overruns is killed and replaced.
+    """Distributes groups over reward workers; a worker that exceeds its deadline is killed and replaced.
 
-    ``start`` makes a worker (an actor handle). A worker takes a group only when it is free and up, so the deadline
-    starts with execution, not with waiting.
+    ``start`` creates a worker (an actor handle). A group is sent only to an idle, ready worker, so that its deadline
+    starts with execution.
     """
 
     def __init__(self, config: RewardConfig, start: Callable[[], Any]) -> None:
@@ -50,14 +50,14 @@ class RewardPool:
         self._free: asyncio.Queue[Any] = asyncio.Queue()
 
     async def open(self) -> None:
-        """Start the workers; raises ConfigError where the reward cannot be built."""
+        """Start the workers. Raises ConfigError if the reward cannot be built."""
         workers = [self._start() for _ in range(self._config.workers)]
         for worker in workers:
             await worker.ready.remote()
             self._free.put_nowait(worker)
 
     async def score(self, task: Task, responses: list[str]) -> list[RewardResult]:
-        """One result per response; all unknown where the worker overran its deadline or died."""
+        """Return one result per response; all unknown if the worker exceeded its deadline or died."""
         import ray
         from ray.exceptions import RayActorError
 
