@@ -1,12 +1,12 @@
-"""Records as lines for a person."""
+"""Formatting of records for the console."""
 
 from __future__ import annotations
 
 from rayrft.monitor.records import EvaluationRecord, Record, StepRecord
 
 
-def line(record: Record) -> str:
-    """One line per record."""
+def format_record(record: Record) -> str:
+    """Format a record as one line."""
     if isinstance(record, StepRecord):
         return _step(record)
     if isinstance(record, EvaluationRecord):
