@@ -21,7 +21,7 @@ from rayrft.explorer.workflow import ModelClient, PromptTooLong, derive_seed, wo
 from rayrft.registry import load_plugins
 from rayrft.rewards import RewardResult
 from rayrft.rewards.worker import RewardPool
-from rayrft.waits import Followed, WaitReport, Waits
+from rayrft.waits import TrackedActor, WaitReport, Waits
 
 if TYPE_CHECKING:
     from rayrft.algorithms import Algorithm
@@ -71,8 +71,8 @@ class Explorer:
         self._config = config
         self._tokenizer = ChatTokenizer(model)
         self._waits = Waits("explorer")
-        self._router = Router([Followed(f"engine-{i}", each, self._waits) for i, each in enumerate(engines)])
-        self._buffer = Followed("buffer", buffer, self._waits, endless=("admit", "closed"))
+        self._router = Router([TrackedActor(f"engine-{i}", each, self._waits) for i, each in enumerate(engines)])
+        self._buffer = TrackedActor("buffer", buffer, self._waits, endless=("admit", "closed"))
         self._writer = BufferWriter(self._buffer, config.buffer.shards)
         self._tasks = tasks
         self._name, self._calls = f"explorer-{uuid.uuid4().hex}", 0
@@ -159,7 +159,7 @@ class Explorer:
         algorithm = stage.algorithm.build()
         workflow = f"workflow {self._config.explorer.workflow!r}"
         try:
-            with self._rolling, self._waits.on(workflow, group_id, own=True):
+            with self._rolling, self._waits.on(workflow, group_id, internal=True):
                 rows, greedy = await self._roll_out(stage, algorithm, task, group_id)
         except PromptTooLong:
             await self._buffer.fail.remote(ticket, "prompt_too_long")

@@ -135,7 +135,7 @@ def test_no_engine_is_started(finished: tuple[rayrft.Run, dict[str, Any]]) -> No
         ({"demonstrations.chats": {"size": 5}}, "no tasks to take them from"),
         ({"stages.prefer.batch_size": 7}, "not a number of whole pairs"),
         ({"stages.prefer.update": {"mini_batches": 4}}, "cannot be dealt to 2 ranks"),
-        ({"trainer.cpu_offload": True}, "is for trainer.gpus"),
+        ({"trainer.cpu_offload": True}, "needs trainer.gpus"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_starts(overrides: dict[str, Any], said: str, tmp_path: Path) -> None:
