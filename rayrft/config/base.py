@@ -15,7 +15,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
-def field_error(field: str, problem: str, *, value: Any = None, remedy: str = "") -> ValueError:
+def invalid(field: str, problem: str, *, value: Any = None, remedy: str = "") -> ValueError:
     """Create the error that a section's validator raises for ``field``, a dotted key relative to the section.
 
     `load_config` prepends the path of the section and raises ConfigError.

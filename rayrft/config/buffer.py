@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rayrft.config.base import Section, field_error
+from rayrft.config.base import Section, invalid
 
 
 class SamplerConfig(Section):
@@ -39,11 +39,9 @@ class SamplerConfig(Section):
     def _reuse(self) -> SamplerConfig:
         if self.name == "fifo" and (self.max_uses > 1 or self.replay_ratio > 1):
             key = "max_uses" if self.max_uses > 1 else "replay_ratio"
-            raise field_error(
-                key, "fifo uses every group once", remedy="use sampler uniform or priority, or leave it out"
-            )
+            raise invalid(key, "fifo uses every group once", remedy="use sampler uniform or priority, or leave it out")
         if self.replay_ratio > self.max_uses:
-            raise field_error(
+            raise invalid(
                 "replay_ratio",
                 f"asks for more uses per group than max_uses, {self.max_uses}, allows",
                 value=self.replay_ratio,
@@ -92,7 +90,7 @@ class BufferConfig(Section):
     @model_validator(mode="after")
     def _sizes(self) -> BufferConfig:
         if self.log_bytes < 2 * self.segment_bytes:
-            raise field_error(
+            raise invalid(
                 "log_bytes",
                 "must hold at least two segments",
                 value=self.log_bytes,

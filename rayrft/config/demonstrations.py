@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from rayrft.config.base import Section, field_error
+from rayrft.config.base import Section, invalid
 
 
 class RowFormat(Section):
@@ -46,9 +46,9 @@ class DemonstrationsConfig(RowFormat):
     @model_validator(mode="after")
     def _one_origin(self) -> DemonstrationsConfig:
         if self.path is None and self.size is None:
-            raise field_error("path", "give 'path' (a file or folder) or 'size' (how many tasks to set apart)")
+            raise invalid("path", "give 'path' (a file or folder) or 'size' (how many tasks to set apart)")
         if self.wrong_share and (self.wrong_field is None or self.path is not None):
-            raise field_error(
+            raise invalid(
                 "wrong_share", "needs wrong_field, and demonstrations made from tasks", value=self.wrong_share
             )
         return self

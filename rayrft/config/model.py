@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from rayrft.config.base import Section, field_error
+from rayrft.config.base import Section, invalid
 
 
 class TinyModelConfig(Section):
@@ -24,7 +24,7 @@ class TinyModelConfig(Section):
     def _head_size(self) -> TinyModelConfig:
         # vLLM's CPU attention supports no other head sizes.
         if self.hidden_size % (32 * self.heads):
-            raise field_error(
+            raise invalid(
                 "hidden_size",
                 f"over heads, {self.heads}, must be a multiple of 32, the size of a head",
                 value=self.hidden_size,
@@ -46,5 +46,5 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _one_origin(self) -> ModelConfig:
         if (self.path is None) == (self.tiny is None):
-            raise field_error("path", "give exactly one of 'path' (a Hugging Face model) and 'tiny' (a generated one)")
+            raise invalid("path", "give exactly one of 'path' (a Hugging Face model) and 'tiny' (a generated one)")
         return self

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from rayrft.config.base import Section, field_error
+from rayrft.config.base import Section, invalid
 
 
 class RewardConfig(Section):
@@ -31,7 +31,7 @@ class RewardConfig(Section):
     @model_validator(mode="after")
     def _overlong(self) -> RewardConfig:
         if (self.truncated == "soft") != (self.overlong_buffer is not None):
-            raise field_error(
+            raise invalid(
                 "overlong_buffer",
                 "truncated: soft and overlong_buffer, its number of tokens, need each other",
                 remedy="give both or none",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from rayrft.config.base import Section, field_error
+from rayrft.config.base import Section, invalid
 from rayrft.config.trainer import OptimizerConfig
 from rayrft.errors import ConfigError
 
@@ -98,43 +98,35 @@ class StageConfig(Section):
             raise ValueError(error) from None
         name = self.algorithm.name
         if build.needs_teacher and not self.teacher:
-            raise field_error("teacher", f"{name} needs one, the model to distil from", remedy="add 'teacher: …'")
+            raise invalid("teacher", f"{name} needs one, the model to distil from", remedy="add 'teacher: …'")
         if self.teacher and not build.needs_teacher:
-            raise field_error("teacher", f"is not used: {name} has none", value=self.teacher, remedy="leave it out")
+            raise invalid("teacher", f"is not used: {name} has none", value=self.teacher, remedy="leave it out")
         self._check_update(build)
         if build.mixes and self.expert_share is None:
             problem = f"{name} needs it: the share of the batch that is expert rows"
-            raise field_error("expert_share", problem, remedy="add 'expert_share: …'")
+            raise invalid("expert_share", problem, remedy="add 'expert_share: …'")
         if not build.mixes and self.expert_share not in (None, self._fixed_share):
             problem = f"is fixed at {self._fixed_share:g} by {name!r}"
-            raise field_error("expert_share", problem, value=self.expert_share, remedy="leave it out")
+            raise invalid("expert_share", problem, value=self.expert_share, remedy="leave it out")
         if (build.needs_expert or build.needs_pairs) and not self.demonstrations:
             rows = "preference pairs" if build.needs_pairs else "expert rows"
-            raise field_error(
-                "demonstrations", f"{name} needs them, where its {rows} are", remedy="name an entry of them"
-            )
+            raise invalid("demonstrations", f"{name} needs them, where its {rows} are", remedy="name an entry of them")
         if build.needs_pairs and self.batch_size % 2:
-            raise field_error(
-                "batch_size", "is not a number of whole pairs", value=self.batch_size, remedy="make it even"
-            )
+            raise invalid("batch_size", "is not a number of whole pairs", value=self.batch_size, remedy="make it even")
         share = self.batch_size * self._share
         if abs(share - round(share)) > 1e-6:
-            raise field_error(
+            raise invalid(
                 "expert_share",
                 f"of batch_size {self.batch_size} is {share:g} rows, not a whole number",
                 value=self._share,
                 remedy=f"give {round(share) / self.batch_size:.6g}, which is {round(share)}",
             )
         if build.needs_expert and not self.expert_rows:
-            raise field_error(
-                "expert_share", f"mu is {build.mu():g} but the batch holds no expert rows", value=self._share
-            )
+            raise invalid("expert_share", f"mu is {build.mu():g} but the batch holds no expert rows", value=self._share)
         if build.needs_rollouts and not self.usual_rows:
-            raise field_error(
-                "expert_share", f"mu is {build.mu():g} but the batch holds no own rows", value=self._share
-            )
+            raise invalid("expert_share", f"mu is {build.mu():g} but the batch holds no own rows", value=self._share)
         if self.groups and self.group_size == 1 and build.compares_answers:
-            raise field_error(
+            raise invalid(
                 "group_size",
                 f"advantage {build.advantage!r} compares the answers to a task, and 1 leaves nothing to compare with",
                 value=1,
@@ -142,7 +134,7 @@ class StageConfig(Section):
             )
         if self.usual_rows % self.group_size:
             near = max(1, round(self.usual_rows / self.group_size)) * self.group_size
-            raise field_error(
+            raise invalid(
                 "batch_size",
                 f"less {self.expert_rows} expert rows are {self.usual_rows} own rows, which are not whole groups of "
                 f"group_size {self.group_size}",
@@ -156,20 +148,20 @@ class StageConfig(Section):
         update, name = self.update, self.algorithm.name
         if not algorithm.needs_critic and (update.critic_warmup_steps or self.critic_optimizer != OptimizerConfig()):
             key = "update.critic_warmup_steps" if update.critic_warmup_steps else "critic_optimizer"
-            raise field_error(key, f"is not used: {name} has no critic", remedy="leave it out")
+            raise invalid(key, f"is not used: {name} has no critic", remedy="leave it out")
         if update.critic_warmup_steps >= self.steps:
-            raise field_error(
+            raise invalid(
                 "update.critic_warmup_steps",
                 f"the policy would never learn in {self.steps} steps",
                 value=update.critic_warmup_steps,
                 remedy="give less than steps",
             )
         if update.reference_refresh and not algorithm.needs_reference:
-            raise field_error(
+            raise invalid(
                 "update.reference_refresh", f"is not used: {name} has no reference", remedy="leave it out, or give a kl"
             )
         if update.reset_optimizer and not update.reference_refresh:
-            raise field_error("update.reset_optimizer", "is not used without reference_refresh", remedy="leave it out")
+            raise invalid("update.reset_optimizer", "is not used without reference_refresh", remedy="leave it out")
 
     @property
     def _fixed_share(self) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from rayrft.config.base import Section, field_error
+from rayrft.config.base import Section, invalid
 
 
 class TaskSourceConfig(Section):
@@ -53,24 +53,18 @@ class TaskSourceConfig(Section):
     def _source_fields(self) -> TaskSourceConfig:
         if self.source == "reasoning_gym" and (self.dataset is None or self.size is None):
             key = "dataset" if self.dataset is None else "size"
-            raise field_error(
-                key, "source 'reasoning_gym' needs 'dataset' (its name) and 'size' (how many tasks to make)"
-            )
+            raise invalid(key, "source 'reasoning_gym' needs 'dataset' (its name) and 'size' (how many tasks to make)")
         if self.source == "datasets" and (self.dataset is None or self.path is not None):
             key = "dataset" if self.dataset is None else "path"
-            raise field_error(
-                key, "source 'datasets' needs 'dataset' (an id on the hub, or a folder), and takes no 'path'"
-            )
+            raise invalid(key, "source 'datasets' needs 'dataset' (an id on the hub, or a folder), and takes no 'path'")
         if self.eval_split is not None and (self.source != "datasets" or self.eval_path is not None):
             problem = "is for source 'datasets', and held-out tasks come from it or from 'eval_path'"
-            raise field_error("eval_split", problem, value=self.eval_split)
+            raise invalid("eval_split", problem, value=self.eval_split)
         if self.source == "file" and self.path is None:
-            raise field_error("path", "source 'file' needs 'path' (a JSONL or Parquet file)")
+            raise invalid("path", "source 'file' needs 'path' (a JSONL or Parquet file)")
         if self.source == "squares" and (self.path is None or self.size is None):
             key = "path" if self.path is None else "size"
-            raise field_error(
-                key, "source 'squares' needs 'path' (a folder for its images) and 'size' (how many to draw)"
-            )
+            raise invalid(key, "source 'squares' needs 'path' (a folder for its images) and 'size' (how many to draw)")
         return self
 
     @property
@@ -95,9 +89,7 @@ class TasksConfig(Section):
     def _names(self) -> TasksConfig:
         counts = Counter(source.name for source in self.sources if source.name is not None)
         if twice := [name for name, count in counts.items() if count > 1]:
-            raise field_error(
-                "sources", "two task sources of one name", value=twice[0], remedy="give them different names"
-            )
+            raise invalid("sources", "two task sources of one name", value=twice[0], remedy="give them different names")
         return self
 
     @model_validator(mode="after")
@@ -110,5 +102,5 @@ class TasksConfig(Section):
         ]
         if self.sampler == "easy_to_hard" and lacking:
             problem = "sampler 'easy_to_hard' needs 'difficulty' in every source"
-            raise field_error(f"sources.{lacking[0]}.difficulty", problem)
+            raise invalid(f"sources.{lacking[0]}.difficulty", problem)
         return self
