@@ -34,7 +34,7 @@ def run(
     """Run a config to its end."""
     from rayrft.core.launch import start
 
-    follow(start(load_config(config, dict(map(parse_override, overrides or []))), say=_say))
+    follow(start(load_config(config, dict(map(parse_override, overrides or []))), say=_print))
 
 
 @app.command()
@@ -42,18 +42,18 @@ def resume(
     run: Annotated[str, typer.Argument(help="a run's folder, or its name in runs/")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value …")] = None,
 ) -> None:
-    """Go on with a run that crashed or was stopped, from its latest checkpoint."""
+    """Resume a run that crashed or was stopped, from its latest checkpoint."""
     from rayrft.core.launch import resume
 
-    follow(resume(find_folder(run), say=_say, **dict(map(parse_override, overrides or []))))
+    follow(resume(find_folder(run), say=_print, **dict(map(parse_override, overrides or []))))
 
 
 @app.command()
 def export(
     run: Annotated[str, typer.Argument(help="a run's folder, or its name in runs/")],
     to: Annotated[Path, typer.Option(help="the folder to write, in Hugging Face format")],
-    step: Annotated[int | None, typer.Option(help="of the checkpoint; the latest by default")] = None,
-    merge: Annotated[bool, typer.Option(help="LoRA: a whole model, or the adapter alone, for peft")] = True,
+    step: Annotated[int | None, typer.Option(help="step of the checkpoint; the latest by default")] = None,
+    merge: Annotated[bool, typer.Option(help="LoRA: merge the adapter, or write it alone, for peft")] = True,
 ) -> None:
     """Write a checkpoint as a model that transformers and vLLM can load."""
     from rayrft.core.checkpoints import export
@@ -63,16 +63,16 @@ def export(
 
 @app.command()
 def status(name: Annotated[str | None, typer.Argument(help="a run; all by default")] = None) -> None:
-    """Where runs stand."""
+    """Print the status of runs."""
     from rayrft.core.cluster import connect
     from rayrft.core.launch import attach, running
 
     connect(start=False)
     names = [name] if name else running()
     if not names:
-        print("no run is under way")
-    for each in names:
-        print(json.dumps(attach(each).status(), indent=2))
+        print("no run is running")
+    for run_name in names:
+        print(json.dumps(attach(run_name).status(), indent=2))
 
 
 @app.command()
@@ -93,29 +93,29 @@ def stop(name: str) -> None:
 
 
 def follow(handle: Run) -> dict[str, Any]:
-    """Print a run's lines, table and whereabouts, and give its summary. Raises the root cause when the run fails.
+    """Print a run's lines, final table and paths; return its summary. Raises the root cause if the run fails.
 
-    Ctrl-C (or SIGTERM) asks the run to stop, and a second one ends it at once. Either way a summary is written, and
-    SystemExit is raised with 128 and the signal's number.
+    Ctrl-C (or SIGTERM) asks the run to stop, and a second one ends it immediately. In both cases a summary is written,
+    and SystemExit is raised with 128 plus the signal's number.
     """
     received: list[int] = []
 
     def interrupted(number: int) -> None:
         received.append(number)
         if len(received) == 1:
-            _say("stopping after the step under way (once more: at once)")
+            _print("stopping after the current step (press again to end immediately)")
             threading.Thread(target=handle.stop, daemon=True).start()  # a Master that hangs does not answer
         else:
             handle.kill()
 
     with _signals(interrupted):
         try:
-            handle.watch(_say)
+            handle.watch(_print)
             summary = handle.result()
         except RayrftError:
             if len(received) < 2:
                 raise
-            _say(f"ended at once; to go on: rayrft resume {handle.folder}")
+            _print(f"ended immediately; to resume: rayrft resume {handle.folder}")
             raise SystemExit(128 + received[0]) from None
     _report(handle, summary)
     if received:
@@ -125,10 +125,10 @@ def follow(handle: Run) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _signals(received: Callable[[int], None]) -> Iterator[None]:
-    """In here ``received`` is called, in a thread of its own, with the number of every SIGINT and SIGTERM. A handler
-    would wait for calls into Ray to look for signals, which takes up to a second and makes one of two."""
+    """Call ``received``, in a separate thread, with the number of every SIGINT and SIGTERM inside. A plain handler runs
+    only when calls into Ray return to Python, up to a second later, and two signals may be merged into one."""
     reading, writing = socket.socketpair()
-    writing.setblocking(False)  # as Python asks for
+    writing.setblocking(False)  # required by set_wakeup_fd
     numbers = (signal.SIGINT, signal.SIGTERM)
 
     def listen() -> None:
@@ -154,25 +154,25 @@ def _report(handle: Run, summary: dict[str, Any]) -> None:
     from rayrft.monitor.records import read_records
     from rayrft.monitor.report import accuracy_table
 
-    _say("\n" + accuracy_table(read_records(handle.folder)))
+    _print("\n" + accuracy_table(read_records(handle.folder)))
     counters = summary["counters"]
     if counters["sampled"] is not None:
-        _say(
+        _print(
             f"\nrows: sampled {counters['sampled']} = trained {counters['trained']} + dropped "
             f"{sum(counters['dropped'].values())} {counters['dropped']} + held {counters['held']}"
         )
-    _say(f"{summary['status']} after {summary['seconds']['total']:.0f} s, {summary['steps']} steps")
+    _print(f"{summary['status']} after {summary['seconds']['total']:.0f} s, {summary['steps']} steps")
     if (plot := handle.folder / "plot.png").exists():
-        _say(f"plot        {plot}")
-    _say(f"checkpoint  {summary['checkpoint'] or f'to go on: rayrft resume {handle.folder}'}")
+        _print(f"plot        {plot}")
+    _print(f"checkpoint  {summary['checkpoint'] or f'to resume: rayrft resume {handle.folder}'}")
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(text, flush=True)
 
 
 def main() -> None:
-    """Entry point: an error of ours is one paragraph on stderr and exit status 1."""
+    """Run the command line: a RayrftError is printed to stderr as one paragraph, with exit status 1."""
     try:
         app()
     except RayrftError as error:

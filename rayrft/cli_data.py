@@ -1,4 +1,4 @@
-"""``rayrft data``: the experiences of a run, read from its log. Works while the run goes on and after its end."""
+"""``rayrft data``: the experiences of a run, read from its log, while it is running or after its end."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
     from rayrft.buffer.reader import Archive, Found
 
-app = typer.Typer(no_args_is_help=True, help="Look at the experiences of a run, and take them elsewhere.")
+app = typer.Typer(no_args_is_help=True, help="Inspect, export and import the experiences of a run.")
 
 _Run = Annotated[str, typer.Argument(help="a run folder, or the name of a run in --storage")]
-_Storage = Annotated[Path, typer.Option(help="the folder that run folders are in")]
+_Storage = Annotated[Path, typer.Option(help="the folder of run folders")]
 _Store = Annotated[str, typer.Option(help="usual (own rows) or expert/NAME")]
 _Where = Annotated[
     list[str] | None, typer.Option(help="COLUMN OP VALUE, OP one of = != < <= > >= contains; all given must hold")
 ]
-_SkipDamaged = Annotated[bool, typer.Option(help="pass over files that cannot be read, and say which")]
+_SkipDamaged = Annotated[bool, typer.Option(help="skip files that cannot be read, and list them")]
 _RUNS = Path("runs")
 
 
 @app.command()
 def stats(run: _Run, storage: _Storage = _RUNS) -> None:
-    """Rows and bytes, by store and by what became of them."""
+    """Print rows and bytes by store and fate."""
     print(json.dumps(_archive(run, storage).stats(), indent=2))
 
 
@@ -46,7 +46,7 @@ def head(
     skip_damaged: _SkipDamaged = False,
     storage: _Storage = _RUNS,
 ) -> None:
-    """The first rows, one line each."""
+    """Print the first rows, one line per row."""
     from rich.console import Console
     from rich.table import Table
 
@@ -75,7 +75,7 @@ def head(
 
 @app.command()
 def show(run: _Run, experience_id: Annotated[str, typer.Argument(metavar="ID")], storage: _Storage = _RUNS) -> None:
-    """One row with everything that is known of it."""
+    """Print all fields of one row."""
     print(_described(_archive(run, storage).find(experience_id)))
 
 
@@ -85,13 +85,13 @@ def export(
     out: Annotated[Path, typer.Argument(help="a file to write: .jsonl or .parquet")],
     store: _Store = "usual",
     where: _Where = None,
-    columns: Annotated[str | None, typer.Option(help="names with commas between; all by default")] = None,
+    columns: Annotated[str | None, typer.Option(help="comma-separated names; all by default")] = None,
     skip_damaged: _SkipDamaged = False,
     storage: _Storage = _RUNS,
 ) -> None:
-    """Write rows to a file, which pandas, DuckDB and `data import` read.
+    """Write rows to a file that pandas, DuckDB and `data import` can read.
 
-    A JSONL file is one of demonstrations, too: {path: OUT.jsonl, messages: turns} in a config.
+    A JSONL file can also be used as demonstrations: {path: OUT.jsonl, messages: turns} in a config.
     """
     from rayrft.buffer.export import Selection, write_file
     from rayrft.buffer.reader import ARCHIVE_SCHEMA
@@ -107,12 +107,12 @@ def export(
 @app.command("import")
 def import_rows(
     run: _Run,
-    file: Annotated[Path, typer.Argument(help="what `data export` wrote, with all columns")],
-    name: Annotated[str, typer.Option(help="the store of demonstrations to make, in place of what is there")],
+    file: Annotated[Path, typer.Argument(help="a file written by `data export`, with all columns")],
+    name: Annotated[str, typer.Option(help="the store of demonstrations to create or replace")],
     where: _Where = None,
     storage: _Storage = _RUNS,
 ) -> None:
-    """Give a run that is under way the rows of a file as demonstrations."""
+    """Load the rows of a file as demonstrations into a running run."""
     from rayrft.buffer.export import read_file
     from rayrft.config import load_config
     from rayrft.core.launch import attach
@@ -126,12 +126,12 @@ def import_rows(
         live = None
     if live is None or live.folder.resolve() != folder.resolve():
         raise RunNotFound(
-            "the run is not under way",
+            "the run is not running",
             field="run",
             value=str(folder),
             remedy=f"start one with demonstrations.{name}: {{path: FILE.jsonl, messages: turns}} in its config",
         )
-    print(f"{live.load(rows, name)} rows are demonstrations {name!r} of {live.name} now")
+    print(f"{live.load(rows, name)} rows loaded as demonstrations {name!r} of {live.name}")
 
 
 def _archive(run: str, storage: Path) -> Archive:
@@ -149,7 +149,7 @@ def _condition(where: list[str] | None, schema: pa.Schema) -> Any:
 
 def _report(archive: Archive) -> None:
     for file, rows in archive.damaged.items():
-        print(f"passed over {rows} rows of {file}, which cannot be read")
+        print(f"skipped {rows} rows of {file}, which cannot be read")
 
 
 def _described(found: Found) -> str:
@@ -172,7 +172,7 @@ def _described(found: Found) -> str:
         "labels": row.labels,
         "pair": None if row.pair_id is None else f"{row.pair_id}, {'chosen' if row.chosen else 'rejected'}",
         "tokens": f"{len(row.token_ids)}: {row.prompt_length} of the prompt, {actions.sum()} produced",
-        "versions": ", ".join(f"{each.version} (tokens {each.start}-{each.end - 1})" for each in row.weight_versions),
+        "versions": ", ".join(f"{span.version} (tokens {span.start}-{span.end - 1})" for span in row.weight_versions),
         "logprobs": _spread(row.logprobs[actions]),
         "advantages": None if row.advantages is None else _spread(row.advantages[actions]),
     }

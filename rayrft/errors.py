@@ -1,7 +1,7 @@
-"""Errors that name the field, the value found there and the remedy.
+"""Errors that name the field, its value and the remedy.
 
-Everything a user can get wrong is raised as a :class:`RayrftError`, as early as it can be known; the command
-line prints it without a traceback and exits non-zero.
+Every problem that a user can fix is raised as a :class:`RayrftError`, as early as possible; the command line prints it
+without a traceback and exits non-zero.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 
 class RayrftError(Exception):
-    """A problem that the user can act on.
+    """A problem that the user can fix.
 
-    ``field`` is a config key, a file or an actor; ``value`` is what was found there; ``remedy`` is what to do.
+    ``field`` is a config key, a file or an actor; ``value`` is its value; ``remedy`` is the action to take.
     """
 
     def __init__(self, problem: str, *, field: str = "", value: Any = None, remedy: str = "") -> None:
@@ -29,7 +29,7 @@ class RayrftError(Exception):
         return text if text.endswith(("?", ".")) else text + "."
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Exceptions cross process boundaries inside Ray; keyword arguments do not survive the default pickling.
+        # Ray pickles exceptions, and default pickling does not keep keyword arguments.
         return _rebuild, (type(self), self.problem, self.field, self.value, self.remedy)
 
 
@@ -38,7 +38,7 @@ def _rebuild(cls: type[RayrftError], problem: str, field: str, value: Any, remed
 
 
 class ConfigError(RayrftError):
-    """The configuration is wrong or contradicts itself."""
+    """The configuration is invalid or inconsistent."""
 
 
 class DataError(RayrftError):
@@ -50,19 +50,19 @@ class ModelError(RayrftError):
 
 
 class PlacementError(RayrftError):
-    """The run does not fit on the cluster, or its name is taken."""
+    """The run does not fit on the cluster, or its name is in use."""
 
 
 class ClusterError(RayrftError):
-    """No Ray cluster can be worked on: none answers, it refuses this process, or its token cannot be written."""
+    """No usable Ray cluster: none answers, it rejects this process, or its token cannot be written."""
 
 
 class WeightSyncError(RayrftError):
-    """Weights did not arrive at an engine as the trainer sent them."""
+    """An engine did not receive the weights that the trainer sent."""
 
 
 class ActorDied(RayrftError):
-    """An actor of the run is gone; ``field`` names it, ``value`` holds the cause."""
+    """An actor of the run died; ``field`` names it, ``value`` holds the cause."""
 
 
 class RequestRefused(RayrftError):
@@ -70,15 +70,15 @@ class RequestRefused(RayrftError):
 
 
 class StorageError(RayrftError):
-    """The Buffer's log cannot be written or read; ``field`` names the file. What was written before stays readable."""
+    """The Buffer's log cannot be written or read; ``field`` names the file. Earlier data stays readable."""
 
 
 class LeaseEnded(RayrftError):
-    """A lease will not come; ``value`` is why: ``deadline``, ``end_of_data``, ``producer_died`` or ``stage_closed``."""
+    """No batch can be leased; ``value``: ``deadline``, ``end_of_data``, ``producer_died`` or ``stage_closed``."""
 
 
 class RowsFailed(RayrftError):
-    """Rows on which a step of training failed; ``value`` has their experience ids, ``field`` names the rank."""
+    """A training step failed on some rows; ``value`` has their experience ids, ``field`` names the rank."""
 
 
 class FeedbackRefused(RayrftError):
@@ -86,11 +86,11 @@ class FeedbackRefused(RayrftError):
 
 
 class RunNotFound(RayrftError):
-    """No run of that name lives on the cluster."""
+    """No run of this name is running on the cluster."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """``did you mean 'x'`` for the closest known name, else the list of all known names."""
+    """Return ``did you mean 'x'`` for the closest known name, else the list of all known names."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"

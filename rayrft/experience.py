@@ -1,8 +1,8 @@
-"""Task and experience: the records that travel between the parts.
+"""Task and experience: the records that all parts exchange.
 
-An experience is one trajectory segment: a token sequence, which of its tokens the policy produced, and what is known of
-them. Inside a process it is an :class:`Experience`; between processes it is a row of an Arrow record batch with
-:data:`SCHEMA`: ragged one-dimensional lists, no padding.
+An experience is one trajectory segment: a token sequence, a mask of the tokens that the policy produced, and their
+log-probs, reward and metadata. Inside a process it is an :class:`Experience`; between processes it is a row of an Arrow
+record batch with :data:`SCHEMA`: ragged one-dimensional lists, no padding.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ SOURCES: tuple[str, ...] = ("usual", "expert", "human", "synthetic")
 SCHEMA_VERSION = "2"
 
 LEFT_OUT = "group_left_out"
-"""In a row's metrics: how many rows its group had besides those that it has, when advantages were found."""
+"""Key in a row's metrics: number of rows of its group that were dropped after advantages were computed."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """Something to be answered. ``id`` is a stable hash of source and content."""
+    """A question with its reference answer. ``id`` is a stable hash of source and content."""
 
     id: str
     question: str
@@ -41,7 +41,7 @@ class Task:
     system: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     images: tuple[str, ...] = ()
-    """Paths; see `rayrft.data.images` for where they stand in the question."""
+    """Paths; see `rayrft.data.images` for their positions in the question."""
 
     @classmethod
     def create(cls, source: str, question: str, answer: str, *, images: tuple[str, ...] = (), **rest: Any) -> Task:
@@ -49,19 +49,19 @@ class Task:
         return cls(digest.hexdigest(), question, answer, images=images, **rest)
 
     @property
-    def asked(self) -> str:
-        """What tells it from other tasks: the question, and its images where it has some."""
-        return asked(self.question, self.images)
+    def dedup_key(self) -> str:
+        """Question text plus image paths: tasks with equal keys are duplicates."""
+        return dedup_key(self.question, self.images)
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """The conversation that opens the task, in chat form."""
+        """The task's initial conversation, in chat form."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, {"role": "user", "content": self.question}]
 
 
-def asked(question: str, images: tuple[str, ...]) -> str:
-    """What is asked by a question with these images; by one without images, the question itself."""
+def dedup_key(question: str, images: tuple[str, ...]) -> str:
+    """Join question and image paths; without images, return the question itself."""
     return "\n".join([question, *images])
 
 
@@ -78,9 +78,9 @@ class VersionSpan:
 class Experience:
     """One trajectory segment of T tokens. Arrays have shape ``[T]``.
 
-    ``action_mask`` is 1 on tokens that the model (or the expert) produced; ``logprobs`` (nats, behaviour policy as it
-    sampled) and ``advantages`` are 0 elsewhere. ``experience_id`` follows from run, task, group, repeat, attempt and
-    segment, so that a retry writes the same row again; it is the ``group_id``, or that and ``/…``.
+    ``action_mask`` is 1 on tokens that the model (or the expert) produced; ``logprobs`` (nats, of the behaviour policy
+    at sampling time) and ``advantages`` are 0 elsewhere. ``experience_id`` is determined by run, task, group, repeat,
+    attempt and segment, so that a retry is idempotent; it is the ``group_id``, optionally followed by ``/…``.
     """
 
     experience_id: str
@@ -107,19 +107,19 @@ class Experience:
     teacher_logprobs: np.ndarray | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     labels: dict[str, str] = field(default_factory=dict)
-    """What people said of it."""
+    """Human feedback."""
     created_at: float = 0.0
     finished_at: float = 0.0
 
     @property
     def repeat(self) -> str:
-        """Which of its group's trajectories it belongs to: ``<group_id>/<repeat>`` and ``<group_id>/<repeat>/…`` are
-        one trajectory, in one row or in several."""
+        """The group's trajectory that it belongs to: ids ``<group_id>/<repeat>`` and ``<group_id>/<repeat>/…`` are one
+        trajectory, in one row or in several."""
         return self.experience_id.removeprefix(self.group_id).strip("/").partition("/")[0]
 
     @property
     def oldest_version(self) -> int:
-        """Oldest weights that any of its tokens was sampled under."""
+        """Oldest weight version that any of its tokens was sampled under."""
         return min((span.version for span in self.weight_versions), default=0)
 
 
@@ -164,8 +164,8 @@ _WHOLE_NUMBERS = ("token_ids", "prompt_length", "action_mask")
 
 
 def to_batch(experiences: list[Experience]) -> pa.RecordBatch:
-    """Experiences as one record batch of :data:`SCHEMA`. Raises DataError, with the column, where one holds what the
-    column cannot."""
+    """Convert experiences to one record batch of :data:`SCHEMA`. Raises DataError, which names the column, for a value
+    that does not fit it."""
     batch = pa.RecordBatch.from_arrays([_column(f, experiences) for f in SCHEMA], schema=SCHEMA)
     check_filled(batch)
     return batch
@@ -173,26 +173,28 @@ def to_batch(experiences: list[Experience]) -> pa.RecordBatch:
 
 def _column(f: pa.Field, experiences: list[Experience]) -> pa.Array:
     try:
-        values = [getattr(each, f.name) for each in experiences]
+        values = [getattr(experience, f.name) for experience in experiences]
         if f.name in _MAPS:
             values = [list(value.items()) for value in values]
         elif f.name == "turns":
             values = [[list(turn.items()) for turn in value] for value in values]
         elif f.name == "weight_versions":
             values = [[dataclasses.asdict(span) for span in value] for value in values]
-        elif f.name in _WHOLE_NUMBERS and any(each.size and each.dtype.kind == "f" for each in map(np.asarray, values)):
-            raise TypeError("fractions, which Arrow would cut off")
+        elif f.name in _WHOLE_NUMBERS and any(
+            array.size and array.dtype.kind == "f" for array in map(np.asarray, values)
+        ):
+            raise TypeError("floating-point numbers, which Arrow would truncate")
         return pa.array(values, f.type)
     except (pa.ArrowException, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise DataError(
             f"a row holds what is no {f.type}: {str(error).splitlines()[0]}",
             field=f.name,
-            remedy="give what the fields of Experience say",
+            remedy="see the fields of Experience for its type",
         ) from None
 
 
 def from_batch(batch: pa.RecordBatch) -> list[Experience]:
-    """The rows of a record batch as experiences; arrays are views of the Arrow memory."""
+    """Convert a record batch to experiences; arrays are views of the Arrow memory."""
     columns: dict[str, list[Any]] = {}
     for f in SCHEMA:
         column = batch.column(f.name)
@@ -211,7 +213,7 @@ def from_batch(batch: pa.RecordBatch) -> list[Experience]:
 
 
 def list_column(column: pa.ListArray, rows: Sequence[int] | np.ndarray | None = None) -> list[np.ndarray | None]:
-    """One numpy view per row (of all, or of these) of a column of primitive lists; None where the list is null."""
+    """Return numpy views of a column of primitive lists, for all or these rows; None where the list is null."""
     values = column.values.to_numpy(zero_copy_only=False)
     offsets = column.offsets.to_numpy()
     valid = column.is_valid().to_numpy(zero_copy_only=False)
@@ -220,10 +222,10 @@ def list_column(column: pa.ListArray, rows: Sequence[int] | np.ndarray | None = 
 
 
 def check_schema(schema: pa.Schema) -> None:
-    """Raises DataError unless rows of this schema are experiences."""
+    """Raise DataError unless rows of this schema are experiences."""
     if not schema.equals(SCHEMA, check_metadata=True):
         raise DataError(
-            "rows are not of the experience schema",
+            "rows do not have the experience schema",
             field="schema",
             value=schema.names,
             remedy="use to_batch()",
@@ -231,23 +233,23 @@ def check_schema(schema: pa.Schema) -> None:
 
 
 def check_filled(batch: pa.RecordBatch) -> None:
-    """Raises DataError where a row of :data:`SCHEMA` lacks what every row has."""
-    for place, f in enumerate(SCHEMA):
-        if not f.nullable and batch.column(place).null_count:
+    """Raise DataError if a required column of :data:`SCHEMA` has a null."""
+    for index, f in enumerate(SCHEMA):
+        if not f.nullable and batch.column(index).null_count:
             raise DataError(
                 "a row has none", field=f.name, value=None, remedy="give every row one: see the fields of Experience"
             )
 
 
 def pack(batch: pa.RecordBatch) -> pa.Buffer:
-    """The rows as one Arrow IPC message: the form in which they travel, lie in the object store and go to disk.
+    """Serialise rows to one Arrow IPC message, the form for actor calls, the object store and the disk.
 
-    One buffer costs a tenth of what pickling every column does. Raises DataError when they are not of :data:`SCHEMA`.
+    One buffer costs a tenth of pickling every column. Raises DataError if the rows are not of :data:`SCHEMA`.
     """
     check_schema(batch.schema)
     return batch.serialize()
 
 
 def unpack(message: pa.Buffer) -> pa.RecordBatch:
-    """The rows of a message, without a copy."""
+    """Deserialise the rows of a message, without a copy."""
     return pa.ipc.read_record_batch(message, SCHEMA)

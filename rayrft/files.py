@@ -1,4 +1,4 @@
-"""The one way to write what appears whole or not at all."""
+"""Atomic writing of folders."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def appearing(folder: Path) -> Iterator[Path]:
-    """A place to write what then appears as ``folder``, or not at all. Raises OSError."""
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder that becomes ``folder`` atomically if the block succeeds. Raises OSError."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     yield partial
-    put_in_place(partial, folder)
+    replace_folder(partial, folder)
 
 
-def put_in_place(partial: Path, folder: Path) -> None:
-    """Bring all of ``partial`` to the disk, then give it the name ``folder``; both lie side by side. Raises OSError.
+def replace_folder(partial: Path, folder: Path) -> None:
+    """Sync ``partial`` to disk and rename it to ``folder``, in the same parent folder. Raises OSError.
 
-    A folder that had the name is deleted once the new one has it: whoever is killed in between leaves one of the two
-    whole, the old one perhaps as ``.<name>.old``.
+    An existing ``folder`` is deleted after the rename: a crash in between leaves one of the two complete, the old one
+    possibly as ``.<name>.old``.
     """
     for path in (*partial.rglob("*"), partial):
         sync(path)
@@ -37,7 +37,7 @@ def put_in_place(partial: Path, folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Returns when the file, or the entries of the folder, are on the disk. Raises OSError."""
+    """Fsync a file, or the entries of a folder. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Named pieces that a config refers to (rewards, task sources, workflows, losses …), and files that add some."""
+"""Registries of named pieces for configs (rewards, task sources, workflows, losses …), and plugins that add to them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """A mapping from name to piece; an unknown name is an error that names the nearest known one."""
+    """A mapping from name to piece; the error for an unknown name suggests the nearest known one."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._pieces: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Decorator: make the piece known as ``name``. Raises ConfigError where another piece has the name; the same
-        one may be defined again, as when its file is loaded or its notebook cell is run once more."""
+        """Return a decorator that registers a piece as ``name``. Raises ConfigError if another piece has the name; the
+        same one may be defined again, as when a notebook cell is rerun."""
 
         def add(piece: T) -> T:
             if name in self._pieces and _origin(self._pieces[name]) != _origin(piece):
@@ -40,9 +40,9 @@ class Registry(Generic[T]):
         return add
 
     def get(self, name: str, field: str | None = None) -> T:
-        """The piece of that name, or the one at ``package.module:attribute``.
+        """Return the piece of this name, or the one at ``package.module:attribute``.
 
-        Raises ConfigError where it cannot be imported, or, with the nearest known name, where there is none.
+        Raises ConfigError if it cannot be imported, or, with the nearest known name, if there is none.
         """
         if ":" in name:
             return self._import(name, field or self.kind)
@@ -64,7 +64,7 @@ class Registry(Generic[T]):
                 f"cannot be imported: {error}",
                 field=field,
                 value=path,
-                remedy="mend the module, or give package.module:attribute of one that can be imported",
+                remedy="fix the module, or give package.module:attribute of one that can be imported",
             ) from None
         return piece
 
@@ -73,14 +73,14 @@ class Registry(Generic[T]):
 
 
 def _origin(piece: Any) -> tuple[str, str] | int:
-    """Where a function or class is defined; other pieces are each one of a kind."""
+    """Return the definition site of a function or class; the identity of any other piece."""
     return (piece.__module__, piece.__qualname__) if hasattr(piece, "__qualname__") else id(piece)
 
 
 def load_plugins(paths: Iterable[Path]) -> None:
-    """Run Python files that register pieces. A file that was loaded as it stands is not run again.
+    """Run Python files that register pieces. An unchanged file is not run again.
 
-    Every process that looks pieces up by name loads them. Raises ConfigError with the path and the cause.
+    Every process that looks up pieces by name must load them. Raises ConfigError with the path and the cause.
     """
     for path in paths:
         try:
@@ -107,6 +107,6 @@ def load_plugins(paths: Iterable[Path]) -> None:
                 f"cannot be loaded: {type(error).__name__}: {error}",
                 field="plugins",
                 value=str(path),
-                remedy="mend the file: it must run by itself",
+                remedy="fix the file: it must run as a standalone script",
             ) from error
         vars(module)["__digest__"] = digest

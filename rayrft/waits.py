@@ -1,4 +1,4 @@
-"""Who waits for whom, and since when: what a run says when nothing comes."""
+"""Tracking of waits between actors, so that a stalled run reports who waits for whom, and since when."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Wait:
-    """``waiter`` waits for ``count`` things of ``target``, the oldest of which is ``what``.
+    """``waiter`` waits for ``count`` results of ``target``, the oldest of which is ``what``.
 
-    ``quiet_s`` is for how long nothing came of it: since the last that did, or since the wait began.
+    ``quiet_s`` is the time without progress: since the last result, or since the wait began.
     """
 
     waiter: str
@@ -27,7 +27,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class WaitReport:
-    """What an actor waits for at present, and for how long nothing at all came to it."""
+    """An actor's current waits, and for how long it has received nothing at all."""
 
     waits: list[Wait]
     quiet_s: float
@@ -37,68 +37,68 @@ class WaitReport:
 class _Target:
     began: dict[int, float]
     what: dict[int, str | Callable[[], str]]
-    own: bool
-    moved: float = 0.0
+    internal: bool
+    progressed: float = 0.0
 
 
 class Waits:
-    """The waits of the actor called ``waiter``, for use in its event loop."""
+    """The waits of the actor named ``waiter``, for use in its event loop."""
 
     def __init__(self, waiter: str) -> None:
         self._waiter = waiter
         self._targets: dict[str, _Target] = {}
         self._number = 0
-        self._moved = time.monotonic()
+        self._progressed = time.monotonic()
 
     @contextlib.contextmanager
-    def on(self, target: str, what: str | Callable[[], str], *, own: bool = False) -> Iterator[None]:
-        """In here the actor waits for ``what`` of ``target``. With ``own`` it is work of its own, which waits in turn:
-        whatever comes to the actor moves it on."""
-        number = self.begin(target, what, own=own)
+    def on(self, target: str, what: str | Callable[[], str], *, internal: bool = False) -> Iterator[None]:
+        """Record a wait for ``what`` of ``target`` inside. ``internal``: the target is work of this actor, which waits
+        in turn, so that anything the actor receives counts as progress."""
+        number = self.begin(target, what, internal=internal)
         try:
             yield
         finally:
             self.end(target, number)
 
-    def begin(self, target: str, what: str | Callable[[], str], *, own: bool = False) -> int:
-        """A wait that `end` ends, which takes the number that this gives."""
+    def begin(self, target: str, what: str | Callable[[], str], *, internal: bool = False) -> int:
+        """Begin a wait; return its number, for `end`."""
         self._number += 1
-        at = self._targets.setdefault(target, _Target({}, {}, own))
-        at.began[self._number], at.what[self._number] = time.monotonic(), what
+        entry = self._targets.setdefault(target, _Target({}, {}, internal))
+        entry.began[self._number], entry.what[self._number] = time.monotonic(), what
         return self._number
 
     def end(self, target: str, number: int) -> None:
-        """It came, or failed: either moves the target on."""
-        at = self._targets[target]
-        del at.began[number], at.what[number]
-        self.moved(target)
-        if not at.began:
+        """End a wait, by a result or a failure; both count as progress of the target."""
+        entry = self._targets[target]
+        del entry.began[number], entry.what[number]
+        self.progressed(target)
+        if not entry.began:
             del self._targets[target]
 
-    def moved(self, target: str) -> None:
-        """Something came of the target, though what is waited for is not all there."""
-        self._moved = time.monotonic()
+    def progressed(self, target: str) -> None:
+        """Record progress of the target that does not end a wait."""
+        self._progressed = time.monotonic()
         if target in self._targets:
-            self._targets[target].moved = self._moved
+            self._targets[target].progressed = self._progressed
 
     def report(self) -> WaitReport:
-        """How it stands now; work of its own comes last."""
+        """Return the current waits, internal ones last."""
         now = time.monotonic()
         waits = []
-        for target, at in sorted(self._targets.items(), key=lambda item: item[1].own):
-            oldest = min(at.began, key=at.began.__getitem__)
-            what = at.what[oldest]
-            moved = max(at.began[oldest], at.moved, self._moved if at.own else 0.0)
-            said = what if isinstance(what, str) else what()
-            waits.append(Wait(self._waiter, target, said, len(at.began), now - moved))
-        return WaitReport(waits, now - self._moved)
+        for target, entry in sorted(self._targets.items(), key=lambda item: item[1].internal):
+            oldest = min(entry.began, key=entry.began.__getitem__)
+            what = entry.what[oldest]
+            latest = max(entry.began[oldest], entry.progressed, self._progressed if entry.internal else 0.0)
+            text = what if isinstance(what, str) else what()
+            waits.append(Wait(self._waiter, target, text, len(entry.began), now - latest))
+        return WaitReport(waits, now - self._progressed)
 
 
-class Followed:
-    """An actor (``handle``) called ``name``, whose calls are among the waits of who makes them.
+class TrackedActor:
+    """An actor (``handle``) named ``name``, whose calls are recorded as waits of the caller.
 
-    ``endless`` are those that nobody waits for: they last as long as the run does, or rest while there is no work.
-    ``cancelled`` are those that end at the actor, too, when they are cancelled here.
+    ``endless`` calls are not recorded: they last as long as the run, or block while there is no work. ``cancelled``
+    calls end at the actor, too, when they are cancelled here.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Followed:
             return SimpleNamespace(remote=remote)
 
         def call(*args: Any, **kwargs: Any) -> Awaitable[Any]:
-            # A trainer's command says more than that it is one.
+            # A trainer's command has a more informative name than the method.
             what = type(args[0]).__name__ if method == "command" else method
             return asyncio.ensure_future(self._wait(what, remote(*args, **kwargs), method in self._cancelled))
 

@@ -139,7 +139,7 @@ def test_what_is_exported_is_read_by_pandas_and_imported_whole(live: Path, tmp_p
         ("ready", 3),
         ("trained", 4),
     ]
-    assert "13 rows are demonstrations 'found' of tool now" in call("import", live, out, "--name", "found")
+    assert "13 rows loaded as demonstrations 'found' of tool" in call("import", live, out, "--name", "found")
     call("export", live, again, "--store", "expert/found")
     before = {row["experience_id"]: row for row in read_jsonl_of(out, tmp_path)}
     for row in read_jsonl(again):
@@ -156,7 +156,7 @@ def test_of_a_file_those_rows_are_imported_that_meet_the_conditions(live: Path, 
     call("export", live, again, "--store", "expert/good")
     wanted = [r for r in read_jsonl_of(out, tmp_path) if r["reward"] == 1 and r["group_id"] != "7"]
     assert [row["experience_id"] for row in read_jsonl(again)] == [row["experience_id"] for row in wanted]
-    assert 0 < len(wanted) < 13 and f"{len(wanted)} rows are demonstrations 'good'" in message
+    assert 0 < len(wanted) < 13 and f"{len(wanted)} rows loaded as demonstrations 'good'" in message
     with pytest.raises(DataError, check=about("where", "group_status = trained")):
         call("import", live, out, "--name", "good", "--where", "group_status = trained")
     with pytest.raises(DataError, check=about("where")):
@@ -240,5 +240,5 @@ def test_damaged_files_are_passed_over_only_when_told_to(live: Path, tmp_path: P
     for command in (("head", copy), ("export", copy, tmp_path / "out.jsonl")):
         with pytest.raises(StorageError, match=r"segment-00000000\.arrow: the file was changed"):
             call(*command)
-        assert f"passed over 13 rows of {segment}, which cannot be read" in call(*command, "--skip-damaged")
+        assert f"skipped 13 rows of {segment}, which cannot be read" in call(*command, "--skip-damaged")
     assert (tmp_path / "out.jsonl").read_text() == ""

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from rayrft.files import appearing
+from rayrft.files import atomic_folder
 
 
 def write(folder: Path, text: str) -> None:
-    with appearing(folder) as partial:
+    with atomic_folder(folder) as partial:
         (partial / "inner").mkdir()
         (partial / "inner" / "file").write_text(text)
 
@@ -24,7 +24,7 @@ def test_a_folder_appears_whole_in_the_place_of_the_one_before_it(tmp_path: Path
 
 def test_what_fails_halfway_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
     write(tmp_path / "model", "old")
-    with pytest.raises(KeyError), appearing(tmp_path / "model") as partial:
+    with pytest.raises(KeyError), atomic_folder(tmp_path / "model") as partial:
         (partial / "file").write_text("half")
         raise KeyError
     assert [path.name for path in (tmp_path / "model").iterdir()] == ["inner"]

@@ -1,12 +1,12 @@
 """The algorithm library, in pure torch: no Ray, no vLLM, no I/O.
 
-An `Algorithm` names one piece from each registry: advantage, policy loss, aggregation, correction, KL, entropy, SFT and
-so on. Every piece is one function, whose docstring gives formula and paper, and whose keyword-only parameters are its
-coefficients. A piece of one's own is registered by decorator, say ``@policy_losses.register("mine")``.
+An `Algorithm` names one piece per registry: advantage, policy loss, aggregation, correction, KL, entropy, SFT and so
+on. Every piece is one function, whose docstring gives formula and paper, and whose keyword-only parameters are its
+coefficients. Your own piece is registered by a decorator such as ``@policy_losses.register("mine")``.
 
 Shapes: ``[T]`` are the tokens of one micro-batch, flat, ``[N]`` its rows (`TokenBatch`). Every loss is a *sum* over the
-micro-batch divided by a denominator that is global to the optimiser step (all ranks, all micro-batches), so that adding
-the parts up gives the same loss and gradient however the batch was split.
+micro-batch divided by a denominator that is global to the optimiser step (all ranks, all micro-batches), so that the
+sum of the parts gives the same loss and gradient for every split of the batch.
 """
 
 from rayrft.algorithms.advantages import Group, group_advantages, group_relative_advantages
@@ -26,7 +26,7 @@ from rayrft.algorithms.preference import preferences
 from rayrft.algorithms.presets import build, presets
 from rayrft.algorithms.ratios import TokenLoss, policy_losses, token_ratio
 from rayrft.algorithms.sft import mu_schedules, sft_losses
-from rayrft.algorithms.values import errors_of_values, token_advantages, value_losses
+from rayrft.algorithms.values import mean_value_errors, token_advantages, value_losses
 
 __all__ = [
     "AdaptiveCoefficient",
@@ -51,10 +51,10 @@ __all__ = [
     "count",
     "distillations",
     "entropies",
-    "errors_of_values",
     "group_advantages",
     "group_relative_advantages",
     "kls",
+    "mean_value_errors",
     "mu_schedules",
     "normalise",
     "policy_losses",

@@ -1,13 +1,13 @@
-"""Advantages from the rewards of one group: the answers to one task, whole and alone.
+"""Advantages from the rewards of one group, which is all answers to one task.
 
-A group advantage takes ``rewards`` ``[n]`` and a `Group` with whatever else is known; it gives ``[n]``, one advantage
-for all action tokens of a row. One that needs ``turns`` takes and gives a number for each turn of the rows instead. It
-raises ValueError on rewards of another shape.
+A group advantage maps ``rewards`` ``[n]`` and a `Group` with further facts to ``[n]``: one advantage for all action
+tokens of a row. One that needs ``turns`` takes and returns one number per turn instead. It raises ValueError on rewards
+of another shape.
 
-A group of one has nothing to be compared with: unless an advantage looks at the reward alone, it gives 0 there and has
-the trait ``compares``. (Other systems let the lone reward itself through, which praises whatever was sampled.)
-Deviations have divisor n - 1, as in TRL, verl and Trinity-RFT; that of advantages normalised over a batch has divisor
-n, as in OpenRLHF (`rayrft.algorithms.normalisation`).
+A group of one has no comparison: an advantage returns 0 for it and has the trait ``compares``, unless it uses the
+reward alone. (Other systems use the single reward itself, which reinforces any sample.) Standard deviations have
+divisor n - 1, as in TRL, verl and Trinity-RFT; advantages normalised over a batch use divisor n, as in OpenRLHF
+(`rayrft.algorithms.normalisation`).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from rayrft.algorithms.pieces import Pieces, Positive
 
 @dataclass(frozen=True)
 class Group:
-    """What is known of a group besides its rewards; tensors have shape ``[n]``."""
+    """Facts about a group besides its rewards; tensors have shape ``[n]``."""
 
     greedy_reward: float | None = None
     """Reward of the greedy answer to the same task."""
     trajectory: Tensor | None = None
-    """int64: which trajectory a reward's step belongs to; None where every row is a trajectory of its own."""
+    """int64: the trajectory of a reward's step; None if every row is one trajectory."""
     turn: Tensor | None = None
-    """int64: place of the step in its trajectory, ascending."""
+    """int64: index of the step in its trajectory, ascending."""
     state: Tensor | None = None
     """int64: the state in which the step was taken; equal states have equal numbers."""
 
@@ -44,13 +44,13 @@ group_advantages: Pieces[GroupAdvantage] = Pieces("advantage")
 
 
 def check_group(rewards: Tensor) -> None:
-    """Raises ValueError on rewards of another shape than ``[n]``."""
+    """Raise ValueError unless rewards have shape ``[n]``."""
     if rewards.dim() != 1:
         raise ValueError(f"rewards of one group must have shape [n], got {tuple(rewards.shape)}")
 
 
 def group_relative_advantages(rewards: Tensor, *, epsilon: float = 1e-6) -> Tensor:
-    """``A_i = (r_i - mean(r)) / (std(r) + epsilon)`` for ``[n]`` rewards; 0 where all are equal. See `grpo`."""
+    """Compute ``A_i = (r_i - mean(r)) / (std(r) + epsilon)`` for ``[n]`` rewards; 0 if all are equal. See `grpo`."""
     check_group(rewards)
     if rewards.numel() < 2 or bool((rewards == rewards[0]).all()):
         return torch.zeros_like(rewards)
@@ -58,7 +58,7 @@ def group_relative_advantages(rewards: Tensor, *, epsilon: float = 1e-6) -> Tens
 
 
 def centred(rewards: Tensor) -> Tensor:
-    """``r_i - mean(r)`` for ``[n]`` rewards; exactly 0 where all are equal."""
+    """Compute ``r_i - mean(r)`` for ``[n]`` rewards; exactly 0 if all are equal."""
     check_group(rewards)
     if bool((rewards == rewards[:1]).all()):
         return torch.zeros_like(rewards)
@@ -67,7 +67,7 @@ def centred(rewards: Tensor) -> Tensor:
 
 @group_advantages.register("grpo", traits=["compares"])
 def grpo(rewards: Tensor, group: Group, *, epsilon: Positive = 1e-6) -> Tensor:
-    """GRPO: how much better than its own group each answer was (Shao et al. 2024, arXiv:2402.03300, eq. 3).
+    """GRPO: the reward of an answer relative to its group (Shao et al. 2024, arXiv:2402.03300, eq. 3).
 
     ``A_i = (r_i - mean(r)) / (std(r) + epsilon)``. A group whose rewards are all equal carries no preference: 0.
     epsilon: 1e-6 as in verl; TRL has 1e-4.
@@ -77,17 +77,17 @@ def grpo(rewards: Tensor, group: Group, *, epsilon: Positive = 1e-6) -> Tensor:
 
 @group_advantages.register("dr_grpo", traits=["compares"])
 def dr_grpo(rewards: Tensor, group: Group) -> Tensor:
-    """Dr. GRPO: ``A_i = r_i - mean(r)`` (Liu et al. 2025, arXiv:2503.20783). Dividing by the deviation would
-    favour tasks that are nearly solved or nearly hopeless."""
+    """Dr. GRPO: ``A_i = r_i - mean(r)`` (Liu et al. 2025, arXiv:2503.20783). Dividing by the standard deviation would
+    favour tasks that almost always succeed or almost always fail."""
     return centred(rewards)
 
 
 @group_advantages.register("rloo", traits=["compares"])
 def rloo(rewards: Tensor, group: Group) -> Tensor:
-    """RLOO: each answer against the mean of the others (Ahmadian et al. 2024, arXiv:2402.14740).
+    """RLOO: an answer's reward minus the mean of the others (Ahmadian et al. 2024, arXiv:2402.14740).
 
     ``A_i = r_i - 1/(n-1) sum_{j != i} r_j = n/(n-1) (r_i - mean(r))``: the baseline does not depend on the answer, so
-    that the gradient is unbiased.
+    the gradient is unbiased.
     """
     n = rewards.numel()
     return centred(rewards) * (n / max(n - 1, 1))
@@ -96,7 +96,7 @@ def rloo(rewards: Tensor, group: Group) -> Tensor:
 @group_advantages.register("reinforce_pp")
 def reinforce_pp(rewards: Tensor, group: Group) -> Tensor:
     """REINFORCE++: ``A_i = r_i``, which the trainer then normalises over the whole batch (Hu et al. 2025,
-    arXiv:2501.03262; see `rayrft.algorithms.normalisation`). There is no group in it: a group of one gets its reward.
+    arXiv:2501.03262; see `rayrft.algorithms.normalisation`). It compares nothing: a group of one gets its reward.
     """
     check_group(rewards)
     return rewards
@@ -105,7 +105,7 @@ def reinforce_pp(rewards: Tensor, group: Group) -> Tensor:
 @group_advantages.register("reinforce_pp_baseline", traits=["compares"])
 def reinforce_pp_baseline(rewards: Tensor, group: Group) -> Tensor:
     """REINFORCE++ with baseline: ``A_i = r_i - mean(r)``, which the trainer then normalises over the whole batch (Hu et
-    al. 2025, arXiv:2501.03262): unlike GRPO's, the deviation is that of all answers to all tasks."""
+    al. 2025, arXiv:2501.03262): unlike in GRPO, the deviation is over all answers to all tasks."""
     return centred(rewards)
 
 
@@ -113,7 +113,7 @@ def reinforce_pp_baseline(rewards: Tensor, group: Group) -> Tensor:
 def remax(rewards: Tensor, group: Group) -> Tensor:
     """ReMax: ``A_i = r_i - r_greedy`` (Li et al. 2023, arXiv:2310.10505). Works with a group of one.
 
-    Raises ValueError where ``group.greedy_reward`` is not known.
+    Raises ValueError if ``group.greedy_reward`` is None.
     """
     if group.greedy_reward is None:
         raise ValueError("remax needs the reward of the greedy answer")
@@ -125,11 +125,11 @@ def remax(rewards: Tensor, group: Group) -> Tensor:
 def opmd(rewards: Tensor, group: Group, *, baseline_tau: Positive = 1.0) -> Tensor:
     """OPMD: ``A_i = r_i - tau log(1/n sum_j exp(r_j / tau))`` (Pan et al. 2025, arXiv:2505.17826).
 
-    The baseline estimates tau log Z, Z normalising the policy that maximises reward less tau times the KL to the old
-    one: the mean for tau to infinity, the greatest reward for tau to 0. It is never below the mean. 0 where all
-    rewards are equal.
+    The baseline estimates tau log Z, where Z normalises the policy that maximises reward minus tau times the KL to the
+    old one: the mean for tau to infinity, the maximum for tau to 0, and never below the mean. 0 if all rewards are
+    equal.
 
-    Trinity-RFT's default baseline is the plain mean (`dr_grpo`), which the preset `opmd` takes; this one is its option
+    Trinity-RFT's default baseline is the plain mean (`dr_grpo`), which the preset `opmd` uses; this one is its option
     ``logavgexp``.
     """
     if not bool(centred(rewards).any()):
@@ -142,22 +142,21 @@ def opmd(rewards: Tensor, group: Group, *, baseline_tau: Positive = 1.0) -> Tens
 def asymre(rewards: Tensor, group: Group, *, baseline_shift: float = -0.1) -> Tensor:
     """AsymRE: ``A_i = r_i - (mean(r) + shift)`` (Arnal et al. 2025, arXiv:2506.20520).
 
-    A shift below 0 leans on successes more than on failures, which is what off-policy REINFORCE without a ratio bears;
-    at 0 or above it collapses. Rewards that are all equal give -shift: such answers are imitated a little. A group of
-    one gives 0.
+    A shift below 0 weighs successes more than failures, which keeps off-policy REINFORCE without a ratio stable; at 0
+    or above it collapses. Rewards that are all equal give -shift, so such answers are imitated a little. A group of one
+    gives 0.
     """
     return centred(rewards) - (baseline_shift if rewards.numel() > 1 else 0.0)
 
 
 @group_advantages.register("red_drop", traits=["compares", "selects"])
 def red_drop(rewards: Tensor, group: Group) -> Tensor:
-    """RED-Drop: where more answers are worse than the group's mean than are not, those too many are left out (Yao et
-    al. 2025, arXiv:2509.24203): ``A_i = r_i - mean of the rewards kept``, and 0 for the others.
+    """RED-Drop: drop the surplus of answers below the group's mean over the others (Yao et al. 2025, arXiv:2509.24203):
+    ``A_i = r_i - mean of the rewards kept``, and 0 for the dropped ones.
 
-    The last of the worse ones go, where Trinity-RFT draws. Rows stand in the order in which answers were asked for, so
-    that this is as good as a draw, and can be repeated; rows of one's own must not be sorted by anything. The tokens of
-    what is left out stay in the denominator; a KL or an entropy term, which are of all that the policy sampled, are of
-    these too.
+    The last ones below the mean are dropped, where Trinity-RFT draws at random. Rows are in the order of the requests,
+    so this is equivalent to a random draw and reproducible; rows from other sources must not be sorted. Tokens of
+    dropped answers stay in the denominator; KL and entropy terms include them.
     """
     check_group(rewards)
     worse = rewards < rewards.mean()
@@ -168,8 +167,8 @@ def red_drop(rewards: Tensor, group: Group) -> Tensor:
 
 @group_advantages.register("accept", traits=["selects"])
 def accept(rewards: Tensor, group: Group, *, accept_above: float = 0.0) -> Tensor:
-    """Rejection sampling: ``A_i = 1`` where ``r_i > accept_above``, else 0. A threshold on each reward, where RAFT as
-    published takes the best of K answers; so a group of one counts like any other. A KL or an entropy term, which are
-    of all that the policy sampled, are of what is rejected too."""
+    """Rejection sampling: ``A_i = 1`` if ``r_i > accept_above``, else 0. A threshold on the reward, where RAFT as
+    published takes the best of K answers; so a group of one counts like any other. KL and entropy terms include
+    rejected answers."""
     check_group(rewards)
     return (rewards > accept_above).to(rewards.dtype)

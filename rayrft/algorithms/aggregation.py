@@ -1,7 +1,7 @@
-"""From per-token losses to a micro-batch's share of the step's loss.
+"""Aggregations of per-token losses to a micro-batch's share of the step's loss.
 
 An aggregation takes ``values`` ``[T]``, the batch whose mask selects the stream's tokens, and the stream's `Amount` in
-the whole step. It gives a scalar; those of all micro-batches and ranks add up to the loss of the step.
+the whole step. It returns a scalar; the sum over all micro-batches and ranks is the loss of the step.
 """
 
 from __future__ import annotations
@@ -32,14 +32,13 @@ def token_mean(values: Tensor, batch: TokenBatch, over: Amount) -> Tensor:
 @aggregations.register("sequence_mean_token_mean", traits=["whole_answers"])
 def sequence_mean_token_mean(values: Tensor, batch: TokenBatch, over: Amount) -> Tensor:
     """``1/N sum_i 1/|y_i| sum_t l_it``: every answer counts the same, so tokens of long answers count for less (GRPO,
-    Shao et al. 2024, arXiv:2402.03300, eq. 3). The one for losses of whole answers, which stand on each of their
-    tokens."""
+    Shao et al. 2024, arXiv:2402.03300, eq. 3). Use it for losses of whole answers, which repeat on all their tokens."""
     return batch.mean(values).sum() / over.sequences
 
 
 @aggregations.register("sequence_mean_token_sum")
 def sequence_mean_token_sum(values: Tensor, batch: TokenBatch, over: Amount) -> Tensor:
-    """``1/N sum_i sum_t l_it``: the log-likelihood of whole answers, without a length in it."""
+    """``1/N sum_i sum_t l_it``: the log-likelihood of whole answers, not normalised by length."""
     return keep(values, batch.mask).sum() / over.sequences
 
 
@@ -47,7 +46,7 @@ def sequence_mean_token_sum(values: Tensor, batch: TokenBatch, over: Amount) -> 
 def constant(values: Tensor, batch: TokenBatch, over: Amount, *, constant_length: Positive = 1024.0) -> Tensor:
     """``1/(N L) sum_i sum_t l_it`` with one L for all answers (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783).
 
-    L is the longest answer that may be sampled: a run takes `explorer.sampling.max_tokens` where it is not given. It
-    scales the loss, no more: under Adam that is felt only by the gradient clipping, and against other streams.
+    L is the longest answer that may be sampled; its default in a run is `explorer.sampling.max_tokens`. It only scales
+    the loss, which under Adam affects the gradient clipping and the balance with other streams.
     """
     return keep(values, batch.mask).sum() / (over.sequences * constant_length)

@@ -1,4 +1,4 @@
-"""An algorithm: one piece from each registry, their coefficients, and the loss that they make up."""
+"""An algorithm: one piece from each registry, their coefficients, and the resulting loss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rayrft.algorithms.pieces import NONE, Need
 from rayrft.algorithms.preference import margins
 from rayrft.algorithms.ratios import token_ratio
 from rayrft.algorithms.recipe import Recipe
-from rayrft.algorithms.values import less_penalty, with_advantages
+from rayrft.algorithms.values import with_advantages, with_penalty
 
 _FIELDS: dict[Need, str] = {
     "reference": "reference_logprobs",
@@ -22,7 +22,7 @@ _FIELDS: dict[Need, str] = {
     "teacher_candidates": "teacher_candidates",
     "pairs": "pair",
 }
-"""Needs that a loss must find in its batch. A proximal policy that is not there is the present one."""
+"""Needs that the batch of a loss must supply. Missing proximal log-probs are replaced by the present policy's."""
 
 
 @dataclass(frozen=True)
@@ -30,18 +30,18 @@ class Algorithm(Recipe):
     """The loss of a step is ``(1 - mu) own + mu sft + preference``, where
     ``own = policy + kl_coef kl + entropy_coef entropy + distillation_coef distillation``.
 
-    Own rows feed the first term alone, expert rows the second (MIX as in Trinity-RFT, Pan et al. 2025,
-    arXiv:2505.17826), pairs the third, each over its own global denominator. GRPO has mu = 0, SFT mu = 1. A term whose
-    weight is 0 is left out altogether, so that the ends are exact.
+    Own rows (sampled by the policy) feed only the first term, expert rows the second (MIX as in Trinity-RFT, Pan et al.
+    2025, arXiv:2505.17826), pairs the third; every stream has its own global denominator. GRPO has mu = 0, SFT mu = 1.
+    A term of weight 0 is not computed, so both extremes are exact.
 
     `rayrft.algorithms.presets.build` makes an Algorithm with all names and coefficients checked.
     """
 
     def group_advantages(self, rewards: Tensor, group: Group) -> Tensor:
-        """``[n]``: one advantage for each row of a group, or for each turn of its rows where those are needed; see
-        `rayrft.algorithms.advantages`. Zeros where there is no policy loss.
+        """Compute ``[n]`` advantages, one per row of a group, or per turn of its rows if the piece needs turns; see
+        `rayrft.algorithms.advantages`. Zeros without a policy loss.
 
-        Raises ValueError where they come from a critic instead.
+        Raises ValueError if they come from a critic instead.
         """
         if self.advantage == NONE:
             return torch.zeros_like(rewards)
@@ -50,10 +50,10 @@ class Algorithm(Recipe):
         return self._bound("advantage")(rewards, group)
 
     def token_advantages(self, batch: TokenBatch) -> TokenBatch:
-        """The batch with what is known of advantages only in the trainer: those that come of rewards and values, with
-        returns; and less the KL of the old policy from each token on, where that is in the reward.
+        """Return the batch with the advantages that only the trainer can compute: from rewards and values, with
+        returns; with a KL in the reward, minus the old policy's KL summed from the token to the end of its row.
 
-        Raises ValueError on what the batch lacks.
+        Raises ValueError if the batch lacks a field.
         """
         penalty = None
         if self.penalises_rewards:
@@ -62,24 +62,23 @@ class Algorithm(Recipe):
             penalty = self.kl_coef * self._bound("kl")(own.old_logprobs, own.reference_logprobs)
         if self.advantage_is_by_token:
             return with_advantages(batch, self._bound("advantage"), penalty)
-        return batch if penalty is None else less_penalty(batch, penalty)
+        return batch if penalty is None else with_penalty(batch, penalty)
 
     def value_loss_of(self, values: Tensor, batch: TokenBatch, over: Denominators) -> Tensor:
-        """This micro-batch's share of the critic's loss: its new ``values`` ``[T]`` against the batch's returns, as the
-        mean over own action tokens."""
+        """Compute this micro-batch's share of the critic's loss, the mean over own action tokens, from the critic's new
+        ``values`` ``[T]`` and the batch's returns."""
         own = batch.own()
-        losses = own.weighed(self._bound("value_loss")(keep(values, own.mask), own))
+        losses = own.weighted(self._bound("value_loss")(keep(values, own.mask), own))
         return keep(losses, own.mask).sum() / over.policy.tokens
 
     def loss(self, output: PolicyOutput, batch: TokenBatch, over: Denominators, *, step: int = 0) -> LossParts:
-        """This micro-batch's share of the step's loss; the shares of all micro-batches and ranks add up to it.
+        """Compute this micro-batch's share of the step's loss; the sum over all micro-batches and ranks is the loss.
 
-        ``step`` counts the steps that the policy took in the stage so far. Where proximal log-probs are needed and the
-        batch has none, the present policy is the proximal one, as it is in a step of one update. Raises ValueError on
-        what else the batch lacks.
+        ``step`` counts the stage's steps in which the policy was trained. If proximal log-probs are needed and missing,
+        the present policy is the proximal one, as in a step of one update. Raises ValueError on another missing field.
         """
         mu = self.mu(step)
-        # Zero, but part of the graph: a rank without rows must take part in the backward pass all the same.
+        # Zero, but part of the graph: a rank without rows must still take part in the backward pass.
         parts = LossParts.zero(keep(output.logprobs, torch.zeros_like(batch.mask)).sum())
         if self.has_own and mu < 1.0:
             parts = self._own(parts, output, batch, over, 1.0 - mu)
@@ -103,28 +102,28 @@ class Algorithm(Recipe):
             own = replace(own, proximal_logprobs=output.logprobs.detach())
         aggregate = self._bound("aggregation")
         if self.policy_loss != NONE:
-            found = self._bound("policy_loss")(output.logprobs, own)
-            values = own.weighed(found.values)
+            token_loss = self._bound("policy_loss")(output.logprobs, own)
+            values = own.weighted(token_loss.values)
             if self.correction != NONE:
                 factor = self._bound("correction")(output.logprobs, own)
                 values = values * factor
                 parts = parts.metric("correction", keep(factor, own.mask))
             parts = parts.add("policy", aggregate(values, own, over.policy), weight)
-            if found.clipped is not None:
-                parts = parts.metric("clipped", found.clipped & own.mask)
+            if token_loss.clipped is not None:
+                parts = parts.metric("clipped", token_loss.clipped & own.mask)
         if "kl" in self.terms:
             self._check(batch, "kl")
             in_loss = self.kl_in == "loss"
             values = self._bound("kl")(output.logprobs if in_loss else output.logprobs.detach(), own.reference_logprobs)
             if in_loss:
-                parts = parts.add("kl", aggregate(own.weighed(values), own, over.policy), weight * self.kl_coef)
+                parts = parts.add("kl", aggregate(own.weighted(values), own, over.policy), weight * self.kl_coef)
             parts = parts.metric("kl", aggregate(values, own, over.policy))
         if "entropy" in self.terms:
-            values = own.weighed(self._bound("entropy")(output.entropy))
+            values = own.weighted(self._bound("entropy")(output.entropy))
             parts = parts.add("entropy_term", aggregate(values, own, over.policy), weight * self.entropy_coef)
         if "distillation" in self.terms:
             self._check(batch, "distillation")
-            values = own.weighed(self._bound("distillation")(output, own))
+            values = own.weighted(self._bound("distillation")(output, own))
             parts = parts.add("distillation", aggregate(values, own, over.policy), weight * self.distillation_coef)
         parts = parts.metric("entropy", output.entropy)
         parts = parts.metric("ratio", keep(token_ratio(output.logprobs, own), own.mask))

@@ -1,4 +1,4 @@
-"""What goes into a loss: the tokens of one micro-batch, flat."""
+"""Inputs of losses: the tokens of one micro-batch, flat."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from torch import Tensor
 class TokenBatch:
     """T tokens of N whole rows. Per-token fields have shape ``[T]``, per-row fields ``[N]``.
 
-    ``sequence`` is the row of each token, 0 to N - 1; the tokens of a row stand in their order, and whether rows were
-    padded or packed for the forward pass leaves no trace here. ``mask`` is True on the tokens that the policy or the
-    expert produced; elsewhere (prompts, observations, padding) every other per-token field may hold anything.
+    ``sequence`` is the row of every token, 0 to N - 1; tokens of a row are in order. The layout is the same for padded
+    and packed forward passes. ``mask`` is True on the tokens that the policy or the expert produced; elsewhere
+    (prompts, observations, padding) the other per-token fields are undefined.
 
-    ``expert`` sends a row to the SFT stream, and ``pair`` >= 0 (with its partner in the same micro-batch) to the
-    preference stream; the others are own rows. Log-probs are in nats. What is None was not asked for by the algorithm.
+    ``expert`` puts a row into the SFT stream, and ``pair`` >= 0 (with its partner in the same micro-batch) into the
+    preference stream; all others are own rows, sampled by the policy. Log-probs are in nats. Fields that the algorithm
+    does not need are None.
     """
 
     mask: Tensor
     sequence: Tensor
     behaviour_logprobs: Tensor
-    """Of the policy that sampled the token, as the sampler gave it; expert rows hold zeros."""
+    """Log-probs under the policy that sampled the token, as reported by the sampler; zeros in expert rows."""
     advantages: Tensor
     expert: Tensor
 
     weight: Tensor | None = None
-    """``[N]``: importance weight of a row that was not drawn uniformly; it multiplies every loss of own rows, the
-    critic's too."""
+    """``[N]``: importance weight of a row that was not drawn uniformly; it multiplies every loss of own rows, also the
+    critic's."""
     reward: Tensor | None = None
     """``[N]``"""
     pair: Tensor | None = None
@@ -39,13 +40,13 @@ class TokenBatch:
     """``[N]`` bool: the preferred row of its pair."""
 
     proximal_logprobs: Tensor | None = None
-    """Of the trainer's own policy before the first update on this batch ("old" log-probs)."""
+    """Log-probs under the trainer's policy before the first update on this batch ("old" log-probs)."""
     reference_logprobs: Tensor | None = None
     teacher_logprobs: Tensor | None = None
     teacher_candidates: Tensor | None = None
-    """``[T, K]``: the teacher's log-probs of its K likeliest tokens, or of the whole vocabulary."""
+    """``[T, K]``: the teacher's log-probs of its K most likely tokens, or of the whole vocabulary."""
     values: Tensor | None = None
-    """The critic's values before the first update on this batch: of the state in which each token was chosen."""
+    """The critic's values, before the first update on this batch, of the state before the token."""
     returns: Tensor | None = None
 
     @property
@@ -55,7 +56,7 @@ class TokenBatch:
 
     @property
     def old_logprobs(self) -> Tensor:
-        """What ratios are taken to: the proximal policy where there is one, else the behaviour policy."""
+        """Denominator of ratios: the proximal policy if the batch has it, else the behaviour policy."""
         return self.behaviour_logprobs if self.proximal_logprobs is None else self.proximal_logprobs
 
     @property
@@ -65,20 +66,20 @@ class TokenBatch:
 
     @property
     def lengths(self) -> Tensor:
-        """``[N]``: masked-in tokens of each row."""
+        """``[N]``: number of masked-in tokens by row."""
         return self.sum(torch.ones_like(self.advantages))
 
     def own(self) -> Self:
-        """The RL stream: rows that are neither an expert's nor in a pair."""
+        """Return the RL stream: rows that are neither demonstrations nor in a pair."""
         return self.only(~self.expert & ~self.paired)
 
     def demonstrated(self) -> Self:
-        """The SFT stream."""
+        """Return the SFT stream: demonstrations."""
         return self.only(self.expert & ~self.paired)
 
     def only(self, rows: Tensor) -> Self:
-        """This batch with no token but those of ``rows`` (``[N]`` bool) masked in, and zeros in every per-token field
-        elsewhere: pieces see no garbage, and none can reach a loss or a gradient."""
+        """Return the batch with only the tokens of ``rows`` (``[N]`` bool) masked in, and zeros in per-token fields
+        elsewhere, so that undefined values reach no loss or gradient."""
         mask = self.mask & rows[self.sequence]
         fields = {name: getattr(self, name) for name in _PER_TOKEN}
         return replace(
@@ -86,19 +87,19 @@ class TokenBatch:
         )
 
     def sum(self, values: Tensor) -> Tensor:
-        """``[T]`` to ``[N]``: the sum over each row's masked-in tokens."""
+        """Sum ``[T]`` over the masked-in tokens of a row, to ``[N]``."""
         return values.new_zeros(self.rows).index_add(0, self.sequence, keep(values, self.mask))
 
     def mean(self, values: Tensor) -> Tensor:
-        """``[T]`` to ``[N]``: the mean over each row's masked-in tokens; 0 for a row without any."""
+        """Average ``[T]`` over the masked-in tokens of a row, to ``[N]``; 0 for a row without any."""
         return self.sum(values) / self.lengths.clamp(min=1)
 
     def spread(self, values: Tensor) -> Tensor:
-        """``[N]`` to ``[T]``: each token gets its row's value."""
+        """Repeat the values of rows, ``[N]``, on their tokens, ``[T]``."""
         return values[self.sequence]
 
-    def weighed(self, values: Tensor) -> Tensor:
-        """``[T]``: losses of tokens, times the importance weights of their rows."""
+    def weighted(self, values: Tensor) -> Tensor:
+        """Multiply per-token losses ``[T]`` by the importance weights of their rows."""
         return values if self.weight is None else values * self.spread(self.weight)
 
 
@@ -116,10 +117,10 @@ _PER_TOKEN = (
 
 @dataclass(frozen=True)
 class PolicyOutput:
-    """What the policy's forward pass says of the T tokens of a batch.
+    """The policy's forward pass on the T tokens of a batch.
 
-    ``logprobs`` ``[T]`` carries the gradient; ``entropy`` ``[T]`` (nats) does where the algorithm has an entropy term.
-    ``candidates`` ``[T, K]``, with gradient, are log-probs of the teacher's candidate tokens, where it compares them.
+    ``logprobs`` ``[T]`` carries the gradient; ``entropy`` ``[T]`` (nats) does if the algorithm has an entropy term.
+    ``candidates`` ``[T, K]``, with gradient, are log-probs of the teacher's candidate tokens, if it compares them.
     """
 
     logprobs: Tensor
@@ -127,13 +128,13 @@ class PolicyOutput:
     candidates: Tensor | None = None
 
     def only(self, mask: Tensor) -> Self:
-        """Zeros outside the mask, and no gradient there."""
+        """Set values and gradients outside the mask to zero."""
         candidates = None if self.candidates is None else keep(self.candidates, mask)
         return type(self)(keep(self.logprobs, mask), keep(self.entropy, mask), candidates)
 
 
 def keep(values: Tensor, mask: Tensor) -> Tensor:
-    """``values`` (``[T]`` or ``[T, K]``) where the mask is True and 0 elsewhere, whatever stood there: no product with
-    the mask, for infinity times 0 is not a number."""
+    """Return ``values`` (``[T]`` or ``[T, K]``) where the mask is True, else 0. Not a product with the mask, because
+    infinity times 0 is NaN."""
     mask = mask if values.dim() == mask.dim() else mask[:, None]
     return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))

@@ -1,6 +1,6 @@
-"""What an algorithm cannot be: values that fit nothing, choices that nothing acts on, and such as do not go together.
+"""Validation of algorithms: invalid values, options without effect, and combinations that do not work.
 
-Every function raises ConfigError with the key under ``algorithm``, what was found, and what to do.
+Every function raises ConfigError with the key under ``algorithm``, the value, and a remedy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WEIGHTS = {
     "distillation_coef": "distillation",
     "teacher_candidates": "distillation",
 }
-"""Fields that mean something only where another one names a piece."""
+"""Fields that have an effect only if another field names a piece."""
 
 _REQUIRED = ("aggregation", "sft_aggregation", "mu_schedule")
 """Pieces that cannot be left out."""
@@ -41,11 +41,11 @@ _HINTS: dict[str, Any] = {
     "teacher_candidates": Count,
     "normalise_advantages": bool,
 }
-"""What fields may hold that are not names."""
+"""Types of the fields that are not names of pieces."""
 
 
 def check_field(algorithm: Algorithm, key: str, value: Any) -> None:
-    """Of a field that was given: that the value is one it may have, and acts on something."""
+    """Check that a given field has a valid value and an effect."""
     if wrong := fault(value, _HINTS.get(key, str)):
         raise ConfigError(wrong, field=f"algorithm.{key}", value=value)
     if key in REGISTRIES:
@@ -83,15 +83,14 @@ def check_field(algorithm: Algorithm, key: str, value: Any) -> None:
 
 
 def check_coefficient(algorithm: Algorithm, pieces: list[Piece[Any]], own: set[str], key: str, value: Any) -> None:
-    """Of a key that is none of the fields in ``own``: that one of the pieces has such a coefficient, and may have the
-    value."""
+    """Check that a key that is not a field (``own``) is a coefficient of one of the pieces, with a valid value."""
     users = [piece for piece in pieces if key in piece.coefficients]
     for piece in users:
         if wrong := piece.fault(key, value):
             raise ConfigError(wrong, field=f"algorithm.{key}", value=value)
     if users:
         return
-    used = {each for piece in pieces for each in piece.coefficients}
+    used = {coefficient for piece in pieces for coefficient in piece.coefficients}
     everywhere = {
         f"{kind} {name!r}"
         for kind, registries in REGISTRIES.items()
@@ -110,7 +109,7 @@ def check_coefficient(algorithm: Algorithm, pieces: list[Piece[Any]], own: set[s
 
 
 def check_whole(algorithm: Algorithm, overrides: Mapping[str, Any]) -> None:
-    """That the pieces go together; ``overrides`` are what was given."""
+    """Check that the pieces work together; ``overrides`` are the keys given by the user."""
     if algorithm.policy_loss != NONE and algorithm.advantage == NONE:
         raise ConfigError(
             f"policy_loss {algorithm.policy_loss!r} needs one",
@@ -146,7 +145,7 @@ def check_whole(algorithm: Algorithm, overrides: Mapping[str, Any]) -> None:
 
 
 def check_bounds(algorithm: Algorithm) -> None:
-    """That bounds of an interval leave something between them."""
+    """Check that the bounds of an interval are in order."""
     piece = algorithm.piece("correction")
     bounds = {**piece.coefficients, **algorithm.coefficients} if piece else {}
     low, high = bounds.get("weight_low", 0.0), bounds.get("weight_high", 1.0)
@@ -155,12 +154,12 @@ def check_bounds(algorithm: Algorithm) -> None:
             f"leaves nothing: it is not below weight_high {high:g}",
             field="algorithm.weight_low",
             value=low,
-            remedy=f"correction {piece.name!r} keeps what lies between the two",
+            remedy=f"correction {piece.name!r} keeps weights between the two",
         )
 
 
 def is_used(algorithm: Algorithm, kind: str) -> bool:
-    """Whether the piece or choice in that field has any effect in this algorithm."""
+    """Return whether the piece or option in this field has any effect in the algorithm."""
     return {
         "advantage": algorithm.policy_loss != NONE,
         "correction": algorithm.policy_loss != NONE,
@@ -171,7 +170,7 @@ def is_used(algorithm: Algorithm, kind: str) -> bool:
         "sft_aggregation": algorithm.sft != NONE,
         "mu_schedule": algorithm.mixes,
         "value_loss": algorithm.advantage in token_advantages,
-        # Rows are sides of pairs there, not demonstrations and not samples of the policy.
+        # With a preference loss all rows are in pairs: there are no demonstrations and no samples of the policy.
         "sft": algorithm.preference == NONE,
         "distillation": algorithm.preference == NONE,
     }.get(kind, True)
@@ -203,8 +202,8 @@ def _check_penalty(algorithm: Algorithm) -> None:
         problem = f"{algorithm.name!r} has no policy loss, hence no rewards"
     elif algorithm.advantage_is_by_token:
         return
-    elif deaf := [piece for piece in (loss, advantage) if piece.traits & {"one_advantage", "selects"}]:
-        problem = f"{deaf[0].kind} {deaf[0].name!r} looks at whole answers, and the KL in the reward is one of tokens"
+    elif unfit := [piece for piece in (loss, advantage) if piece.traits & {"one_advantage", "selects"}]:
+        problem = f"{unfit[0].kind} {unfit[0].name!r} looks at whole answers, and the KL in the reward is one of tokens"
     else:
         return
     raise ConfigError(problem, field="algorithm.kl_in", value="reward", remedy="use kl_in: loss")

@@ -1,4 +1,4 @@
-"""Coefficients of a stage that follow a target from step to step."""
+"""Loss coefficients that are adapted from step to step towards a target."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from rayrft.algorithms.kl import AdaptiveCoefficient
 
 @dataclass(frozen=True)
 class Coefficients:
-    """The controllers of an algorithm, as they stand between two steps; None where its coefficient is fixed."""
+    """The state of an algorithm's coefficient controllers between two steps; None for a fixed coefficient."""
 
     kl: AdaptiveCoefficient | None
     entropy: EntropyController | None
     last_entropy: float = 0.0
-    """Mean over the own tokens of the step before (nats); before the first it counts as 0, below every goal."""
+    """Mean over own tokens of the previous step (nats); before the first step 0, which is below every goal."""
 
     @classmethod
     def of(cls, algorithm: Algorithm) -> Self:
-        """Those that the algorithm begins with."""
+        """Return the algorithm's initial controllers."""
         kl = entropy = None
         if algorithm.kl_target is not None:
             kl = AdaptiveCoefficient(algorithm.kl_coef, algorithm.kl_target, algorithm.kl_horizon)
@@ -30,7 +30,7 @@ class Coefficients:
         return cls(kl, entropy)
 
     def applied(self, algorithm: Algorithm) -> Algorithm:
-        """The algorithm with the coefficients of the next step."""
+        """Return the algorithm with the coefficients of the next step."""
         if self.kl is not None:
             algorithm = replace(algorithm, kl_coef=self.kl.coef)
         if self.entropy is not None:
@@ -38,8 +38,7 @@ class Coefficients:
         return algorithm
 
     def update(self, *, kl: float, entropy: float, sequences: int) -> Self:
-        """After a step of so many own rows, in which these were the mean KL and entropy; without own rows nothing is
-        known of either."""
+        """Return the state after a step with these mean KL and entropy over ``sequences`` own rows; unchanged for 0."""
         if not sequences:
             return self
         return replace(
@@ -50,13 +49,13 @@ class Coefficients:
         )
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps of them."""
+        """Return the state for a checkpoint."""
         kl = {} if self.kl is None else {"kl": self.kl.coef}
         entropy = {} if self.entropy is None else {"entropy": self.entropy.coef, "last_entropy": self.last_entropy}
         return {**kl, **entropy}
 
     def restored(self, state: dict[str, float]) -> Self:
-        """As they stood when they gave this state."""
+        """Restore what `state` returned."""
         return replace(
             self,
             kl=self.kl and replace(self.kl, coef=state["kl"]),

@@ -1,10 +1,10 @@
-"""Weights that make up for engine and trainer not being the same policy, numerically or by version.
+"""Importance weights that correct for differences between engine and trainer policy (numerics or weight version).
 
-A correction gives a weight per own token, without gradient, which multiplies the policy loss. With log-probs of a
-proximal policy (the trainer's own, before its first update on the batch) the loss takes its ratios to that, and the
-correction weighs by how it differs from the behaviour policy; without, ratios reach the behaviour policy themselves,
-and a correction can only leave tokens out. What is left out stays in the denominator, which is counted before any
-forward pass.
+A correction returns a weight per own token, without gradient, which multiplies the policy loss. With log-probs of a
+proximal policy (the trainer's, before its first update on the batch) the loss uses ratios to that policy, and the
+correction weighs by the proximal policy's ratio to the behaviour policy. Without them the loss uses ratios to the
+behaviour policy, and a correction can only mask tokens. Masked tokens stay in the denominator, which is counted before
+any forward pass.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rayrft.algorithms.ratios import log_ratio
 
 
 class Correction(Protocol):
-    """``logprobs`` ``[T]`` and the own rows of a batch, both zero off the mask, to weights ``[T]``."""
+    """A function of ``logprobs`` ``[T]`` and the own rows of a batch, both zero off the mask, to weights ``[T]``."""
 
     def __call__(self, logprobs: Tensor, batch: TokenBatch, /) -> Tensor: ...
 
@@ -31,7 +31,7 @@ corrections: Pieces[Correction] = Pieces("correction")
 @corrections.register("decoupled", needs=["proximal"])
 def decoupled(logprobs: Tensor, batch: TokenBatch) -> Tensor:
     """Decoupled PPO: ``w_t = pi_prox(y_t) / pi_behaviour(y_t)`` (Hilton et al. 2021, arXiv:2110.00641; AReaL, Fu
-    et al. 2025, arXiv:2505.24298): old samples are weighed fully, while the clip keeps to the recent policy."""
+    et al. 2025, arXiv:2505.24298): full importance weights, while the clip is relative to the recent policy."""
     return _gap(logprobs, batch).exp()
 
 
@@ -54,7 +54,7 @@ def masked(logprobs: Tensor, batch: TokenBatch, *, weight_low: Positive = 0.5, w
 def token_mask(
     logprobs: Tensor, batch: TokenBatch, *, weight_low: Positive = 0.5, weight_high: Positive = 2.0
 ) -> Tensor:
-    """1 on tokens whose ratio to the behaviour policy lies within [weight_low, weight_high], else 0."""
+    """1 on tokens whose ratio to the behaviour policy is within [weight_low, weight_high], else 0."""
     ratio = _gap(logprobs, batch).exp()
     return ((ratio >= weight_low) & (ratio <= weight_high)).to(ratio.dtype)
 
@@ -63,15 +63,15 @@ def token_mask(
 def sequence_mask(
     logprobs: Tensor, batch: TokenBatch, *, weight_low: Positive = 0.99, weight_high: Positive = 1.01
 ) -> Tensor:
-    """1 on answers of which the geometric mean of the tokens' ratios to the behaviour policy lies within [weight_low,
-    weight_high], else 0: an answer on which the engine went astray is left out whole (Liu et al. 2025, "When speed
-    kills stability"). The geometric mean, unlike the product, means the same at every length. It stays near 1 however
-    noisy the tokens are, so that bounds are narrow (as in SkyRL; verl has 0.999 to 1.001)."""
+    """1 on answers whose geometric mean of token ratios to the behaviour policy is within [weight_low, weight_high],
+    else 0: an answer on which engine and trainer disagree is masked as a whole (Liu et al. 2025, "When speed kills
+    stability"). Unlike the product, the geometric mean does not scale with length. Token noise averages out in it, so
+    bounds are narrow (as in SkyRL; verl has 0.999 to 1.001)."""
     ratio = batch.mean(_gap(logprobs, batch)).exp()
     return batch.spread(((ratio >= weight_low) & (ratio <= weight_high)).to(ratio.dtype))
 
 
 def _gap(logprobs: Tensor, batch: TokenBatch) -> Tensor:
-    """``[T]``: log-ratio of the proximal policy, or of the present one where there is none, to the behaviour policy."""
+    """Compute the log-ratio ``[T]`` of the proximal policy (if missing, the present one) to the behaviour policy."""
     newer = logprobs.detach() if batch.proximal_logprobs is None else batch.proximal_logprobs
     return log_ratio(newer, batch.behaviour_logprobs)

@@ -1,6 +1,6 @@
 """Learning from a teacher on the policy's own samples (on-policy distillation: Agarwal et al. 2023, arXiv:2306.13649).
 
-A loss takes the policy's output and the own rows of a batch, zero off the mask, and gives a loss per token.
+A loss takes the policy's output and the own rows of a batch, zero off the mask, and returns a loss per token.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def reverse_kl(output: PolicyOutput, batch: TokenBatch, *, ratio_cap: Positive =
     """``KL(pi || teacher)`` at every state, from the teacher's log-prob of the sampled token alone (Gu et al. 2023,
     arXiv:2306.08543; as a per-token advantage: Lu 2025, "On-policy distillation").
 
-    ``w_t d_t`` with ``d_t = log pi(y_t) - log teacher(y_t)``, cut to +-20, and ``w_t = min(rho_t, ratio_cap)``, rho_t
-    being the ratio to the policy that sampled: truncated importance sampling, as in the correction `truncated`. Its
-    gradient ``w_t d_t grad log pi(y_t)`` is unbiased for the KL at the states visited where the cap does not bind. What
-    a token does to later states is left out. Raises ValueError where the batch has no teacher log-probs.
+    ``w_t d_t`` with ``d_t = log pi(y_t) - log teacher(y_t)``, clamped to +-20, and ``w_t = min(rho_t, ratio_cap)``,
+    where rho_t is the ratio to the behaviour policy: truncated importance sampling, as in the correction `truncated`.
+    Its gradient ``w_t d_t grad log pi(y_t)`` is unbiased for the KL at the visited states while the cap does not bind.
+    A token's effect on later states is ignored. Raises ValueError if the batch has no teacher log-probs.
     """
     if batch.teacher_logprobs is None:
         raise ValueError("reverse_kl needs the teacher's log-probs of the sampled tokens")
@@ -44,26 +44,26 @@ def jsd(output: PolicyOutput, batch: TokenBatch, *, teacher_share: OpenFraction 
     """Generalised Jensen-Shannon divergence over the vocabulary (Agarwal et al. 2023, arXiv:2306.13649).
 
     ``b KL(teacher || M) + (1 - b) KL(pi || M)`` with ``M = b teacher + (1 - b) pi``, b being ``teacher_share``; between
-    0 and log 2 nats. b lies between 0 and 1: at either end the divergence is 0 whatever the policy.
+    0 and log 2 nats. b is strictly between 0 and 1: at either end the divergence is 0 for every policy.
 
     Needs ``teacher_candidates`` and ``output.candidates``: both distributions over the same K tokens, ``[T, K]``. K may
-    be the vocabulary, or the teacher's likeliest tokens; what remains of each distribution counts as one token more,
-    which makes the divergence smaller than the full one, never greater. Raises ValueError where one is missing.
+    be the vocabulary, or the teacher's most likely tokens; the remaining probability counts as one more token, so the
+    result is at most the full divergence. Raises ValueError if one is missing.
     """
     if batch.teacher_candidates is None or output.candidates is None:
         raise ValueError("jsd needs the log-probs of teacher and policy over the teacher's candidate tokens")
-    teacher, policy = _whole(batch.teacher_candidates), _whole(output.candidates)
+    teacher, policy = _with_rest(batch.teacher_candidates), _with_rest(output.candidates)
     middle = teacher_share * teacher + (1 - teacher_share) * policy
     return teacher_share * _kl(teacher, middle) + (1 - teacher_share) * _kl(policy, middle)
 
 
-def _whole(logprobs: Tensor) -> Tensor:
-    """``[T, K]`` log-probs to ``[T, K + 1]`` probabilities, the last one being what remains to 1."""
+def _with_rest(logprobs: Tensor) -> Tensor:
+    """Convert ``[T, K]`` log-probs to ``[T, K + 1]`` probabilities, the last one being the remainder to 1."""
     p = logprobs.exp()
     return torch.cat([p, (1 - p.sum(-1, keepdim=True)).clamp(min=0)], -1)
 
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:
-    """``[T, K]`` probabilities to ``[T]``: ``sum p log(p / q)``, where p = 0 counts 0 and has no gradient."""
+    """Compute ``sum p log(p / q)`` of ``[T, K]`` probabilities, ``[T]``; p = 0 counts 0 and has no gradient."""
     tiny = torch.finfo(p.dtype).tiny
     return (p * (p.clamp(min=tiny).log() - q.clamp(min=tiny).log())).sum(-1)

@@ -1,4 +1,4 @@
-"""Action tokens laid out by row, and sums over what is still to come in a row."""
+"""Action tokens as a rows x tokens grid, and discounted sums to the end of a row (rewards to go)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from rayrft.algorithms.batch import TokenBatch
 
 @dataclass(frozen=True)
 class Grid:
-    """Places ``[N, L]`` for the masked-in tokens of N rows, each row's from the left on, L being the most that any has.
+    """Indices of masked-in tokens in a left-aligned grid ``[N, L]``: N rows, L the largest number of tokens in a row.
 
-    Prompts, observations and padding have no place: the next action token stands next to the one before.
+    Prompts, observations and padding are skipped, so that consecutive action tokens of a row are adjacent.
     """
 
     mask: Tensor
     row: Tensor
     position: Tensor
-    """``[tokens in the mask]``, both."""
+    """``row`` and ``position``: ``[tokens in the mask]``."""
     rows: int
     width: int
 
@@ -35,22 +35,22 @@ class Grid:
         position[order] = torch.arange(row.numel(), device=row.device) - starts[row[order]]
         return cls(batch.mask, row, position, batch.rows, int(counts.max()) if row.numel() else 0)
 
-    def lay_out(self, values: Tensor) -> Tensor:
-        """``[T]`` to ``[N, L]``, zeros after the end of a row."""
+    def unflatten(self, values: Tensor) -> Tensor:
+        """Convert ``[T]`` to ``[N, L]``, zeros after the end of a row."""
         return values.new_zeros(self.rows, self.width).index_put((self.row, self.position), values[self.mask])
 
-    def flatten(self, laid: Tensor) -> Tensor:
-        """``[N, L]`` to ``[T]``, zeros off the mask."""
-        values = laid.new_zeros(self.mask.shape)
-        values[self.mask] = laid[self.row, self.position]
+    def flatten(self, grid: Tensor) -> Tensor:
+        """Convert ``[N, L]`` to ``[T]``, zeros off the mask."""
+        values = grid.new_zeros(self.mask.shape)
+        values[self.mask] = grid[self.row, self.position]
         return values
 
 
 def to_go(values: Tensor, discount: float = 1.0) -> Tensor:
-    """``[N, L]`` to ``[N, L]``: ``S_t = x_t + discount S_{t+1}``, the sum from each place to the end of its row.
+    """Compute ``S_t = x_t + discount S_{t+1}`` along the rows of ``[N, L]``, the discounted sum to the row's end.
 
-    By doubling (Hillis and Steele 1986): after k rounds S_t holds the first 2^k terms. What other rows hold, and how
-    long they are, changes no bit of it.
+    By doubling (Hillis and Steele 1986): after k rounds S_t holds the first 2^k terms. Values and lengths of other rows
+    do not change a bit of the result.
     """
     total, reach = values.clone(), 1
     while reach < values.shape[1]:

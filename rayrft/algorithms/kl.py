@@ -1,10 +1,10 @@
 """Estimates of ``KL(pi || pi_ref)`` from sampled tokens (Schulman 2020, "Approximating KL divergence").
 
-With ``d_t = log pi(y_t) - log pi_ref(y_t)``, cut to +-20, each gives ``[T]`` nats per token. As a value, k1 and k3 are
-unbiased where the policy sampled the tokens, and k2 is nearly so where the policies are close. As a loss what counts is
-the gradient: that of k2 is unbiased, that of k1 is 0 in the mean (it belongs in the reward, or straight through), and
-that of k3 is the gradient of the other direction, ``KL(pi_ref || pi)``. The straight-through forms, whose names end in
-``_st``, have the value of their name and the gradient of k2.
+With ``d_t = log pi(y_t) - log pi_ref(y_t)``, clamped to +-20, an estimate is ``[T]`` nats per token. As values, k1 and
+k3 are unbiased if the policy sampled the tokens, and k2 nearly so if the policies are close. As losses their gradients
+matter: that of k2 is unbiased, that of k1 is 0 on average (use it in the reward, or straight through), and that of k3
+is the gradient of the other direction, ``KL(pi_ref || pi)``. Straight-through variants (``_st``) have the value of
+their name and the gradient of k2.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from rayrft.algorithms.pieces import Pieces
 from rayrft.algorithms.ratios import log_ratio
 
 K3_BOUND = 10.0
-"""Nats at which the value of k3 is cut, as in verl: reached where the policy finds a token e^2.6 times less likely than
-the reference. Beyond, its gradient, ``1 - exp(-d)``, would give a single token the whole step."""
+"""Nats at which the value of k3 is clamped, as in verl: reached when the policy finds a token e^2.6 times less likely
+than the reference. Beyond that its gradient, ``1 - exp(-d)``, would let a single token dominate the step."""
 
 
 class KL(Protocol):
-    """Log-probs of the policy (with gradient) and of the reference, ``[T]``, to an estimate per token, ``[T]``."""
+    """A function of the policy's (with gradient) and the reference's log-probs, ``[T]``, to estimates ``[T]``."""
 
     def __call__(self, logprobs: Tensor, reference: Tensor, /) -> Tensor: ...
 
@@ -33,7 +33,7 @@ kls: Pieces[KL] = Pieces("kl")
 
 @kls.register("k1", needs=["reference"], traits=["no_gradient"])
 def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """``d``: unbiased, of high variance, and negative for every other token."""
+    """``d``: unbiased, of high variance, often negative."""
     return log_ratio(logprobs, reference)
 
 
@@ -45,8 +45,8 @@ def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 @kls.register("k3", needs=["reference"])
 def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """``exp(-d) - 1 + d``: unbiased and never negative; GRPO's (Shao et al. 2024, arXiv:2402.03300, eq. 4). Cut at
-    `K3_BOUND`, where it has no gradient either; that of `k3_st` goes on."""
+    """``exp(-d) - 1 + d``: unbiased and never negative; GRPO's (Shao et al. 2024, arXiv:2402.03300, eq. 4). Clamped at
+    `K3_BOUND`, beyond which its gradient is 0; `k3_st` keeps one."""
     d = log_ratio(logprobs, reference)
     return ((-d).expm1() + d).clamp(max=K3_BOUND)
 
@@ -64,17 +64,17 @@ def k3_st(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 
 def straight_through(value: Tensor, gradient: Tensor) -> Tensor:
-    """The value of one tensor with the gradient of the other."""
+    """Combine the value of one tensor with the gradient of the other."""
     return value.detach() + gradient - gradient.detach()
 
 
 @dataclass(frozen=True)
 class AdaptiveCoefficient:
-    """A KL coefficient that seeks a target (Ziegler et al. 2019, arXiv:1909.08593).
+    """A KL coefficient adapted towards a target KL (Ziegler et al. 2019, arXiv:1909.08593).
 
     ``coef <- coef max(1 + clip(KL / target - 1, -0.2, 0.2) n / horizon, 1/2)`` after n sequences: a KL of 20 % or more
-    over the target raises it by e^0.2 within about ``horizon`` sequences. One step at most halves it: without this
-    floor, of our own, steps of 5 horizons or more would make it 0 or negative.
+    over the target raises it by e^0.2 within about ``horizon`` sequences. One step at most halves it; without this
+    floor, which the paper lacks, steps of 5 horizons or more would make it 0 or negative.
     """
 
     coef: float
@@ -86,6 +86,6 @@ class AdaptiveCoefficient:
             raise ValueError(f"coefficient, target and horizon must be above 0, got {self}")
 
     def update(self, kl: float, sequences: int) -> Self:
-        """The controller after a step with this mean KL (nats per token, or per sequence if the target is)."""
+        """Return the controller after a step with this mean KL (nats per token, or per sequence if the target is)."""
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
         return replace(self, coef=self.coef * max(1.0 + error * sequences / self.horizon, 0.5))

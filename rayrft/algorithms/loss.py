@@ -1,4 +1,4 @@
-"""What comes out of a loss, and what it is divided by."""
+"""The parts of a loss, and their denominators."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rayrft.algorithms.batch import TokenBatch
 
 @dataclass(frozen=True)
 class Amount:
-    """How much of a stream one optimiser step holds, over all ranks and micro-batches.
+    """Tokens and sequences of a stream in one optimiser step, over all ranks and micro-batches.
 
-    A stream without tokens contributes nothing, so that its amounts are taken as 1.
+    For a stream without tokens, which contributes nothing, both are 1.
     """
 
     tokens: float
@@ -36,28 +36,28 @@ class Denominators:
     pairs: float = 0.0
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            if getattr(self, each.name) < 0:
-                raise ValueError(f"{each.name} must not be negative, got {getattr(self, each.name)}")
+        for field in fields(self):
+            if getattr(self, field.name) < 0:
+                raise ValueError(f"{field.name} must not be negative, got {getattr(self, field.name)}")
 
     @classmethod
     def of(cls, counts: Tensor) -> Self:
-        """From the sum of what `count` gave for each micro-batch on each rank."""
+        """Convert the sum of `count` over all micro-batches and ranks."""
         return cls(*counts.tolist())
 
     @property
     def policy(self) -> Amount:
-        """Of own rows: the policy loss, KL, entropy, distillation and the critic."""
+        """Denominators of own rows: policy loss, KL, entropy, distillation and critic."""
         return Amount(self.policy_tokens or 1.0, self.policy_sequences or 1.0)
 
     @property
     def expert(self) -> Amount:
-        """Of expert rows: SFT."""
+        """Denominators of expert rows: SFT."""
         return Amount(self.expert_tokens or 1.0, self.expert_sequences or 1.0)
 
 
 def count(batches: Iterable[TokenBatch], device: torch.device | None = None) -> Tensor:
-    """``[5]`` float64: the fields of `Denominators`, in their order, over these micro-batches."""
+    """Count the fields of `Denominators`, in their order, over these micro-batches; ``[5]`` float64."""
     total = torch.zeros(len(fields(Denominators)), dtype=torch.float64, device=device)
     for batch in batches:
         own, expert = batch.own(), batch.demonstrated()
@@ -69,11 +69,11 @@ def count(batches: Iterable[TokenBatch], device: torch.device | None = None) -> 
 
 @dataclass(frozen=True)
 class LossParts:
-    """A micro-batch's share of the step's loss, and of the sums that the step's metrics are made of; all scalars.
+    """A micro-batch's share of the step's loss and of the step's metrics; all scalars.
 
-    ``loss`` carries the gradient. Each term stands without its coefficient, over its own global denominator; the KL
-    without importance weights, too, for its coefficient may follow it. The last five are sums over own action tokens,
-    to be divided by ``Denominators.policy.tokens`` once added up.
+    ``loss`` carries the gradient. Terms exclude their coefficients and are divided by their global denominators; the KL
+    also excludes importance weights, because its controller may follow it. The last five are sums over own action
+    tokens, to be divided by ``Denominators.policy.tokens`` after summation.
     """
 
     loss: Tensor
@@ -91,26 +91,26 @@ class LossParts:
     clipped: Tensor
     """Tokens on which the policy loss binds the ratio."""
     correction: Tensor
-    """Weights that make up for the gap between engine and trainer."""
+    """Weights of the correction for the gap between engine and trainer."""
 
     @classmethod
     def zero(cls, loss: Tensor) -> Self:
-        """No term yet: ``loss`` is a zero that is joined to the graph."""
+        """Return parts without a term; ``loss`` is a zero connected to the graph."""
         return cls(loss, *[loss.detach()] * (len(fields(cls)) - 1))
 
     def add(self, term: str, share: Tensor, weight: float) -> Self:
-        """With a term in its place and ``weight`` times it in the loss."""
+        """Return the parts with a term set and ``weight`` times it added to the loss."""
         return replace(self, loss=self.loss + weight * share, **{term: share.detach()})
 
     def metric(self, name: str, values: Tensor) -> Self:
-        """With the sum of ``values``, zero off the mask, in its place."""
+        """Return the parts with a metric set to the sum of ``values``, which are zero off the mask."""
         return replace(self, **{name: values.detach().sum().to(self.loss.dtype)})
 
     def stack(self) -> Tensor:
-        """``[fields]``, detached: what is added up over micro-batches and ranks."""
-        return torch.stack([getattr(self, each.name).detach() for each in fields(self)])
+        """Return all fields as one detached tensor, to be summed over micro-batches and ranks."""
+        return torch.stack([getattr(self, field.name).detach() for field in fields(self)])
 
     @classmethod
     def unstack(cls, values: Tensor) -> Self:
-        """From a sum of `stack`."""
+        """Convert a sum of `stack` back."""
         return cls(*values.unbind())

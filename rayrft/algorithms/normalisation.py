@@ -14,10 +14,10 @@ from rayrft.algorithms.batch import TokenBatch, keep
 
 @dataclass(frozen=True)
 class Moments:
-    """Mean and deviation of the advantages of all own action tokens of a step, over ranks and micro-batches.
+    """Mean and standard deviation of the advantages of all own action tokens of a step, over ranks and micro-batches.
 
-    The deviation is the biased one, with divisor n, as in OpenRLHF; verl and TRL, which whiten PPO's advantages, take
-    n - 1. At thousands of tokens the choice is immaterial.
+    The deviation has divisor n, as in OpenRLHF; verl and TRL, which whiten PPO's advantages, use n - 1. With thousands
+    of tokens the difference is negligible.
     """
 
     mean: float
@@ -25,7 +25,7 @@ class Moments:
 
     @classmethod
     def of(cls, sums: Tensor) -> Self:
-        """From the sum of what `sum_moments` gave on each rank."""
+        """Convert the sum of `sum_moments` over all ranks."""
         tokens, total, squares = sums.tolist()
         if not tokens:
             return cls(0.0, 0.0)
@@ -34,17 +34,17 @@ class Moments:
 
 
 def sum_moments(batches: Iterable[TokenBatch], device: torch.device | None = None) -> Tensor:
-    """``[3]`` float64: number, sum and sum of squares of the advantages of own action tokens, each token counting as
-    much as its row weighs in the loss."""
+    """Return number, sum and sum of squares of the advantages of own action tokens, weighted by the importance weights
+    of their rows; ``[3]`` float64."""
     total = torch.zeros(3, dtype=torch.float64, device=device)
     for batch in batches:
         own = batch.own()
-        values, weights = own.advantages.double(), own.weighed(own.mask.double())
+        values, weights = own.advantages.double(), own.weighted(own.mask.double())
         total += torch.stack([weights.sum(), (weights * values).sum(), (weights * values.square()).sum()])
     return total
 
 
 def normalise(batch: TokenBatch, moments: Moments, *, epsilon: float = 1e-8) -> TokenBatch:
-    """The batch with ``(A - mean) / (deviation + epsilon)`` in place of each advantage; 0 off the mask."""
+    """Return the batch with advantages ``(A - mean) / (deviation + epsilon)``; 0 off the mask."""
     normal = (batch.advantages - moments.mean) / (moments.deviation + epsilon)
     return replace(batch, advantages=keep(normal, batch.mask))

@@ -1,7 +1,7 @@
-"""Pieces: functions by name, the coefficients they take, and what they need of a run.
+"""Pieces: registered functions, their coefficients, and the inputs that they need from a run.
 
-A piece's keyword-only parameters are its coefficients: their defaults are the defaults, their annotations the values
-that are accepted. So a piece of one's own is one decorated function, whose coefficients are config keys by that alone.
+A piece's keyword-only parameters are its coefficients; their annotations define the accepted values. So your own piece
+is one decorated function, and its coefficients become config keys without further code.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rayrft.registry import Registry
 F = TypeVar("F", bound=Callable[..., Any])
 
 NONE = "none"
-"""The name that stands for leaving a piece out."""
+"""The name for no piece."""
 
 Coefficient = float | int | bool | str | None
 
@@ -37,28 +37,28 @@ Need = Literal[
     "states",
     "answer_length",
 ]
-"""What a run must supply for a piece besides own rows with rewards and behaviour log-probs, or expert rows."""
+"""Inputs of a piece besides own rows with rewards and behaviour log-probs, or expert rows."""
 
 Trait = Literal[
     "whole_answers", "one_advantage", "moves_at_zero", "selects", "compares", "varies_in_row", "no_gradient"
 ]
-"""What a piece says of itself.
+"""Properties of a piece.
 
-* ``whole_answers``: a policy loss, that it stands on every token of an answer and is to be taken once for each answer;
-  an aggregation, that it does so.
-* ``one_advantage``: a policy loss, that it knows one advantage for each answer, the mean of its tokens'.
-* ``moves_at_zero``: a policy loss, that it has a gradient where the advantages are 0.
-* ``selects``: an advantage or a policy loss, that it takes an answer or leaves it, so that a little less of an
-  advantage means nothing.
-* ``compares``: an advantage, that it is 0 for an answer without others to the same task.
-* ``varies_in_row``: an advantage, that tokens of one row may have different ones.
-* ``no_gradient``: a KL, that its gradient is 0 in the mean.
+* ``whole_answers``: a policy loss that repeats the loss of an answer on all its tokens, to be counted once per answer;
+  an aggregation that counts it once.
+* ``one_advantage``: a policy loss that uses one advantage per answer, the mean over its tokens.
+* ``moves_at_zero``: a policy loss with a gradient at advantage 0.
+* ``selects``: an advantage or a policy loss that accepts or rejects an answer, so that small changes of an advantage
+  have no meaning.
+* ``compares``: an advantage that is 0 for the only answer to a task.
+* ``varies_in_row``: an advantage that may differ between the tokens of a row.
+* ``no_gradient``: a KL whose gradient is 0 on average.
 """
 
 
 @dataclass(frozen=True)
 class Interval:
-    """The numbers that a coefficient may have."""
+    """The accepted numbers of a coefficient."""
 
     low: float
     high: float
@@ -89,7 +89,7 @@ Count = Annotated[int, Interval(1.0, math.inf)]
 
 @dataclass(frozen=True)
 class Piece(Generic[F]):
-    """A registered function. ``coefficients`` maps each of its keyword-only parameters to the default."""
+    """A registered function. ``coefficients`` maps its keyword-only parameters to their defaults."""
 
     kind: str
     name: str
@@ -99,44 +99,44 @@ class Piece(Generic[F]):
     coefficients: Mapping[str, Coefficient]
 
     def bind(self, values: Mapping[str, Coefficient]) -> F:
-        """The function with those of the values that it takes."""
+        """Bind those of the values that the function takes."""
         return cast(F, functools.partial(self.function, **{k: v for k, v in values.items() if k in self.coefficients}))
 
     def fault(self, coefficient: str, value: Coefficient) -> str | None:
-        """What is wrong with a value, such as ``must lie in [0, 1]``; None where nothing is."""
+        """Return why a value is invalid, such as ``must lie in [0, 1]``; None if it is valid."""
         return fault(value, _parameters(self.function).get(coefficient))
 
 
 class Pieces(Generic[F]):
-    """A registry of pieces of one kind, which all have the same positional parameters and result."""
+    """A registry of pieces of one kind, which share their positional parameters and result type."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._functions: Registry[F] = Registry(kind)
-        # By function, so that one which is named by its path keeps what it was registered with.
-        self._marks: dict[F, tuple[frozenset[Need], frozenset[Trait]]] = {}
+        # By function, so that a registered function that is named by its path keeps its needs and traits.
+        self._properties: dict[F, tuple[frozenset[Need], frozenset[Trait]]] = {}
 
     def register(self, name: str, *, needs: Iterable[Need] = (), traits: Iterable[Trait] = ()) -> Callable[[F], F]:
-        """Decorator: make a function known as ``name``. Raises ConfigError where the name is taken."""
+        """Return a decorator that registers a function as ``name``. Raises ConfigError if the name is taken."""
 
         def add(function: F) -> F:
             self._functions.register(name)(function)
-            self._marks[function] = frozenset(needs), frozenset(traits)
+            self._properties[function] = frozenset(needs), frozenset(traits)
             return function
 
         return add
 
     def get(self, name: str) -> Piece[F]:
-        """The piece of that name, or the function at ``package.module:attribute``; raises ConfigError without one. A
-        function that is not registered needs nothing and has no traits."""
+        """Return the piece of this name, or the function at ``package.module:attribute``, which has no needs and traits
+        unless registered. Raises ConfigError if there is none."""
         function = self._function(name)
         defaults = {key: parameter.default for key, parameter in _keywords(function).items()}
-        needs, traits = self._marks.get(function, (frozenset(), frozenset()))
+        needs, traits = self._properties.get(function, (frozenset(), frozenset()))
         return Piece(self.kind, name, function, needs, traits, defaults)
 
     def __contains__(self, name: str) -> bool:
-        """Whether a function is registered here, by its name or its path. Raises ConfigError on a path to nothing."""
-        return self._function(name) in self._marks if ":" in name else name in set(self._functions)
+        """Return whether a function is registered, by name or path. Raises ConfigError if a path leads to nothing."""
+        return self._function(name) in self._properties if ":" in name else name in set(self._functions)
 
     def _function(self, name: str) -> F:
         return self._functions.get(name, f"algorithm.{self.kind}")
@@ -146,11 +146,11 @@ class Pieces(Generic[F]):
 
 
 def fault(value: Coefficient, hint: Any) -> str | None:
-    """What is wrong with a value for a parameter so annotated; None where nothing is, or the annotation is not one of
-    numbers, flags and strings."""
+    """Return why a value does not fit the annotation ``hint``; None if it fits, or ``hint`` is not of numbers, flags
+    and strings."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        faults = [fault(value, each) for each in arguments]
+        faults = [fault(value, member) for member in arguments]
         return None if None in faults else faults[0]
     if origin is Annotated:
         kind, interval = arguments
@@ -174,7 +174,7 @@ _KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
 
 @functools.cache
 def _keywords(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Its keyword-only parameters. Raises ConfigError on one without a default, which could not be left out."""
+    """Return the keyword-only parameters. Raises ConfigError on one without a default."""
     found = {k: v for k, v in inspect.signature(function).parameters.items() if v.kind is v.KEYWORD_ONLY}
     for key, parameter in found.items():
         if parameter.default is inspect.Parameter.empty:

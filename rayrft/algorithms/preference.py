@@ -1,8 +1,8 @@
 """Losses on pairs of answers to the same prompt, one chosen, one rejected.
 
-With ``h(y) = log pi(y) - log pi_ref(y)``, the sum over the answer's tokens, all depend on the margin
-``m = h(chosen) - h(rejected)`` (``[P]`` nats) alone, and give ``[P]``. The share of a step is their sum over the number
-of pairs in it. Both rows of a pair stand in the same micro-batch.
+With ``h(y) = log pi(y) - log pi_ref(y)``, the sum over the answer's tokens, all depend only on the margin
+``m = h(chosen) - h(rejected)`` (``[P]`` nats), and return ``[P]``. The share of a step is their sum divided by the
+step's number of pairs. Both rows of a pair are in the same micro-batch.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ preferences: Pieces[PreferenceLoss] = Pieces("preference")
 
 
 def margins(logprobs: Tensor, batch: TokenBatch) -> Tensor:
-    """``[P]``: the margin of every pair in the batch. Raises ValueError where pairs or reference log-probs are missing,
-    or a pair is not one chosen and one rejected row."""
+    """Compute the margin of every pair in the batch, ``[P]``. Raises ValueError if pairs or reference log-probs are
+    missing, or a pair is not one chosen and one rejected row."""
     if batch.pair is None or batch.chosen is None or batch.reference_logprobs is None:
         raise ValueError("a preference loss needs pairs and the reference's log-probs")
     paired = batch.paired
@@ -42,9 +42,9 @@ def margins(logprobs: Tensor, batch: TokenBatch) -> Tensor:
 def dpo(margin: Tensor, *, beta: Positive = 0.1, label_smoothing: BelowHalf = 0.0) -> Tensor:
     """DPO: ``-log sigmoid(beta m)`` (Rafailov et al. 2023, arXiv:2305.18290, eq. 7).
 
-    With label smoothing e, the chance that a label is wrong: ``-(1 - e) log sigmoid(beta m) - e log sigmoid(-beta m)``
-    (conservative DPO, Mitchell 2023), which is least at ``m = log((1 - e) / e) / beta`` and no longer pushes on. e is
-    below 1/2, where labels would say nothing.
+    With label smoothing e, the probability of a wrong label: ``-(1 - e) log sigmoid(beta m) - e log sigmoid(-beta m)``
+    (conservative DPO, Mitchell 2023), which has a finite minimum at ``m = log((1 - e) / e) / beta``. e is below 1/2, at
+    which labels carry no information.
     """
     right, wrong = logsigmoid(beta * margin), logsigmoid(-beta * margin)
     return -(1 - label_smoothing) * right - label_smoothing * wrong
@@ -52,6 +52,6 @@ def dpo(margin: Tensor, *, beta: Positive = 0.1, label_smoothing: BelowHalf = 0.
 
 @preferences.register("ipo", needs=["pairs", "reference"])
 def ipo(margin: Tensor, *, beta: Positive = 0.1) -> Tensor:
-    """IPO: ``(m - 1 / (2 beta))^2``: the margin has a goal, and going past it costs (Azar et al. 2023,
-    arXiv:2310.12036). The margin is that of sums over tokens, as in the paper; TRL takes means."""
+    """IPO: ``(m - 1 / (2 beta))^2``: regression of the margin to a target (Azar et al. 2023, arXiv:2310.12036). The
+    margin uses sums over tokens, as in the paper; TRL uses means."""
     return (margin - 1 / (2 * beta)).square()

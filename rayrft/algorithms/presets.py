@@ -1,4 +1,4 @@
-"""Algorithms by name, and any of them with other pieces or coefficients."""
+"""Algorithm presets by name, and building one with overrides."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from rayrft.registry import Registry
 presets: Registry[Algorithm] = Registry("algorithm")
 
 _WHOLE = "sequence_mean_token_mean"
-"""The aggregation of losses of whole answers, where none is named."""
+"""The default aggregation of losses of whole answers."""
 
 _TIS = "truncated"
-"""The correction of losses that take their ratios to the proximal policy, where none is named."""
+"""The default correction of losses that use ratios to the proximal policy."""
 
 for _preset in (
     # Expert rows.
     Algorithm("sft", sft="nll"),
-    # Own rows in groups. `grpo` is GRPO as it is run today: the token mean and the higher upper clip of DAPO, no KL.
+    # Own rows in groups. `grpo` is GRPO in its present form: the token mean and the higher upper clip of DAPO, no KL.
     # The paper's own is `aggregation: sequence_mean_token_mean, clip_high: 0.2, kl: k3, kl_coef: 0.04`.
     Algorithm("grpo", advantage="grpo", policy_loss="ppo", coefficients={"clip_high": 0.28}),
     Algorithm("dr_grpo", advantage="dr_grpo", policy_loss="ppo", aggregation="constant"),
-    # DAPO's loss is the token mean and the higher upper clip, which `grpo` here has too. Its other devices are of the
-    # run: dynamic sampling (`explorer.drop_zero_variance`), overlong filtering and soft punishment (`reward.truncated`:
+    # DAPO's loss is the token mean and the higher upper clip, as in `grpo` here. Its other techniques are run settings:
+    # dynamic sampling (`explorer.drop_zero_variance`), overlong filtering and soft punishment (`reward.truncated`:
     # mask, soft).
     Algorithm("dapo", advantage="grpo", policy_loss="ppo", coefficients={"clip_low": 0.2, "clip_high": 0.28}),
     Algorithm("gspo", advantage="grpo", policy_loss="gspo", aggregation="sequence_mean_token_mean", correction=_TIS),
@@ -67,26 +67,26 @@ for _preset in (
 
 
 def build(name: str, overrides: Mapping[str, Any] | None = None) -> Algorithm:
-    """The preset of that name with other pieces (``policy_loss: gspo``) or coefficients (``clip_low: 0.1``).
+    """Build a preset with overrides: other pieces (``policy_loss: gspo``) or coefficients (``clip_low: 0.1``).
 
-    Raises ConfigError on an unknown preset, piece or key, naming the nearest right one; on a coefficient that the
-    algorithm's pieces do not use; and on a value that it cannot have.
+    Raises ConfigError on an unknown preset, piece or key, naming the nearest valid one; on a coefficient that the
+    algorithm's pieces do not use; and on an invalid value.
     """
     overrides = dict(overrides or {})
     preset = presets.get(name, "algorithm.name")
-    own = {each.name for each in fields(Algorithm)} - {"name", "coefficients"}
+    own = {field.name for field in fields(Algorithm)} - {"name", "coefficients"}
     algorithm = replace(preset, **{key: value for key, value in overrides.items() if key in own})
     for key, value in overrides.items():
         if key in own:
             check_field(algorithm, key, value)
-    algorithm = _with_fit_correction(algorithm, named="correction" in overrides)
+    algorithm = _with_default_correction(algorithm, named="correction" in overrides)
     pieces = [piece for kind in REGISTRIES if (piece := algorithm.piece(kind)) and is_used(algorithm, kind)]
     given = {key: value for key, value in overrides.items() if key not in own}
     for key, value in given.items():
         check_coefficient(algorithm, pieces, own, key, value)
     check_whole(algorithm, overrides)
-    algorithm = _with_fit_aggregation(algorithm, named="aggregation" in overrides)
-    # Of a piece that was replaced the coefficients go with it, though the new one may have some of the same names.
+    algorithm = _with_default_aggregation(algorithm, named="aggregation" in overrides)
+    # Drop the preset's coefficients of replaced pieces, even if the new piece has a coefficient of the same name.
     used = {key for piece in pieces if getattr(preset, piece.kind) == piece.name for key in piece.coefficients}
     kept = {key: value for key, value in preset.coefficients.items() if key in used}
     algorithm = replace(algorithm, coefficients={**kept, **given})
@@ -94,17 +94,18 @@ def build(name: str, overrides: Mapping[str, Any] | None = None) -> Algorithm:
     return algorithm
 
 
-def _with_fit_correction(algorithm: Algorithm, *, named: bool) -> Algorithm:
-    """The algorithm with a correction where its loss takes ratios to the proximal policy, unless one was ``named``: by
-    how much that differs from the policy that sampled nothing else would make up for."""
+def _with_default_correction(algorithm: Algorithm, *, named: bool) -> Algorithm:
+    """Return the algorithm with the default correction if its loss uses ratios to the proximal policy, unless one was
+    ``named``: nothing else accounts for the ratio of proximal to behaviour policy."""
     loss = algorithm.piece("policy_loss")
     if named or loss is None or "proximal" not in loss.needs or algorithm.correction != NONE:
         return algorithm
     return replace(algorithm, correction=_TIS)
 
 
-def _with_fit_aggregation(algorithm: Algorithm, *, named: bool) -> Algorithm:
-    """The algorithm with an aggregation that takes a loss of whole answers once for each, unless one was ``named``."""
+def _with_default_aggregation(algorithm: Algorithm, *, named: bool) -> Algorithm:
+    """Return the algorithm with an aggregation that counts losses of whole answers once. Raises ConfigError if another
+    one was ``named``."""
     loss, aggregation = algorithm.piece("policy_loss"), algorithm.piece("aggregation")
     if loss is None or aggregation is None or "whole_answers" not in loss.traits - aggregation.traits:
         return algorithm

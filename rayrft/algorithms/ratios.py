@@ -1,4 +1,4 @@
-"""How much likelier the policy makes what was sampled than the policy before it did."""
+"""Probability ratios of sampled tokens between the present and the old policy, and the registry of policy losses."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from rayrft.algorithms.batch import TokenBatch
 from rayrft.algorithms.pieces import Pieces
 
 LOG_BOUND = 20.0
-"""Log-ratios are cut to +-20, as in verl: exp(20) = 5e8 does not overflow. Where the cut binds, losses that have the
-ratio's gradient have none; those that have the ratio as a weight (`cispo`, `topr`, corrections) keep theirs."""
+"""Log-ratios are clamped to +-20, as in verl: exp(20) = 5e8 does not overflow. Beyond, losses that differentiate the
+ratio have no gradient; those that use it as a weight (`cispo`, `topr`, corrections) keep theirs."""
 
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """A policy loss: ``values`` ``[T]``, and on which tokens (``[T]`` bool) it binds the ratio, for the metrics.
+    """The result of a policy loss: ``values`` ``[T]``, and for the metrics the tokens (``[T]`` bool) with bound ratio.
 
-    A loss of whole answers stands on every action token of its row, and is registered with the trait of this name: its
-    aggregation is ``sequence_mean_token_mean``, which makes it the mean over answers.
+    A loss of whole answers repeats its value on every action token of its row, and is registered with the trait
+    ``whole_answers``: its aggregation ``sequence_mean_token_mean`` makes it the mean over answers.
     """
 
     values: Tensor
@@ -28,7 +28,7 @@ class TokenLoss:
 
 
 class PolicyLoss(Protocol):
-    """``logprobs`` ``[T]`` with gradient and the own rows of a batch, both zero off the mask, to a loss per token."""
+    """A function of ``logprobs`` ``[T]`` with gradient and a batch's own rows, zero off the mask, to token losses."""
 
     def __call__(self, logprobs: Tensor, batch: TokenBatch, /) -> TokenLoss: ...
 
@@ -37,24 +37,23 @@ policy_losses: Pieces[PolicyLoss] = Pieces("policy_loss")
 
 
 def bounded(exponent: Tensor) -> Tensor:
-    """Cut to +-`LOG_BOUND`."""
+    """Clamp to +-`LOG_BOUND`."""
     return exponent.clamp(-LOG_BOUND, LOG_BOUND)
 
 
 def log_ratio(new: Tensor, old: Tensor) -> Tensor:
-    """``[T]``: ``log pi_new(y_t) - log pi_old(y_t)``, cut to +-`LOG_BOUND`."""
+    """Compute ``log pi_new(y_t) - log pi_old(y_t)``, ``[T]``, clamped to +-`LOG_BOUND`."""
     return bounded(new - old)
 
 
 def token_ratio(logprobs: Tensor, batch: TokenBatch) -> Tensor:
-    """``[T]``: ``rho_t = pi(y_t | x, y_<t) / pi_old(y_t | x, y_<t)``.
+    """Compute ``rho_t = pi(y_t | x, y_<t) / pi_old(y_t | x, y_<t)``, ``[T]``.
 
-    The old policy is the one that sampled the token, however many versions ago, unless the batch carries log-probs of
-    a proximal one.
+    The old policy is the proximal one if the batch has its log-probs, else the behaviour policy of the token's version.
     """
     return log_ratio(logprobs, batch.old_logprobs).exp()
 
 
 def sequence_log_ratio(logprobs: Tensor, batch: TokenBatch) -> Tensor:
-    """``[N]``: ``log pi(y) - log pi_old(y)``, the sum over a row's action tokens."""
+    """Compute ``log pi(y) - log pi_old(y)``, ``[N]``, the sum over a row's action tokens."""
     return batch.sum(log_ratio(logprobs, batch.old_logprobs))

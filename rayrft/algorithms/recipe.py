@@ -1,4 +1,4 @@
-"""Which pieces an algorithm is made of, and what a run must supply for them."""
+"""The pieces of an algorithm, and the inputs that they need from a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rayrft.algorithms.values import token_advantages
 
 @dataclass(frozen=True)
 class Recipe:
-    """The first fields name pieces, ``none`` leaving one out; see `rayrft.algorithms.algorithm.Algorithm`."""
+    """Names of pieces (``none`` for no piece) and their coefficients; see `rayrft.algorithms.algorithm.Algorithm`."""
 
     name: str
     advantage: str = NONE
@@ -30,43 +30,43 @@ class Recipe:
     value_loss: str = NONE
     kl_coef: float = 1e-3
     kl_in: Literal["loss", "reward"] = "loss"
-    """In the reward it is that of the old policy: every token's advantage is less by the KL from it on."""
+    """With ``reward``, the old policy's KL from a token to the end of its row is subtracted from its advantage."""
     entropy_coef: float = 1e-3
     distillation_coef: float = 1.0
     kl_target: float | None = None
-    """With one, ``kl_coef`` is where the KL's coefficient begins, and `AdaptiveCoefficient` goes on with it. The KL is
-    that of the metrics: by its aggregation, of tokens or of whole answers."""
+    """If set, ``kl_coef`` is the initial coefficient, and `AdaptiveCoefficient` adapts it. The KL is the metric's: per
+    token or per answer, depending on the aggregation."""
     kl_horizon: float = 10_000.0
     entropy_goal: float | None = None
-    """With one, ``entropy_coef`` is where the entropy's coefficient begins, and `EntropyController` goes on with it."""
+    """If set, ``entropy_coef`` is the initial coefficient, and `EntropyController` adapts it."""
     entropy_step: float = 0.005
     teacher_candidates: int = 64
-    """How many of the teacher's likeliest tokens are compared with the policy's, where whole distributions are."""
+    """Top-k of the teacher's distribution that distillation over distributions compares with the policy's."""
     normalise_advantages: bool = False
-    """Over all own action tokens of a step; see `rayrft.algorithms.normalisation`."""
+    """Normalise over all own action tokens of a step; see `rayrft.algorithms.normalisation`."""
     coefficients: Mapping[str, Coefficient] = field(default_factory=dict)
-    """Of the pieces, where they are not left at their defaults."""
+    """Coefficients of the pieces that differ from their defaults."""
 
     def piece(self, kind: str) -> Piece[Any] | None:
-        """The piece that the field ``kind`` names, if any. Raises ConfigError on an unknown name."""
+        """Return the piece that the field ``kind`` names, if any. Raises ConfigError on an unknown name."""
         name = getattr(self, kind)
         if name == NONE:
             return None
         registries = REGISTRIES[kind]
-        return next((each for each in registries if name in each), registries[0]).get(name)
+        return next((registry for registry in registries if name in registry), registries[0]).get(name)
 
     @property
     def has_own(self) -> bool:
-        """It has a term for own rows."""
+        """Whether it has a term for own rows."""
         return self.policy_loss != NONE or self.distillation != NONE
 
     @property
     def mixes(self) -> bool:
-        """It has terms for own rows and for expert rows, whatever they weigh."""
+        """Whether it has terms for both own and expert rows, of any weight."""
         return self.has_own and self.sft != NONE
 
     def mu(self, step: int = 0) -> float:
-        """Weight of the SFT term after this many optimiser steps of the stage."""
+        """Return the weight of the SFT term after this many optimiser steps of the stage."""
         return float(self._bound("mu_schedule")(step)) if self.mixes else float(self.sft != NONE)
 
     @property
@@ -115,22 +115,22 @@ class Recipe:
 
     @property
     def needs_answer_length(self) -> bool:
-        """It divides by the length of the longest answer, and was not told how long that is."""
+        """Whether it divides by the length of the longest answer and that length is not given."""
         return "answer_length" in self.needs() and "constant_length" not in self.coefficients
 
     @property
     def compares_answers(self) -> bool:
-        """Its advantages are 0 where there is one answer to a task."""
+        """Whether its advantages are 0 for a task with a single answer."""
         return self._has("advantage", "compares")
 
     @property
     def advantage_is_by_token(self) -> bool:
-        """Its advantages are the trainer's to compute, from rewards and a critic, not found where groups are scored."""
+        """Whether the trainer computes its advantages, from rewards and a critic, instead of group rewards alone."""
         return self.advantage in token_advantages
 
     @property
     def penalises_rewards(self) -> bool:
-        """It has a KL, and that in the reward."""
+        """Whether it has a KL term in the reward."""
         return self.kl_in == "reward" and "kl" in self.terms
 
     @property
@@ -138,11 +138,11 @@ class Recipe:
         return "entropy" in self.terms
 
     @property
-    def is_idle_at_zero(self) -> bool:
-        """Own rows whose advantages are all 0 have no gradient: what they would be dropped for is not lost.
+    def zero_advantage_is_noop(self) -> bool:
+        """Whether own rows with zero advantage contribute no gradient, so that dropping them loses nothing.
 
-        Not so where the advantages are yet to be computed or normalised, where the policy loss has a gradient all the
-        same (`kimi`), and where a KL (in loss or reward), an entropy term or a teacher has a weight.
+        False if advantages are still to be computed or normalised, if the policy loss has a gradient at 0 (`kimi`), or
+        if a KL (in loss or reward), an entropy term or a teacher has a weight.
         """
         if self.policy_loss == NONE or self._has("policy_loss", "moves_at_zero"):
             return False
@@ -150,12 +150,12 @@ class Recipe:
 
     @property
     def terms(self) -> frozenset[str]:
-        """The pieces of the ``own`` term besides the policy loss that have a weight."""
+        """Pieces of the ``own`` term with a weight, besides the policy loss."""
         weights = {"kl": self.kl_coef, "entropy": self.entropy_coef, "distillation": self.distillation_coef}
         return frozenset(kind for kind, weight in weights.items() if weight and getattr(self, kind) != NONE)
 
     def needs(self) -> dict[Need, str]:
-        """What a run must supply, each with the piece that needs it. A term of weight 0 needs nothing."""
+        """Return the inputs that a run must supply, with the piece that needs them. A term of weight 0 needs none."""
         idle = {"kl", "entropy", "distillation"} - self.terms
         pieces = [(kind, self.piece(kind)) for kind in REGISTRIES if kind not in idle]
         return {need: f"{kind} {piece.name!r}" for kind, piece in pieces if piece for need in piece.needs}

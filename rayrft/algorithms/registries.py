@@ -1,4 +1,4 @@
-"""Every registry of pieces, filled."""
+"""All registries of pieces, by field of an algorithm."""
 
 from __future__ import annotations
 
@@ -31,4 +31,4 @@ REGISTRIES: dict[str, tuple[Pieces[Any], ...]] = {
     "preference": (preferences,),
     "value_loss": (value_losses,),
 }
-"""Each field of an `Algorithm` that names a piece, and where the name is looked up."""
+"""The fields of an `Algorithm` that name a piece, and the registries in which the name is looked up."""

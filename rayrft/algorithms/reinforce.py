@@ -1,4 +1,4 @@
-"""Policy losses that descend on log-probs: REINFORCE, its off-policy relatives, and rejection sampling.
+"""Policy losses that are linear in log-probs: REINFORCE, its off-policy variants, and rejection sampling.
 
 ``rho_t`` is the ratio of `rayrft.algorithms.ratios.token_ratio`, ``A_t`` the advantage, sg(.) stops the gradient.
 """
@@ -18,22 +18,22 @@ from rayrft.algorithms.ratios import TokenLoss, bounded, log_ratio, policy_losse
 
 @policy_losses.register("reinforce")
 def reinforce(logprobs: Tensor, batch: TokenBatch) -> TokenLoss:
-    """``-A_t log pi(y_t)``, as if the policy had sampled the tokens itself (Williams 1992)."""
+    """``-A_t log pi(y_t)``, without an importance ratio (Williams 1992)."""
     return TokenLoss(-batch.advantages * logprobs)
 
 
 @policy_losses.register("raft", traits=["selects"])
 def raft(logprobs: Tensor, batch: TokenBatch) -> TokenLoss:
     """RAFT: ``-log pi(y_t)`` on tokens with A_t > 0, 0 on the others: SFT on the accepted answers (Dong et al. 2023,
-    arXiv:2304.06767). The preset accepts what scores above a threshold (`accept`), where the paper takes the best of K
-    answers. The denominator still counts all own tokens: what is rejected shortens the step."""
+    arXiv:2304.06767). The preset accepts answers above a threshold (`accept`), where the paper takes the best of K. The
+    denominator still counts all own tokens: rejected answers shorten the step."""
     return TokenLoss(-(batch.advantages > 0).to(logprobs.dtype) * logprobs)
 
 
 @policy_losses.register("opmd")
 def opmd(logprobs: Tensor, batch: TokenBatch, *, tau: NonNegative = 1.0) -> TokenLoss:
     """OPMD: ``-A_t log pi(y_t) / (1 + tau)`` (Pan et al. 2025, arXiv:2505.17826): one step of mirror descent from the
-    present policy, whose regularisation of strength tau does no more than shorten it."""
+    present policy, where regularisation of strength tau only shortens the step."""
     return TokenLoss(-batch.advantages * logprobs / (1 + tau))
 
 
@@ -42,9 +42,9 @@ def kimi(logprobs: Tensor, batch: TokenBatch, *, tau: Positive = 0.1) -> TokenLo
     """Kimi k1.5's mirror descent: ``(A_i - tau h_i)^2 / (2 tau)``, ``h_i = log pi(y_i) - log pi_old(y_i)`` (Kimi Team
     2025, arXiv:2501.12599, sec. 2.3.2).
 
-    A_i is the reward less the mean of its group (``advantage: dr_grpo``); the mean stands for tau log Z. The square is
-    divided by 2 tau, so that its gradient, ``-(A_i - tau h_i) d log pi(y_i)``, is the paper's and starts as
-    REINFORCE's. A loss of whole answers.
+    A_i is the reward minus its group's mean (``advantage: dr_grpo``), which estimates tau log Z. The square is divided
+    by 2 tau, so that its gradient, ``-(A_i - tau h_i) d log pi(y_i)``, is the paper's and initially REINFORCE's. A loss
+    of whole answers.
     """
     error = batch.mean(batch.advantages) - tau * sequence_log_ratio(logprobs, batch)
     return TokenLoss(batch.spread(error.square() / (2 * tau)))
@@ -52,11 +52,11 @@ def kimi(logprobs: Tensor, batch: TokenBatch, *, tau: Positive = 0.1) -> TokenLo
 
 @policy_losses.register("topr")
 def topr(logprobs: Tensor, batch: TokenBatch) -> TokenLoss:
-    """TOPR: imitate what was good, and forget what was bad only as far as it is still likely (Le Roux et al. 2025,
+    """TOPR: full weight for positive advantages, a truncated ratio for the others (Le Roux et al. 2025,
     arXiv:2503.14286).
 
     ``-A_i log pi(y_i)`` where A_i > 0, ``-sg(min(pi(y_i) / pi_old(y_i), 1)) A_i log pi(y_i)`` elsewhere. The ratio is
-    that of the whole answer, as in the paper; Trinity-RFT takes each token's (`topr_token`).
+    that of the whole answer, as in the paper; Trinity-RFT uses token ratios (`topr_token`).
     """
     taper = batch.spread(sequence_log_ratio(logprobs, batch).detach().clamp(max=0).exp())
     return _tapered(logprobs, batch, taper)
@@ -64,7 +64,7 @@ def topr(logprobs: Tensor, batch: TokenBatch) -> TokenLoss:
 
 @policy_losses.register("topr_token")
 def topr_token(logprobs: Tensor, batch: TokenBatch) -> TokenLoss:
-    """`topr` with ``min(rho_t, 1)`` of each token as the weight of what was bad."""
+    """`topr` with the token ratio ``min(rho_t, 1)`` as the weight of advantages below 0."""
     return _tapered(logprobs, batch, token_ratio(logprobs, batch).detach().clamp(max=1))
 
 
@@ -90,15 +90,15 @@ def rec(
     ring_low: Fraction = 0.6,
     ring_high: Positive = 2.0,
 ) -> TokenLoss:
-    """REC: group-relative REINFORCE with clipping and, at will, importance weights (Yao et al. 2025, arXiv:2509.24203).
+    """REC: group-relative REINFORCE with clipping and optional importance weights (Yao et al. 2025, arXiv:2509.24203).
 
     ``-M_t w_t A_t log pi(y_t)`` with w_t = sg(rho_t) or 1, and M_t = 1 where, for ``keep_where``,
 
     * ``one_side``: rho_t <= 1 + clip_high if A_t > 0, rho_t >= 1 - clip_low if A_t < 0. With the ratio as weight this
-      has PPO's gradient, and GRPO's advantages are all that GRPO adds to it;
+      has PPO's gradient, and with GRPO's advantages it is GRPO;
     * ``two_side``: 1 - clip_low <= rho_t <= 1 + clip_high;
     * ``ring``: as two_side, and also rho_t <= 1 - ring_low if A_t > 0, rho_t >= 1 + ring_high if A_t < 0: tokens that
-      went far astray in the wrong direction are brought back;
+      moved far in the wrong direction are corrected;
     * ``all``: everywhere.
 
     Bounds as in Trinity-RFT, whose own default is no mask (``all``); the default here is the paper's
@@ -119,8 +119,8 @@ def rec(
 
 @policy_losses.register("red_weight")
 def red_weight(logprobs: Tensor, batch: TokenBatch, *, weight_tau: Positive = 1.0) -> TokenLoss:
-    """RED-Weight: ``-exp(A_t / weight_tau) A_t log pi(y_t)`` (Yao et al. 2025, arXiv:2509.24203): leans on successes
-    the way `asymre` does, by the size of the advantage. The exponent is cut to +-20."""
+    """RED-Weight: ``-exp(A_t / weight_tau) A_t log pi(y_t)`` (Yao et al. 2025, arXiv:2509.24203): like `asymre` it
+    weighs successes more, here by the size of the advantage. The exponent is clamped to +-20."""
     weight = bounded(batch.advantages / weight_tau).exp()
     return TokenLoss(-weight * batch.advantages * logprobs)
 

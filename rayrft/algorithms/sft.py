@@ -1,7 +1,7 @@
-"""Losses on demonstrated tokens, and how much they weigh against the policy loss.
+"""Losses on demonstrated tokens, and schedules of their weight mu against the policy loss.
 
-A loss takes log-probs ``[T]`` with gradient and the expert rows of a batch, zero off the mask, and gives a loss per
-token. ``MIX = (1 - mu) policy + mu sft``; a schedule gives mu for every optimiser step of a stage.
+A loss takes log-probs ``[T]`` with gradient and the expert rows of a batch, zero off the mask, and returns a loss per
+token. ``MIX = (1 - mu) policy + mu sft``; a schedule returns mu for every optimiser step of a stage.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class SFTLoss(Protocol):
 
 
 class MuSchedule(Protocol):
-    """The number of optimiser steps already taken in the stage, to mu in [0, 1]."""
+    """A function of the number of optimiser steps taken in the stage, to mu in [0, 1]."""
 
     def __call__(self, step: int, /) -> float: ...
 
@@ -39,8 +39,8 @@ def nll(logprobs: Tensor, batch: TokenBatch) -> Tensor:
 def chord_phi(logprobs: Tensor, batch: TokenBatch) -> Tensor:
     """CHORD-phi: ``-sg(p_t (1 - p_t)) log pi(y_t)``, ``p_t = pi(y_t)`` (Zhang et al. 2025, arXiv:2508.11408).
 
-    What the policy is sure of teaches it nothing, and what it finds all but impossible would tear it away from itself:
-    both fade. The weight is at most 1/4 and is not renormalised.
+    Tokens with probability near 1 (nothing to learn) or near 0 (too disruptive) are weighted down. The weight is at
+    most 1/4 and is not renormalised.
     """
     p = logprobs.detach().exp()
     return -p * (1 - p) * logprobs
@@ -48,14 +48,14 @@ def chord_phi(logprobs: Tensor, batch: TokenBatch) -> Tensor:
 
 @sft_losses.register("nll_by_probability")
 def nll_by_probability(logprobs: Tensor, batch: TokenBatch) -> Tensor:
-    """``-sg(p_t) log pi(y_t)``: SFT with the importance weight of an expert who is as sure as can be (CHORD's
-    comparison "SFT-IS"; dynamic fine-tuning, Wu et al. 2025, arXiv:2508.05629)."""
+    """``-sg(p_t) log pi(y_t)``: SFT with the importance weight of a deterministic expert (CHORD's comparison "SFT-IS";
+    dynamic fine-tuning, Wu et al. 2025, arXiv:2508.05629)."""
     return -logprobs.detach().exp() * logprobs
 
 
 @mu_schedules.register("constant")
 def constant_mu(step: int, *, mu: Fraction = 0.1) -> float:
-    """The same mu throughout. At 0 and 1 the other stream is left out altogether, so that the ends are exact."""
+    """A constant mu. At 0 and 1 the other stream is not computed, so both extremes are exact."""
     return mu
 
 
@@ -70,8 +70,8 @@ def cosine_mu(
 ) -> float:
     """CHORD-mu: from imitation to exploration (Zhang et al. 2025, arXiv:2508.11408).
 
-    Linear from 0 to ``mu_peak`` over the warm-up, then down to ``mu_valley`` along half a cosine over the decay, where
-    it stays.
+    Linear from 0 to ``mu_peak`` over the warm-up, then a half cosine down to ``mu_valley`` over the decay, then
+    constant.
     """
     if step < mu_warmup_steps:
         return mu_peak * step / mu_warmup_steps

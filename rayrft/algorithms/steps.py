@@ -1,7 +1,7 @@
-"""Group advantages for trajectories of several steps: the turns of the model, be they in one row or in several.
+"""Group advantages for trajectories of several steps: the model's turns, in one row or in several.
 
-``rewards`` are those of the steps; the group says which trajectory, turn and state each belongs to. Without
-trajectories every reward is one, of one step.
+``rewards`` are per step; the group holds their trajectories, turns and states. Without trajectories every reward is a
+trajectory of one step.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from rayrft.algorithms.pieces import Fraction, NonNegative, Positive
 
 
 def trajectories(rewards: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    """``[m]``: the return of each trajectory, which is the sum over its steps; ``[n]``: the trajectory of each step, as
-    an index into the former."""
+    """Sum rewards to the trajectories' returns ``[m]``; also return the trajectory index of every step ``[n]``."""
     check_group(rewards)
     if group.trajectory is None:
         return rewards, torch.arange(rewards.numel(), device=rewards.device)
@@ -25,10 +24,10 @@ def trajectories(rewards: Tensor, group: Group) -> tuple[Tensor, Tensor]:
 
 @group_advantages.register("step_wise", needs=["turns"], traits=["compares"])
 def step_wise(rewards: Tensor, group: Group, *, epsilon: Positive = 1e-6) -> Tensor:
-    """GRPO over trajectories, each step getting its trajectory's advantage.
+    """GRPO over trajectories: a step gets its trajectory's advantage.
 
-    ``A_k = (R_tau(k) - mean(R)) / (std(R) + epsilon)`` with R the returns of the trajectories: long ones weigh no more
-    in mean and deviation than short ones. One trajectory alone gives 0.
+    ``A_k = (R_tau(k) - mean(R)) / (std(R) + epsilon)`` with R the returns of the trajectories, which count once in mean
+    and deviation independent of their length. A single trajectory gives 0.
     """
     returns, index = trajectories(rewards, group)
     return group_relative_advantages(returns, epsilon=epsilon)[index]
@@ -47,11 +46,11 @@ def gigpo(
     """GiGPO: a group within the group (Feng et al. 2025, arXiv:2505.10978).
 
     ``A_k = A^E(tau(k)) + step_weight A^S(k)``. A^E compares returns of trajectories, as `step_wise`. A^S compares the
-    discounted returns to go ``R_k = sum_{l >= k} discount^(l-k) r_l`` of all steps that were taken in the same state;
-    a state met once gives 0. Both are divided by the deviation, as in GRPO, or by nothing (``deviation: false``, which
-    is the default of the authors' verl-agent; the paper has both).
+    discounted returns to go ``R_k = sum_{l >= k} discount^(l-k) r_l`` of all steps taken in the same state; a state
+    visited once gives 0. Both are divided by the standard deviation, as in GRPO, or not (``deviation: false``, the
+    default of the authors' verl-agent; the paper has both).
 
-    Raises ValueError where trajectory, turn or state are not known.
+    Raises ValueError if trajectory, turn or state is None.
     """
     if group.trajectory is None or group.turn is None or group.state is None:
         raise ValueError("gigpo needs the trajectory, turn and state of every step")
@@ -69,10 +68,10 @@ def gigpo(
 
 
 def returns_to_go(rewards: Tensor, trajectory: Tensor, turn: Tensor, discount: float) -> Tensor:
-    """``[n]``: ``R_k = r_k + discount R_{k+1}`` along each trajectory, whatever the order of the rows."""
+    """Compute ``R_k = r_k + discount R_{k+1}`` along trajectories, ``[n]``; rows may be in any order."""
     result = torch.zeros_like(rewards)
-    for each in torch.unique(trajectory):
-        steps = (trajectory == each).nonzero().squeeze(1)
+    for name in torch.unique(trajectory):
+        steps = (trajectory == name).nonzero().squeeze(1)
         steps = steps[turn[steps].argsort(descending=True)]
         future = 0.0
         for step in steps.tolist():

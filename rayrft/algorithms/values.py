@@ -1,4 +1,4 @@
-"""What the trainer makes of rewards: advantages from a critic, penalties by token, and the critic's own losses."""
+"""Per-token advantages from a critic, per-token KL penalties, and the critic's losses."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from rayrft.algorithms.pieces import Fraction, Pieces, Positive
 
 
 class TokenAdvantage(Protocol):
-    """``rewards`` ``[T]`` (zero off the mask) to advantages and returns, ``[T]`` each and zero off the mask."""
+    """A function of ``rewards`` ``[T]`` to advantages and returns, both ``[T]``; all are zero off the mask."""
 
     def __call__(self, rewards: Tensor, batch: TokenBatch, /) -> tuple[Tensor, Tensor]: ...
 
 
 class ValueLoss(Protocol):
-    """The critic's new ``values`` ``[T]`` to a loss per token, ``[T]``."""
+    """A function of the critic's new ``values`` ``[T]`` to a loss per token, ``[T]``."""
 
     def __call__(self, values: Tensor, batch: TokenBatch, /) -> Tensor: ...
 
@@ -30,16 +30,16 @@ value_losses: Pieces[ValueLoss] = Pieces("value_loss")
 
 
 def token_rewards(batch: TokenBatch, penalty: Tensor | None = None) -> Tensor:
-    """``[T]``: a row's reward on its last action token, less a penalty on every one (``kl_coef`` times the KL, for a KL
-    in the reward: Ouyang et al. 2022, arXiv:2203.02155).
+    """Return token rewards ``[T]``: a row's reward on its last action token, minus a penalty on every action token
+    (``kl_coef`` times the KL, for a KL in the reward: Ouyang et al. 2022, arXiv:2203.02155).
 
-    Raises ValueError where the batch has no rewards.
+    Raises ValueError if the batch has no rewards.
     """
     if batch.reward is None:
         raise ValueError("token rewards need the rewards of the rows")
-    place = torch.arange(batch.mask.numel(), device=batch.mask.device)
-    last = torch.full((batch.rows,), -1, dtype=place.dtype, device=place.device)
-    last = last.scatter_reduce(0, batch.sequence[batch.mask], place[batch.mask], "amax")
+    index = torch.arange(batch.mask.numel(), device=batch.mask.device)
+    last = torch.full((batch.rows,), -1, dtype=index.dtype, device=index.device)
+    last = last.scatter_reduce(0, batch.sequence[batch.mask], index[batch.mask], "amax")
     rewards = torch.zeros_like(batch.advantages)
     rewards[last[last >= 0]] = batch.reward[last >= 0].to(rewards.dtype)
     return rewards if penalty is None else rewards - keep(penalty, batch.mask)
@@ -51,44 +51,44 @@ def gae(rewards: Tensor, batch: TokenBatch, *, gamma: Fraction = 1.0, lam: Fract
 
     ``delta_t = r_t + gamma V_{t+1} - V_t``, ``A_t = delta_t + gamma lam A_{t+1}``, ``R_t = A_t + V_t``. Observations
     and prompts are skipped: t + 1 is the row's next action token, and after the last one V and A are 0. So the tokens
-    of a tool's answer neither discount nor carry values. Advantages are not normalised here.
+    of a tool's answer neither discount nor have values. Advantages are not normalised here.
 
-    Raises ValueError where the batch has no values.
+    Raises ValueError if the batch has no values.
     """
     if batch.values is None:
         raise ValueError("gae needs the critic's values")
     grid = Grid.of(batch)
-    value = grid.lay_out(batch.values)
+    value = grid.unflatten(batch.values)
     after = torch.nn.functional.pad(value, (0, 1))[:, 1:]
-    advantage = to_go(grid.lay_out(rewards) + gamma * after - value, gamma * lam)
+    advantage = to_go(grid.unflatten(rewards) + gamma * after - value, gamma * lam)
     return grid.flatten(advantage), grid.flatten(advantage + value)
 
 
 def with_advantages(batch: TokenBatch, advantage: TokenAdvantage, penalty: Tensor | None = None) -> TokenBatch:
-    """The batch with advantages and returns of its tokens filled in."""
+    """Return the batch with per-token advantages and returns."""
     own = batch.own()
     advantages, returns = advantage(token_rewards(own, penalty), own)
     return replace(batch, advantages=advantages, returns=returns)
 
 
-def less_penalty(batch: TokenBatch, penalty: Tensor) -> TokenBatch:
-    """The batch with ``A_t - sum_{i >= t} penalty_i`` in place of A_t, over the action tokens i of own rows: rewards of
-    tokens, for advantages that are the same on a whole answer (REINFORCE++, Hu et al. 2025, arXiv:2501.03262, where
-    A_t is the reward and the penalty ``kl_coef`` times the KL).
+def with_penalty(batch: TokenBatch, penalty: Tensor) -> TokenBatch:
+    """Return the batch with advantages ``A_t - sum_{i >= t} penalty_i``, over the action tokens i of own rows: token
+    rewards for advantages that are constant within an answer (REINFORCE++, Hu et al. 2025, arXiv:2501.03262, where A_t
+    is the reward and the penalty ``kl_coef`` times the KL).
 
-    The baseline of a group knows nothing of the penalty. (verl takes the penalty of the whole answer off its reward,
-    before groups are compared.)
+    Group baselines do not include the penalty. (verl subtracts the penalty of the whole answer from its reward, before
+    groups are compared.)
     """
     own = batch.own()
     grid = Grid.of(own)
-    return replace(batch, advantages=batch.advantages - grid.flatten(to_go(grid.lay_out(penalty))))
+    return replace(batch, advantages=batch.advantages - grid.flatten(to_go(grid.unflatten(penalty))))
 
 
-def errors_of_values(batch: TokenBatch) -> Tensor:
-    """``[rows]``: the mean of ``|R_t - V_t|`` over each row's action tokens, by how much the critic missed its target:
-    the TD error of Schaul et al. 2016 (arXiv:1511.05952), of the lambda-return where `gae` has one. 0 for expert rows.
+def mean_value_errors(batch: TokenBatch) -> Tensor:
+    """Compute the mean of ``|R_t - V_t|`` over the action tokens of a row, ``[N]``: the TD error of Schaul et al. 2016
+    (arXiv:1511.05952), here of the lambda-return that `gae` computes. 0 for expert rows.
 
-    Raises ValueError where the batch has no returns or values.
+    Raises ValueError if the batch has no returns or values.
     """
     own = batch.own()
     if own.values is None:
@@ -98,16 +98,16 @@ def errors_of_values(batch: TokenBatch) -> Tensor:
 
 @value_losses.register("squared")
 def squared(values: Tensor, batch: TokenBatch) -> Tensor:
-    """``1/2 (V_t - R_t)^2``. Raises ValueError where the batch has no returns."""
+    """``1/2 (V_t - R_t)^2``. Raises ValueError if the batch has no returns."""
     return 0.5 * (values - _returns(batch)).square()
 
 
 @value_losses.register("clipped")
 def clipped(values: Tensor, batch: TokenBatch, *, value_clip: Positive = 0.2) -> Tensor:
-    """``1/2 max((V_t - R_t)^2, (clip(V_t, V_old - value_clip, V_old + value_clip) - R_t)^2)``: a critic that moved far
-    from its old values in this step gains nothing by moving on (OpenAI Baselines' PPO2; also TRL and verl).
+    """``1/2 max((V_t - R_t)^2, (clip(V_t, V_old - value_clip, V_old + value_clip) - R_t)^2)``: no gradient for values
+    that already moved far from the old ones in this step (OpenAI Baselines' PPO2; also TRL and verl).
 
-    Raises ValueError where the batch has no returns or old values.
+    Raises ValueError if the batch has no returns or old values.
     """
     if batch.values is None:
         raise ValueError("the clipped value loss needs the critic's old values")

@@ -68,7 +68,7 @@ class Buffer:
         self._arrivals = Arrivals(self._store, self._retention, limits)
         self._producers = Producers(self._store)
 
-    # TrainLoop and admission.
+    # Stages and admission.
 
     async def open_stage(self, plan: StagePlan) -> None:
         """Begin a stage. Groups left over from the one before are dropped and counted.

@@ -206,7 +206,7 @@ class Leasing:
         def ready() -> bool:
             nonlocal seen
             if (now := self._ready()) != seen:  # groups that come and are dropped bring the step no nearer
-                self.waits.moved("groups")
+                self.waits.progressed("groups")
                 seen = now
             if (lease := self._draw(step)) is not None:
                 drawn.append(lease)

@@ -165,7 +165,7 @@ class Metadata:
     lives: set[str] = field(default_factory=set)
     """Lives of the trainer and of the run that began with a rollback."""
     opened: dict[str, int] = field(default_factory=dict)
-    """TrainLoop that this life of the run opened, by name, with their first version."""
+    """Stages that this life of the run opened, by name, with their first version."""
     next_sequence: int = 0
     rejected_keys: dict[int, int] = field(default_factory=dict)
     """Groups that came without a ticket and were refused: digests of what came last, by key."""

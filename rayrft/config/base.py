@@ -10,14 +10,14 @@ from rayrft.errors import ConfigError
 
 
 class Section(BaseModel):
-    """Frozen, and unknown keys are errors: a misspelt key must not silently keep its default."""
+    """A frozen config section. Unknown keys are errors, so that a misspelt key does not silently keep its default."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
-def misfit(field: str, problem: str, *, value: Any = None, remedy: str = "") -> ValueError:
-    """What a validator of a section raises where fields do not go together; ``field`` is one of the section's, dotted.
+def invalid(field: str, problem: str, *, value: Any = None, remedy: str = "") -> ValueError:
+    """Create the error that a section's validator raises for ``field``, a dotted key relative to the section.
 
-    `load_config` puts the path of the section in front and raises ConfigError.
+    `load_config` prepends the path of the section and raises ConfigError.
     """
     return ValueError(ConfigError(problem, field=field, value=value, remedy=remedy))

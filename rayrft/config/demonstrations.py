@@ -1,4 +1,4 @@
-"""Expert and offline data: where demonstrations come from, and what their rows look like."""
+"""Config of demonstrations: sources of expert and offline data, and the format of their rows."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from rayrft.config.base import Section, misfit
+from rayrft.config.base import Section, invalid
 
 
 class RowFormat(Section):
-    """The fields of a row of demonstrations, and which rows are taken.
+    """Field names of demonstration rows, and the selection of rows.
 
-    A row is a preference pair where it has both ``chosen`` and ``rejected``, else a conversation where it has
-    ``messages``, else a ``prompt`` with its ``response``. Each side is a text or a list of chat messages
-    (``{"role": …, "content": …}``); one that begins before the assistant speaks holds its own prompt.
+    A row with both ``chosen`` and ``rejected`` is a preference pair, else one with ``messages`` is a conversation, else
+    it is a ``prompt`` with its ``response``. A side is a text or a list of chat messages
+    (``{"role": …, "content": …}``); a list that does not begin with the assistant contains its own prompt.
     """
 
     messages: str = "messages"
@@ -24,29 +24,31 @@ class RowFormat(Section):
     chosen: str = "chosen"
     rejected: str = "rejected"
     images: str = "images"
-    """The names of the fields. ``images`` are paths, relative ones from where the file lies; they stand where users say
-    ``<image>``, else before the first text of a user."""
+    """The names of the fields. ``images`` are paths, relative to the folder of the file; they replace ``<image>`` in
+    user messages, else precede the first user text."""
     size: int | None = Field(None, ge=1)
-    """Rows to take, from the first on; all by default. For demonstrations from tasks, that many tasks are set apart and
-    never sampled for rollouts."""
+    """Number of rows to take, from the start; all by default. For demonstrations from tasks: number of tasks to
+    reserve, which are never sampled for rollouts."""
     on_broken: Literal["fail", "skip"] = "fail"
-    """A row that cannot be understood ends the start of the run, or is left out and counted with its line number."""
+    """Whether an invalid row fails the start of the run, or is skipped and counted with its line number."""
 
 
 class DemonstrationsConfig(RowFormat):
-    """Expert rows: from files, or the answers of tasks set apart for it."""
+    """Expert rows from files, or from the answers of reserved tasks."""
 
     path: Path | None = None
-    """A JSONL or Parquet file, a folder of Parquet files, or what ``datasets.Dataset.save_to_disk`` wrote."""
+    """A JSONL or Parquet file, a folder of Parquet files, or a data set saved by ``datasets.Dataset.save_to_disk``."""
     wrong_share: float = Field(0.0, ge=0.0, le=1.0)
-    """Share of the rows that show a wrong answer instead: the stand-in for a base model of mixed habits."""
+    """Fraction of rows with a wrong answer instead, to imitate a base model of mixed quality."""
     wrong_field: str | None = None
-    """The field of a task's metadata whose value is shown as the wrong answer."""
+    """The field of a task's metadata that holds the wrong answer."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> DemonstrationsConfig:
         if self.path is None and self.size is None:
-            raise misfit("path", "give 'path' (a file or folder) or 'size' (how many tasks to set apart)")
+            raise invalid("path", "give 'path' (a file or folder) or 'size' (how many tasks to set apart)")
         if self.wrong_share and (self.wrong_field is None or self.path is not None):
-            raise misfit("wrong_share", "needs wrong_field, and demonstrations made from tasks", value=self.wrong_share)
+            raise invalid(
+                "wrong_share", "needs wrong_field, and demonstrations made from tasks", value=self.wrong_share
+            )
         return self

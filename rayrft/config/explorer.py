@@ -1,4 +1,4 @@
-"""Rollouts: engines, sampling and what is kept of a group."""
+"""Config of rollouts: engines, sampling and filtering of groups."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from rayrft.config.base import Section
 
 
 class EngineConfig(Section):
-    """vLLM engines. Without GPUs each runs on the CPU."""
+    """vLLM engines. Without GPUs they run on the CPU."""
 
     count: int = Field(2, ge=1)
     cpus: float = Field(0.35, gt=0)
     gpus: float = Field(0.0, ge=0)
     """GPUs of one engine; a fraction shares the GPU with a trainer rank (weight_sync.backend: ipc)."""
     memory_gib: float = Field(1.2, gt=0)
-    """Main memory planned for one engine."""
+    """CPU memory reserved for one engine."""
     tensor_parallel: int = Field(1, ge=1)
     kv_cache_mib: int = Field(64, ge=8)
     """KV cache of a CPU engine."""
@@ -30,15 +30,15 @@ class EngineConfig(Section):
 
 
 class SamplingConfig(Section):
-    """Sampling for training. There is no top-k or top-p: they cut the support, and the log-probs would not be those of
-    the policy that is trained."""
+    """Sampling for training. No top-k or top-p: they truncate the support, so that log-probs would not be those of the
+    trained policy."""
 
     temperature: float = Field(1.0, gt=0)
     max_tokens: int = Field(32, ge=1)
     """Longest answer, in tokens."""
     seeded: bool | None = None
-    """Whether the answers to a task follow from the run's seed, however requests meet in an engine. By default they do
-    on CPUs; on a GPU it costs speed."""
+    """Whether answers are determined by the run's seed, independent of batching in an engine. True by default on CPUs;
+    on a GPU it costs speed."""
     max_prompt_tokens: int = Field(256, ge=1)
     """A task with a longer prompt is dropped with a reason and counted."""
 
@@ -54,9 +54,9 @@ class ExplorerConfig(Section):
     sampling: SamplingConfig = SamplingConfig()
     engine: EngineConfig = EngineConfig()
     drop_zero_variance: bool = True
-    """Drop a group whose advantages are all 0 (its rewards are all equal, but for a punishment of overlong answers),
-    where it has no gradient; the place is given to the next task. With a KL, an entropy term, a critic, or advantages
-    normalised over the batch it has one, and stays. (The dynamic sampling of other systems drops it with a KL, too.)"""
+    """Drop a group whose advantages are all 0 (equal rewards, apart from an overlong punishment) if it has no gradient;
+    another task replaces it. With a KL, an entropy term, a critic, or advantages normalised over the batch it has one,
+    and is kept. (The dynamic sampling of other systems drops it also with a KL.)"""
     over_sampling: float = Field(1.0, ge=1.0, le=8.0)
-    """Groups in flight over groups needed. Above 1, a step does not wait for stragglers; what comes too late is dropped
+    """Ratio of groups in flight to groups needed. Above 1 a step does not wait for stragglers; late groups are dropped
     and counted."""

@@ -1,4 +1,4 @@
-"""From YAML and overrides to a checked :class:`RunConfig`."""
+"""Loading of YAML and overrides to a validated :class:`RunConfig`."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from rayrft.registry import load_plugins
 
 
 class _Loader(yaml.SafeLoader):
-    """Takes 1e-4 for a number, as YAML 1.2 does; PyYAML follows 1.1, where it is text."""
+    """Parses 1e-4 as a number, as YAML 1.2 does; PyYAML follows 1.1, where it is text."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that `_Loader` would take for a number."""
+    """Quotes text that `_Loader` would parse as a number."""
 
 
-for _each in (_Loader, _Dumper):
-    _each.add_implicit_resolver(
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver(
         "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"), [*"+-.0123456789"]
     )
 
@@ -33,11 +33,10 @@ for _each in (_Loader, _Dumper):
 def load_config(source: str | Path | dict[str, Any] | RunConfig, overrides: dict[str, Any] | None = None) -> RunConfig:
     """Read a config and apply overrides.
 
-    source: a YAML file, a dictionary, or a config. overrides: dotted key to value; a number in the key picks from a
-    list (``stages.0.steps``), and so does the name of an entry (``stages.mix.steps``).
+    source: a YAML file, a dictionary, or a config. overrides: dotted key to value; a number in the key selects from a
+    list (``stages.0.steps``), as does the name of an entry (``stages.mix.steps``).
 
-    Its ``plugins`` are loaded into this process. Raises ConfigError, with the field, its value and the remedy, on
-    anything that is wrong with it.
+    Its ``plugins`` are loaded into this process. Raises ConfigError, with field, value and remedy, on any problem.
     """
     raw = _read(source)
     for key, value in (overrides or {}).items():
@@ -50,7 +49,7 @@ def load_config(source: str | Path | dict[str, Any] | RunConfig, overrides: dict
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """``key.sub=value`` with the value read as YAML; raises ConfigError where there is no '='."""
+    """Parse ``key.sub=value``, the value as YAML. Raises ConfigError if there is no '='."""
     key, mark, value = text.partition("=")
     if not mark or not key:
         raise ConfigError("an override is written key.sub=value", field="override", value=text)
@@ -58,12 +57,12 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 
 def dump_config(config: RunConfig) -> str:
-    """The complete config as YAML, defaults included."""
+    """Dump the complete config as YAML, including defaults."""
     return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
 
 
 def _load_plugins(paths: Any) -> None:
-    """Before validation, which looks up what they register. Anything but a list of paths is left to validation."""
+    """Load plugins, before validation looks up their names. Anything but a list of paths is left to validation."""
     if isinstance(paths, list) and all(isinstance(path, str) for path in paths):
         load_plugins(Path(path).expanduser().absolute() for path in paths)
 
@@ -79,7 +78,7 @@ def _read(source: str | Path | dict[str, Any] | RunConfig) -> dict[str, Any]:
     try:
         raw = yaml.load(path.read_text(), _Loader)
     except yaml.YAMLError as error:
-        raise ConfigError(f"not YAML: {error}", field=str(path), remedy="mend the file at that line") from None
+        raise ConfigError(f"not YAML: {error}", field=str(path), remedy="fix the file at that line") from None
     if not isinstance(raw, dict):
         raise ConfigError("a config is a mapping of sections", field=str(path), value=type(raw).__name__)
     return raw
@@ -95,13 +94,13 @@ def _assign(raw: dict[str, Any], dotted: str, value: Any) -> None:
                 f"{part!r} is a value, not a section",
                 field=dotted,
                 value=node,
-                remedy="give the value itself, without what follows its name",
+                remedy="override the value itself, without a key after its name",
             )
     if isinstance(node, list):
         raise ConfigError(
             "an override changes a value, not a whole list entry",
             field=dotted,
-            remedy="add the name of a field of the entry, such as stages.mix.steps",
+            remedy="add a field of the entry, such as stages.mix.steps",
         )
     node[last] = value
 
@@ -116,7 +115,7 @@ def _entry(entries: list[Any], part: str, dotted: str) -> Any:
 
 
 def _explain(error: ValidationError, raw: dict[str, Any]) -> ConfigError:
-    """One error for the first problem: the rest often follows from it."""
+    """Convert the first problem to a ConfigError: the others often follow from it."""
     problem = error.errors()[0]
     path, kind = [str(part) for part in problem["loc"]], problem["type"]
     field = ".".join(_named(path, raw))
@@ -126,16 +125,16 @@ def _explain(error: ValidationError, raw: dict[str, Any]) -> ConfigError:
     if kind == "missing":
         return ConfigError("a required key is missing", field=field, remedy=f"add '{field}: …'")
     reason = problem.get("ctx", {}).get("error")
-    if isinstance(reason, ValueError) and isinstance(misfit := reason.args[0], ConfigError):
-        at = ".".join(filter(None, (field, misfit.field)))
-        return ConfigError(misfit.problem, field=at, value=misfit.value, remedy=misfit.remedy)
+    if isinstance(reason, ValueError) and isinstance(cause := reason.args[0], ConfigError):
+        at = ".".join(filter(None, (field, cause.field)))
+        return ConfigError(cause.problem, field=at, value=cause.value, remedy=cause.remedy)
     message = problem["msg"].removeprefix("Value error, ")
     value = None if isinstance(problem["input"], dict | BaseModel) else problem["input"]
     return ConfigError(message, field=field or "config", value=value)
 
 
 def _named(path: list[str], raw: Any) -> list[str]:
-    """A path of keys, with the names of list entries in place of their numbers, as an override gives it."""
+    """Replace the numbers of list entries in a path of keys by their names, as in an override."""
     named = []
     for part in path:
         if isinstance(raw, list) and part.isdigit() and int(part) < len(raw):
@@ -148,7 +147,7 @@ def _named(path: list[str], raw: Any) -> list[str]:
 
 
 def _fields_at(path: list[str]) -> list[str]:
-    """Names of the fields of the section at a path of keys."""
+    """Return the field names of the section at a path of keys."""
     section: Any = RunConfig
     for part in path:
         if isinstance(section, type) and issubclass(section, BaseModel) and part in section.model_fields:
@@ -157,8 +156,8 @@ def _fields_at(path: list[str]) -> list[str]:
 
 
 def _section_in(annotation: Any) -> Any:
-    """The section class inside an annotation such as ``list[StageConfig]`` or ``TinyModelConfig | None``."""
+    """Return the section class inside an annotation such as ``list[StageConfig]`` or ``TinyModelConfig | None``."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    found = [_section_in(argument) for argument in typing.get_args(annotation)]
-    return next((each for each in found if each is not None), None)
+    sections = [_section_in(argument) for argument in typing.get_args(annotation)]
+    return next((section for section in sections if section is not None), None)

@@ -1,4 +1,4 @@
-"""Which model is trained."""
+"""Config of the trained model."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from rayrft.config.base import Section, misfit
+from rayrft.config.base import Section, invalid
 
 
 class TinyModelConfig(Section):
-    """A Qwen3-architecture model with random weights, made on the spot together with a tokenizer for the tasks."""
+    """A generated Qwen3-architecture model with random weights and a tokenizer for the tasks."""
 
     vision: bool = False
-    """Qwen2-VL architecture instead, which takes images."""
+    """Use the Qwen2-VL architecture, which takes images."""
 
     layers: int = Field(3, ge=1)
     hidden_size: int = Field(128, ge=8)
@@ -22,9 +22,9 @@ class TinyModelConfig(Section):
 
     @model_validator(mode="after")
     def _head_size(self) -> TinyModelConfig:
-        # vLLM's attention on the CPU takes no other head sizes.
+        # vLLM's CPU attention supports no other head sizes.
         if self.hidden_size % (32 * self.heads):
-            raise misfit(
+            raise invalid(
                 "hidden_size",
                 f"over heads, {self.heads}, must be a multiple of 32, the size of a head",
                 value=self.hidden_size,
@@ -34,7 +34,7 @@ class TinyModelConfig(Section):
 
 
 class ModelConfig(Section):
-    """Either a Hugging Face folder or hub id (``path``) or a ``tiny`` model made on the spot."""
+    """Either a Hugging Face folder or hub id (``path``) or a generated ``tiny`` model."""
 
     path: str | None = None
     tiny: TinyModelConfig | None = None
@@ -46,5 +46,5 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _one_origin(self) -> ModelConfig:
         if (self.path is None) == (self.tiny is None):
-            raise misfit("path", "give exactly one of 'path' (a Hugging Face model) and 'tiny' (one made on the spot)")
+            raise invalid("path", "give exactly one of 'path' (a Hugging Face model) and 'tiny' (a generated one)")
         return self

@@ -1,4 +1,4 @@
-"""The whole configuration of a run, and the rules that cross its sections."""
+"""The whole configuration of a run, and the rules across its sections."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rayrft.config.base import Section, misfit
+from rayrft.config.base import Section, invalid
 from rayrft.config.buffer import BufferConfig, join
 from rayrft.config.demonstrations import DemonstrationsConfig
 from rayrft.config.explorer import ExplorerConfig
@@ -24,12 +24,12 @@ class RunConfig(Section):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
     mode: Literal["both", "train"] = "both"
-    """``train``: no engines. TrainLoop train on files, or on groups that other jobs put into the run's Buffer."""
+    """``train``: no engines. Stages train on files, or on groups that other jobs put into the run's Buffer."""
     storage: Path = Path("runs")
     """The run folder is ``<storage>/<name>``."""
     seed: int = 0
     max_staleness: int = Field(0, ge=0)
-    """Optimiser steps that may lie between the sampling of a token and its use: 0 is synchronous."""
+    """Largest number of optimiser steps between sampling a token and training on it: 0 is synchronous."""
     model: ModelConfig
     tasks: TasksConfig | None = None
     demonstrations: dict[str, DemonstrationsConfig] = Field(default_factory=dict)
@@ -43,8 +43,8 @@ class RunConfig(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     monitor: MonitorConfig = MonitorConfig()
     plugins: list[Path] = Field(default_factory=list)
-    """Python files that register losses, advantages, rewards or workflows of your own; on a cluster, where every node
-    finds them. The Buffer does not load them: its samplers and scores go by ``package.module:attribute``."""
+    """Python files that register your own losses, advantages, rewards or workflows, at paths that every node can read.
+    The Buffer does not load them: name its samplers and scores by ``package.module:attribute``."""
 
     @field_validator("storage")
     @classmethod
@@ -63,23 +63,23 @@ class RunConfig(Section):
 
     @property
     def buffer_location(self) -> str:
-        """Where the Buffer's log lies: a path or URI."""
+        """Path or URI of the Buffer's log."""
         return join(self.buffer.storage, self.name) if self.buffer.storage else str(self.folder / "buffer")
 
     @property
     def rolls_out(self) -> bool:
-        """Whether there are engines: to sample groups, or to evaluate."""
+        """Whether the run has engines, to sample groups or to evaluate."""
         return self.mode == "both" and (any(stage.groups for stage in self.stages) or self.evaluation.enabled)
 
     @property
     def seeds_requests(self) -> bool:
-        """Whether each answer follows from the seed."""
+        """Whether answers are determined by the seed."""
         seeded = self.explorer.sampling.seeded
         return self.explorer.engine.gpus == 0 if seeded is None else seeded
 
     @property
     def sync_backend(self) -> Literal["gloo", "nccl", "ipc"]:
-        """The weight-transfer backend, derived where the config says ``auto``."""
+        """The weight-transfer backend, derived if the config says ``auto``."""
         if self.weight_sync.backend != "auto":
             return self.weight_sync.backend
         gpus = self.explorer.engine.gpus
@@ -87,7 +87,7 @@ class RunConfig(Section):
 
     @property
     def probe_bounds(self) -> ProbeBounds:
-        """How closely engine and trainer must agree, by the precision they compute in."""
+        """Required agreement of engine and trainer log-probs, by compute precision."""
         given = self.weight_sync.tolerance
         if self.model.dtype == "float32":
             return ProbeBounds(given or 1e-4, given or 1e-4, 1.0)
@@ -96,15 +96,15 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _mode(self) -> RunConfig:
         if self.mode == "both" and self.tasks is None:
-            raise misfit("tasks", "a required key is missing", remedy="only mode 'train' does without tasks")
+            raise invalid("tasks", "a required key is missing", remedy="only mode 'train' does without tasks")
         for stage in self.stages:
             if self.mode == "train" and stage.evaluate_every:
                 problem = "needs engines, and mode 'train' has none"
-                raise misfit(f"stages.{stage.name}.evaluate_every", problem, remedy="leave it out")
-        for name, each in self.demonstrations.items():
-            if each.path is None and self.tasks is None:
+                raise invalid(f"stages.{stage.name}.evaluate_every", problem, remedy="leave it out")
+        for name, demonstrations in self.demonstrations.items():
+            if demonstrations.path is None and self.tasks is None:
                 problem = "a required key is missing: there are no tasks to take them from"
-                raise misfit(f"demonstrations.{name}.path", problem, remedy="give a file or folder")
+                raise invalid(f"demonstrations.{name}.path", problem, remedy="give a file or folder")
         return self
 
     @model_validator(mode="after")
@@ -112,19 +112,19 @@ class RunConfig(Section):
         seen: list[str] = []
         for stage in self.stages:
             if stage.name in seen:
-                raise misfit("stages", "two stages of one name", value=stage.name, remedy="give them different names")
+                raise invalid("stages", "two stages of one name", value=stage.name, remedy="give them different names")
             if stage.name == "final" or stage.name.startswith(("step-", "stopped-")):
-                problem = "no name for a stage: its weights would be stored among checkpoints"
-                raise misfit(f"stages.{stage.name}.name", problem, value=stage.name, remedy="give another")
+                problem = "is reserved for checkpoints"
+                raise invalid(f"stages.{stage.name}.name", problem, value=stage.name, remedy="give another")
             if stage.start_from is not None and stage.start_from not in seen:
-                raise misfit(
+                raise invalid(
                     f"stages.{stage.name}.start_from",
                     "is not an earlier stage",
                     value=stage.start_from,
                     remedy=f"earlier: {', '.join(seen) or 'none'}",
                 )
             if stage.expert_rows and stage.demonstrations not in self.demonstrations:
-                raise misfit(
+                raise invalid(
                     f"stages.{stage.name}.demonstrations",
                     "no such entry in 'demonstrations'",
                     value=stage.demonstrations,
@@ -135,7 +135,7 @@ class RunConfig(Section):
             units = stage.groups + stage.expert_rows // (2 if stage.algorithm.build().needs_pairs else 1)
             parts = stage.update.mini_batches
             if units // parts < self.trainer.ranks:
-                raise misfit(
+                raise invalid(
                     f"stages.{stage.name}.batch_size",
                     f"{parts} mini-batches of {stage.groups} groups and {stage.expert_rows} expert rows cannot be "
                     f"dealt to {self.trainer.ranks} ranks",
@@ -149,33 +149,33 @@ class RunConfig(Section):
     def _lora(self) -> RunConfig:
         for stage in self.stages:
             if self.trainer.lora is not None and stage.update.reference_refresh:
-                raise misfit(
+                raise invalid(
                     f"stages.{stage.name}.update.reference_refresh",
                     "is not possible with trainer.lora, where the reference is the model without its adapter",
-                    remedy="leave it out, or split the stage in two: each begins with the policy as its reference",
+                    remedy="leave it out, or split the stage in two: a stage starts with the policy as its reference",
                 )
         return self
 
     @model_validator(mode="after")
     def _answer_length(self) -> RunConfig:
-        """Fill in what an algorithm divides by: the longest answer that may be sampled."""
+        """Set the longest answer that may be sampled, which some algorithms divide by."""
         for stage in self.stages:
             if not stage.algorithm.build().needs_answer_length:
                 continue
             if self.mode == "train":
-                raise misfit(
+                raise invalid(
                     f"stages.{stage.name}.algorithm.constant_length",
                     "aggregation 'constant' needs it in mode 'train', where nothing is sampled",
                     remedy="give the longest answer that may have been sampled, in tokens",
                 )
-            stage.algorithm.give("constant_length", self.explorer.sampling.max_tokens)
+            stage.algorithm.set_coefficient("constant_length", self.explorer.sampling.max_tokens)
         return self
 
     @model_validator(mode="after")
     def _scores(self) -> RunConfig:
         needed = self.buffer.needs_scores and self.buffer.sampler.score == "td_error"
         if needed and not any(stage.algorithm.build().needs_critic for stage in self.stages):
-            raise misfit(
+            raise invalid(
                 "buffer.sampler.score",
                 "needs a critic, and no stage has one",
                 value="td_error",
@@ -187,7 +187,7 @@ class RunConfig(Section):
     def _lengths(self) -> RunConfig:
         sampling = self.explorer.sampling
         if self.rolls_out and sampling.max_prompt_tokens + sampling.max_tokens > self.model.max_length:
-            raise misfit(
+            raise invalid(
                 "model.max_length",
                 f"is less than explorer.sampling's max_prompt_tokens, {sampling.max_prompt_tokens}, + max_tokens, "
                 f"{sampling.max_tokens}",
@@ -195,7 +195,7 @@ class RunConfig(Section):
                 remedy="raise it or lower one of them",
             )
         if (self.reward.overlong_buffer or 0) > sampling.max_tokens:
-            raise misfit(
+            raise invalid(
                 "reward.overlong_buffer",
                 f"exceeds explorer.sampling.max_tokens, {sampling.max_tokens}, of which it is the last part",
                 value=self.reward.overlong_buffer,
@@ -207,7 +207,7 @@ class RunConfig(Section):
     def _devices(self) -> RunConfig:
         engine, trainer, backend = self.explorer.engine, self.trainer, self.sync_backend
         if (engine.gpus > 0) != (trainer.gpus > 0):
-            raise misfit(
+            raise invalid(
                 "explorer.engine.gpus",
                 f"engines take {engine.gpus:g} GPUs and trainer ranks {trainer.gpus:g}",
                 value=engine.gpus,
@@ -215,32 +215,32 @@ class RunConfig(Section):
             )
         for key, gpus in (("explorer.engine.gpus", engine.gpus), ("trainer.gpus", trainer.gpus)):
             if gpus > 1 and gpus % 1:
-                raise misfit(key, "more than one GPU is a whole number of them", value=gpus)
+                raise invalid(key, "more than one GPU is a whole number of them", value=gpus)
         if trainer.cpu_offload and not trainer.gpus:
-            raise misfit(
+            raise invalid(
                 "trainer.cpu_offload",
-                "is for trainer.gpus above 0: without GPUs everything is in main memory",
+                "needs trainer.gpus above 0: without GPUs everything is in CPU memory",
                 remedy="leave it out",
             )
         if backend == "gloo" and engine.gpus > 0:
-            raise misfit("weight_sync.backend", "is for CPU engines", value=backend, remedy="use nccl, ipc or auto")
+            raise invalid("weight_sync.backend", "is for CPU engines", value=backend, remedy="use nccl, ipc or auto")
         if backend in ("nccl", "ipc") and engine.gpus == 0:
             problem = "needs explorer.engine.gpus and trainer.gpus above 0"
-            raise misfit("weight_sync.backend", problem, value=backend, remedy="use gloo or auto")
+            raise invalid("weight_sync.backend", problem, value=backend, remedy="use gloo or auto")
         if backend == "nccl" and (engine.gpus < 1 or trainer.gpus < 1):
-            problem = "two ranks on one GPU are refused by it"
-            raise misfit(
+            problem = "does not support two ranks on one GPU"
+            raise invalid(
                 "weight_sync.backend", problem, value=backend, remedy="give whole GPUs to each side, or use ipc"
             )
         if backend == "ipc" and (trainer.ranks != engine.count or engine.gpus + trainer.gpus > 1):
-            raise misfit(
+            raise invalid(
                 "weight_sync.backend",
                 f"pairs one engine with one trainer rank on a GPU: needs explorer.engine.count ({engine.count}) = "
                 f"trainer.ranks ({trainer.ranks}) and explorer.engine.gpus + trainer.gpus <= 1",
                 value=backend,
             )
         if backend == "ipc" and engine.count > 1 and engine.gpus + trainer.gpus <= 0.5:
-            raise misfit(
+            raise invalid(
                 "explorer.engine.gpus",
                 f"and trainer.gpus, {trainer.gpus:g}, are half a GPU or less, and two of the {engine.count} pairs of "
                 "engine and rank would share one",
@@ -248,20 +248,20 @@ class RunConfig(Section):
                 remedy="raise them to more than 0.5 together",
             )
         if engine.sleep and (backend != "ipc" or self.max_staleness or self.explorer.over_sampling > 1):
-            raise misfit(
+            raise invalid(
                 "explorer.engine.sleep",
                 "is for engine and trainer taking turns on one GPU",
                 remedy="use weight_sync.backend ipc, max_staleness 0 and explorer.over_sampling 1 with it",
             )
         if engine.tensor_parallel > 1 and engine.gpus not in (0, engine.tensor_parallel):
-            raise misfit(
+            raise invalid(
                 "explorer.engine.gpus",
                 f"explorer.engine.tensor_parallel {engine.tensor_parallel} needs as many",
                 value=engine.gpus,
             )
         if engine.tensor_parallel > 1 and engine.gpus == 0:
-            problem = "needs GPUs where it is above 1"
-            raise misfit(
+            problem = "needs GPUs if it is above 1"
+            raise invalid(
                 "explorer.engine.tensor_parallel",
                 problem,
                 value=engine.tensor_parallel,

@@ -1,4 +1,4 @@
-"""TrainLoop: what is trained, with which algorithm, for how long."""
+"""Config of stages: algorithm, batch, optimiser and length; checkpoints, evaluation and monitoring."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from rayrft.config.base import Section, misfit
+from rayrft.config.base import Section, invalid
 from rayrft.config.trainer import OptimizerConfig
 from rayrft.errors import ConfigError
 
@@ -19,36 +19,37 @@ class AlgorithmConfig(Section):
     """A preset by name. Every other key overrides one of its pieces (``policy_loss: gspo``) or coefficients
     (``clip_low: 0.1``); see `rayrft.algorithms.presets` and `rayrft.algorithms.algorithm.Algorithm`."""
 
-    # The other keys are the pieces' own: `build` refuses those that no piece takes.
+    # Other keys belong to the pieces: `build` rejects those that no piece takes.
     model_config = ConfigDict(extra="allow")
 
     name: str
 
     def build(self) -> Algorithm:
-        """Raises ConfigError on an unknown name or key, and on an unfit value."""
-        # Here, not above: actors that only carry the config need not load torch.
+        """Build the algorithm. Raises ConfigError on an unknown name or key, and on an invalid value."""
+        # Imported here: actors that only pass the config on need not load torch.
         from rayrft.algorithms import build
 
         return build(self.name, self.model_extra)
 
-    def give(self, key: str, value: float) -> None:
-        """Set a coefficient that the rest of the config says."""
+    def set_coefficient(self, key: str, value: float) -> None:
+        """Set a coefficient that is derived from other sections."""
         assert self.model_extra is not None  # other keys are allowed
         self.model_extra[key] = value
 
 
 class UpdateConfig(Section):
-    """How a batch is used: the policy is updated ``epochs`` times ``mini_batches`` times on it."""
+    """Updates on a batch: ``epochs`` times ``mini_batches``."""
 
     epochs: int = Field(1, ge=1)
     mini_batches: int = Field(1, ge=1)
-    """Parts of a batch of nearly as many groups and expert rows, with an update each."""
+    """Parts of a batch, with nearly equal numbers of groups and expert rows and one update per part."""
     reference_refresh: int | None = Field(None, ge=1)
-    """Steps after which the policy becomes the reference anew; by default it is the policy as the stage began."""
+    """Steps after which the reference is set to the current policy; by default it stays the policy at the stage's
+    start."""
     reset_optimizer: bool = False
-    """Forget the optimiser's moments at each such refresh."""
+    """Discard the optimiser's moments at every such refresh."""
     critic_warmup_steps: int = Field(0, ge=0)
-    """Steps at the beginning in which only the critic learns; the policy's schedule begins after them."""
+    """Initial steps in which only the critic is trained; the policy's schedule starts after them."""
 
     @property
     def updates_per_step(self) -> int:
@@ -67,20 +68,20 @@ class StageConfig(Section):
     group_size: int = Field(8, ge=1)
     """Answers sampled per task."""
     expert_share: float | None = Field(None, ge=0, le=1)
-    """Share of the batch that is expert rows; 1 for sft, 0 for grpo, to be given where both are trained on (mix)."""
+    """Fraction of expert rows in the batch: fixed at 1 for sft and 0 for grpo, required for mixes of both."""
     demonstrations: str | None = None
-    """Which entry of ``demonstrations`` the expert rows come from."""
+    """The entry of ``demonstrations`` that supplies the expert rows."""
     optimizer: OptimizerConfig = OptimizerConfig()
     critic_optimizer: OptimizerConfig = OptimizerConfig()
-    """Of the critic, for algorithms that have one."""
+    """The critic's optimiser, for algorithms that have one."""
     update: UpdateConfig = UpdateConfig()
     teacher: str | None = None
-    """The model to be learnt from, for algorithms that distil: a Hugging Face folder or hub id, of the same tokenizer.
-    Every rank holds a shard of it."""
+    """The teacher model for distillation: a Hugging Face folder or hub id, with the same tokenizer. Every rank holds a
+    shard of it."""
     start_from: str | None = None
-    """Name of an earlier stage whose final weights this stage starts from; the stage before it by default."""
+    """Earlier stage whose final weights this stage starts from; the previous one by default."""
     evaluate_every: int | None = Field(None, ge=1)
-    """Evaluate at every n-th step of the stage, besides at its start and end."""
+    """Evaluate at every n-th step of the stage, in addition to its start and end."""
 
     @field_validator("teacher")
     @classmethod
@@ -97,35 +98,35 @@ class StageConfig(Section):
             raise ValueError(error) from None
         name = self.algorithm.name
         if build.needs_teacher and not self.teacher:
-            raise misfit("teacher", f"{name} needs one, the model that it learns from", remedy="add 'teacher: …'")
+            raise invalid("teacher", f"{name} needs one, the model to distil from", remedy="add 'teacher: …'")
         if self.teacher and not build.needs_teacher:
-            raise misfit("teacher", f"is not used: {name} has none", value=self.teacher, remedy="leave it out")
+            raise invalid("teacher", f"is not used: {name} has none", value=self.teacher, remedy="leave it out")
         self._check_update(build)
         if build.mixes and self.expert_share is None:
             problem = f"{name} needs it: the share of the batch that is expert rows"
-            raise misfit("expert_share", problem, remedy="add 'expert_share: …'")
+            raise invalid("expert_share", problem, remedy="add 'expert_share: …'")
         if not build.mixes and self.expert_share not in (None, self._fixed_share):
             problem = f"is fixed at {self._fixed_share:g} by {name!r}"
-            raise misfit("expert_share", problem, value=self.expert_share, remedy="leave it out")
+            raise invalid("expert_share", problem, value=self.expert_share, remedy="leave it out")
         if (build.needs_expert or build.needs_pairs) and not self.demonstrations:
             rows = "preference pairs" if build.needs_pairs else "expert rows"
-            raise misfit("demonstrations", f"{name} needs them, where its {rows} are", remedy="name an entry of them")
+            raise invalid("demonstrations", f"{name} needs them, where its {rows} are", remedy="name an entry of them")
         if build.needs_pairs and self.batch_size % 2:
-            raise misfit("batch_size", "is not a number of whole pairs", value=self.batch_size, remedy="give it even")
+            raise invalid("batch_size", "is not a number of whole pairs", value=self.batch_size, remedy="make it even")
         share = self.batch_size * self._share
         if abs(share - round(share)) > 1e-6:
-            raise misfit(
+            raise invalid(
                 "expert_share",
                 f"of batch_size {self.batch_size} is {share:g} rows, not a whole number",
                 value=self._share,
                 remedy=f"give {round(share) / self.batch_size:.6g}, which is {round(share)}",
             )
         if build.needs_expert and not self.expert_rows:
-            raise misfit("expert_share", f"mu is {build.mu():g} but the batch holds no expert rows", value=self._share)
+            raise invalid("expert_share", f"mu is {build.mu():g} but the batch holds no expert rows", value=self._share)
         if build.needs_rollouts and not self.usual_rows:
-            raise misfit("expert_share", f"mu is {build.mu():g} but the batch holds no own rows", value=self._share)
+            raise invalid("expert_share", f"mu is {build.mu():g} but the batch holds no own rows", value=self._share)
         if self.groups and self.group_size == 1 and build.compares_answers:
-            raise misfit(
+            raise invalid(
                 "group_size",
                 f"advantage {build.advantage!r} compares the answers to a task, and 1 leaves nothing to compare with",
                 value=1,
@@ -133,7 +134,7 @@ class StageConfig(Section):
             )
         if self.usual_rows % self.group_size:
             near = max(1, round(self.usual_rows / self.group_size)) * self.group_size
-            raise misfit(
+            raise invalid(
                 "batch_size",
                 f"less {self.expert_rows} expert rows are {self.usual_rows} own rows, which are not whole groups of "
                 f"group_size {self.group_size}",
@@ -143,24 +144,24 @@ class StageConfig(Section):
         return self
 
     def _check_update(self, algorithm: Algorithm) -> None:
-        """What says how to update must have something to act on."""
+        """Check that options of the update have an effect."""
         update, name = self.update, self.algorithm.name
         if not algorithm.needs_critic and (update.critic_warmup_steps or self.critic_optimizer != OptimizerConfig()):
             key = "update.critic_warmup_steps" if update.critic_warmup_steps else "critic_optimizer"
-            raise misfit(key, f"is not used: {name} has no critic", remedy="leave it out")
+            raise invalid(key, f"is not used: {name} has no critic", remedy="leave it out")
         if update.critic_warmup_steps >= self.steps:
-            raise misfit(
+            raise invalid(
                 "update.critic_warmup_steps",
                 f"the policy would never learn in {self.steps} steps",
                 value=update.critic_warmup_steps,
                 remedy="give less than steps",
             )
         if update.reference_refresh and not algorithm.needs_reference:
-            raise misfit(
+            raise invalid(
                 "update.reference_refresh", f"is not used: {name} has no reference", remedy="leave it out, or give a kl"
             )
         if update.reset_optimizer and not update.reference_refresh:
-            raise misfit("update.reset_optimizer", "is not used without reference_refresh", remedy="leave it out")
+            raise invalid("update.reset_optimizer", "is not used without reference_refresh", remedy="leave it out")
 
     @property
     def _fixed_share(self) -> float:
@@ -188,15 +189,16 @@ class StageConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """From which a run goes on when it was ended by whatever. There is one at the end of every stage, too."""
+    """Checkpoints, from which a run resumes. One is also written at the end of every stage."""
 
     every: int | None = Field(50, ge=1)
-    """Steps of a stage between checkpoints; none: only at the ends of stages."""
+    """Steps of a stage between checkpoints; none: only at the end of a stage."""
     keep_last: int = Field(2, ge=1)
     keep_best: int = Field(0, ge=0)
-    """Besides the last, so many are kept that are best by ``best_by``; of equals, the earlier."""
+    """Number of best checkpoints by ``best_by`` to keep besides the last; of equals, the earlier."""
     best_by: Literal["accuracy", "reward"] = "accuracy"
-    """Of an evaluation at that very step (so let ``every`` divide ``evaluate_every``), or the mean of its rollouts."""
+    """Accuracy of an evaluation at the same step (so let ``every`` divide ``evaluate_every``), or mean reward of the
+    step's rollouts."""
 
 
 class EvaluationConfig(Section):
@@ -207,10 +209,10 @@ class EvaluationConfig(Section):
 
 
 class MonitorConfig(Section):
-    """Where metrics go besides ``metrics.jsonl`` and Ray's own metrics, and when a run says that it waits."""
+    """Metric sinks besides ``metrics.jsonl`` and Ray's metrics, and when the run reports a wait."""
 
     wandb: bool = False
     project: str = "rayrft"
     tensorboard: bool = False
     patience_s: float = Field(30.0, gt=0)
-    """When nothing came for so long from an engine, a rank or another part that is waited for, a note names it."""
+    """Seconds without progress of an engine, a rank or another awaited part after which a note names it."""

@@ -1,4 +1,4 @@
-"""Where tasks come from, in what proportion, and in what order they are drawn."""
+"""Config of tasks: sources, their weights, and the order of draws."""
 
 from __future__ import annotations
 
@@ -8,95 +8,95 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from rayrft.config.base import Section, misfit
+from rayrft.config.base import Section, invalid
 
 
 class TaskSourceConfig(Section):
     """One source of tasks: a reasoning-gym data set, a file, or a reader of your own."""
 
     name: str | None = None
-    """What overrides may call it by (``tasks.sources.gsm8k.size``); its number always works."""
+    """Name for overrides (``tasks.sources.gsm8k.size``); its number always works."""
     source: str
     """reasoning_gym, datasets, file, squares, or ``package.module:attribute``."""
     dataset: str | None = None
     """reasoning_gym: the name of the data set. datasets: its id on the Hugging Face hub, or a folder with a copy."""
     config: str | None = None
-    """datasets: which of its configs (subsets), where it has several."""
+    """datasets: the config (subset), if it has several."""
     split: str = "train"
     """datasets: the split to take tasks from."""
     eval_split: str | None = None
-    """datasets: a split of held-out tasks, taken like those of ``eval_path``."""
+    """datasets: a split of held-out tasks, used like those of ``eval_path``."""
     options: dict[str, Any] = Field(default_factory=dict)
     """reasoning_gym: options of the data set."""
     size: int | None = Field(None, ge=1)
-    """How many rows to take before duplicates are removed; all of a file or a split by default."""
+    """Number of rows to take before duplicates are removed; all of a file or a split by default."""
     path: Path | None = None
     """file: JSONL or Parquet, a file or a folder. squares: the folder to draw them in."""
     eval_path: Path | None = None
-    """Held-out tasks in a JSONL or Parquet file of their own: the source's share of ``eval_size`` is its first rows, or
-    all of them where they are fewer."""
+    """A separate JSONL or Parquet file of held-out tasks: the source's share of ``eval_size`` is its first rows, or all
+    if there are fewer."""
     question: str = "question"
     answer: str = "answer"
     """file, datasets: the fields that hold the question and the ground truth."""
     images: str = "images"
-    """file, datasets: the field that holds paths of a task's images, if any; relative ones are from where it lies."""
+    """file, datasets: the field with the paths of a task's images, if any; relative to the folder of the file."""
     answer_after: str | None = None
-    """file, datasets: keep of the answer only what follows the last such mark (GSM8K: '####')."""
+    """file, datasets: keep only the part of the answer after the last such mark (GSM8K: '####')."""
     difficulty: str | None = None
-    """The field of a row (reasoning_gym: of a task's metadata) that holds how hard the task is, as a number."""
+    """The field of a row (reasoning_gym: of a task's metadata) with the task's difficulty, a number."""
     workflow: str | None = None
     """The workflow that acts on the source's tasks; by default ``explorer.workflow``."""
     system: str | None = None
-    """System message put before every question."""
+    """System message before every question."""
     weight: float = Field(1.0, gt=0, allow_inf_nan=False)
-    """Share of this source among the tasks drawn, held out and set apart for demonstrations, over the sum of all."""
+    """Weight of this source, relative to the sum of all, among drawn, held-out and demonstrated tasks."""
 
     @model_validator(mode="after")
     def _source_fields(self) -> TaskSourceConfig:
         if self.source == "reasoning_gym" and (self.dataset is None or self.size is None):
             key = "dataset" if self.dataset is None else "size"
-            raise misfit(key, "source 'reasoning_gym' needs 'dataset' (its name) and 'size' (how many tasks to make)")
+            raise invalid(key, "source 'reasoning_gym' needs 'dataset' (its name) and 'size' (how many tasks to make)")
         if self.source == "datasets" and (self.dataset is None or self.path is not None):
             key = "dataset" if self.dataset is None else "path"
-            raise misfit(key, "source 'datasets' needs 'dataset' (an id on the hub, or a folder), and takes no 'path'")
+            raise invalid(key, "source 'datasets' needs 'dataset' (an id on the hub, or a folder), and takes no 'path'")
         if self.eval_split is not None and (self.source != "datasets" or self.eval_path is not None):
             problem = "is for source 'datasets', and held-out tasks come from it or from 'eval_path'"
-            raise misfit("eval_split", problem, value=self.eval_split)
+            raise invalid("eval_split", problem, value=self.eval_split)
         if self.source == "file" and self.path is None:
-            raise misfit("path", "source 'file' needs 'path' (a JSONL or Parquet file)")
+            raise invalid("path", "source 'file' needs 'path' (a JSONL or Parquet file)")
         if self.source == "squares" and (self.path is None or self.size is None):
             key = "path" if self.path is None else "size"
-            raise misfit(key, "source 'squares' needs 'path' (a folder for its images) and 'size' (how many to draw)")
+            raise invalid(key, "source 'squares' needs 'path' (a folder for its images) and 'size' (how many to draw)")
         return self
 
     @property
     def has_held_out(self) -> bool:
-        """Whether held-out tasks of its own come with the source."""
+        """Whether the source comes with separate held-out tasks."""
         return self.eval_path is not None or self.eval_split is not None
 
 
 class TasksConfig(Section):
-    """The task set. Duplicates are removed over all sources before any task is held out; the first one stays."""
+    """The task set. Duplicates over all sources are removed before tasks are held out; the first one is kept."""
 
     sources: list[TaskSourceConfig] = Field(min_length=1)
     sampler: str = "shuffled"
     """The order within a source: sequential, shuffled, easy_to_hard, failure, near_half, or
     ``package.module:attribute``."""
     epochs: int | None = Field(None, ge=1)
-    """How often a source is gone through before it ends; none: without end."""
+    """Number of passes over a source before it ends; none: unlimited."""
     eval_size: int = Field(500, ge=1)
-    """How many held-out tasks to evaluate on, from the sources in proportion to their weights."""
+    """Number of held-out tasks to evaluate on, from the sources in proportion to their weights."""
 
     @model_validator(mode="after")
     def _names(self) -> TasksConfig:
         counts = Counter(source.name for source in self.sources if source.name is not None)
         if twice := [name for name, count in counts.items() if count > 1]:
-            raise misfit("sources", "two task sources of one name", value=twice[0], remedy="give them different names")
+            raise invalid("sources", "two task sources of one name", value=twice[0], remedy="give them different names")
         return self
 
     @model_validator(mode="after")
     def _difficulties(self) -> TasksConfig:
-        # A reader of one's own may know difficulties without being told a field.
+        # A custom reader may know difficulties without a field.
         lacking = [
             number
             for number, source in enumerate(self.sources)
@@ -104,5 +104,5 @@ class TasksConfig(Section):
         ]
         if self.sampler == "easy_to_hard" and lacking:
             problem = "sampler 'easy_to_hard' needs 'difficulty' in every source"
-            raise misfit(f"sources.{lacking[0]}.difficulty", problem)
+            raise invalid(f"sources.{lacking[0]}.difficulty", problem)
         return self

@@ -1,4 +1,4 @@
-"""Updates, weight broadcast."""
+"""Config of the trainer: optimiser, ranks, LoRA and weight sync."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rayrft.config.base import Section
 
 
 class OptimizerConfig(Section):
-    """AdamW with a learning-rate schedule over the steps of a stage, whatever the number of updates in each."""
+    """AdamW with a learning-rate schedule over the steps of a stage, independent of the number of updates per step."""
 
     lr: float = Field(1e-4, ge=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -22,7 +22,7 @@ class OptimizerConfig(Section):
 
 
 class LoraConfig(Section):
-    """A low-rank adapter beside frozen weights: ``W + alpha / rank * B A`` in every target. There is no dropout."""
+    """A low-rank adapter on frozen weights: ``W + alpha / rank * B A`` in every target. There is no dropout."""
 
     rank: int = Field(16, ge=1)
     alpha: float = Field(32.0, gt=0)
@@ -38,27 +38,28 @@ class TrainerConfig(Section):
     gpus: float = Field(0.0, ge=0)
     """GPUs of one rank; a fraction shares the GPU with an engine (weight_sync.backend: ipc)."""
     memory_gib: float = Field(1.2, gt=0)
-    """Main memory planned for one rank."""
+    """CPU memory reserved for one rank."""
     start_timeout_s: float = Field(600.0, gt=0)
-    """Seconds after which a rank that does not hold the model yet ends the run."""
+    """Seconds after which a rank that has not loaded the model ends the run."""
     micro_batch_tokens: int = Field(8192, ge=16)
-    """Tokens in one forward pass, with their padding where rows are padded; a longer row has one to itself."""
+    """Tokens in one forward pass, including padding if rows are padded; a longer row gets its own."""
     pack: bool = True
-    """Rows share one sequence, without padding or attention between them, where the model allows it."""
+    """Pack rows into one sequence, without padding or attention between them, if the model supports it."""
     gradient_checkpointing: bool = False
-    """Keep one state per layer for the backward pass and compute the others again: a third more time, less memory."""
+    """Keep one state per layer for the backward pass and recompute the others: a third more time, less memory."""
     cpu_offload: bool = False
-    """GPUs: parameters, gradients and optimiser state lie in main memory while they are not used."""
+    """GPUs: keep parameters, gradients and optimiser state in CPU memory while unused."""
     lora: LoraConfig | None = None
-    """Train an adapter only. Every stage begins a new one, on the weights that it starts from with theirs merged."""
+    """Train only an adapter. Every stage starts a new one, on its initial weights with their adapter merged."""
 
 
 @dataclass(frozen=True)
 class ProbeBounds:
-    """How far the log-probs of engine and trainer may lie apart on the probe batch: ``mean`` over all tokens, and
-    ``most`` for this ``share`` of them.
+    """Allowed difference of engine and trainer log-probs on the probe batch: ``mean`` over all tokens, and ``most`` for
+    this ``share`` of them.
 
-    In bfloat16 logits between 16 and 32 lie 0.125 apart: unlikely tokens differ by several tenths though all is well.
+    The spacing of bfloat16 between 16 and 32 is 0.125, so log-probs of unlikely tokens may validly differ by several
+    tenths.
     """
 
     mean: float
@@ -67,15 +68,15 @@ class ProbeBounds:
 
 
 class WeightSyncConfig(Section):
-    """How new weights reach the engines."""
+    """Transfer of new weights to the engines."""
 
     backend: Literal["auto", "gloo", "nccl", "ipc"] = "auto"
-    """auto: gloo for CPU engines, nccl for whole GPUs, ipc where engine and trainer share a GPU."""
+    """auto: gloo for CPU engines, nccl for whole GPUs, ipc if engine and trainer share a GPU."""
     bucket_mib: float = Field(4.0, gt=0)
     probe_every: int = Field(50, ge=1)
     """Compare engine and trainer log-probs on a probe batch at the first sync and at every n-th after it."""
     tolerance: float | None = Field(None, gt=0)
-    """Difference of a token's log-prob that is accepted: of every token in float32, by default 1e-4; of 99 in 100 in
-    bfloat16, by default 0.2, with a mean of at most 0.15 times that."""
+    """Accepted difference of log-probs. float32: for all tokens, default 1e-4. bfloat16: for 99 in 100 tokens, default
+    0.2, with a mean of at most 0.15 times that."""
     deadline_s: float = Field(120.0, gt=0)
     """Seconds after which a sync that has not finished ends the run."""

@@ -22,7 +22,7 @@ from rayrft.rewards import runs_inline
 from rayrft.rewards.worker import RewardWorker
 from rayrft.trainer.rank import RankSetup
 from rayrft.trainer.trainer import Trainer
-from rayrft.waits import Followed, Waits
+from rayrft.waits import TrackedActor, Waits
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class Actors:
         """The same to the Master, whose calls are then among its ``waits``."""
         return replace(
             self,
-            buffer=Followed("buffer", self.buffer, waits, endless=("stats",)),
-            trainer=Followed("trainer", self.trainer, waits),
-            explorer=Followed("explorer", self.explorer, waits, endless=("explore",)) if self.explorer else None,
-            weight_sync=Followed("weight_sync", self.weight_sync, waits) if self.weight_sync else None,
-            engines=[Followed(f"engine-{index}", engine, waits) for index, engine in enumerate(self.engines)],
+            buffer=TrackedActor("buffer", self.buffer, waits, endless=("stats",)),
+            trainer=TrackedActor("trainer", self.trainer, waits),
+            explorer=TrackedActor("explorer", self.explorer, waits, endless=("explore",)) if self.explorer else None,
+            weight_sync=TrackedActor("weight_sync", self.weight_sync, waits) if self.weight_sync else None,
+            engines=[TrackedActor(f"engine-{index}", engine, waits) for index, engine in enumerate(self.engines)],
         )
 
     def signs_of_life(self) -> dict[str, Callable[[], Awaitable[Any]]]:

@@ -17,7 +17,7 @@ from rayrft.config import RunConfig, load_config
 from rayrft.config.stage import CheckpointConfig
 from rayrft.core.actors import Actors
 from rayrft.errors import ConfigError, RunNotFound, StorageError, nearest
-from rayrft.files import put_in_place, sync
+from rayrft.files import replace_folder, sync
 from rayrft.trainer.commands import Checkpoint, Restore, Save
 
 STORAGE = Path("runs")
@@ -134,7 +134,7 @@ class Checkpoints:
         partial = self._folder / f".step-{progress.step:06d}.partial"
         with _writing(partial):
             self._write_manifest(progress, partial)
-            put_in_place(partial, self.at(progress.step))
+            replace_folder(partial, self.at(progress.step))
         self._prune()
 
     def at(self, step: int) -> Path:

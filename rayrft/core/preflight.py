@@ -137,7 +137,7 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepare
         _ = tokenizer.images  # a model that takes none is an error now
     if config.rolls_out:
         _check_prompts(config, splits.train, tokenizer)
-    held_out = {task.asked for task in splits.evaluation}
+    held_out = {task.dedup_key for task in splits.evaluation}
     demonstrations, left_out, max_length = {}, {}, config.model.max_length
     for name, each in config.demonstrations.items():
         if each.path is None:

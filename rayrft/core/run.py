@@ -13,7 +13,7 @@ from rayrft.core.placement import NAMESPACE, actor_name, remove_groups
 from rayrft.core.summary import read_summary, standing, summarise, summarise_from_folder, write_summary
 from rayrft.core.supervision import death, root_cause
 from rayrft.errors import ActorDied, ConfigError, RayrftError, RunNotFound, StorageError
-from rayrft.monitor.console import line
+from rayrft.monitor.console import format_record
 from rayrft.monitor.records import Record, StepRecord, read_records
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ class Run(RunData):
             quick = isinstance(record, StepRecord) and not record.usual_rows
             if not quick or time.monotonic() - last >= 0.5:
                 last = time.monotonic() if quick else last
-                say(line(record))
+                say(format_record(record))
 
     def metrics(self) -> pd.DataFrame:
         """One row per optimiser step so far."""

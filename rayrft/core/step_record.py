@@ -13,7 +13,7 @@ from rayrft.explorer.evaluation import Evaluation
 from rayrft.monitor.records import EvaluationRecord, StepRecord
 from rayrft.trainer.result import StepResult
 
-_NOT_RECORDED = ("train_s", "unmoved", "value_errors")
+_NOT_RECORDED = ("train_s", "first_update", "value_errors")
 
 _CLIPPED = 0.05
 """Share of tokens above which a loss binds the ratio of a policy that has not moved too often to be by chance."""
@@ -78,14 +78,14 @@ def check_on_policy_step(lease: Lease, result: StepResult, tolerance: float) -> 
             f"engine and trainer disagree by {result.logprob_gap:.2g} nats a token (tolerance {tolerance:g}) on tokens "
             "that were sampled under these weights: their precision or the temperature differ, or the weights do"
         )
-    if fresh and result.unmoved.clip_fraction > _CLIPPED:
+    if fresh and result.first_update.clip_fraction > _CLIPPED:
         return (
-            f"the loss binds the ratio on {result.unmoved.clip_fraction:.0%} of the tokens, though the policy has not "
-            f"moved yet: its bounds are narrower than the {result.logprob_gap:.2g} nats a token between engine and "
+            f"the loss binds the ratio on {result.first_update.clip_fraction:.0%} of the tokens, though the policy has "
+            f"not moved yet: its bounds are narrower than the {result.logprob_gap:.2g} nats a token between engine and "
             "trainer; name a correction, such as truncated, for ratios to the trainer's own log-probs"
         )
-    if abs(result.unmoved.kl) > tolerance:
-        return f"the KL to the reference is {result.unmoved.kl:.2g} and not 0, though the policy has not moved yet"
+    if abs(result.first_update.kl) > tolerance:
+        return f"the KL to the reference is {result.first_update.kl:.2g} and not 0, though the policy has not moved yet"
     return None
 
 

@@ -18,7 +18,7 @@ from rayrft.config.trainer import ProbeBounds, WeightSyncConfig
 from rayrft.errors import WeightSyncError
 from rayrft.explorer.engine import EngineWeights
 from rayrft.trainer.commands import Describe, Export, Exported, Join, Locate, Publish, Release, Score
-from rayrft.waits import Followed, WaitReport, Waits
+from rayrft.waits import TrackedActor, WaitReport, Waits
 from rayrft.weights.messages import GroupPlan, Parcel
 
 
@@ -52,8 +52,8 @@ class WeightSync:
         self._backend = backend
         self._bounds = bounds
         self._waits = Waits("weight_sync")
-        self._trainer = Followed("trainer", trainer, self._waits)
-        self._engines = [Followed(f"engine-{index}", engine, self._waits) for index, engine in enumerate(engines)]
+        self._trainer = TrackedActor("trainer", trainer, self._waits)
+        self._engines = [TrackedActor(f"engine-{index}", engine, self._waits) for index, engine in enumerate(engines)]
         self._workers = workers_per_engine
         self._probe = probe
         self._images = images or [()] * len(probe)

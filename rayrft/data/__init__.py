@@ -1,1 +1,1 @@
-"""What is trained on and how it becomes tokens: tokenizer, images, tasks, demonstrations."""
+"""Training data: tokenizer, images, tasks and demonstrations."""

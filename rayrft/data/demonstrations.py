@@ -1,4 +1,4 @@
-"""Rows of expert data to experiences, by the same rules wherever the rows come from."""
+"""Conversion of expert data (files, tasks, Ray Datasets) to experiences."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import pyarrow.compute as pc
 
 from rayrft.config.demonstrations import DemonstrationsConfig, RowFormat
 from rayrft.data.formats import Message, Row, conversations, read_rows
-from rayrft.data.images import paths
+from rayrft.data.images import image_paths
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import DataError
-from rayrft.experience import SCHEMA, Experience, Task, asked, to_batch
+from rayrft.experience import SCHEMA, Experience, Task, dedup_key, to_batch
 
 if TYPE_CHECKING:
     import ray.data
@@ -27,21 +27,21 @@ _SIDES = {None: "", True: "/chosen", False: "/rejected"}
 
 
 @dataclass(frozen=True)
-class LeftOut:
-    """Rows that are not trained, by number from 1: lines of a JSONL file, rows of anything else."""
+class SkippedRows:
+    """Rows that are not trained, with the reason, by number from 1: lines of a JSONL file, rows of other sources."""
 
-    ruled_out: dict[int, str] = field(default_factory=dict)
-    """Rows that must not or cannot be trained, each with the rule."""
+    excluded: dict[int, str] = field(default_factory=dict)
+    """Valid rows that a rule excludes."""
     broken: dict[int, str] = field(default_factory=dict)
-    """Rows that cannot be understood, each with what is wrong."""
+    """Invalid rows."""
 
     def __len__(self) -> int:
-        return len(self.ruled_out) + len(self.broken)
+        return len(self.excluded) + len(self.broken)
 
     @property
     def counts(self) -> Counter[str]:
-        """How many by reason; the reason of broken rows lists the first ten of them."""
-        counts = Counter(self.ruled_out.values())
+        """Number of rows by reason; the reason of broken rows lists the first ten of them."""
+        counts = Counter(self.excluded.values())
         if self.broken:
             first = ", ".join(map(str, sorted(self.broken)[:10])) + (", …" if len(self.broken) > 10 else "")
             counts[f"broken (lines {first})"] = len(self.broken)
@@ -50,47 +50,48 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class RowEncoder:
-    """Makes experiences of rows. A row is left out where it is longer than ``max_length`` tokens, where one of its
-    users asks what a task of ``held_out`` asks (`Task.asked`), and where it is broken."""
+    """Encodes rows as experiences. It skips rows longer than ``max_length`` tokens, rows that contain a held-out
+    question (``held_out`` are `Task.dedup_key`), and broken rows."""
 
     name: str
     form: RowFormat
     tokenizer: ChatTokenizer
     max_length: int
     held_out: Set[str]
-    beside: Path = Path("rows")
-    """The file that the rows are from: relative paths of images are from where it lies."""
+    base: Path = Path("rows")
+    """The file of the rows; relative image paths are relative to its folder."""
 
-    def encode(self, rows: Iterable[tuple[int, Row]]) -> tuple[dict[int, list[Experience]], LeftOut]:
-        """The experiences by number of their row, and which rows gave none."""
-        taken, left_out = {}, LeftOut()
+    def encode(self, rows: Iterable[tuple[int, Row]]) -> tuple[dict[int, list[Experience]], SkippedRows]:
+        """Encode numbered rows; return the experiences by row number, and the skipped rows."""
+        encoded, skipped = {}, SkippedRows()
         for number, row in rows:
             try:
-                made = self._encode_row(f"{self.name}/{number}", row)
+                result = self._encode_row(f"{self.name}/{number}", row)
             except DataError as error:
-                left_out.broken[number] = f"{error.problem} ({error.remedy})" if error.remedy else error.problem
+                skipped.broken[number] = f"{error.problem} ({error.remedy})" if error.remedy else error.problem
                 continue
-            if isinstance(made, str):
-                left_out.ruled_out[number] = made
+            if isinstance(result, str):
+                skipped.excluded[number] = result
             else:
-                taken[number] = made
-        return taken, left_out
+                encoded[number] = result
+        return encoded, skipped
 
     def _encode_row(self, group: str, row: Row) -> list[Experience] | str:
-        """The row's experiences, or the rule by which it has none. Raises DataError where it is broken."""
+        """Return the row's experiences, or the rule that excludes it. Raises DataError if it is broken."""
         if isinstance(row, str):
             raise DataError(row)
-        made = []
-        images = paths(row.get(self.form.images), self.beside)
+        experiences = []
+        images = image_paths(row.get(self.form.images), self.base)
         for chosen, messages in conversations(row, self.form):
-            if any(each["role"] == "user" and asked(each["content"], images) in self.held_out for each in messages):
+            questions = [message["content"] for message in messages if message["role"] == "user"]
+            if any(dedup_key(question, images) in self.held_out for question in questions):
                 return "held-out question"
             ids, mask = self.tokenizer.chat(messages, images)
             if len(ids) > self.max_length:
                 return "too long"
             side = group + _SIDES[chosen]
-            made.append(expert_row(side, group, ids, mask, messages, images=images, chosen=chosen))
-        return made
+            experiences.append(expert_row(side, group, ids, mask, messages, images=images, chosen=chosen))
+        return experiences
 
 
 def expert_row(
@@ -104,9 +105,9 @@ def expert_row(
     images: tuple[str, ...] = (),
     chosen: bool | None = None,
 ) -> Experience:
-    """An experience of the expert; ``ids`` and ``mask`` have one entry per token. Its prompt ends at the first action.
+    """Create an expert experience; ``ids`` and ``mask`` have one entry per token. The prompt ends at the first action.
 
-    It is one side of the group's preference pair where ``chosen`` is given.
+    With ``chosen`` it is one side of the group's preference pair.
     """
     return Experience(
         experience_id=experience_id,
@@ -125,13 +126,13 @@ def expert_row(
 
 
 _NUMBER = "rayrft.number"
-_FINISHED, _BROKEN, _RULED_OUT = "finished", "broken", "ruled out"
+_FINISHED, _BROKEN, _EXCLUDED = "finished", "broken", "excluded"
 
 
 def from_tasks(
     name: str, tasks: list[Task], config: DemonstrationsConfig, tokenizer: ChatTokenizer, seed: int
 ) -> list[Experience]:
-    """One demonstration per task. The first ``wrong_share`` of a seeded shuffle shows ``wrong_field`` as the answer."""
+    """Create one demonstration per task; a fraction ``wrong_share``, drawn by seed, shows ``wrong_field`` as answer."""
     wrong = set(
         np.random.default_rng([seed, 1]).permutation(len(tasks))[: round(config.wrong_share * len(tasks))].tolist()
     )
@@ -145,7 +146,7 @@ def from_tasks(
 
 
 def demonstrate(experience_id: str, task: Task, response: str, tokenizer: ChatTokenizer) -> Experience:
-    """A task's prompt and the response to imitate, with the tokens of a rollout that answers so."""
+    """Create a demonstration of ``response`` to a task, with the same tokens as a rollout with this response."""
     prompt, answer = tokenizer.prompt(task.messages, task.images), tokenizer.response(response)
     mask = [0] * len(prompt) + [1] * len(answer)
     turns = [*task.messages, {"role": "assistant", "content": response}]
@@ -155,19 +156,19 @@ def demonstrate(experience_id: str, task: Task, response: str, tokenizer: ChatTo
 
 def from_file(
     name: str, config: DemonstrationsConfig, tokenizer: ChatTokenizer, max_length: int, held_out: Set[str] = frozenset()
-) -> tuple[list[Experience], LeftOut]:
-    """The demonstrations of ``config.path``, and which rows were left out.
+) -> tuple[list[Experience], SkippedRows]:
+    """Read the demonstrations of ``config.path``; return them and the skipped rows.
 
-    A row gives one experience with the id ``<name>/<number>``; a preference pair gives two in the group of that name,
-    ``…/chosen`` and ``…/rejected``. Raises DataError when the file is missing, cannot be read or has no usable row, and
-    with the line numbers when rows are broken and not to be skipped.
+    A row becomes one experience with the id ``<name>/<number>``; a preference pair two in the group of that id,
+    ``…/chosen`` and ``…/rejected``. Raises DataError if the file is missing, unreadable or has no usable row, and with
+    line numbers if rows are broken and ``on_broken`` is ``fail``.
     """
-    assert config.path is not None  # the config's own rule
-    place = f"demonstrations.{name}.path"
+    assert config.path is not None  # checked by the config
+    config_key = f"demonstrations.{name}.path"
     encoder = RowEncoder(name, config, tokenizer, max_length, held_out, config.path)
-    taken, left_out = encoder.encode(read_rows(config.path, place))
-    _check(len(taken), left_out, config, place, str(config.path))
-    return [row for rows in list(taken.values())[: config.size] for row in rows], left_out
+    encoded, skipped = encoder.encode(read_rows(config.path, config_key))
+    _check(len(encoded), skipped, config, config_key, str(config.path))
+    return [row for rows in list(encoded.values())[: config.size] for row in rows], skipped
 
 
 def from_dataset(
@@ -177,42 +178,42 @@ def from_dataset(
     tokenizer: ChatTokenizer,
     max_length: int,
     held_out: Set[str] = frozenset(),
-) -> tuple[ray.data.Dataset, LeftOut]:
-    """What :func:`from_file` does, for a Ray Dataset and in Ray Data: a dataset with rows of ``experience.SCHEMA``.
+) -> tuple[ray.data.Dataset, SkippedRows]:
+    """Encode a Ray Dataset as :func:`from_file` encodes a file, to a dataset with rows of ``experience.SCHEMA``.
 
-    The dataset is executed here and now, for its broken rows are an error before anything is trained. Its rows stay in
-    the object store, in their order; what comes to this process is the numbers of rows that are left out, with why.
-    Raises DataError as :func:`from_file` does.
+    The dataset is executed at once, because broken rows must raise before training. Its rows stay in the object store,
+    in their order; only the numbers and reasons of skipped rows come to this process. Raises DataError as
+    :func:`from_file` does.
     """
-    place = f"demonstrations.{name}"
-    numbered, total = _numbered(dataset, place)
+    config_key = f"demonstrations.{name}"
+    numbered, total = _numbered(dataset, config_key)
     encoder = RowEncoder(name, config, tokenizer, max_length, held_out)
     encoded = numbered.map_batches(_encode, batch_format="pyarrow", fn_args=(encoder,)).materialize()
-    left_out = LeftOut()
-    for husk in encoded.map_batches(_husks, batch_format="pyarrow", batch_size=None).iter_rows():
-        reasons = left_out.broken if husk["status"] == _BROKEN else left_out.ruled_out
-        reasons[_number(husk["group_id"])] = husk["error"]
-    _check(total - len(left_out), left_out, config, place, None)
-    kept = sorted(set(range(1, total + 1)) - left_out.broken.keys() - left_out.ruled_out.keys())
+    skipped = SkippedRows()
+    for row in encoded.map_batches(_skipped_rows, batch_format="pyarrow", batch_size=None).iter_rows():
+        reasons = skipped.broken if row["status"] == _BROKEN else skipped.excluded
+        reasons[_number(row["group_id"])] = row["error"]
+    _check(total - len(skipped), skipped, config, config_key, None)
+    kept = sorted(set(range(1, total + 1)) - skipped.broken.keys() - skipped.excluded.keys())
     last = kept[: config.size][-1]
-    return encoded.map_batches(_rows_until, batch_format="pyarrow", batch_size=None, fn_args=(last,)), left_out
+    return encoded.map_batches(_rows_until, batch_format="pyarrow", batch_size=None, fn_args=(last,)), skipped
 
 
-def _check(kept: int, left_out: LeftOut, form: RowFormat, place: str, value: str | None) -> None:
-    if left_out.broken and form.on_broken == "fail":
-        first = "; ".join(f"line {number}: {why}" for number, why in sorted(left_out.broken.items())[:5])
+def _check(kept: int, skipped: SkippedRows, form: RowFormat, config_key: str, value: str | None) -> None:
+    if skipped.broken and form.on_broken == "fail":
+        first = "; ".join(f"line {number}: {why}" for number, why in sorted(skipped.broken.items())[:5])
         raise DataError(
-            f"{len(left_out.broken)} broken rows of {kept + len(left_out)}: {first}",
-            field=place,
+            f"{len(skipped.broken)} broken rows of {kept + len(skipped)}: {first}",
+            field=config_key,
             value=value,
-            remedy="mend or delete these lines, or set on_broken to 'skip'",
+            remedy="fix or delete these lines, or set on_broken to 'skip'",
         )
     if not kept:
         raise DataError(
-            f"no usable row (left out: {dict(left_out.counts)})",
-            field=place,
+            f"no usable row (left out: {dict(skipped.counts)})",
+            field=config_key,
             value=value,
-            remedy="look at the reasons: each names what such a row lacks",
+            remedy="check the reasons: they name what these rows lack",
         )
 
 
@@ -227,11 +228,11 @@ def _metadata(task: Task, field: str | None, name: str) -> Any:
     return task.metadata[field]
 
 
-def _numbered(dataset: ray.data.Dataset, place: str) -> tuple[ray.data.Dataset, int]:
-    """The rows with a column of their numbers from 1, and how many they are.
+def _numbered(dataset: ray.data.Dataset, config_key: str) -> tuple[ray.data.Dataset, int]:
+    """Add a column of row numbers from 1; also return the number of rows.
 
-    Ray Data numbers no rows and hands on blocks as they finish. So it is told to keep the dataset's own order, and each
-    block is told at which row it begins: ids and reports then name the same row in every run.
+    Ray Data does not number rows and emits blocks as they finish. So the order is preserved and every block gets the
+    number of its first row: ids and reports then name the same row in every run.
     """
     import ray.data
 
@@ -244,7 +245,7 @@ def _numbered(dataset: ray.data.Dataset, place: str) -> tuple[ray.data.Dataset, 
     count, number = ray.remote(_count), ray.remote(_number_block)
     lengths = ray.get([count.remote(table) for table in tables])
     if not sum(lengths):
-        raise DataError("the dataset holds no rows", field=place, remedy="give a dataset that is not empty")
+        raise DataError("the dataset holds no rows", field=config_key, remedy="give a dataset that is not empty")
     firsts = accumulate(lengths, initial=1)
     blocks = [number.remote(table, first) for table, first in zip(tables, firsts, strict=False)]
     numbered = ray.data.from_arrow_refs(blocks)
@@ -261,23 +262,23 @@ def _number_block(table: pa.Table, first: int) -> pa.Table:
 
 
 def _encode(table: pa.Table, encoder: RowEncoder) -> pa.Table:
-    """Experiences, and for each row that is left out a husk that says why."""
+    """Encode rows as experiences; a skipped row becomes an empty one whose status and error give the reason."""
     numbers = table.column(_NUMBER).to_pylist()
-    taken, left_out = encoder.encode(zip(numbers, table.drop_columns([_NUMBER]).to_pylist(), strict=True))
-    made = [row for rows in taken.values() for row in rows]
-    for status, reasons in ((_BROKEN, left_out.broken), (_RULED_OUT, left_out.ruled_out)):
-        for number, why in reasons.items():
+    encoded, skipped = encoder.encode(zip(numbers, table.drop_columns([_NUMBER]).to_pylist(), strict=True))
+    experiences = [row for rows in encoded.values() for row in rows]
+    for status, reasons in ((_BROKEN, skipped.broken), (_EXCLUDED, skipped.excluded)):
+        for number, reason in reasons.items():
             group = f"{encoder.name}/{number}"
-            made.append(replace(expert_row(group, group, [], [], []), status=status, error=why))
-    return pa.Table.from_batches([to_batch(made)])
+            experiences.append(replace(expert_row(group, group, [], [], []), status=status, error=reason))
+    return pa.Table.from_batches([to_batch(experiences)])
 
 
-def _husks(table: pa.Table) -> pa.Table:
+def _skipped_rows(table: pa.Table) -> pa.Table:
     return table.filter(pc.not_equal(table.column("status"), _FINISHED)).select(["group_id", "status", "error"])
 
 
 def _rows_until(table: pa.Table, last: int) -> pa.Table:
-    """The experiences of rows up to number ``last``."""
+    """Return the experiences of rows up to number ``last``."""
     early = pa.array([_number(group) <= last for group in table.column("group_id").to_pylist()], pa.bool_())
     return table.filter(pc.and_(pc.equal(table.column("status"), _FINISHED), early)).cast(SCHEMA)
 

@@ -1,4 +1,4 @@
-"""The formats that demonstrations come in: JSONL, Parquet and saved data sets, and the shapes of their rows."""
+"""File formats of demonstrations (JSONL, Parquet, saved data sets) and the layouts of their rows."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rayrft.config.demonstrations import RowFormat
 from rayrft.errors import DataError
 
 Row = dict[str, Any] | str
-"""A row, or why it is none."""
+"""A row, or the reason why it cannot be parsed."""
 
 
 def read_rows(path: Path, field: str) -> Iterator[tuple[int, Row]]:
-    """The rows of a file or folder with their numbers, from 1: lines of a JSONL file, rows of any other.
+    """Iterate over the rows of a file or folder with their numbers, from 1: lines of a JSONL file, rows of any other.
 
-    Rows of several files are numbered through, in the order of the files' names (of a saved data set: in its order).
-    Raises DataError, which names ``field``, when there is no such file or it cannot be read at all.
+    Rows of several files are numbered consecutively, by file name (in a saved data set: in its order). Raises
+    DataError, which names ``field``, if the file is missing or unreadable.
     """
     if not path.exists():
         raise DataError(
@@ -41,7 +41,7 @@ def read_rows(path: Path, field: str) -> Iterator[tuple[int, Row]]:
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, Row]]:
-    # As bytes, for text mode also ends lines at characters that JSON may hold within a string.
+    # As bytes: text mode also splits lines at characters that JSON allows within a string.
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -79,10 +79,10 @@ def _table_rows(path: Path, field: str) -> Iterator[dict[str, Any]]:
 
 
 def _saved_files(folder: Path, field: str) -> list[Path]:
-    """The Arrow files of a data set saved with ``datasets.Dataset.save_to_disk``."""
+    """Return the Arrow files of a data set saved with ``datasets.Dataset.save_to_disk``."""
     try:
         state = json.loads((folder / "state.json").read_text())
-        return [folder / each["filename"] for each in state["_data_files"]]
+        return [folder / file["filename"] for file in state["_data_files"]]
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"state.json is not that of a saved data set ({type(error).__name__}: {error})",
@@ -96,10 +96,10 @@ Message = dict[str, str]
 
 
 def conversations(row: dict[str, Any], form: RowFormat) -> list[tuple[bool | None, list[Message]]]:
-    """The conversations of a row, each ending with the assistant: one with None, or a pair with True (chosen) and
-    False (rejected).
+    """Return a row's conversations, which end with the assistant: one with None, or a pair with True (chosen) and False
+    (rejected).
 
-    Raises DataError, which says what is wrong, for a row that has none of the shapes.
+    Raises DataError with the problem if the row has none of the layouts.
     """
     chosen, rejected = row.get(form.chosen), row.get(form.rejected)
     prompt, response = row.get(form.prompt), row.get(form.response)
@@ -112,7 +112,7 @@ def conversations(row: dict[str, Any], form: RowFormat) -> list[tuple[bool | Non
             raise DataError(f"{form.chosen!r} and {form.rejected!r} are the same")
         return [(True, sides[0]), (False, sides[1])]
     if row.get(form.messages) is not None:
-        return [(None, _whole(_messages(row[form.messages], "assistant", form.messages), form.messages))]
+        return [(None, _checked(_messages(row[form.messages], "assistant", form.messages), form.messages))]
     if not prompt or not response:
         raise DataError(
             f"needs text in {form.prompt!r} and {form.response!r}, or messages in {form.messages!r}, "
@@ -122,48 +122,48 @@ def conversations(row: dict[str, Any], form: RowFormat) -> list[tuple[bool | Non
 
 
 def _joined(prompt: Any, answer: Any, prompt_field: str, answer_field: str) -> list[Message]:
-    """Prompt and answer as one conversation. An answer that does not begin with the assistant holds its own prompt."""
-    said = _messages(answer, "assistant", answer_field)
-    if said[0]["role"] == "assistant":
-        said = [*_messages(prompt, "user", prompt_field), *said]
-    return _whole(said, answer_field)
+    """Join prompt and answer. An answer that does not begin with the assistant contains its own prompt."""
+    messages = _messages(answer, "assistant", answer_field)
+    if messages[0]["role"] == "assistant":
+        messages = [*_messages(prompt, "user", prompt_field), *messages]
+    return _checked(messages, answer_field)
 
 
 def _messages(value: Any, role: str, field: str) -> list[Message]:
-    """A text said by ``role``, or a list of messages."""
+    """Parse a text of ``role``, or a list of messages."""
     if isinstance(value, str) and value:
         return [{"role": role, "content": _text(value, field)}]
     if not isinstance(value, list) or not value:
         raise DataError(f"needs text or messages in {field!r}")
-    return [_message(each, f"{field}[{index}]") for index, each in enumerate(value)]
+    return [_message(message, f"{field}[{index}]") for index, message in enumerate(value)]
 
 
-def _message(value: Any, place: str) -> Message:
-    """A message; fields besides role and content are the template's to use, and nothing else can hold them but text."""
+def _message(value: Any, path: str) -> Message:
+    """Parse a message; fields besides role and content, for chat templates, must be text as well."""
     if not isinstance(value, dict):
-        raise DataError(f"{place} is not a message with 'role' and 'content'")
+        raise DataError(f"{path} is not a message with 'role' and 'content'")
     # Arrow gives every message the fields of all messages, null where it has none.
-    message = {key: _text(each, f"{place}.{key}") for key, each in value.items() if each is not None}
+    message = {key: _text(text, f"{path}.{key}") for key, text in value.items() if text is not None}
     if not {"role", "content"} <= message.keys():
-        raise DataError(f"{place} needs 'role' and 'content'")
+        raise DataError(f"{path} needs 'role' and 'content'")
     if message["role"] == "assistant" and not message["content"]:
-        raise DataError(f"{place}: the assistant says nothing")
+        raise DataError(f"{path}: the assistant says nothing")
     return message
 
 
-def _text(value: Any, place: str) -> str:
+def _text(value: Any, path: str) -> str:
     if not isinstance(value, str):
-        raise DataError(f"{place} is not text")
+        raise DataError(f"{path} is not text")
     try:
         value.encode()
-    except UnicodeEncodeError:  # JSON can spell half a surrogate pair, which no tokenizer takes
-        raise DataError(f"{place} is not valid Unicode") from None
+    except UnicodeEncodeError:  # JSON can contain half a surrogate pair, which no tokenizer accepts
+        raise DataError(f"{path} is not valid Unicode") from None
     return value
 
 
-def _whole(messages: list[Message], field: str) -> list[Message]:
+def _checked(messages: list[Message], field: str) -> list[Message]:
     if messages[0]["role"] == "assistant":
-        raise DataError(f"{field!r} begins with the assistant, which nothing has asked yet")
+        raise DataError(f"{field!r} begins with the assistant, without a prompt")
     if messages[-1]["role"] != "assistant":
         raise DataError(f"{field!r} does not end with the assistant")
     return messages

@@ -1,7 +1,7 @@
-"""Images: where they stand among the tokens, and what a vision-language model of the Qwen-VL kind is given of them.
+"""Images: their placeholder tokens, and their patches for vision-language models of the Qwen-VL family.
 
-Records hold paths. In a sequence an image is a run of placeholder tokens, as many as the model makes of it; the patches
-themselves are read from the file where they are needed.
+Records hold paths. In a sequence an image is a run of placeholder tokens, as many as the model makes of it; patches are
+read from the file when they are needed.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
-MARK = "<image>"
-"""Stands in a text where an image belongs."""
+IMAGE_MARK = "<image>"
+"""Marks the position of an image in a text."""
 
 _CACHE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
 class Patches:
-    """An image as the model takes it: ``values`` ``[P, D]`` (float32) of P patches; ``grid`` ``[3]``, how many of them
-    lie in time, height and width; and the number of tokens that stand for it."""
+    """An image as model input: ``values`` ``[P, D]`` (float32) of P patches; ``grid`` ``[3]``, their number in time,
+    height and width; and the number of placeholder tokens."""
 
     values: Tensor
     grid: Tensor
@@ -37,7 +37,7 @@ class Patches:
 
 
 class ImageReader:
-    """Reads images for one model. Raises ModelError where that takes none, or not in the way that is known here."""
+    """Reads images for one model. Raises ModelError if the model takes none, or not in the way of Qwen-VL."""
 
     def __init__(self, model: str) -> None:
         from transformers import AutoConfig, AutoProcessor
@@ -45,7 +45,7 @@ class ImageReader:
         config = AutoConfig.from_pretrained(model)
         if not takes_images(model):
             raise ModelError(
-                f"there are images to be looked at, but a model of type {config.model_type!r} takes none",
+                f"the data has images, but a model of type {config.model_type!r} takes none",
                 field="model",
                 value=model,
                 remedy="give a model of the Qwen-VL family (or model.tiny.vision: true), or tasks without images",
@@ -62,40 +62,40 @@ class ImageReader:
             ) from None
         self.token_id: int = config.image_token_id
         self.merge: int = config.vision_config.spatial_merge_size
-        """Patches on a side of the square that one token stands for."""
-        self._read: OrderedDict[str, Patches] = OrderedDict()
+        """Side length, in patches, of the square that becomes one token."""
+        self._cache: OrderedDict[str, Patches] = OrderedDict()
 
-    def picture(self, path: str) -> Image:
-        """The image itself, as RGB. Raises DataError where there is none."""
+    def load(self, path: str) -> Image:
+        """Load the image as RGB. Raises DataError if it cannot be read."""
         with _opened(path) as image:
             return image.convert("RGB")
 
     def read(self, path: str) -> Patches:
-        """The image as the model takes it; those read last are kept."""
-        if path in self._read:
-            self._read.move_to_end(path)
-            return self._read[path]
-        self._read[path] = patches = self._patches(self.picture(path))
-        while sum(each.values.nbytes for each in self._read.values()) > _CACHE_BYTES and len(self._read) > 1:
-            self._read.popitem(last=False)
+        """Read the image as model input, through an LRU cache. Raises DataError if it cannot be read."""
+        if path in self._cache:
+            self._cache.move_to_end(path)
+            return self._cache[path]
+        self._cache[path] = patches = self._patches(self.load(path))
+        while sum(cached.values.nbytes for cached in self._cache.values()) > _CACHE_BYTES and len(self._cache) > 1:
+            self._cache.popitem(last=False)
         return patches
 
     def blank(self) -> Patches:
-        """A small image of nothing."""
+        """Return a small black image."""
         from PIL import Image
 
         return self._patches(Image.new("RGB", (8, 8)))
 
     def tokens(self, path: str) -> int:
-        """How many tokens stand for the image. Raises DataError where there is none."""
+        """Return the number of placeholder tokens of the image. Raises DataError if it cannot be read."""
         with _opened(path) as image:
             width, height = image.size
         return int(self.processor.image_processor.get_number_of_image_patches(height, width)) // self.merge**2
 
     def repeats(self, token_ids: list[int], images: tuple[str, ...]) -> list[int]:
-        """How often each token must stand so that its image has room: 1, or the size of the image.
+        """Return how often to repeat every token: an image's placeholder as often as it has tokens, others once.
 
-        ``token_ids`` hold one placeholder per image. Raises DataError where they do not.
+        ``token_ids`` hold one placeholder per image. Raises DataError if they do not.
         """
         found = token_ids.count(self.token_id)
         if found != len(images):
@@ -104,19 +104,19 @@ class ImageReader:
         return [next(sizes) if token == self.token_id else 1 for token in token_ids]
 
     def collapse(self, token_ids: list[int], images: tuple[str, ...]) -> list[int]:
-        """The sequence with one placeholder per image; the opposite of repeating them."""
-        left = list(token_ids)
-        place = 0
+        """Reduce the placeholders of every image to one; the inverse of `repeats`."""
+        collapsed = list(token_ids)
+        index = 0
         for path in images:
-            place = left.index(self.token_id, place)
-            del left[place + 1 : place + self.tokens(path)]
-            place += 1
-        return left
+            index = collapsed.index(self.token_id, index)
+            del collapsed[index + 1 : index + self.tokens(path)]
+            index += 1
+        return collapsed
 
     def _patches(self, picture: Image) -> Patches:
-        made = self.processor.image_processor(images=[picture], return_tensors="pt")
-        grid = made["image_grid_thw"][0]
-        return Patches(made["pixel_values"].float(), grid, int(grid.prod()) // self.merge**2)
+        output = self.processor.image_processor(images=[picture], return_tensors="pt")
+        grid = output["image_grid_thw"][0]
+        return Patches(output["pixel_values"].float(), grid, int(grid.prod()) // self.merge**2)
 
 
 @contextlib.contextmanager
@@ -126,59 +126,59 @@ def _opened(path: str) -> Iterator[Image]:
     try:
         with Image.open(path) as image:
             yield image
-    except OSError as error:  # also where the file holds no image, or half of one
+    except OSError as error:  # also raised for a file that is no image, or truncated
         raise DataError(
             f"no image can be read: {error}",
             field="images",
             value=path,
-            remedy="give paths of image files that every node finds",
+            remedy="give paths of image files that every node can read",
         ) from None
 
 
 def takes_images(model: str) -> bool:
-    """Whether the model of that path or hub id takes images in the way of Qwen-VL: patches and a grid of them."""
+    """Return whether the model of this path or hub id takes images as Qwen-VL does: patches and their grid."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model)
     return hasattr(config, "image_token_id") and hasattr(getattr(config, "vision_config", None), "spatial_merge_size")
 
 
-def place(messages: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """The messages in the form in which chat templates take images.
+def insert_images(messages: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    """Convert messages to the multi-part form in which chat templates take images.
 
-    Images stand where the users' texts have a `MARK`, in order; without any mark, before the first text of a user.
-    Raises DataError where there are marks, but not one for each image.
+    Images replace the `IMAGE_MARK`s in the users' texts, in order; without marks they precede the first user text.
+    Raises DataError if the number of marks is neither 0 nor the number of images.
     """
-    marks = sum(each["content"].count(MARK) for each in messages if each["role"] == "user")
+    marks = sum(message["content"].count(IMAGE_MARK) for message in messages if message["role"] == "user")
     if marks not in (0, count):
-        raise DataError(f"there are {marks} marks {MARK} for {count} images", field="images")
-    placed, before = [], 0 if marks else count
-    for each in messages:
-        if each["role"] != "user":
-            placed.append(each)
+        raise DataError(f"there are {marks} marks {IMAGE_MARK} for {count} images", field="images")
+    converted, before = [], 0 if marks else count
+    for message in messages:
+        if message["role"] != "user":
+            converted.append(message)
             continue
         parts: list[dict[str, str]] = [{"type": "image"}] * before
         before = 0
-        for piece in re.split(f"({re.escape(MARK)})", each["content"]):
+        for piece in re.split(f"({re.escape(IMAGE_MARK)})", message["content"]):
             if piece:
-                parts.append({"type": "image"} if piece == MARK else {"type": "text", "text": piece})
-        placed.append({**each, "content": parts})
-    return placed
+                parts.append({"type": "image"} if piece == IMAGE_MARK else {"type": "text", "text": piece})
+        converted.append({**message, "content": parts})
+    return converted
 
 
-def paths(values: Any, beside: Path) -> tuple[str, ...]:
-    """A row's images as absolute paths; relative ones are from where the file ``beside`` lies, or in that folder.
+def image_paths(values: Any, base: Path) -> tuple[str, ...]:
+    """Return a row's images as absolute paths; relative ones are relative to the folder ``base``, or that of the file.
 
-    Raises DataError where one is no path, or nothing is there.
+    Raises DataError if a value is not a path, or the file does not exist.
     """
     if values is None:
         return ()
-    found = []
+    paths = []
     for value in values if isinstance(values, list) else [values]:
         if not isinstance(value, str):
             raise DataError(f"an image is a {type(value).__name__}, not a path", remedy="save it, and give its path")
-        path = ((beside if beside.is_dir() else beside.parent) / value).absolute()
+        path = ((base if base.is_dir() else base.parent) / value).absolute()
         if not path.is_file():
-            raise DataError(f"there is no image {path}", remedy="give paths from where the file lies that names them")
-        found.append(str(path))
-    return tuple(found)
+            raise DataError(f"there is no image {path}", remedy="give paths relative to the file that names them")
+        paths.append(str(path))
+    return tuple(paths)

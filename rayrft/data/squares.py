@@ -1,4 +1,4 @@
-"""Tasks about pictures that are drawn on the spot: which colour is the square?"""
+"""Generated image tasks for tests and demos: which colour is the square?"""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ _SHADES = 20
 
 
 def draw_squares(config: TaskSourceConfig, field: str) -> list[Task]:
-    """A square of one colour on a ground of another, of any shade, size and place; the answer is its colour.
+    """Draw squares of random colour, shade, size and position on a background of another colour; the answer is the
+    colour.
 
-    The pictures are drawn into ``config.path``, always the same ones. Raises DataError where they cannot be.
+    The same pictures are written to ``config.path`` every time. Raises DataError if they cannot be written.
     """
     from PIL import Image
 
-    assert config.path is not None and config.size is not None  # the config's own rule
+    assert config.path is not None and config.size is not None  # checked by the config
     folder = config.path.expanduser().absolute()
-    chance = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     tasks = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for number in range(config.size):
             path = folder / f"square-{number:05}.png"
-            answer, pixels = _draw(chance)
+            answer, pixels = _draw(rng)
             Image.fromarray(pixels).save(path)
             question = "Which colour is the square?"
             tasks.append(Task.create("squares", question, answer, images=(str(path),), system=config.system))
@@ -45,12 +46,12 @@ def draw_squares(config: TaskSourceConfig, field: str) -> list[Task]:
     return tasks
 
 
-def _draw(chance: np.random.Generator) -> tuple[str, np.ndarray]:
-    """The colour of the square, and the picture ``[side, side, 3]``."""
-    square, ground = chance.permutation(list(_COLOURS))[:2]
-    shades = chance.integers(-_SHADES, _SHADES + 1, size=(2, 3))
-    size = chance.integers(_SMALLEST, _LARGEST + 1)
-    top, left = chance.integers(0, _SIDE - size + 1, size=2)
+def _draw(rng: np.random.Generator) -> tuple[str, np.ndarray]:
+    """Draw a picture; return the colour of the square, and the pixels ``[side, side, 3]``."""
+    square, ground = rng.permutation(list(_COLOURS))[:2]
+    shades = rng.integers(-_SHADES, _SHADES + 1, size=(2, 3))
+    size = rng.integers(_SMALLEST, _LARGEST + 1)
+    top, left = rng.integers(0, _SIDE - size + 1, size=2)
     pixels = np.empty((_SIDE, _SIDE, 3), dtype=np.uint8)
     pixels[:] = np.clip(_COLOURS[ground] + shades[0], 0, 255)
     pixels[top : top + size, left : left + size] = np.clip(_COLOURS[square] + shades[1], 0, 255)

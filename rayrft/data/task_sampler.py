@@ -1,4 +1,4 @@
-"""Whose turn it is: sources interleaved in proportion to their weights, without chance."""
+"""Task order: deterministic interleaving of sources by weight, and samplers that choose a source's next task."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from rayrft.registry import Registry
 
 
 class Interleave:
-    """Turns of sources, each at most ``limits[i]`` times (None: without end).
+    """Weighted interleaving of sources; source i has at most ``limits[i]`` turns (None: unlimited).
 
-    After any k turns each source has had its share of k rounded down or up: the quota method of Balinski and Young.
-    Among sources that have had less than their share of the turns so far, the one goes next whose next turn would fall
-    due first. When a source ends, the others go on in their proportions, counted afresh from there.
+    After any k turns a source has had its share of k rounded down or up: the quota method of Balinski and Young. Among
+    sources below their share of the turns so far, the next is the one whose next turn is due first. When a source ends,
+    the others continue in their proportions, counted from that point.
 
-    Weights are turned into the smallest whole numbers w; every sum(w) turns each source has had exactly w of them, and
-    the next such round is the same again.
+    Weights are scaled to the smallest whole numbers w; in every round of sum(w) turns a source has exactly w turns, and
+    all rounds are equal.
     """
 
     def __init__(self, weights: Sequence[float], limits: Sequence[int | None] = ()) -> None:
-        self._weights = _whole(weights)
+        self._weights = _whole_numbers(weights)
         self._limits = list(limits) or [None] * len(weights)
         self.seek(0)
 
     @property
     def counts(self) -> list[int]:
-        """Turns that each source has had."""
+        """Number of turns by source."""
         return list(self._counts)
 
     def next(self) -> int | None:
-        """The source whose turn it is; None when all have ended."""
+        """Advance; return the source of this turn, or None when all have ended."""
         if not self._open:
             return None
         self._turn += 1
-        behind = [i for i in self._open if self._taken[i] * self._round < self._weights[i] * self._turn]
-        source = min(behind, key=lambda i: (self._taken[i] + 1) / self._weights[i])
+        below = [i for i in self._open if self._taken[i] * self._round < self._weights[i] * self._turn]
+        source = min(below, key=lambda i: (self._taken[i] + 1) / self._weights[i])
         self._taken[source] += 1
         self._counts[source] += 1
         if self._turn == self._round or self._counts[source] == self._limits[source]:
@@ -50,9 +50,9 @@ class Interleave:
         return source
 
     def seek(self, position: int) -> None:
-        """Go to where ``position`` turns from the start lead, or to the end if that is sooner.
+        """Move to the state after ``position`` turns from the start, or to the end if it comes first.
 
-        Whole rounds are skipped: it costs at most (number of sources) * sum(w) turns, and at most ``position``.
+        Whole rounds are skipped: the cost is at most (number of sources) * sum(w) turns, and at most ``position``.
         """
         self._counts = [0] * len(self._weights)
         self._begin_round()
@@ -69,7 +69,7 @@ class Interleave:
         self._turn, self._taken = 0, [0] * len(self._weights)
 
     def _skip_rounds(self, most: int) -> int:
-        """Take as many whole rounds of at most ``most`` turns as end no source: one that ends cuts its round short."""
+        """Skip the whole rounds within ``most`` turns in which no source ends; return the number of turns."""
         room = [(limit - self._counts[i] - 1) // self._weights[i] for i in self._open if (limit := self._limits[i])]
         rounds = min([most // self._round, *room])
         for i in self._open:
@@ -77,26 +77,26 @@ class Interleave:
         return rounds * self._round
 
 
-def _whole(weights: Sequence[float]) -> list[int]:
-    """The smallest whole numbers in the proportion of the weights, each taken as it is written in decimal."""
+def _whole_numbers(weights: Sequence[float]) -> list[int]:
+    """Return the smallest whole numbers in proportion to the weights, which are read in decimal notation."""
     exact = [Fraction(repr(float(weight))) for weight in weights]
-    scale = math.lcm(*(each.denominator for each in exact))
-    whole = [int(each * scale) for each in exact]
-    return [each // math.gcd(*whole) for each in whole]
+    scale = math.lcm(*(weight.denominator for weight in exact))
+    whole = [int(weight * scale) for weight in exact]
+    return [weight // math.gcd(*whole) for weight in whole]
 
 
 _FLOOR = 0.05
-"""Least weight of a task: one that is solved, or hopeless, is still drawn now and then, for the model changes."""
+"""Smallest sampling weight: always or never solved tasks are still drawn at times, because the model changes."""
 
 
 @dataclass(frozen=True, eq=False)
 class TaskView:
-    """What a sampler sees of one source of n tasks. Arrays have shape ``[n]``, are read-only and always up to date."""
+    """A sampler's view of one source of n tasks. Arrays have shape ``[n]``, are read-only and always up to date."""
 
     source: int
     seed: int
     indices: np.ndarray
-    """The numbers of the tasks in the whole set, ascending."""
+    """Indices of the tasks in the whole set, ascending."""
     difficulties: np.ndarray
     """NaN where unknown."""
     tries: np.ndarray
@@ -107,15 +107,15 @@ class TaskView:
 
     @property
     def rates(self) -> np.ndarray:
-        """Success rates with one success and one failure added (Laplace): 1/2 for a task that was never tried."""
+        """Success rates with one success and one failure added (Laplace smoothing): 1/2 for an untried task."""
         return (self.passes + 1) / (self.tries + 2)
 
     @cached_property
     def by_difficulty(self) -> np.ndarray:
-        """Positions from the easiest task to the hardest, ties by index. Raises DataError where one is unknown."""
+        """Positions from the easiest task to the hardest, ties by index. Raises DataError if one is unknown."""
         if unknown := int(np.isnan(self.difficulties).sum()):
             raise DataError(
-                f"{unknown} of {len(self)} tasks have no difficulty to be ordered by",
+                f"{unknown} of {len(self)} tasks have no difficulty",
                 field=f"tasks.sources.{self.source}.difficulty",
                 remedy="name a field that holds it, or choose another tasks.sampler",
             )
@@ -123,9 +123,9 @@ class TaskView:
 
 
 class TaskSampler(Protocol):
-    """Chooses the task of draw number ``k = 0, 1, …`` of a source: a position in ``range(len(view))``.
+    """A function that returns the task of a source's draw number ``k = 0, 1, …``: a position in ``range(len(view))``.
 
-    The choice must follow from its arguments alone; chance comes from ``np.random.default_rng([seed, source, k])``.
+    The result must depend only on the arguments; random numbers come from ``np.random.default_rng([seed, source, k])``.
     """
 
     def __call__(self, view: TaskView, k: int, /) -> int: ...
@@ -142,7 +142,7 @@ def sequential(view: TaskView, k: int) -> int:
 
 @task_samplers.register("shuffled")
 def shuffled(view: TaskView, k: int) -> int:
-    """In an order shuffled anew every epoch."""
+    """In an order reshuffled every epoch."""
     epoch, position = divmod(k, len(view))
     return int(_permutation(view.seed, view.source, epoch, len(view))[position])
 
@@ -155,26 +155,26 @@ def easy_to_hard(view: TaskView, k: int) -> int:
 
 @task_samplers.register("failure")
 def failure(view: TaskView, k: int) -> int:
-    """At random, in proportion to how often a task is failed."""
+    """At random, in proportion to the failure rate."""
     return _choose(view, k, 1 - view.rates)
 
 
 @task_samplers.register("near_half")
 def near_half(view: TaskView, k: int) -> int:
-    """At random, most often where half of the answers are right and advantages are largest: 4 p (1 - p)."""
+    """At random by weight 4 p (1 - p): most often at success rate 1/2, where advantages are largest."""
     rates = view.rates
     return _choose(view, k, 4 * rates * (1 - rates))
 
 
 class TaskSet:
-    """Draws tasks 0..n-1 and keeps their statistics. Pure bookkeeping, the same draws for the same seed and statistics.
+    """Draws tasks 0..n-1 and keeps their statistics; deterministic for equal seed and statistics.
 
-    sources: for each task, which source it is from. weights: for each source, its share among the draws, kept within
-    one draw at any time (see `Interleave`). epochs: a source of m tasks ends after ``epochs * m`` draws and the others
-    go on; None: no end. difficulties: for each task, None where unknown; empty when all are.
+    sources: source index by task. weights: share of the draws by source, exact to one draw at any time (see
+    `Interleave`). epochs: a source of m tasks ends after ``epochs * m`` draws and the others continue; None: no end.
+    difficulties: by task, None if unknown; empty if all are unknown.
 
-    Raises ConfigError when there is no such sampler, DataError when a source has no task or the sampler asks for
-    difficulties that are not known.
+    Raises ConfigError if there is no such sampler, DataError if a source has no task or the sampler needs unknown
+    difficulties.
     """
 
     def __init__(
@@ -191,19 +191,19 @@ class TaskSet:
         sizes = np.bincount(sources, minlength=len(weights))
         if len(sizes) != len(weights) or not sizes.all():
             raise DataError(f"{len(weights)} sources hold {sizes.tolist()} tasks", field="tasks.sources")
-        # Statistics lie source by source, so that each view is a slice of them.
+        # Statistics are ordered by source, so that a view is a slice of them.
         order = np.argsort(sources, kind="stable")
         self._slots = np.argsort(order)
         self._tries, self._passes = np.zeros(len(order), dtype=np.int64), np.zeros(len(order))
         known = np.array(difficulties or [None] * len(order), dtype=np.float64)[order]
         ends = np.cumsum(sizes)
         self._views = [
-            TaskView(source, seed, *(_read_only(each[part]) for each in (order, known, self._tries, self._passes)))
+            TaskView(source, seed, *(_read_only(array[part]) for array in (order, known, self._tries, self._passes)))
             for source, part in enumerate(map(slice, ends - sizes, ends))
         ]
         self._turns = Interleave(weights, [None if epochs is None else epochs * int(size) for size in sizes])
         for view in self._views:
-            # A sampler that cannot work with these tasks says so now, not at its first turn.
+            # A sampler that does not support these tasks raises now, not at its first draw.
             self._choose(view, 0)
 
     @property
@@ -213,16 +213,16 @@ class TaskSet:
 
     @property
     def tries(self) -> np.ndarray:
-        """How often each task was tried, shape ``[n]``."""
+        """Number of tries by task, ``[n]``."""
         return self._tries[self._slots]
 
     @property
     def passes(self) -> np.ndarray:
-        """Sum of successes of each task, shape ``[n]``."""
+        """Sum of successes by task, ``[n]``."""
         return self._passes[self._slots]
 
     def draw(self) -> int | None:
-        """The number of the next task; None at the end of the last epoch."""
+        """Return the index of the next task; None at the end of the last epoch."""
         source = self._turns.next()
         if source is None:
             return None
@@ -231,7 +231,7 @@ class TaskSet:
     def record(self, index: int, tries: int, passes: float) -> None:
         """Count ``tries`` answers to a task, of which ``passes`` (or a sum of rewards in 0..1) were right.
 
-        Raises DataError where passes are not within 0..tries, for a success rate would mean nothing then.
+        Raises DataError if passes are not within 0..tries.
         """
         if not 0 <= passes <= tries:
             raise DataError(f"{tries} tries cannot have {passes} passes", field=f"task {index}")
@@ -239,19 +239,19 @@ class TaskSet:
         self._passes[self._slots[index]] += passes
 
     def pass_rate(self, index: int) -> float | None:
-        """Passes over tries; None for a task that was never tried."""
+        """Return passes / tries; None for an untried task."""
         tries = self._tries[self._slots[index]]
         return float(self._passes[self._slots[index]] / tries) if tries else None
 
     def seek(self, position: int) -> None:
-        """Go to where ``position`` draws from the start lead, or to the end if that is sooner; statistics stay.
+        """Move to the state after ``position`` draws from the start, or to the end if it comes first.
 
-        Draws that are jumped over leave no trace, whatever the sampler; for the time it takes see `Interleave.seek`.
+        Statistics stay unchanged; for the cost see `Interleave.seek`.
         """
         self._turns.seek(position)
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs, as JSON: the position, and statistics of the tasks that were tried."""
+        """Return the state for `restore`, as JSON: the position, and statistics of the tasks that were tried."""
         tries, passes = self.tries, self.passes
         tried = np.flatnonzero(tries)
         return {
@@ -263,7 +263,7 @@ class TaskSet:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a state: the same draws follow as after `state`. Raises DataError if the task set has changed."""
+        """Continue from a state with the same draws. Raises DataError if the task set has changed."""
         if state["size"] != len(self._slots):
             raise DataError(
                 f"the saved statistics are of {state['size']} tasks and the task set holds {len(self._slots)}",

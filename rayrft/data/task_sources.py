@@ -1,4 +1,4 @@
-"""Readers of tasks: reasoning-gym data sets, JSONL or Parquet files, hub data sets, drawn squares."""
+"""Readers of tasks: reasoning-gym data sets, JSONL or Parquet files, hub data sets, generated squares."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from pathlib import Path
 from typing import Any
 
 from rayrft.config.tasks import TaskSourceConfig
-from rayrft.data.images import paths
+from rayrft.data.images import image_paths
 from rayrft.data.squares import draw_squares
 from rayrft.errors import DataError, nearest
 from rayrft.experience import Task
 from rayrft.registry import Registry
 
 task_sources: Registry[Callable[[TaskSourceConfig, str], list[Task]]] = Registry("task source")
-"""Readers take a source's config and its key in the config (``tasks.sources.0``), for errors to name."""
+"""Readers take a source's config and its config key (``tasks.sources.0``), which errors name."""
 
 
 def read_source(config: TaskSourceConfig, field: str) -> list[Task]:
-    """All tasks of a source, in its own order, duplicates included.
+    """Read all tasks of a source, in its order, with duplicates.
 
-    Raises DataError when it is missing, empty or broken, ConfigError when there is no such reader.
+    Raises DataError if it is missing, empty or broken, ConfigError if there is no such reader.
     """
     return _acted_on(config, task_sources.get(config.source, f"{field}.source")(config, field))
 
 
 @task_sources.register("reasoning_gym")
 def read_reasoning_gym(config: TaskSourceConfig, field: str) -> list[Task]:
-    """Procedural tasks with verifiers; the whole set is made with one seed, for sets of neighbouring seeds overlap."""
+    """Generate procedural tasks with verifiers; always with one seed, because sets of neighbouring seeds overlap."""
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
@@ -66,19 +66,19 @@ task_sources.register("squares")(draw_squares)
 
 @task_sources.register("file")
 def read_task_file(config: TaskSourceConfig, field: str) -> list[Task]:
-    """Tasks from JSONL or Parquet."""
-    assert config.path is not None  # the config's own rule
+    """Read tasks from JSONL or Parquet."""
+    assert config.path is not None  # checked by the config
     return _read_file(config.path, config, field, f"{field}.path", config.size)
 
 
 @task_sources.register("datasets")
 def read_dataset(config: TaskSourceConfig, field: str) -> list[Task]:
-    """Tasks from a data set of the Hugging Face hub, or a copy of one in a folder."""
+    """Read tasks from a data set of the Hugging Face hub, or from a folder with a copy of one."""
     return _read_split(config, field, "split", config.size)
 
 
 def read_held_out(config: TaskSourceConfig, field: str) -> list[Task]:
-    """The held-out tasks of a source that has a file or a split for them, none of one that has not."""
+    """Read a source's held-out tasks from its file or split for them; none if it has neither."""
     if config.eval_path is not None:
         return _acted_on(config, _read_file(config.eval_path, config, field, f"{field}.eval_path"))
     return _acted_on(config, _read_split(config, field, "eval_split")) if config.eval_split is not None else []
@@ -93,30 +93,32 @@ def _read_file(
     path: Path, config: TaskSourceConfig, field: str, path_field: str, size: int | None = None
 ) -> list[Task]:
     rows = _read_rows(path, path_field)[:size]
-    return _to_tasks(rows, config, field, rows_field=path_field, source=path.name, where=str(path), beside=path)
+    return _to_tasks(rows, config, field, rows_field=path_field, source=path.name, origin=str(path), base=path)
 
 
 def _read_split(config: TaskSourceConfig, field: str, key: str, size: int | None = None) -> list[Task]:
-    assert config.dataset is not None  # the config's own rule
+    assert config.dataset is not None  # checked by the config
     name, split = config.dataset, getattr(config, key)
     splits = _load_dataset(config, field)
     if split not in splits:
         raise DataError(f"{name} has no such split", field=f"{field}.{key}", value=split, remedy=nearest(split, splits))
-    # As Arrow, for features that hold more than text (images, sound) would be decoded.
+    # As Arrow, so that features such as images and audio are not decoded.
     rows = splits[split].with_format("arrow")[:size].to_pylist()
-    where = f"split {split!r} of {name}"
+    origin = f"split {split!r} of {name}"
     if not rows:
-        raise DataError(f"{where} holds no rows", field=f"{field}.{key}", value=split, remedy="name a split with tasks")
-    return _to_tasks(rows, config, field, rows_field=f"{field}.{key}", source=name, where=where, beside=Path(name))
+        raise DataError(
+            f"{origin} holds no rows", field=f"{field}.{key}", value=split, remedy="name a split with tasks"
+        )
+    return _to_tasks(rows, config, field, rows_field=f"{field}.{key}", source=name, origin=origin, base=Path(name))
 
 
 def _load_dataset(config: TaskSourceConfig, field: str) -> dict[str, Any]:
-    """All splits by name: read from the cache where they are there."""
+    """Load all splits by name, from the cache if they are in it."""
     import datasets
 
     try:
         return datasets.load_dataset(config.dataset, config.config)
-    except ValueError as error:  # of several configs none is named, or none of that name is there
+    except ValueError as error:  # several configs and none named, or an unknown one
         raise DataError(
             f"{config.dataset}: {' '.join(str(error).split())}",
             field=f"{field}.config",
@@ -128,8 +130,8 @@ def _load_dataset(config: TaskSourceConfig, field: str) -> dict[str, Any]:
             f"the data set cannot be loaded: {' '.join(str(error.__cause__ or error).split())}",
             field=f"{field}.dataset",
             value=config.dataset,
-            remedy="give its id on the Hugging Face hub (log in where it is gated), or a folder with a copy; without a "
-            "network it must lie in the cache (HF_HOME)",
+            remedy="give its id on the Hugging Face hub (log in if it is gated), or a folder with a copy; without a "
+            "network it must be in the cache (HF_HOME)",
         ) from None
 
 
@@ -140,31 +142,32 @@ def _to_tasks(
     *,
     rows_field: str,
     source: str,
-    where: str,
-    beside: Path,
+    origin: str,
+    base: Path,
 ) -> list[Task]:
-    """``rows_field`` names where the rows come from in the config, ``where`` in words; images lie ``beside``."""
+    """Convert rows to tasks. ``rows_field`` is the config key of the rows' origin, ``origin`` its name in messages;
+    image paths are relative to ``base``."""
     for key, name in (("question", config.question), ("answer", config.answer)):
         if name not in rows[0]:
             remedy = nearest(name, rows[0])
-            raise DataError(f"no field {name!r} in {where}", field=f"{field}.{key}", value=name, remedy=remedy)
+            raise DataError(f"no field {name!r} in {origin}", field=f"{field}.{key}", value=name, remedy=remedy)
     tasks = []
     for number, row in enumerate(rows, start=1):
         question, answer = row[config.question], row[config.answer]
         if not question or answer is None:
             raise DataError(
-                f"row {number} of {where} has no question or no answer",
+                f"row {number} of {origin} has no question or no answer",
                 field=rows_field,
                 value=number,
-                remedy="fill it in, or take the row out",
+                remedy="fill it in, or remove the row",
             )
         truth = str(answer)
         if config.answer_after is not None:
             truth = truth.rpartition(config.answer_after)[2].strip()
         try:
-            images = paths(row.get(config.images), beside)
+            images = image_paths(row.get(config.images), base)
         except DataError as error:
-            problem = f"row {number} of {where}: {error.problem}"
+            problem = f"row {number} of {origin}: {error.problem}"
             raise DataError(problem, field=rows_field, value=number, remedy=error.remedy) from None
         tasks.append(
             Task.create(
@@ -172,7 +175,7 @@ def _to_tasks(
                 str(question),
                 truth,
                 images=images,
-                difficulty=_difficulty(row, config, f"row {number} of {where}", field),
+                difficulty=_difficulty(row, config, f"row {number} of {origin}", field),
                 system=config.system,
                 metadata={name: value for name, value in row.items() if name != config.question},
             )
@@ -180,18 +183,18 @@ def _to_tasks(
     return tasks
 
 
-def _difficulty(values: dict[str, Any], config: TaskSourceConfig, where: str, field: str) -> float | None:
+def _difficulty(values: dict[str, Any], config: TaskSourceConfig, origin: str, field: str) -> float | None:
     if config.difficulty is None:
         return None
-    found = values.get(config.difficulty)
-    if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
+    difficulty = values.get(config.difficulty)
+    if isinstance(difficulty, bool) or not isinstance(difficulty, int | float) or not math.isfinite(difficulty):
         raise DataError(
-            f"{where} has no number in {config.difficulty!r}",
+            f"{origin} has no number in {config.difficulty!r}",
             field=f"{field}.difficulty",
-            value=found,
+            value=difficulty,
             remedy=f"name one of the fields {sorted(values)} that holds a number in every row",
         )
-    return float(found)
+    return float(difficulty)
 
 
 def _read_rows(path: Path, field: str) -> list[dict[str, Any]]:
@@ -205,7 +208,7 @@ def _read_rows(path: Path, field: str) -> list[dict[str, Any]]:
     context.enable_progress_bars = False
     # The newer reader stalls for seconds on small files.
     context.use_datasource_v2 = False
-    # Statistics and cursors of a resumed run are kept by a task's number.
+    # Statistics and cursors of a resumed run refer to tasks by number.
     context.execution_options.preserve_order = True
     parquet = path.suffix == ".parquet" or any(path.glob("*.parquet"))
     read = ray.data.read_parquet if parquet else ray.data.read_json
@@ -218,7 +221,7 @@ def _read_rows(path: Path, field: str) -> list[dict[str, Any]]:
             f"cannot be read: {str(cause).splitlines()[-1]}",
             field=field,
             value=str(path),
-            remedy="look at the file: it must be whole JSONL, Parquet or a saved dataset",
+            remedy="check the file: it must be valid JSONL, Parquet or a saved dataset",
         ) from None
     if not rows:
         raise DataError("the file holds no rows", field=field, value=str(path), remedy="give a file with tasks")

@@ -1,4 +1,4 @@
-"""Task sets: the tasks of all sources without duplicates, cut into held-out, demonstrated and trainable ones."""
+"""Task splits: the deduplicated tasks of all sources, split into held-out, demonstrated and training tasks."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from rayrft.experience import Task
 
 @dataclass(frozen=True)
 class TaskSplits:
-    """Disjoint lists of tasks: no question (of the same images) stands in two of them."""
+    """Disjoint lists of tasks: no two tasks have the same question and images."""
 
     train: list[Task]
-    """One source after the other, each in its own order."""
+    """Ordered by source, and within a source as read."""
     sources: list[int]
-    """For each task in ``train``, which of ``tasks.sources`` it is from."""
+    """Index in ``tasks.sources`` of every task in ``train``."""
     evaluation: list[Task]
     demonstrated: dict[str, list[Task]]
 
 
 def load_tasks(config: TasksConfig, demonstrations: dict[str, DemonstrationsConfig], seed: int) -> TaskSplits:
-    """Read all sources, keep the first of each question, hold out and set apart by seed.
+    """Read all sources, drop repeated questions, and split them by seed.
 
-    Held-out and demonstrated tasks are taken from the sources in proportion to their weights. A source with a file or a
-    split of held-out tasks gives its share from there. Raises DataError when a source is missing, empty or broken, or
-    too small for the splits asked for, and ConfigError when there is no reader of a name.
+    Held-out and demonstrated tasks are taken from the sources in proportion to their weights; a source with a file or a
+    split of held-out tasks takes its share from there. Raises DataError if a source is missing, empty, broken or too
+    small for the splits, and ConfigError if there is no reader of a name.
     """
     fields = [f"tasks.sources.{number}" for number in range(len(config.sources))]
     shares = _shares(config, config.eval_size)
@@ -52,11 +52,11 @@ def load_tasks(config: TasksConfig, demonstrations: dict[str, DemonstrationsConf
     demonstrated = {
         name: [
             task
-            for pool, share in zip(pools, _shares(config, each.size), strict=True)
+            for pool, share in zip(pools, _shares(config, demonstration.size), strict=True)
             for task in pool.cut(share, f"demonstrations.{name}.size")
         ]
-        for name, each in demonstrations.items()
-        if each.path is None and each.size is not None
+        for name, demonstration in demonstrations.items()
+        if demonstration.path is None and demonstration.size is not None
     }
     train = [pool.rest(field) for pool, field in zip(pools, fields, strict=True)]
     return TaskSplits(
@@ -68,7 +68,7 @@ def load_tasks(config: TasksConfig, demonstrations: dict[str, DemonstrationsConf
 
 
 class _Pool:
-    """The tasks of one source, dealt out in an order shuffled by seed."""
+    """The tasks of one source, taken in an order shuffled by seed."""
 
     def __init__(self, tasks: list[Task], seed: list[int]) -> None:
         self._tasks = tasks
@@ -80,24 +80,24 @@ class _Pool:
                 f"only {len(self._left)} of {count} tasks are left ({len(self._tasks)} distinct tasks in the source)",
                 field=field,
                 value=count,
-                remedy="ask for fewer, or take more tasks",
+                remedy="request fewer, or provide more tasks",
             )
         part, self._left = self._left[:count], self._left[count:]
         return [self._tasks[index] for index in part]
 
     def rest(self, field: str) -> list[Task]:
-        """What was not dealt, in the source's own order."""
+        """Return the remaining tasks, in the source's order."""
         if not self._left:
             raise DataError(
                 f"no task is left to train on ({len(self._tasks)} in the source that no earlier one holds)",
                 field=field,
-                remedy="lower eval_size or the sizes of the demonstrations, or take more tasks",
+                remedy="lower eval_size or the sizes of the demonstrations, or provide more tasks",
             )
         return [self._tasks[index] for index in sorted(self._left)]
 
 
 def _shares(config: TasksConfig, total: int) -> list[int]:
-    """How many of ``total`` tasks each source gives."""
+    """Divide ``total`` tasks between the sources, by weight."""
     turns = Interleave([source.weight for source in config.sources])
     turns.seek(total)
     return turns.counts
@@ -105,6 +105,6 @@ def _shares(config: TasksConfig, total: int) -> list[int]:
 
 def _unseen(tasks: Iterable[Task], seen: set[str]) -> Iterator[Task]:
     for task in tasks:
-        if task.asked not in seen:
-            seen.add(task.asked)
+        if task.dedup_key not in seen:
+            seen.add(task.dedup_key)
             yield task

@@ -1,4 +1,4 @@
-"""Text to tokens, once: the only place where prompts and demonstrations are tokenised."""
+"""The only place where prompts and demonstrations are tokenised."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rayrft.data.images import ImageReader, place
+from rayrft.data.images import ImageReader, insert_images
 from rayrft.errors import DataError, ModelError
 
 _ANSWER = "[the answer that was sampled]"
@@ -15,11 +15,10 @@ _ANSWER = "[the answer that was sampled]"
 
 
 class ChatTokenizer:
-    """A Hugging Face tokenizer with what training asks of it: an EOS token and a chat template.
+    """A Hugging Face tokenizer for chat conversations.
 
-    Without a chat template a conversation is its contents: a line each, those of the assistant closed by EOS instead.
-    Raises ModelError, which names the config's ``field``, when the tokenizer is missing, or has no EOS (an answer could
-    never end).
+    Without a chat template a conversation is the concatenation of its messages, ended by a newline, or by EOS after the
+    assistant. Raises ModelError, which names the config's ``field``, if the tokenizer is missing or has no EOS token.
     """
 
     def __init__(self, path: str | Path, field: str = "model.path") -> None:
@@ -46,16 +45,15 @@ class ChatTokenizer:
 
     @cached_property
     def images(self) -> ImageReader:
-        """Of the tokenizer's model. Raises ModelError where that takes no images."""
+        """Image reader of the tokenizer's model. Raises ModelError if the model takes no images."""
         return ImageReader(self._path)
 
     def prompt(self, messages: list[dict[str, str]], images: tuple[str, ...] = ()) -> list[int]:
-        """Token ids up to where the assistant's turn begins, with as many placeholders for each image as the model
-        makes of it.
+        """Return token ids up to the start of the assistant's turn, with all placeholder tokens of the images.
 
-        Raises DataError when the chat template refuses the messages, ModelError when the model takes no images.
+        Raises DataError if the chat template rejects the messages, ModelError if the model takes no images.
         """
-        ids = self._encode(self._render(self._placed(messages, images), add_generation_prompt=True)[0])
+        ids = self._encode(self._render(self._with_images(messages, images), add_generation_prompt=True)[0])
         return _repeat(ids, self.images.repeats(ids, images)) if images else ids
 
     def observation(
@@ -74,7 +72,7 @@ class ChatTokenizer:
         text of the turn.
         """
         last = {"role": "assistant", "content": _ANSWER}
-        text, _ = self._render([*messages[:-1], last, *self._placed(observed, images)], add_generation_prompt=True)
+        text, _ = self._render([*messages[:-1], last, *self._with_images(observed, images)], add_generation_prompt=True)
         _, mark, rest = text.rpartition(_ANSWER)
         if not mark:
             raise DataError("the chat template leaves the assistant's turn out once another message follows")
@@ -85,27 +83,27 @@ class ChatTokenizer:
         return _repeat(ids, self.images.repeats(ids, images)) if images else ids
 
     def response(self, text: str) -> list[int]:
-        """Token ids of an answer, closed by EOS."""
+        """Return the token ids of an answer, ended by EOS."""
         return [*self._encode(text), self.eos_id]
 
     def chat(self, messages: list[dict[str, str]], images: tuple[str, ...] = ()) -> tuple[list[int], list[int]]:
-        """Token ids of a conversation that ends with the assistant, and the action mask, of the same length.
+        """Return token ids and action mask, of equal length, of a conversation that ends with the assistant.
 
-        The mask is 1 on every turn of the assistant, up to and with the EOS that ends it. Where a turn begins and ends
-        is the chat template's to say: by its ``{% generation %}`` markers, else by what it adds to the prompt for that
-        turn. The last turn ends the sequence, and is closed by EOS where the template does not close it.
+        The mask is 1 on every turn of the assistant, including the EOS that ends it. The chat template determines the
+        bounds of a turn: by its ``{% generation %}`` markers, else by the text it adds to the prompt for that turn. The
+        last turn ends the sequence, and gets an EOS if the template adds none.
 
-        Raises DataError when the template refuses the messages, or gives no sequence that holds all turns, and
-        ModelError when the model takes no images.
+        Raises DataError if the template rejects the messages, or no single sequence contains all turns, and ModelError
+        if the model takes no images.
         """
-        placed = self._placed(messages, images)
-        text, turns = self._marked_turns(placed) if self._has_markers() else self._grown_turns(placed)
+        converted = self._with_images(messages, images)
+        text, turns = self._marked_turns(converted) if self._has_markers() else self._appended_turns(converted)
         ids: list[int] = []
         mask: list[int] = []
         done = 0
         for start, end in turns:
             end = self._after_eos(text, start, end)
-            # A turn is tokenised apart from the prompt before it, as in a rollout, where the prompt comes first.
+            # A turn is tokenised separately from the prompt before it, as in a rollout.
             for piece, action in ((text[done:start], 0), (text[start:end], 1)):
                 tokens = self._encode(piece)
                 ids += tokens
@@ -120,25 +118,25 @@ class ChatTokenizer:
         return ids, mask
 
     def decode(self, token_ids: list[int]) -> str:
-        """The text of an answer, special tokens left out."""
+        """Decode an answer without special tokens."""
         return str(self.hf.decode(token_ids, skip_special_tokens=True))
 
     def _encode(self, text: str) -> list[int]:
         return list(self.hf.encode(text, add_special_tokens=False))
 
-    def _placed(self, messages: list[dict[str, str]], images: tuple[str, ...]) -> list[dict[str, Any]]:
-        """The messages with their images, as the chat template takes them."""
+    def _with_images(self, messages: list[dict[str, str]], images: tuple[str, ...]) -> list[dict[str, Any]]:
+        """Return the messages with their images, in the form of chat templates."""
         if images and not self.hf.chat_template:
             raise ModelError(
-                "the tokenizer has no chat template, which would say where images stand",
+                "the tokenizer has no chat template, which images need",
                 field="model.path",
                 value=self._path,
                 remedy="set tokenizer.chat_template and save the tokenizer again",
             )
-        return place(messages, len(images)) if images else messages
+        return insert_images(messages, len(images)) if images else messages
 
     def _render(self, messages: list[dict[str, Any]], **options: bool) -> tuple[str, list[tuple[int, int]]]:
-        """The messages as text, and the stretches of it that the template's markers enclose, where asked for them."""
+        """Render the messages as text; also return the spans between the template's markers, if requested."""
         if not self.hf.chat_template:
             ends = {"assistant": self.hf.eos_token}
             return "".join(message["content"] + ends.get(message["role"], "\n") for message in messages), []
@@ -151,7 +149,7 @@ class ChatTokenizer:
                 [messages], chat_template=template, **options, **self.hf.special_tokens_map
             )
         except TemplateError as error:
-            raise DataError(f"the chat template refuses the messages: {error}") from None
+            raise DataError(f"the chat template rejects the messages: {error}") from None
         return texts[0], marked[0] if marked else []
 
     def _has_markers(self) -> bool:
@@ -159,32 +157,32 @@ class ChatTokenizer:
         return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
 
     def _marked_turns(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
-        """The conversation as text, and the stretches of it that the template's markers enclose."""
+        """Return the conversation as text, and the spans between the template's markers."""
         text, turns = self._render(messages, return_assistant_tokens_mask=True)
         if not turns:
             raise DataError("the {% generation %} markers of the chat template enclose no turn of these messages")
         return text, turns
 
-    def _grown_turns(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
-        """The conversation as text, and the stretches of it that each turn of the assistant added to its prompt."""
+    def _appended_turns(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
+        """Return the conversation as text, and the spans that the assistant's turns append to their prompts."""
         text, turns = "", []
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
             prompt, _ = self._render(messages[:index], add_generation_prompt=True)
-            said, _ = self._render(messages[: index + 1])
-            if not prompt.startswith(text) or not said.startswith(prompt):
+            extended, _ = self._render(messages[: index + 1])
+            if not prompt.startswith(text) or not extended.startswith(prompt):
                 raise DataError(
                     f"message {index + 1} does not continue what the chat template writes before it (some templates "
                     "strip earlier reasoning), so no sequence of tokens holds all turns",
                     remedy="give one row per turn of the assistant, or a chat template with {% generation %} markers",
                 )
-            turns.append((len(prompt), len(said)))
-            text = said
+            turns.append((len(prompt), len(extended)))
+            text = extended
         return text, turns
 
     def _after_eos(self, text: str, start: int, end: int) -> int:
-        """Where a turn really ends: templates put text behind the EOS, or the EOS behind the marker."""
+        """Return the end of a turn: right after its EOS, which templates put before other text or after the marker."""
         eos = self.hf.eos_token
         at = text.rfind(eos, start, end + len(eos))
         return end if at < 0 else at + len(eos)

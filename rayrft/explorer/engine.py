@@ -252,7 +252,7 @@ class RolloutEngine:
                 value=images[0],
                 remedy="use a model that takes images, or tasks without them",
             )
-        pictures = [self._images.picture(path) for path in images]
+        pictures = [self._images.load(path) for path in images]
         ids = self._images.collapse(token_ids, images)
         return {"prompt_token_ids": ids, "multi_modal_data": {"image": pictures}}
 

@@ -26,7 +26,7 @@ from rayrft.explorer.scoring import (
 from rayrft.registry import load_plugins
 from rayrft.rewards import RewardResult
 from rayrft.rewards.worker import RewardPool
-from rayrft.waits import Followed, WaitReport, Waits
+from rayrft.waits import TrackedActor, WaitReport, Waits
 
 _FAILURES_IN_A_ROW = 32
 """Groups that may fail one after another, in a workflow or its reward, before the run is stopped."""
@@ -48,16 +48,17 @@ class Explorer:
         load_plugins(config.plugins)
         self._config = config
         self._waits = Waits("explorer")
-        router = Router(
-            [Followed(f"engine-{i}", engine, self._waits, cancelled=("generate",)) for i, engine in enumerate(engines)]
-        )
-        self._buffer = Followed("buffer", buffer, self._waits, endless=("admit", "closed", "leased"))
+        tracked = [
+            TrackedActor(f"engine-{index}", engine, self._waits, cancelled=("generate",))
+            for index, engine in enumerate(engines)
+        ]
+        self._buffer = TrackedActor("buffer", buffer, self._waits, endless=("admit", "closed", "leased"))
         self._writer = BufferWriter(self._buffer, config.buffer.shards)
         self._tasks = tasks
         self._name, self._calls = f"explorer-{uuid.uuid4().hex}", 0
         self._held_out = held_out
         self._rewards = RewardPool(config.reward, start_reward)
-        self._runner = Runner(config, ChatTokenizer(model), router, self._reward)
+        self._runner = Runner(config, ChatTokenizer(model), Router(tracked), self._reward)
         self._rolling: dict[Ticket, asyncio.Future[list[Rollout]]] = {}
         self._failures = 0
 
@@ -139,7 +140,7 @@ class Explorer:
         algorithm = stage.algorithm.build()
         temperature = self._config.explorer.sampling.temperature
         workflow = task.workflow or self._config.explorer.workflow
-        with self._waits.on(f"workflow {workflow!r}", group_id, own=True):
+        with self._waits.on(f"workflow {workflow!r}", group_id, internal=True):
             rolling = [self._runner.run(task, group_id, stage.group_size, temperature)]
             if algorithm.needs_greedy_baseline:
                 # One greedy answer to compare with: it is never trained on, and does not count as sampled.

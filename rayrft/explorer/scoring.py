@@ -121,7 +121,7 @@ def assign_advantages(group: ScoredGroup, algorithm: Algorithm, *, drop_zero_var
         unpunished = [dataclasses.replace(row, reward=value) for row, value in plain]
         judged = with_advantages(unpunished, algorithm, group.greedy_reward)
     moves = (row.advantages is None or row.advantages.any() for row in judged)
-    if drop_zero_variance and algorithm.is_idle_at_zero and not any(moves):
+    if drop_zero_variance and algorithm.zero_advantage_is_noop and not any(moves):
         dropped = group.dropped + Counter(zero_variance=len(rows))
         return dataclasses.replace(group, rows=[], dropped=dropped)
     return dataclasses.replace(group, rows=rows)

@@ -1,1 +1,1 @@
-"""What a person sees: records, sinks, the bottleneck verdict, progress lines, the plot."""
+"""Monitoring: records, sinks, the bottleneck verdict, console lines and the plot."""

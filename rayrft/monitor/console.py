@@ -1,4 +1,4 @@
-"""Records as lines for a person."""
+"""Formatting of records for the console."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ _BY_DESIGN = {"zero_variance", "stale", "late", "truncated", "evicted_oldest", "
 """Reasons for which rows are dropped where nothing is wrong."""
 
 
-def line(record: Record) -> str:
-    """One line per record."""
+def format_record(record: Record) -> str:
+    """Format a record as one line."""
     if isinstance(record, StepRecord):
         return _step(record)
     if isinstance(record, EvaluationRecord):

@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimiser step. Losses are raw (before mu); seconds split the step's wall time.
+    """One optimiser step. Losses are unweighted (before mu); seconds split the step's wall time.
 
-    ``reward`` is the mean over everything sampled since the step before, kept or dropped. ``rollout_s`` and
-    ``reward_s`` are the wall time in which anything was rolled out or scored: with ``max_staleness`` 1 or more they
+    ``reward`` is the mean over all answers sampled since the previous step, kept or dropped. ``rollout_s`` and
+    ``reward_s`` are the wall time in which any rollout or scoring was running: with ``max_staleness`` 1 or more they
     overlap the rest.
     """
 
@@ -64,7 +64,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class EvaluationRecord:
-    """Accuracy on the held-out tasks, at the end of ``step`` (0: before the first)."""
+    """Accuracy on the held-out tasks at the end of ``step`` (0: before the first)."""
 
     kind: ClassVar[str] = "evaluation"
     stage: str
@@ -84,7 +84,7 @@ class EvaluationRecord:
 
 @dataclass(frozen=True)
 class NoteRecord:
-    """Something to say that is neither: a stage begins, a checkpoint is written."""
+    """A text note, such as the start of a stage or a written checkpoint."""
 
     kind: ClassVar[str] = "note"
     stage: str
@@ -95,16 +95,16 @@ class NoteRecord:
 
 
 Record = StepRecord | EvaluationRecord | NoteRecord
-KINDS: dict[str, type[Record]] = {each.kind: each for each in (StepRecord, EvaluationRecord, NoteRecord)}
+KINDS: dict[str, type[Record]] = {record.kind: record for record in (StepRecord, EvaluationRecord, NoteRecord)}
 
 
 def to_json(record: Record) -> str:
-    """One line of ``metrics.jsonl``."""
+    """Serialise a record to one line of ``metrics.jsonl``."""
     return json.dumps({"kind": record.kind, **asdict(record)})
 
 
 def read_records(folder: Path) -> list[Record]:
-    """The records of a run folder, also of one that failed or is still being written (a torn last line is left out)."""
+    """Read the records of a run folder; an incomplete last line, of a running or crashed run, is ignored."""
     records = []
     file = folder / "metrics.jsonl"
     for line in file.read_text().splitlines(keepends=True) if file.exists() else ():
@@ -115,7 +115,7 @@ def read_records(folder: Path) -> list[Record]:
 
 
 def rewrite_records(folder: Path, records: list[Record]) -> None:
-    """Put these records in place of what the file holds."""
+    """Replace the content of the file by these records, atomically."""
     temporary = folder / ".metrics.jsonl.partial"
     temporary.write_text("".join(to_json(record) + "\n" for record in records))
     os.replace(temporary, folder / "metrics.jsonl")

@@ -1,4 +1,4 @@
-"""Where records go: a JSONL file always, Ray's metrics always, wandb and TensorBoard when asked for."""
+"""Sinks of records: a JSONL file and Ray's metrics, optionally wandb and TensorBoard."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rayrft.monitor.records import EvaluationRecord, NoteRecord, Record, StepRec
 
 
 class Sink(Protocol):
-    """Takes records as they come; ``close`` flushes."""
+    """A destination of records; ``close`` flushes."""
 
     def write(self, record: Record) -> None: ...
 
@@ -20,7 +20,7 @@ class Sink(Protocol):
 
 
 def open_sinks(config: RunConfig) -> list[Sink]:
-    """The sinks that the config asks for."""
+    """Open the sinks that the config enables."""
     sinks: list[Sink] = [JsonLines(config.folder), RayMetrics(config.name)]
     if config.monitor.tensorboard:
         sinks.append(TensorBoard(config.folder / "tensorboard"))
@@ -30,7 +30,7 @@ def open_sinks(config: RunConfig) -> list[Sink]:
 
 
 def scalars(record: Record) -> dict[str, float]:
-    """The numbers of a record, named for a dashboard."""
+    """Return the numbers of a record by dashboard name."""
     if isinstance(record, EvaluationRecord):
         return {f"eval/accuracy_t{record.temperature:g}": record.accuracy}
     if isinstance(record, StepRecord):
@@ -40,7 +40,7 @@ def scalars(record: Record) -> dict[str, float]:
 
 
 class JsonLines:
-    """``metrics.jsonl``: each record is on disk when ``write`` returns to whoever reads the file."""
+    """``metrics.jsonl``, unbuffered: a record is visible to readers of the file when ``write`` returns."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "metrics.jsonl"
@@ -48,18 +48,18 @@ class JsonLines:
         self._size = self._file.tell()
 
     def write(self, record: Record) -> None:
-        """Raises StorageError; what is in the file then is whole lines."""
+        """Append a record. Raises StorageError, after which the file still ends with a complete line."""
         line = (to_json(record) + "\n").encode()
         try:
             left = line
-            while left:  # a disk that is almost full takes a part
+            while left:  # a nearly full disk may accept only a part
                 left = left[self._file.write(left) :]
         except OSError as error:
             self._file.truncate(self._size)
             raise StorageError(
                 f"records cannot be written: {error.strerror}",
                 field=str(self._path),
-                remedy="make room or mend the storage, then: rayrft resume RUN",
+                remedy="free disk space or fix the storage, then: rayrft resume RUN",
             ) from None
         self._size += len(line)
 
@@ -68,7 +68,7 @@ class JsonLines:
 
 
 class RayMetrics:
-    """Gauges for every number and histograms for the times, through ``ray.util.metrics`` (Prometheus, Grafana)."""
+    """Gauges for all numbers and histograms for times, through ``ray.util.metrics`` (Prometheus, Grafana)."""
 
     def __init__(self, run: str) -> None:
         self._run = run
@@ -92,11 +92,11 @@ class RayMetrics:
                 self._histograms[metric].observe(max(value, 1e-9), tags={"run": self._run})
 
     def close(self) -> None:
-        """Nothing to flush."""
+        """Do nothing: there is no buffer to flush."""
 
 
 class TensorBoard:
-    """Event files under the run folder."""
+    """TensorBoard event files in the run folder."""
 
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -114,7 +114,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """A wandb run; offline where ``WANDB_MODE=offline`` is set, or no key is known."""
+    """A wandb run; offline if ``WANDB_MODE=offline`` is set or there is no API key."""
 
     def __init__(self, config: RunConfig) -> None:
         import os

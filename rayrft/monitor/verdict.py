@@ -1,4 +1,4 @@
-"""Where the time went, in one sentence."""
+"""The bottleneck of a run, in one sentence."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rayrft.monitor.records import StepRecord
 
 
 def verdict(steps: Sequence[StepRecord], max_staleness: int) -> str:
-    """Names what bounds the run over the given steps, and what to do about it. Empty without rollouts."""
+    """Name the bottleneck over the given steps, and its remedy. Empty without rollouts."""
     steps = [step for step in steps if step.usual_rows]
     total = sum(step.step_s for step in steps)
     if not total:

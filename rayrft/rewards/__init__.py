@@ -1,4 +1,4 @@
-"""Reward functions by name, and the worker that runs them."""
+"""Reward functions by name, and the workers that run them."""
 
 from rayrft.rewards import math, text
 from rayrft.rewards.base import Reward, RewardResult, build_reward, inline, register_reward, rewards, runs_inline

@@ -1,4 +1,4 @@
-"""Rewards: what a response is worth."""
+"""The reward interface and its registry."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rayrft.registry import Registry
 
 @dataclass(frozen=True)
 class RewardResult:
-    """``value`` is None where the reward is unknown, and ``reason`` then says why; unknown is not 0."""
+    """The reward of a response. ``value`` None means unknown, which is not 0; ``reason`` then gives the cause."""
 
     value: float | None
     components: dict[str, float] = field(default_factory=dict)
@@ -22,14 +22,14 @@ class RewardResult:
 
     @classmethod
     def of(cls, value: float, components: dict[str, float], reason: str | None) -> Self:
-        """The result, unknown where the value is no finite number."""
+        """Create a result; a value that is not finite makes it unknown."""
         if math.isfinite(value):
             return cls(value, components, reason)
         return cls(None, components, reason=f"the reward is {value}")
 
 
 class Reward(Protocol):
-    """Scores one response; a plain number stands for a result without components. May raise: that makes it unknown."""
+    """A function that scores one response; a plain number is a result without components. Raising makes it unknown."""
 
     def __call__(self, task: Task, response: str) -> RewardResult | float: ...
 
@@ -68,9 +68,9 @@ def score(reward: Reward, task: Task, response: str) -> RewardResult:
 
 
 def build_reward(name: str, options: dict[str, Any]) -> Reward:
-    """The reward of that registered name, or the factory at ``package.module:attribute``.
+    """Build the reward of this registered name, or with the factory at ``package.module:attribute``.
 
-    Raises ConfigError where there is none, or it refuses the options.
+    Raises ConfigError if there is none, or it does not accept the options.
     """
     factory = rewards.get(name, "reward.name")
     try:

@@ -8,10 +8,10 @@ from rayrft.rewards.base import Reward, RewardResult, register_reward
 
 @register_reward("math")
 def math_answer() -> Reward:
-    """1 where the response's final answer equals the ground truth as mathematics (``1/2`` is ``0.5``), else 0.
+    """1 if the response's final answer equals the ground truth mathematically (``1/2`` is ``0.5``), else 0.
 
-    Component ``parsed`` is 1 where an answer was found in the response at all. The library's own timeouts need the main
-    thread of a process; the deadline on the reward worker stands in for them.
+    Component ``parsed`` is 1 if the response contains an answer. The library's timeouts need the main thread of a
+    process; the deadline of the reward worker replaces them.
     """
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 

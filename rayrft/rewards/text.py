@@ -1,4 +1,4 @@
-"""Rewards that compare text, and the verifiers that come with procedural tasks."""
+"""Rewards by text comparison, and the verifiers of procedural tasks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rayrft.rewards.base import Reward, inline, register_reward
 @register_reward("exact")
 @inline
 def exact() -> Reward:
-    """1 where the response is the answer, surrounding white space aside, else 0."""
+    """1 if the response equals the answer, ignoring surrounding white space, else 0."""
 
     def score(task: Task, response: str) -> float:
         return float(response.strip() == task.answer.strip())

@@ -1,4 +1,4 @@
-"""Reward workers: actors that score, each call under a deadline, in a process that can be killed."""
+"""Reward workers: actors that score under a deadline, in processes that can be killed."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rayrft.rewards.base import RewardResult, build_reward, runs_inline, score
 
 
 class RewardWorker:
-    """The actor: scores the responses of one group, one after the other."""
+    """The actor, which scores the responses of one group sequentially."""
 
     def __init__(self, config: RewardConfig, plugins: list[Path]) -> None:
         load_plugins(plugins)
         self._reward = build_reward(config.name, config.options)
 
     def ready(self) -> None:
-        """Returns once the reward is built."""
+        """Return once the reward is built."""
 
     def score(self, task: Task, responses: list[str]) -> list[RewardResult]:
         """One result per response. A reward that raises gives an unknown with the error as its reason."""
@@ -29,7 +29,7 @@ class RewardWorker:
 
 
 class RewardPool:
-    """Hands groups to reward workers, one at a time each; a worker that overruns is killed and replaced.
+    """Distributes groups over reward workers; a worker that exceeds its deadline is killed and replaced.
 
     ``start`` makes a worker (an actor handle). A worker takes a group only when it is free and up, so the deadline
     starts with execution, not with waiting. A reward that runs inline needs no worker.
@@ -52,7 +52,7 @@ class RewardPool:
             self._free.put_nowait(worker)
 
     async def score(self, task: Task, responses: list[str]) -> list[RewardResult]:
-        """One result per response; all unknown where the worker overran its deadline or died."""
+        """Return one result per response; all unknown if the worker exceeded its deadline or died."""
         import ray
         from ray.exceptions import RayActorError
 

@@ -1,4 +1,4 @@
-"""From leased rows to the micro-batches of one optimiser step."""
+"""Leased rows, and the micro-batches of one optimiser step made from them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from rayrft.trainer.packing import Packing
 
 @dataclass(frozen=True)
 class TrainRow:
-    """What the losses need of an experience; arrays of shape ``[T]``. ``weight`` is its importance weight.
+    """The fields of an experience that losses need; arrays of shape ``[T]``. ``weight`` is its importance weight.
 
-    ``pair`` numbers the preference pair that it is one side of; the other side is the row before or after it. A pair
-    that is in a batch twice, as across the end of an epoch, has two numbers.
+    ``pair`` is the number of the row's preference pair; the other side is the row before or after it. A pair that is in
+    a batch twice, as across the end of an epoch, has two numbers.
     """
 
     token_ids: np.ndarray
@@ -39,45 +39,44 @@ class TrainRow:
     group: str = ""
     experience: str = ""
     alone: bool = False
-    """Whether it shares its micro-batch with nothing but the other side of its pair."""
+    """Whether the row gets a micro-batch to itself (with the other side of its pair)."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows as the forward pass takes them: ``token_ids`` ``[T]``, row after row, with the length of each row; and as
-    the losses do."""
+    """Rows of one forward pass: ``token_ids`` ``[T]``, rows concatenated, their lengths, and the inputs of losses."""
 
     token_ids: Tensor
     lengths: tuple[int, ...]
     tokens: TokenBatch
     candidates: Tensor | None = None
-    """``[A, K]`` int64: tokens whose log-probs are wanted in the place of each predicted token, besides its own."""
+    """``[A, K]`` int64: further tokens to score at the position of each predicted token."""
     images: tuple[tuple[str, ...], ...] = ()
-    """Paths of the images of each row; nothing where no row has any."""
+    """Image paths by row; empty if no row has images."""
     groups: tuple[str, ...] = ()
-    """Ids of the group of each row."""
+    """Group id of every row."""
     experiences: tuple[str, ...] = ()
-    """Ids of the rows."""
+    """Experience ids of the rows."""
 
     @cached_property
     def packing(self) -> Packing:
-        """Where the rows lie."""
+        """Row boundaries and positions."""
         return Packing.of(list(self.lengths), self.token_ids.device)
 
     @cached_property
     def predicted(self) -> Tensor:
-        """``[A]``: places of the action tokens that something before them predicts."""
+        """``[A]``: indices of the action tokens that are not first in their row, so that a state predicts them."""
         return torch.nonzero(self.tokens.mask & (self.packing.positions > 0)).squeeze(-1)
 
 
 def fetch_mini_batches(share: BatchShare) -> list[list[TrainRow]]:
-    """A rank's rows of each mini-batch."""
+    """Fetch a rank's rows, one list per mini-batch."""
     rows = iter(fetch_rows(share))
     return [list(islice(rows, count)) for count in share.rows]
 
 
 def fetch_rows(share: BatchShare) -> list[TrainRow]:
-    """Read a rank's share out of the object store, without copying what shared memory holds."""
+    """Read a rank's share from the object store, without copying out of shared memory."""
     import ray
 
     messages: list[pa.Buffer] = ray.get([part.ref for part in share.parts])
@@ -90,9 +89,9 @@ def fetch_rows(share: BatchShare) -> list[TrainRow]:
 def read_rows(
     batch: pa.RecordBatch, indices: np.ndarray, weights: np.ndarray, alone: np.ndarray, *, start: int = 0
 ) -> list[TrainRow]:
-    """The rows of these indices with their importance weights; expert rows have no advantages and get zeros.
+    """Return the rows at ``indices`` with their importance weights; expert rows have no advantages and get zeros.
 
-    ``start`` is the place of the first in the rank's share. A pair's number is the place of its first side.
+    ``start`` is the index of the first row in the rank's share. A pair's number is the index of its first side.
     """
     tokens, masks, logprobs, advantages = (
         list_column(batch.column(name), indices) for name in ("token_ids", "action_mask", "logprobs", "advantages")
@@ -103,13 +102,13 @@ def read_rows(
         .to_pydict()
     )
     rows: list[TrainRow] = []
-    names = taken["pair_id"]
-    for place, weight in enumerate(weights):
-        token_ids, mask, behaviour = tokens[place], masks[place], logprobs[place]
+    pair_ids = taken["pair_id"]
+    for i, weight in enumerate(weights):
+        token_ids, mask, behaviour = tokens[i], masks[i], logprobs[i]
         assert token_ids is not None and mask is not None and behaviour is not None  # not nullable in the schema
-        advantage = advantages[place]
-        pair = None if names[place] is None else start + place
-        if pair is not None and place and names[place - 1] == names[place] and rows[-1].pair == pair - 1:
+        advantage = advantages[i]
+        pair = None if pair_ids[i] is None else start + i
+        if pair is not None and i and pair_ids[i - 1] == pair_ids[i] and rows[-1].pair == pair - 1:
             pair = rows[-1].pair  # the row before is the first side of this one's pair
         rows.append(
             TrainRow(
@@ -117,15 +116,15 @@ def read_rows(
                 mask,
                 behaviour,
                 np.zeros(len(token_ids), dtype=np.float32) if advantage is None else advantage,
-                expert=taken["source"][place] == "expert",
+                expert=taken["source"][i] == "expert",
                 weight=float(weight),
-                reward=taken["reward"][place] or 0.0,
+                reward=taken["reward"][i] or 0.0,
                 pair=pair,
-                chosen=bool(taken["chosen"][place]),
-                images=tuple(taken["images"][place] or ()),
-                group=taken["group_id"][place],
-                experience=taken["experience_id"][place],
-                alone=bool(alone[place]),
+                chosen=bool(taken["chosen"][i]),
+                images=tuple(taken["images"][i] or ()),
+                group=taken["group_id"][i],
+                experience=taken["experience_id"][i],
+                alone=bool(alone[i]),
             )
         )
     return rows
@@ -134,22 +133,22 @@ def read_rows(
 def micro_batches(
     rows: list[TrainRow], max_tokens: int, device: torch.device, *, padded: bool = False
 ) -> list[MicroBatch]:
-    """Micro-batches of at most ``max_tokens`` tokens, as few as can be; where rows are ``padded``, padding counts too.
+    """Split rows into the fewest micro-batches of at most ``max_tokens`` tokens; if ``padded``, padding counts too.
 
-    A longer row, and one that is to, stands alone; the sides of a pair stay together. Packed ones are of nearly equal
-    size, padded ones hold rows of nearly equal length. The result does not depend on the order of the rows.
+    A longer row, and one marked ``alone``, gets its own; the sides of a pair stay together. Packed micro-batches have
+    nearly equal sizes, padded ones hold rows of nearly equal length. The result does not depend on the order of rows.
     """
     units = [list(unit) for _, unit in groupby(rows, key=lambda row: (row.pair, id(row) if row.pair is None else 0))]
     size = _padded if padded else _tokens
     units.sort(key=lambda unit: (-size(unit), [(row.token_ids.tobytes(), row.images) for row in unit]))
     bins = [unit for unit in units if size(unit) > max_tokens or unit[0].alone]
     fit = [unit for unit in units if size(unit) <= max_tokens and not unit[0].alone]
-    bins += _alike(fit, max_tokens) if padded else _level(fit, max_tokens)
-    return [_flatten(held, device) for held in bins]
+    bins += _fill_in_order(fit, max_tokens) if padded else _balance(fit, max_tokens)
+    return [_flatten(members, device) for members in bins]
 
 
 def empty_batch(device: torch.device) -> MicroBatch:
-    """A micro-batch of nothing, for a rank that has fewer than the others: collectives need every rank."""
+    """Return a micro-batch with no action token, for a rank that has fewer than the others: collectives need all."""
     zeros = np.zeros(2, dtype=np.float32)
     return _flatten([TrainRow(zeros.astype(np.int32), zeros, zeros, zeros, expert=False)], device)
 
@@ -162,8 +161,8 @@ def _padded(unit: list[TrainRow]) -> int:
     return len(unit) * max(len(row.token_ids) for row in unit)
 
 
-def _alike(units: list[list[TrainRow]], max_tokens: int) -> list[list[TrainRow]]:
-    """Units, longest first, one after the other into a bin until it is full: no other way needs fewer bins."""
+def _fill_in_order(units: list[list[TrainRow]], max_tokens: int) -> list[list[TrainRow]]:
+    """Fill one bin after the other with the units, which come longest first. No other order needs fewer bins."""
     bins: list[list[TrainRow]] = []
     for unit in units:
         if not bins or _padded(bins[-1] + unit) > max_tokens:
@@ -172,9 +171,9 @@ def _alike(units: list[list[TrainRow]], max_tokens: int) -> list[list[TrainRow]]
     return bins
 
 
-def _level(units: list[list[TrainRow]], max_tokens: int) -> list[list[TrainRow]]:
-    """Each unit, longest first, to the bin that holds least (longest processing time first, Graham 1969), among the
-    smallest number of bins that do so without one overflowing."""
+def _balance(units: list[list[TrainRow]], max_tokens: int) -> list[list[TrainRow]]:
+    """Put every unit, longest first, into the emptiest bin (longest processing time first, Graham 1969), with the
+    smallest number of bins for which none overflows."""
     count = -(-sum(map(_tokens, units)) // max_tokens)
     while True:
         bins: list[list[TrainRow]] = [[] for _ in range(count)]

@@ -1,4 +1,4 @@
-"""Whose fault it is that a step fails: the rows of the micro-batch that was computed."""
+"""Attribution of a failed step to the rows of the micro-batch that was being computed."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from rayrft.trainer.batches import MicroBatch
 
 @contextlib.contextmanager
 def blaming(batch: MicroBatch) -> Iterator[None]:
-    """Around what is computed of a micro-batch. Raises RowsFailed, which names its rows, for whatever is raised in it;
-    but for memory that is short, and for a peer that is gone, which no row is to blame for.
+    """Turn any error raised inside into RowsFailed, which names the rows of ``batch``.
 
-    On a GPU an index that is out of range comes up later than where it was used, and may be laid on other rows.
+    Out-of-memory errors and failures of a peer rank pass unchanged: no row causes them. CUDA reports an index out of
+    range asynchronously, so it may be attributed to later rows.
     """
     try:
         yield
     except (RowsFailed, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a model, a loss or an image reader may raise anything
-        if not batch.experiences or _is_of_a_peer(error.__traceback__):
+        if not batch.experiences or _is_peer_failure(error.__traceback__):
             raise
         rank = dist.get_rank() if dist.is_initialized() else 0
         names = ", ".join(batch.experiences[:4]) + (", …" if len(batch.experiences) > 4 else "")
@@ -34,13 +34,13 @@ def blaming(batch: MicroBatch) -> Iterator[None]:
             f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
             field=f"trainer rank {rank}",
             value=list(batch.experiences),
-            remedy="resume the run: the step is tried again with each of these rows by itself, and a row on which it "
-            "fails twice is left out, with its group, and counted as failed_twice",
+            remedy="resume the run: the step is retried with every one of these rows in a micro-batch of its own; a "
+            "row that fails twice is dropped with its group and counted as failed_twice",
         ) from error
 
 
-def _is_of_a_peer(traceback: TracebackType | None) -> bool:
-    """Whether it was raised by what ranks say to each other."""
+def _is_peer_failure(traceback: TracebackType | None) -> bool:
+    """Return whether the error was raised by communication between ranks."""
     name = ""
     while traceback is not None:
         name, traceback = traceback.tb_frame.f_globals.get("__name__", ""), traceback.tb_next

@@ -1,4 +1,4 @@
-"""What the Trainer can be told to do. Each command runs on every rank, in the same order: the ranks are one program."""
+"""Commands of the Trainer. Every rank runs every command, in the same order (SPMD)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rayrft.config.stage import StageConfig
 from rayrft.weights.messages import GroupPlan, TensorMeta
 
 if TYPE_CHECKING:
-    from rayrft.algorithms import Algorithm  # with it comes torch, which who gives commands does without
+    from rayrft.algorithms import Algorithm  # imports torch, which senders of commands do not need
 
 
 @dataclass(frozen=True)
 class OpenStage:
-    """Begin a stage: new optimiser; with ``weights``, from those instead of the present ones."""
+    """Begin a stage with a new optimiser, from ``weights`` if given, else from the present weights."""
 
     algorithm: Algorithm
     stage: StageConfig
@@ -25,36 +25,36 @@ class OpenStage:
 
 @dataclass(frozen=True)
 class Load:
-    """Fetch the rank's share of a batch; gives whether it could be had: its blocks are gone when the Buffer died."""
+    """Fetch the rank's share of a batch; returns False if its blocks are lost because the Buffer died."""
 
     lease: Lease
 
 
 @dataclass(frozen=True)
 class Train:
-    """One optimiser step on what was loaded; gives a `StepResult`."""
+    """Make one optimiser step on the loaded batch; returns a `StepResult`."""
 
 
 @dataclass(frozen=True)
 class Locate:
-    """Where rank 0 can host the store of a weight group; gives (host, port)."""
+    """Open the store of a weight group on rank 0; returns (host, port)."""
 
 
 @dataclass(frozen=True)
 class Describe:
-    """What a broadcast will send; gives a `Parcel`."""
+    """Describe the tensors of a broadcast; returns a `Parcel`."""
 
 
 @dataclass(frozen=True)
 class Join:
-    """Rank 0 joins a weight group."""
+    """Let rank 0 join a weight group."""
 
     plan: GroupPlan
 
 
 @dataclass(frozen=True)
 class Publish:
-    """Send the weights to the group; gives the digest of what was sent."""
+    """Send the weights to the group; returns the digest of the bytes sent."""
 
     metas: list[TensorMeta]
     bucket_bytes: int
@@ -62,7 +62,7 @@ class Publish:
 
 @dataclass(frozen=True)
 class Export:
-    """ipc: lay the weights out in GPU buffers, kept until the next `Release`; gives an `Exported` per rank."""
+    """ipc: copy the weights into GPU buffers, kept until the next `Release`; returns an `Exported` per rank."""
 
     metas: list[TensorMeta]
     bucket_bytes: int
@@ -70,16 +70,16 @@ class Export:
 
 @dataclass(frozen=True)
 class Release:
-    """ipc: the engines are done with the exported buffers."""
+    """ipc: free the exported buffers."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """Log-probs of sequences under the present weights, at temperature 1; gives a list of lists."""
+    """Compute log-probs of sequences under the present weights, at temperature 1; returns a list of lists."""
 
     sequences: list[list[int]]
     images: list[tuple[str, ...]] | None = None
-    """Of each sequence, where there are any."""
+    """Image paths by sequence."""
 
 
 @dataclass(frozen=True)
@@ -91,14 +91,14 @@ class Save:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Write the whole state to a folder, in the background: `Trainer.written` tells when it is there."""
+    """Write the whole state to a folder in the background; `Trainer.written` waits for it."""
 
     folder: Path
 
 
 @dataclass(frozen=True)
 class Restore:
-    """Put the state of a checkpoint in place: weights, and with ``whole`` all else that the open stage has."""
+    """Load a checkpoint: its weights, and if ``whole`` all other state of the open stage."""
 
     folder: Path
     whole: bool
@@ -106,7 +106,7 @@ class Restore:
 
 @dataclass(frozen=True)
 class Stop:
-    """End of the program."""
+    """End the ranks."""
 
 
 Command = (
@@ -129,7 +129,7 @@ Command = (
 
 @dataclass(frozen=True)
 class Exported:
-    """ipc: the GPU (its UUID) that holds a rank's buffers, one handle per bucket, and the digest of their bytes."""
+    """ipc: UUID of the GPU that holds a rank's buffers, one handle per bucket, and the digest of their bytes."""
 
     device: str
     handles: list[str]

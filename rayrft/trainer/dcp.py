@@ -1,6 +1,6 @@
-"""The trainer's state on disk: sharded, written in the background, read on any number of ranks.
+"""Checkpoints of the trainer's state: sharded, written in the background, readable on any number of ranks.
 
-It holds what is trained. Frozen weights stay where they were loaded from, which the state names.
+They hold the trained parameters. Frozen weights stay where they were loaded from; the state names that folder.
 """
 
 from __future__ import annotations
@@ -41,36 +41,36 @@ class Checkpointer:
     """One rank's part in writing and reading checkpoints. Every method is a collective."""
 
     def __init__(self) -> None:
-        # Of its own, so that writing in the background does not get between the collectives of a training step.
+        # A separate group, so that background writing does not interleave with the collectives of a training step.
         self._group = dist.new_group(backend="gloo")
         self._thread = ThreadPoolExecutor(1, "checkpoint")
 
     def save(self, learner: Learner, critic: Critic | None, folder: Path, done: Callable[[str | None], None]) -> None:
-        """Copy the state, and write the copy while training goes on; ``done`` gets what went wrong, or None."""
+        """Copy the state and write the copy in the background; ``done`` receives the error message, or None."""
         state = _copy(_state(learner, critic, folder))
 
         def finished(future: Future[Any]) -> None:
             error = future.exception()
-            done(None if error is None else _why(error))
+            done(None if error is None else _one_line(error))
 
         writing = self._thread.submit(save, state, checkpoint_id=str(folder), process_group=self._group)
         writing.add_done_callback(finished)
 
     def load_policy(self, policy: Policy, folder: Path) -> None:
-        """Put the weights in place, and nothing else. Raises as `load` does."""
+        """Load the weights and nothing else. Raises as `load` does."""
         self._rebase(policy, folder)
         state: State = {"policy": _trained(policy)}
         self._read(state, folder)
         set_model_state_dict(policy, state["policy"], options=_TRAINED_ONLY)
 
     def load(self, learner: Learner, critic: Critic | None, folder: Path) -> None:
-        """Put everything in place that the open stage has: weights, optimisers, schedules, reference.
+        """Load all state of the open stage: weights, optimisers, schedules, reference.
 
-        Raises ModelError when the checkpoint is of another model, and StorageError when its files are not all there or
-        cannot be read.
+        Raises ModelError when the checkpoint is of another model, and StorageError when a file is missing or cannot be
+        read.
         """
         self._rebase(learner.policy, folder)
-        with _explained(folder):
+        with _typed_errors(folder):
             names = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
         state = _state(learner, critic, folder, set(names))
         self._read(state, folder)
@@ -78,10 +78,10 @@ class Checkpointer:
             set_model_state_dict(model, state[name], options=_TRAINED_ONLY)
             if (moments := state.get(_optimizer(name))) is not None:
                 set_optimizer_state_dict(model, optimizer.adam, moments)
-        learner.restore(state["learner"], state.get(_chance(learner)))
+        learner.restore(state["learner"], state.get(_rng_key(learner)))
 
     def _rebase(self, policy: Policy, folder: Path) -> None:
-        """Under an adapter, have the frozen weights that the checkpoint's was trained on."""
+        """With an adapter, load the frozen weights that the checkpoint's adapter was trained on."""
         if policy.lora is None:
             return
         state: State = {"base": ""}
@@ -91,34 +91,34 @@ class Checkpointer:
             load_hf(policy, base)
 
     def _read(self, state: State, folder: Path) -> None:
-        with _explained(folder):
+        with _typed_errors(folder):
             load(state, checkpoint_id=str(folder), process_group=self._group)
 
 
 def read_base(folder: Path) -> str:
-    """The folder of the frozen weights under a checkpoint's adapter; empty where they are those of the run's model.
+    """Return the folder of the frozen weights under a checkpoint's adapter; empty if they are the run's model.
 
     Raises as `Checkpointer.load` does.
     """
     state = {"base": ""}
-    with _explained(folder):
+    with _typed_errors(folder):
         load(state, checkpoint_id=str(folder), no_dist=True)
     return _resolve(state["base"], folder)
 
 
 def load_weights(folder: Path, weights: dict[str, torch.Tensor]) -> None:
-    """Fill ``weights`` (by their checkpoint names) from a checkpoint, in this process alone.
+    """Fill ``weights`` (by their checkpoint names) from a checkpoint, without a process group.
 
     Raises as `Checkpointer.load` does.
     """
     state = {"policy": {f"model.{name}": tensor for name, tensor in weights.items()}}
-    with _explained(folder):
+    with _typed_errors(folder):
         load(state, checkpoint_id=str(folder), no_dist=True)
 
 
 @contextlib.contextmanager
-def _explained(folder: Path) -> Iterator[None]:
-    """What goes wrong in here is raised as the error that `Checkpointer.load` names."""
+def _typed_errors(folder: Path) -> Iterator[None]:
+    """Turn errors raised inside into those that `Checkpointer.load` documents."""
     try:
         (folder / ".metadata").stat()
         yield
@@ -128,30 +128,30 @@ def _explained(folder: Path) -> Iterator[None]:
 
 def _unreadable(error: BaseException, folder: Path) -> RayrftError:
     cause = _cause(error)
-    before = "delete the folder: the run then goes on from the checkpoint before it"
+    remedy = "delete the folder: the run then resumes from the previous checkpoint"
     if isinstance(cause, FileNotFoundError):
         return StorageError(
-            f"the checkpoint is not whole: {Path(cause.filename or '').name} is missing",
+            f"the checkpoint is incomplete: {Path(cause.filename or '').name} is missing",
             field="checkpoint",
             value=str(folder),
-            remedy=before,
+            remedy=remedy,
         )
     if "Missing key in checkpoint" in str(cause):
         return ModelError(
-            f"the checkpoint lacks what the model has: {_why(error)}",
+            f"the checkpoint lacks parameters of the model: {_one_line(error)}",
             field="model",
             value=str(folder),
             remedy="resume with the model, adapter and algorithm that the run began with",
         )
     if "ize mismatch" in str(cause):
         return ModelError(
-            f"the checkpoint does not fit the model: {_why(error)}",
+            f"the checkpoint does not fit the model: {_one_line(error)}",
             field="model",
             value=str(folder),
             remedy="resume with the model that the run began with",
         )
     return StorageError(
-        f"the checkpoint cannot be read: {_why(error)}", field="checkpoint", value=str(folder), remedy=before
+        f"the checkpoint cannot be read: {_one_line(error)}", field="checkpoint", value=str(folder), remedy=remedy
     )
 
 
@@ -161,16 +161,16 @@ def _models(learner: Learner, critic: Critic | None) -> dict[str, tuple[nn.Modul
 
 
 def _state(learner: Learner, critic: Critic | None, folder: Path, written: set[str] | None = None) -> State:
-    """What a checkpoint holds: tensors that `load` fills in place. ``written`` are the names in the one to be read."""
+    """Return the state to save, or, given the names ``written`` in a checkpoint, the tensors that `load` fills."""
     state: State = {"learner": learner.state(), "base": _base(learner.policy, folder)}
     parts = None if written is None else {name.partition(".")[0] for name in written}
     for name, (model, optimizer) in _models(learner, critic).items():
         state[name] = _trained(model)
-        # Before its first update an optimiser has no state, and asking for it would make one.
+        # Before its first update an optimiser has no state, and reading it would create one.
         if _optimizer(name) in parts if parts is not None else optimizer.adam.state:
             state[_optimizer(name)] = get_optimizer_state_dict(model, optimizer.adam)
-    if parts is None or _chance(learner) in parts:
-        state[_chance(learner)] = learner.chance.state()
+    if parts is None or _rng_key(learner) in parts:
+        state[_rng_key(learner)] = learner.rng.state()
     return state
 
 
@@ -178,14 +178,14 @@ _TRAINED_ONLY = StateDictOptions(strict=False)
 
 
 def _trained(model: nn.Module) -> State:
-    """The parameters that are trained, sharded as they are."""
-    trained = {name for name, each in model.named_parameters(remove_duplicate=False) if each.requires_grad}
+    """Return the trainable parameters, sharded as they are."""
+    trained = {name for name, tensor in model.named_parameters(remove_duplicate=False) if tensor.requires_grad}
     return {name: tensor for name, tensor in get_model_state_dict(model).items() if name in trained}
 
 
 def _base(policy: Policy, folder: Path) -> str:
-    """The folder of the frozen weights as seen from that of the checkpoint, for a run may be moved; empty where they
-    are those of the run's model, or none are frozen."""
+    """Return the folder of the frozen weights relative to the checkpoint's (a run may be moved); empty if they are the
+    run's model, or none are frozen."""
     lora = policy.lora
     return "" if lora is None or lora.base == lora.origin else os.path.relpath(lora.base, folder.parent)
 
@@ -198,27 +198,27 @@ def _optimizer(name: str) -> str:
     return f"{name}_optimizer"
 
 
-def _chance(learner: Learner) -> str:
-    return f"chance {learner.chance.name}"
+def _rng_key(learner: Learner) -> str:
+    return f"chance {learner.rng.name}"  # the name that existing checkpoints use
 
 
 def _cause(error: BaseException) -> BaseException:
-    """What the first rank that failed ran into."""
+    """Return the error of the first rank that failed."""
     return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
 
 
-def _why(error: BaseException) -> str:
-    """The cause in a line."""
+def _one_line(error: BaseException) -> str:
+    """Return the cause in one line."""
     cause = _cause(error)
     return ": ".join([type(cause).__name__, *str(cause).strip().splitlines()[-1:]])
 
 
 def _copy(value: Any) -> Any:
-    """The same with tensors of its own, in main memory."""
+    """Return a deep copy with its tensors in CPU memory."""
     if isinstance(value, dict):
-        return {key: _copy(each) for key, each in value.items()}
+        return {key: _copy(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_copy(each) for each in value]
+        return [_copy(item) for item in value]
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     return value

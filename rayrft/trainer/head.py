@@ -1,4 +1,4 @@
-"""The language-model head without the logits: tokens x vocabulary never exists as a whole, in forward or backward."""
+"""Chunked language-model head: the tokens x vocabulary logits never exist as a whole, in forward or backward."""
 
 from __future__ import annotations
 
@@ -7,50 +7,50 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayrft.algorithms.logprobs import LEAST
+from rayrft.algorithms.logprobs import MIN_LOGPROB
 
 _CHUNK_CUDA = 1024
 _CHUNK_CPU = 256
 _CHUNK_NUMBERS = 1 << 21
-"""Logits of a chunk on CPUs, where ``_CHUNK_CPU`` tokens do not need more. Blocks of up to 32 MiB the allocator keeps;
-greater ones go back to the system and are cleared page by page every time."""
+"""Logits of a chunk on CPUs, unless ``_CHUNK_CPU`` tokens need more. The allocator keeps blocks of up to 32 MiB; larger
+ones return to the system and are zeroed page by page every time."""
 
 
 def head_logprobs(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, *, chunk: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target and entropy (nats) of the distribution it is drawn from, ``softmax(W h / T)``.
+    """Compute the targets' log-probabilities and the entropy (nats) under ``softmax(W h / T)``.
 
     hidden: ``[T, H]``, the states that predict; weight: ``[V, H]``; temperature: ``[T]``; targets: ``[T]``, or
-    ``[T, M]`` for several tokens in every place. Returns log-probs of the shape of the targets and ``[T]`` entropies,
-    float32 (float64 for such input), both with gradient. Logits are made for ``chunk`` tokens at a time (by default as
-    many as are quick on the device) and made again in the backward pass, which costs one more product and saves
+    ``[T, M]`` for several tokens per position. Returns log-probs of the shape of the targets and ``[T]`` entropies,
+    float32 (float64 for such input), both with gradient. Logits are computed for ``chunk`` tokens at a time (by default
+    as many as are fast on the device) and recomputed in the backward pass, which costs one more product and saves
     ``2 T V`` numbers.
 
-    With p = softmax(z): ``d log p_y / dz = onehot(y) - p`` and ``dH / dz = -p (log p + H)``. A gradient of the entropy
-    costs only where something depends on it.
+    With p = softmax(z): ``d log p_y / dz = onehot(y) - p`` and ``dH / dz = -p (log p + H)``. The entropy's gradient is
+    computed only if something depends on it.
     """
-    each = targets if targets.dim() == 2 else targets[:, None]
+    columns = targets if targets.dim() == 2 else targets[:, None]
     chunk = chunk or _chunk(hidden, len(weight))
-    logprobs, entropy = _Head.apply(hidden, weight, each, temperature, chunk)  # type: ignore[no-untyped-call]
+    logprobs, entropy = _Head.apply(hidden, weight, columns, temperature, chunk)  # type: ignore[no-untyped-call]
     return logprobs.view_as(targets), entropy
 
 
 @torch.no_grad()
-def head_likeliest(
-    hidden: Tensor, weight: Tensor, temperature: Tensor, count: int, among: int, *, chunk: int | None = None
+def head_top_logprobs(
+    hidden: Tensor, weight: Tensor, temperature: Tensor, k: int, vocabulary: int, *, chunk: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The ``count`` likeliest of the first ``among`` tokens of the vocabulary, from the likeliest on.
+    """Return the ``k`` most likely of the first ``vocabulary`` tokens, most likely first.
 
-    hidden, weight, temperature: as `head_logprobs` takes them. Returns ``[T, count]`` each: log-probs under the whole
+    hidden, weight, temperature: as in `head_logprobs`. Returns two ``[T, k]`` tensors: log-probs under the whole
     distribution, and ids (int64).
     """
     dtype = torch.promote_types(hidden.dtype, torch.float32)
-    logprobs = torch.empty(len(hidden), count, dtype=dtype, device=hidden.device)
-    ids = torch.empty(len(hidden), count, dtype=torch.int64, device=hidden.device)
+    logprobs = torch.empty(len(hidden), k, dtype=dtype, device=hidden.device)
+    ids = torch.empty(len(hidden), k, dtype=torch.int64, device=hidden.device)
     for part in _chunks(len(hidden), chunk or _chunk(hidden, len(weight))):
         logp = _logits(hidden[part], weight, temperature[part], dtype).log_softmax(-1, dtype=dtype)
-        logprobs[part], ids[part] = logp[:, :among].topk(count)
+        logprobs[part], ids[part] = logp[:, :vocabulary].topk(k)
     return logprobs, ids
 
 
@@ -66,7 +66,7 @@ class _Head(torch.autograd.Function):
         for part in _chunks(len(hidden), chunk):
             logp = _logits(hidden[part], weight, _part(scale, part), dtype).log_softmax(-1, dtype=dtype)
             logprobs[part] = logp.gather(-1, targets[part])
-            # p log p = 0 where p = 0. Other numbers that are none show in the log-prob.
+            # nansum: p log p = 0 where p = 0. Any other NaN also shows in the log-prob.
             entropy[part] = -logp.exp().mul_(logp).nansum(-1)
         ctx.save_for_backward(hidden, weight, targets, temperature, entropy)
         ctx.set_materialize_grads(False)
@@ -79,7 +79,7 @@ class _Head(torch.autograd.Function):
         dtype = entropy.dtype
         if grad_logprobs is None:
             grad_logprobs = entropy.new_zeros(targets.shape)
-        # By logits before the temperature. What has the shape of the logits is gone through as rarely as can be.
+        # Gradients by logits before the temperature. Logit-sized tensors are traversed as rarely as possible.
         by_logprobs = grad_logprobs / temperature[:, None]
         total = by_logprobs.sum(-1, keepdim=True)
         by_entropy = None if grad_entropy is None else (grad_entropy / temperature)[:, None]
@@ -93,7 +93,7 @@ class _Head(torch.autograd.Function):
             else:
                 logp = logits.log_softmax(-1, dtype=dtype)
                 p = logp.exp()
-                slope = logp.clamp_(min=LEAST).add_(entropy[part, None]).mul_(-by_entropy[part])
+                slope = logp.clamp_(min=MIN_LOGPROB).add_(entropy[part, None]).mul_(-by_entropy[part])
                 slope = slope.sub_(total[part]).mul_(p)
             slope = slope.scatter_add_(-1, targets[part], by_logprobs[part]).to(hidden.dtype)
             grad_hidden[part] = slope @ weight
@@ -107,8 +107,8 @@ class _Head(torch.autograd.Function):
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``[T, V]``. On a GPU sums of products in half precision are kept as they are, in float32: rounded to bfloat16 a
-    logit of 16 is off by up to 1/16 nat, which is most of the gap between engine and trainer."""
+    """Compute ``[T, V]`` logits. On a GPU half-precision products keep their float32 accumulators: rounded to bfloat16,
+    a logit of 16 is off by up to 1/16 nat, which is most of the gap between engine and trainer."""
     logits = (
         torch.mm(hidden, weight.T, out_dtype=dtype) if hidden.is_cuda and hidden.dtype != dtype else hidden @ weight.T
     )

@@ -1,4 +1,4 @@
-"""One step of training, exact whatever the split: torch and FSDP2 only, no Ray."""
+"""One training step, independent of how rows are split into micro-batches. Torch and FSDP2 only, no Ray."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from rayrft.trainer.optimizer import Optimizer
 from rayrft.trainer.policy import Policy, scored_batch
 from rayrft.trainer.reference import Reference
 from rayrft.trainer.result import CriticUpdate, StepResult, Update
-from rayrft.trainer.rng import Chance
+from rayrft.trainer.rng import RngState
 from rayrft.trainer.value_model import Critic
 
 
@@ -44,7 +44,7 @@ class Learner:
         self, policy: Policy, *, micro_batch_tokens: int, temperature: float, device: torch.device, seed: int = 0
     ) -> None:
         self.policy = policy
-        self.chance = Chance(seed, device)
+        self.rng = RngState(seed, device)
         self._micro_batch_tokens = micro_batch_tokens
         self._temperature = temperature
         self._device = device
@@ -59,169 +59,169 @@ class Learner:
         critic: Critic | None = None,
         teacher: Policy | None = None,
     ) -> None:
-        """Begin a stage with a fresh optimiser, schedule and reference, and random numbers of the seed."""
-        self.chance.begin(step=0)
+        """Begin a stage with a new optimiser, schedule and reference, and the RNG reseeded."""
+        self.rng.reseed(step=0)
         self._coefficients = Coefficients.of(algorithm)
         self._algorithm = self._coefficients.applied(algorithm)
         self._update_config = update or UpdateConfig()
         self._step = 0
-        self._policy_waits = self._update_config.critic_warmup_steps if critic is not None else 0
+        self._critic_warmup_steps = self._update_config.critic_warmup_steps if critic is not None else 0
         self.optimizer = Optimizer(
-            self.policy.parameters(), optimizer, steps - self._policy_waits, self._update_config.updates_per_step
+            self.policy.parameters(), optimizer, steps - self._critic_warmup_steps, self._update_config.updates_per_step
         )
         self.reference = Reference(self.policy) if algorithm.needs_reference else None
         self.critic = critic
         self.teacher = teacher
 
     def close_stage(self) -> None:
-        """Free what the open stage alone needs, if there is one: critic, teacher, reference, moments."""
+        """Free the models and moments of the open stage, if there is one."""
         self.critic = self.teacher = self.reference = None
         if hasattr(self, "optimizer"):
             del self.optimizer
 
     def step(self, mini_batches: list[list[TrainRow]]) -> StepResult:
-        """Train on this rank's rows of each mini-batch, in as many epochs as the stage says.
+        """Train on this rank's rows of the mini-batches, for the stage's number of epochs.
 
-        Raises RayrftError when loss or gradient is not finite; policy and critic are as they were before that update.
+        Raises RayrftError when loss or gradient is not finite; that update is then not applied.
         """
         started = time.perf_counter()
-        batches = self._lay_out(mini_batches)
-        over = self._count(batches)
-        batches = self._prepare(batches)
-        updates, valued = [], []
+        batches = self._make_micro_batches(mini_batches)
+        over = self._count_denominators(batches)
+        batches = self._compute_old_logprobs(batches)
+        updates, critic_updates = [], []
         for _ in range(self._update_config.epochs):
             for batch, denominators in zip(batches, over, strict=True):
                 updates.append(self._update(batch, denominators))
                 if self.critic is not None:
-                    valued.append(self._update_critic(self.critic, batch, denominators))
-        # Where own rows have no weight in the loss, nothing is known of KL and entropy; while the policy waits for its
-        # critic, no coefficient can move them.
-        steered = self._step >= self._policy_waits and self._algorithm.mu(self._policy_step) < 1.0
-        sequences = round(sum(each.policy_sequences for each in over)) if steered else 0
+                    critic_updates.append(self._update_critic(self.critic, batch, denominators))
+        # Coefficients adapt only if own rows have weight in the loss (else KL and entropy are unknown) and the policy
+        # is trained (not during the critic's warm-up).
+        adapts = self._step >= self._critic_warmup_steps and self._algorithm.mu(self._policy_step) < 1.0
+        sequences = round(sum(denominators.policy_sequences for denominators in over)) if adapts else 0
         self._step += 1
         self._refresh()
         errors = {} if self.critic is None else value_errors(batches)
         seconds = time.perf_counter() - started
-        result = StepResult.of(updates, valued, self._algorithm, seconds, self._update_config.epochs, errors)
+        result = StepResult.of(updates, critic_updates, self._algorithm, seconds, self._update_config.epochs, errors)
         self._coefficients = self._coefficients.update(kl=result.kl, entropy=result.entropy, sequences=sequences)
         self._algorithm = self._coefficients.applied(self._algorithm)
         return result
 
     @property
     def _policy_step(self) -> int:
-        """The steps that the policy took in the stage so far."""
-        return max(0, self._step - self._policy_waits)
+        """Steps in which the stage has trained the policy so far."""
+        return max(0, self._step - self._critic_warmup_steps)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps besides weights and moments."""
+        """Return the state that a checkpoint keeps besides weights and moments."""
         return {
             "step": self._step,
-            "taken": self.optimizer.taken,
-            "critic_taken": self.critic.optimizer.taken if self.critic is not None else 0,
+            "taken": self.optimizer.updates,
+            "critic_taken": self.critic.optimizer.updates if self.critic is not None else 0,
             "reference": self.reference.weights if self.reference is not None else {},
             "coefficients": self._coefficients.state(),
         }
 
-    def restore(self, state: dict[str, Any], chance: dict[str, Tensor] | None) -> None:
-        """Stand where the stage stood; the reference was filled in place. ``chance``: where this rank's random numbers
-        stood, unless there was no such rank."""
+    def restore(self, state: dict[str, Any], rng: dict[str, Tensor] | None) -> None:
+        """Restore the stage's progress from `state` (the reference's tensors are already filled).
+
+        ``rng``: this rank's generator states; None if the checkpoint has no such rank, which reseeds them.
+        """
         self._step = state["step"]
-        if chance is not None:
-            self.chance.restore(chance)
+        if rng is not None:
+            self.rng.restore(rng)
         else:
-            self.chance.begin(self._step)
-        self.optimizer.taken = state["taken"]
+            self.rng.reseed(self._step)
+        self.optimizer.updates = state["taken"]
         if self.critic is not None:
-            self.critic.optimizer.taken = state["critic_taken"]
+            self.critic.optimizer.updates = state["critic_taken"]
         self._coefficients = self._coefficients.restored(state["coefficients"])
         self._algorithm = self._coefficients.applied(self._algorithm)
 
     def gradient(self, rows: list[TrainRow]) -> tuple[LossParts, Denominators]:
-        """Leave the gradient of one update in the parameters; gives the parts of its loss over all ranks, and what
-        they are over."""
-        batches = self._lay_out([rows])
-        over = self._count(batches)
-        (batch,) = self._prepare(batches)
+        """Accumulate the gradient of one update; return the loss parts over all ranks, and their denominators."""
+        batches = self._make_micro_batches([rows])
+        over = self._count_denominators(batches)
+        (batch,) = self._compute_old_logprobs(batches)
         return self._backward(batch, over[0]), over[0]
 
     @torch.no_grad()
     def score(self, sequences: list[list[int]], images: list[tuple[str, ...]] | None = None) -> list[list[float]]:
-        """Log-prob of every token but the first, at temperature 1, as the engines' `score` gives it."""
+        """Compute log-probs of all tokens but the first, at temperature 1, as the engines' `score` does."""
         scores = []
-        for token_ids, seen in zip(sequences, images or [()] * len(sequences), strict=True):
-            batch = scored_batch([torch.tensor(token_ids, device=self._device)], [seen])
+        for token_ids, paths in zip(sequences, images or [()] * len(sequences), strict=True):
+            batch = scored_batch([torch.tensor(token_ids, device=self._device)], [paths])
             scores.append(self.policy.output(batch, temperature=1.0).logprobs[1:].tolist())
         reshard(self.policy)
         return scores
 
-    def _lay_out(self, mini_batches: list[list[TrainRow]]) -> Batches:
-        """The micro-batches of each mini-batch, as many on every rank: the most that any has."""
+    def _make_micro_batches(self, mini_batches: list[list[TrainRow]]) -> Batches:
+        """Split mini-batches into micro-batches, with empty ones added so that all ranks have the same number."""
         models = [model for model in (self.policy, self.critic, self.teacher) if model is not None]
         padded = not all(model.packs for model in models)
         batches = [micro_batches(rows, self._micro_batch_tokens, self._device, padded=padded) for rows in mini_batches]
-        most = self._reduce(torch.tensor([len(each) for each in batches]), dist.ReduceOp.MAX).tolist()
+        most = self._reduce(torch.tensor([len(batch) for batch in batches]), dist.ReduceOp.MAX).tolist()
         empty = empty_batch(self._device)
-        return [each + [empty] * (number - len(each)) for each, number in zip(batches, most, strict=True)]
+        return [batch + [empty] * (number - len(batch)) for batch, number in zip(batches, most, strict=True)]
 
-    def _count(self, batches: Batches) -> list[Denominators]:
-        """Global denominators of each mini-batch, before its first backward pass."""
-        counts = torch.stack([count((micro.tokens for micro in each), self._device) for each in batches])
-        return [Denominators.of(each) for each in self._reduce(counts)]
+    def _count_denominators(self, batches: Batches) -> list[Denominators]:
+        """Count the global denominators of every mini-batch, before the first backward pass."""
+        counts = torch.stack([count((micro.tokens for micro in batch), self._device) for batch in batches])
+        return [Denominators.of(row) for row in self._reduce(counts)]
 
-    def _prepare(self, batches: Batches) -> Batches:
-        """What a loss needs of the time before the first update, and costs a forward pass only where it needs it."""
+    def _compute_old_logprobs(self, batches: Batches) -> Batches:
+        """Add old-policy, reference and teacher log-probs, values and advantages, each only if the loss uses it."""
         updates = self._update_config.epochs * self._update_config.mini_batches
-        # Before its only update the policy is the proximal one: the loss's own forward pass tells.
+        # With a single update the proximal policy is the current one: the loss's own forward pass gives its log-probs.
         if self._algorithm.needs_proximal and (updates > 1 or self._algorithm.penalises_rewards):
             batches = with_logprobs(batches, "proximal_logprobs", self.policy, self._temperature)
         if self.reference is not None:
-            with self.reference.in_place():
+            with self.reference.active():
                 batches = with_logprobs(batches, "reference_logprobs", self.policy, self._temperature)
         if self.critic is not None:
             batches = with_values(batches, self.critic)
         batches = [
-            [replace(micro, tokens=self._algorithm.token_advantages(micro.tokens)) for micro in each]
-            for each in batches
+            [replace(micro, tokens=self._algorithm.token_advantages(micro.tokens)) for micro in batch]
+            for batch in batches
         ]
         if self._algorithm.normalise_advantages:
-            sums = sum_moments((micro.tokens for each in batches for micro in each), self._device)
+            sums = sum_moments((micro.tokens for batch in batches for micro in batch), self._device)
             moments = Moments.of(self._reduce(sums))
-            batches = [[replace(m, tokens=normalise(m.tokens, moments)) for m in each] for each in batches]
+            batches = [[replace(m, tokens=normalise(m.tokens, moments)) for m in batch] for batch in batches]
         if self.teacher is not None:
             vocabulary = self.policy.vocabulary
             batches = with_teacher(batches, self._algorithm, self.teacher, vocabulary, self._temperature)
         return batches
 
     def _update(self, batch: list[MicroBatch], over: Denominators) -> Update:
-        if self._step < self._policy_waits:
+        if self._step < self._critic_warmup_steps:
             with torch.no_grad():
                 parts = self._backward(batch, over)
             reshard(self.policy)
             return Update(parts, over, grad_norm=0.0, lr=0.0)
         parts, lr = self._backward(batch, over), self.optimizer.lr
-        return Update(parts, over, self._descend(self.optimizer, float(parts.loss), "model"), lr)
+        return Update(parts, over, self._apply_gradient(self.optimizer, float(parts.loss), "model"), lr)
 
     def _update_critic(self, critic: Critic, batch: list[MicroBatch], over: Denominators) -> CriticUpdate:
         loss = float(self._reduce(critic.backward(batch, over, self._algorithm)))
-        return CriticUpdate(loss, self._descend(critic.optimizer, loss, "critic"))
+        return CriticUpdate(loss, self._apply_gradient(critic.optimizer, loss, "critic"))
 
-    def _descend(self, optimizer: Optimizer, loss: float, whose: str) -> float:
-        """One update with the gradient that is there; gives its norm before it was clipped."""
+    def _apply_gradient(self, optimizer: Optimizer, loss: float, model: str) -> float:
+        """Apply the accumulated gradient; return its norm before clipping. Raises RayrftError if not finite."""
         grad_norm = optimizer.clip()
         if not math.isfinite(loss) or not math.isfinite(grad_norm):
             optimizer.adam.zero_grad()
             raise RayrftError(
-                f"the loss or its gradient is not finite; the {whose} was not updated",
+                f"the loss or its gradient is not finite; the {model} was not updated",
                 field="trainer",
                 value={"loss": loss, "grad_norm": grad_norm, "step of the stage": self._step},
-                remedy="lower the optimizer's lr, or look at the rows of this step",
+                remedy="lower the optimizer's lr, or inspect the rows of this step",
             )
         optimizer.step()
         return grad_norm
 
     def _backward(self, batch: list[MicroBatch], over: Denominators) -> LossParts:
-        """Leave the gradient of a mini-batch in the parameters, where gradients are wanted; gives the parts of its loss
-        over all ranks."""
+        """Accumulate the gradient of a mini-batch, if gradients are enabled; return its loss parts over all ranks."""
         total = torch.stack(
             [self._backward_micro(micro, over, last=index == len(batch) - 1) for index, micro in enumerate(batch)]
         ).sum(0)
@@ -235,8 +235,7 @@ class Learner:
                 micro, temperature=self._temperature, entropy_gradient=self._algorithm.needs_entropy_gradient
             )
             parts = self._algorithm.loss(output, micro.tokens, over, step=self._policy_step)
-            # Data parallelism averages gradients over ranks; the loss is already divided globally, so it wants their
-            # sum.
+            # FSDP averages gradients over ranks, but the loss is already divided by global counts: scale to a sum.
             if torch.is_grad_enabled():
                 torch.autograd.backward(parts.loss * self._ranks)
             return parts.stack()
@@ -249,7 +248,7 @@ class Learner:
                 self.optimizer.reset()
 
     def _reduce(self, values: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
-        """The sum (or another reduction) over ranks."""
+        """Reduce values over ranks, by sum unless ``op`` says otherwise."""
         if self._ranks > 1:
             values = values.to(self._device)
             dist.all_reduce(values, op=op)

@@ -1,4 +1,4 @@
-"""LoRA: frozen linear layers, and beside each a product of two thin matrices that is trained in its place."""
+"""LoRA: linear layers stay frozen, and a low-rank product of two matrices beside each of them is trained."""
 
 from __future__ import annotations
 
@@ -18,65 +18,65 @@ if TYPE_CHECKING:
     from peft import LoraConfig as PeftConfig
 
 _NAME = "default"
-"""What peft calls an adapter that is given no name."""
+"""peft's default adapter name."""
 
 
 class Lora:
-    """The adapter of a model of transformers, put into it by peft; everything else in the model is frozen.
+    """A LoRA adapter injected into a transformers model by peft; all other parameters are frozen.
 
-    It begins without effect, B being 0, and the same on every rank. To be made before the model is sharded; the frozen
-    weights take the dtype ``compute``, the factors stay in float32.
+    It starts without effect (B = 0) and is the same on every rank. Create it before the model is sharded; frozen
+    weights are cast to the dtype ``compute``, the factors stay in float32.
     """
 
     def __init__(self, model: Any, config: LoraConfig, *, origin: str, compute: torch.dtype, seed: int) -> None:
-        """``origin``: folder or hub id that the model was loaded from.
+        """Inject the adapter. ``origin`` is the folder or hub id that the model was loaded from.
 
-        Raises ConfigError where a target is not a linear layer of the decoder.
+        Raises ConfigError if a target is not a linear layer of the decoder.
         """
         self._config, self._seed = config, seed
         self.scale = config.alpha / config.rank
         self.origin = self.base = origin
-        """``base``: where the frozen weights are from now."""
+        """``base``: where the present frozen weights come from."""
         self.peft_config = _inject(model, config)
         from peft.tuners.lora import LoraLayer
 
         self._layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
         head = model.get_output_embeddings()
-        unfit = [
+        invalid = [
             name
             for name, layer in self._layers.items()
             if not isinstance(layer.get_base_layer(), nn.Linear) or layer is head
         ]
         named = [] if isinstance(config.targets, str) else config.targets
-        unfit += [each for each in named if not any(f".{name}".endswith(f".{each}") for name in self._layers)]
-        if unfit:
-            raise _no_target(unfit[0])
+        invalid += [target for target in named if not any(f".{name}".endswith(f".{target}") for name in self._layers)]
+        if invalid:
+            raise _no_target(invalid[0])
         parameters = dict(model.named_parameters())
         for parameter in parameters.values():
             if not parameter.requires_grad:
                 parameter.data = parameter.data.to(compute)
-        for name, factor in self.fresh().items():
+        for name, factor in self.initial_factors().items():
             parameters[name].data = factor.to(parameters[name].device)
 
-    def fresh(self) -> dict[str, Tensor]:
-        """By parameter, an adapter that has no effect yet: A as peft draws it, B of zeros."""
-        chance = torch.Generator().manual_seed(self._seed)
+    def initial_factors(self) -> dict[str, Tensor]:
+        """Return an adapter without effect, by parameter: A as peft initialises it, B zero."""
+        generator = torch.Generator().manual_seed(self._seed)
         factors = {}
         for name, layer in self._layers.items():
             dtype = torch.promote_types(layer.get_base_layer().weight.dtype, torch.float32)
             a = torch.empty(self._config.rank, layer.in_features, dtype=dtype)
-            factors[f"{name}.lora_A.{_NAME}.weight"] = nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=chance)
+            factors[f"{name}.lora_A.{_NAME}.weight"] = nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
             factors[f"{name}.lora_B.{_NAME}.weight"] = torch.zeros(layer.out_features, self._config.rank, dtype=dtype)
         return factors
 
     def merged(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Whole weights under their checkpoint names, from those of the model and the factors under theirs."""
+        """Return the weights with the factors merged in; all under their checkpoint names."""
         factors = {name: tensor for name, tensor in state.items() if ".lora_" in name}
         return dict(merge(((name, state[name]) for name in state if name not in factors), factors, self.scale))
 
     @contextlib.contextmanager
-    def off(self) -> Iterator[None]:
-        """In here the model computes with the frozen weights alone."""
+    def disabled(self) -> Iterator[None]:
+        """Let the model compute with the frozen weights alone."""
         self._multiply(0.0)
         try:
             yield
@@ -84,13 +84,13 @@ class Lora:
             self._multiply(1.0)
 
     def _multiply(self, factor: float) -> None:
-        # Not peft's own switch: that one touches requires_grad, which sharded parameters take over only once.
+        # Not peft's own switch: it changes requires_grad, which FSDP reads only when it shards.
         for layer in self._layers.values():
             layer.set_scale(_NAME, factor)
 
 
 def checkpoint_name(name: str) -> str:
-    """A parameter as it is called in files: without what peft puts between a layer and its weight."""
+    """Return a parameter's name in checkpoint files: without the parts that peft inserts."""
     return name.replace(".base_layer.", ".").replace(f".{_NAME}.weight", ".weight")
 
 
@@ -102,7 +102,7 @@ def _inject(model: Any, config: LoraConfig) -> PeftConfig:
         r=config.rank,
         lora_alpha=config.alpha,
         target_modules=config.targets,
-        lora_dropout=0.0,  # where probabilities are compared, chance must not make them differ
+        lora_dropout=0.0,  # probability ratios need deterministic log-probs
         task_type="CAUSAL_LM",
     )
     try:

@@ -1,4 +1,4 @@
-"""The actor model: loaded from Hugging Face format, sharded by FSDP2, gathered again for saving and sending."""
+"""The actor model: loaded from Hugging Face format, sharded by FSDP2, gathered for saving and sending."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from rayrft.data.images import ImageReader, takes_images
 from rayrft.errors import ModelError
-from rayrft.files import appearing
+from rayrft.files import atomic_folder
 from rayrft.trainer.lora import checkpoint_name
 from rayrft.trainer.policy import Policy
 
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 
 def load_policy(path: str, field: str = "model.path") -> Policy:
-    """A language model, with or without an eye for images, in float32 (the master weights).
+    """Load a language or vision-language model in float32 (the master weights).
 
-    Raises ModelError, which names the config's ``field``, where none can be loaded.
+    Raises ModelError, which names the config's ``field``, if none can be loaded.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -59,9 +59,9 @@ Sharded = TypeVar("Sharded", bound="Policy | Critic")
 
 
 def shard(policy: Sharded, mesh: DeviceMesh, compute: torch.dtype, *, cpu_offload: bool = False) -> Sharded:
-    """FSDP2: every decoder layer is a unit, and the root holds the rest. Gradients are reduced in float32.
+    """Shard by FSDP2: every decoder layer is a unit, the root holds the rest. Gradients are reduced in float32.
 
-    ``cpu_offload``: parameters, gradients and optimiser state lie in main memory while they are not used.
+    ``cpu_offload``: parameters, gradients and optimiser state are kept in CPU memory while unused.
     """
     precision = (
         MixedPrecisionPolicy()
@@ -75,26 +75,26 @@ def shard(policy: Sharded, mesh: DeviceMesh, compute: torch.dtype, *, cpu_offloa
             fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
     fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=offload)
     if isinstance(policy, Policy):
-        register_fsdp_forward_method(policy, "likeliest")
+        register_fsdp_forward_method(policy, "top_logprobs")
     return policy
 
 
 def reshard(model: nn.Module) -> None:
-    """Free gathered parameters. After a forward without backward the root keeps them, and would show them unsharded."""
+    """Free gathered parameters: after a forward without backward the root module keeps them unsharded."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def named_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """What engines are sent: every parameter, or those of the adapter; under its checkpoint name, sharded as it is."""
+    """Iterate over the weights sent to engines, by checkpoint name and still sharded: all, or only the adapter's."""
     for name, parameter in policy.model.named_parameters():
         if policy.lora is None or parameter.requires_grad:
             yield checkpoint_name(name), parameter.detach()
 
 
 def full_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """As `named_weights`, gathered. A collective: all ranks iterate in step."""
+    """Iterate over `named_weights`, gathered. A collective: all ranks iterate in step."""
     for name, tensor in named_weights(policy):
         yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -102,7 +102,7 @@ def full_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
 def save_hf(policy: Policy, tokenizer_from: str, folder: Path, *, writer: bool) -> None:
     """Write a Hugging Face folder: weights (with an adapter merged), configuration, tokenizer.
 
-    A collective; ``writer`` touches the disk.
+    A collective; only the ``writer`` rank writes.
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state: dict[str, Any] = get_model_state_dict(policy, options=options)
@@ -112,16 +112,16 @@ def save_hf(policy: Policy, tokenizer_from: str, folder: Path, *, writer: bool) 
 
 
 def write_hf(policy: Policy, state: dict[str, Tensor], tokenizer_from: str, folder: Path) -> None:
-    """Write a Hugging Face folder from the model's whole parameters; an adapter is merged, into the frozen weights as
-    their files have them: the model's own may be rounded to the precision of the compute."""
-    # Of tied weights one is kept. Where shards were gathered they are two tensors, and both would be written.
+    """Write a Hugging Face folder from gathered parameters. An adapter is merged into the frozen weights as read from
+    their files, because the model's may be rounded to the compute dtype."""
+    # Keep one of two tied weights: gathered from shards they are separate tensors, and both would be written.
     tied = set(policy.model.all_tied_weights_keys)
     weights = {checkpoint_name(name): tensor for name, tensor in state.items()}
     weights = {name: tensor for name, tensor in weights.items() if name not in tied}
     if policy.lora is not None:
         exact = load_policy(policy.lora.base).model.state_dict()
         weights = policy.lora.merged({name: exact.get(name, tensor) for name, tensor in weights.items()})
-    with appearing(folder) as temporary:
+    with atomic_folder(folder) as temporary:
         policy.model.save_pretrained(temporary, state_dict=weights)
         _save_tokenizer(tokenizer_from, temporary)
         if policy.images is not None:
@@ -129,29 +129,29 @@ def write_hf(policy: Policy, state: dict[str, Tensor], tokenizer_from: str, fold
 
 
 def write_adapter(policy: Policy, base: str, tokenizer_from: str, folder: Path) -> None:
-    """Write the adapter of a model that is not sharded as a folder for peft, to be put on the model ``base``."""
+    """Write the adapter of an unsharded model as a peft folder, to be applied to the model ``base``."""
     from safetensors.torch import save_file
 
     assert policy.lora is not None
     settings = policy.lora.peft_config
     settings.base_model_name_or_path = base
     factors = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in named_weights(policy)}
-    with appearing(folder) as temporary:
+    with atomic_folder(folder) as temporary:
         settings.save_pretrained(str(temporary))
         save_file(factors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
         _save_tokenizer(tokenizer_from, temporary)
 
 
 def load_hf(policy: Policy, folder: str) -> None:
-    """Put the weights of a Hugging Face folder into a sharded model. A collective.
+    """Load the weights of a Hugging Face folder into a sharded model. A collective.
 
-    Where the model has an adapter they are what it stands on from now on, and the adapter begins anew.
+    With an adapter they become its frozen base, and the adapter is reset.
     """
     state = load_policy(folder).state_dict()
     if policy.lora is not None:
         policy.lora.base = folder
         state = {name: state[checkpoint_name(name)] for name in policy.state_dict() if ".lora_" not in name}
-        state |= {f"model.{name}": factor for name, factor in policy.lora.fresh().items()}
+        state |= {f"model.{name}": factor for name, factor in policy.lora.initial_factors().items()}
     set_model_state_dict(policy, state, options=StateDictOptions(full_state_dict=True))
 
 

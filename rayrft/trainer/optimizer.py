@@ -12,8 +12,7 @@ from rayrft.config.trainer import OptimizerConfig
 
 
 class Optimizer:
-    """AdamW over the steps of a stage, each of so many updates. ``taken`` counts the updates made, from which the rate
-    follows."""
+    """AdamW over the ``steps`` of a stage. ``updates`` counts the updates made, which determines the learning rate."""
 
     def __init__(
         self, parameters: Iterable[nn.Parameter], config: OptimizerConfig, steps: int, updates_per_step: int = 1
@@ -22,37 +21,36 @@ class Optimizer:
         self._config = config
         self._steps = steps
         self._updates_per_step = updates_per_step
-        self.taken = 0
+        self.updates = 0
         self.reset()
 
     def reset(self) -> None:
-        """Forget the moments; the rate goes on."""
+        """Discard the moments; the learning-rate schedule continues."""
         self.adam = torch.optim.AdamW(
             self._parameters, lr=self.lr, betas=self._config.betas, weight_decay=self._config.weight_decay
         )
 
     @property
     def lr(self) -> float:
-        """Of the next update."""
-        return learning_rate(self._config, self.taken, self._steps, self._updates_per_step)
+        """Learning rate of the next update."""
+        return learning_rate(self._config, self.updates, self._steps, self._updates_per_step)
 
     def clip(self) -> float:
-        """Scale the gradient to the largest norm that is allowed; gives the norm that it had. A collective."""
+        """Clip the gradient norm; return the norm before clipping. A collective."""
         norm = nn.utils.clip_grad_norm_(self._parameters, self._config.clip_norm)
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     def step(self) -> None:
-        """One update with the gradient that is there, which is used up."""
+        """Apply the accumulated gradient and zero it."""
         for group in self.adam.param_groups:
             group["lr"] = self.lr
         self.adam.step()
         self.adam.zero_grad()
-        self.taken += 1
+        self.updates += 1
 
 
 def learning_rate(config: OptimizerConfig, update: int, steps: int, updates_per_step: int = 1) -> float:
-    """Rate of update ``update`` (from 0) of ``steps`` steps: a linear warm-up, then constant, or decayed to 0 at the
-    end."""
+    """Return the learning rate of update number ``update`` (from 0): linear warm-up, then constant or decayed to 0."""
     warmup, updates = config.warmup_steps * updates_per_step, steps * updates_per_step
     if update < warmup:
         return config.lr * (update + 1) / warmup

@@ -1,8 +1,8 @@
-"""Several rows in one sequence, without attention between them.
+"""Sequence packing: several rows in one sequence, without attention between them.
 
-The rows of a micro-batch lie one after the other in a sequence of T tokens, so that linear layers see no padding. Only
-attention needs to know where rows begin: on a GPU it is the variable-length kernel; elsewhere rows of nearly the same
-length are laid side by side for it, which was the fastest of what was tried on CPUs.
+The rows of a micro-batch are concatenated to a sequence of T tokens, so that linear layers see no padding. Only
+attention needs the row boundaries: on a GPU the variable-length kernel takes them; elsewhere rows of nearly the same
+length are batched for attention, which was the fastest way tried on CPUs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 ATTENTION = "rayrft_packed"
-"""What transformers calls this attention."""
+"""The name under which transformers knows this attention."""
 
 _BUCKET_RATIO = 1.25
 _BUCKET_SLACK = 8
@@ -24,8 +24,8 @@ _BUCKET_SLACK = 8
 
 @dataclass(frozen=True)
 class Bucket:
-    """Rows of nearly W tokens. ``gather`` ``[rows W]``: the place of each token in the sequence, and of a row's last
-    one again after its end; ``real`` ``[n]``: which of these are tokens."""
+    """Rows of nearly the same length, padded to W. ``gather`` ``[rows W]``: sequence index of every token, a row's last
+    one repeated as padding; ``real`` ``[n]``: which of these are tokens."""
 
     rows: int
     gather: Tensor
@@ -34,24 +34,24 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Packing:
-    """Where rows lie: ``positions`` ``[T]`` within their rows, ``starts`` ``[N + 1]`` (int32) of rows, the end last."""
+    """Row layout: ``positions`` ``[T]`` within rows, ``starts`` ``[N + 1]`` (int32) of rows and the end of the last."""
 
     positions: Tensor
     starts: Tensor
     longest: int
     buckets: tuple[Bucket, ...]
-    place: Tensor
-    """``[T]``: where each token stands in the buckets' outputs, one after the other."""
+    index: Tensor
+    """``[T]``: index of every token in the concatenated outputs of the buckets."""
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device) -> Packing:
-        """For rows of these lengths, each at least 1."""
+        """Lay out rows of these lengths (at least 1)."""
         sizes = np.asarray(lengths)
         ends = np.cumsum(sizes)
         starts = ends - sizes
         positions = np.arange(ends[-1]) - np.repeat(starts, sizes)
-        buckets, places = [], []
-        for members in _alike(sizes):
+        buckets, gathered = [], []
+        for members in _length_buckets(sizes):
             width = np.arange(sizes[members].max())
             inside = width < sizes[members, None]
             gather = starts[members, None] + np.minimum(width, sizes[members, None] - 1)
@@ -62,18 +62,18 @@ class Packing:
                     torch.from_numpy(np.flatnonzero(inside)).to(device),
                 )
             )
-            places.append(gather[inside])
+            gathered.append(gather[inside])
         return cls(
             torch.from_numpy(positions).to(device),
             torch.from_numpy(np.append(starts, ends[-1]).astype(np.int32)).to(device),
             int(sizes.max()),
             tuple(buckets),
-            torch.from_numpy(np.argsort(np.concatenate(places))).to(device),
+            torch.from_numpy(np.argsort(np.concatenate(gathered))).to(device),
         )
 
 
 def register() -> None:
-    """Make the attention known to transformers, under the name `ATTENTION`. Safe to call again."""
+    """Register the attention with transformers under the name `ATTENTION`. Idempotent."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(ATTENTION, packed_attention)
@@ -92,22 +92,22 @@ def packed_attention(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within rows. query, key, value: ``[1, heads, T, D]``; gives ``[1, T, heads, D]``.
+    """Compute causal attention within rows. query, key, value: ``[1, heads, T, D]``; returns ``[1, T, heads, D]``.
 
-    Models that ask for more (soft caps, sinks, biases) differ from their own attention here: `Policy` compares before
-    it packs. Attention dropout is not applied, as it must not be where ratios of probabilities are taken.
+    Soft caps, sinks and biases are not supported: `Policy` compares log-probs before it packs. No attention dropout,
+    which would distort probability ratios.
     """
     query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
     if uses_kernel(query.device, query.dtype):
         out = _kernel(query, key, value, packing, scaling, sliding_window)
     else:
-        out = torch.cat([_bucket(query, key, value, each, scaling, sliding_window) for each in packing.buckets])
-        out = out[packing.place]
+        out = torch.cat([_bucket(query, key, value, bucket, scaling, sliding_window) for bucket in packing.buckets])
+        out = out[packing.index]
     return out[None], None
 
 
 def uses_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether attention in this precision is the variable-length kernel's there."""
+    """Return whether attention uses the variable-length kernel on this device in this precision."""
     return device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
 
 
@@ -128,14 +128,14 @@ def _kernel(
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    assert isinstance(out, Tensor)  # a tuple only where more was asked for
+    assert isinstance(out, Tensor)  # a tuple only if auxiliary outputs are requested
     return out
 
 
 def _bucket(
     query: Tensor, key: Tensor, value: Tensor, bucket: Bucket, scaling: float | None, window: int | None
 ) -> Tensor:
-    """``[n, heads, D]``: attention of a bucket's tokens."""
+    """Compute the attention of a bucket's tokens, ``[n, heads, D]``."""
     queries, keys, values = (
         states[bucket.gather].view(bucket.rows, -1, *states.shape[1:]).transpose(1, 2) for states in (query, key, value)
     )
@@ -154,8 +154,8 @@ def _no_mask(*_: Any, **__: Any) -> None:
     return None
 
 
-def _alike(sizes: np.ndarray) -> list[np.ndarray]:
-    """Rows by nearly equal length: little of a bucket is padding."""
+def _length_buckets(sizes: np.ndarray) -> list[np.ndarray]:
+    """Group rows of nearly equal length, so that little of a bucket is padding."""
     order = np.argsort(sizes, kind="stable")
     groups: list[list[int]] = []
     for row in order.tolist():

@@ -1,4 +1,4 @@
-"""The model as the trainer uses it: tokens in, log-probs and entropy out."""
+"""The trainer's interface to a model: tokens in, log-probs and entropy out."""
 
 from __future__ import annotations
 
@@ -15,79 +15,79 @@ from rayrft.errors import ModelError
 from rayrft.trainer import packing
 from rayrft.trainer.batches import MicroBatch
 from rayrft.trainer.blame import blaming
-from rayrft.trainer.head import head_likeliest, head_logprobs
-from rayrft.trainer.vision import refuse, run, with_images
+from rayrft.trainer.head import head_logprobs, head_top_logprobs
+from rayrft.trainer.vision import reject_images, run_model, with_images
 
 if TYPE_CHECKING:
     from rayrft.trainer.lora import Lora
 
-_ALIKE = 1e-4
-"""Nats between two ways to compute the same log-probs (float32) from which on they are not the same."""
+_TOLERANCE = 1e-4
+"""Largest difference (nats) between two float32 computations of the same log-probs."""
 
-_ROUNDING = 3.0
-"""How many times as far from float32 as the model itself, computed in half precision, a kernel may be."""
+_ROUNDING_FACTOR = 3.0
+"""How many times the model's own half-precision error a kernel's error may be."""
 
 
 class Policy(nn.Module):
-    """A causal language model of transformers. ``model`` is that, and every parameter's name begins with ``model.``.
+    """A causal language model of transformers, as the submodule ``model``.
 
     ``packs``: rows of a micro-batch share one sequence (see `rayrft.trainer.packing`); else they are padded.
-    ``chunks_head``: logits exist for a few tokens at a time only (see `rayrft.trainer.head`).
-    ``lora``: the adapter that is trained in place of the model's own weights, where there is one.
-    ``images``: reads the images of rows, for a model that takes some.
+    ``chunks_head``: logits are computed for a few tokens at a time (see `rayrft.trainer.head`).
+    ``lora``: the adapter that is trained instead of the model's own weights, if any.
+    ``images``: reads the images of rows, for a vision model.
     """
 
     def __init__(self, model: Any, images: ImageReader | None = None) -> None:
         super().__init__()
         self.images = images
-        # Without dropout: where probabilities are compared, chance must not make them differ.
+        # No dropout: probability ratios need deterministic log-probs.
         self.model = model.eval()
         self.packs = False
         self.chunks_head = False
         self.lora: Lora | None = None
 
     def checkpoint_layers(self) -> None:
-        """Keep only the input of each layer for the backward pass, which computes the rest again.
+        """Enable gradient checkpointing: the backward pass recomputes activations from the inputs of the layers.
 
-        Raises ModelError where the model's layers cannot do so.
+        Raises ModelError if the model's layers do not support it.
         """
         from transformers.modeling_layers import GradientCheckpointingLayer
 
         layers = [module for module in self.model.modules() if isinstance(module, GradientCheckpointingLayer)]
         if not layers or not self.model.supports_gradient_checkpointing:
             raise ModelError(
-                "the model's layers cannot be computed again for the backward pass",
+                "the model does not support gradient checkpointing",
                 field="trainer.gradient_checkpointing",
                 value=type(self.model).__name__,
                 remedy="set it to false",
             )
         self.model.gradient_checkpointing_enable({"use_reentrant": False})
         for layer in layers:
-            layer.training = True  # the layer itself, not what is in it: else it does not checkpoint
+            layer.training = True  # only the layer itself, not its submodules: else it does not checkpoint
 
-    def choose(self, *, pack: bool, compute: torch.dtype = torch.float32) -> str | None:
-        """Chunk the head, and ``pack`` rows, where that gives the log-probs that the model gives by itself.
+    def enable_fast_paths(self, *, pack: bool, compute: torch.dtype = torch.float32) -> str | None:
+        """Enable the chunked head and, if ``pack``, packing, each only if the log-probs stay the model's own.
 
-        A model may mix tokens by more than plain attention, or change its logits after the head. What differs is not
-        used; gives what that is and by how much, or None. To be called before the model is sharded, while its weights
-        are in float32; ``compute`` is the precision that it will be trained in.
+        A model may mix tokens by more than plain attention, or change its logits after the head. Returns which path
+        stays disabled and by how much log-probs differ, or None. Call it before the model is sharded, while its weights
+        are in float32; ``compute`` is the precision of the training.
         """
         batch = _sample(self.vocabulary, next(self.parameters()).device)
         expected = self._logprobs(batch)
-        said = []
+        notes = []
         if getattr(self.model.get_output_embeddings(), "bias", None) is None:
             self.chunks_head = True
-            if (gap := self._gap(batch, expected)) > _ALIKE:
-                said.append(f"the head is not chunked: log-probs would differ by {gap:.2g}")
+            if (gap := self._gap(batch, expected)) > _TOLERANCE:
+                notes.append(f"the head is not chunked: log-probs would differ by {gap:.2g}")
                 self.chunks_head = False
         if pack and (why := self._try_packing(batch, expected, compute)):
-            said.append(f"rows are padded, not packed: {why}")
-        return "; ".join(said) or None
+            notes.append(f"rows are padded, not packed: {why}")
+        return "; ".join(notes) or None
 
     def _try_packing(self, batch: MicroBatch, expected: Tensor, compute: torch.dtype) -> str | None:
-        """Pack from now on, or give the reason why not."""
+        """Enable packing, or return the reason why it cannot be used."""
         if self.images is not None:
-            return "tokens of an image have positions in its plane"
+            return "image tokens have two-dimensional positions"
         own, kernel = self.model.config._attn_implementation, packing.uses_kernel(batch.token_ids.device, compute)
         rounding = 0.0
         if kernel:
@@ -99,7 +99,7 @@ class Policy(nn.Module):
         except (ValueError, NotImplementedError) as error:
             return str(error).splitlines()[0]
         self.packs = True
-        why = f"log-probs would differ by {gap:.2g}" if (gap := self._gap(batch, expected)) > _ALIKE else None
+        why = f"log-probs would differ by {gap:.2g}" if (gap := self._gap(batch, expected)) > _TOLERANCE else None
         if kernel and why is None:
             with _in_precision(self.model, compute):
                 why = self._try_kernel(batch, expected, rounding)
@@ -109,14 +109,14 @@ class Policy(nn.Module):
         return why
 
     def _try_kernel(self, batch: MicroBatch, expected: Tensor, rounding: float) -> str | None:
-        """Go forward and backward through the attention kernel, or give the reason why that cannot be."""
+        """Run forward and backward through the attention kernel; return the reason if it cannot be used."""
         try:
             found = self.output(batch, temperature=1.0).logprobs
             torch.autograd.grad(found.sum(), self.model.get_input_embeddings().weight)
-        except Exception as error:  # whatever a kernel refuses a head's size with, now or on the way back
+        except Exception as error:  # a kernel may reject the head size by any error, forward or backward
             return f"the attention kernel fails: {(str(error).splitlines() or [type(error).__name__])[0]}"
         gap = float((found.detach() - expected).abs().max())
-        if gap <= _ALIKE + _ROUNDING * rounding:
+        if gap <= _TOLERANCE + _ROUNDING_FACTOR * rounding:
             return None
         return (
             f"with the attention kernel log-probs would differ by {gap:.2g}, and by {rounding:.2g} from rounding alone"
@@ -124,57 +124,57 @@ class Policy(nn.Module):
 
     @property
     def vocabulary(self) -> int:
-        """How many tokens the head tells apart."""
+        """Size of the vocabulary."""
         size: int = self.model.config.get_text_config().vocab_size
         return size
 
     def forward(
         self, batch: MicroBatch, temperature: float, entropy_gradient: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Log-prob and entropy of every action token, ``[T]`` each and 0 elsewhere, and the log-probs of the batch's
-        candidates, ``[T, K]``, where it has any; see `PolicyOutput`."""
-        inputs, before = lay_out(batch, packs=self.packs, images=self.images)
+        """Compute log-prob and entropy of every action token, both ``[T]`` and 0 elsewhere, and the log-probs of the
+        batch's candidates, if any, ``[T, K]``; see `PolicyOutput`."""
+        inputs, before = model_inputs(batch, packs=self.packs, images=self.images)
         chosen, temperatures = batch.token_ids[batch.predicted], _temperatures(batch, temperature)
         targets = chosen if batch.candidates is None else torch.cat([chosen[:, None], batch.candidates], 1)
         if self.chunks_head:
             logprobs, entropy = head_logprobs(*self._head_inputs(inputs, before), targets, temperatures)
         else:
-            logits = run(self.model, inputs).logits.flatten(0, 1)[before]
+            logits = run_model(self.model, inputs).logits.flatten(0, 1)[before]
             logprobs, entropy = chosen_logprobs(
                 logits, targets, temperature=temperatures[:, None], entropy_gradient=entropy_gradient
             )
         if batch.candidates is None:
-            return _at_places(batch, logprobs), _at_places(batch, entropy), None
-        return _at_places(batch, logprobs[:, 0]), _at_places(batch, entropy), _at_places(batch, logprobs[:, 1:])
+            return _scatter(batch, logprobs), _scatter(batch, entropy), None
+        return _scatter(batch, logprobs[:, 0]), _scatter(batch, entropy), _scatter(batch, logprobs[:, 1:])
 
     @torch.no_grad()
-    def likeliest(self, batch: MicroBatch, temperature: float, count: int, among: int) -> tuple[Tensor, Tensor]:
-        """The ``count`` likeliest of the first ``among`` tokens in the place of every action token: log-probs
-        ``[T, count]``, 0 elsewhere, and ids ``[A, count]``. ``temperature`` is as for `output`."""
+    def top_logprobs(self, batch: MicroBatch, temperature: float, k: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+        """Return the ``k`` most likely of the first ``vocabulary`` tokens at every action token: log-probs ``[T, k]``,
+        0 elsewhere, and ids ``[A, k]``. ``temperature`` as in `output`."""
         with blaming(batch):
-            inputs, before = lay_out(batch, packs=self.packs, images=self.images)
+            inputs, before = model_inputs(batch, packs=self.packs, images=self.images)
             temperatures = _temperatures(batch, temperature)
             if self.chunks_head:
-                logprobs, ids = head_likeliest(*self._head_inputs(inputs, before), temperatures, count, among)
+                logprobs, ids = head_top_logprobs(*self._head_inputs(inputs, before), temperatures, k, vocabulary)
             else:
-                logits = run(self.model, inputs).logits.flatten(0, 1)[before]
+                logits = run_model(self.model, inputs).logits.flatten(0, 1)[before]
                 scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperatures[:, None]
-                logprobs, ids = scaled.log_softmax(-1)[:, :among].topk(count)
-            return _at_places(batch, logprobs), ids
+                logprobs, ids = scaled.log_softmax(-1)[:, :vocabulary].topk(k)
+            return _scatter(batch, logprobs), ids
 
     def output(self, batch: MicroBatch, *, temperature: float, entropy_gradient: bool = False) -> PolicyOutput:
-        """What losses take; with gradient, but for the entropy where that has no need of one.
+        """Compute the inputs of losses, with gradient (of the entropy only if ``entropy_gradient``).
 
-        ``temperature`` is that of the sampler, under which own rows are taken; demonstrations and pairs, which nobody
-        sampled, are taken at 1.
+        ``temperature`` is the sampler's and applies to own rows; demonstrations and pairs, which were not sampled, use
+        temperature 1.
         """
         with blaming(batch):
             logprobs, entropy, candidates = self(batch, temperature, entropy_gradient)
         return PolicyOutput(logprobs, entropy if entropy_gradient else entropy.detach(), candidates)
 
     def _head_inputs(self, inputs: dict[str, Any], before: Tensor) -> tuple[Tensor, Tensor]:
-        """The states that predict, ``[A, H]``, and the weight of the head, ``[V, H]``."""
-        states = run(self.model.base_model, inputs).last_hidden_state.flatten(0, 1)[before]
+        """Return the predicting states, ``[A, H]``, and the weight of the head, ``[V, H]``."""
+        states = run_model(self.model.base_model, inputs).last_hidden_state.flatten(0, 1)[before]
         return states, self.model.get_output_embeddings().weight
 
     @torch.no_grad()
@@ -187,7 +187,7 @@ class Policy(nn.Module):
 
 @contextlib.contextmanager
 def _in_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """In here parameters are rounded to ``dtype``, as FSDP2 does for the compute; buffers are not."""
+    """Round parameters to ``dtype`` inside, as FSDP2's mixed precision does; buffers stay exact."""
     exact = {parameter: parameter.data for parameter in model.parameters()}
     for parameter, data in exact.items():
         parameter.data = data.to(dtype)
@@ -198,39 +198,39 @@ def _in_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
             parameter.data = data
 
 
-def lay_out(batch: MicroBatch, *, packs: bool, images: ImageReader | None) -> tuple[dict[str, Any], Tensor]:
-    """A model's inputs, for `run`, and for each predicted token the place of the state before it in the flattened
-    output. Raises ModelError where rows have images and nothing reads them."""
-    where = batch.packing
+def model_inputs(batch: MicroBatch, *, packs: bool, images: ImageReader | None) -> tuple[dict[str, Any], Tensor]:
+    """Return inputs for `run_model`, and for every predicted token the index of the state before it in the flattened
+    output. Raises ModelError if rows have images and the model takes none."""
+    layout = batch.packing
     if images is None:
-        refuse(batch.images)
+        reject_images(batch.images)
     inputs: dict[str, Any]
     if packs:
-        inputs = {"input_ids": batch.token_ids[None], "position_ids": where.positions[None], "packing": where}
+        inputs = {"input_ids": batch.token_ids[None], "position_ids": layout.positions[None], "packing": layout}
         return inputs, batch.predicted - 1
-    # Padding is on the right and attention is causal, so no real token ever sees it: no attention mask is needed.
-    padded = batch.token_ids.new_zeros(len(batch.lengths), where.longest)
-    padded[batch.tokens.sequence, where.positions] = batch.token_ids
+    # Padding is on the right and attention is causal, so no real token sees it: no attention mask is needed.
+    padded = batch.token_ids.new_zeros(len(batch.lengths), layout.longest)
+    padded[batch.tokens.sequence, layout.positions] = batch.token_ids
     inputs = {"input_ids": padded} if images is None else with_images(padded, batch.images, images)
-    places = batch.tokens.sequence * inputs["input_ids"].shape[1] + where.positions
-    return inputs, places[batch.predicted] - 1
+    flat = batch.tokens.sequence * inputs["input_ids"].shape[1] + layout.positions
+    return inputs, flat[batch.predicted] - 1
 
 
 def _temperatures(batch: MicroBatch, temperature: float) -> Tensor:
-    """``[A]``: of each predicted token."""
+    """Return the temperature of every predicted token, ``[A]``."""
     tokens = batch.tokens
     own = tokens.spread(~tokens.expert & ~tokens.paired)[batch.predicted]
     return torch.where(own, temperature, 1.0)
 
 
-def _at_places(batch: MicroBatch, values: Tensor) -> Tensor:
-    """``[A, …]``, an entry for each predicted token, to ``[T, …]``, which is 0 elsewhere."""
+def _scatter(batch: MicroBatch, values: Tensor) -> Tensor:
+    """Scatter the entries of predicted tokens, ``[A, …]``, to ``[T, …]``, 0 elsewhere."""
     flat = values.new_zeros(len(batch.token_ids), *values.shape[1:])
     return flat.index_copy(0, batch.predicted, values)
 
 
 def scored_batch(sequences: list[Tensor], images: Sequence[tuple[str, ...]] | None = None) -> MicroBatch:
-    """A micro-batch of sequences (with these images) of which every token's log-prob is wanted."""
+    """Return a micro-batch of sequences in which every token is an action token."""
     lengths = tuple(len(sequence) for sequence in sequences)
     token_ids = torch.cat(sequences)
     zeros = torch.zeros(len(token_ids), device=token_ids.device)
@@ -245,6 +245,6 @@ def scored_batch(sequences: list[Tensor], images: Sequence[tuple[str, ...]] | No
 
 
 def _sample(vocabulary: int, device: torch.device) -> MicroBatch:
-    """Rows of several lengths, the same in every process."""
-    chance = torch.Generator().manual_seed(0)
-    return scored_batch([torch.randint(vocabulary, (n,), generator=chance).to(device) for n in (24, 5, 2, 17)])
+    """Return rows of several lengths, the same in every process."""
+    generator = torch.Generator().manual_seed(0)
+    return scored_batch([torch.randint(vocabulary, (n,), generator=generator).to(device) for n in (24, 5, 2, 17)])

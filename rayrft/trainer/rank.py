@@ -21,12 +21,12 @@ from rayrft.trainer.lora import Lora
 from rayrft.trainer.model import Sharded, load_hf, load_policy, save_hf, shard
 from rayrft.trainer.policy import Policy
 from rayrft.trainer.value_model import Critic
-from rayrft.trainer.weight_sender import Sender
+from rayrft.trainer.weight_sender import WeightSender
 
 
 @dataclass(frozen=True)
 class RankSetup:
-    """What every rank is started with. ``trainer`` is the handle of the Trainer actor."""
+    """Arguments that every rank is started with. ``trainer`` is the handle of the Trainer actor."""
 
     trainer: Any
     config: TrainerConfig
@@ -40,7 +40,7 @@ class RankSetup:
 def run_rank(options: dict[str, Any]) -> None:
     """Fetch commands from the Trainer actor and answer them until `Stop`.
 
-    A failure is reported to the actor at once, with its own traceback, before Ray Train gets to see it.
+    A failure is reported to the actor first, with its traceback, before Ray Train handles it.
     """
     import ray
     import ray.train
@@ -54,7 +54,7 @@ def run_rank(options: dict[str, Any]) -> None:
         load_plugins(setup.plugins)
         rank = Rank(setup, index, ray.train.torch.get_device())
         number = 0
-        ray.get(setup.trainer.ready.remote(index, rank.remark))
+        ray.get(setup.trainer.ready.remote(index, rank.warning))
         while not isinstance(command := ray.get(setup.trainer.next_command.remote(number)), Stop):
             setup.trainer.answer.remote(index, number, rank.handle(command))
             number += 1
@@ -64,7 +64,7 @@ def run_rank(options: dict[str, Any]) -> None:
 
 
 class Rank:
-    """A rank's model and its answers to commands."""
+    """A rank's models, which execute commands."""
 
     def __init__(self, setup: RankSetup, index: int, device: torch.device) -> None:
         self._setup = setup
@@ -75,8 +75,8 @@ class Rank:
         self._wire_dtype: torch.dtype = getattr(torch, setup.dtype)
         self._mesh = init_device_mesh(self._device.type, (setup.config.ranks,))
         policy = self._load_policy()
-        self.remark = self._make_ready(policy)
-        """What is unusual about the model; None where nothing is."""
+        self.warning = self._configure(policy)
+        """Which fast paths the model does not support, and why; None if it supports all."""
         self._critic: Critic | None = None
         self._learner = Learner(
             self._shard(policy),
@@ -86,10 +86,11 @@ class Rank:
             seed=setup.seed,
         )
         self._checkpointer = Checkpointer()
-        self._sender = Sender(policy, self._wire_dtype, speaks=index == 0, device=device)
+        self._sender = WeightSender(policy, self._wire_dtype, sends=index == 0, device=device)
         self._mini_batches: list[list[TrainRow]] = []
 
     def handle(self, command: c.Command) -> Any:
+        """Execute a command and return its answer."""
         match command:
             case c.OpenStage():
                 return self._open_stage(command)
@@ -122,7 +123,7 @@ class Rank:
 
     def _open_stage(self, command: c.OpenStage) -> None:
         algorithm, stage = command.algorithm, command.stage
-        # Before anything is loaded: the models of two stages need not fit into memory together.
+        # Free first, then load: the models of two stages need not fit into memory together.
         self._critic = None
         self._learner.close_stage()
         if command.weights is not None:
@@ -136,7 +137,7 @@ class Rank:
         self._learner.open_stage(algorithm, stage.optimizer, stage.steps, stage.update, self._critic, teacher)
 
     def _load_policy(self) -> Policy:
-        """The run's model as it was given."""
+        """Load the run's original model."""
         policy = self._place(load_policy(self._setup.model))
         if self._setup.config.gradient_checkpointing:
             policy.checkpoint_layers()
@@ -145,10 +146,10 @@ class Rank:
     def _place(self, policy: Policy) -> Policy:
         return policy if self._setup.config.cpu_offload else policy.to(self._device)
 
-    def _make_ready(self, policy: Policy) -> str | None:
-        """Choose how the model computes, and put the adapter in; gives what is unusual about the model."""
+    def _configure(self, policy: Policy) -> str | None:
+        """Enable fast paths and inject the adapter; return which fast paths are not supported, or None."""
         config = self._setup.config
-        remark = policy.choose(pack=config.pack, compute=self._wire_dtype)
+        warning = policy.enable_fast_paths(pack=config.pack, compute=self._wire_dtype)
         if config.lora is not None:
             policy.lora = Lora(
                 policy.model,
@@ -157,18 +158,18 @@ class Rank:
                 compute=self._wire_dtype,
                 seed=self._setup.seed,
             )
-        return remark
+        return warning
 
     def _make_critic(self) -> Critic:
-        """A critic for a stage. It begins as the run's model, whatever the policy has become."""
+        """Create a critic for a stage, initialised from the run's original model, not the current policy."""
         policy = self._load_policy()
-        self._make_ready(policy)
+        self._configure(policy)
         return self._shard(Critic(policy))
 
     def _make_teacher(self, path: str) -> Policy:
-        """A teacher for a stage, frozen, in the precision of the compute."""
+        """Load a stage's teacher, frozen, in the compute dtype."""
         teacher = self._place(load_policy(path, "teacher"))
-        teacher.choose(pack=self._setup.config.pack, compute=self._wire_dtype)
+        teacher.enable_fast_paths(pack=self._setup.config.pack, compute=self._wire_dtype)
         for parameter in teacher.requires_grad_(False).parameters():  # buffers, such as rotary tables, stay exact
             parameter.data = parameter.data.to(self._wire_dtype)
         return self._shard(teacher)

@@ -1,9 +1,9 @@
 """Ray Train on a placement group of the run.
 
-Ray Train would make a group of its own, without a name. When its controller is killed, as where a run fails, an actor
-of its own is to give the group back: it asks the dashboard whether the controller lives, and where there is none, or it
-does not answer, group and actor stay as long as the cluster does. Nor does Ray say which run they belong to. So the
-ranks live in a group that the run makes and gives back like all others, and that actor is left out.
+Ray Train by default creates an unnamed placement group. If its controller is killed, as when a run fails, a cleaner
+actor removes the group only after the dashboard reports that the controller is dead; without an answering dashboard,
+group and actor leak until the cluster ends, and nothing tells which run they belong to. So the ranks live in a group
+that the run creates and removes like all its others, and the cleaner actor is left out.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rayrft.weights.group import open_store
 
 _SETTINGS = {
-    # How often Ray Train's controller looks at its workers; its default costs 2 s per checkpoint.
+    # Poll interval of Ray Train's controller; its default costs 2 s per checkpoint.
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
-    # An actor that warns ranks of a node's end, for which they do nothing.
+    # An actor that warns ranks of node preemption, which they do not handle.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     # Ray Train's controller does so by design.
     "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0",
@@ -36,7 +36,7 @@ _SETTINGS = {
 
 
 class RankTrainer(TorchTrainer):
-    """Ray Train's trainer, with a worker in each bundle of ``group``. For an actor that is in a group itself."""
+    """Ray Train's trainer with one worker per bundle of ``group``. Its caller must be in a placement group itself."""
 
     def __init__(self, group: Any, loop: Any, **settings: Any) -> None:
         super().__init__(loop, **settings)
@@ -49,12 +49,12 @@ class RankTrainer(TorchTrainer):
             ray.remote(_controller_on(self._group))
             .options(
                 num_cpus=0,
-                # It ends with the bundle of the actor that started it.
+                # In the starting actor's bundle, so that the controller ends with it.
                 scheduling_strategy=PlacementGroupSchedulingStrategy(get_current_placement_group()),
                 runtime_env={"env_vars": get_env_vars_to_propagate()},
             )
             .remote(
-                callbacks=[each for each in callbacks if not isinstance(each, PlacementGroupCleanerCallback)],
+                callbacks=[hook for hook in callbacks if not isinstance(hook, PlacementGroupCleanerCallback)],
                 **settings,
             )
         )
@@ -63,15 +63,15 @@ class RankTrainer(TorchTrainer):
 
 
 def _controller_on(group: Any) -> type:
-    """Ray Train's controller, with workers in that group instead of a new one."""
+    """Return Ray Train's controller class with its workers in ``group`` instead of a new placement group."""
 
     class Workers(WorkerGroup):
         def _create_placement_group(self, *_: Any) -> Any:
             return DefaultPlacementGroupHandle(group)
 
         def execute_single(self, rank: int, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            # Ray Train asks for a port that is free and uses it later: meanwhile it can be taken.
-            return super().execute_single(rank, _meeting_point if fn is get_address_and_port else fn, *args, **kwargs)
+            # Ray Train looks for a free port and binds it later: meanwhile another process may take it.
+            return super().execute_single(rank, _rendezvous if fn is get_address_and_port else fn, *args, **kwargs)
 
     class Controller(TrainController):
         worker_group_cls = Workers
@@ -80,11 +80,11 @@ def _controller_on(group: Any) -> type:
 
 
 _stores: list[Any] = []
-"""What this rank listens at, for its process group; it lives as long as the process."""
+"""Stores that this rank hosts for process groups; they live as long as the process."""
 
 
-def _meeting_point() -> tuple[str, int]:
-    """Address and port at which the ranks' process group can meet; for rank 0."""
+def _rendezvous() -> tuple[str, int]:
+    """Open the store of the ranks' process group on rank 0; return its address and port."""
     host = ray.util.get_node_ip_address()
     _stores.append(open_store(host))
     return host, _stores[-1].port

@@ -1,4 +1,4 @@
-"""What an optimiser step says of itself."""
+"""Metrics of an optimiser step."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
-    from rayrft.algorithms import Algorithm, Denominators, LossParts  # with them comes torch, which readers do without
+    from rayrft.algorithms import Algorithm, Denominators, LossParts  # imports torch, which readers do not need
 
 
 @dataclass(frozen=True)
 class Update:
-    """One update of the policy: the parts of its loss over all ranks, and what they are over."""
+    """One update of the policy: its loss parts over all ranks, and their denominators."""
 
     parts: LossParts
     over: Denominators
@@ -21,16 +21,16 @@ class Update:
 
 @dataclass(frozen=True)
 class CriticUpdate:
-    """One update of the critic: its loss over all ranks, and the norm of its gradient before it was clipped."""
+    """One update of the critic: its loss over all ranks, and its gradient norm before clipping."""
 
     loss: float
     grad_norm: float
 
 
 @dataclass(frozen=True)
-class Unmoved:
-    """Of the first update of a step, before which the policy is the one that was published and, in a stage's first
-    step, the reference: ``kl``, and the share of own tokens on which the loss binds the ratio."""
+class FirstUpdate:
+    """KL and clip fraction of a step's first update, before which the policy equals the published one and, in a stage's
+    first step, the reference."""
 
     kl: float
     clip_fraction: float
@@ -38,13 +38,12 @@ class Unmoved:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Metrics of one step over all ranks: means over its updates, of which there are epochs times mini-batches.
+    """Metrics of one step over all ranks: means over its updates (epochs times mini-batches).
 
-    Losses are raw, before their weights. Figures of the policy are means over own action tokens, 0 where there are
-    none. ``kl`` is that of the first epoch, which sees every row once. ``logprob_gap`` and ``unmoved`` are of the first
-    update that has own rows. ``correction_weight`` is 1 without a correction. Coefficients are those of this step, 0
-    without such a term. ``value_errors``: by id, how far the critic missed each group of this rank before the first
-    update; empty without a critic.
+    Losses are unweighted. Policy metrics are means over own action tokens, 0 if there are none. ``kl`` is the mean of
+    the first epoch, which sees every row once. ``logprob_gap`` and ``first_update`` are of the first update that has
+    own rows. ``correction_weight`` is 1 without a correction. Coefficients are those of this step, 0 without such a
+    term. ``value_errors``: the critic's error before the first update by id of this rank's groups; empty without one.
     """
 
     loss: float
@@ -67,56 +66,56 @@ class StepResult:
     policy_tokens: int
     expert_tokens: int
     train_s: float
-    unmoved: Unmoved
+    first_update: FirstUpdate
     value_errors: dict[str, float]
 
     @classmethod
     def of(
         cls,
         updates: list[Update],
-        valued: list[CriticUpdate],
+        critic_updates: list[CriticUpdate],
         algorithm: Algorithm,
         train_s: float,
         epochs: int,
         value_errors: dict[str, float],
     ) -> Self:
-        """From the updates of one step, which went ``epochs`` times over the batch."""
+        """Combine the updates of one step of ``epochs`` passes over the batch."""
         from rayrft.algorithms.pieces import NONE
 
         def mean(name: str) -> float:
-            return sum(float(getattr(each.parts, name)) for each in updates) / len(updates)
+            return sum(float(getattr(update.parts, name)) for update in updates) / len(updates)
 
         def per_token(name: str, some: list[Update]) -> float:
-            tokens = sum(each.over.policy_tokens for each in some)
-            return sum(float(getattr(each.parts, name)) for each in some) / max(tokens, 1.0)
+            tokens = sum(update.over.policy_tokens for update in some)
+            return sum(float(getattr(update.parts, name)) for update in some) / max(tokens, 1.0)
 
         def kl(some: list[Update]) -> float:
-            """Each update's is a mean already, over what it holds."""
-            tokens = sum(each.over.policy_tokens for each in some)
-            return sum(float(each.parts.kl) * each.over.policy_tokens for each in some) / max(tokens, 1.0)
+            """Average the updates' means, weighted by their tokens."""
+            tokens = sum(update.over.policy_tokens for update in some)
+            return sum(float(update.parts.kl) * update.over.policy_tokens for update in some) / max(tokens, 1.0)
 
-        first = [each for each in updates if each.over.policy_tokens][:1]
+        first = [update for update in updates if update.over.policy_tokens][:1]
         return cls(
             loss=mean("loss"),
             policy_loss=mean("policy"),
             sft_loss=mean("sft"),
             preference_loss=mean("preference"),
             distillation_loss=mean("distillation"),
-            value_loss=sum(each.loss for each in valued) / max(len(valued), 1),
-            value_grad_norm=sum(each.grad_norm for each in valued) / max(len(valued), 1),
+            value_loss=sum(update.loss for update in critic_updates) / max(len(critic_updates), 1),
+            value_grad_norm=sum(update.grad_norm for update in critic_updates) / max(len(critic_updates), 1),
             kl=kl(updates[: len(updates) // epochs]),
             kl_coef=algorithm.kl_coef if "kl" in algorithm.terms else 0.0,
             entropy_coef=algorithm.entropy_coef if "entropy" in algorithm.terms else 0.0,
-            grad_norm=sum(each.grad_norm for each in updates) / len(updates),
+            grad_norm=sum(update.grad_norm for update in updates) / len(updates),
             lr=updates[-1].lr,
             entropy=per_token("entropy", updates),
             clip_fraction=per_token("clipped", updates),
             ratio=per_token("ratio", updates),
             correction_weight=1.0 if algorithm.correction == NONE else per_token("correction", updates),
             logprob_gap=per_token("logprob_gap", first),
-            policy_tokens=round(sum(each.over.policy_tokens for each in updates) / epochs),
-            expert_tokens=round(sum(each.over.expert_tokens for each in updates) / epochs),
+            policy_tokens=round(sum(update.over.policy_tokens for update in updates) / epochs),
+            expert_tokens=round(sum(update.over.expert_tokens for update in updates) / epochs),
             train_s=train_s,
-            unmoved=Unmoved(kl(first), per_token("clipped", first)),
+            first_update=FirstUpdate(kl(first), per_token("clipped", first)),
             value_errors=value_errors,
         )

@@ -1,4 +1,4 @@
-"""A small model made on the spot: Qwen3 architecture, random weights, and a tokenizer that fits the tasks."""
+"""Tiny random models for tests and demos: Qwen3 architecture and a tokenizer built from the tasks."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ def make_tokenizer(  # type: ignore[no-untyped-def]
     special: Sequence[str] = (),
     template: str = _TEMPLATE,
 ):
-    """A tokenizer of whole words for the text that prompts share, and of single characters for everything else.
+    """Build a tokenizer with tokens for the words that prompts share, and for single characters.
 
-    A word is shared when it stands in at least the share ``frequent`` of the prompts. Every character of prompts and
-    answers has a token, so each text can be spelt and decoding gives it back unchanged.
+    A word is shared if at least the fraction ``frequent`` of the prompts contains it. Every character of prompts and
+    answers has a token, so that decoding restores any such text.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -82,7 +82,7 @@ def make_tokenizer(  # type: ignore[no-untyped-def]
             [PAD, EOS, USER, ASSISTANT, *special, "<|unk|>", *characters, *words, *(f" {word}" for word in words)]
         )
     }
-    # A shared word takes the space before it along, which keeps prompts short.
+    # A token of a shared word includes the space before it, which keeps prompts short.
     pattern = "|".join([rf" ?\b(?:{'|'.join(words)})\b"] * bool(words) + [r"[\s\S]"])
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")

@@ -1,4 +1,4 @@
-"""A small vision-language model made on the spot: Qwen2-VL architecture, random weights, tokenizer and processor."""
+"""Tiny random vision-language models for tests and demos: Qwen2-VL architecture, tokenizer and processor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TEMPLATE = (
 )
 _PATCH, _MERGE = 8, 2
 _LARGEST = 64
-"""Images of more than this many pixels squared are made smaller: 16 tokens at most."""
+"""Images with more than the square of this many pixels are scaled down: 16 tokens at most."""
 
 
 def make_tiny_vision_model(
@@ -31,7 +31,7 @@ def make_tiny_vision_model(
 ) -> None:
     """Write the model and its processor to ``folder``, in Hugging Face format: a token for every 16 x 16 pixels.
 
-    Raises ModelError where torchvision is missing, which the processor needs.
+    Raises ModelError if torchvision is missing, which the processor needs.
     """
     from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
     from transformers.utils import logging

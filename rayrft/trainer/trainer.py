@@ -1,4 +1,4 @@
-"""The Trainer actor: hands commands to the ranks that Ray Train runs, and their answers back."""
+"""The Trainer actor: sends commands to the ranks that Ray Train runs, and collects their answers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from rayrft.waits import WaitReport, Waits
 
 
 class Trainer:
-    """The actor. ``start`` returns when every rank holds the model; then ``command`` runs commands one by one."""
+    """The actor. ``start`` returns when every rank has loaded the model; then ``command`` runs commands one by one."""
 
     def __init__(self, config: TrainerConfig, group: Any) -> None:
-        """``group`` is a placement group with a bundle for each rank."""
+        """``group`` is a placement group with one bundle per rank."""
         self._config = config
         self._group = group
         self._lock = asyncio.Lock()
@@ -34,10 +34,10 @@ class Trainer:
         self._waits = Waits("trainer")
 
     async def start(self, folder: Path, setup: RankSetup) -> str | None:
-        """Start the ranks through Ray Train, whose own files go to ``folder``, the run's.
+        """Start the ranks through Ray Train, which keeps its files in ``folder``.
 
-        Gives what is unusual about the model, if anything. Raises what the first failing rank raised, and ActorDied
-        when a rank is not up in time.
+        Returns a warning if the model does not support a fast path. Raises the error of the first rank that fails, and
+        ActorDied if a rank is not up in time.
         """
         self._fit = asyncio.create_task(self._run(folder, setup))
         try:
@@ -54,7 +54,7 @@ class Trainer:
         return self._ready[0]
 
     async def command(self, command: Command) -> list[Any]:
-        """Run a command on every rank; the answers in order of rank. Raises what the first failing rank raised."""
+        """Run a command on every rank; return the answers by rank. Raises the error of the first rank that fails."""
         async with self._lock, self._changed:
             self._number += 1
             self._command = command
@@ -64,7 +64,7 @@ class Trainer:
             return [self._answers[rank] for rank in range(self._config.ranks)]
 
     async def written(self, folder: Path) -> None:
-        """Returns when every rank has written its part of a checkpoint. Raises StorageError when one could not."""
+        """Wait until every rank has written its part of a checkpoint. Raises StorageError if one could not."""
         async with self._changed:
             await self._from_ranks("part of a checkpoint", self._written.setdefault(folder, {}))
             problems = [problem for problem in self._written.pop(folder).values() if problem is not None]
@@ -73,11 +73,11 @@ class Trainer:
                 f"a checkpoint cannot be written: {problems[0]}",
                 field="storage",
                 value=str(folder),
-                remedy="make room, or mend the permissions of the run's folder; then resume the run",
+                remedy="free disk space or fix the permissions of the run's folder; then resume the run",
             )
 
     async def stop(self) -> None:
-        """End the ranks; returns when Ray Train has finished."""
+        """End the ranks and wait until Ray Train has finished."""
         async with self._lock, self._changed:
             self._number += 1
             self._command = Stop()
@@ -86,55 +86,55 @@ class Trainer:
             await self._fit
 
     async def watch(self) -> None:
-        """Returns when the ranks have ended as told; raises as soon as one has failed."""
+        """Wait until the ranks have been stopped; raise as soon as one has failed."""
         async with self._changed:
             await self._until(lambda: isinstance(self._command, Stop))
 
     async def waiting(self) -> WaitReport:
-        """Which ranks have not answered, and for how long."""
+        """Report which ranks have not answered, and for how long."""
         return self._waits.report()
 
     async def pid(self) -> int:
-        """Process id of the actor."""
+        """Return the actor's process id."""
         return os.getpid()
 
-    # What the ranks call.
+    # Called by the ranks.
 
-    async def ready(self, rank: int, remark: str | None) -> None:
-        """A rank holds the model; ``remark`` is what it found unusual about it."""
+    async def ready(self, rank: int, warning: str | None) -> None:
+        """Record that a rank has loaded the model, with its ``warning`` about unsupported fast paths."""
         async with self._changed:
-            self._ready[rank] = remark
+            self._ready[rank] = warning
             self._changed.notify_all()
 
     async def next_command(self, number: int) -> Command:
-        """The command of that number, as soon as it is given; idle ranks wait here."""
+        """Wait for the command of this number and return it; idle ranks wait here."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._number >= number)
             assert self._command is not None
             return self._command
 
     async def answer(self, rank: int, number: int, value: Any) -> None:
-        """A rank's answer to the command of that number."""
+        """Record a rank's answer to the command of this number."""
         async with self._changed:
             if number == self._number:
                 self._answers[rank] = value
             self._changed.notify_all()
 
     async def wrote(self, rank: int, folder: Path, problem: str | None) -> None:
-        """A rank has written its part of a checkpoint, or could not."""
+        """Record that a rank has written its part of a checkpoint, or the ``problem`` it had."""
         async with self._changed:
             self._written.setdefault(folder, {})[rank] = problem
             self._changed.notify_all()
 
     async def failed(self, rank: int, error: BaseException) -> None:
-        """A rank is about to die of this error. The first one is the root cause: the others only miss their peer."""
+        """Record a rank's fatal error. The first one is the root cause: others only follow from the missing peer."""
         async with self._changed:
             if self._failure is None:
                 self._failure = _cause(error, f"trainer rank {rank}")
             self._changed.notify_all()
 
     async def _from_ranks(self, what: str, answers: Mapping[int, Any]) -> None:
-        """Returns when every rank has an entry among the answers."""
+        """Wait until every rank has an entry among the answers."""
 
         def missing() -> str:
             return ", ".join(str(rank) for rank in range(self._config.ranks) if rank not in answers)
@@ -151,11 +151,11 @@ class Trainer:
         failure: Exception | None = None
         try:
             await asyncio.to_thread(self._fit_blocking, folder, setup)
-        except Exception as error:  # whatever ended Ray Train is handed to whoever waits for an answer
+        except Exception as error:  # any error of Ray Train is raised in the callers that wait for an answer
             failure = _cause(error, "trainer")
         async with self._changed:
             if self._failure is None and failure is None and not isinstance(self._command, Stop):
-                failure = ActorDied("Ray Train ended before it was told to", field="trainer")
+                failure = ActorDied("Ray Train ended unexpectedly", field="trainer")
             self._failure = self._failure or failure
             self._changed.notify_all()
 
@@ -165,10 +165,9 @@ class Trainer:
 
         from rayrft.trainer.ray_train import RankTrainer
 
-        # Ray Train keeps a record of the folders that were saved, through which nothing reads them; and a resumed run
-        # would be refused where one of them is gone.
+        # Ray Train's record of saved folders, which nothing here reads; it would refuse to resume if one is missing.
         (folder / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)
-        # What is offloaded lies in main memory, and its collectives with it.
+        # Offloaded tensors are in CPU memory, so their collectives need gloo.
         backend = "cpu:gloo,cuda:nccl" if self._config.gpus else "gloo"
         resources: dict[str, float] = {"CPU": self._config.cpus}
         if self._config.gpus:
@@ -185,8 +184,8 @@ class Trainer:
             run_config=ray.train.RunConfig(
                 name=folder.name,
                 storage_path=str(folder.parent),
-                # A rank that dies, at the start too, ends the run. Ray Train would start workers that do not come up
-                # again for ever.
+                # A rank that dies, also during start, ends the run; by default Ray Train retries a failing start for
+                # ever.
                 failure_config=ray.train.FailureConfig(
                     max_failures=0, max_preemption_failures=0, controller_failure_limit=0
                 ),
@@ -196,7 +195,7 @@ class Trainer:
 
 
 def _cause(error: BaseException, actor: str) -> Exception:
-    """The root cause as a typed error that names the actor; errors of our own stay as they are."""
+    """Return the root cause as a typed error that names the actor; errors that are typed already stay unchanged."""
     failures = getattr(error, "worker_failures", None)
     if failures:
         rank, first = next(iter(failures.items()))

@@ -1,4 +1,4 @@
-"""The critic: a model of its own that says what a state is worth, for algorithms with advantages by token."""
+"""The critic: a separate model that estimates state values, for algorithms with per-token advantages."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from rayrft.config.trainer import OptimizerConfig
 from rayrft.trainer.batches import MicroBatch
 from rayrft.trainer.blame import blaming
 from rayrft.trainer.optimizer import Optimizer
-from rayrft.trainer.policy import Policy, lay_out
-from rayrft.trainer.vision import run
+from rayrft.trainer.policy import Policy, model_inputs
+from rayrft.trainer.vision import run_model
 
 
 class Critic(nn.Module):
-    """The decoder of a language model with one number on top of each state.
+    """The decoder of a language model with a scalar value head.
 
-    It starts with the weights of the policy's model and a head of zeros: every state is worth 0 at first. Where that
+    It is initialised with the weights of the policy's model and a zero head, so that all values start at 0. If that
     model has an adapter, only adapter and head are trained.
     """
 
@@ -29,33 +29,32 @@ class Critic(nn.Module):
         self.model = policy.model.base_model
         config = self.model.config.get_text_config()
         example = next(self.model.parameters())
-        dtype = torch.promote_types(example.dtype, torch.float32)  # frozen weights may have less
+        dtype = torch.promote_types(example.dtype, torch.float32)  # frozen weights may be in half precision
         self.head = nn.Linear(config.hidden_size, 1, bias=False, dtype=dtype, device=example.device)
         nn.init.zeros_(self.head.weight)
 
     def open_stage(self, config: OptimizerConfig, steps: int, ranks: int, updates_per_step: int = 1) -> None:
-        """Begin a stage with a fresh optimiser."""
+        """Begin a stage with a new optimiser."""
         self.optimizer = Optimizer(self.parameters(), config, steps, updates_per_step)
         self._ranks = ranks
 
     def forward(self, batch: MicroBatch) -> Tensor:
-        """``[T]``: the value of the state in which each action token was chosen, and 0 elsewhere."""
-        inputs, before = lay_out(batch, packs=self.packs, images=self.images)
-        states = run(self.model, inputs).last_hidden_state.flatten(0, 1)[before]
+        """Compute the value of the state before every action token, ``[T]``, 0 elsewhere."""
+        inputs, before = model_inputs(batch, packs=self.packs, images=self.images)
+        states = run_model(self.model, inputs).last_hidden_state.flatten(0, 1)[before]
         values = self.head(states).squeeze(-1)
         values = values.to(torch.promote_types(values.dtype, torch.float32))
         return values.new_zeros(len(batch.token_ids)).index_copy(0, batch.predicted, values)
 
     @torch.no_grad()
     def values(self, batch: MicroBatch) -> Tensor:
-        """As `forward` gives them, without gradient."""
+        """Compute values as `forward` does, without gradient."""
         with blaming(batch):
-            found: Tensor = self(batch)
-        return found
+            values: Tensor = self(batch)
+        return values
 
     def backward(self, batches: list[MicroBatch], over: Denominators, algorithm: Algorithm) -> Tensor:
-        """Leave the gradient of a mini-batch, whose rows carry returns, in the parameters; gives this rank's share of
-        the loss."""
+        """Accumulate the gradient of a mini-batch, whose rows carry returns; return this rank's share of the loss."""
         total = torch.zeros(())
         for index, micro in enumerate(batches):
             if isinstance(self, FSDPModule):

@@ -1,4 +1,4 @@
-"""Images in a padded micro-batch, as models of the Qwen-VL kind take them."""
+"""Inputs of vision-language models of the Qwen-VL family for a padded micro-batch."""
 
 from __future__ import annotations
 
@@ -12,57 +12,57 @@ from torch import Tensor
 from rayrft.data.images import ImageReader
 from rayrft.errors import ModelError
 
-_AS_TEXT = "as_text"
+_TEXT_PLACEHOLDERS = "text_placeholders"
 
 
 def with_images(padded: Tensor, images: tuple[tuple[str, ...], ...], reader: ImageReader) -> dict[str, Any]:
-    """A model's inputs for rows of tokens ``[N, W]`` and the images of each.
+    """Return a model's inputs for rows of tokens ``[N, W]`` and their image paths.
 
-    The first placeholders of a row, as many as its images take, are its images. A model may also say a placeholder:
-    that is a token like any other, both where it was sampled and here. Below rows without any image goes one of a blank
-    image, which changes no loss: every rank must run the same layers, whatever rows it has.
+    A row's first placeholder tokens, as many as its images take, are its images. A model may also sample a placeholder
+    token: that one is embedded as text, as the engine did. If no row has an image, a row with a blank image is added,
+    which changes no loss: every rank must run the same layers.
     """
-    read = [[reader.read(path) for path in each] for each in images or [()] * len(padded)]
-    if not any(read):
+    pictures = [[reader.read(path) for path in paths] for paths in images or [()] * len(padded)]
+    if not any(pictures):
         blank = reader.blank()
         width = max(padded.shape[1], blank.tokens)
         rows = padded.new_zeros(len(padded) + 1, width)
         rows[:-1, : padded.shape[1]] = padded
         rows[-1, : blank.tokens] = reader.token_id
-        padded, read = rows, [*read, [blank]]
-    room = torch.tensor([sum(each.tokens for each in row) for row in read], device=padded.device)
+        padded, pictures = rows, [*pictures, [blank]]
+    image_tokens = torch.tensor([sum(image.tokens for image in row) for row in pictures], device=padded.device)
     same = padded == reader.token_id
-    placeholder = same & (same.cumsum(1) <= room[:, None])
+    placeholder = same & (same.cumsum(1) <= image_tokens[:, None])
     return {
         "input_ids": padded.masked_fill(same & ~placeholder, 0),
         "mm_token_type_ids": placeholder.int(),
-        "pixel_values": torch.cat([each.values for row in read for each in row]).to(padded.device),
-        "image_grid_thw": torch.stack([each.grid for row in read for each in row]).to(padded.device),
-        _AS_TEXT: (same & ~placeholder, reader.token_id),
+        "pixel_values": torch.cat([image.values for row in pictures for image in row]).to(padded.device),
+        "image_grid_thw": torch.stack([image.grid for row in pictures for image in row]).to(padded.device),
+        _TEXT_PLACEHOLDERS: (same & ~placeholder, reader.token_id),
     }
 
 
-def run(model: Any, inputs: dict[str, Any]) -> Any:
-    """The model's output for what `with_images` (or nothing of the kind) gave."""
+def run_model(model: Any, inputs: dict[str, Any]) -> Any:
+    """Run the model on inputs for text, or on those that `with_images` returns."""
     inputs = dict(inputs)
-    with _embedded(model, *inputs.pop(_AS_TEXT, (None, 0))):
+    with _embedded(model, *inputs.pop(_TEXT_PLACEHOLDERS, (None, 0))):
         return model(**inputs, use_cache=False)
 
 
-def refuse(images: tuple[tuple[str, ...], ...]) -> None:
-    """Raises ModelError where rows have images that the model cannot be shown."""
-    if seen := next((path for each in images for path in each), None):
+def reject_images(images: tuple[tuple[str, ...], ...]) -> None:
+    """Raise ModelError if any row has an image, for a model that takes none."""
+    if image := next((path for paths in images for path in paths), None):
         raise ModelError(
             "a row has an image, but the model takes none",
             field="model",
-            value=seen,
+            value=image,
             remedy="give a model of the Qwen-VL family, or rows without images",
         )
 
 
 @contextlib.contextmanager
 def _embedded(model: Any, where: Tensor | None, token: int) -> Iterator[None]:
-    """Within, the places ``where`` (``[N, W]``) are embedded as that token."""
+    """Embed the positions ``where`` (``[N, W]`` bool) as ``token`` inside."""
     if where is None or not where.any():
         yield
         return

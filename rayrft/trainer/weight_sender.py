@@ -1,4 +1,4 @@
-"""The weights of a rank on their way to the engines: described, then broadcast or handed over in GPU memory."""
+"""Sending a rank's weights to the engines: by broadcast, or through shared GPU memory (CUDA IPC)."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from rayrft.weights.ipc import export_buffer, gpu_uuid
 from rayrft.weights.messages import Adapter, GroupPlan, Parcel, TensorMeta
 
 
-class Sender:
-    """Sends what is trained of a policy, in the ``dtype`` of the compute. Rank 0 speaks to the engines; gathering the
-    shards is a collective over all ranks."""
+class WeightSender:
+    """Sends a policy's trained weights in the compute ``dtype``. Gathering the shards is a collective over all ranks;
+    only the rank with ``sends`` (rank 0) talks to the engines."""
 
-    def __init__(self, policy: Policy, dtype: torch.dtype, *, speaks: bool, device: torch.device) -> None:
+    def __init__(self, policy: Policy, dtype: torch.dtype, *, sends: bool, device: torch.device) -> None:
         self._policy = policy
-        # An adapter is small, and engines merge it in float32: it is sent as it is.
+        # An adapter is small and engines merge it in float32, so it is not rounded.
         self._dtype = dtype if policy.lora is None else torch.float32
-        self._speaks = speaks
+        self._sends = sends
         self._device = device
         self._group: WeightGroup | None = None
         self._store: TCPStore | None = None
         self._exported: list[Tensor] = []
 
     def locate(self) -> tuple[str, int]:
-        """Host and port at which a weight group can meet."""
+        """Open the store of a weight group; return its host and port."""
         import ray.util
 
         host = ray.util.get_node_ip_address()
@@ -40,17 +40,17 @@ class Sender:
         return host, self._store.port
 
     def join(self, plan: GroupPlan) -> None:
-        """Meet the engines; returns when all are there."""
-        self._group = WeightGroup(plan, rank=0, device=self._device) if self._speaks else None
+        """Join the engines' weight group; returns when all members have joined."""
+        self._group = WeightGroup(plan, rank=0, device=self._device) if self._sends else None
 
     def describe(self) -> Parcel:
-        """What will be sent."""
+        """Describe the tensors that will be sent."""
         lora = self._policy.lora
         metas = [TensorMeta.of(name, tensor, self._dtype) for name, tensor in named_weights(self._policy)]
         return Parcel(metas, Adapter(lora.base, lora.scale) if lora is not None else None)
 
     def publish(self, metas: list[TensorMeta], bucket_bytes: int) -> str:
-        """Broadcast the weights, bucket by bucket; gives their digest."""
+        """Broadcast the weights, bucket by bucket; return their digest."""
         digest = Digest()
         for buffer in self._buckets(metas, bucket_bytes):
             if self._group is not None:
@@ -59,7 +59,7 @@ class Sender:
         return digest.value
 
     def export(self, metas: list[TensorMeta], bucket_bytes: int) -> c.Exported:
-        """Keep the weights in this GPU's memory, for engines on it to read, until `release`."""
+        """Copy the weights into buffers on this GPU, for engines on it to read until `release`."""
         self._exported = list(self._buckets(metas, bucket_bytes))
         digest = Digest()
         for buffer in self._exported:
@@ -69,11 +69,11 @@ class Sender:
         return c.Exported(gpu_uuid(self._device), handles, digest.value)
 
     def release(self) -> None:
-        """Free what was exported."""
+        """Free the exported buffers."""
         self._exported = []
 
     def _buckets(self, metas: list[TensorMeta], bucket_bytes: int) -> Iterator[Tensor]:
-        """Each bucket, filled with this rank's gathered weights."""
+        """Iterate over the buckets, filled with the gathered weights."""
         parameters = full_weights(self._policy)
         for bucket in plan_buckets(metas, bucket_bytes):
             buffer = empty_bucket(bucket, self._device)

@@ -1,1 +1,1 @@
-"""The wire between trainer and engines: buckets, digest, process group. Both sides import it; it imports neither."""
+"""Weight transfer between trainer and engines: buckets, digest, process group. Both sides import it."""

@@ -1,5 +1,5 @@
-"""A low-rank adapter on the wire: factors A ``[r, in]`` and B ``[out, r]`` of weights ``W + scale B A`` (LoRA, Hu et
-al. 2021), under the names that peft gives them in its files."""
+"""Merging a LoRA adapter: factors A ``[r, in]`` and B ``[out, r]`` of weights ``W + scale B A`` (Hu et al. 2021), named
+as in peft's files."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 A, B = ".lora_A.weight", ".lora_B.weight"
-"""What follows the name of a linear layer in those of its factors."""
+"""Suffixes of the factors' names after the name of the linear layer."""
 
 
 def merge(
     weights: Iterable[tuple[str, Tensor]], factors: dict[str, Tensor], scale: float
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights with the adapter in them, in the order they come; those without factors pass as they are.
+    """Iterate over the weights with the adapter merged, in the same order; weights without factors pass unchanged.
 
-    A sum is taken where the factors lie, in float32 or better, and has the dtype of its weight. Raises ValueError at
-    the end when there are factors for which no weight came.
+    A sum is computed on the factors' device, in float32 or better, and has the dtype of its weight. Raises ValueError
+    at the end if factors are left without a weight.
     """
     left = dict(factors)
     for name, weight in weights:
@@ -26,8 +26,8 @@ def merge(
         if layer + A in left:
             a, b = left.pop(layer + A), left.pop(layer + B)
             dtype = torch.promote_types(torch.promote_types(weight.dtype, a.dtype), torch.float32)
-            whole = torch.addmm(weight.to(a.device, dtype), b.to(dtype), a.to(dtype), alpha=scale)
-            yield name, whole.to(weight.dtype)
+            merged = torch.addmm(weight.to(a.device, dtype), b.to(dtype), a.to(dtype), alpha=scale)
+            yield name, merged.to(weight.dtype)
         else:
             yield name, weight
     if left:

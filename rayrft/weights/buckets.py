@@ -1,8 +1,7 @@
-"""How weights look on the wire.
+"""Wire format of weights.
 
-Both sides cut the same list of tensors into the same buckets, so a bucket travels as bare bytes: one flat buffer, each
-tensor at a 16-byte boundary. Each side digests the buffers it sends or has received; equal digests prove that every
-byte arrived, in its place.
+Both sides split the same list of tensors into the same buckets, so a bucket is sent as bare bytes: one flat buffer with
+tensors at 16-byte boundaries. Both sides digest the buffers; equal digests show that every byte arrived in order.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _CHUNK = 1 << 20
 
 
 def plan_buckets(metas: list[TensorMeta], bucket_bytes: int) -> list[list[TensorMeta]]:
-    """Consecutive tensors, together at most ``bucket_bytes``; a larger tensor has a bucket of its own."""
+    """Group consecutive tensors into buckets of at most ``bucket_bytes``; a larger tensor gets its own bucket."""
     buckets: list[list[TensorMeta]] = []
     room = 0
     for meta in metas:
@@ -31,12 +30,12 @@ def plan_buckets(metas: list[TensorMeta], bucket_bytes: int) -> list[list[Tensor
 
 
 def empty_bucket(metas: list[TensorMeta], device: torch.device | str) -> Tensor:
-    """A zeroed buffer for a bucket: zeroed because padding is part of the digest."""
+    """Allocate a buffer for a bucket, zeroed because padding is part of the digest."""
     return torch.zeros(sum(meta.padded for meta in metas), dtype=torch.uint8, device=device)
 
 
 def fill_bucket(buffer: Tensor, metas: list[TensorMeta], tensors: Iterable[Tensor]) -> None:
-    """Copy tensors into the buffer, cast to their wire dtype. Raises ValueError on a shape that was not announced."""
+    """Copy tensors into the buffer, cast to their wire dtype. Raises ValueError if a shape differs from its meta."""
     for view, meta, tensor in zip(_views(buffer, metas), metas, tensors, strict=True):
         if tuple(tensor.shape) != meta.shape:
             raise ValueError(f"{meta.name} has shape {tuple(tensor.shape)}, announced as {meta.shape}")
@@ -44,7 +43,7 @@ def fill_bucket(buffer: Tensor, metas: list[TensorMeta], tensors: Iterable[Tenso
 
 
 def read_bucket(buffer: Tensor, metas: list[TensorMeta]) -> Iterator[tuple[str, Tensor]]:
-    """Name and tensor of each entry; the tensors are views of the buffer."""
+    """Iterate over names and tensors of the entries; the tensors are views of the buffer."""
     for view, meta in zip(_views(buffer, metas), metas, strict=True):
         yield meta.name, view
 
@@ -57,10 +56,10 @@ def _views(buffer: Tensor, metas: list[TensorMeta]) -> Iterator[Tensor]:
 
 
 class Digest:
-    """A 64-bit digest of buffers in their order, computed where they lie (CPU or GPU), in bounded memory.
+    """A 64-bit digest of a sequence of buffers, computed on their device (CPU or GPU), in bounded memory.
 
     The polynomial sum of their 32-bit words with position-dependent odd factors, modulo 2**64: a changed, lost or moved
-    word changes it. It guards against faults, not against forgery.
+    word changes it. It detects faults, not forgery.
     """
 
     def __init__(self) -> None:
@@ -68,7 +67,7 @@ class Digest:
         self._factors: Tensor | None = None
 
     def update(self, buffer: Tensor) -> None:
-        """Take in a buffer of bytes whose length is a multiple of 4."""
+        """Add a buffer of bytes, whose length is a multiple of 4."""
         words = buffer.view(torch.int32)
         if self._factors is None or self._factors.device != buffer.device:
             self._factors = torch.arange(_CHUNK, dtype=torch.int64, device=buffer.device) * 0x9E3779B1 * 2 + 1

@@ -1,7 +1,7 @@
-"""The process group over which weights are broadcast: the first trainer rank and every engine worker.
+"""The process group of weight broadcasts: the first trainer rank and every engine worker.
 
-It is apart from the default group of either side. Its generation is part of the rendezvous, so members of an older
-group never meet those of a newer one.
+It is separate from the default group of either side. Its generation is part of the rendezvous, so that members of an
+older group never join a newer one.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from rayrft.weights.messages import GroupPlan
 
 
 def open_store(host: str) -> TCPStore:
-    """A store at a port of its own (`TCPStore.port`), for rank 0 of a group to be.
+    """Open a rendezvous store for rank 0 of a future group, at a free port (`TCPStore.port`).
 
-    It listens from the start: a port that was only found to be free can be another's before a group is there. A store
-    that this process makes at the same port with ``multi_tenant`` shares what listens; keep this one until then.
+    It listens at once: a port that is only found to be free may be taken before the group forms. A later store of this
+    process at the same port with ``multi_tenant`` shares the listener; keep this one until then.
     """
     return TCPStore(host, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
 
 
 class WeightGroup:
-    """One member of the group. Joining blocks until every member has come, or raises after the plan's timeout."""
+    """One member of the group. Joining blocks until all members have joined, or raises after the plan's timeout."""
 
     def __init__(self, plan: GroupPlan, rank: int, device: torch.device) -> None:
         timeout = timedelta(seconds=plan.timeout_s)
@@ -46,7 +46,7 @@ class WeightGroup:
             self._group = dist.ProcessGroupNCCL(store, rank, plan.world_size, options)
 
     def broadcast(self, buffer: Tensor) -> None:
-        """Send (rank 0) or receive (others) one buffer, in place; returns when it is there."""
+        """Send (rank 0) or receive (others) one buffer in place; returns when it has arrived."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0

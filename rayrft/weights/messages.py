@@ -1,6 +1,6 @@
-"""What is said of a broadcast before it: who meets where, and what it carries.
+"""Messages that prepare a broadcast: the group's rendezvous, and the tensors to send.
 
-Free of torch, which takes seconds to load: the actor that coordinates broadcasts needs no more than this.
+Without torch, which takes seconds to load: the actor that coordinates broadcasts needs only this module.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """Where and how a weight group meets. ``rank`` 0 is the trainer; it hosts the store."""
+    """Rendezvous of a weight group. Rank 0 is the trainer, which hosts the store."""
 
     backend: Literal["gloo", "nccl"]
     host: str
@@ -43,7 +43,7 @@ class TensorMeta:
     @property
     def nbytes(self) -> int:
         bits = re.search(r"\d+", self.dtype)
-        assert bits is not None  # weights are numbers, and the names of their dtypes say how long
+        assert bits is not None  # names of numeric dtypes contain their size
         return math.prod(self.shape) * int(bits[0]) // 8
 
     @property
@@ -53,8 +53,7 @@ class TensorMeta:
 
 @dataclass(frozen=True)
 class Adapter:
-    """What factors on the wire (`rayrft.weights.adapter`) belong to: the weights W of the model ``base`` (folder or hub
-    id), and the scale of their product."""
+    """The base weights of adapter factors (`rayrft.weights.adapter`), a model folder or hub id, and their scale."""
 
     base: str
     scale: float
@@ -62,7 +61,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Parcel:
-    """What one broadcast carries, in this order: the whole weights, or the factors of an ``adapter``."""
+    """The contents of one broadcast, in this order: all weights, or the factors of an ``adapter``."""
 
     metas: list[TensorMeta]
     adapter: Adapter | None = None
@@ -73,7 +72,7 @@ class Parcel:
 
 
 def to_wire(metas: list[TensorMeta]) -> list[dict[str, Any]]:
-    """As plain values, for vLLM's control messages."""
+    """Convert to plain values, for vLLM's control messages."""
     return [asdict(meta) for meta in metas]
 
 

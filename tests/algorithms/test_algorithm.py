@@ -151,12 +151,15 @@ def test_advantages_of_a_group_are_those_of_the_chosen_piece() -> None:
 
 
 def test_groups_without_advantages_are_idle_only_where_nothing_else_is_learnt_from_them() -> None:
-    assert build("grpo").is_idle_at_zero and build("mix").is_idle_at_zero
-    assert not build("reinforce_pp").is_idle_at_zero, "a reward of 0 may be below the batch's mean"
-    assert not build("ppo").is_idle_at_zero, "its advantages are not known yet"
-    assert not build("distill").is_idle_at_zero
-    assert not build("grpo", {"kl": "k3"}).is_idle_at_zero and not build("grpo", {"entropy": "bonus"}).is_idle_at_zero
-    assert build("grpo", {"kl": "k3", "kl_coef": 0}).is_idle_at_zero
+    assert build("grpo").zero_advantage_is_noop and build("mix").zero_advantage_is_noop
+    assert not build("reinforce_pp").zero_advantage_is_noop, "a reward of 0 may be below the batch's mean"
+    assert not build("ppo").zero_advantage_is_noop, "its advantages are not known yet"
+    assert not build("distill").zero_advantage_is_noop
+    assert (
+        not build("grpo", {"kl": "k3"}).zero_advantage_is_noop
+        and not build("grpo", {"entropy": "bonus"}).zero_advantage_is_noop
+    )
+    assert build("grpo", {"kl": "k3", "kl_coef": 0}).zero_advantage_is_noop
 
 
 @pytest.mark.parametrize("name", policy_losses)
@@ -165,7 +168,7 @@ def test_what_is_idle_has_no_gradient_at_advantage_0(name: str) -> None:
     logprobs = leaf([[-1.0, -0.5], [-0.7]])
     loss = algorithm.loss(output(logprobs), make_batch([[-1.2, -0.6], [-0.6]]), Denominators(3, 2)).loss
     [found] = torch.autograd.grad(loss, logprobs)
-    assert algorithm.is_idle_at_zero == (not found.any())
+    assert algorithm.zero_advantage_is_noop == (not found.any())
 
 
 def test_gspo_counts_every_answer_once_whatever_its_length() -> None:

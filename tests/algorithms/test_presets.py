@@ -104,7 +104,7 @@ def test_gspo_token_takes_advantages_that_differ_within_an_answer(advantage: str
 def test_a_piece_may_be_any_function_by_its_path() -> None:
     algorithm = build("grpo", {"policy_loss": "rayrft.algorithms.reinforce:kimi", "tau": 0.3})
     assert algorithm.piece("policy_loss").coefficients == {"tau": 0.1}  # type: ignore[union-attr]
-    assert algorithm.aggregation == "sequence_mean_token_mean" and not algorithm.is_idle_at_zero
+    assert algorithm.aggregation == "sequence_mean_token_mean" and not algorithm.zero_advantage_is_noop
 
 
 @pytest.mark.parametrize(

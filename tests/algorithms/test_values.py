@@ -9,7 +9,7 @@ import torch
 
 from rayrft.algorithms import Denominators, TokenBatch, build, count
 from rayrft.algorithms.grid import to_go
-from rayrft.algorithms.values import clipped, errors_of_values, gae, squared, token_rewards, with_advantages
+from rayrft.algorithms.values import clipped, gae, mean_value_errors, squared, token_rewards, with_advantages
 from tests.algorithms.flat import make_batch, on_mask, own, tokens
 
 
@@ -79,9 +79,9 @@ def test_how_far_the_critic_missed_each_row_by_hand() -> None:
         values=[[0.25, 1.5], [0.5], [9.0]],
         reward=torch.tensor([1.0, 0.0, 1.0]).double(),
     )
-    assert errors_of_values(with_advantages(batch, gae)).tolist() == pytest.approx([0.625, 0.5, 0.0])
+    assert mean_value_errors(with_advantages(batch, gae)).tolist() == pytest.approx([0.625, 0.5, 0.0])
     with pytest.raises(ValueError, match="need the critic's values"):
-        errors_of_values(own([[0.0]]))
+        mean_value_errors(own([[0.0]]))
 
 
 def test_a_kl_in_the_reward_by_hand() -> None:

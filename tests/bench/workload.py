@@ -103,7 +103,7 @@ def make_learner(
     policy: Policy, algorithm: str, *, micro_batch_tokens: int, device: torch.device, compute: torch.dtype
 ) -> Learner:
     """A learner as a rank of the Trainer builds it. Raises RuntimeError where the policy would not pack."""
-    if remark := policy.choose(pack=True, compute=compute):
+    if remark := policy.enable_fast_paths(pack=True, compute=compute):
         raise RuntimeError(remark)
     sharded = shard(policy, init_device_mesh(device.type, (1,)), compute)
     learner = Learner(sharded, micro_batch_tokens=micro_batch_tokens, temperature=1.0, device=device)

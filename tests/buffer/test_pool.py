@@ -1,4 +1,4 @@
-"""TrainLoop that draw from a pool: groups come back until they were used enough."""
+"""Stages that draw from a pool: groups come back until they were used enough."""
 
 from __future__ import annotations
 

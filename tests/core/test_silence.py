@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rayrft.core.supervision import Silence, quiet_waits
-from rayrft.waits import Followed, Wait, WaitReport, Waits
+from rayrft.waits import TrackedActor, Wait, WaitReport, Waits
 from tests.scripted import Remote
 
 
@@ -66,8 +66,8 @@ async def test_who_waits_is_named_behind_whom_it_waits_for() -> None:
     engine.awake.clear()
     inner, master = Waits("explorer"), Waits("master")
     explorer = Part(inner)
-    rollout = Followed("engine-0", Remote(engine), inner).work.remote()
-    evaluation = Followed("explorer", Remote(engine), master).work.remote()
+    rollout = TrackedActor("engine-0", Remote(engine), inner).work.remote()
+    evaluation = TrackedActor("explorer", Remote(engine), master).work.remote()
     silence = Silence(master, {"explorer": explorer.waiting}, notes, 0.2)
     watching = asyncio.ensure_future(silence.watch())
     await notes.come(1)
@@ -104,13 +104,13 @@ def test_what_comes_of_a_target_moves_it_and_no_other(clock: list[float]) -> Non
     assert waits.report() == WaitReport(
         [Wait("explorer", "a", "2", 1, 5.0), Wait("explorer", "b", "one of two", 1, 15.0)], 5.0
     )
-    waits.moved("b")
+    waits.progressed("b")
     assert [wait.quiet_s for wait in waits.report().waits] == [5.0, 0.0]
 
 
 def test_own_work_is_moved_by_whatever_comes(clock: list[float]) -> None:
     waits = Waits("explorer")
-    with waits.on("workflow 'chat'", "group 1", own=True):
+    with waits.on("workflow 'chat'", "group 1", internal=True):
         clock[0] = 30.0
         with waits.on("engine-0", "generate"):
             assert [wait.target for wait in waits.report().waits] == ["engine-0", "workflow 'chat'"]
@@ -123,7 +123,7 @@ def test_own_work_is_moved_by_whatever_comes(clock: list[float]) -> None:
 async def test_calls_that_may_rest_are_no_waits() -> None:
     asleep, waits = Part(), Waits("explorer")
     asleep.awake.clear()
-    call = Followed("buffer", Remote(asleep), waits, endless=("work",)).work.remote()
+    call = TrackedActor("buffer", Remote(asleep), waits, endless=("work",)).work.remote()
     assert waits.report().waits == []
     call.cancel()
 
@@ -148,7 +148,7 @@ async def test_a_call_that_is_cancelled_ends_at_its_actor_where_that_is_asked_fo
             await getattr(self, event).wait()
 
     slow = Slow.remote()
-    working = Followed("slow", slow, Waits("test"), cancelled=("work",)).work.remote()
+    working = TrackedActor("slow", slow, Waits("test"), cancelled=("work",)).work.remote()
     await slow.seen.remote("begun")
     working.cancel()
     await asyncio.wait_for(slow.seen.remote("ended"), 60)

@@ -10,7 +10,7 @@ import pytest
 from rayrft.buffer.events import GroupReport
 from rayrft.buffer.leases import Lease
 from rayrft.core.step_record import check_on_policy_step, lost_since
-from rayrft.trainer.result import StepResult, Unmoved
+from rayrft.trainer.result import FirstUpdate, StepResult
 
 SOUND = StepResult(
     loss=0.1,
@@ -33,7 +33,7 @@ SOUND = StepResult(
     policy_tokens=10,
     expert_tokens=0,
     train_s=0.1,
-    unmoved=Unmoved(kl=0.0, clip_fraction=0.04),
+    first_update=FirstUpdate(kl=0.0, clip_fraction=0.04),
     value_errors={},
 )
 
@@ -49,11 +49,11 @@ def lease(*staleness: int) -> Lease:
         ({"logprob_gap": 0.02}, (0, 0), "disagree by 0.02 nats"),
         ({"logprob_gap": 0.02}, (0, 1), None),  # sampled by an earlier policy
         ({"logprob_gap": 0.02}, (), None),  # no own rows
-        ({"unmoved": Unmoved(0.0, 0.06)}, (0, 0), "binds the ratio on 6% of the tokens"),
-        ({"unmoved": Unmoved(0.0, 0.06)}, (0, 1), None),
+        ({"first_update": FirstUpdate(0.0, 0.06)}, (0, 0), "binds the ratio on 6% of the tokens"),
+        ({"first_update": FirstUpdate(0.0, 0.06)}, (0, 1), None),
         ({"clip_fraction": 0.5}, (0, 0), None),  # in later updates the policy has moved
-        ({"unmoved": Unmoved(0.3, 0.0)}, (0, 1), "KL to the reference is 0.3 and not 0"),
-        ({"unmoved": Unmoved(-0.3, 0.0)}, (), "KL to the reference is -0.3"),
+        ({"first_update": FirstUpdate(0.3, 0.0)}, (0, 1), "KL to the reference is 0.3 and not 0"),
+        ({"first_update": FirstUpdate(-0.3, 0.0)}, (), "KL to the reference is -0.3"),
         ({"kl": 0.3}, (0, 0), None),
     ],
 )

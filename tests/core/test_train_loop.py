@@ -52,7 +52,7 @@ class EvaluatesForEver:
 
 
 class Subject:
-    """TrainLoop on scripted actors."""
+    """A train loop on scripted actors."""
 
     def __init__(self, folder: Path) -> None:
         config = load_config(small_config(folder, "evaluates"))

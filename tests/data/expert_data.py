@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from rayrft.buffer.validation import find_faults
 from rayrft.config.demonstrations import DemonstrationsConfig
-from rayrft.data.demonstrations import LeftOut, from_file
+from rayrft.data.demonstrations import SkippedRows, from_file
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.experience import SCHEMA, Experience, from_batch, to_batch
 
@@ -69,7 +69,7 @@ def saved_dataset(rows: Rows, folder: Path) -> Path:
     return path
 
 
-def load(path: Path, tokenizer: ChatTokenizer, **options: Any) -> tuple[list[Experience], LeftOut]:
+def load(path: Path, tokenizer: ChatTokenizer, **options: Any) -> tuple[list[Experience], SkippedRows]:
     held_out, max_length = options.pop("held_out", set()), options.pop("max_length", 64)
     return from_file("gold", DemonstrationsConfig(path=path, **options), tokenizer, max_length, held_out)
 

@@ -120,7 +120,7 @@ MIXED: Rows = [
 def test_held_out_and_too_long_rows_are_left_out_and_counted(tokenizer: ChatTokenizer, tmp_path: Path) -> None:
     rows, left_out = load(jsonl(MIXED, tmp_path), tokenizer, held_out={"held out?"}, on_broken="skip")
     assert [row.experience_id for row in rows] == ["gold/2", "gold/7/chosen", "gold/7/rejected", "gold/8"]
-    assert left_out.ruled_out == {1: "held-out question", 3: "too long", 5: "held-out question", 6: "too long"}
+    assert left_out.excluded == {1: "held-out question", 3: "too long", 5: "held-out question", 6: "too long"}
     assert left_out.counts == {"held-out question": 2, "too long": 2, "broken (lines 4)": 1}
     described(rows)
 

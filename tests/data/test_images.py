@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from rayrft.config import TasksConfig, TaskSourceConfig
-from rayrft.data.images import place
+from rayrft.data.images import insert_images
 from rayrft.data.task_sources import read_source
 from rayrft.data.task_splits import load_tasks
 from rayrft.data.tokenizer import ChatTokenizer
@@ -41,8 +41,8 @@ def pictures(tmp_path: Path) -> tuple[str, ...]:
 def by_the_processor(tokenizer: ChatTokenizer, messages: list[dict[str, Any]], images: tuple[str, ...]) -> list[int]:
     """What transformers makes of the same."""
     processor = tokenizer.images.processor
-    text = processor.apply_chat_template(place(messages, len(images)), add_generation_prompt=True)
-    read = [tokenizer.images.picture(path) for path in images]
+    text = processor.apply_chat_template(insert_images(messages, len(images)), add_generation_prompt=True)
+    read = [tokenizer.images.load(path) for path in images]
     return processor(text=[text], images=read, add_special_tokens=False)["input_ids"][0]
 
 
@@ -132,7 +132,10 @@ def test_demonstrations_keep_their_images(tokenizer: ChatTokenizer, tmp_path: Pa
     taken, _ = load(jsonl(rows, tmp_path), tokenizer)
     assert [row.images for row in taken] == [pictures[:1], (), pictures[:2], pictures[:2]]
     assert [row.images for row in from_batch(to_batch(taken))] == [row.images for row in taken]
-    held_out = {Task.create("s", "q", "a", images=pictures[:2]).asked, Task.create("s", "the <image>?", "a").asked}
+    held_out = {
+        Task.create("s", "q", "a", images=pictures[:2]).dedup_key,
+        Task.create("s", "the <image>?", "a").dedup_key,
+    }
     taken, left_out = load(jsonl(rows, tmp_path), tokenizer, held_out=held_out)
     assert [row.group_id for row in taken] == ["gold/1", "gold/2"] and left_out.counts == {"held-out question": 1}
 

@@ -136,7 +136,7 @@ def test_a_template_that_refuses_the_messages_is_a_data_error(tokenizer: ChatTok
         MARKED + "{{ raise_exception('roles must alternate') }}",
     ):
         with_template(tokenizer, template)
-        with pytest.raises(DataError, match="the chat template refuses the messages: roles must alternate"):
+        with pytest.raises(DataError, match="the chat template rejects the messages: roles must alternate"):
             tokenizer.chat(conversation("a", "b"))
 
 

@@ -36,7 +36,7 @@ def advantages(rows: list[Experience], rewards: list[float], name: str, **pieces
 
 def test_turns_are_the_runs_of_the_mask_and_the_reward_is_the_last_ones() -> None:
     turns = Turns.of([replace(row("0"), reward=1.0), replace(row("1", turn_reward_0=0.5), reward=2.0)])
-    assert turns.places == ((0, 2, 4), (0, 5, 8), (1, 2, 4), (1, 5, 8))
+    assert turns.spans == ((0, 2, 4), (0, 5, 8), (1, 2, 4), (1, 5, 8))
     assert turns.rewards.tolist() == [0.0, 1.0, 0.5, 2.0]
     assert turns.group.trajectory is not None and turns.group.turn is not None and turns.group.state is not None
     assert turns.group.trajectory.tolist() == [0, 0, 1, 1] and turns.group.turn.tolist() == [0, 1, 0, 1]

@@ -202,7 +202,7 @@ def test_ctrl_c_saves_the_weights_and_ends_the_run(
         process.send_signal(signal.SIGINT)
         rest, _ = process.communicate(timeout=300)
         assert process.returncode == 130, rest
-        assert "stopping after the step under way" in rest and "stopped after" in rest
+        assert "stopping after the current step" in rest and "stopped after" in rest
     check_stopped(tmp_path / "runs" / "interrupted")
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from rayrft.errors import StorageError
 from rayrft.explorer.evaluation import wilson_interval
-from rayrft.monitor.console import line
+from rayrft.monitor.console import format_record
 from rayrft.monitor.records import EvaluationRecord, NoteRecord, Record, StepRecord, read_records, to_json
 from rayrft.monitor.report import accuracy_table, save_plot
 from rayrft.monitor.sinks import JsonLines
@@ -96,7 +96,9 @@ def test_there_is_no_verdict_without_rollouts() -> None:
 
 
 def test_a_step_line_shows_losses_staleness_and_where_the_time_went() -> None:
-    text = line(step(policy_loss=-0.5, expert_rows=2, sft_loss=0.25, wait_s=1, train_s=2, sync_s=3, staleness_max=1))
+    text = format_record(
+        step(policy_loss=-0.5, expert_rows=2, sft_loss=0.25, wait_s=1, train_s=2, sync_s=3, staleness_max=1)
+    )
     for part in ("[mix    3]", "reward 0.500", "policy -0.5000", "sft 0.2500", "stale 0.0/1", "wait 1.00", "sync 3.00"):
         assert part in text
 
@@ -126,5 +128,5 @@ def test_the_plot_is_a_picture(tmp_path: Path) -> None:
 
 def test_a_step_line_counts_what_was_lost_by_mistake_and_not_what_is_dropped_by_design() -> None:
     lost = {"workflow_error": 3, "zero_variance": 64, "rejected: token_ids is empty": 1}
-    assert line(step(lost=lost)).endswith("lost 3 workflow_error, 1 rejected: token_ids is empty")
-    assert "lost" not in line(step(lost={"zero_variance": 64, "late": 8}))
+    assert format_record(step(lost=lost)).endswith("lost 3 workflow_error, 1 rejected: token_ids is empty")
+    assert "lost" not in format_record(step(lost={"zero_variance": 64, "late": 8}))

@@ -54,7 +54,7 @@ class School:
     def model(self) -> Policy:
         """The model as it was at first."""
         policy = load_policy(str(self.folder))
-        policy.choose(pack=True)
+        policy.enable_fast_paths(pack=True)
         return policy
 
     def learner(self, name: str, steps: int, lr: float, schedule: str = "constant", **settings: Any) -> Learner:

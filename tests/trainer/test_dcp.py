@@ -114,7 +114,7 @@ def _load_and_draw(folder: Path) -> Any:
     learner = drawing()
     Checkpointer().load(learner, None, folder)
     begun = torch.get_rng_state()
-    learner.chance.begin(step=1)
+    learner.rng.reseed(step=1)
     anew = torch.equal(begun, torch.get_rng_state())
     torch.set_rng_state(begun)
     for _ in range(2):
@@ -140,7 +140,7 @@ def _save_and_take_weights(folder: Path) -> Any:
     assert write(learner, folder) == [None]
     other = ready()
     Checkpointer().load_policy(other.policy, folder)
-    return taken, weights(other), other.optimizer.taken, len(other.optimizer.adam.state)
+    return taken, weights(other), other.optimizer.updates, len(other.optimizer.adam.state)
 
 
 def test_between_stages_only_weights_are_taken_along(tmp_path: Path) -> None:
@@ -182,10 +182,10 @@ def test_a_checkpoint_that_cannot_be_loaded_says_why_and_what_to_do(tmp_path: Pa
     folder = tmp_path / "checkpoint"
     wider, deeper, damaged, torn, gone = on_ranks(1, tmp_path, _load_what_cannot_be, folder)
     assert "does not fit the model" in wider and "Resume with the model that" in wider
-    assert "lacks what the model has" in deeper and "extra.weight" in deeper and "adapter and algorithm" in deeper
+    assert "lacks parameters of the model" in deeper and "extra.weight" in deeper and "adapter and algorithm" in deeper
     assert "cannot be read" in damaged and "Delete the folder" in damaged
-    assert "not whole" in torn and ".distcp is missing" in torn and "Delete the folder" in torn
-    assert "not whole" in gone and ".metadata is missing" in gone
+    assert "incomplete" in torn and ".distcp is missing" in torn and "Delete the folder" in torn
+    assert "incomplete" in gone and ".metadata is missing" in gone
 
 
 @pytest.mark.parametrize(

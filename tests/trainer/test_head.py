@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rayrft.trainer.head import _logits, head_likeliest, head_logprobs
+from rayrft.trainer.head import _logits, head_logprobs, head_top_logprobs
 
 
 def plain(
@@ -67,7 +67,7 @@ def test_the_likeliest_tokens_are_those_of_the_plain_head_that_may_be_had(chunk:
     hidden, weight = torch.randn(5, 3, dtype=torch.float64), torch.randn(12, 3, dtype=torch.float64)
     temperature = torch.rand(5, dtype=torch.float64) + 0.5
     whole = (hidden @ weight.T / temperature[:, None]).log_softmax(-1)
-    logprobs, ids = head_likeliest(hidden, weight, temperature, 4, 9, chunk=chunk)
+    logprobs, ids = head_top_logprobs(hidden, weight, temperature, 4, 9, chunk=chunk)
     torch.testing.assert_close(logprobs, whole[:, :9].sort(descending=True).values[:, :4])
     torch.testing.assert_close(whole.gather(-1, ids), logprobs)
     assert whole[:, 9:].max() > logprobs.min() and ids.max() < 9

@@ -40,7 +40,7 @@ def make_model(*, pack: bool = True) -> Policy:
         tie_word_embeddings=True,
     )
     policy = Policy(Qwen3ForCausalLM(config).double())
-    assert policy.choose(pack=pack) is None
+    assert policy.enable_fast_paths(pack=pack) is None
     return policy
 
 

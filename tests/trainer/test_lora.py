@@ -96,7 +96,7 @@ def test_the_reference_is_the_model_without_its_adapter_and_no_copy_of_anything(
     kls = [learner.step([rows]).kl for _ in range(3)]
     assert kls[0] == 0.0 and 0 < kls[1] < kls[2]
     assert learner.reference is not None and learner.reference.weights == {}
-    with learner.reference.in_place():
+    with learner.reference.active():
         assert logprobs(learner.policy) == logprobs(make_model())
     assert logprobs(learner.policy) != logprobs(make_model())
 
@@ -151,7 +151,7 @@ def _save_and_begin_anew(model: str, folder: Path) -> Any:
     dist.barrier()
     moved = logprobs(policy)
     load_hf(policy, str(folder))
-    with make_learner(policy, kl="k3").reference.in_place():  # type: ignore[union-attr]
+    with make_learner(policy, kl="k3").reference.active():  # type: ignore[union-attr]
         reference = logprobs(policy)
     assert policy.lora is not None and policy.lora.base == str(folder)
     return moved, logprobs(policy), reference, whole(policy)

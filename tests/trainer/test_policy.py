@@ -73,7 +73,7 @@ def by_the_model_itself(policy: Policy, temperature: float) -> torch.Tensor:
 @pytest.mark.parametrize("config", PLAIN, ids=lambda config: config.model_type)
 def test_packed_rows_and_a_chunked_head_give_the_models_own_log_probs(config: PreTrainedConfig) -> None:
     policy = make(config)
-    assert policy.choose(pack=True) is None and policy.packs and policy.chunks_head
+    assert policy.enable_fast_paths(pack=True) is None and policy.packs and policy.chunks_head
     found = policy.output(scored_batch(rows()), temperature=0.7).logprobs
     torch.testing.assert_close(found, by_the_model_itself(policy, 0.7), atol=2e-4, rtol=1e-4)
 
@@ -92,7 +92,7 @@ def test_packed_rows_and_a_chunked_head_give_the_models_own_log_probs(config: Pr
 )
 def test_a_model_of_another_kind_goes_the_plain_way_and_says_so(config: PreTrainedConfig, said: str) -> None:
     policy = make(config)
-    remark = policy.choose(pack=True)
+    remark = policy.enable_fast_paths(pack=True)
     assert remark is not None and said in remark
     found = policy.output(scored_batch(rows()), temperature=0.7).logprobs
     torch.testing.assert_close(found, by_the_model_itself(policy, 0.7), atol=2e-4, rtol=1e-4)
@@ -105,7 +105,7 @@ def test_a_model_of_another_kind_goes_the_plain_way_and_says_so(config: PreTrain
 )
 def test_older_models_and_a_head_with_a_bias_are_right_too(config: PreTrainedConfig) -> None:
     policy = make(config)
-    policy.choose(pack=True)
+    policy.enable_fast_paths(pack=True)
     found = policy.output(scored_batch(rows()), temperature=1.0).logprobs
     torch.testing.assert_close(found, by_the_model_itself(policy, 1.0), atol=2e-4, rtol=1e-4)
 
@@ -113,11 +113,11 @@ def test_older_models_and_a_head_with_a_bias_are_right_too(config: PreTrainedCon
 @pytest.mark.parametrize("chunked", [True, False], ids=["chunked head", "whole head"])
 def test_candidates_and_the_likeliest_tokens_are_those_of_the_model(chunked: bool) -> None:
     policy = make(PLAIN[2])
-    policy.choose(pack=True)
+    policy.enable_fast_paths(pack=True)
     policy.chunks_head = chunked
     batch = scored_batch(rows())
     batch = replace(batch, tokens=replace(batch.tokens, mask=batch.tokens.mask & (batch.packing.positions != 2)))
-    logprobs, ids = policy.likeliest(batch, 0.7, 5, 40)
+    logprobs, ids = policy.top_logprobs(batch, 0.7, 5, 40)
     candidates = policy.output(replace(batch, candidates=ids), temperature=0.7).candidates
     policy.model.set_attn_implementation("sdpa")
     whole = torch.cat([(policy.model(row[None]).logits[0] / 0.7).log_softmax(-1) for row in rows()])
@@ -131,7 +131,7 @@ def test_candidates_and_the_likeliest_tokens_are_those_of_the_model(chunked: boo
 def by_buckets(query: Any, key: Any, value: Any, packed: Packing, scaling: Any, window: Any) -> torch.Tensor:
     """What the kernel of a GPU gives, in plain torch."""
     parts = [packing._bucket(query, key, value, each, scaling, window) for each in packed.buckets]
-    return torch.cat(parts)[packed.place]
+    return torch.cat(parts)[packed.index]
 
 
 def leaking(query: Any, key: Any, value: Any, packed: Packing, scaling: Any, window: Any) -> torch.Tensor:
@@ -170,7 +170,7 @@ def test_a_kernel_for_half_precision_is_tried_before_it_is_used(
     monkeypatch.setattr(packing, "_kernel", kernel)
     policy = make(PLAIN[2])
     before = {name: parameter.clone() for name, parameter in policy.named_parameters()}
-    remark = policy.choose(pack=True, compute=torch.bfloat16)
+    remark = policy.enable_fast_paths(pack=True, compute=torch.bfloat16)
     assert policy.packs == (said is None)
     if said is None:
         assert remark is None
@@ -183,7 +183,7 @@ def test_a_kernel_for_half_precision_is_tried_before_it_is_used(
 
 def test_packing_can_be_switched_off() -> None:
     policy = make(PLAIN[0])
-    assert policy.choose(pack=False) is None and not policy.packs
+    assert policy.enable_fast_paths(pack=False) is None and not policy.packs
     found = policy.output(scored_batch(rows()), temperature=1.0).logprobs
     torch.testing.assert_close(found, by_the_model_itself(policy, 1.0), atol=2e-4, rtol=1e-4)
 
@@ -192,7 +192,7 @@ def test_gradient_checkpointing_keeps_less_and_changes_no_gradient() -> None:
     gradients, kept = [], []
     for checkpointing in (False, True):
         policy = make(PLAIN[2])
-        policy.choose(pack=True)
+        policy.enable_fast_paths(pack=True)
         if checkpointing:
             policy.checkpoint_layers()
         saved: list[int] = []

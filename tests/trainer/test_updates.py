@@ -38,7 +38,9 @@ def own_rows(count: int = 12) -> list[TrainRow]:
 
 def on_policy(learner: Learner, rows: list[TrainRow]) -> list[TrainRow]:
     """The rows with the log-probs that the learner's own policy gives them, as an engine would."""
-    batches = with_logprobs(learner._lay_out([rows]), "proximal_logprobs", learner.policy, learner._temperature)
+    batches = with_logprobs(
+        learner._make_micro_batches([rows]), "proximal_logprobs", learner.policy, learner._temperature
+    )
     found = {}
     for micro in batches[0]:
         assert micro.tokens.proximal_logprobs is not None
@@ -110,7 +112,7 @@ def test_the_first_step_has_ratio_one_and_no_kl() -> None:
     assert result.ratio == pytest.approx(1.0, abs=1e-6) and result.kl == pytest.approx(0.0, abs=1e-9)
     assert result.logprob_gap == pytest.approx(0.0, abs=1e-6) and result.clip_fraction == 0.0
     far = make_learner("grpo").step([own_rows()])
-    assert far.unmoved.clip_fraction == far.clip_fraction > 0, "of rows that another policy sampled"
+    assert far.first_update.clip_fraction == far.clip_fraction > 0, "of rows that another policy sampled"
 
 
 def test_a_step_says_by_how_much_the_critic_missed_each_group_of_own_rows() -> None:
@@ -196,7 +198,7 @@ def test_the_kl_of_a_step_is_that_of_all_its_mini_batches() -> None:
     kls = [float(each.parts.kl) for each in updates[1:3]]
     assert kls[0] == pytest.approx(0.0, abs=1e-12) and kls[1] > 0
     assert result.kl == pytest.approx(kls[1] * tokens[1] / sum(tokens))
-    assert result.unmoved.kl == pytest.approx(0.0, abs=1e-12) and result.logprob_gap > 0
+    assert result.first_update.kl == pytest.approx(0.0, abs=1e-12) and result.logprob_gap > 0
 
 
 def test_no_reference_is_kept_where_its_coefficient_is_zero() -> None:
@@ -217,7 +219,7 @@ def test_epochs_and_mini_batches_are_that_many_updates() -> None:
     rows = own_rows()
     learner = make_learner("grpo", update=UpdateConfig(epochs=3, mini_batches=2))
     result = learner.step([rows[::2], rows[1::2]])
-    assert learner.optimizer.taken == 6
+    assert learner.optimizer.updates == 6
     assert result.policy_tokens == sum(int(row.mask.sum()) for row in rows)
     by_hand = make_learner("grpo")
     for _ in range(3):
@@ -245,10 +247,10 @@ def test_one_update_on_a_batch_costs_one_forward_pass_a_token_with_a_correction_
     forward = learner.policy.output
     monkeypatch.setattr(learner.policy, "output", lambda *a, **k: passes.append(1) or forward(*a, **k))
     result = learner.step([rows])
-    assert len(passes) == len(learner._lay_out([rows])[0])
+    assert len(passes) == len(learner._make_micro_batches([rows])[0])
     # The same with the forward pass before the update.
-    [batch] = with_logprobs(asked._lay_out([rows]), "proximal_logprobs", asked.policy, asked._temperature)
-    update = asked._update(batch, asked._count([batch])[0])
+    [batch] = with_logprobs(asked._make_micro_batches([rows]), "proximal_logprobs", asked.policy, asked._temperature)
+    update = asked._update(batch, asked._count_denominators([batch])[0])
     assert torch.equal(weights(learner), weights(asked))
     assert result.correction_weight == pytest.approx(float(update.parts.correction) / result.policy_tokens)
     assert result.correction_weight != pytest.approx(1.0, abs=1e-3) and result.ratio == pytest.approx(1.0)

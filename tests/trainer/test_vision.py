@@ -32,7 +32,7 @@ def make(folder: Path) -> Policy:
         for parameter in policy.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0, 0.2, generator=chance)
-    policy.choose(pack=True)
+    policy.enable_fast_paths(pack=True)
     return policy
 
 
@@ -55,7 +55,7 @@ def make_rows(folder: Path, tasks: list[Task]) -> list[Row]:
 
 def by_the_model_itself(policy: Policy, row: Row, processor: Any) -> torch.Tensor:
     """As transformers alone computes it."""
-    ids, images = row[0][None], [processor.picture(path) for path in row[1]]
+    ids, images = row[0][None], [processor.load(path) for path in row[1]]
     inputs: dict[str, Any] = {}
     if images:
         inputs = dict(processor.processor.image_processor(images=images, return_tensors="pt"))

@@ -1,4 +1,4 @@
-"""TrainLoop, tickets, what producers say of their groups, and where rows are stored."""
+"""Stages, tickets, what producers say of their groups, and where rows are stored."""
 
 from __future__ import annotations
 
