@@ -1,0 +1,57 @@
+"""What the README and the READMEs of the rooms promise: short, no dead links, and examples that run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayrft.data.tokenizer import ChatTokenizer
+from rayrft.experience import Task
+from rayrft.explorer.rollout import Runner
+from rayrft.rewards import RewardResult, build_reward
+from tests.conftest import ROOT
+from tests.explorer.test_explorer import config
+from tests.explorer.test_rollout import Engines
+
+READMES = [ROOT / "README.md", *sorted((ROOT / "rayrft").glob("*/README.md")), ROOT / "tests" / "bench" / "README.md"]
+TASK = Task.create("test", "Spell this word backward: horse", "esroh")
+
+
+def examples(readme: Path) -> list[str]:
+    """Blocks of Python that register a piece."""
+    blocks = re.findall(r"```python\n(.*?)```", readme.read_text(), re.DOTALL)
+    return [block for block in blocks if "@rayrft.register_" in block]
+
+
+def test_the_readme_is_short() -> None:
+    assert len(READMES[0].read_text().splitlines()) <= 130
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(readme: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", readme.read_text()):
+        assert "://" in target or (readme.parent / target).exists(), target
+
+
+async def test_the_examples_of_a_reward_and_a_workflow_run(tiny_model: Path) -> None:
+    found = [block for readme in READMES for block in examples(readme)]
+    for block in found:
+        exec(compile(block, "README", "exec"), {})
+    workflows = [name for block in found for name in re.findall(r'register_workflow\("(\w+)"\)', block)]
+    rewards = [name for block in found for name in re.findall(r'register_reward\("(\w+)"\)', block)]
+    assert len(workflows) >= 2 and len(rewards) >= 2
+
+    async def score(task: Task, responses: list[str]) -> list[RewardResult]:
+        return [RewardResult(1.0)] * len(responses)
+
+    for name in workflows:
+        settings: dict[str, Any] = {"explorer.workflow": name}
+        rollout = await Runner(config(**settings), ChatTokenizer(tiny_model), Engines(), score).run(TASK, "g", 2, 1.0)
+        assert len(rollout.rows) == 2 and not rollout.failed
+        assert [turn["role"] for turn in rollout.rows[0].turns] == ["user", "assistant", "user", "assistant"]
+    for name in rewards:
+        reward = build_reward(name, {})
+        assert (reward(TASK, "it is esroh"), reward(TASK, "no")) == (1.0, 0.0)
