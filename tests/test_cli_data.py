@@ -120,7 +120,7 @@ def test_show_has_everything_that_is_known_of_a_row(live: Path) -> None:
     for part in ("7/0", "'format': 0.5", "[user]\n1 + 1?", "[assistant]\nIt is\n2.", "4: 1 of the prompt, 3 produced"):
         assert part in text
     text = call("show", live, "0/1")
-    for part in ("group_status                 trained", "last trained at step 0", "mean 1, from 1 to 1, on 3 tokens"):
+    for part in ("  group_status         trained", "last trained at step 0", "mean 1, from 1 to 1, on 3 tokens"):
         assert part in text
     assert "late feedback        reward None, labels {'quality': 'bad'}, after version 0" in text
     assert "store                expert/gold" in call("show", live, "90/1")
