@@ -43,7 +43,7 @@ class Buffer:
     """Stores ``usual`` (own rows, in whole groups) and ``expert`` (demonstrations, by name), and the task cursor.
 
     ``run`` names the run whose log is at ``location``; ``tasks`` makes the task set; ``others`` are the actors of the
-    shards besides the first; ``limits`` are those of the run's model; ``logged`` is what `set_status` gave for the
+    shards besides the first; ``limits`` are those of the run's model; ``logged`` is what `flush` gave for the
     checkpoint that the run goes on from.
     """
 
@@ -102,10 +102,10 @@ class Buffer:
         await self._store.commit(e.StageOpened(plan))
         self._state.fill_pool(self._store.new_pool)
 
-    async def set_status(self) -> list[int]:
+    async def flush(self) -> list[int]:
         """Returns when all that was acknowledged is on the disk, with how far the journal must reach from now on: a
         checkpoint keeps that, for its steps cannot be gone on from without."""
-        position = await self._store.set_status()
+        position = await self._store.flush()
         return [position.number, position.nbytes]
 
     async def resume(self, step: int, life: str) -> int:
@@ -303,7 +303,7 @@ class Buffer:
         async with self._store.moving:
             extent = await self._experts.write(name, batch)
             await self._store.commit(e.Loaded(name, extent, unit))
-            await self._store.set_status()
+            await self._store.flush()
             await self._experts.sweep()
         return batch.num_rows
 

@@ -201,12 +201,13 @@ class Leasing:
             # Who asks for a step that was never leased has repeated all that were, whatever weights it published.
             await store.commit(e.Advanced(meta.version))
         drawn: list[e.Leased] = []
-        seen = self._ready()
+        seen, loop = self._ready(), asyncio.get_running_loop()
 
         def ready() -> bool:
             nonlocal seen
             if (now := self._ready()) != seen:  # groups that come and are dropped bring the step no nearer
                 self.waits.progressed("groups")
+                limit.reschedule(loop.time() + deadline_s)
                 seen = now
             if (lease := self._draw(step)) is not None:
                 drawn.append(lease)
@@ -214,9 +215,10 @@ class Leasing:
 
         try:
             with self.waits.on("groups", lambda: f"step {step}: {self._have()}; {self._lost()}"):
-                await store.wait_for(ready, deadline_s)
+                async with asyncio.timeout(deadline_s) as limit:
+                    await store.wait_for(ready)
         except TimeoutError:
-            raise self._ended("deadline", step, f"waited {deadline_s:g} s for") from None
+            raise self._ended("deadline", step, f"for {deadline_s:g} s none came of") from None
         if not drawn:
             raise self._ended(self._hopeless() or "deadline", step, "no more can come of")
         return drawn[0]

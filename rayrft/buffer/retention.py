@@ -117,7 +117,7 @@ class Retention:
                     excess -= segments[segment].nbytes
             if dead:
                 await self._store.commit(e.Deleted(shard, dead))
-                await self._store.set_status()
+                await self._store.flush()
                 await self._store.shards.call(shard, "delete", dead)
 
     async def _rewrite_sparse(self) -> None:

@@ -143,7 +143,7 @@ class Store:
         await self._log.write(*events)
         await self.wake()
 
-    async def set_status(self) -> Position:
+    async def flush(self) -> Position:
         """Returns when all of this is on the disk, whatever the policy of fsync: then what it replaced may go. Gives
         how far the journal must reach from now on."""
         position = self._journal.position

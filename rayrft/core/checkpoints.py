@@ -53,7 +53,7 @@ class Progress:
     """Once it has ended, for it took them all or its data came to an end: how many steps it was asked for."""
     records: int = 0
     logged: list[int] = field(default_factory=lambda: [0, 0])
-    """How far the Buffer's journal reached at least: see `Buffer.set_status`."""
+    """How far the Buffer's journal reached at least: see `Buffer.flush`."""
     stages_done: list[dict[str, Any]] = field(default_factory=list)
     accuracy: float | None = None
     """Of the policy as it is, at the first of the temperatures, where it was evaluated."""
@@ -215,7 +215,7 @@ class Saver:
         """
         await self.done()
         self._progress.records = records
-        self._progress.logged = await self._actors.buffer.set_status.remote()
+        self._progress.logged = await self._actors.buffer.flush.remote()
         if self._checkpoints.holds(self._progress.step):
             return await asyncio.to_thread(self._checkpoints.update_manifest, self._progress)
         folder = await asyncio.to_thread(self._checkpoints.begin, self._progress.step)

@@ -19,7 +19,7 @@ from rayrft.core.recorder import Recorder
 from rayrft.core.step_record import StepSeconds, check_on_policy_step, evaluation_record, lost_since, step_record
 from rayrft.core.supervision import Stopped, unless_stopped
 from rayrft.core.weight_sync import SyncReport
-from rayrft.errors import LeaseEnded, RowsFailed, StorageError
+from rayrft.errors import LeaseEnded, RayrftError, RowsFailed, StorageError
 from rayrft.explorer.evaluation import Evaluation
 from rayrft.monitor.records import StepRecord
 from rayrft.monitor.verdict import verdict
@@ -57,7 +57,8 @@ class Evaluator:
             await self._recorder.note(message, stage.name, self._progress.step)
 
 
-_LEASE_DEADLINE_S = 300.0
+_LOADS = 5
+"""Times that the batch of a step is asked for again when blocks of it were lost, as with a Buffer that died."""
 
 
 class TrainLoop:
@@ -240,10 +241,17 @@ class TrainLoop:
     async def _lease(self, step: int) -> Lease:
         """The batch of the step, loaded on every rank. A Buffer that died takes the blocks with it, and has them again
         when it is back."""
-        while True:
-            lease: Lease = await self._actors.buffer.lease.remote(step, self._config.trainer.ranks, _LEASE_DEADLINE_S)
+        for _ in range(_LOADS):
+            ranks, stall_s = self._config.trainer.ranks, self._config.monitor.stall_s
+            lease: Lease = await self._actors.buffer.lease.remote(step, ranks, stall_s)
             if all(await self._command(Load(lease))):
                 return lease
+        raise RayrftError(
+            f"blocks of the batch were lost {_LOADS} times",
+            field="buffer.lease",
+            value=step,
+            remedy="see why objects are lost (nodes that die, an object store that is too small), then: rayrft resume",
+        )
 
     @contextlib.asynccontextmanager
     async def _engines_asleep(self) -> AsyncIterator[None]:

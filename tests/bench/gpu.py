@@ -43,7 +43,7 @@ PEAKS = {
 WARM_UP = 3
 
 
-def set_status(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Return when the device has done all that it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -63,10 +63,10 @@ def bench(
     rows = make_rows(lengths, options.prompt, shape.vocabulary)
     seconds = []
     for _ in range(WARM_UP + options.steps):
-        set_status(device)
+        synchronize(device)
         started = time.perf_counter()
         learner.step([rows])
-        set_status(device)
+        synchronize(device)
         seconds.append(time.perf_counter() - started)
     return seconds[WARM_UP:]
 

@@ -325,7 +325,7 @@ class TestLostEnd:
 
     def test_one_that_a_checkpoint_goes_on_from_is_damage_whatever_the_policy(self, tmp_path: Path) -> None:
         buffer = self.filled(tmp_path, "never")
-        buffer.named["logged"] = buffer.do("set_status")
+        buffer.named["logged"] = buffer.do("flush")
         put(buffer, 6)
         buffer.kill()
         (tmp_path / "synced").unlink()
@@ -352,7 +352,7 @@ class TestLostEnd:
 
     def test_rows_that_were_on_the_disk_are_missed_where_they_lay(self, tmp_path: Path) -> None:
         buffer = self.filled(tmp_path, "never")
-        buffer.do("set_status")
+        buffer.do("flush")
         buffer.kill()
         segment = tmp_path / "shard-0" / "segment-00000000.arrow"
         os.truncate(segment, segment.stat().st_size - 1)
@@ -398,9 +398,10 @@ class TestDoors:
             buffer.put([(rows, None)])
         assert buffer.do("stats")["sampled"] == 0
 
-    def test_a_group_twice_in_a_call_is_refused(self, buffer: LocalBuffer) -> None:
-        with pytest.raises(DataError, match="the message holds 1 groups and 2 were announced"):
-            put(buffer, 1, 1)
+    def test_a_group_that_is_put_twice_at_once_is_taken_once(self, buffer: LocalBuffer) -> None:
+        put(buffer, 1, 1)
+        stats = buffer.do("stats")
+        assert (stats["sampled"], stats["held"], stats["dropped"]) == (2, 2, {})
 
     def test_a_rejected_group_that_is_sent_again_is_counted_once(self, buffer: LocalBuffer) -> None:
         broken = [Experience(**{**vars(row), "advantages": None, "reward": None}) for row in group(1)]

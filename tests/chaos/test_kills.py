@@ -155,7 +155,7 @@ class Producer:
         self.put.append(name)
 
 
-async def set_status(buffer: Any, trainer: Trainer, producers: list[Producer]) -> list[str]:
+async def settle(buffer: Any, trainer: Trainer, producers: list[Producer]) -> list[str]:
     """Every group that was acknowledged is trained once, or held, or counted; gives those that are held."""
     stats = await buffer.stats.remote()
     held: list[str] = []
@@ -198,7 +198,7 @@ async def test_kills_of_the_buffer_lose_no_ticket_and_no_group(tmp_path: Path, a
             await asyncio.wait({*working, asyncio.create_task(event.wait())}, return_when=asyncio.FIRST_COMPLETED)
         await buffer.close_stage.remote()
         await asyncio.gather(*working)
-        await set_status(buffer, trainer, producers)
+        await settle(buffer, trainer, producers)
         assert trainer.stale <= 1
 
 
@@ -223,7 +223,7 @@ async def test_kills_of_the_buffer_and_of_a_shard_keep_the_order(tmp_path: Path,
         await asyncio.gather(*producing)
         await buffer.close_stage.remote()
         await training
-        held = await set_status(buffer, trainer, producers)
+        held = await settle(buffer, trainer, producers)
         for producer in "ab":
             order = [turn for step in [*trainer.trained, held] for turn in turns(step, producer)]
             assert order == list(range(len(order))), "in the order in which its groups came"

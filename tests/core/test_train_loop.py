@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from rayrft.core.checkpoints import Checkpoints, Progress
 from rayrft.core.recorder import Recorder
 from rayrft.core.supervision import Stopped
 from rayrft.core.train_loop import TrainLoop
-from rayrft.errors import StorageError
+from rayrft.errors import RayrftError, StorageError
 from rayrft.monitor import sinks
 from tests.e2e.conftest import small_config
+from tests.errors import about
 from tests.scripted import Remote
 
 
@@ -36,7 +38,7 @@ class ScriptedBuffer:
 
     async def cover(self, step: int) -> None: ...
 
-    async def set_status(self) -> None: ...
+    async def flush(self) -> None: ...
 
     async def stats(self) -> dict[str, Any]:
         return {"sampled": 0}
@@ -88,3 +90,17 @@ async def test_an_explorer_that_failed_between_two_waits_for_a_batch_ends_the_se
     exploring.set_exception(StorageError("No space left on device", field="journal"))
     with pytest.raises(StorageError):
         await asyncio.wait_for(subject.stages._unless_ended(lease, exploring), 20)
+
+
+async def test_blocks_that_are_lost_again_and_again_end_the_run(subject: Subject) -> None:
+    class Leases(ScriptedBuffer):
+        asked = 0
+
+        async def lease(self, step: int, ranks: int, stall_s: float) -> None:
+            self.asked += 1
+
+    buffer = Leases()
+    subject.stages._actors = replace(subject.stages._actors, buffer=Remote(buffer))
+    with pytest.raises(RayrftError, check=about("buffer.lease", 0)):
+        await subject.stages._lease(0)
+    assert buffer.asked == 5 and subject.trainer.commands == ["Load"] * 5
