@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rayrft.monitor.records import EvaluationRecord, Record, StepRecord
 
-_BY_DESIGN = {"zero_variance", "stale", "late", "truncated", "evicted_oldest", "evicted_lowest_priority"}
+_BY_DESIGN = {"zero_variance", "stale", "surplus", "late", "truncated", "evicted_oldest", "evicted_lowest_priority"}
 """Reasons for which rows are dropped where nothing is wrong."""
 
 
