@@ -39,7 +39,7 @@ def step_record(
     seconds: StepSeconds,
     lost: dict[str, int],
 ) -> StepRecord:
-    """Build the record of an optimiser step; ``report`` is None if it published nothing, ``lost`` is from `lost_since`."""
+    """Build the record of an optimiser step; ``report`` is None if none was published, ``lost`` from `lost_since`."""
     rollouts, stale = lease.rollouts, lease.staleness
     tokens = rollouts.tokens or result.policy_tokens + result.expert_tokens
     numbers = {name: value for name, value in asdict(result).items() if name not in _NOT_RECORDED}

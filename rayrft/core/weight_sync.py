@@ -47,7 +47,7 @@ class WeightSync:
         probe: list[list[int]],
         images: list[tuple[str, ...]] | None = None,
     ) -> None:
-        """``probe`` are token sequences to score, with ``images`` per sequence; engines may differ within ``bounds``."""
+        """``probe`` are token sequences to score, ``images`` per sequence; engines may differ within ``bounds``."""
         self._config = config
         self._backend = backend
         self._bounds = bounds
