@@ -203,10 +203,10 @@ def test_broken_files_are_not_imported(live: Path, tmp_path: Path) -> None:
     for broken, problem in (
         ("{", "line 1: not JSON"),
         (json.dumps({**json.loads(first), "token_ids": "x"}), "rows are not experiences"),
-        (json.dumps({**json.loads(first), "group_id": None}), "column 'group_id' has empty places"),
+        (json.dumps({**json.loads(first), "group_id": None}), "column 'group_id' has missing values"),
         (
             json.dumps({**json.loads(first), "prompt_length": 9}),
-            "row 0 is faulty: prompt_length leaves no prompt",
+            "row 0 is invalid: prompt_length leaves no prompt",
         ),
     ):
         (tmp_path / "bad.jsonl").write_text("\n".join([broken, *rest]))

@@ -1,10 +1,10 @@
-"""The Buffer actor: admits groups, keeps them, and leases each step its batch.
+"""The Buffer actor: admits groups, keeps them, and leases every step its batch.
 
-It decides on metadata; rows travel by reference and lie in shards. Every call may be executed twice, and late: a caller
-that lost the connection, or whose Buffer died, calls again without knowing what became of the first time. So each call
-names what it is about (a producer's life and request, a group, a ticket, a step's draw, a life of the trainer or of the
-run, a stage), and one that is about something past changes nothing. Every wait is woken by a change of state, has a
-deadline, and says what it waited for.
+It decides on metadata; rows are passed by reference and stored in shards. All calls are idempotent, since a caller that
+lost the connection, or whose Buffer died, retries without knowing whether the first call was executed. So every call
+names its subject (a producer's life and request, a group, a ticket, a step's draw, a life of the trainer or of the run,
+a stage), and a call about an outdated subject changes nothing. Every wait is woken by a change of state, has a
+deadline, and reports what it waited for.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from rayrft.waits import WaitReport
 class Buffer:
     """Stores ``usual`` (own rows, in whole groups) and ``expert`` (demonstrations, by name), and the task cursor.
 
-    ``run`` names the run whose log is at ``location``; ``tasks`` makes the task set; ``others`` are the actors of the
-    shards besides the first; ``limits`` are those of the run's model; ``logged`` is what `flush` gave for the
-    checkpoint that the run goes on from.
+    ``run`` is the id of the run whose log is at ``location``; ``tasks`` creates the task set; ``others`` are the actors
+    of the shards after the first; ``limits`` are those of the run's model; ``logged`` is the result of `flush` in
+    the checkpoint that the run resumes from.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class Buffer:
     # Stages and admission.
 
     async def open_stage(self, plan: StagePlan) -> None:
-        """Begin a stage. Groups left over from the one before are dropped and counted.
+        """Open a stage. Groups left over from the previous one are dropped and counted.
 
-        The stage that was opened last, by name and first version, goes on where it stood when a resumed run opens it.
-        One that this life of the run opened before is not opened again: the call is a late repeat.
+        If a resumed run opens the stage that was opened last (same name and first version), it continues from its old
+        state. A stage that this life of the run has opened before is not opened again: the call is a late repeat.
         """
         if plan.name and plan.version == self._state.meta.opened.get(plan.name):
             return await self._store.commit()
@@ -90,7 +90,7 @@ class Buffer:
         bound = self._store.config.max_rows
         if plan.groups * plan.group_size > bound:
             raise DataError(
-                f"a step takes {plan.groups * plan.group_size} rows and the Buffer may hold fewer",
+                f"a step takes {plan.groups * plan.group_size} rows, more than the Buffer may hold",
                 field="buffer.max_rows",
                 value=bound,
                 remedy="raise it, or lower the stage's batch_size",
@@ -103,29 +103,29 @@ class Buffer:
         self._state.fill_pool(self._store.new_pool)
 
     async def flush(self) -> list[int]:
-        """Returns when all that was acknowledged is on the disk, with how far the journal must reach from now on: a
-        checkpoint keeps that, for its steps cannot be gone on from without."""
+        """Flush all acknowledged writes to disk; return the journal position. A checkpoint stores it, because resuming
+        from it requires the journal at least up to there."""
         position = await self._store.flush()
         return [position.number, position.nbytes]
 
     async def resume(self, step: int, life: str) -> int:
-        """Resume the run from a checkpoint of ``step``: what producers had under way goes to others, and leases from
-        there on are to be trained again, with the same rows in the same order. Gives the bytes of writes that a crash
-        had left unfinished in the log, which were cut off.
+        """Resume the run from a checkpoint of ``step``: outstanding tickets are reissued, and leases from that step on
+        are trained again, with the same rows in the same order. Returns the bytes of unfinished writes of a crash that
+        were truncated from the log.
 
-        ``life`` names this life of the run, which is resumed once: a late repeat of the call changes nothing.
+        ``life`` identifies this life of the run, which is resumed once: a late repeat of the call changes nothing.
 
-        Raises StorageError when the log knows less than the checkpoint: it lost its end, or is another one.
+        Raises StorageError if the log ends before the checkpoint: it lost its end, or belongs to another run.
         """
         meta, known = self._state.meta, self._state.newest_version
         if known < step:
             raise StorageError(
-                f"the log ends after {known} steps, and the run goes on from a checkpoint of step {step}",
+                f"the log ends after {known} steps, before the checkpoint of step {step} that the run resumes from",
                 field=self._store.storage.location,
                 value=known,
-                remedy="restore the log from a copy, or go on from an older checkpoint",
+                remedy="restore the log from a backup, or resume from an older checkpoint",
             )
-        gone = sorted({each.producer for each in meta.outstanding.values()} | set(meta.calls))
+        gone = sorted({outstanding.producer for outstanding in meta.outstanding.values()} | set(meta.calls))
         events: list[e.Event] = [
             *(e.Abandoned(producer) for producer in gone),
             e.RolledBack(step, life, whole_run=True),
@@ -135,18 +135,18 @@ class Buffer:
         return torn
 
     async def close_stage(self, name: str | None = None) -> None:
-        """Admit no more groups: whoever waits for a ticket gets none. With a name, no other stage than that."""
+        """Admit no more groups; pending `admit` calls return none. ``name`` restricts it to the stage of that name."""
         plan = self._state.meta.plan
-        here = plan is not None and name in (None, plan.name)
-        await self._store.commit(*([e.StageClosed()] if here else []))
+        current = plan is not None and name in (None, plan.name)
+        await self._store.commit(*([e.StageClosed()] if current else []))
 
     async def closed(self) -> None:
-        """Returns when the stage is closed."""
+        """Wait until the stage is closed."""
         await self._store.wait_for(lambda: not self._state.meta.open)
 
     async def leased(self, after: int) -> int:
-        """Return the newest step that was leased, once it is later than ``after``: groups whose tickets' deadline is no
-        later come too late. Waits without a deadline, as `admit` does."""
+        """Wait until a step later than ``after`` is leased, and return the newest: groups whose tickets have no later
+        deadline come too late. Waits without a deadline, like `admit`."""
         newest = after
 
         def later() -> bool:
@@ -158,14 +158,14 @@ class Buffer:
         return newest
 
     async def admit(self, producer: str, call: int, count: int) -> list[Ticket]:
-        """Up to ``count`` tickets as soon as there is room; an empty list when the stage is closed or the tasks end.
+        """Wait for room and return up to ``count`` tickets; none if the stage is closed or the tasks are exhausted.
 
-        ``producer`` names one life of a producer, and ``call`` numbers its requests, upwards. A request that is made
-        again gets what it got before; one that arrives after a later one gets nothing: nobody waits for its answer, and
-        its tickets would be lost. The one wait without a deadline: it is idle, not stuck, while the trainer has all it
-        may get, and the trainer's own wait is bounded.
+        ``producer`` identifies one life of a producer, and ``call`` is the increasing number of its request. A repeated
+        request gets the same tickets; one that arrives after a later one gets none, since nobody waits for its answer.
+        Waits without a deadline, because there is no room while the trainer has enough groups, and the trainer's own
+        wait is bounded.
 
-        Raises DataError for a producer that was given up: its tickets went to others.
+        Raises DataError for an abandoned producer: its tickets were reissued.
         """
         meta = self._state.meta
 
@@ -175,10 +175,10 @@ class Buffer:
         await self._store.wait_for(lambda: answered() or not meta.open or bool(meta.ended) or self._may_admit())
         if producer in meta.gone:
             raise DataError(
-                "the producer was given up, for it died or the run was resumed",
+                "the producer was abandoned because it died or the run was resumed",
                 field="producer",
                 value=producer,
-                remedy="one that begins again takes another name",
+                remedy="restart it under another name",
             )
         if answered():
             number, given = meta.calls[producer]
@@ -192,32 +192,32 @@ class Buffer:
         return tickets
 
     async def attach(self, producer: str, actor: list[Any]) -> None:
-        """Watch a producer (its handle, in a list). When it dies its tickets go to others; when it was the last one, a
-        lease that cannot be filled ends with ``producer_died``. A Buffer that was started again knows of none."""
+        """Watch a producer (its handle, in a list). If it dies, its tickets are reissued; if it was the last one, a
+        lease that cannot be filled ends with ``producer_died``. A restarted Buffer has no attached producers."""
         self._producers.attach(producer, actor[0])
 
     async def detach(self, producer: str) -> None:
-        """The producer is done. After the last one, a lease that cannot be filled ends with ``end_of_data``."""
+        """Detach a finished producer. After the last one, a lease that cannot be filled ends with ``end_of_data``."""
         await self._producers.detach(producer)
 
-    # What comes of a ticket.
+    # Results of a ticket.
 
     async def put(self, entries: list[Entry], payload: list[Any]) -> list[Receipt]:
-        """Take groups: one entry for each group of the one packed message in ``payload`` (or its reference).
+        """Store groups: one entry per group of the packed message in ``payload`` (or its reference).
 
-        Returns when they are in the log, and says what is not and why. Faulty rows are rejected and counted by reason,
-        and a group that came without a ticket with them. A group that was taken before is passed over; where it comes
-        without a ticket and with other rows than then, it is refused and counted. One that comes after its deadline or
-        its stage is dropped. `BufferWriter` makes this call.
+        Returns when they are in the log, with the faults of rejected rows. Invalid rows are rejected and counted by
+        reason, together with their whole group if it has no ticket. A group that was stored before is skipped; if it
+        has no ticket and its rows differ, it is rejected and counted. A group after its deadline or its stage is
+        dropped. Called by `BufferWriter`.
         """
         return await self._arrivals.put(entries, payload)
 
     async def drop(self, ticket: Ticket, dropped: dict[str, int], report: e.GroupReport) -> None:
-        """A whole group was filtered; ``dropped`` counts its rows by reason. Its place goes to another."""
+        """Record that a whole group was filtered, with its rows by reason; its place becomes free."""
         await self._store.commit(e.Dropped(ticket.sequence, dropped, report))
 
     async def fail(self, ticket: Ticket, reason: str) -> None:
-        """A task gave no rows at all. Its place goes to another."""
+        """Record that a task gave no rows at all; its place becomes free."""
         await self._store.commit(e.TaskFailed(ticket.sequence, reason))
 
     async def feedback(
@@ -225,25 +225,25 @@ class Buffer:
     ) -> None:
         """Change a row before it is trained: its reward, with its group's advantages and priority, and its labels.
 
-        Raises DataError for an unknown id, and FeedbackRefused, after recording it, when the row was trained already:
-        the error's value is the version that consumed it.
+        Raises DataError for an unknown id. If the row was trained already, records the feedback and raises
+        FeedbackRefused, whose value is the version that consumed the row.
         """
         await self._feedback.give(experience_id, reward, labels or {})
 
     # Leases.
 
     async def lease(self, step: int, world_size: int, deadline_s: float) -> Lease:
-        """The batch of a step, as shares of whole groups balanced by tokens; the same whenever it is asked for again.
+        """Return the batch of a step as per-rank shares of whole groups, balanced by tokens; idempotent by step.
 
-        Raises LeaseEnded, with what was missing, when the groups do not come within ``deadline_s`` or cannot come.
+        Raises LeaseEnded, with what was missing, if the groups do not arrive within ``deadline_s`` or cannot arrive.
         """
         return await self._leasing.lease(step, world_size, deadline_s)
 
     async def ack(self, step: int, value_errors: dict[str, float] | None = None) -> None:
-        """The step is trained. ``value_errors``: how far a critic missed its groups, by their ids, which becomes their
-        score where ``td_error`` is what they are drawn by.
+        """Record that the step is trained. ``value_errors`` are the critic's errors by group id, which become the
+        groups' scores if the sampler's score is ``td_error``.
 
-        Raises DataError where such an error is negative or not finite.
+        Raises DataError if an error is negative or not finite.
         """
         record = self._state.meta.leases.get(step)
         if record is None or record.acked:
@@ -253,54 +253,54 @@ class Buffer:
         await self._retention.release(record.slots)
 
     async def blame(self, step: int, life: str, experience_ids: list[str]) -> None:
-        """Note that training of the step failed on one of these rows, in the life of the run of that name.
+        """Record that training of the step failed on one of these rows, in the run's life ``life``.
 
-        When the batch is asked for again, they stand by themselves. One that is blamed in a second life leaves it: a
-        demonstration for good, and a row of a group with its group, which is counted as dropped for ``failed_twice``.
+        When the batch is leased again, these rows are in micro-batches of their own. A row blamed in a second life is
+        removed: a demonstration for good, a row of a group with its group, which is dropped as ``failed_twice``.
         """
         await self._leasing.blame(step, life, experience_ids)
 
     async def cover(self, step: int) -> None:
-        """A checkpoint holds the work of all steps before ``step``: their batches will not be asked for again."""
+        """Record that a checkpoint covers all steps before ``step``: their batches will not be leased again."""
         await self._store.commit(e.Covered(step))
         await self._retention.trim()
 
     async def requeue(self, step: int, draw: int) -> None:
-        """Give a lease back, by its step and its `Lease.draw`: its groups wait for another step."""
+        """Return a lease, identified by its step and `Lease.draw`: its groups become ready for another step."""
         record = self._state.meta.leases.get(step)
         await self._store.commit(*([e.Requeued(step)] if record is not None and record.draw == draw else []))
 
     async def rollback(self, step: int, life: str) -> None:
-        """Start the trainer again at ``step``: leases from there on are to be trained again, with the same rows.
+        """Roll the trainer back to ``step``: leases from there on are trained again, with the same rows.
 
-        ``life`` names the trainer's new life: a late repeat of the call changes nothing.
+        ``life`` identifies the trainer's new life: a late repeat of the call changes nothing.
         """
         await self._store.commit(*([] if life in self._state.meta.lives else [e.RolledBack(step, life)]))
 
     async def advance(self, version: int) -> None:
-        """Weights of this version are published: there is room for new groups."""
+        """Record that weights of this version are published, which admits new groups."""
         await self._store.commit(e.Advanced(version))
         if self._store.log_bytes > self._store.config.log_bytes:
             await self._retention.trim()
 
-    # Other rows, and looking.
+    # Demonstrations and inspection.
 
     async def load(self, name: str, payload: list[Any]) -> int:
-        """Take demonstrations (one packed message, or its reference) under ``name``, in place of what was there.
+        """Store demonstrations (one packed message, or its reference) under ``name``, replacing previous ones.
 
-        Returns the number of rows; raises DataError on the first faulty one.
+        Returns the number of rows; raises DataError on the first invalid one.
         """
         batch = unpack(payload[0] if isinstance(payload[0], pa.Buffer) else await payload[0])
         for row, fault in find_faults(batch, self._limits).items():
             raise DataError(
-                f"row {row} is faulty: {fault}",
+                f"row {row} is invalid: {fault}",
                 field=f"demonstrations.{name}",
-                remedy="mend the row; nothing of the load was taken",
+                remedy="fix the row and load again; no rows were stored",
             )
         unit, plan = 2 if are_pairs(batch) else 1, self._state.meta.plan
         if plan is not None and self._state.meta.open and plan.expert_rows and plan.demonstrations == name:
             check_pairs(name, unit, plan.pairs)
-        async with self._store.moving:
+        async with self._store.move_lock:
             extent = await self._experts.write(name, batch)
             await self._store.commit(e.Loaded(name, extent, unit))
             await self._store.flush()
@@ -308,25 +308,23 @@ class Buffer:
         return batch.num_rows
 
     async def partition(self, store: str) -> list[tuple[Ref, np.ndarray]]:
-        """Blocks with the rows that count: of held own rows (``usual``), or of demonstrations (``expert/<name>``).
-
-        Raises DataError for a store that there is not.
-        """
+        """Return the blocks of a store with the indices of its rows: held own rows (``usual``), or demonstrations
+        (``expert/<name>``). Raises DataError for an unknown store."""
         if store == "usual":
-            async with self._store.moving:  # from the look at where rows lie to their blocks
+            async with self._store.move_lock:  # rows must not move before their blocks are known
                 return await self._store.rows_by_block(
                     self._state.groups.where(GroupStatus.READY, GroupStatus.LEASED).tolist()
                 )
         return [await self._experts.whole(store)]
 
     async def stats(self) -> dict[str, Any]:
-        """The ledger of own rows, how often demonstrations were drawn, and what memory and disk hold."""
+        """Return the ledger of own rows, the draws of demonstrations, and memory and disk use."""
         meta = self._state.meta
         return {
             **self._state.check(recount=True),
             "expert": {
-                name: {"rows": each.extent.rows, "drawn": each.drawn, "epoch": each.epoch}
-                for name, each in meta.experts.items()
+                name: {"rows": cursor.extent.rows, "drawn": cursor.drawn, "epoch": cursor.epoch}
+                for name, cursor in meta.experts.items()
             },
             "tasks_drawn": self._state.tasks.position if self._state.tasks is not None else None,
             "late_feedback": len(meta.late_feedback),
@@ -334,18 +332,18 @@ class Buffer:
         }
 
     async def waiting(self) -> WaitReport:
-        """What a lease waits for, and for how long nothing changed."""
+        """Report what a lease waits for, and the time without progress."""
         return self._leasing.waits.report()
 
     async def pid(self) -> int:
-        """Process id of the actor."""
+        """Return the actor's process id."""
         return os.getpid()
 
     async def watch(self) -> None:
-        """Never returns: a caller that awaits it learns at once when this actor dies."""
+        """Never return: a caller that awaits it learns at once when this actor dies."""
         await asyncio.Event().wait()
 
     def _may_admit(self) -> bool:
-        # A step that waits for new groups makes room once it has them.
+        # A step that waits for new groups must get them even if the Buffer is full: it then frees room.
         full = self._store.config.when_full == "wait" and self._retention.full and not self._state.needs_admission
         return self._state.capacity > 0 and not full

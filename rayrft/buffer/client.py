@@ -1,4 +1,4 @@
-"""How producers hand groups to the Buffer: packed once, and as many in a call as have come meanwhile."""
+"""Client of the Buffer for producers: packs groups once, and batches the groups that arrive during a call."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from rayrft.algorithms import Algorithm
 
 _INLINE_BYTES = 64 << 10
-"""A smaller message travels inside the call; a larger one lies in the object store and its reference travels."""
+"""Smaller messages are sent inside the call; larger ones are put in the object store and sent by reference."""
 
 _CALL_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What a producer says of a group that it puts. ``dropped`` counts rows that were sampled and are not in it."""
+    """Metadata of a group that is put. ``dropped`` counts rows that were sampled and are not in it, by reason."""
 
     group_id: str
     ticket: Ticket | None
@@ -38,7 +38,7 @@ class Entry:
     rows: int
     nbytes: int
     digest: int = 0
-    """Of the rows, where there is no ticket: by it the same group is known that is put again."""
+    """Checksum of the rows of a group without a ticket, which identifies a repeated put."""
 
     @property
     def sequence(self) -> int | None:
@@ -47,9 +47,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class Receipt:
-    """What became of a group that was put: it is in the log, but for the rows of ``faults``.
+    """Receipt of a group that was put: it is in the log, except the rows in ``faults``.
 
-    A group that came without a ticket is taken whole or, where it has ``faults``, not at all.
+    A group without a ticket is stored as a whole or, if it has ``faults``, not at all.
     """
 
     group_id: str
@@ -60,19 +60,19 @@ _Waiting = tuple[Entry, pa.RecordBatch, "asyncio.Future[Receipt]"]
 
 
 def group_key(group_id: str) -> int:
-    """64 bits by which the Buffer knows a group."""
+    """Hash a group id to the 64-bit key that the Buffer uses."""
     return int.from_bytes(hashlib.blake2b(group_id.encode(), digest_size=8).digest(), "little")
 
 
 def shard_of(group_id: str, shards: int) -> int:
-    """The shard that holds a group."""
+    """Return the index of the shard that stores a group."""
     return group_key(group_id) % shards
 
 
 class BufferWriter:
-    """One producer's way into the Buffer, for use in an event loop. ``buffer`` is the actor's handle.
+    """Writes one producer's groups to the Buffer, in an event loop. ``buffer`` is the actor's handle.
 
-    Groups that are put while a call is under way go together with the next one: the fewer calls, the more groups come.
+    Groups that are put while a call is in flight are sent together in the next one.
     """
 
     def __init__(self, buffer: Any, shards: int = 1) -> None:
@@ -89,9 +89,9 @@ class BufferWriter:
         ticket: Ticket | None = None,
         dropped: dict[str, int] | None = None,
     ) -> Receipt:
-        """Hand in a group, as one record batch; returns when it is in the Buffer's log, with what is not.
+        """Put a group, as one record batch; return its receipt when it is in the Buffer's log.
 
-        Raises DataError when the rows are not of the experience schema, StorageError when the log cannot be written.
+        Raises DataError if the rows do not have the experience schema, StorageError if the log cannot be written.
         """
         check_schema(batch.schema)
         check_filled(batch)
@@ -106,8 +106,8 @@ class BufferWriter:
         return await done
 
     async def _send(self) -> None:
-        """One call at a time, so that groups arrive in order. What fills a call is packed while another is under way;
-        less than that waits for more to come."""
+        """Send one call at a time, so that groups arrive in order. A full call is packed while another is in flight;
+        smaller ones wait for more groups."""
         call: asyncio.Future[Any] | None = None
         while self._waiting:
             if call is not None and sum(entry.nbytes for entry, _, _ in self._waiting) < _CALL_BYTES:
@@ -116,13 +116,13 @@ class BufferWriter:
             if call is not None:
                 await call
             call = asyncio.gather(*(self._call(part, payload) for part, payload in packed))
-            await asyncio.sleep(0)  # the call goes out before anything else is packed
+            await asyncio.sleep(0)  # send the call before packing the next one
             if not self._waiting:
                 await call
 
     def _next(self) -> list[list[_Waiting]]:
-        """What goes with the next call, by shard: all that waits, up to a size that is copied at little cost, and to a
-        group of a name that goes already: in one message the two could not be told apart."""
+        """Return the groups of the next call by shard: all waiting ones up to `_CALL_BYTES`, and up to a group id that
+        occurs twice, since groups of one id cannot be told apart in one message."""
         count, nbytes, names = 0, 0, set[str]()
         while count < len(self._waiting) and nbytes < _CALL_BYTES:
             entry = self._waiting[count][0]
@@ -133,8 +133,8 @@ class BufferWriter:
             count += 1
         sent, self._waiting = self._waiting[:count], self._waiting[count:]
         by_shard: dict[int, list[_Waiting]] = {}
-        for each in sent:
-            by_shard.setdefault(shard_of(each[0].group_id, self._shards), []).append(each)
+        for waiting in sent:
+            by_shard.setdefault(shard_of(waiting[0].group_id, self._shards), []).append(waiting)
         return list(by_shard.values())
 
     def _pack(self, sent: list[_Waiting]) -> list[Any]:
@@ -147,7 +147,7 @@ class BufferWriter:
     async def _call(self, sent: list[_Waiting], payload: list[Any]) -> None:
         try:
             receipts = await self._buffer.put.remote([entry for entry, _, _ in sent], payload)
-        except Exception as error:  # whatever it is, those who wait for these groups get it
+        except Exception as error:  # any error is raised in the callers of `put`
             for _, _, done in sent:
                 if not done.done():
                     done.set_exception(error)
@@ -158,13 +158,13 @@ class BufferWriter:
 
 
 def put_groups(buffer: Any, shards: int, rows: list[Experience], algorithm: Algorithm, group_size: int) -> None:
-    """Put rows, by their group ids; returns when they are in the log.
+    """Put rows, grouped by their group ids; return when they are in the log.
 
-    Advantages that are missing are the algorithm's, from the rewards of the group. Raises DataError, and puts nothing,
-    where a reward is missing for that, or the reward of a greedy answer is needed besides, where a column cannot hold
-    what a row has, and where a group is not of ``group_size`` trajectories (or of fewer, whose rows have advantages).
-    Raises DataError, too, where the Buffer refused groups: ``value`` says which rows it found faulty, by experience or
-    group id. Those groups count for nothing, and may be put again, mended; the others were taken.
+    Missing advantages are computed by the algorithm from the rewards of the group. Raises DataError, and puts nothing,
+    if that needs a missing reward or the reward of a greedy answer, if a row does not fit its columns' types, or if a
+    group has not ``group_size`` trajectories (fewer are accepted if all rows have advantages). Also raises DataError if
+    the Buffer rejected groups: ``value`` maps experience or group ids to faults. Rejected groups may be put again,
+    fixed; the others are stored.
     """
     by_group: dict[str, list[Experience]] = {}
     for row in from_batch(to_batch(rows)):  # with the columns' types
@@ -177,27 +177,27 @@ def put_groups(buffer: Any, shards: int, rows: list[Experience], algorithm: Algo
         writer = BufferWriter(buffer, shards)
         return await asyncio.gather(*(writer.put(to_batch(group), _report(group)) for group in groups))
 
-    with ThreadPoolExecutor(1) as thread:  # a notebook has an event loop of its own in this one
+    with ThreadPoolExecutor(1) as thread:  # in a notebook this thread already runs an event loop
         receipts = thread.submit(asyncio.run, put()).result()
     refused = [receipt for receipt in receipts if receipt.faults]
     if refused:
         reasons = Counter(fault.reason for receipt in refused for fault in receipt.faults)
         raise DataError(
-            f"{len(refused)} of {len(groups)} groups were refused: {', '.join(reasons)}",
+            f"{len(refused)} of {len(groups)} groups were rejected: {', '.join(reasons)}",
             field="rows",
             value={fault.experience_id: fault.reason for receipt in refused for fault in receipt.faults},
-            remedy="mend them, and put them again: the other groups were taken",
+            remedy="fix them, and put them again: the other groups were stored",
         )
 
 
 def check_size(group: list[Experience], algorithm: Algorithm, group_size: int) -> None:
-    """Raises DataError where a group has more trajectories than the stage's ``group_size``; or fewer, and advantages
-    that are still to be computed would not be those of the whole group."""
+    """Raise DataError if a group has more trajectories than the stage's ``group_size``, or fewer while its advantages
+    are still to be computed, since they would not be those of the whole group."""
     size = len({row.repeat for row in group})
     known = algorithm.advantage_is_by_token or all(row.advantages is not None for row in group)
     if size > group_size or (size < group_size and not known):
         raise DataError(
-            f"a group of {size} trajectories, where the stage's group_size is {group_size}",
+            f"a group has {size} trajectories, but the stage's group_size is {group_size}",
             field="group_id",
             value=group[0].group_id,
             remedy="put whole groups of that size; smaller ones only with advantages",
@@ -205,8 +205,8 @@ def check_size(group: list[Experience], algorithm: Algorithm, group_size: int) -
 
 
 def complete(group: list[Experience], algorithm: Algorithm) -> list[Experience]:
-    """The rows of one group with advantages; see `put_groups`."""
-    from rayrft.buffer.feedback import with_advantages  # with it comes torch
+    """Return the rows of one group with advantages; see `put_groups`."""
+    from rayrft.buffer.feedback import with_advantages  # imports torch
 
     if not algorithm.advantage_is_by_token and all(row.advantages is not None for row in group):
         return group
@@ -215,10 +215,10 @@ def complete(group: list[Experience], algorithm: Algorithm) -> list[Experience]:
         return DataError(problem, field="group_id", value=group[0].group_id, remedy=remedy)
 
     if any(row.reward is None for row in group):
-        raise fault("a row has no reward from which advantages could be computed", "score it")
+        raise fault("a row has no reward to compute advantages from", "score the row")
     if algorithm.needs_greedy_baseline:
         raise fault(
-            f"advantage {algorithm.advantage!r} needs the reward of a greedy answer, which no row is",
+            f"advantage {algorithm.advantage!r} needs the reward of a greedy answer, which rows cannot provide",
             "put rows with advantages",
         )
     return with_advantages(group, algorithm)

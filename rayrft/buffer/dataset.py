@@ -22,22 +22,22 @@ from rayrft.experience import SCHEMA, Experience, from_batch, to_batch, unpack
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _DEADLINE_S = 300.0
-"""Blocks that left the object store are read back from the log before a Buffer answers."""
+"""Long, because the Buffer may have to read freed blocks back from the log before it answers."""
 _Parts = list[tuple[Ref, np.ndarray]]
 
 
 def dataset(
     buffer: Any, store: str = "usual", *, columns: Sequence[str] | None = None, where: Any = None
 ) -> ray.data.Dataset:
-    """The rows that a store holds now, as a lazy Ray Dataset with columns of ``experience.SCHEMA``.
+    """Return the current rows of a store as a lazy Ray Dataset with columns of ``experience.SCHEMA``.
 
     ``buffer`` is the actor's handle; ``store`` is ``usual`` (own rows that wait for training or are being trained) or
     ``expert/<name>``; ``columns`` are those to read, all by default; ``where`` is a ``pyarrow.compute.Expression``
-    over columns that hold one value a row, selected or not. What happens to the store afterwards does not change the
-    dataset: it keeps its blocks in the object store, for as long as it and the Buffer live. Reading asks for no CPU of
-    the cluster; other operations of Ray Data do, and wait where a run has left less than their ``num_cpus``.
+    over scalar columns, selected or not. Later changes of the store do not change the dataset, which keeps its blocks
+    in the object store as long as it and the Buffer live. Reading reserves no CPU of the cluster; other operations of
+    Ray Data do, and wait until ``num_cpus`` are free beside the run.
 
-    Raises DataError for a store or column that there is not, and for a condition that is none.
+    Raises DataError for an unknown store or column, and for an invalid condition.
     """
     selection = Selection(SCHEMA, columns, where)
     source = _BlockSource(answer(buffer.partition.remote(store)), selection)
@@ -45,18 +45,18 @@ def dataset(
 
 
 def load_dataset(buffer: Any, rows: ray.data.Dataset | pa.Table | list[Experience], name: str) -> int:
-    """Make rows the demonstrations ``name``, in their order, in place of what was there.
+    """Replace the demonstrations ``name`` by these rows, in their order; return their number.
 
     A Ray Dataset or a table has the columns of ``experience.SCHEMA``, such as those of :func:`dataset` and of
-    ``demonstrations.rows.from_dataset``. Own rows become expert rows, so that what a run found can be imitated. Gives
-    their number; raises DataError when there are none, a column is missing, or a row is faulty.
+    ``demonstrations.rows.from_dataset``. Own rows become expert rows, so that a run's answers can be imitated. Raises
+    DataError if there are no rows, a column is missing, or a row is invalid.
     """
     if not _NAME.fullmatch(name):
         raise DataError(
-            "demonstrations cannot have this name",
+            "not a valid name of demonstrations",
             field="name",
             value=name,
-            remedy="use letters, digits, '_', '-' and '.', and begin with a letter or a digit",
+            remedy="use letters, digits, '_', '-' and '.', starting with a letter or a digit",
         )
     if isinstance(rows, ray.data.Dataset):
         message = ray.remote(num_cpus=0)(_gather).remote(_blocks(rows), name)
@@ -67,13 +67,13 @@ def load_dataset(buffer: Any, rows: ray.data.Dataset | pa.Table | list[Experienc
 
 
 def newest(buffer: Any, count: int) -> list[Experience]:
-    """The ``count`` own rows that finished last of those that are held, the last one first."""
+    """Return the ``count`` held own rows that finished last, the latest first."""
     parts = answer(buffer.partition.remote("usual"))
     return answer(ray.remote(num_cpus=0)(_newest).remote(parts, count))
 
 
 class _BlockSource(Datasource):
-    """Reads packed blocks of the object store: one task each. A reference in a task keeps the block there."""
+    """Reads packed blocks of the object store, one task per block. A task's reference keeps its block there."""
 
     def __init__(self, parts: _Parts, selection: Selection) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class _BlockSource(Datasource):
         self._selection = selection
 
     def __len__(self) -> int:
-        # A task without a block gives an empty dataset its schema.
+        # An empty dataset needs one task for its schema.
         return max(1, len(self._parts))
 
     def estimate_inmemory_data_size(self) -> int | None:
@@ -90,7 +90,7 @@ class _BlockSource(Datasource):
     def get_read_tasks(
         self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
     ) -> list[ReadTask]:
-        del parallelism, data_context  # a block is what there is to read at once
+        del parallelism, data_context  # always one task per block
         reads = [partial(_read, [part], self._selection) for part in self._parts] or [
             partial(_read, [], self._selection)
         ]
@@ -113,7 +113,7 @@ def _read(parts: _Parts, selection: Selection) -> Iterable[pa.Table]:
 
 
 def _blocks(dataset: ray.data.Dataset) -> list[Any]:
-    """References to the blocks, in the dataset's own order: Ray Data hands them on as they finish, unless told to."""
+    """Return references to the blocks in the dataset's order, which Ray Data does not preserve by default."""
     options = dataset.context.execution_options
     before, options.preserve_order = options.preserve_order, True
     try:
@@ -123,20 +123,20 @@ def _blocks(dataset: ray.data.Dataset) -> list[Any]:
 
 
 def _gather(blocks: list[Any], name: str) -> pa.Buffer:
-    """In a task: the blocks as one message of demonstrations."""
+    """Pack blocks into one message of demonstrations; runs in a task."""
     return _message((ray.get(block) for block in blocks), name)
 
 
 def _message(tables: Iterable[pa.Table], name: str) -> pa.Buffer:
     field = f"demonstrations.{name}"
-    made = [conform(table, field) for table in tables if len(table)]
-    if not made:
+    conformed = [conform(table, field) for table in tables if len(table)]
+    if not conformed:
         raise DataError("there are no rows", field=field, remedy="give a dataset that is not empty")
-    return expert_message(pa.concat_tables(made))
+    return expert_message(pa.concat_tables(conformed))
 
 
 def _newest(parts: _Parts, count: int) -> list[Experience]:
-    """In a task: times of all rows are looked at, and nothing else of rows that are not among the newest."""
+    """Find the newest rows; runs in a task. Reads only the times of the others."""
     batches = [unpack(ray.get(ref)) for ref, _ in parts]
     places = [(block, row) for block, (_, rows) in enumerate(parts) for row in rows.tolist()]
     times = [
@@ -149,9 +149,9 @@ def _newest(parts: _Parts, count: int) -> list[Experience]:
 
 
 def answer(call: Any) -> Any:
-    """What an actor or a task gives. Errors of ours are raised as they were, without Ray's wrappings.
+    """Return the result of an actor call or a task; a RayrftError is raised without Ray's wrappers.
 
-    Raises ActorDied when the actor is gone, and RayrftError when nothing comes.
+    Raises ActorDied if the actor has died, and RayrftError if there is no answer within `_DEADLINE_S`.
     """
     try:
         return ray.get(call, timeout=_DEADLINE_S)
@@ -161,8 +161,8 @@ def answer(call: Any) -> Any:
             cause = cause.cause
         raise (cause if isinstance(cause, RayrftError) else error) from None
     except RayActorError as error:
-        raise ActorDied(str(error).splitlines()[0], field="buffer", remedy="the run's summary says more") from None
+        raise ActorDied(str(error).splitlines()[0], field="buffer", remedy="see the run's summary.json") from None
     except GetTimeoutError:
         raise RayrftError(
-            f"no answer for {_DEADLINE_S:g} s", field="buffer", remedy="look at it in the Ray dashboard, and try again"
+            f"no answer for {_DEADLINE_S:g} s", field="buffer", remedy="check it in the Ray dashboard, and try again"
         ) from None

@@ -1,4 +1,4 @@
-"""Everything that can happen to the Buffer's state, as records: what is applied in memory is what the journal says."""
+"""Events that change the Buffer's state. The same events are applied in memory and written to the journal."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from rayrft.buffer.schedule import StagePlan
 
 @dataclass(frozen=True)
 class GroupReport:
-    """What a producer says of a finished group, kept or not: the source of the step's rollout metrics."""
+    """A producer's report on a finished group, kept or dropped: the source of the step's rollout metrics."""
 
     rows: int = 0
     reward_sum: float = 0.0
-    """Over rows of known reward."""
+    """Over rows with known rewards."""
     scored: int = 0
     tokens: int = 0
     truncated: int = 0
-    """Rows cut at max_tokens."""
+    """Rows truncated at max_tokens."""
 
     def __add__(self, other: GroupReport) -> GroupReport:
         return GroupReport(
@@ -35,24 +35,24 @@ class GroupReport:
 
 @dataclass(frozen=True)
 class StoredGroup:
-    """A group that passed the door. Its rows are ``row`` .. ``row + rows`` of the segment."""
+    """A group that was stored. Its rows are ``row`` .. ``row + rows`` of the segment."""
 
     key: int
-    """64 bits of its id's hash."""
+    """64-bit hash of its id."""
     digest: int
-    """Of what was put, where it came without a ticket; else 0."""
+    """Checksum of a group put without a ticket; else 0."""
     row: int
     rows: int
     tokens: int
     nbytes: int
     version: int
-    """Oldest weights that any of its tokens was sampled under."""
+    """Oldest weight version among its tokens."""
     score: float
-    """What its priority rests on."""
+    """Score for its priority."""
     sequence: int | None
-    """Of its ticket."""
+    """Sequence number of its ticket."""
     dropped: dict[str, int]
-    """By reason, rows that were sampled and are not among those stored."""
+    """Rows that were sampled and not stored, by reason."""
     report: GroupReport
 
 
@@ -71,7 +71,7 @@ class StageOpened:
 
 @dataclass(frozen=True)
 class StageResumed:
-    """The stage is open again, as it was; what may have changed is what it asks for each step."""
+    """The stage is open again in its old state; the plan's numbers may have changed."""
 
     plan: StagePlan
     event: Literal["stage_resumed"] = "stage_resumed"
@@ -84,9 +84,9 @@ class StageClosed:
 
 @dataclass(frozen=True)
 class Admitted:
-    """A request for tickets was answered: with none where ``count`` is 0, for no more come.
+    """A request for tickets was answered, with none if ``count`` is 0.
 
-    ``tasks`` are those that the tickets came with: recovery draws them again and compares."""
+    ``tasks`` are those of the tickets: recovery draws them again and compares."""
 
     producer: str
     call: int
@@ -97,7 +97,7 @@ class Admitted:
 
 @dataclass(frozen=True)
 class Abandoned:
-    """The producer is gone: its tickets go to the next who asks."""
+    """The producer is abandoned: its tickets are issued to the next request."""
 
     producer: str
     event: Literal["abandoned"] = "abandoned"
@@ -105,7 +105,7 @@ class Abandoned:
 
 @dataclass(frozen=True)
 class Stored:
-    """Groups are in the segment of shard ``shard`` that now has this extent."""
+    """Groups were stored in the segment of shard ``shard`` that now has this extent."""
 
     shard: int
     extent: Extent
@@ -115,20 +115,20 @@ class Stored:
 
 @dataclass(frozen=True)
 class Dropped:
-    """A group of which no row was stored."""
+    """A group was dropped without storing any row."""
 
     sequence: int | None
     dropped: dict[str, int]
     report: GroupReport
     key: int | None = None
     digest: int = 0
-    """Of a group that came and was refused."""
+    """Checksum of a rejected group without a ticket."""
     event: Literal["dropped"] = "dropped"
 
 
 @dataclass(frozen=True)
 class TaskFailed:
-    """A task that gave no rows."""
+    """A task gave no rows."""
 
     sequence: int
     reason: str
@@ -140,7 +140,7 @@ class Leased:
     step: int
     slots: list[int]
     weights: list[float]
-    """Importance weight of each group."""
+    """Importance weights of the groups."""
     expert: list[int]
     event: Literal["leased"] = "leased"
 
@@ -149,17 +149,17 @@ class Leased:
 class Acked:
     step: int
     scores: dict[int, float] = field(default_factory=dict)
-    """By slot, where training told a group's score."""
+    """New scores by slot, if training reported any."""
     event: Literal["acked"] = "acked"
 
 
 @dataclass(frozen=True)
 class Blamed:
-    """Training failed on one of these: groups, by slot, and demonstrations, by row."""
+    """Training failed on one of these groups (by slot) and demonstrations (by row)."""
 
     step: int
     life: str
-    """Of the run."""
+    """Life of the run."""
     slots: list[int]
     expert: list[int]
     event: Literal["blamed"] = "blamed"
@@ -167,7 +167,7 @@ class Blamed:
 
 @dataclass(frozen=True)
 class Covered:
-    """A checkpoint holds the work of all steps before ``step``."""
+    """A checkpoint covers all steps before ``step``."""
 
     step: int
     event: Literal["covered"] = "covered"
@@ -181,11 +181,11 @@ class Requeued:
 
 @dataclass(frozen=True)
 class RolledBack:
-    """The trainer starts again at ``step``: what was leased from there on is to be trained again."""
+    """The trainer restarts at ``step``: leases from there on are trained again."""
 
     step: int
     life: str
-    """Of the trainer, or with ``whole_run`` of the run."""
+    """Life of the trainer, or with ``whole_run`` of the run."""
     whole_run: bool = False
     event: Literal["rolled_back"] = "rolled_back"
 
@@ -205,14 +205,14 @@ class Evicted:
 
 @dataclass(frozen=True)
 class Moved:
-    """These groups were written again, one behind another from row ``row`` of the extent's segment on."""
+    """Groups were rewritten contiguously from row ``row`` of the extent's segment."""
 
     shard: int
     extent: Extent
     slots: list[int]
     row: int
     score: float | None = None
-    """Given where feedback changed the rows."""
+    """New score if feedback changed the rows."""
     event: Literal["moved"] = "moved"
 
 
@@ -236,18 +236,18 @@ class FeedbackNoted:
 
 @dataclass(frozen=True)
 class Loaded:
-    """Demonstrations lie in the file ``expert-<name>-<crc>.arrow``, of this extent."""
+    """Demonstrations are stored in the file ``expert-<name>-<crc>.arrow`` of this extent."""
 
     name: str
     extent: Extent
     unit: int = 1
-    """Rows that belong together: 2 for preference pairs."""
+    """Rows per unit: 2 for preference pairs."""
     event: Literal["loaded"] = "loaded"
 
 
 @dataclass(frozen=True)
 class ProducersEnded:
-    """No more groups will come."""
+    """No more groups will arrive."""
 
     reason: str
     event: Literal["producers_ended"] = "producers_ended"
@@ -278,17 +278,17 @@ Event = (
     | ProducersEnded
 )
 
-# A reward that is not a number is rejected with its row, but the report that counts it comes here.
+# Rows with non-finite rewards are rejected, but reports may contain such rewards.
 _config = ConfigDict(ser_json_inf_nan="constants")
 _adapter: TypeAdapter[Any] = TypeAdapter(Annotated[Event, Field(discriminator="event")], config=_config)
 
 
 def encode(event: Event) -> bytes:
-    """An event as one line of JSON."""
+    """Encode an event as one line of JSON."""
     return _adapter.dump_json(event)
 
 
 def decode(line: bytes) -> Event:
-    """The event of a line."""
+    """Decode an event from a line. Raises pydantic's ValidationError."""
     event: Event = _adapter.validate_json(line)
     return event

@@ -1,6 +1,6 @@
-"""Demonstrations: rows under a name, in a file of their own, drawn in whole epochs.
+"""Demonstrations: named sets of rows, one file per set, drawn in whole epochs.
 
-What is loaded in place of others gets another file: a lease of before asks for the rows that it had.
+A replacement is written to another file, because earlier leases still need the old rows.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from rayrft.experience import SCHEMA
 
 @dataclass(frozen=True)
 class ExpertBlock:
-    """Demonstrations in the object store, and the tokens of each row."""
+    """Demonstrations in the object store, and their numbers of tokens by row."""
 
     ref: Ref
     tokens: np.ndarray
 
 
 class ExpertBlocks:
-    """The demonstrations of a run; ``book`` says which there are."""
+    """The demonstrations of a run, as listed in ``meta``."""
 
     def __init__(self, storage: Storage, meta: Metadata) -> None:
         self._storage = storage
@@ -44,7 +44,7 @@ class ExpertBlocks:
         return extent
 
     async def get(self, name: str, extent: Extent) -> ExpertBlock:
-        """The demonstrations of that name, read from their file where they are not in the object store."""
+        """Return the demonstrations of that name, read from their file if they are not in the object store."""
         import ray
 
         file = expert_file(name, extent)
@@ -55,25 +55,25 @@ class ExpertBlocks:
         return self._blocks[file]
 
     async def names(self, name: str, extent: Extent) -> list[str]:
-        """The experience ids of the demonstrations, row by row."""
+        """Return the experience ids of the demonstrations by row."""
         batch = await asyncio.to_thread(read_rows, self._storage, expert_file(name, extent), extent)
         return batch.column("experience_id").to_pylist()
 
     async def whole(self, store: str) -> tuple[Ref, np.ndarray]:
-        """The demonstrations of ``expert/<name>`` that are drawn from now, all of them. Raises DataError for a store
-        that there is not."""
+        """Return the block and row indices of the current demonstrations in ``expert/<name>``. Raises DataError for an
+        unknown store."""
         name = store.removeprefix("expert/")
         if name not in self._metadata.experts:
-            known = ["usual", *(f"expert/{each}" for each in self._metadata.experts)]
+            known = ["usual", *(f"expert/{expert}" for expert in self._metadata.experts)]
             raise DataError("no such store", field="store", value=store, remedy=f"one of {known}")
         block = await self.get(name, self._metadata.experts[name].extent)
         return block.ref, np.arange(len(block.tokens))
 
     async def sweep(self) -> None:
-        """Delete demonstrations that others took the place of, once no lease has any of them."""
+        """Delete replaced demonstrations that no lease needs any more."""
         leases = self._metadata.leases.values()
-        needed = {expert_file(name, each.extent) for name, each in self._metadata.experts.items()}
-        needed |= {expert_file(each.demonstrations, each.extent) for each in leases if each.demonstrations}
+        needed = {expert_file(name, cursor.extent) for name, cursor in self._metadata.experts.items()}
+        needed |= {expert_file(lease.demonstrations, lease.extent) for lease in leases if lease.demonstrations}
         files = await asyncio.to_thread(self._storage.files)
         for file in files.keys() - needed:
             if file.startswith("expert-"):
@@ -82,16 +82,16 @@ class ExpertBlocks:
 
 
 def are_pairs(batch: pa.RecordBatch) -> bool:
-    """Whether demonstrations are preference pairs: every two rows are the sides of one, the chosen side first.
+    """Return whether demonstrations are preference pairs: every two rows are the sides of one, the chosen side first.
 
-    Raises DataError where some are and others are not.
+    Raises DataError if only some are.
     """
     names, chosen = batch.column("pair_id").to_pylist(), batch.column("chosen").to_pylist()
     if not any(names):
         return False
     if names[::2] != names[1::2] or None in names or chosen != [True, False] * (len(names) // 2):
         raise DataError(
-            "some rows are sides of preference pairs, and not every two rows are one, the chosen side first",
+            "only some rows form preference pairs: every two rows must be one pair, the chosen side first",
             field="demonstrations",
             remedy="keep pairs and other rows under different names",
         )
@@ -99,10 +99,10 @@ def are_pairs(batch: pa.RecordBatch) -> bool:
 
 
 def check_pairs(name: str, unit: int, wanted: bool) -> None:
-    """Raises DataError where a stage wants pairs and has none, or has pairs and would imitate their rejected sides."""
+    """Raise DataError if a stage needs pairs and has none, or has pairs and would imitate their rejected sides."""
     if (unit == 2) != wanted:
         raise DataError(
-            "these are no preference pairs, which the stage's algorithm needs"
+            "these are not preference pairs, which the stage's algorithm needs"
             if wanted
             else "these are preference pairs, and the stage's algorithm would imitate their rejected sides",
             field="demonstrations",

@@ -1,4 +1,4 @@
-"""What is asked of stored rows: which columns, and which rows meet a condition."""
+"""Selection of columns and rows, and import and export of rows as JSONL and Parquet files."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _COMPARE: dict[str, Callable[[Any, Any], Any]] = {
 
 
 class Selection:
-    """Columns (all by default) and rows (all by default) of batches of ``schema``.
+    """A selection of columns (all by default) and rows (all by default) from batches of ``schema``.
 
-    ``where`` is a ``pyarrow.compute.Expression``. It may use columns that are not selected, but only plain ones: lists
-    and maps cannot be compared. Raises DataError for a column that there is not, and for a condition that is none.
+    ``where`` is a ``pyarrow.compute.Expression``. It may use columns that are not selected, but only scalar ones, not
+    lists or maps. Raises DataError for an unknown column, and for an invalid condition.
     """
 
     def __init__(self, schema: pa.Schema, columns: Sequence[str] | None = None, where: Any = None) -> None:
@@ -54,12 +54,12 @@ class Selection:
         return self._where is not None
 
     def apply(self, batch: pa.RecordBatch, rows: np.ndarray | None = None) -> pa.RecordBatch:
-        """The selected columns of those of ``rows`` (ascending; all by default) that meet the condition."""
+        """Return the selected columns of those ``rows`` (ascending; all by default) that meet the condition."""
         if self.filters:
             rows = np.arange(batch.num_rows) if rows is None else rows
             plain = pa.Table.from_batches([batch.select(self._plain)]).take(pa.array(rows))
             met = plain.append_column(_PLACE, pa.array(np.arange(len(rows)))).filter(self._where).column(_PLACE)
-            # The filter runs on several threads and does not promise an order.
+            # The multi-threaded filter does not guarantee an order.
             rows = rows[np.sort(met.to_numpy())]
         selected = batch.select(self.schema.names)
         return selected if rows is None or len(rows) == batch.num_rows else selected.take(pa.array(rows))
@@ -74,18 +74,18 @@ class Selection:
                 raise DataError(
                     "no such column to filter by", field="where", value=name, remedy=nearest(name, self._plain)
                 ) from None
-            raise DataError(f"not a condition on rows: {problem}", field="where", value=str(self._where)) from None
+            raise DataError(f"not a valid condition: {problem}", field="where", value=str(self._where)) from None
 
 
 def plain_columns(schema: pa.Schema) -> list[str]:
-    """Names of the columns that hold one value a row, which conditions are about."""
+    """Return the names of the scalar columns, which conditions may use."""
     return [field.name for field in schema if not pa.types.is_nested(field.type)]
 
 
 def parse_condition(text: str, schema: pa.Schema) -> Any:
-    """``COLUMN OP VALUE`` as a ``pyarrow.compute.Expression``, with OP one of = != < <= > >= and contains.
+    """Parse ``COLUMN OP VALUE`` into a ``pyarrow.compute.Expression``, with OP one of = != < <= > >= and contains.
 
-    The value is read as the column's type; text may stand in quotes. Raises DataError, which shows the text.
+    The value is cast to the column's type; text may be quoted. Raises DataError with the text.
     """
     match = _CONDITION.fullmatch(text)
     if match is None:
@@ -99,7 +99,7 @@ def parse_condition(text: str, schema: pa.Schema) -> Any:
     kind = schema.field(name).type
     if operator == "contains":
         if not pa.types.is_string(kind):
-            raise DataError(f"column {name!r} holds no text", field="where", value=text, remedy="use = != < <= > >=")
+            raise DataError(f"column {name!r} is not text", field="where", value=text, remedy="use = != < <= > >=")
         return pc.match_substring(pc.field(name), _unquoted(value))
     try:
         scalar = pa.scalar(_unquoted(value), pa.string()).cast(kind)
@@ -126,19 +126,19 @@ _MAPS = [field.name for field in SCHEMA if pa.types.is_map(field.type)]
 
 
 def glance(row: Experience) -> dict[str, Any]:
-    """What a person asks of a row first; ``versions`` are those of the weights that gave its tokens, ascending."""
-    said = {role: [turn.get("content") for turn in row.turns if turn.get("role") == role] for role in _ROLES}
-    question = said["user"][0] if said["user"] else None
-    answer = said["assistant"][-1] if said["assistant"] else None
+    """Summarise a row for display; ``versions`` are the weight versions of its tokens, ascending."""
+    contents = {role: [turn.get("content") for turn in row.turns if turn.get("role") == role] for role in _ROLES}
+    question = contents["user"][0] if contents["user"] else None
+    answer = contents["assistant"][-1] if contents["assistant"] else None
     versions = sorted({span.version for span in row.weight_versions})
     return dict(zip(GLANCE, (row.experience_id, row.reward, question, answer, row.labels, versions), strict=True))
 
 
 def check_path(path: Path, field: str) -> None:
-    """Raises DataError unless the name says how rows are written."""
+    """Raise DataError unless the file name has a supported suffix."""
     if path.suffix not in _SUFFIXES:
         raise DataError(
-            "the name does not say how to write rows",
+            "unsupported file type",
             field=field,
             value=str(path),
             remedy=f"give a name that ends in {' or '.join(_SUFFIXES)}",
@@ -146,10 +146,10 @@ def check_path(path: Path, field: str) -> None:
 
 
 def write_file(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> int:
-    """Write rows to a JSONL or Parquet file, whole or not at all; gives their number.
+    """Write rows to a JSONL or Parquet file atomically; return their number.
 
-    In JSONL maps are objects. ``turns`` are chat messages then: the file is one of demonstrations, too, with
-    ``demonstrations.<name>: {path: …, messages: turns}`` in a config, which makes tokens anew.
+    In JSONL maps are objects and ``turns`` are chat messages, so the file can also be used as demonstrations, with
+    ``demonstrations.<name>: {path: …, messages: turns}`` in a config, which tokenises them again.
     """
     check_path(path, "file")
     partial = path.with_name(f".{path.name}.partial")
@@ -162,7 +162,7 @@ def write_file(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch])
             f"cannot be written: {error.strerror or error}",
             field="file",
             value=str(path),
-            remedy="choose another place, or make room",
+            remedy="choose another folder, or free disk space",
         ) from None
     finally:
         partial.unlink(missing_ok=True)
@@ -170,10 +170,10 @@ def write_file(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch])
 
 
 def read_file(path: Path, where: Any = None) -> pa.Table:
-    """The rows of a JSONL or Parquet file that :func:`write_file` wrote, with ``experience.SCHEMA``; of these, the ones
-    that meet the condition ``where``, a ``pyarrow.compute.Expression``.
+    """Read a JSONL or Parquet file of :func:`write_file`, with ``experience.SCHEMA``; only the rows that meet the
+    condition ``where``, a ``pyarrow.compute.Expression``.
 
-    Raises DataError when there is no such file, a line is broken, the rows are not experiences, or none meets it.
+    Raises DataError if there is no such file, a line is broken, the rows are not experiences, or none meets it.
     """
     rows, chosen = _read_file(path), Selection(SCHEMA, where=where)
     if not chosen.filters:
@@ -206,22 +206,22 @@ def _read_file(path: Path) -> pa.Table:
 
 
 def conform(table: pa.Table, field: str) -> pa.Table:
-    """Rows as a table of ``experience.SCHEMA``; other columns are left out.
+    """Convert rows to a table of ``experience.SCHEMA``, without other columns.
 
-    Raises DataError, with ``field``, when a column is missing, or holds what it cannot.
+    Raises DataError, with ``field``, if a column is missing or has values of a wrong type.
     """
     _check_columns(set(table.schema.names), field)
     table = table.select(SCHEMA.names)
     try:
         made = table.cast(SCHEMA)
     except (pa.ArrowException, ValueError):
-        # Functions on single rows in Ray Data give lists of pairs for maps, and objects for what Arrow cannot say.
+        # Ray Data's functions on single rows return maps as lists of pairs, and Python objects for other types.
         return _from_python(table.to_pylist(), field)
     return _checked(made, field)
 
 
 def expert_message(table: pa.Table) -> pa.Buffer:
-    """Rows of ``experience.SCHEMA`` as one packed message of demonstrations, wherever they came from."""
+    """Pack rows of ``experience.SCHEMA`` from any source into one message of demonstrations."""
     changes = {
         "source": pa.repeat(pa.scalar("expert"), len(table)),
         "uses": pa.repeat(pa.scalar(0, pa.int32()), len(table)),
@@ -247,7 +247,7 @@ def _from_python(rows: list[dict[str, Any]], field: str) -> pa.Table:
 
 
 def _pairs(value: Any) -> Any:
-    """A map as Arrow takes it: pairs are tuples, or objects with key and value."""
+    """Convert a map for Arrow: pairs become tuples, or objects with key and value."""
     if value is None or isinstance(value, dict):
         return value
     return [pair if isinstance(pair, dict) else tuple(pair) for pair in value]
@@ -265,15 +265,15 @@ def _check_columns(names: set[str], field: str) -> None:
 
 
 def _checked(table: pa.Table, field: str) -> pa.Table:
-    for place, each in enumerate(SCHEMA):
-        column = table.column(place)
-        if pa.types.is_floating(each.type):
-            # Numpy and pandas, which Ray Data hands rows on in, have no other way to say that there is no number.
-            table = table.set_column(place, each, pc.if_else(pc.is_nan(column), pa.scalar(None, each.type), column))
-        within = pa.types.is_list(each.type) and pc.list_flatten(column).null_count
-        if within or (not each.nullable and column.null_count):
+    for place, column_field in enumerate(SCHEMA):
+        column, kind = table.column(place), column_field.type
+        if pa.types.is_floating(kind):
+            # Numpy and pandas, in which Ray Data passes rows, represent missing numbers as NaN.
+            table = table.set_column(place, column_field, pc.if_else(pc.is_nan(column), pa.scalar(None, kind), column))
+        within = pa.types.is_list(kind) and pc.list_flatten(column).null_count
+        if within or (not column_field.nullable and column.null_count):
             raise DataError(
-                f"column {each.name!r} has empty places",
+                f"column {column_field.name!r} has missing values",
                 field=field,
                 remedy=_WHOLE,
             )

@@ -1,4 +1,4 @@
-"""Feedback of people and environments on rows that are in the Buffer already."""
+"""Feedback of people and environments on rows in the Buffer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rayrft.experience import LEFT_OUT, Experience, from_batch, to_batch
 
 
 class Feedback:
-    """Changes rows before they are trained. Rows on disk stay as they are: the group is written again, changed."""
+    """Changes rows before they are trained. Rows on disk are immutable: the changed group is written again."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -33,11 +33,11 @@ class Feedback:
             "".join([experience_id, *labels, *labels.values()]).encode()
         except UnicodeEncodeError as error:
             raise DataError(f"not valid Unicode: {error.reason}", field="feedback", value=error.object) from None
-        async with self._store.moving:
+        async with self._store.move_lock:
             slot = self._find(experience_id)
             if self._ready(slot):
                 moved = await self._rewrite(slot, experience_id, reward, labels)
-                # While it was being written, a step may have taken the group as it was.
+                # A step may have leased the unchanged group meanwhile.
                 if self._ready(slot):
                     return await self._store.commit(*moved)
             await self._refuse(slot, experience_id, reward, labels)
@@ -93,22 +93,22 @@ class Feedback:
 def change(
     rows: list[Experience], experience_id: str, reward: float | None, labels: dict[str, str], plan: StagePlan
 ) -> list[Experience]:
-    """A group with feedback on one of its rows, its advantages computed anew where the reward changed; the list itself
-    where the row says so already.
+    """Apply feedback to one row of a group, and recompute the group's advantages if the reward changed; return ``rows``
+    itself if nothing changed.
 
-    Raises DataError when the row is not there, a reward is not a number, or advantages take more than the rows.
+    Raises DataError if there is no such row, if the reward is not finite, or if the advantages need other rewards, too.
     """
     places = [place for place, row in enumerate(rows) if row.experience_id == experience_id]
     if not places:
         known = f"its rows: {[row.experience_id for row in rows]}"
         raise DataError("its group has no such row", field="experience_id", value=experience_id, remedy=known)
-    was = rows[places[0]]
-    said, reward = was.labels | labels, was.reward if reward is None else float(np.float32(reward))
-    if (said, reward) == (was.labels, was.reward):
+    old = rows[places[0]]
+    merged, reward = old.labels | labels, old.reward if reward is None else float(np.float32(reward))
+    if (merged, reward) == (old.labels, old.reward):
         return rows
-    row = dataclasses.replace(was, labels=said, reward=reward)
+    row = dataclasses.replace(old, labels=merged, reward=reward)
     rows = [*rows[: places[0]], row, *rows[places[0] + 1 :]]
-    if reward != was.reward:
+    if reward != old.reward:
         rows = _recomputed(rows, plan)
     if faults := find_faults(to_batch(rows)):
         raise DataError(next(iter(faults.values())), field="feedback", value=reward)
@@ -116,12 +116,12 @@ def change(
 
 
 def _recomputed(rows: list[Experience], plan: StagePlan) -> list[Experience]:
-    """The rows with the stage's advantages, if it has any.
+    """Return the rows with the stage's advantages, if it has any.
 
-    Raises DataError where they take more than the group's rows, and ConfigError where their function is only in a
-    plug-in, which the Buffer does not load.
+    Raises DataError if they need more than the group's rows, and ConfigError if their function is in a plug-in, which
+    the Buffer does not load.
     """
-    # Here, not above: torch takes seconds to load, and most Buffers never see feedback.
+    # Imported here because torch takes seconds to load, and most Buffers never get feedback.
     from rayrft.algorithms import Algorithm
     from rayrft.buffer.feedback import with_advantages
 
@@ -136,8 +136,8 @@ def _recomputed(rows: list[Experience], plan: StagePlan) -> list[Experience]:
         )
     if algorithm.compares_answers and any(LEFT_OUT in row.metrics for row in rows):
         raise DataError(
-            "a reward cannot be changed: the stage's advantages compare it with those of answers that were cut, which "
-            "are not in the Buffer",
+            "a reward cannot be changed: the stage's advantages compare it with those of truncated answers, which are "
+            "not in the Buffer",
             field="feedback",
             value=plan.advantage,
             remedy="give labels only, or use another reward.truncated than mask",
@@ -148,11 +148,10 @@ def _recomputed(rows: list[Experience], plan: StagePlan) -> list[Experience]:
 def with_advantages(
     rows: list[Experience], algorithm: Algorithm, greedy_reward: float | None = None
 ) -> list[Experience]:
-    """The rows of one group with the algorithm's advantages, from their rewards (none counts as 0): the same on every
-    action token of a row or, where the algorithm looks at turns, of a turn. None where a critic gives them: the trainer
-    computes those from rewards.
+    """Compute the algorithm's advantages of one group from its rewards (a missing one counts as 0).
 
-    Raises ValueError where the algorithm needs ``greedy_reward`` and there is none.
+    They are equal on all action tokens of a row or, if the algorithm uses turns, of a turn. They are None if a critic
+    is needed: the trainer computes those. Raises ValueError if the algorithm needs ``greedy_reward`` and it is None.
     """
     if algorithm.advantage_is_by_token:
         return [replace(row, advantages=None) for row in rows]
@@ -164,4 +163,4 @@ def with_advantages(
         rewards = torch.tensor([row.reward or 0.0 for row in rows], dtype=torch.float64)
         values = algorithm.group_advantages(rewards, Group(greedy_reward)).tolist()
         found = [row.action_mask * np.float32(value) for row, value in zip(rows, values, strict=True)]
-    return [replace(row, advantages=each) for row, each in zip(rows, found, strict=True)]
+    return [replace(row, advantages=values) for row, values in zip(rows, found, strict=True)]

@@ -1,4 +1,4 @@
-"""What the Buffer keeps in memory of every group: numpy columns, one entry a group."""
+"""In-memory metadata of the Buffer's groups: numpy columns, one entry per group."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rayrft.buffer.events import StoredGroup
 
 
 class GroupStatus(IntEnum):
-    """Where a group stands. Held are those that are ready or leased."""
+    """Status of a slot's group. Ready and leased groups are held."""
 
     FREE = 0
-    """No group has this slot."""
+    """The slot is empty."""
     READY = 1
     LEASED = 2
     TRAINED = 3
@@ -26,7 +26,7 @@ class GroupStatus(IntEnum):
 _COLUMNS: dict[str, type] = {
     "status": np.int8,
     "key": np.uint64,
-    "digest": np.uint32,  # of what was put without a ticket
+    "digest": np.uint32,  # of a group put without a ticket
     "sequence": np.int64,  # of its ticket, or -1
     "order": np.int64,  # of its arrival
     "shard": np.int16,
@@ -44,7 +44,7 @@ _COLUMNS: dict[str, type] = {
 
 
 class GroupTable:
-    """Columns by slot. A slot is given to a group for as long as its rows are on the disk, then to another."""
+    """Columns by slot. A group keeps its slot while its rows are on disk; then the slot is reused."""
 
     status: np.ndarray
     key: np.ndarray
@@ -77,11 +77,11 @@ class GroupTable:
         return len(self._slots)
 
     def find(self, key: int) -> int | None:
-        """The slot of a group whose rows are on the disk."""
+        """Return the slot of a group whose rows are on disk, or None."""
         return self._slots.get(key)
 
     def add(self, group: StoredGroup, shard: int, segment: int, order: int) -> int:
-        """Gives the slot: the lowest that is free, so that a journal read again gives the same."""
+        """Add a group; return its slot, the lowest free one, so that replaying the journal gives the same slots."""
         if not self._free:
             self._grow()
         slot = heapq.heappop(self._free)
@@ -100,7 +100,7 @@ class GroupTable:
         return slot
 
     def set_status(self, slot: int, status: GroupStatus) -> None:
-        """Change where a group stands, and the sums of what is held with it."""
+        """Change the status of a group, and update the sums over held groups."""
         was = int(self.status[slot] in (GroupStatus.READY, GroupStatus.LEASED))
         now = int(status in (GroupStatus.READY, GroupStatus.LEASED))
         self.status[slot] = status
@@ -109,30 +109,30 @@ class GroupTable:
         self.live[self.place(slot)] += now - was
 
     def place(self, slot: int) -> tuple[int, int]:
-        """Shard and segment of a group's rows."""
+        """Return the shard and segment of a group's rows."""
         return int(self.shard[slot]), int(self.segment[slot])
 
     def move(self, slot: int, shard: int, segment: int, row: int) -> None:
-        """The group's rows lie elsewhere now."""
+        """Update the location of a group's rows."""
         held = int(self.status[slot] in (GroupStatus.READY, GroupStatus.LEASED))
         self.live[self.place(slot)] -= held
         self.shard[slot], self.segment[slot], self.row[slot] = shard, segment, row
         self.live[shard, segment] += held
 
     def forget(self, slots: np.ndarray) -> None:
-        """The rows of these groups are not on the disk any more."""
+        """Remove groups whose rows were deleted from disk."""
         for slot in slots.tolist():
             del self._slots[int(self.key[slot])]
             self.status[slot] = GroupStatus.FREE
             heapq.heappush(self._free, slot)
 
     def where(self, *statuses: GroupStatus) -> np.ndarray:
-        """Slots of the groups that stand so, in order of arrival."""
+        """Return the slots with any of these statuses, in order of arrival."""
         slots = np.flatnonzero(np.isin(self.status, statuses))
         return slots[np.argsort(self.order[slots], kind="stable")]
 
     def rows_held(self) -> int:
-        """Counted anew: what `held_rows` must be."""
+        """Recount the held rows, which must equal `held_rows`."""
         return int(self.rows[np.isin(self.status, (GroupStatus.READY, GroupStatus.LEASED))].sum())
 
     @property
@@ -142,12 +142,12 @@ class GroupTable:
         return columns + self._slots.__sizeof__() + 64 * len(self._slots)  # an entry's two integers
 
     def to_table(self) -> pa.Table:
-        """The columns, for a snapshot."""
+        """Return the columns for a snapshot."""
         return pa.table({name: getattr(self, name) for name in _COLUMNS})
 
     @classmethod
     def from_table(cls, table: pa.Table) -> GroupTable:
-        """The table of a snapshot."""
+        """Build the table from a snapshot."""
         self = cls()
         for name in _COLUMNS:
             setattr(self, name, table.column(name).to_numpy().copy())

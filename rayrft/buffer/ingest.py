@@ -1,4 +1,4 @@
-"""Groups on their way in: who sends them, what is refused, and what is told of it."""
+"""Ingestion of groups: their producers, validation, and receipts."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from rayrft.buffer.validation import Fault, Limits
 
 
 class Producers:
-    """The producers that are attached, by name."""
+    """The attached producers by name."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._watching: dict[str, asyncio.Task[None]] = {}
 
     def attach(self, producer: str, actor: Any) -> None:
-        """Watch a producer from now on, by its handle."""
+        """Start watching a producer by its handle."""
         if (watching := self._watching.pop(producer, None)) is not None:
             watching.cancel()
         self._watching[producer] = asyncio.create_task(self._watch(producer, actor))
 
     async def detach(self, producer: str) -> None:
-        """The producer is done; after the last one no more rows come."""
+        """Detach a finished producer; after the last one no more rows are expected."""
         if (watching := self._watching.pop(producer, None)) is not None:
             watching.cancel()
         if not self._watching:
@@ -56,7 +56,7 @@ _OF_A_FAULTY_GROUP = "another row of its group is faulty"
 
 
 class Arrivals:
-    """Takes what producers put, within the limits of the run's model."""
+    """Stores the groups that producers put, after validation against the model's limits."""
 
     def __init__(self, store: Store, retention: Retention, limits: Limits) -> None:
         self._store = store
@@ -76,7 +76,7 @@ class Arrivals:
         await self._store.commit(*events)
         for i in self._changed(entries, keys):
             faults[i] = [Fault(entries[i].group_id, _OTHER_ROWS)]
-        # A group that comes again has used its ticket; another one of that name has not.
+        # A repeated group has used its ticket; another group with the same id has not.
         if used := [i for i, entry in enumerate(entries) if entry.sequence in state.meta.outstanding]:
             await self._store.commit(*(_refused(entries[i], keys[i], {_USED_ID: entries[i].rows}) for i in used))
             faults |= {i: [Fault(entries[i].group_id, _USED_ID)] for i in used}
@@ -85,14 +85,14 @@ class Arrivals:
     async def _store_groups(
         self, entries: list[Entry], keys: list[int], wanted: list[int], payload: list[Any]
     ) -> tuple[list[e.Event], dict[int, list[Fault]]]:
-        """Write the rows of groups that are wanted; gives what the journal is to say of them, and their faults."""
-        # A group with a ticket was given its room when it was admitted.
+        """Write the rows of the wanted groups; return their events for the journal, and their faults."""
+        # Room for a group with a ticket was reserved at its admission.
         if self._store.config.when_full != "wait" or any(entries[i].ticket is None for i in wanted):
             rows, nbytes = sum(entries[i].rows for i in wanted), sum(entries[i].nbytes for i in wanted)
             await self._retention.make_room(rows, nbytes, _ROOM_DEADLINE_S)
         shard = shard_of(entries[0].group_id, len(self._store.shards))
         message = payload[0] if shard or isinstance(payload[0], pa.Buffer) else await payload[0]
-        # What is missing of a group of the Explorer is made up for by another group; who else puts groups mends them.
+        # Groups with tickets may lose invalid rows; other producers fix a group and put it again, so it must be whole.
         whole = [i for i in wanted if entries[i].ticket is None]
         limits = replace(self._limits, version=self._store.state.newest_version)
         sync = self._store.config.fsync == "always"
@@ -109,22 +109,22 @@ class Arrivals:
         return events, {i: found for i, found in done.faults.items() if i in wanted}
 
     def _changed(self, entries: list[Entry], keys: list[int]) -> list[int]:
-        """Groups that are here with other rows."""
+        """Return the indices of groups that are stored with other rows."""
         groups = self._store.state.groups
         slots = [groups.find(key) if entry.ticket is None else None for entry, key in zip(entries, keys, strict=True)]
         return [i for i, slot in enumerate(slots) if slot is not None and groups.digest[slot] != entries[i].digest]
 
 
 def _refused(entry: Entry, key: int, reasons: dict[str, int]) -> e.Dropped:
-    """A group of which nothing was stored, with its rows by reason."""
+    """Return the event for a rejected group, with its rows by reason."""
     dropped = {**entry.dropped, **{f"rejected: {reason}": rows for reason, rows in reasons.items()}}
-    # Who put a group that counts for nothing puts it again, mended: rewards that are no numbers are told no one.
+    # The producer puts a rejected group without a ticket again, fixed: its report is counted then.
     report = entry.report if entry.ticket is not None else e.GroupReport()
     return e.Dropped(entry.sequence, dropped, report, key, entry.digest)
 
 
 def _stored_group(entry: Entry, key: int, done: Appended, place: int) -> e.StoredGroup:
-    """The ``place``-th group that was appended, as the journal keeps it."""
+    """Return the journal's entry for the ``place``-th appended group."""
     numbers, faults = done.numbers, done.faults.get(done.groups[place], [])
     return e.StoredGroup(
         key=key,

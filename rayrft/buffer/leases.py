@@ -1,4 +1,4 @@
-"""Leases: the rows of a step, dealt to the ranks, and who waits for them."""
+"""Leases: the batch of a step, split among the ranks, and the wait for its groups."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from rayrft.waits import Waits
 
 def balance(sizes: list[int], parts: int) -> list[list[int]]:
     """Partition items into ``parts`` lists of nearly equal total size, by the largest differencing method
-    (Karmarkar and Karp 1982). Returns the indices of each part; deterministic.
+    (Karmarkar and Karp 1982). Returns the indices by part; deterministic.
 
-    Where there are at least as many items as parts, no part is empty. Raises ValueError for fewer parts than one.
+    No part is empty if there are at least as many items as parts. Raises ValueError if ``parts`` < 1.
     """
     if parts < 1:
         raise ValueError(f"parts must be at least 1, got {parts}")
@@ -48,7 +48,7 @@ def balance(sizes: list[int], parts: int) -> list[list[int]]:
 
 
 def _fill_empty(parts: list[list[int]]) -> list[list[int]]:
-    """A part can stay empty beside one huge item: it gets an item of the part that has most."""
+    """Move an item from the longest part to every empty one; one huge item can leave a part empty."""
     for part in parts:
         if not part:
             donor = max(parts, key=len)
@@ -58,9 +58,9 @@ def _fill_empty(parts: list[list[int]]) -> list[list[int]]:
 
 
 @dataclass(frozen=True)
-class Part:
-    """Rows of one block; ``weights`` are the importance weights of these rows, and ``alone`` says which of them are to
-    stand in a micro-batch by themselves, so that it is known which one a step fails on."""
+class BlockRows:
+    """Rows of one block with their importance ``weights``. Rows marked ``alone`` get a micro-batch of their own, so
+    that a failing step identifies the row it failed on."""
 
     ref: Ref
     rows: np.ndarray
@@ -70,33 +70,33 @@ class Part:
 
 @dataclass(frozen=True)
 class BatchShare:
-    """One rank's part of a batch: the rows of its mini-batches, one after the other; ``rows`` counts those of each."""
+    """One rank's part of a batch: the rows of its mini-batches, concatenated; ``rows`` counts them by mini-batch."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[BlockRows, ...]
     tokens: int
     rows: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Lease:
-    """A step's batch, dealt to ranks, and what is known of it before it is trained."""
+    """A step's batch, split among the ranks, with its statistics before training."""
 
     step: int
     draw: int
-    """By which it is told from another lease of the same step, where that was given back."""
+    """Distinguishes it from a returned lease of the same step."""
     shares: tuple[BatchShare, ...]
     usual_rows: int
     expert_rows: int
     staleness: tuple[int, ...]
-    """Of each group: trainer version less its oldest token version."""
+    """Trainer version minus oldest token version, by group."""
     rollouts: GroupReport
-    """Everything that was sampled since the last lease, kept or dropped."""
+    """Sum over all rows sampled since the last lease, kept or dropped."""
     waited_s: float
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What goes to one rank as a whole: a group, a demonstration, or a preference pair."""
+    """Rows that must go to the same rank: a group, a demonstration, or a preference pair."""
 
     ref: Ref
     row: int
@@ -107,42 +107,42 @@ class Unit:
 
 
 def deal(units: list[Unit], world_size: int, mini_batches: int = 1) -> tuple[BatchShare, ...]:
-    """Shares of nearly equal tokens, each in the order in which the units are given, however these lie in blocks.
+    """Split units into shares of nearly equal tokens, keeping their order within a share.
 
-    Every ``mini_batches``-th unit belongs to the same mini-batch, and each mini-batch is balanced by itself.
+    Every ``mini_batches``-th unit belongs to the same mini-batch, and every mini-batch is balanced separately.
     """
     dealt: list[list[list[Unit]]] = [[] for _ in range(world_size)]
     for number in range(mini_batches):
         some = units[number::mini_batches]
         for rank, items in enumerate(balance([unit.tokens for unit in some], world_size)):
             dealt[rank].append([some[item] for item in items])
-    return tuple(_share(each) for each in dealt)
+    return tuple(_share(rank) for rank in dealt)
 
 
 def _share(mini_batches: list[list[Unit]]) -> BatchShare:
     parts = []
-    units = [unit for each in mini_batches for unit in each]
+    units = [unit for mini_batch in mini_batches for unit in mini_batch]
     for ref, run in groupby(units, key=lambda unit: unit.ref):
         block = list(run)
         rows = np.concatenate([np.arange(unit.row, unit.row + unit.rows, dtype=np.int32) for unit in block])
         counts = [unit.rows for unit in block]
         weights = np.repeat(np.array([unit.weight for unit in block], np.float32), counts)
-        parts.append(Part(ref, rows, weights, np.repeat([unit.alone for unit in block], counts)))
-    sizes = tuple(sum(unit.rows for unit in each) for each in mini_batches)
+        parts.append(BlockRows(ref, rows, weights, np.repeat([unit.alone for unit in block], counts)))
+    sizes = tuple(sum(unit.rows for unit in mini_batch) for mini_batch in mini_batches)
     return BatchShare(tuple(parts), sum(unit.tokens for unit in units), sizes)
 
 
-_WHY = {
-    "deadline": "look at why rollouts do not arrive: engines too slow, or every group filtered (no variance of reward, "
+_REMEDIES = {
+    "deadline": "check why rollouts do not arrive: engines too slow, or every group filtered (no reward variance, "
     "prompts too long)",
-    "end_of_data": "the tasks or the producers came to their end: raise tasks.epochs, or train fewer steps",
-    "producer_died": "start it again; what it had put is kept",
+    "end_of_data": "the tasks are exhausted or the producers have finished: raise tasks.epochs, or train fewer steps",
+    "producer_died": "restart the producer; the groups it put are kept",
     "stage_closed": "the stage ended while a step waited",
 }
 
 
 class Leasing:
-    """Hands out each step's batch, one step at a time, and the same one whenever it is asked for again."""
+    """Leases the batches of steps, one step at a time; a repeated request gets the same batch."""
 
     def __init__(self, store: Store, experts: ExpertBlocks) -> None:
         self._store = store
@@ -158,10 +158,10 @@ class Leasing:
             if record is None:
                 if step < self._store.state.meta.checkpointed_step:
                     raise RayrftError(
-                        "the batch of the step is gone, for a checkpoint holds its work",
+                        "the batch of the step was deleted, because a checkpoint covers it",
                         field="buffer.lease",
                         value=step,
-                        remedy=f"go on from a checkpoint of step {self._store.state.meta.checkpointed_step} or later",
+                        remedy=f"resume from a checkpoint of step {self._store.state.meta.checkpointed_step} or later",
                     )
                 await self._store.commit(await self._next(step, deadline_s))
                 record = self._store.state.meta.leases[step]
@@ -170,7 +170,7 @@ class Leasing:
         return await self._deal(record, world_size, time.monotonic() - started)
 
     def scores(self, record: LeaseRecord, value_errors: dict[str, float]) -> dict[int, float]:
-        """New scores of groups of the lease, by slot."""
+        """Return the new scores of the lease's groups by slot."""
         if self._store.config.sampler.score != "td_error":
             return {}
         check_scores(np.array(list(value_errors.values())), "the trainer's report")
@@ -183,48 +183,48 @@ class Leasing:
         if record is None or record.acked:
             return await self._store.commit()
         keys = {int(self._store.state.groups.key[slot]): slot for slot in record.slots}
-        slots = {keys[key] for name in experience_ids for key in map(group_key, _beginnings(name)) if key in keys}
+        slots = {keys[key] for name in experience_ids for key in map(group_key, _prefixes(name)) if key in keys}
         expert: list[int] = []
         if record.demonstrations is not None:
             names = await self._experts.names(record.demonstrations, record.extent)
-            sides = [record.expert[at : at + record.unit] for at in range(0, len(record.expert), record.unit)]
-            expert = [row for unit in sides for row in unit if any(names[each] in experience_ids for each in unit)]
+            units = [record.expert[at : at + record.unit] for at in range(0, len(record.expert), record.unit)]
+            expert = [row for unit in units for row in unit if any(names[other] in experience_ids for other in unit)]
         await self._store.commit(e.Blamed(step, life, sorted(slots), sorted(set(expert))))
 
     async def _next(self, step: int, deadline_s: float) -> e.Leased:
         store, meta = self._store, self._store.state.meta
         if meta.plan is None:
             raise RayrftError(
-                "no stage is open", field="buffer.lease", value=step, remedy="open one first: a run does so itself"
+                "no stage is open", field="buffer.lease", value=step, remedy="open a stage first, as a run does"
             )
         if meta.replaying:
-            # Who asks for a step that was never leased has repeated all that were, whatever weights it published.
+            # A request for a step that was never leased shows that all leased steps have been repeated.
             await store.commit(e.Advanced(meta.version))
         drawn: list[e.Leased] = []
         seen, loop = self._ready(), asyncio.get_running_loop()
 
         def ready() -> bool:
             nonlocal seen
-            if (now := self._ready()) != seen:  # groups that come and are dropped bring the step no nearer
+            if (now := self._ready()) != seen:  # groups that arrive and are dropped are no progress
                 self.waits.progressed("groups")
                 limit.reschedule(loop.time() + deadline_s)
                 seen = now
             if (lease := self._draw(step)) is not None:
                 drawn.append(lease)
-            return bool(drawn) or self._hopeless() is not None
+            return bool(drawn) or self._end_reason() is not None
 
         try:
-            with self.waits.on("groups", lambda: f"step {step}: {self._have()}; {self._lost()}"):
+            with self.waits.on("groups", lambda: f"step {step}: {self._available()}; {self._dropped()}"):
                 async with asyncio.timeout(deadline_s) as limit:
                     await store.wait_for(ready)
         except TimeoutError:
             raise self._ended("deadline", step, f"for {deadline_s:g} s none came of") from None
         if not drawn:
-            raise self._ended(self._hopeless() or "deadline", step, "no more can come of")
+            raise self._ended(self._end_reason() or "deadline", step, "no more can arrive of the")
         return drawn[0]
 
     def _draw(self, step: int) -> e.Leased | None:
-        """The batch of the step from what is there, or None where it has to wait."""
+        """Draw the batch of the step from the ready groups; None if it has to wait."""
         state, meta = self._store.state, self._store.state.meta
         plan = meta.plan
         assert plan is not None  # checked by the caller
@@ -244,12 +244,12 @@ class Leasing:
         expert = meta.experts[plan.demonstrations].peek(plan.expert_rows) if plan.demonstrations else []
         return e.Leased(step, slots, weights, expert)
 
-    def _hopeless(self) -> str | None:
-        """Why a batch that is not there will not come, where that is certain."""
+    def _end_reason(self) -> str | None:
+        """Return why no batch can be drawn any more; None if one still can."""
         meta = self._store.state.meta
         if not meta.open:
             return "stage_closed"
-        # What an earlier stage left under way, or came too late, fills no batch.
+        # Outstanding groups of an earlier stage, or too late ones, cannot fill a batch.
         awaited = meta.outstanding.keys() & meta.schedule.running.keys() if meta.schedule is not None else ()
         return None if awaited else meta.ended
 
@@ -257,32 +257,32 @@ class Leasing:
         meta = self._store.state.meta
         assert meta.plan is not None
         return LeaseEnded(
-            f"{what} {meta.plan.groups} groups for step {step}: {self._have()}; {self._lost()}",
+            f"{what} {meta.plan.groups} groups for step {step}: {self._available()}; {self._dropped()}",
             field="buffer.lease",
             value=reason,
-            remedy=_WHY[reason],
+            remedy=_REMEDIES[reason],
         )
 
     def _ready(self) -> int:
-        """So many groups can be drawn now, or wait for those before them."""
+        """Return the number of groups that are ready."""
         state = self._store.state
         return len(state.meta.schedule.ready) if isinstance(state.meta.schedule, Schedule) else state.eligible
 
-    def _have(self) -> str:
-        """What there is of groups for the next step."""
+    def _available(self) -> str:
+        """Describe the groups available for the next step."""
         meta = self._store.state.meta
         if isinstance(meta.schedule, Schedule):
             return f"{self._ready()} ready, {len(meta.schedule.running)} running"
         return f"{self._ready()} in the pool, {len(meta.outstanding)} running"
 
-    def _lost(self) -> str:
+    def _dropped(self) -> str:
         ledger = self._store.state.meta.ledger
         return f"rows dropped so far {dict(ledger.dropped)}, tasks {dict(ledger.dropped_tasks)}"
 
     async def _deal(self, record: LeaseRecord, world_size: int, waited_s: float) -> Lease:
         groups = self._store.state.groups
         weights = dict(zip(record.slots, record.weights, strict=True))
-        # In order of arrival: then it is the same after a restart, however blocks were cut and groups were moved.
+        # In order of arrival, which does not change when the store is reopened or groups are moved.
         slots = sorted(record.slots, key=lambda slot: int(groups.order[slot]))
         blocks = await self._store.blocks(slots)
         units = [
@@ -312,7 +312,7 @@ class Leasing:
         )
 
 
-def _beginnings(experience_id: str) -> list[str]:
-    """What may be the id of the row's group."""
+def _prefixes(experience_id: str) -> list[str]:
+    """Return the prefixes of a row's id, one of which is its group's id."""
     parts = experience_id.split("/")
     return ["/".join(parts[:length]) for length in range(1, len(parts) + 1)]

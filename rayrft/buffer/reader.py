@@ -1,4 +1,4 @@
-"""The state that a log speaks of, read by whoever wants to look: nothing is locked, cut off or written."""
+"""Read-only access to a Buffer's log; nothing is locked, truncated or written."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _ATTEMPTS = 5
 
 @dataclass(frozen=True)
 class Reading:
-    """A log's state when it was read. ``torn_bytes`` lie in its files and do not count: a crash left them behind, or a
-    live Buffer is just writing them."""
+    """A log's state when it was read. ``torn_bytes`` are uncommitted bytes in its files, left by a crash or just being
+    written by a live Buffer."""
 
     state: State
     torn_bytes: int
@@ -41,7 +41,7 @@ class Reading:
 def read_state(storage: Storage, sampler: SamplerConfig, seed: int) -> Reading:
     """Read a log's journal; ``sampler`` and ``seed`` are those of its run.
 
-    Raises StorageError when there is no log, it has another schema version, or its journal is damaged.
+    Raises StorageError if there is no log, it has another schema version, or its journal is damaged.
     """
     recovered = _read_journal(storage)
     state = State(sampler, seed, None)
@@ -51,19 +51,19 @@ def read_state(storage: Storage, sampler: SamplerConfig, seed: int) -> Reading:
         apply(state, event)
     if not state.meta.run:
         raise StorageError(
-            "no Buffer has written here", field=storage.location, remedy="give the folder of a run that has begun"
+            "no Buffer has written here", field=storage.location, remedy="give the folder of a started run"
         )
     if state.meta.schema != SCHEMA_VERSION:
         raise StorageError(
             f"the log has schema version {state.meta.schema}; this rayrft reads {SCHEMA_VERSION}",
             field=storage.location,
-            remedy="read it with the rayrft that wrote it; its segments open with plain pyarrow",
+            remedy="read it with the version of rayrft that wrote it; its segments are plain Arrow files",
         )
     return Reading(state, recovered.torn_bytes + _uncommitted_bytes(storage, state))
 
 
 def _read_journal(storage: Storage) -> Recovered:
-    """A live Buffer may begin a new journal and delete the old one at any time: then it is read again."""
+    """Read the journal; retry if a live Buffer starts a new one and deletes the old one meanwhile."""
     for _ in range(_ATTEMPTS):
         before = _snapshots(storage)
         try:
@@ -88,7 +88,7 @@ def _snapshots(storage: Storage) -> list[str]:
 
 
 def _uncommitted_bytes(storage: Storage, state: State) -> int:
-    """Bytes of segments that the journal does not speak of."""
+    """Count the bytes of segments that are not in the journal."""
     total = 0
     for shard in {0, *state.meta.extents}:
         extents = state.meta.extents.get(shard, {})
@@ -107,15 +107,13 @@ ARCHIVE_SCHEMA = pa.schema(
     ],
     SCHEMA.metadata,
 )
-"""An experience, what became of it (ready, leased, trained or dropped; null for demonstrations), the step that it was
-last taken for (null before it was trained), and the file that holds it. ``uses`` counts the steps that trained on it.
-"""
+"""An experience, its group's status (ready, leased, trained or dropped; null for demonstrations), the step that last
+trained on it (null if none), and its file. ``uses`` counts the steps that trained on it."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A row, its columns beyond those of an experience as in :data:`ARCHIVE_SCHEMA`, and what was said of it too late
-    to be trained."""
+    """A row, its additional columns of :data:`ARCHIVE_SCHEMA`, and the feedback that came after it was trained."""
 
     experience: Experience
     store: str
@@ -126,10 +124,10 @@ class Found:
 
 
 class Archive:
-    """What the log at ``location`` held when this was made; nothing in it is changed or locked.
+    """The contents of the log at ``location`` when this was created; nothing in it is changed or locked.
 
-    ``sampler`` and ``seed`` are those that the run was configured with. Raises StorageError when there is no log, it
-    has another schema version, or its journal is damaged.
+    ``sampler`` and ``seed`` are those in the run's config. Raises StorageError if there is no log, it has another
+    schema version, or its journal is damaged.
     """
 
     def __init__(self, location: str, sampler: SamplerConfig, seed: int = 0) -> None:
@@ -138,11 +136,11 @@ class Archive:
         self._seed = seed
         self._reading = read_state(self._storage, sampler, seed)
         self.damaged: dict[str, int] = {}
-        """Rows passed over in files that cannot be read, by file."""
+        """Number of rows skipped in unreadable files, by file."""
 
     @classmethod
     def of_run(cls, folder: Path) -> Archive:
-        """The log of the run in this folder, which may have been moved since. Raises ConfigError, too."""
+        """Open the log of the run in this folder, which may have been moved. Raises ConfigError, too."""
         config = load_config(folder / "config.yaml")
         location = config.buffer_location if config.buffer.storage else str(folder / "buffer")
         return cls(location, config.buffer.sampler, config.seed)
@@ -153,16 +151,16 @@ class Archive:
         return ["usual", *(f"expert/{name}" for name in self._state.meta.experts)]
 
     def stats(self) -> dict[str, Any]:
-        """The ledger of own rows; rows and bytes by store; and what a crash left behind that does not count."""
+        """Return the ledger of own rows, the rows and bytes by store, and the uncommitted bytes."""
         meta, groups = self._state.meta, self._state.groups
         counted: Counter[str] = Counter()
         for status, rows in zip(groups.status.tolist(), groups.rows.tolist(), strict=True):
             if status != GroupStatus.FREE:
                 counted[GroupStatus(status).name.lower()] += rows
-        log_bytes = sum(each.nbytes for shard in meta.extents.values() for each in shard.values())
+        log_bytes = sum(extent.nbytes for shard in meta.extents.values() for extent in shard.values())
         experts = {
-            f"expert/{name}": {"rows": each.extent.rows, "bytes": each.extent.nbytes, "drawn": each.drawn}
-            for name, each in meta.experts.items()
+            f"expert/{name}": {"rows": cursor.extent.rows, "bytes": cursor.extent.nbytes, "drawn": cursor.drawn}
+            for name, cursor in meta.experts.items()
         }
         return {
             "run": meta.run,
@@ -185,11 +183,11 @@ class Archive:
         where: Any = None,
         skip_damaged: bool = False,
     ) -> Iterator[pa.RecordBatch]:
-        """The rows of a store that are on the disk, whatever became of them, file by file.
+        """Iterate over the rows of a store on disk, with any status, file by file.
 
-        ``columns`` are some of :data:`ARCHIVE_SCHEMA`; ``where`` is a ``pyarrow.compute.Expression`` over those that
-        hold one value a row. Raises DataError for a store or column that there is not, and StorageError, which names
-        the file, at one that is missing or damaged; with ``skip_damaged`` it is passed over and noted in `damaged`.
+        ``columns`` are some of :data:`ARCHIVE_SCHEMA`; ``where`` is a ``pyarrow.compute.Expression`` over scalar
+        columns. Raises DataError for an unknown store or column, and StorageError, which names the file, if one is
+        missing or damaged; with ``skip_damaged`` it is skipped and recorded in `damaged`.
         """
         selection = Selection(ARCHIVE_SCHEMA, columns, where)
         if store not in self.stores:
@@ -198,14 +196,14 @@ class Archive:
         return (selected for batch in parts if (selected := selection.apply(batch)).num_rows)
 
     def find(self, experience_id: str) -> Found:
-        """A row by its id, of whichever store. Raises DataError when none has it, StorageError as `rows` does."""
-        said = tuple(each for each in self._state.meta.late_feedback if each.experience_id == experience_id)
+        """Find a row by its id in any store. Raises DataError if there is none, StorageError as `rows` does."""
+        late = tuple(note for note in self._state.meta.late_feedback if note.experience_id == experience_id)
         for store, batch in self._candidates(experience_id):
             for row, found in enumerate(batch.column("experience_id").to_pylist()):
                 if found == experience_id:
                     one = batch.slice(row, 1)
                     group_status, step, segment = (one.column(name)[0].as_py() for name in ARCHIVE_SCHEMA.names[-3:])
-                    return Found(from_batch(one)[0], store, group_status, step, segment, said)
+                    return Found(from_batch(one)[0], store, group_status, step, segment, late)
         raise DataError(
             "no row of this id is in the log",
             field="experience_id",
@@ -218,7 +216,7 @@ class Archive:
         return self._reading.state
 
     def _usual(self, skip_damaged: bool) -> Iterator[pa.RecordBatch]:
-        """Segment by segment; every group once, wherever a live Buffer moves it meanwhile."""
+        """Iterate by segment; every group is read once, even if a live Buffer moves it meanwhile."""
         given: set[int] = set()
         while True:
             state = self._state
@@ -228,7 +226,7 @@ class Archive:
                 except StorageError as error:
                     self._read_again()
                     if segment not in self._state.meta.extents.get(shard, {}):
-                        break  # a live Buffer deleted it; groups that it kept lie elsewhere now
+                        break  # deleted by a live Buffer, which has moved the groups it kept
                     self._pass_over(error, int(state.groups.rows[slots].sum()), skip_damaged)
                 else:
                     yield batch
@@ -256,7 +254,7 @@ class Archive:
             except StorageError as error:
                 self._read_again()
                 if self._state.meta.experts[name].extent != extent:
-                    continue  # others were loaded in their place
+                    continue  # replaced by a later load
                 self._pass_over(error, extent.rows, skip_damaged)
             else:
                 unknown = pa.nulls(batch.num_rows)
@@ -264,7 +262,7 @@ class Archive:
             return
 
     def _candidates(self, experience_id: str) -> Iterator[tuple[str, pa.RecordBatch]]:
-        """Where a row of this id may be: in the group that its id begins with, or among demonstrations."""
+        """Iterate over batches that may contain the row: its group's, found by id prefix, then demonstrations."""
         state, parts = self._state, experience_id.split("/")
         for length in range(len(parts), 0, -1):
             if (slot := state.groups.find(group_key("/".join(parts[:length])))) is not None:
@@ -283,7 +281,7 @@ class Archive:
 
 
 def _by_segment(groups: GroupTable, given: set[int]) -> Iterator[tuple[tuple[int, int], np.ndarray]]:
-    """Slots of the groups whose keys are not among those given, by shard and segment, in the order of their rows."""
+    """Iterate over the slots of groups whose keys are not in ``given``, by shard and segment, ordered by row."""
     left = (groups.status != GroupStatus.FREE) & ~np.isin(groups.key, np.fromiter(given, np.uint64))
     slots = np.flatnonzero(left)
     slots = slots[np.lexsort((groups.row[slots], groups.segment[slots], groups.shard[slots]))]
@@ -294,7 +292,7 @@ def _by_segment(groups: GroupTable, given: set[int]) -> Iterator[tuple[tuple[int
 
 
 def _extended(batch: pa.RecordBatch, segment: str, group_status: Any, trained_step: Any, uses: Any) -> pa.RecordBatch:
-    """Rows with the columns of :data:`ARCHIVE_SCHEMA`."""
+    """Extend rows to the columns of :data:`ARCHIVE_SCHEMA`."""
     more = {
         "uses": uses,
         "group_status": group_status,

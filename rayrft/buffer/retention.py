@@ -1,4 +1,4 @@
-"""Bounds: what happens when the Buffer is full, and what leaves the disk."""
+"""Bounds of the Buffer: waiting or eviction when it is full, and trimming of the log."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from rayrft.buffer.store import Store
 from rayrft.errors import RayrftError
 
 _EVICT_SHARE = 0.01
-"""Evictions go in batches of this share of the bound: choosing the lowest of many costs a look at all."""
+"""Share of the bound that is evicted at once, since choosing the lowest priorities scans all groups."""
 _SPARSE = 0.5
-"""A segment of which less than this share of the rows is held is worth writing again."""
+"""A segment with less than this share of held rows is rewritten."""
 
 
 class Retention:
@@ -23,11 +23,11 @@ class Retention:
 
     @property
     def full(self) -> bool:
-        """Whether not one more row has room."""
+        """Whether there is no room for another row."""
         return self._excess(1, 0) > 0
 
     async def make_room(self, rows: int, nbytes: int, deadline_s: float) -> None:
-        """Wait, or evict, until so much more can be held. Raises RayrftError when there is no room in time."""
+        """Wait, or evict, until there is room for this many rows and bytes. Raises RayrftError at the deadline."""
         config = self._store.config
         if config.when_full == "wait":
             try:
@@ -39,13 +39,13 @@ class Retention:
                     f"{held.held_bytes} bytes are held",
                     field="buffer.max_rows",
                     value=config.max_rows,
-                    remedy="train on what is there, raise max_rows or max_bytes, or let when_full evict",
+                    remedy="train on the held rows, raise max_rows or max_bytes, or let when_full evict",
                 ) from None
         elif self._excess(rows, nbytes) > 0:
             await self._evict(rows, nbytes)
 
     async def release(self, slots: list[int]) -> None:
-        """Blocks of segments in which no group is held any more leave the object store."""
+        """Free the object-store blocks of segments in which no group is held any more."""
         groups = self._store.state.groups
         done = {groups.place(slot) for slot in slots}
         for shard, segment in done:
@@ -53,24 +53,24 @@ class Retention:
                 await self._store.shards.call(shard, "release", [segment])
 
     async def trim(self) -> None:
-        """Bring the log within its bound: delete segments that hold nothing, oldest first; then rewrite sparse ones."""
+        """Bring the log within its bound: delete unneeded segments, oldest first; then rewrite sparse ones."""
         if self._store.log_bytes <= self._store.config.log_bytes:
             return
-        async with self._store.moving:
+        async with self._store.move_lock:
             await self._delete_dead()
             if self._store.log_bytes > self._store.config.log_bytes:
                 await self._rewrite_sparse()
                 await self._delete_dead()
 
     async def move(self, shard: int, slots: list[int]) -> None:
-        """Write groups again behind all others."""
+        """Rewrite groups at the end of the log."""
         spans = [self._store.span(slot) for slot in slots]
         sync = self._store.config.fsync == "always"
         extent, row = await self._store.shards.call(shard, "rewrite", spans, sync=sync)
         await self._store.commit(e.Moved(shard, extent, slots, row))
 
     def _excess(self, rows: int, nbytes: int) -> float:
-        """By how much held rows, with so many more, are above a bound, as a share of it."""
+        """Return by how much held rows and bytes plus these exceed a bound, as a share of it."""
         config, groups = self._store.config, self._store.state.groups
         return max((groups.held_rows + rows) / config.max_rows, (groups.held_bytes + nbytes) / config.max_bytes) - 1
 
@@ -93,14 +93,14 @@ class Retention:
             await self.release(gone)
 
     def _priority(self, slots: np.ndarray) -> np.ndarray:
-        """What the priority sampler would weigh them by, as a logarithm."""
+        """Compute the log of the priority sampler's weights."""
         sampler, groups = self._store.config.sampler, self._store.state.groups
         age = groups.version[slots] / sampler.tau if sampler.tau else 0.0
         used = groups.uses[slots] * np.log(sampler.use_decay)
         return sampler.alpha * np.log(np.maximum(groups.score[slots], 1e-6)) + used + age
 
     def _needed(self) -> set[tuple[int, int]]:
-        """Segments with groups that are held, or that a trainer which starts again would ask for."""
+        """Return the segments with groups that are held, or that a restarted trainer would lease again."""
         groups, meta = self._store.state.groups, self._store.state.meta
         held = {place for place, count in groups.live.items() if count}
         return held | {groups.place(slot) for lease in meta.leases.values() for slot in lease.slots}

@@ -1,9 +1,9 @@
-"""How a batch is drawn from a pool of groups.
+"""Samplers, which draw batches from a pool of groups.
 
-A group is known by its slot, a small number that is used again after the group has left. A sampler holds no rows and
-does not know why groups come and go: too old ones are removed by its owner. What it draws depends on its seed, on the
-number of draws before, and on the groups it holds, but not on the way it came to hold them: rebuilt from what is known
-of each group, it goes on as if it had never stopped. Steps and policy versions both count optimiser steps.
+A group is identified by its slot, a small number that is reused after the group has left. A sampler holds no rows, and
+its owner removes groups that are too old. A draw depends only on the seed, the number of earlier draws, and the groups
+held with their scores, versions and uses, not on the history: a rebuilt sampler continues identically. Steps and policy
+versions both count optimiser steps.
 """
 
 from __future__ import annotations
@@ -28,67 +28,67 @@ Floats = NDArray[np.float64]
 Groups = NDArray[np.void]
 
 MIN_SCORE = 1e-6
-"""Scores below count as this, so that a group of score 0 can still be drawn (epsilon of Schaul et al. 2016)."""
+"""Lower bound of scores, so that a group of score 0 can still be drawn (epsilon of Schaul et al. 2016)."""
 _SPAN = 512
 _RANGE = 960
 _NEVER = np.iinfo(np.int64).max
 _GROUP = np.dtype([("score", np.float64), ("version", np.int64), ("uses", np.int64), ("due", np.int64)])
-"""What is known of a group; ``due`` is the first step at which it may be drawn."""
+"""Record of a group; ``due`` is the first step at which it may be drawn."""
 
 
 @dataclass(frozen=True, eq=False)
 class Draw:
-    """The groups of one batch. ``slots``: ``[n]`` int64, all different. ``weights``: ``[n]`` float32, at most 1: factor
-    on the loss of each group that corrects for how it was drawn."""
+    """The groups of one batch. ``slots``: ``[n]`` int64, distinct. ``weights``: ``[n]`` float32, at most 1: importance
+    weight of every group's loss."""
 
     slots: Ints
     weights: NDArray[np.float32]
 
 
 class Sampler(Protocol):
-    """Arrays have shape ``[k]``, one entry per group; the slots of a call are all different.
+    """Protocol of samplers. Arrays have shape ``[k]``, one entry per group; the slots of a call are distinct.
 
-    Raises DataError on scores that are negative or not finite, where it uses them.
+    Raises DataError for scores that are negative or not finite, if it uses them.
     """
 
     def add(self, slots: Ints, scores: Floats, versions: Ints) -> None:
-        """Groups came into the pool, in this order; ``versions``: the oldest policy version of each."""
+        """Add groups to the pool, in this order; ``versions`` are their oldest policy versions."""
 
     def update(self, slots: Ints, scores: Floats) -> None:
-        """Scores have changed. A slot without a group stays as it is."""
+        """Change scores; slots without a group are ignored."""
 
     def remove(self, slots: Ints) -> None:
-        """Groups have left the pool. A slot without a group stays as it is."""
+        """Remove groups from the pool; slots without a group are ignored."""
 
     def used(self, slots: Ints, uses: Ints, steps: Ints | int) -> None:
-        """Groups were last drawn at these steps, and this often in all; 0 times takes a draw back."""
+        """Set the steps of the groups' last draws and their total uses; 0 uses undo a draw."""
 
     def draw(self, count: int, step: int, number: int) -> Draw | None:
-        """``count`` >= 1 groups for this step, or None while fewer are eligible; ``number`` draws were made before."""
+        """Draw ``count`` >= 1 groups for this step; None if fewer are eligible. ``number`` draws were made before."""
 
     def eligible(self, step: int) -> int:
-        """How many groups may be drawn at this step.
+        """Return the number of groups that may be drawn at this step.
 
-        Steps run forward until :meth:`rebuild`: an earlier one than was asked of before counts as that one.
+        Steps never decrease until :meth:`rebuild`: an earlier step counts as the latest one.
         """
 
     def rebuild(self, slots: Ints, scores: Floats, versions: Ints, uses: Ints, last_steps: Ints, step: int) -> None:
-        """Hold exactly these groups, given in the order in which they came, as they are known at this step.
+        """Replace all groups by these, in order of arrival, with their records at this step.
 
-        ``last_steps`` of a group that was not used yet may be any number.
+        ``last_steps`` of unused groups may be any number.
         """
 
 
 samplers: Registry[Callable[[SamplerConfig, int], Sampler]] = Registry("sampler")
-"""Name to class; it is called with the config and a seed >= 0."""
+"""Name to class, which is called with the config and a seed >= 0."""
 
 
 @samplers.register("fifo")
 class Fifo:
-    """Every group once, in the order in which they came: for producers that come without a schedule's tickets."""
+    """Draws every group once, in order of arrival, for producers without tickets."""
 
     def __init__(self, config: SamplerConfig, seed: int) -> None:
-        # Ordered, for a plain dict is slow to iterate once much was deleted at its front.
+        # A plain dict is slow to iterate after many deletions at its front.
         self._groups: OrderedDict[int, None] = OrderedDict()
         self._used: set[int] = set()
 
@@ -125,7 +125,7 @@ class Fifo:
 
 @samplers.register("uniform")
 class Uniform:
-    """Every eligible group alike, up to ``max_uses`` times each, with a rest of ``cooldown`` steps after each use."""
+    """Draws eligible groups uniformly, up to ``max_uses`` times per group, with ``cooldown`` steps between uses."""
 
     def __init__(self, config: SamplerConfig, seed: int) -> None:
         self._config = config
@@ -161,7 +161,7 @@ class Uniform:
     def draw(self, count: int, step: int, number: int) -> Draw | None:
         if self.eligible(step) < count:
             return None
-        # A generator of its own for every draw, so that none has to be saved.
+        # One generator per draw, so that no generator state has to be saved.
         slots = self._tree.draw_distinct(count, np.random.default_rng([self._seed, number]))
         return Draw(slots, self._correction(slots))
 
@@ -176,7 +176,7 @@ class Uniform:
         self.used(slots, uses, last_steps)
 
     def _clear(self) -> None:
-        from rayrft.buffer.sum_tree import SumTree  # compiled code: names of samplers are needed without it
+        from rayrft.buffer.sum_tree import SumTree  # compiled code, not needed to look up sampler names
 
         self._tree = SumTree()
         self._step = 0
@@ -192,12 +192,12 @@ class Uniform:
     def _advance(self, step: int) -> None:
         self._step = max(step, self._step)
         for due in [due for due in self._resting if due <= self._step]:
-            # Some may have left meanwhile, or rest again in another group's place: `_weigh` sees it.
+            # Slots may have been freed or reused meanwhile: `_weigh` checks their records.
             for slots in self._resting.pop(due):
                 self._weigh(slots)
 
     def _weigh(self, slots: Ints) -> None:
-        """Make the tree say of these slots what is known of them. A weight above 0 is what makes a group eligible."""
+        """Update the tree's weights of these slots from their records. Groups with a weight above 0 are eligible."""
         groups = self._groups.take(slots)
         self._tree.set(slots, np.where(groups["due"] <= self._step, self._weights(groups), 0.0))
 
@@ -212,17 +212,17 @@ class Uniform:
 class Priority(Uniform):
     """Prioritised replay (Schaul et al. 2016, arXiv:1511.05952) whose priorities age and fall with use.
 
-    ``P(i) ~ score_i^alpha * use_decay^uses_i * exp(-(now - version_i) / tau)``. What is kept is
+    ``P(i) ~ score_i^alpha * use_decay^uses_i * exp(-(now - version_i) / tau)``. Stored is
     ``exp((version_i - base) / tau)``, so that no weight changes as ``now`` grows. The base follows the step in strides
-    of 512 powers of two, so exponents stay in range, and moving it scales every weight by exactly the same factor: it
-    changes no draw. Weights below 2**-960 of the base count as that much.
+    of 512 powers of two, which keeps exponents in range; moving it scales all weights by exactly the same factor and
+    changes no draw. Weights below 2**-960 of the base are clamped to that.
 
     The correction is ``w_i = (N P(i))^-beta / max_j w_j`` over the groups drawn, with P before any was drawn and beta
     rising linearly from ``beta`` at step 0 to 1 at step ``beta_steps``.
     """
 
     def __init__(self, config: SamplerConfig, seed: int) -> None:
-        # Both in powers of two, for in these a shift of the base is exact.
+        # In powers of two, so that a shift of the base is exact.
         self._growth = 0.0 if config.tau is None else 1 / (config.tau * math.log(2))
         self._decay = math.log2(config.use_decay)
         self._base = 0
@@ -247,35 +247,35 @@ class Priority(Uniform):
         config = self._config
         beta = config.beta + (1 - config.beta) * min(1.0, self._step / config.beta_steps)
         weights = self._tree.get(slots)
-        # N and the total cancel against those of the largest correction, which the smallest weight has.
+        # N and the total cancel in the ratio to the largest correction, that of the smallest weight.
         return ((weights.min() / weights) ** beta).astype(np.float32)
 
 
 class Pool:
-    """Follows the group table. Without a sampler (while a journal is read, and where the schedule chooses) it is empty
-    and does nothing."""
+    """The ready groups of the group table in a sampler. Without one (while a journal is read, or if the schedule
+    chooses) it is empty and does nothing."""
 
     def __init__(self) -> None:
         self._sampler: Sampler | None = None
 
     def close(self) -> None:
-        """No sampler from here on."""
+        """Remove the sampler."""
         self._sampler = None
 
     def fill(self, build: Callable[[], Sampler], groups: GroupTable, clock: int) -> None:
-        """Begin with a new sampler and every group that is ready, in order of arrival."""
+        """Create a sampler and add all ready groups, in order of arrival."""
         self._sampler = build()
         self.refill(groups, clock)
 
     def refill(self, groups: GroupTable, clock: int) -> None:
-        """Hold what is ready now, in order of arrival."""
+        """Rebuild the sampler from all ready groups, in order of arrival."""
         if self._sampler is not None:
             at = groups.where(GroupStatus.READY)
             uses = groups.uses[at].astype(np.int64)
             self._sampler.rebuild(at, groups.score[at], groups.version[at], uses, groups.last_step[at], clock)
 
     def add(self, slots: list[int], groups: GroupTable) -> None:
-        """These groups are ready."""
+        """Add groups that have become ready."""
         if self._sampler is not None and slots:
             at = np.array(slots, dtype=np.int64)
             self._sampler.add(at, groups.score[at], groups.version[at])
@@ -283,19 +283,19 @@ class Pool:
                 self._sampler.used(at, groups.uses[at].astype(np.int64), groups.last_step[at])
 
     def leave(self, slots: list[int]) -> None:
-        """These groups are not ready any more."""
+        """Remove groups that are no longer ready."""
         if self._sampler is not None and slots:
             self._sampler.remove(np.array(slots, dtype=np.int64))
 
     def update(self, slot: int, score: float) -> None:
-        """The group's score changed."""
+        """Change a group's score."""
         if self._sampler is not None:
             self._sampler.update(np.array([slot]), np.array([score]))
 
     def eligible(self, clock: int) -> int:
-        """Groups that may be drawn now."""
+        """Return the number of groups that may be drawn now."""
         return 0 if self._sampler is None else self._sampler.eligible(clock)
 
     def draw(self, count: int, clock: int, number: int) -> Draw | None:
-        """The ``number``-th draw; None while there are too few."""
+        """Make the ``number``-th draw; None if there are too few groups."""
         return None if self._sampler is None else self._sampler.draw(count, clock, number)

@@ -1,8 +1,7 @@
-"""What a group is worth to a prioritised sampler, before age and use are counted.
+"""Scores of groups for the prioritised sampler, before discounts for age and use.
 
-A score function takes rows of :data:`rayrft.experience.SCHEMA` in which groups lie one after the other, and the
-row at which each begins; it gives one finite number >= 0 per group. What is null counts as absent, and a group of which
-nothing is known scores 0.
+A score function takes rows of :data:`rayrft.experience.SCHEMA`, with contiguous groups, and the first row of every
+group; it returns one finite number >= 0 per group. Nulls count as missing; a group without data scores 0.
 """
 
 from __future__ import annotations
@@ -23,17 +22,16 @@ Floats = NDArray[np.float64]
 FIELD = "buffer.sampler.score"
 
 Score = Callable[[pa.RecordBatch, Ints], Floats]
-"""Rows and ``starts`` (``[groups]`` int64, ascending from 0) to ``[groups]`` float64."""
+"""Map rows and ``starts`` (``[groups]`` int64, ascending from 0) to ``[groups]`` float64."""
 
 
 class Scores(Registry[Score]):
-    """Score functions by name. What :meth:`get` gives is checked at every call, own functions as well."""
+    """Score functions by name; results of registered and user functions are checked at every call."""
 
     def get(self, name: str, field: str | None = None) -> Score:
-        """The function of that name or at ``package.module:attribute``; it raises DataError, which names it, where it
-        does not give one finite number >= 0 per group.
+        """Return the function of that name or at ``package.module:attribute``. Raises ConfigError if there is none.
 
-        Raises ConfigError where there is none.
+        The function raises DataError with its name unless it gives one finite number >= 0 per group.
         """
         function = super().get(name, field)
 
@@ -53,11 +51,11 @@ class Scores(Registry[Score]):
 
 
 def check_scores(values: Floats, giver: str) -> None:
-    """Raises DataError, which names the giver, where one is negative or not finite."""
+    """Raise DataError, which names ``giver``, if a score is negative or not finite."""
     if values.min(initial=0) >= 0 and values.max(initial=0) < np.inf:
         return
     raise DataError(
-        f"{giver} holds a score that is negative or not finite",
+        f"{giver} has a score that is negative or not finite",
         field=FIELD,
         value=float(values[~((values >= 0) & (values < np.inf))][0]),
         remedy="give finite numbers >= 0",
@@ -69,8 +67,8 @@ scores = Scores("score")
 
 @scores.register("abs_advantage")
 def abs_advantage(batch: pa.RecordBatch, starts: Ints) -> Floats:
-    """Mean over rows of the mean size of the advantages of their action tokens: how far the group moves the policy.
-    Advantages from a critic are not known yet: all groups score 0, and the draw is uniform."""
+    """Compute the mean over rows of the mean absolute advantage of their action tokens. Advantages of a critic are not
+    known yet: all groups score 0, and the draw is uniform."""
     known = batch["advantages"].is_valid()
     rows = batch.select(["advantages", "action_mask"]).filter(known)
     action = rows["action_mask"].flatten().to_numpy().astype(bool)
@@ -82,7 +80,7 @@ def abs_advantage(batch: pa.RecordBatch, starts: Ints) -> Floats:
 
 @scores.register("reward_deviation")
 def reward_deviation(batch: pa.RecordBatch, starts: Ints) -> Floats:
-    """Standard deviation of the rewards with divisor n: 0 for one row, and where all are equal."""
+    """Compute the standard deviation of the rewards with divisor n, which is 0 for one row."""
     group, rewards = _rewards(batch, starts)
     means = _means(group, rewards, len(starts))
     return np.sqrt(_means(group, (rewards - means[group]) ** 2, len(starts)))
@@ -90,33 +88,32 @@ def reward_deviation(batch: pa.RecordBatch, starts: Ints) -> Floats:
 
 @scores.register("td_error")
 def td_error(batch: pa.RecordBatch, starts: Ints) -> Floats:
-    """By how much the critic missed the group, as the trainer reports it with each step (Schaul et al. 2016,
-    arXiv:1511.05952). A group that was not trained yet has the greatest that was ever reported, at least the 1 given
-    here, so that each is looked at."""
+    """Return 1 for new groups; the trainer later reports the critic's error as the score (Schaul et al. 2016,
+    arXiv:1511.05952). Until then a group has the largest error ever reported, at least 1, so that it is drawn once."""
     return np.ones(len(starts))
 
 
 @scores.register("failure")
 def failure(batch: pa.RecordBatch, starts: Ints) -> Floats:
-    """1 - mean reward, clipped to [0, 1]: what is not solved yet comes again."""
+    """Compute 1 - mean reward, clipped to [0, 1], so that unsolved tasks are replayed."""
     group, rewards = _rewards(batch, starts)
     return np.clip(_means(group, 1 - rewards, len(starts)), 0, 1)
 
 
 def _groups(batch: pa.RecordBatch, starts: Ints) -> Ints:
-    """The number of its group, for every row."""
+    """Return the group index of every row."""
     return np.repeat(np.arange(len(starts)), np.diff(starts, append=batch.num_rows))
 
 
 def _rewards(batch: pa.RecordBatch, starts: Ints) -> tuple[Ints, Floats]:
-    """The rewards that are known, in float64, and the group of each."""
+    """Return the group indices and values (float64) of the known rewards."""
     known = batch["reward"].is_valid().to_numpy(zero_copy_only=False)
     rewards = batch["reward"].drop_null().to_numpy().astype(np.float64)
     return _groups(batch, starts)[known], rewards
 
 
 def _means(where: Ints, values: NDArray[np.floating], size: int) -> Floats:
-    """The mean of the values at each of ``size`` places; 0 where there is none."""
+    """Compute the mean of the values by index ``where``, ``[size]``; 0 for an index without values."""
     counts = np.bincount(where, minlength=size)
     means: Floats = np.bincount(where, values, size) / np.maximum(counts, 1)
     return means

@@ -1,7 +1,6 @@
-"""The Buffer's state. It changes by events alone, so that events read from the journal lead to where they led before.
+"""The Buffer's state. It changes by events alone, so that replaying the journal's events restores it exactly.
 
-No clock, no actor, no file: what is decided elsewhere comes in as an event. What each event means is said once, in
-`rayrft.buffer.transitions`.
+It uses no clock, actor or file: decisions made elsewhere arrive as events. `rayrft.buffer.transitions` implements them.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ from rayrft.errors import StorageError
 
 @dataclass
 class Ledger:
-    """Counts rows from the moment they reach the Buffer. A row used several times is trained when it leaves."""
+    """Counts rows from their arrival in the Buffer. A row used several times counts as trained when it leaves."""
 
     sampled: int = 0
     trained: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     dropped_tasks: Counter[str] = field(default_factory=Counter)
-    """Tasks that gave no rows at all, such as those with too long a prompt."""
+    """Tasks that gave no rows, such as those with a too long prompt."""
 
     def drop(self, rows: int, reason: str) -> None:
         self.dropped[reason] += rows
 
     def check(self, held: int) -> dict[str, Any]:
-        """The counters, after asserting that they close."""
+        """Return the counters. Raises AssertionError unless sampled = trained + dropped + held."""
         if self.sampled != self.trained + self.dropped.total() + held:
             raise AssertionError(
                 f"rows are lost or doubled: sampled {self.sampled} != trained {self.trained} "
@@ -56,9 +55,9 @@ class Ledger:
 
 @dataclass
 class ExpertCursor:
-    """Draws demonstrations without replacement, in an order that is shuffled anew every epoch.
+    """Draws demonstrations without replacement, reshuffled every epoch.
 
-    ``unit`` rows that follow one another are drawn together: 2 for preference pairs.
+    ``unit`` consecutive rows are drawn together: 2 for preference pairs.
     """
 
     extent: Extent
@@ -68,14 +67,14 @@ class ExpertCursor:
     cursor: int = 0
     drawn: int = 0
     failed: list[int] = field(default_factory=list)
-    """Rows on which training failed twice: they are passed over."""
+    """Rows on which training failed twice: they are skipped."""
 
     def peek(self, count: int) -> list[int]:
-        """The next ``count`` row indices (whole units); an epoch that ends goes over into the next."""
+        """Return the next ``count`` row indices (whole units), across epoch ends."""
         return self._walk(count)[0]
 
     def advance(self, count: int) -> None:
-        """These rows are drawn."""
+        """Advance the cursor by ``count`` rows."""
         self.drawn += count
         if self.failed:
             _, self.epoch, self.cursor = self._walk(count)
@@ -84,22 +83,22 @@ class ExpertCursor:
             self.epoch += epochs
 
     def _walk(self, count: int) -> tuple[list[int], int, int]:
-        """The next ``count`` rows, and epoch and cursor behind them."""
+        """Return the next ``count`` rows, and the epoch and cursor after them."""
         rows: list[int] = []
         epoch, cursor = self.epoch, self.cursor
         while len(rows) < count and len(self.failed) < self.extent.rows:
             units = np.random.default_rng([self.seed, epoch]).permutation(self.extent.rows // self.unit)
             order = (units[:, None] * self.unit + np.arange(self.unit)).ravel()[cursor:]
-            places = np.flatnonzero(~np.isin(order, self.failed))[: count - len(rows)]
-            rows += order[places].tolist()
-            taken = int(places[-1]) + 1 if len(rows) == count else len(order)
+            valid = np.flatnonzero(~np.isin(order, self.failed))[: count - len(rows)]
+            rows += order[valid].tolist()
+            taken = int(valid[-1]) + 1 if len(rows) == count else len(order)
             epoch, cursor = (epoch, cursor + taken) if taken < len(order) else (epoch + 1, 0)
         return rows, epoch, cursor
 
 
 @dataclass
 class LeaseRecord:
-    """A step's batch: kept until a checkpoint covers the step, so that the same batch can be had again."""
+    """A step's batch, kept until a checkpoint covers the step, so that it can be leased again."""
 
     step: int
     draw: int
@@ -108,25 +107,25 @@ class LeaseRecord:
     weights: list[float]
     demonstrations: str | None
     extent: Extent
-    """Of the demonstrations as they were."""
+    """Extent of the demonstrations at the time of the lease."""
     expert: list[int]
     unit: int
-    """Demonstrations that belong together."""
+    """Demonstrations per unit: 2 for preference pairs."""
     mini_batches: int
     staleness: list[int]
     rollouts: GroupReport
     acked: bool = False
     blamed: list[int] = field(default_factory=list)
-    """Slots of groups on one of which training failed, and"""
+    """Slots of groups on one of which training failed."""
     blamed_expert: list[int] = field(default_factory=list)
-    """rows of demonstrations; since"""
+    """Demonstrations on one of which training failed."""
     blamed_in: str = ""
-    """this life of the run."""
+    """Life of the run that reported it last."""
 
 
 @dataclass(frozen=True)
 class Outstanding:
-    """A ticket that a producer has and has not reported on."""
+    """A ticket that a producer holds and has not reported on."""
 
     ticket: Ticket
     producer: str
@@ -134,60 +133,60 @@ class Outstanding:
 
 @dataclass
 class Metadata:
-    """Everything but the groups. ``run`` is the run that the log belongs to, empty before it began."""
+    """All state except the groups. ``run`` is the id of the run that the log belongs to, empty for a new log."""
 
-    __pydantic_config__ = ConfigDict(ser_json_inf_nan="constants")  # rewards that were reported may be anything
+    __pydantic_config__ = ConfigDict(ser_json_inf_nan="constants")  # reported rewards may be NaN or infinite
 
     run: str = ""
     schema: str = ""
     version: int = 0
     step: int = 0
-    """The latest that was leased."""
+    """The latest leased step."""
     plan: StagePlan | None = None
     schedule: Annotated[Schedule | ReplaySchedule, Field(discriminator="kind")] | None = None
     replaying: bool = False
-    """Whether the trainer repeats steps that it had taken before: no new groups until its weights have caught up."""
+    """Whether the trainer repeats earlier steps: no groups are admitted until its weights have caught up."""
     checkpointed_step: int = 0
-    """Batches of steps before this one are not kept."""
+    """Batches of steps before this one are deleted."""
     open: bool = False
-    """Whether the stage takes groups."""
+    """Whether the stage admits groups."""
     ended: str | None = None
-    """Why no more groups will come."""
+    """Why no more groups will arrive."""
     ledger: Ledger = field(default_factory=Ledger)
     leases: dict[int, LeaseRecord] = field(default_factory=dict)
     outstanding: dict[int, Outstanding] = field(default_factory=dict)
     reissued_tickets: list[Ticket] = field(default_factory=list)
-    """Tickets of a producer that is gone."""
+    """Tickets of abandoned producers, to be issued again."""
     calls: dict[str, tuple[int, list[Ticket]]] = field(default_factory=dict)
-    """The last request for tickets of each producer, and what it got."""
+    """Number and tickets of the last request by producer."""
     gone: set[str] = field(default_factory=set)
-    """Producers that were given up."""
+    """Abandoned producers."""
     lives: set[str] = field(default_factory=set)
     """Lives of the trainer and of the run that began with a rollback."""
     opened: dict[str, int] = field(default_factory=dict)
-    """Stages that this life of the run opened, by name, with their first version."""
+    """First version of the stages that this life of the run opened, by name."""
     next_sequence: int = 0
     rejected_keys: dict[int, int] = field(default_factory=dict)
-    """Groups that came without a ticket and were refused: digests of what came last, by key."""
+    """Latest digest of rejected groups without a ticket, by key."""
     experts: dict[str, ExpertCursor] = field(default_factory=dict)
     extents: dict[int, dict[int, Extent]] = field(default_factory=dict)
     """By shard and segment."""
     greatest_error: float = 0.0
-    """Of the errors that the trainer reported of groups."""
+    """Largest value error of a group that the trainer has reported."""
     reports: GroupReport = field(default_factory=GroupReport)
     """Sum since the last lease."""
     arrivals: int = 0
     draws: int = 0
     late_feedback: list[FeedbackNoted] = field(default_factory=list)
     tasks: dict[str, Any] = field(default_factory=dict)
-    """State of the task set; filled in for a snapshot."""
+    """State of the task set; set only in a snapshot."""
 
 
 _metadata: TypeAdapter[Metadata] = TypeAdapter(Metadata)
 
 
 class State:
-    """`rayrft.buffer.transitions.apply` changes it; everything else looks. The pool follows what is applied."""
+    """The Buffer's state, which only `rayrft.buffer.transitions.apply` changes. The pool follows the applied events."""
 
     def __init__(self, config: SamplerConfig, seed: int, tasks: TaskSet | None) -> None:
         self.config = config
@@ -197,16 +196,16 @@ class State:
         self.groups = GroupTable()
         self.pool = Pool()
         self.by_sequence: dict[int, int] = {}
-        """Slots of the ready groups that the schedule chooses from."""
+        """Slots of ready groups by ticket sequence, for the schedule."""
 
     @property
     def pooled(self) -> bool:
-        """Whether the present stage draws from the pool."""
+        """Whether the current stage draws from the pool."""
         return not isinstance(self.meta.schedule, Schedule)
 
     @property
     def capacity(self) -> int:
-        """Groups that may be admitted now."""
+        """Number of groups that may be admitted now."""
         meta = self.meta
         if not meta.open or meta.schedule is None or meta.replaying:
             return 0
@@ -216,49 +215,48 @@ class State:
 
     @property
     def needs_admission(self) -> bool:
-        """Whether a step of a stage that replays waits for new groups that nobody is asked for yet."""
+        """Whether a step of a replaying stage waits for new groups that are not admitted yet."""
         return isinstance(self.meta.schedule, ReplaySchedule) and self.meta.schedule.needs_admission
 
     @property
     def eligible(self) -> int:
-        """Groups in the pool that the present step may draw."""
+        """Number of groups in the pool that the current step may draw."""
         return self.pool.eligible(self.clock)
 
     @property
     def clock(self) -> int:
-        """The step that cooldown and ageing count from."""
+        """The current step for cooldown and ageing."""
         return max(self.meta.version, self.meta.step)
 
     @property
     def newest_version(self) -> int:
-        """Of the weights that anybody can have sampled under: those of a step that is trained may be published before
-        the Buffer is told."""
+        """Newest version that rows can have been sampled under: weights may be published before `advanced` arrives."""
         meta = self.meta
         trained = [step + 1 for step, lease in meta.leases.items() if lease.acked]
         return max(meta.version, meta.checkpointed_step, *trained)
 
     def expects(self, key: int, sequence: int | None) -> bool:
-        """Whether a group would be new: not one that came before and is sent again."""
+        """Return whether a group is new, not a repeat of one that arrived before."""
         awaited = sequence is None or sequence in self.meta.outstanding
         return awaited and self.groups.find(key) is None
 
     def choose(self, step: int) -> list[int] | None:
-        """Slots of the groups that the schedule gives a step, or None while it has to wait."""
+        """Return the slots of the groups that the schedule chooses for a step; None if it has to wait."""
         assert isinstance(self.meta.schedule, Schedule)
         sequences = self.meta.schedule.choose(step)
         return None if sequences is None else [self.by_sequence[sequence] for sequence in sequences]
 
     def check(self, *, recount: bool = False) -> dict[str, Any]:
-        """The ledger, after asserting that it closes; with ``recount``, held rows are counted anew for it."""
+        """Return the ledger after asserting its invariant; with ``recount``, held rows are recounted for it."""
         return self.meta.ledger.check(self.groups.rows_held() if recount else self.groups.held_rows)
 
     def set_score(self, slot: int, score: float) -> None:
-        """Of a group that was not trained yet."""
-        untold = self.config.score == "td_error"
-        self.groups.score[slot] = max(score, self.meta.greatest_error) if untold else score
+        """Set the score of a group that was not trained yet, for ``td_error`` to at least the largest error so far."""
+        unknown = self.config.score == "td_error"
+        self.groups.score[slot] = max(score, self.meta.greatest_error) if unknown else score
 
     def retire(self, slot: int, reason: str) -> None:
-        """The group leaves: trained if it ever was, else dropped."""
+        """Remove a group: it counts as trained if it was ever used, else as dropped."""
         rows = int(self.groups.rows[slot])
         if self.groups.uses[slot]:
             self.meta.ledger.trained += rows
@@ -268,12 +266,12 @@ class State:
             self.groups.set_status(slot, GroupStatus.DROPPED)
 
     def fill_pool(self, build: Callable[[], Sampler]) -> None:
-        """Give the pool its sampler: after a journal was read, and when a stage opens."""
+        """Create the pool's sampler: after a journal was read, and when a stage opens."""
         if self.pooled:
             self.pool.fill(build, self.groups, self.clock)
 
     def to_snapshot(self) -> pa.Buffer:
-        """The whole state as one Arrow file: the group table, and the book in its metadata."""
+        """Serialise the state as an Arrow file: the group table, with the metadata in its schema."""
         self.meta.tasks = self.tasks.state() if self.tasks is not None else {}
         table = self.groups.to_table().replace_schema_metadata({"rayrft.meta": _metadata.dump_json(self.meta)})
         sink = pa.BufferOutputStream()
@@ -282,16 +280,16 @@ class State:
         return sink.getvalue()
 
     def restore(self, snapshot: pa.Buffer) -> None:
-        """Stand where the snapshot was taken."""
+        """Restore the state of a snapshot. Raises StorageError if another version wrote it."""
         table = pa.ipc.open_file(snapshot).read_all()
         try:
             self.meta = _metadata.validate_json(table.schema.metadata[b"rayrft.meta"])
             self.groups = GroupTable.from_table(table)
         except (ValidationError, KeyError) as error:
             raise StorageError(
-                f"this rayrft does not know what the snapshot says: {str(error).splitlines()[0]}",
+                f"this version of rayrft cannot read the snapshot: {str(error).splitlines()[0]}",
                 field="snapshot",
-                remedy="go on with the rayrft that wrote it",
+                remedy="continue with the version of rayrft that wrote it",
             ) from None
         if self.tasks is not None:
             self.tasks.restore(self.meta.tasks)
@@ -302,11 +300,11 @@ class State:
 
 Rule = Callable[[State, Any], Any]
 RULES: dict[type, Rule] = {}
-"""What an event does to the state, by its type."""
+"""Functions that apply an event to the state, by event type."""
 
 
 def rule(kind: type) -> Callable[[Rule], Rule]:
-    """Decorator: this is what events of that type do."""
+    """Register the decorated function for events of that type."""
 
     def add(function: Rule) -> Rule:
         RULES[kind] = function

@@ -1,6 +1,6 @@
-"""The store under the Buffer: state in memory, journal and rows on disk, and who waits for a change.
+"""The Buffer's store: state in memory, journal and rows on disk, and waits for state changes.
 
-What was acknowledged is in the journal: killed at any moment and opened again, the store stands where it stood.
+Everything acknowledged is in the journal: killed at any moment and reopened, the store recovers its state.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _ATTEMPTS = 5
 
 
 class Shards:
-    """``committed`` gives the extents of a shard that the journal speaks of.
+    """The shards that store rows. ``committed`` returns the extents of a shard that are in the journal.
 
-    A shard does one thing at a time. One that died is started again by Ray and opened where the journal stands, and
-    what it was doing is done again: rows that it had written and nobody had heard of are cut off.
+    A shard executes one call at a time. Ray restarts a dead one; it is reopened at its committed extents, which
+    truncates rows whose write was not acknowledged, and the call is repeated.
     """
 
     def __init__(self, first: Shard, others: list[Any], committed: Callable[[int], list[Extent]]) -> None:
@@ -44,13 +44,13 @@ class Shards:
         self._locks = [asyncio.Lock() for _ in range(1 + len(others))]
         self._opened: set[int] = set()
         self.torn_bytes = 0
-        """Cut off when shards were opened."""
+        """Bytes truncated when shards were opened."""
 
     def __len__(self) -> int:
         return len(self._locks)
 
     async def call(self, shard: int, method: str, *arguments: Any, **named: Any) -> Any:
-        """Have a shard do something. Raises StorageError when it dies again and again."""
+        """Call a method of a shard. Raises StorageError if it dies `_ATTEMPTS` times in a row."""
         from ray.exceptions import RayActorError
 
         async with self._locks[shard]:
@@ -70,21 +70,20 @@ class Shards:
         )
 
     async def all(self, method: str, *arguments: Any) -> list[Any]:
-        """Have every shard do something."""
+        """Call a method of every shard."""
         return await asyncio.gather(*(self.call(shard, method, *arguments) for shard in range(len(self))))
 
     async def _do(self, shard: int, method: str, *arguments: Any, **named: Any) -> Any:
         if shard:
             return await getattr(self._others[shard - 1], method).remote(*arguments, **named)
-        work = asyncio.get_running_loop()
-        return await work.run_in_executor(self._thread, lambda: getattr(self._first, method)(*arguments, **named))
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, lambda: getattr(self._first, method)(*arguments, **named))
 
 
 class Store:
-    """Opens the log of ``run`` at ``location``, or begins it. ``least`` is as far as its journal must reach.
+    """Opens or creates the log of ``run`` at ``location``, whose journal must reach at least ``least``.
 
-    Raises StorageError when the log is another run's, of another schema version, damaged, or being written by another
-    process.
+    Raises StorageError if the log is another run's, of another schema version, damaged, or locked by another process.
     """
 
     def __init__(
@@ -122,16 +121,16 @@ class Store:
             lambda shard: list(self.state.meta.extents.get(shard, {}).values()),
         )
         self._log = GroupCommit(self._journal, config, self.state.to_snapshot, self._sync_rows)
-        self.moving = asyncio.Lock()
-        """Held by who writes groups elsewhere or deletes segments, from the look at where rows lie to the event."""
+        self.move_lock = asyncio.Lock()
+        """Held while rows are moved or segments deleted, from reading their locations until the event is committed."""
         self._changed = asyncio.Condition()
         self._torn_bytes = recovered.torn_bytes
         self.recovery_s = time.perf_counter() - started
 
     async def commit(self, *events: e.Event) -> None:
-        """Apply events, write them to the journal, and wake who waits; with none, only wait for those before.
+        """Apply events, write them to the journal, and wake the waiters; without events, wait for earlier writes.
 
-        Who is told that something was done already must know that it will be so after a restart. Raises StorageError.
+        The latter is for repeated calls, whose answer must be durable, too. Raises StorageError.
         """
         self._log.check()
         for event in events:
@@ -139,13 +138,13 @@ class Store:
         await self.record(*events)
 
     async def record(self, *events: e.Event) -> None:
-        """Write events that were applied, and wake who waits."""
+        """Write events that were applied already, and wake the waiters."""
         await self._log.write(*events)
         await self.wake()
 
     async def flush(self) -> Position:
-        """Returns when all of this is on the disk, whatever the policy of fsync: then what it replaced may go. Gives
-        how far the journal must reach from now on."""
+        """Force all writes to disk, regardless of the fsync policy, so that what they replace may be deleted; return
+        the journal position."""
         position = self._journal.position
         await self._log.sync()
         return position
@@ -155,28 +154,28 @@ class Store:
             self._changed.notify_all()
 
     async def wait_for(self, ready: Callable[[], bool], deadline_s: float | None = None) -> None:
-        """Returns once ``ready`` is true; it is asked after every change. Raises TimeoutError at the deadline."""
+        """Wait until ``ready`` is true, checked after every change. Raises TimeoutError at the deadline."""
         async with self._changed, asyncio.timeout(deadline_s):
             await self._changed.wait_for(ready)
 
     def new_pool(self) -> Sampler:
-        """An empty pool of the configured sampler."""
+        """Create an empty pool of the configured sampler."""
         return samplers.get(self.config.sampler.name, "buffer.sampler.name")(self.config.sampler, self._seed)
 
     def span(self, slot: int) -> RowSpan:
-        """Where a group's rows lie in its shard."""
+        """Return the location of a group's rows in its shard."""
         groups = self.state.groups
         return RowSpan(int(groups.segment[slot]), int(groups.row[slot]), int(groups.rows[slot]))
 
     def by_shard(self, slots: list[int]) -> dict[int, list[int]]:
-        """The slots of groups, by the shard that holds their rows."""
+        """Group slots by the shard that stores their rows."""
         found: dict[int, list[int]] = {}
         for slot in slots:
             found.setdefault(int(self.state.groups.shard[slot]), []).append(slot)
         return found
 
     async def blocks(self, slots: list[int]) -> dict[int, tuple[Any, int]]:
-        """For each group the block that holds its rows, and the first of them there."""
+        """Return the block of every group's rows, and the index of the first row in it."""
         found: dict[int, tuple[Any, int]] = {}
         for shard, of_shard in self.by_shard(slots).items():
             refs = await self.shards.call(shard, "refs", [self.span(slot) for slot in of_shard])
@@ -184,7 +183,7 @@ class Store:
         return found
 
     async def rows_by_block(self, slots: list[int]) -> list[tuple[Any, np.ndarray]]:
-        """The blocks that hold these groups, each with the rows that are theirs, in order."""
+        """Return the blocks of these groups with the sorted indices of their rows."""
         groups = self.state.groups
         rows: dict[Any, list[np.ndarray]] = {}
         for slot, (ref, row) in (await self.blocks(slots)).items():
@@ -192,7 +191,7 @@ class Store:
         return [(ref, np.sort(np.concatenate(parts))) for ref, parts in rows.items()]
 
     async def sizes(self) -> dict[str, Any]:
-        """What memory and disk hold, and what recovery took and cut off."""
+        """Return memory and disk use, and the duration and truncated bytes of the recovery."""
         memory = await self.shards.all("memory")
         return {
             "groups": len(self.state.groups),
@@ -206,14 +205,14 @@ class Store:
     @property
     def log_bytes(self) -> int:
         """Bytes of all segments."""
-        return sum(each.nbytes for shard in self.state.meta.extents.values() for each in shard.values())
+        return sum(extent.nbytes for shard in self.state.meta.extents.values() for extent in shard.values())
 
     async def _sync_rows(self) -> None:
         await self.shards.all("sync")
 
     def _survived(self) -> Callable[[e.Event], bool]:
-        """Whether the rows that an event speaks of are on the disk. Power that fails takes the end of the segment that
-        grew, where it was not forced to the disk, and the journal's words with it; a full segment was."""
+        """Return a function that tells whether an event's rows are on disk. A power failure may truncate the newest
+        segment if it was not synced, and invalidates the journal from there; full segments are always synced."""
         files = {}
         if self.config.fsync != "always" and self.storage.grows:
             files = {shard: self.storage.folder(f"shard-{shard}").files() for shard in range(self.config.shards)}
@@ -234,7 +233,7 @@ class Store:
             self._journal.append([first])
         elif meta.run != run:
             raise StorageError(
-                f"the log is that of run {meta.run!r}",
+                f"the log belongs to run {meta.run!r}",
                 field=location,
                 remedy="choose another name or buffer.storage",
             )
@@ -242,5 +241,5 @@ class Store:
             raise StorageError(
                 f"the log has schema version {meta.schema}; this rayrft writes {SCHEMA_VERSION}",
                 field=location,
-                remedy="go on with the rayrft that wrote it; its segments open with plain pyarrow",
+                remedy="continue with the version of rayrft that wrote it; its segments are plain Arrow files",
             )

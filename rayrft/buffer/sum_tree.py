@@ -1,11 +1,11 @@
-"""A tree of sums: draws slots in proportion to their weights, in O(log n) each.
+"""Sum tree: draws slots in proportion to their weights, in O(log n) per draw.
 
-Every node has four children that lie side by side, half a cache line, so a descent touches log4(n) lines. Measured
-against fan-outs of 2, 8, 16, 32 and 64 at 10^6 slots, four is the fastest to draw from and to update. With three unused
-places and the root at 3, the children of node p are 4(p-2) .. 4(p-2)+3 and its parent is p//4 + 2.
+The four children of a node are contiguous, half a cache line, so a descent touches log4(n) lines. Measured against
+fan-outs of 2, 8, 16, 32 and 64 at 10^6 slots, four is the fastest to draw from and to update. With three unused indices
+and the root at 3, the children of node p are 4(p-2) .. 4(p-2)+3 and its parent is p//4 + 2.
 
-A sum is always formed from the four children in the same order, never by adding a difference. So the content is a
-function of the weights alone, to the last bit, whatever the order of the updates and the capacity.
+A sum is always computed from the four children in the same order, never by adding a difference. So the tree is a
+function of the weights alone, to the last bit, independent of the order of updates and the capacity.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Floats = NDArray[np.float64]
 _ROOT = 3
 _CACHE_LINE = 64
 MAX_WEIGHT = 2.0**960
-"""So that no sum of weights overflows."""
+"""Upper bound of weights, so that no sum overflows."""
 
 
 class SumTree:
-    """Weights of the slots 0, 1, 2 …; those never set weigh 0. Grows as needed."""
+    """Weights of the slots 0, 1, 2 …, initially 0. Grows as needed."""
 
     def __init__(self) -> None:
         self._depth = 3
@@ -38,14 +38,14 @@ class SumTree:
 
     @property
     def positive(self) -> int:
-        """How many slots have a weight above 0."""
+        """Number of slots with a weight above 0."""
         return self._positive
 
     def set(self, slots: ArrayLike, weights: ArrayLike) -> None:
-        """Give each slot its weight; of a slot that occurs twice the last one stands.
+        """Set the weights of slots; if a slot occurs twice, the last weight is used.
 
-        slots: ``[k]`` int; weights: ``[k]``. Raises ValueError, and changes nothing, where a slot is negative or a
-        weight is not in [0, :data:`MAX_WEIGHT`].
+        slots: ``[k]`` int; weights: ``[k]``. Raises ValueError, and changes nothing, if a slot is negative or a weight
+        is not in [0, :data:`MAX_WEIGHT`].
         """
         slots = np.ascontiguousarray(slots, dtype=np.int64)
         weights = np.ascontiguousarray(weights, dtype=np.float64)
@@ -60,23 +60,23 @@ class SumTree:
         self._positive += grown
 
     def get(self, slots: ArrayLike) -> Floats:
-        """The weights of these slots, ``[k]`` float64."""
+        """Return the weights of slots, ``[k]`` float64."""
         return _get(self._nodes, self._depth, np.ascontiguousarray(slots, dtype=np.int64))
 
     def draw(self, count: int, rng: np.random.Generator) -> Slots:
-        """``count`` slots, each with probability weight/total, with replacement, in ascending order: ``[count]`` int64.
+        """Draw ``count`` slots with probabilities weight/total, with replacement; ascending, ``[count]`` int64.
 
-        Stratified: one uniform number from each of ``count`` equal slices of the total (Schaul et al. 2016,
-        arXiv:1511.05952, appendix B.2.1). Raises ValueError where no weight is above 0.
+        Stratified: one uniform number from every one of ``count`` equal slices of the total (Schaul et al. 2016,
+        arXiv:1511.05952, appendix B.2.1). Raises ValueError if no weight is above 0.
         """
         if not self._positive:
             raise ValueError("nothing to draw from: every weight is 0")
         return _draw(self._nodes, self._depth, rng.random(count))
 
     def draw_distinct(self, count: int, rng: np.random.Generator) -> Slots:
-        """``count`` different slots, ``[count]`` int64: drawn, and for every repetition drawn again from the others.
+        """Draw ``count`` distinct slots, ``[count]`` int64; repetitions are drawn again from the other slots.
 
-        Raises ValueError where fewer have a weight above 0.
+        Raises ValueError if fewer have a weight above 0.
         """
         if count > self._positive:
             raise ValueError(f"{count} different slots asked of {self._positive} with a weight above 0")
@@ -102,12 +102,12 @@ class SumTree:
 
 
 def _leaf(depth: int) -> int:
-    """Where the leaves begin: after the unused places and the 1 + 4 + … + 4**(depth-1) nodes above them."""
+    """Return the index of the first leaf, after the unused indices and the 1 + 4 + … + 4**(depth-1) inner nodes."""
     return _ROOT + (4**depth - 1) // 3
 
 
 def _nodes(depth: int) -> Floats:
-    """Zeros for a whole tree, so aligned that siblings never lie across two cache lines."""
+    """Allocate zeros for a tree, aligned so that siblings share a cache line."""
     size = _leaf(depth) + 4**depth
     raw = np.zeros(size + _CACHE_LINE // 8)
     start = -raw.ctypes.data % _CACHE_LINE // 8
@@ -123,8 +123,8 @@ def _distinct(ascending: Slots) -> Slots:
 def _set(nodes: Floats, depth: int, slots: Slots, weights: Floats) -> tuple[int, int]:
     """Write the leaves, then the sums above them level by level.
 
-    Returns the largest slot and by how much the number of weights above 0 has grown. Writes nothing where that slot has
-    no place yet, nor where a slot or a weight is not allowed: the largest slot is then said to be -1.
+    Returns the largest slot and the change in the number of weights above 0. Writes nothing if that slot is beyond the
+    capacity, or if a slot or weight is invalid; the largest slot is returned as -1 then.
     """
     largest = 0
     for i in range(slots.size):
@@ -170,7 +170,7 @@ def _get(nodes: Floats, depth: int, slots: Slots) -> Floats:
 
 @njit(cache=True)
 def _draw(nodes: Floats, depth: int, uniforms: Floats) -> Slots:
-    """All descents go down together, a level at a time: they do not depend on each other, so the CPU overlaps them."""
+    """Descend all draws together, one level at a time: they are independent, so the CPU overlaps them."""
     count = uniforms.size
     places = np.full(count, _ROOT)
     rest = np.empty(count)
@@ -188,7 +188,7 @@ def _draw(nodes: Floats, depth: int, uniforms: Floats) -> Slots:
             if child < 4:
                 rest[i] -= below
             else:
-                # Rounding carried it past the end: take the end of the last child that weighs anything.
+                # Rounding has passed the end: take the end of the last child with a weight above 0.
                 child = 3
                 while nodes[first + child] == 0.0:
                     child -= 1

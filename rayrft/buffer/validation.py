@@ -1,6 +1,6 @@
-"""The door of the Buffer: which rows must not be trained, and the few numbers that are kept of the others.
+"""Validation of rows on their way into the Buffer, and the metadata of groups that the Buffer keeps in memory.
 
-Everything here works on whole record batches: thousands of rows a second come through.
+All functions are vectorised over record batches, for thousands of rows per second.
 """
 
 from __future__ import annotations
@@ -13,25 +13,24 @@ import pyarrow as pa
 from rayrft.experience import SOURCES
 
 _ROUNDING = 1e-4
-"""Nats above 0 that a log-prob may have come to by rounding."""
+"""Nats by which rounding may bring a log-prob above 0."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the trainer and the engines of a run can take; by default whatever the schema can say."""
+    """Limits of a run's trainer and engines on rows; by default those of the schema."""
 
     vocabulary: int = 1 << 31
-    """Token ids are below it."""
+    """Exclusive upper bound of token ids."""
     max_length: int = 1 << 31
-    """Tokens of a row, at most."""
+    """Maximum number of tokens of a row."""
     version: int = (1 << 63) - 1
-    """The newest weights that tokens can have been sampled under."""
+    """Newest weight version that tokens can have been sampled under."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Why a row must not be trained. Reasons are few, for rows are counted by them: they name columns, not what stands
-    there."""
+    """Why a row must not be trained. Rows are counted by reason, so reasons are few: they name columns, not values."""
 
     experience_id: str
     reason: str
@@ -39,24 +38,24 @@ class Fault:
 
 @dataclass(frozen=True)
 class GroupNumbers:
-    """What the Buffer keeps in memory of G groups; arrays of shape ``[G]``."""
+    """Metadata of G groups that the Buffer keeps in memory; arrays of shape ``[G]``."""
 
     starts: np.ndarray
-    """First row of each group in its batch."""
+    """First row of the group in its batch."""
     rows: np.ndarray
     tokens: np.ndarray
     versions: np.ndarray
-    """Oldest weights that any token of the group was sampled under."""
+    """Oldest weight version among the group's tokens."""
 
 
 def group_starts(batch: pa.RecordBatch) -> np.ndarray:
-    """The first row of each group; the rows of a group lie together."""
+    """Return the first row of every group; the rows of a group are contiguous."""
     ids = np.asarray(batch.column("group_id").to_pylist(), dtype=object)
     return np.flatnonzero(np.concatenate([[True], ids[1:] != ids[:-1]])) if len(ids) else np.zeros(0, dtype=np.int64)
 
 
 def group_numbers(batch: pa.RecordBatch, starts: np.ndarray) -> GroupNumbers:
-    """The numbers of the groups that begin at ``starts``."""
+    """Compute the metadata of the groups that start at rows ``starts``."""
     spans = batch.column("weight_versions")
     versions = np.zeros(batch.num_rows, dtype=np.int64)
     counts = spans.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
@@ -75,9 +74,9 @@ def group_numbers(batch: pa.RecordBatch, starts: np.ndarray) -> GroupNumbers:
 
 
 def find_faults(batch: pa.RecordBatch, limits: Limits = Limits()) -> dict[int, str]:
-    """Why rows must not be trained, by row; empty where nothing is wrong.
+    """Return the reasons why rows must not be trained, by row; empty if all are valid.
 
-    The same check stands at every door of the Buffer: a faulty row is rejected with its reason, never repaired.
+    All rows that enter the Buffer are checked: an invalid one is rejected with its reason, never repaired.
     """
     faults: dict[int, str] = {}
 
@@ -94,9 +93,9 @@ def find_faults(batch: pa.RecordBatch, limits: Limits = Limits()) -> dict[int, s
     mark(lengths > limits.max_length, "token_ids are more than max_length")
     for name in ("token_ids", "action_mask"):
         mark(_any(batch.column(name), _empty_places(batch.column(name))), f"{name} has empty places")
-    with np.errstate(invalid="ignore"):  # an empty place is no number
+    with np.errstate(invalid="ignore"):  # a null becomes NaN
         ids = _values(tokens).astype(np.int32, copy=False)
-    # Seen as unsigned, a negative id is beyond every vocabulary.
+    # As unsigned integers, negative ids are beyond every vocabulary.
     mark(_any(tokens, ids.view(np.uint32) >= limits.vocabulary), "token_ids has an entry outside the vocabulary")
     rewards = batch.column("reward").to_numpy(zero_copy_only=False)
     known = batch.column("reward").is_valid().to_numpy(zero_copy_only=False)
@@ -126,8 +125,8 @@ def find_faults(batch: pa.RecordBatch, limits: Limits = Limits()) -> dict[int, s
         _any(spans, ~((versions >= 0) & (versions <= limits.version))), "weight_versions names weights that never were"
     )
     names, groups = batch.column("experience_id").to_pylist(), batch.column("group_id").to_pylist()
-    astray = [name != group and not name.startswith(group + "/") for name, group in zip(names, groups, strict=True)]
-    mark(np.array(astray), "experience_id does not begin with its group_id")
+    foreign = [name != group and not name.startswith(group + "/") for name, group in zip(names, groups, strict=True)]
+    mark(np.array(foreign), "experience_id does not begin with its group_id")
     if len(set(names)) < len(names):
         first = np.unique(np.array(names, dtype=object), return_index=True)[1]
         mark(own & ~np.isin(np.arange(len(names)), first), "experience_id is that of another row")
@@ -135,7 +134,7 @@ def find_faults(batch: pa.RecordBatch, limits: Limits = Limits()) -> dict[int, s
 
 
 class _MaskCounts:
-    """How many action tokens lie before each place, so that any stretch is counted by one subtraction."""
+    """Cumulative counts of action tokens, so that any span is counted by one subtraction."""
 
     def __init__(self, column: pa.ListArray) -> None:
         self._before = np.concatenate([[0], np.cumsum(_values(column) != 0, dtype=np.int32)])
@@ -149,7 +148,7 @@ class _MaskCounts:
 
 
 def _versions_cover(batch: pa.RecordBatch, action: _MaskCounts, lengths: np.ndarray) -> np.ndarray:
-    """Whether the spans of each row lie in it, do not overlap, and hold all its action tokens; shape ``[rows]``."""
+    """Return whether a row's spans are inside it, do not overlap, and cover its action tokens; shape ``[rows]``."""
     column = batch.column("weight_versions")
     counts = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
     offsets = column.offsets.to_numpy()
@@ -170,14 +169,14 @@ def _lengths(column: pa.ListArray) -> np.ndarray:
 
 
 def _entries(column: pa.ListArray) -> pa.Array:
-    """The entries of all rows of a column of lists, one after another."""
+    """Return the concatenated entries of all rows of a list column."""
     offsets = column.offsets
     start, end = offsets[0].as_py(), offsets[-1].as_py()
     return column.values.slice(start, end - start)
 
 
 def _values(column: pa.ListArray, field: str | None = None) -> np.ndarray:
-    """The entries as numbers, or a field of them."""
+    """Return the entries, or a field of them, as a numpy array."""
     entries = _entries(column)
     return (entries if field is None else entries.field(field)).to_numpy(zero_copy_only=False)
 
@@ -188,7 +187,7 @@ def _empty_places(column: pa.ListArray) -> np.ndarray:
 
 
 def _any(column: pa.ListArray, wrong: np.ndarray) -> np.ndarray:
-    """Whether any entry of each row is wrong; shape ``[rows]``."""
+    """Return whether any entry of a row is wrong; shape ``[rows]``."""
     if not wrong.any():
         return np.zeros(len(column), dtype=bool)
     before = np.concatenate([[0], np.cumsum(wrong)])

@@ -1,4 +1,4 @@
-"""Where runs lie."""
+"""Run folders and their checkpoints: finding, writing, restoring, pruning and exporting them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ STORAGE = Path("runs")
 
 
 def find_folder(run: str, storage: Path = STORAGE) -> Path:
-    """The folder of a run: the one given, or that of its name. Raises RunNotFound."""
+    """Return the folder of a run, given as a folder or as a name in ``storage``. Raises RunNotFound."""
     for folder in (Path(run), storage / run):
         if (folder / "config.yaml").is_file():
             return folder
     known = sorted(path.parent.name for path in storage.glob("*/config.yaml"))
-    remedy = nearest(run, known) if known else f"there are none in {storage}: give a run folder"
+    remedy = nearest(run, known) if known else f"{storage} contains no runs: give a run folder"
     raise RunNotFound("no such run folder", field="run", value=run, remedy=remedy)
 
 
@@ -38,48 +38,48 @@ _MANIFEST = "manifest.json"
 
 @dataclass
 class Progress:
-    """With a checkpoint of the trainer and the Buffer's log, all that a resumed run needs to go on from ``step``."""
+    """Run state in a checkpoint's manifest: with the trainer's state and the Buffer's log, a run resumes from it."""
 
     run_id: str
     step: int = 0
     """Optimiser steps taken: also the version of the weights."""
     stage: int = 0
-    """The present stage by its number, the first being 0."""
+    """Index of the current stage, from 0."""
     stage_step: int = 0
-    """Steps of it that are taken."""
+    """Steps taken in the current stage."""
     stage_began: int = 0
-    """The step before its first."""
+    """``step`` at the start of the current stage."""
     stage_asked: int | None = None
-    """Once it has ended, for it took them all or its data came to an end: how many steps it was asked for."""
+    """The configured number of steps, set when the stage has ended (all steps taken, or its data exhausted)."""
     records: int = 0
     logged: list[int] = field(default_factory=lambda: [0, 0])
-    """How far the Buffer's journal reached at least: see `Buffer.flush`."""
+    """Lower bound of the Buffer's journal position: see `Buffer.flush`."""
     stages_done: list[dict[str, Any]] = field(default_factory=list)
     accuracy: float | None = None
-    """Of the policy as it is, at the first of the temperatures, where it was evaluated."""
+    """Accuracy of the current policy at the first temperature, if it was evaluated."""
     reward: float | None = None
-    """Mean over what was sampled for the latest step, where it sampled anything."""
+    """Mean reward of the rows sampled for the latest step, if any."""
 
     def needs(self, steps: int) -> bool:
-        """Whether the present stage has more to do when it is asked for so many steps: it may be asked for more than
-        before."""
+        """Return whether the current stage has more to do when configured with ``steps``, which may have been raised
+        since it ended."""
         return self.stage_asked is None or self.stage_asked < steps
 
     def begin(self, stage: int) -> None:
-        """Enter the stage of that number, or enter the present one again."""
+        """Enter a stage by its index, or re-enter the current one."""
         if stage != self.stage:
             self.stage, self.stage_step, self.stage_began = stage, 0, self.step
         self.stage_asked = None
 
     def end(self, name: str, asked: int) -> None:
-        """The present stage, of that name, has done what it was asked for."""
+        """Mark the current stage as ended; ``asked`` is its configured number of steps."""
         self.stage_asked = asked
         done = {"name": name, "steps": self.stage_step, "final_step": self.step}
-        self.stages_done = [each for each in self.stages_done if each["name"] != name] + [done]
+        self.stages_done = [stage for stage in self.stages_done if stage["name"] != name] + [done]
 
 
 class Checkpoints:
-    """The folders ``checkpoints/step-…`` of a run. One appears whole or not at all, and goes at once."""
+    """The folders ``checkpoints/step-…`` of a run, created and deleted atomically."""
 
     def __init__(self, run_folder: Path, config: CheckpointConfig) -> None:
         self._folder = run_folder / "checkpoints"
@@ -89,29 +89,29 @@ class Checkpoints:
         return self._config.every is not None and stage_step % self._config.every == 0
 
     def mark_beginning(self, progress: Progress) -> None:
-        """A checkpoint without a trainer's state, from which a run that has no other begins again."""
+        """Write a checkpoint of step 0 without trainer state; a run without a later one resumes from it."""
         self.begin(0)
         self.commit(progress)
 
     def holds(self, step: int) -> bool:
-        """Whether there is a checkpoint of that step."""
+        """Return whether there is a checkpoint of that step."""
         return (self.at(step) / _MANIFEST).is_file()
 
     def check(self, step: int) -> None:
-        """Raises StorageError where a file of the checkpoint of that step is missing, or is not as long as it was."""
+        """Raise StorageError if a file of the checkpoint of that step is missing or has another size."""
         folder = self.at(step)
         for name, size in json.loads((folder / _MANIFEST).read_text())["files"].items():
             file = folder / name
             if not file.is_file() or file.stat().st_size != size:
                 raise StorageError(
-                    f"the checkpoint is not whole: {name} is {'cut off' if file.is_file() else 'missing'}",
+                    f"the checkpoint is incomplete: {name} is {'truncated' if file.is_file() else 'missing'}",
                     field="checkpoint",
                     value=str(folder),
-                    remedy="delete the folder: the run then goes on from the checkpoint before it",
+                    remedy="delete the folder: the run then resumes from the previous checkpoint",
                 )
 
     def begin(self, step: int) -> Path:
-        """An empty folder into which the trainer may write."""
+        """Create an empty folder for the trainer to write to."""
         partial = self._folder / f".step-{step:06d}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         with _writing(partial):
@@ -119,17 +119,17 @@ class Checkpoints:
         return partial
 
     def update_manifest(self, progress: Progress) -> None:
-        """The run stands elsewhere without a step: what the trainer wrote at this one holds, and the manifest changes.
+        """Rewrite the manifest of an existing checkpoint (same step, new run state).
 
-        Raises StorageError when the disk does not take it; the checkpoint is as it was.
+        Raises StorageError if it cannot be written; the checkpoint is then unchanged.
         """
         with _writing(self.at(progress.step)):
             self._write_manifest(progress, self.at(progress.step))
 
     def commit(self, progress: Progress) -> None:
-        """What was written is complete: give it its name, and delete what need not be kept any more.
+        """Publish the folder from `begin` as the checkpoint of ``progress.step``, and prune old checkpoints.
 
-        Raises StorageError when the disk does not take it; the earlier checkpoints are as they were.
+        Raises StorageError if it cannot be written; earlier checkpoints are then unchanged.
         """
         partial = self._folder / f".step-{progress.step:06d}.partial"
         with _writing(partial):
@@ -141,34 +141,34 @@ class Checkpoints:
         return self._folder / f"step-{step:06d}"
 
     def all(self) -> list[Progress]:
-        """What there is, the oldest first."""
+        """Return all checkpoints, the oldest first."""
         manifests = self._folder.glob(f"step-*/{_MANIFEST}")
         found = [Progress(**json.loads(manifest.read_text())["progress"]) for manifest in manifests]
-        return sorted(found, key=lambda each: each.step)
+        return sorted(found, key=lambda progress: progress.step)
 
     def latest(self) -> Progress | None:
         return next(reversed(self.all()), None)
 
     def fallback(self) -> int:
-        """The step of the oldest of the last: from there a run can go on when later ones are damaged."""
+        """Return the step of the oldest of the ``keep_last`` checkpoints: the run can resume there if later ones are
+        damaged."""
         return self.all()[-self._config.keep_last :][0].step
 
     def _prune(self) -> None:
         kept = self.all()
-        needed = {each.step for each in kept[-self._config.keep_last :]}
+        needed = {progress.step for progress in kept[-self._config.keep_last :]}
         metric = self._config.best_by
-        scored = [each for each in kept if getattr(each, metric) is not None]
-        scored.sort(key=lambda each: (-getattr(each, metric), each.step))
-        needed |= {each.step for each in scored[: self._config.keep_best]}
-        for each in kept:
-            if each.step not in needed:
-                # Deleted halfway it must not look like one that is whole.
-                self.at(each.step).rename(self._folder / f".step-{each.step:06d}.gone")
-        for left in self._folder.glob(".step-*"):  # also of a run that was killed while it wrote or deleted
-            shutil.rmtree(left, ignore_errors=True)
+        scored = [progress for progress in kept if getattr(progress, metric) is not None]
+        scored.sort(key=lambda progress: (-getattr(progress, metric), progress.step))
+        needed |= {progress.step for progress in scored[: self._config.keep_best]}
+        for step in sorted({progress.step for progress in kept} - needed):
+            # Renamed first, so that a partly deleted folder is not taken for a checkpoint.
+            self.at(step).rename(self._folder / f".step-{step:06d}.gone")
+        for partial in self._folder.glob(".step-*"):  # also those of a run that was killed while writing or deleting
+            shutil.rmtree(partial, ignore_errors=True)
 
     def _write_manifest(self, progress: Progress, folder: Path) -> None:
-        files = {str(each.relative_to(folder)): each.stat().st_size for each in folder.rglob("*") if each.is_file()}
+        files = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
         files = {name: size for name, size in files.items() if not name.endswith(_MANIFEST)}
         draft = folder / f".{_MANIFEST}"
         draft.write_text(json.dumps({"progress": dataclasses.asdict(progress), "files": files}, indent=2) + "\n")
@@ -186,12 +186,12 @@ def _writing(folder: Path) -> Iterator[None]:
             f"a checkpoint cannot be written: {error.strerror}",
             field="storage",
             value=str(folder),
-            remedy="make room or mend the storage, then: rayrft resume RUN",
+            remedy="free disk space or fix the storage, then: rayrft resume RUN",
         ) from None
 
 
 class Saver:
-    """Saves the trainer as ``progress`` stands, one checkpoint at a time."""
+    """Writes the checkpoint of the current ``progress``, one at a time, in the background."""
 
     def __init__(self, config: RunConfig, actors: Actors, progress: Progress) -> None:
         self._config = config
@@ -201,17 +201,17 @@ class Saver:
         self._writing: asyncio.Future[None] | None = None
 
     def due(self) -> bool:
-        """Whether there is to be a checkpoint between this step of the stage and the next."""
+        """Return whether a checkpoint is due after this step of the stage."""
         return self._checkpoints.due(self._progress.stage_step)
 
     async def restore(self, *, whole: bool) -> None:
-        """Put the checkpoint of the present step in place: weights, or ``whole`` what the open stage has."""
+        """Restore the trainer from the checkpoint of the current step: ``whole``, or its weights only."""
         await self._actors.trainer.command.remote(Restore(self._checkpoints.at(self._progress.step), whole))
 
     async def checkpoint(self, records: int) -> None:
-        """Begin to write what a resumed run needs, ``records`` being how many it keeps; steps go on meanwhile.
+        """Start writing a checkpoint in the background; ``records`` is the number of records a resumed run keeps.
 
-        Raises StorageError when the checkpoint before it cannot be written.
+        Raises StorageError if the previous checkpoint could not be written.
         """
         await self.done()
         self._progress.records = records
@@ -223,12 +223,12 @@ class Saver:
         self._writing = asyncio.ensure_future(self._commit(folder, copy.deepcopy(self._progress)))
 
     def check(self) -> None:
-        """Raises StorageError when a checkpoint could not be written."""
+        """Raise StorageError if a checkpoint could not be written."""
         if self._writing is not None and self._writing.done():
             self._writing.result()
 
     async def done(self) -> None:
-        """Returns when the checkpoint that is being written is there. Raises StorageError when it cannot be."""
+        """Wait until the checkpoint in progress is written. Raises StorageError if it cannot be."""
         if self._writing is not None:
             await self._writing
 
@@ -237,22 +237,22 @@ class Saver:
         await self._actors.trainer.command.remote(Save(self.exported(name)))
 
     def exported(self, name: str) -> Path:
-        """Where weights of that name lie in Hugging Face format."""
+        """Return the folder of the weights exported under that name."""
         return self._config.folder / "checkpoints" / name
 
     async def _commit(self, folder: Path, progress: Progress) -> None:
         await self._actors.trainer.written.remote(folder)
         await asyncio.to_thread(self._checkpoints.commit, progress)
-        # The batches since then are kept, in case the newest turns out to be damaged.
+        # Keep the batches since the oldest of them, in case the newest turns out to be damaged.
         await self._actors.buffer.cover.remote(await asyncio.to_thread(self._checkpoints.fallback))
 
 
 def export(run_folder: Path, to: Path, step: int | None = None, *, merged: bool = True) -> int:
-    """Write a run's checkpoint of that step (the latest by default) to the folder ``to``; gives the step.
+    """Write a run's checkpoint of that step (the latest by default) to the folder ``to``; return the step.
 
-    An adapter is ``merged`` into the model's weights, or written by itself as peft loads it. In this process, on the
-    CPU, without Ray: a run need not be under way. Raises RunNotFound where there is no such checkpoint, and ConfigError
-    where ``to`` holds something already, or a run without an adapter is to be written without merging.
+    An adapter is ``merged`` into the model's weights, or written in peft format. Works in this process, on the CPU,
+    without Ray; the run need not be running. Raises RunNotFound if there is no such checkpoint, and ConfigError if
+    ``to`` is not empty, or if the run has no adapter and ``merged`` is False.
     """
     import torch
 
@@ -264,26 +264,26 @@ def export(run_folder: Path, to: Path, step: int | None = None, *, merged: bool 
     lora = config.trainer.lora
     if lora is None and not merged:
         raise ConfigError(
-            "the run has no adapter: its checkpoints are whole models", field="merge", value=merged, remedy="leave out"
+            "the run has no adapter: its checkpoints are full models", field="merge", value=merged, remedy="omit it"
         )
     checkpoints = Checkpoints(run_folder, config.checkpoint)
-    steps = [each.step for each in checkpoints.all() if each.step]
+    steps = [progress.step for progress in checkpoints.all() if progress.step]
     wanted = max(steps, default=None) if step is None else step
     if wanted is None or wanted not in steps:
         raise RunNotFound(
             "no such checkpoint",
             field="step",
             value=step,
-            remedy=f"there are those of steps {steps}" if steps else "the run has none yet",
+            remedy=f"choose one of the steps {steps}" if steps else "the run has none yet",
         )
     if to.exists() and any(to.iterdir()):
-        raise ConfigError("the folder is not empty", field="to", value=str(to), remedy="give a new one")
+        raise ConfigError("the folder is not empty", field="to", value=str(to), remedy="give a new folder")
     model = str(run_folder / "model") if config.model.tiny is not None else str(config.model.path)
     base = (lora is not None and read_base(checkpoints.at(wanted))) or model
     policy = load_policy(base)
     if lora is not None:
         policy.lora = Lora(policy.model, lora, origin=base, compute=torch.float32, seed=config.seed)
-    trained = {name: each.detach() for name, each in policy.model.named_parameters() if each.requires_grad}
+    trained = {name: weight.detach() for name, weight in policy.model.named_parameters() if weight.requires_grad}
     load_weights(checkpoints.at(wanted), trained)
     if merged:
         write_hf(policy, policy.model.state_dict(), model, to)

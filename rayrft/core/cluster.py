@@ -1,4 +1,4 @@
-"""The Ray cluster that a process works on: whether one answers, and the token that it asks for."""
+"""Connection to a Ray cluster, with its authentication token."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ from rayrft.errors import ClusterError
 if TYPE_CHECKING:
     from ray._private.worker import BaseContext
 
-_PATIENCE_S = 5.0
-"""Within this a cluster answers, or does not. Ray itself tries for two minutes."""
+_CONNECT_TIMEOUT_S = 5.0
+"""Time for a cluster to answer; Ray itself tries for two minutes."""
 
 
 def connect(*, start: bool = True) -> None:
-    """Connect to the cluster of RAY_ADDRESS or, without it, to one on this machine; else start one for this process.
+    """Connect to the cluster at RAY_ADDRESS or, if unset, to one on this machine; else start one for this process.
 
-    On this machine it is that of the latest `ray start`; with ``start=False`` any other, too, if there is only one.
-
-    Raises ClusterError, within seconds, where nothing answers at RAY_ADDRESS, where it refuses this process' token, or
-    where ``start=False`` and there is no cluster, or more than one.
+    On this machine the cluster of the latest `ray start` is used; with ``start=False`` also another, if it is the only
+    one. Raises ClusterError, within seconds, if nothing answers at RAY_ADDRESS, if the cluster rejects this process'
+    token, or if ``start=False`` and there is no cluster or more than one.
     """
     import ray
 
@@ -46,14 +45,14 @@ def connect(*, start: bool = True) -> None:
         _start_local()
     else:
         raise ClusterError(
-            "no Ray cluster runs on this machine", remedy="give the address of the run's cluster in RAY_ADDRESS"
+            "no Ray cluster runs on this machine", remedy="set RAY_ADDRESS to the address of the run's cluster"
         )
 
 
 def _init(address: str) -> BaseContext:
     import ray
 
-    # Ray gives this to a shell as it is, for workers with an environment of their own, such as Ray Train's.
+    # Ray passes this to a shell unquoted, for workers with a runtime environment, such as Ray Train's.
     python = shlex.quote(sys.executable)
     environment = None if python == sys.executable else {"py_executable": python}
     return ray.init(
@@ -62,7 +61,7 @@ def _init(address: str) -> BaseContext:
 
 
 def _start_local() -> None:
-    """Start a cluster that ends with this process, on ports that are free, whatever else runs on this machine."""
+    """Start a cluster that ends with this process, on free ports."""
     ensure_token()
     context = _init("local")
     print(
@@ -74,19 +73,19 @@ def _start_local() -> None:
 
 
 def _check_address(address: str) -> None:
-    """Raise ClusterError, within seconds, unless a cluster answers at ``host:port`` of its head and takes our token."""
+    """Raise ClusterError, within seconds, unless the cluster with its head at ``host:port`` accepts our token."""
     use_token()
     if refusal := _refusal(address):
         raise ClusterError(
             refusal,
             field="RAY_ADDRESS",
             value=address,
-            remedy="give host:port of a Ray that runs, or unset it to use one on this machine",
+            remedy="set it to host:port of a running Ray cluster, or unset it to use one on this machine",
         )
 
 
 def _refusal(address: str) -> str | None:
-    """Why no cluster can be worked on there; None where one can."""
+    """Return why the cluster at ``address`` cannot be used; None if it can."""
     import grpc
     from ray._private.grpc_utils import init_grpc_channel
     from ray.core.generated.gcs_service_pb2 import CheckAliveRequest
@@ -97,38 +96,39 @@ def _refusal(address: str) -> str | None:
         return "runs are started on the cluster itself, at host:port of its head node; from outside: ray job submit"
     with init_grpc_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         try:
-            NodeInfoGcsServiceStub(channel).CheckAlive(CheckAliveRequest(), timeout=_PATIENCE_S)
+            NodeInfoGcsServiceStub(channel).CheckAlive(CheckAliveRequest(), timeout=_CONNECT_TIMEOUT_S)
         except AuthenticationError:
-            return "RAY_AUTH_MODE asks for a token, and there is none (RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token)"
+            return "RAY_AUTH_MODE requires a token, and there is none (RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token)"
         except grpc.RpcError as error:
             if error.code() == grpc.StatusCode.UNAUTHENTICATED:
-                return "the Ray there refuses the token of this process (RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token)"
-            return "no Ray answers there"
+                return "the cluster rejects the token of this process (RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token)"
+            return "no Ray cluster answers there"
     return None
 
 
 def _on_this_machine(*, any_one: bool) -> str:
-    """The cluster of the latest `ray start` or, with ``any_one``, the only other; "" where none takes our token."""
+    """Return the address of the latest `ray start` or, with ``any_one``, of the only other cluster that accepts our
+    token; "" if there is none."""
     from ray._private.services import find_gcs_addresses
     from ray._private.utils import read_ray_address
 
     use_token()
     if (latest := read_ray_address()) and _refusal(latest) is None:
         return latest
-    found = [each for each in sorted(find_gcs_addresses()) if _refusal(each) is None] if any_one else []
+    found = [address for address in sorted(find_gcs_addresses()) if _refusal(address) is None] if any_one else []
     if len(found) > 1:
         raise ClusterError("several Ray clusters run on this machine", value=found, remedy="set RAY_ADDRESS to one")
     return found[0] if found else ""
 
 
 def ensure_token() -> None:
-    """Make Ray's authentication token where authentication is on and there is none, and say where it lies.
+    """Create Ray's authentication token if authentication is on and there is none, and print its path.
 
-    Ray takes RAY_AUTH_TOKEN, else the file RAY_AUTH_TOKEN_PATH, else ``~/.ray/auth_token``; `ray.init` makes the last
-    by itself, `ray start` none. Where the home folder cannot be written, the token goes into a folder of this user
-    among the temporary files, and RAY_AUTH_TOKEN_PATH names it for this process and those it starts.
+    Ray reads RAY_AUTH_TOKEN, else the file RAY_AUTH_TOKEN_PATH, else ``~/.ray/auth_token``; `ray.init` creates the last
+    one, `ray start` does not. If the home folder is not writable, the token is stored in a temporary folder of this
+    user, and RAY_AUTH_TOKEN_PATH is set to it for this process and its children.
 
-    Raises ClusterError where it can be written nowhere.
+    Raises ClusterError if it cannot be written anywhere.
     """
     if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token" or _find_token():
         return
@@ -137,19 +137,19 @@ def ensure_token() -> None:
             _write_token(path)
         except OSError:
             continue
-        print(f"made Ray's authentication token: {path}", file=sys.stderr, flush=True)
+        print(f"created Ray's authentication token: {path}", file=sys.stderr, flush=True)
         _find_token()
         return
     raise ClusterError(
         "Ray's authentication token cannot be written",
         field="RAY_AUTH_TOKEN_PATH",
         value=[str(path) for path in _token_files()],
-        remedy="name a file that can be, or set RAY_AUTH_MODE=disabled",
+        remedy="set it to a writable file, or set RAY_AUTH_MODE=disabled",
     )
 
 
 def use_token() -> None:
-    """Show our token, if there is one, to a cluster that runs already: for an address that it is given Ray does not."""
+    """Send our token, if there is one, to a running cluster; Ray does not do so when given an address."""
     if "RAY_AUTH_MODE" not in os.environ and _find_token():
         from ray._private.authentication.authentication_token_setup import _enable_token_auth
 
@@ -157,7 +157,7 @@ def use_token() -> None:
 
 
 def _find_token() -> bool:
-    """Whether there is a token; one that Ray would not find by itself is named to it."""
+    """Return whether there is a token; set RAY_AUTH_TOKEN_PATH to one that Ray would not find itself."""
     if os.environ.get("RAY_AUTH_TOKEN"):
         return True
     for path in _token_files():
@@ -170,12 +170,12 @@ def _find_token() -> bool:
 
 
 def _token_files() -> list[Path]:
-    """Where a token may lie, the first place first."""
+    """Return the files that may hold a token, by precedence."""
     if named := os.environ.get("RAY_AUTH_TOKEN_PATH"):
         return [Path(named)]
     home, own = _home_file(), Path(tempfile.gettempdir(), f"rayrft-{os.getuid()}")
     files = [] if home is None else [home]
-    # Among the temporary files of others only a folder that nobody else can look into.
+    # The temporary folder is shared: use a subfolder only if no other user can read it.
     with contextlib.suppress(FileNotFoundError):
         found = own.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
@@ -189,9 +189,9 @@ def _home_file() -> Path | None:
 
 
 def _write_token(path: Path) -> None:
-    """Readable for this user alone, whole or not at all; of two who write at once the first one's stays."""
+    """Write a token atomically, readable by this user only; of concurrent writers the first one wins."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if path.exists():  # empty, or it would have been found
+    if path.exists():  # an empty file: `_find_token` skipped it
         path.unlink()
     with tempfile.NamedTemporaryFile("w", dir=path.parent) as file:
         file.write(secrets.token_hex(32))

@@ -1,4 +1,4 @@
-"""Beginning a run, going on with one, and finding one that is under way."""
+"""Starting and resuming runs, and attaching to running ones."""
 
 from __future__ import annotations
 
@@ -35,28 +35,27 @@ def start(
     say: Callable[[str], None] = print,
     **overrides: Any,
 ) -> Run:
-    """Check a config, place the run on the cluster and start it; returns while it goes on.
+    """Check a config, place the run on the cluster and start it; return while it is running.
 
-    ``overrides`` are dotted keys: ``start("run.yaml", **{"trainer.ranks": 1})``. ``say`` gets the placement plan.
-    Raises a RayrftError, before any actor starts, when config, data, model or cluster do not fit.
+    ``overrides`` are dotted keys: ``start("run.yaml", **{"trainer.ranks": 1})``. ``say`` receives the placement plan.
+    Raises a RayrftError, before any actor starts, if config, data, model or cluster are unsuitable.
     """
     return _start(load_config(config, overrides), None, say)
 
 
 def resume(folder: str | Path, *, say: Callable[[str], None] = print, **overrides: Any) -> Run:
-    """Go on with the run in that folder, which crashed or was stopped: from its latest checkpoint, with the rows that
-    were leased since, in their order. ``overrides`` may raise a stage's steps, change resources and the like.
+    """Resume a crashed or stopped run from its latest checkpoint; rows leased since are leased again in their order.
 
-    Raises ConfigError where there is no such run, or it is finished, StorageError where its latest checkpoint is not
-    whole, and what `start` raises.
+    ``overrides`` may raise a stage's steps, change resources and so on. Raises ConfigError if there is no such run or
+    it is finished, StorageError if its latest checkpoint is incomplete, and the errors of `start`.
     """
     folder = Path(folder)
     if not (folder / "config.yaml").is_file():
         raise ConfigError(
-            "no run lies there (no config.yaml)",
+            "not a run folder (no config.yaml)",
             field="run",
             value=str(folder),
-            remedy="give the folder that a run made: <storage>/<name>",
+            remedy="give the folder of a run: <storage>/<name>",
         )
     config = load_config(folder / "config.yaml", overrides)
     if config.folder != folder.absolute():  # it was moved, or the storage is mounted elsewhere
@@ -64,24 +63,24 @@ def resume(folder: str | Path, *, say: Callable[[str], None] = print, **override
     checkpoints = Checkpoints(config.folder, config.checkpoint)
     progress = checkpoints.latest()
     if progress is None:
-        raise ConfigError("the run did not begin", field="run", value=str(folder), remedy="start it instead")
+        raise ConfigError("the run was never started", field="run", value=str(folder), remedy="start it instead")
     last = config.stages[-1]
     ended = read_summary(config.folder)
-    # Killed after its last step, before the summary, it may lack its final weights.
+    # A run killed after its last step and before the summary may lack its final weights.
     finished = ended.get("status") == "finished" and ended["steps"] == progress.step
     if finished and progress.stage == len(config.stages) - 1 and not progress.needs(last.steps):
         raise ConfigError(
             f"the run is finished after {progress.step} steps",
             field="run",
             value=str(folder),
-            remedy=f"to train on, raise stages.{last.name}.steps",
+            remedy=f"to continue training, raise stages.{last.name}.steps",
         )
     checkpoints.check(progress.step)
     return _start(config, progress, say)
 
 
 def _start(checked: RunConfig, progress: Progress | None, say: Callable[[str], None]) -> Run:
-    """Start a run, or go on with one from where it stands."""
+    """Start a run, or resume one from ``progress``."""
     import ray
 
     connect()
@@ -92,13 +91,13 @@ def _start(checked: RunConfig, progress: Progress | None, say: Callable[[str], N
     _check_room(parts)
     placement = Placement(checked.name, parts)
     try:
-        placement.reserve(["master"])  # with it the name is taken: whoever starts a run of that name now is refused
+        placement.reserve(["master"])  # reserves the name, too: starting another run of this name now fails
         began = progress or Progress(uuid.uuid4().hex)
         prepared = prepare(checked, began.run_id, resumed=progress is not None)
         if progress is None:
             Checkpoints(checked.folder, checked.checkpoint).mark_beginning(began)
         else:
-            write_config(checked)  # what it was asked for holds from now on, for the next one who resumes it, too
+            write_config(checked)  # the overrides apply to later resumes, too
             remove_summary(checked.folder)
 
         from rayrft.core.master import Master
@@ -112,8 +111,8 @@ def _start(checked: RunConfig, progress: Progress | None, say: Callable[[str], N
 
 
 def attach(name: str) -> Run:
-    """The run of that name, started by whichever process on this cluster. Raises RunNotFound, and ClusterError where no
-    cluster is found."""
+    """Return the running run of that name, started by any process on this cluster. Raises RunNotFound, and ClusterError
+    if no cluster is found."""
     import ray
 
     connect(start=False)
@@ -125,20 +124,20 @@ def attach(name: str) -> Run:
             "no run of that name is on this cluster",
             field="name",
             value=name,
-            remedy=nearest(name, names) if names else "no run is under way",
+            remedy=nearest(name, names) if names else "no run is running",
         ) from None
     return Run(name, Path(ray.get(master.status.remote())["folder"]), master)
 
 
 def running() -> list[str]:
-    """Names of the runs on this cluster."""
+    """Return the names of the runs on this cluster."""
     suffix = actor_name("", "master")
     return sorted(name.removesuffix(suffix) for name in named_actors("") if name.endswith(suffix))
 
 
 def _check_room(parts: list[Part]) -> None:
-    """Raises PlacementError unless the cluster has room. What a run held that has just ended Ray reports as free a
-    moment later, and nothing tells when: for so long a plan that would fit then is looked at again."""
+    """Raise PlacementError unless the cluster has room. Ray reports the resources of an ended run as free only after a
+    delay, so a plan that fits the cluster's total resources is retried for that long."""
     from ray._private.state import available_resources_per_node, total_resources_per_node
 
     ends = time.monotonic() + _REPORTING_S
@@ -155,7 +154,7 @@ def _check_room(parts: list[Part]) -> None:
 def _check_name(name: str) -> None:
     if name in running():
         raise PlacementError(
-            "a run of this name is under way",
+            "a run of this name is running",
             field="name",
             value=name,
             remedy=f"choose another name (name=…), or end it with: rayrft stop {name}",

@@ -1,4 +1,4 @@
-"""Who gets which CPUs, GPUs and memory: planned, shown and checked before anything starts."""
+"""Placement of a run's actors on CPUs, GPUs and memory: planned, shown and checked before anything starts."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rayrft.rewards import runs_inline
 
 NAMESPACE = "rayrft"
 _GIB = 1 << 30
-_CLOSE = 1e-6
-"""Ray counts resources in ten-thousandths; sums of them as floats are off by less than this."""
+_TOLERANCE = 1e-6
+"""Ray counts resources in ten-thousandths; the rounding errors of their float sums are below this."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A placement group: ``count`` equal bundles. ``note`` says who lives there."""
+    """A placement group of ``count`` equal bundles. ``note`` describes its actors."""
 
     name: str
     count: int
@@ -27,10 +27,10 @@ class Part:
     memory_gib: float
     note: str
     beside: Part | None = None
-    """Of another part, one in each bundle too: the two are on the same GPU."""
+    """Another part that shares every bundle, and so the GPU, with this one."""
 
     @property
-    def asks(self) -> dict[str, float]:
+    def actor_resources(self) -> dict[str, float]:
         """Ray's resources for one of its actors."""
         resources = {"CPU": self.cpus, "memory": self.memory_gib * _GIB}
         return {**resources, "GPU": self.gpus} if self.gpus else resources
@@ -39,17 +39,17 @@ class Part:
     def bundle(self) -> dict[str, float]:
         """Ray's resources for one bundle."""
         if self.beside is None:
-            return self.asks
-        other = self.beside.asks
-        return {key: round(value + other[key], 6) for key, value in self.asks.items()}
+            return self.actor_resources
+        other = self.beside.actor_resources
+        return {key: round(value + other[key], 6) for key, value in self.actor_resources.items()}
 
 
 def plan_placement(config: RunConfig) -> list[Part]:
-    """The parts of a run, in the order of the picture."""
+    """Return the parts of a run."""
     engine, trainer = config.explorer.engine, config.trainer
     ranks = Part("ranks", trainer.ranks, trainer.cpus, trainer.gpus, trainer.memory_gib, "FSDP2 under Ray Train")
-    # Groups of their own would not do for engine and rank on one GPU: Ray packs fractions of GPUs as tight as it can,
-    # two engines on one GPU, or on another node than the ranks.
+    # An engine and a rank on one GPU must share a bundle: in separate groups Ray may pack two engines on one GPU, or
+    # place them on another node than the ranks.
     pairs = config.rolls_out and config.sync_backend == "ipc"
     rewards = Part("reward", config.reward.workers, 0.1, 0, 0.25, f"reward workers: {config.reward.name}")
     parts = [
@@ -75,12 +75,12 @@ def plan_placement(config: RunConfig) -> list[Part]:
 
 
 def show_plan(run: str, parts: list[Part]) -> str:
-    """The plan as a table."""
+    """Format the plan as a table."""
     rows: list[tuple[str, ...]] = [("placement group", "bundles", "CPU", "GPU", "memory", "for")]
     for part in parts:
-        for each in (part, part.beside) if part.beside else (part,):
-            name = actor_name(run, each.name)
-            rows.append(_row(name, str(each.count), each.cpus, each.gpus, each.memory_gib, each.note))
+        for row in (part, part.beside) if part.beside else (part,):
+            name = actor_name(run, row.name)
+            rows.append(_row(name, str(row.count), row.cpus, row.gpus, row.memory_gib, row.note))
     total = _total(parts)
     rows.append(_row("total", "", total["CPU"], total["GPU"], total["memory"] / _GIB, ""))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -89,10 +89,10 @@ def show_plan(run: str, parts: list[Part]) -> str:
 
 
 def check_placement(parts: list[Part], resources: list[dict[str, float]], which: str = "free") -> None:
-    """Raises PlacementError, with the numbers, unless the bundles find a place as Ray will place them.
+    """Raise PlacementError, with the numbers, unless the bundles fit as Ray's scheduler will place them.
 
-    ``resources`` is what each living node of the cluster has, ``free`` or ``in all``. Which fractions of its GPUs are
-    free Ray does not tell: the best is assumed, so that `Placement.reserve` may still find no place.
+    ``resources`` are those of every live node, ``free`` or ``in all``. Ray does not report the free fraction per GPU:
+    the best case is assumed, so `Placement.reserve` may still fail.
     """
     need = _total(parts)
     for resource, keys in (
@@ -100,12 +100,12 @@ def check_placement(parts: list[Part], resources: list[dict[str, float]], which:
         ("GPU", "explorer.engine.count, explorer.engine.gpus, trainer.ranks or trainer.gpus"),
         ("memory", "explorer.engine.memory_gib or trainer.memory_gib"),
     ):
-        there = sum(node.get(resource, 0.0) for node in resources)
-        if need[resource] > there + _CLOSE:
+        available = sum(node.get(resource, 0.0) for node in resources)
+        if need[resource] > available + _TOLERANCE:
             scale, unit = (_GIB, " GiB") if resource == "memory" else (1, "")
             raise PlacementError(
                 f"the run needs {need[resource] / scale:.4g}{unit} {resource} and the cluster has "
-                f"{there / scale:.4g}{unit} {which}",
+                f"{available / scale:.4g}{unit} {which}",
                 field="placement",
                 remedy=f"lower {keys}, stop other runs, or add nodes",
             )
@@ -114,21 +114,21 @@ def check_placement(parts: list[Part], resources: list[dict[str, float]], which:
         placed = _pack(part, nodes)
         if placed < part.count:
             raise PlacementError(
-                f"only {placed} of {part.count} bundles of {part.name!r} find a node and a GPU that can hold them "
-                "beside the parts before it",
+                f"only {placed} of {part.count} bundles of {part.name!r} fit on a node and GPU beside the parts "
+                "placed before",
                 field=f"placement.{part.name}",
                 value=part.bundle,
-                remedy="lower what one bundle asks for, stop other runs, or add nodes",
+                remedy="lower the resources of one bundle, stop other runs, or add nodes",
             )
 
 
 def actor_name(run: str, part: str) -> str:
-    """The name under which an actor is found in the namespace, and under which the dashboard shows it."""
+    """Return the name of an actor in Ray's namespace and dashboard."""
     return f"{run}:{part}"
 
 
 class Placement:
-    """The placement groups of a run, made from its plan. Actors are put into them by part and bundle."""
+    """The placement groups of a run, created from its plan. Actors are placed by part and bundle."""
 
     def __init__(self, run: str, parts: list[Part]) -> None:
         self._run = run
@@ -137,11 +137,11 @@ class Placement:
 
     @property
     def ranks(self) -> Any:
-        """The group that the trainer's ranks live in, one in each bundle."""
+        """The group of the trainer's ranks, one per bundle."""
         return self._groups.get("ranks") or self._groups["engines"]
 
     def reserve(self, names: list[str]) -> None:
-        """Make the placement groups of these parts; raises PlacementError when one is not placed within 30 s, and when
+        """Create the placement groups of these parts. Raises PlacementError if one is not placed within 30 s, or if
         another run has one of that name."""
         import ray
         from ray.exceptions import GetTimeoutError, RaySystemError
@@ -155,20 +155,20 @@ class Placement:
                 )
             except RaySystemError:
                 raise PlacementError(
-                    "a run of this name is starting, or ending",
+                    "a run of this name is starting or ending",
                     field="name",
                     value=self._run,
-                    remedy="choose another name (name=…), or wait for its end",
+                    remedy="choose another name (name=…), or wait until it has ended",
                 ) from None
         for name in names:
             try:
                 ray.get(self._groups[name].ready(), timeout=30)
             except GetTimeoutError:
                 raise PlacementError(
-                    f"placement group {actor_name(self._run, name)!r} found no place within 30 s",
+                    f"placement group {actor_name(self._run, name)!r} could not be placed within 30 s",
                     field="placement",
                     value={"asked": self._parts[name].bundle, "free": ray.available_resources()},
-                    remedy="something took resources meanwhile: stop it, or start the run again",
+                    remedy="another job took resources meanwhile: stop it, or start the run again",
                 ) from None
 
     def actor(
@@ -181,18 +181,18 @@ class Placement:
         restarts: bool = False,
         retries: int = 0,
     ) -> Any:
-        """A remote class placed in a bundle of its part: call ``.remote(…)`` on it.
+        """Return a remote class placed in a bundle of its part: call ``.remote(…)`` on it.
 
-        The actor is found as ``<run>:<name>``, or not at all where there is no name. Bundle -1 is any of the part's.
-        With ``restarts`` Ray starts it again when it dies; ``retries`` -1 makes calls that were under way again, too.
+        The actor is named ``<run>:<name>``, or anonymous without ``name``. Bundle -1 is any of the part's. With
+        ``restarts`` Ray restarts it when it dies; ``retries`` -1 also retries the calls in flight.
         """
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        resources = self._parts[part].asks
+        resources = self._parts[part].actor_resources
         options: dict[str, Any] = {"name": actor_name(self._run, name), "namespace": NAMESPACE} if name else {}
         if any(inspect.iscoroutinefunction(member) for member in vars(cls).values()):
-            options["max_concurrency"] = 10_000  # its calls wait on each other; a plain actor takes one at a time
+            options["max_concurrency"] = 10_000  # calls of an async actor may wait for each other
         if restarts:
             options |= {"max_restarts": -1, "max_task_retries": retries}
         return ray.remote(cls).options(
@@ -206,7 +206,7 @@ class Placement:
         )
 
     def remove(self) -> None:
-        """Give everything back; actors in the groups are killed by Ray."""
+        """Remove the placement groups; Ray kills the actors in them."""
         from ray.util.placement_group import remove_placement_group
 
         for group in list(self._groups.values()):  # a run that is stopped may still be reserving
@@ -215,19 +215,19 @@ class Placement:
 
 
 def remove_groups(run: str) -> None:
-    """Remove the placement groups of a run, whoever made them: those of a Master that died stay as long as the process
-    lives that started it."""
+    """Remove all placement groups of a run by name: those of a dead Master stay while the process that started it is
+    alive."""
     from ray import PlacementGroupID
     from ray.util.placement_group import PlacementGroup, remove_placement_group
 
     for group in _groups(run):
-        # By its id: somebody else may remove it meanwhile, and then it is not found by name.
+        # By id: looking it up by name would fail if another process removes it meanwhile.
         remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(group["placement_group_id"]))))
 
 
 def remove_leftovers(run: str) -> None:
-    """Remove the placement groups of a run that has no Master any more. One that somebody is starting just now has the
-    Master's group alone, and keeps it."""
+    """Remove the placement groups of a run without a Master. A run that has only the Master's group is starting now,
+    and keeps it."""
     if any(group["name"] != actor_name(run, "master") for group in _groups(run)):
         remove_groups(run)
 
@@ -251,25 +251,27 @@ def _total(parts: list[Part]) -> dict[str, float]:
 
 @dataclass
 class _Node:
-    """What is free on a node: sums, and of each of its GPUs."""
+    """Free resources of a node, and the free fraction of every GPU."""
 
     free: dict[str, float]
     gpus: list[float] = field(init=False)
 
     def __post_init__(self) -> None:
-        whole, rest = divmod(self.free.get("GPU", 0.0) + _CLOSE, 1)
-        self.gpus = [1.0] * int(whole) + ([rest] if rest > 2 * _CLOSE else [])
+        whole, rest = divmod(self.free.get("GPU", 0.0) + _TOLERANCE, 1)
+        self.gpus = [1.0] * int(whole) + ([rest] if rest > 2 * _TOLERANCE else [])
 
     def score(self, bundle: dict[str, float]) -> float:
-        """How much of what is asked for would be left, as Ray's scheduler counts it; -1 where it does not fit."""
+        """Return the share of the requested resources that would remain, as Ray's scheduler scores nodes; -1 if the
+        bundle does not fit."""
         left = [(self.free.get(key, 0.0) - value, self.free.get(key, 0.0)) for key, value in bundle.items() if value]
-        return -1.0 if any(rest < -_CLOSE for rest, _ in left) else sum(rest / had for rest, had in left)
+        return -1.0 if any(rest < -_TOLERANCE for rest, _ in left) else sum(rest / free for rest, free in left)
 
     def take(self, bundle: dict[str, float]) -> bool:
-        """Place a bundle, if there is room: a fraction on the GPU with the least room for it, as Ray does."""
+        """Place a bundle if it fits, a fraction on the fullest GPU that can hold it, as Ray does; return whether it
+        did."""
         gpus = bundle.get("GPU", 0.0)
         share, count = (gpus, 1) if gpus < 1 else (1.0, int(gpus))
-        fitting = [index for index, room in enumerate(self.gpus) if room >= share - _CLOSE]
+        fitting = [index for index, room in enumerate(self.gpus) if room >= share - _TOLERANCE]
         fitting.sort(key=lambda index: self.gpus[index])
         if self.score(bundle) < 0 or (gpus and len(fitting) < count):
             return False
@@ -281,8 +283,8 @@ class _Node:
 
 
 def _pack(part: Part, nodes: list[_Node]) -> int:
-    """How many bundles of the part find a place, where Ray's strategy PACK puts them: as many as fit on the node that
-    has the most room, then on the next."""
+    """Place the bundles of a part as Ray's strategy PACK does, filling nodes in order of free room; return how many
+    fit."""
     placed = 0
     for node in sorted(nodes, key=lambda node: node.score(part.bundle), reverse=True):
         while placed < part.count and node.take(part.bundle):

@@ -1,4 +1,4 @@
-"""Models that a run reads: whether they are there, and go together."""
+"""Checks before a run starts: loads models, tasks, demonstrations and rewards, and opens the run folder."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from rayrft.rewards import build_reward
 
 
 def find_model(path: str, field: str) -> str:
-    """A folder as an absolute path, or a hub id as it is. Raises ModelError, which names the field, where neither is
-    there."""
+    """Return a model folder as an absolute path, or a hub id unchanged. Raises ModelError for ``field`` if neither
+    exists."""
     if Path(path).is_dir():
         if not (Path(path) / "config.json").is_file():
             raise ModelError(
-                "the folder holds no model (no config.json)",
+                "the folder contains no model (no config.json)",
                 field=field,
                 value=path,
                 remedy="give a folder in Hugging Face format, or the id of a model on the hub",
@@ -57,7 +57,7 @@ def find_model(path: str, field: str) -> str:
 
 
 def vocabulary_of(model: str) -> int:
-    """How many tokens the model's head tells apart."""
+    """Return the vocabulary size of the model's head."""
     from transformers import AutoConfig
 
     size: int = AutoConfig.from_pretrained(model).get_text_config().vocab_size
@@ -65,8 +65,7 @@ def vocabulary_of(model: str) -> int:
 
 
 def check_teacher(path: str, field: str, model: str, tokenizer: ChatTokenizer) -> None:
-    """Teacher and policy are compared token by token: a token must mean the same to both. Raises ModelError, which
-    names the field, where it does not."""
+    """Raise ModelError for ``field`` unless teacher and policy share a tokenizer, as they are compared per token."""
     find_model(path, field)
     theirs, ours = ChatTokenizer(path, field).hf.get_vocab(), tokenizer.hf.get_vocab()
     different = next((token for token, index in ours.items() if theirs.get(token) != index), None)
@@ -76,7 +75,7 @@ def check_teacher(path: str, field: str, model: str, tokenizer: ChatTokenizer) -
             f"and {theirs.get(different)} in the teacher's",
             field=field,
             value=path,
-            remedy="choose a teacher of the model's own family, with the same tokenizer",
+            remedy="choose a teacher of the same model family, with the same tokenizer",
         )
     size, needed = vocabulary_of(path), vocabulary_of(model)
     if size < needed:
@@ -84,34 +83,34 @@ def check_teacher(path: str, field: str, model: str, tokenizer: ChatTokenizer) -
             f"the teacher has a vocabulary of {size}, and the model, of {needed}, may sample tokens beyond it",
             field=field,
             value=path,
-            remedy="choose a teacher whose vocab_size is not below the model's",
+            remedy="choose a teacher whose vocab_size is at least the model's",
         )
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Checked and loaded: what the actors are started with."""
+    """Checked and loaded inputs that the actors are started with."""
 
     run_id: str
-    """Tells this run from others of its name, such as the one whose log may lie at the same place."""
+    """Unique id, which tells this run from others of its name, such as one whose log has the same location."""
     model: str
     tasks: list[Task]
     task_set: Callable[[], TaskSet] | None
-    """Makes the task set that draws from ``tasks``, where there are any."""
+    """Factory of the task set that draws from ``tasks``, if there are any."""
     held_out: list[Task]
     demonstrations: dict[str, list[Experience]]
     limits: Limits
-    """What its model takes."""
+    """Limits of its model on rows."""
     probe: list[Experience]
-    """What engine and trainer must agree on: questions, held-out ones first, with their images and answers, whole."""
+    """Rows on which engine and trainer must agree: questions with images and answers, held-out ones first."""
     left_out: dict[str, Counter[str]] = field(default_factory=dict)
-    """Demonstrations left out, by name and reason."""
+    """Counts of skipped demonstrations by name and reason."""
 
 
 def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepared:
-    """Load and check everything a run reads, and open its folder; that of a ``resumed`` run is as it was left.
+    """Load and check everything a run reads, and create its folder; the folder of a ``resumed`` run is kept.
 
-    Raises DataError, ModelError or ConfigError. Needs a running Ray only for tasks from files.
+    Raises DataError, ModelError or ConfigError. Requires a running Ray only for tasks from files.
     """
     options = config.explorer.workflow_options
     build_workflow(config.explorer.workflow, options.get(config.explorer.workflow, {}))
@@ -134,17 +133,17 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepare
         if stage.teacher is not None:
             check_teacher(stage.teacher, f"stages.{number}.teacher", model, tokenizer)
     if any(task.images for task in _all_tasks(splits)):
-        _ = tokenizer.images  # a model that takes none is an error now
+        _ = tokenizer.images  # raises if the model does not accept images
     if config.rolls_out:
         _check_prompts(config, splits.train, tokenizer)
     held_out = {task.dedup_key for task in splits.evaluation}
     demonstrations, left_out, max_length = {}, {}, config.model.max_length
-    for name, each in config.demonstrations.items():
-        if each.path is None:
-            rows = from_tasks(name, splits.demonstrated[name], each, tokenizer, config.seed)
+    for name, spec in config.demonstrations.items():
+        if spec.path is None:
+            rows = from_tasks(name, splits.demonstrated[name], spec, tokenizer, config.seed)
             demonstrations[name], left_out[name] = _short_enough(name, rows, max_length)
         else:
-            demonstrations[name], report = from_file(name, each, tokenizer, max_length, held_out)
+            demonstrations[name], report = from_file(name, spec, tokenizer, max_length, held_out)
             left_out[name] = report.counts
     compared = chain(splits.evaluation, splits.train) if config.rolls_out else []
     probe = choose_probe(compared, tokenizer, config.model.max_length)
@@ -154,7 +153,7 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepare
 
 
 def _short_enough(name: str, rows: list[Experience], max_length: int) -> tuple[list[Experience], Counter[str]]:
-    """The demonstrations that the model takes, and how many are left out."""
+    """Return the demonstrations of up to ``max_length`` tokens, and counts of the skipped ones."""
     short = [row for row in rows if len(row.token_ids) <= max_length]
     if not short:
         raise DataError(
@@ -167,8 +166,8 @@ def _short_enough(name: str, rows: list[Experience], max_length: int) -> tuple[l
 
 
 def open_folder(config: RunConfig) -> None:
-    """Make the run folder and write ``config.yaml``. An older run of that name is kept, with the date of its end in its
-    name."""
+    """Create the run folder and write ``config.yaml``. The folder of an older run of that name is renamed by the date
+    of its end."""
     folder = config.folder
     if folder.exists():
         ended = datetime.datetime.fromtimestamp(folder.stat().st_mtime)
@@ -181,7 +180,7 @@ def open_folder(config: RunConfig) -> None:
 
 
 def write_config(config: RunConfig) -> None:
-    """Write ``config.yaml``, whole or not at all: with it a run is gone on with."""
+    """Write ``config.yaml`` atomically; `resume` reads it."""
     draft = config.folder / ".config.yaml"
     try:
         draft.write_text(dump_config(config))
@@ -196,7 +195,7 @@ def _unwritable(folder: Path, error: OSError) -> ConfigError:
         f"cannot be written: {error.strerror}",
         field="storage",
         value=str(folder),
-        remedy="choose another storage, or mend its permissions",
+        remedy="choose another storage, or fix its permissions",
     )
 
 
@@ -213,16 +212,16 @@ def _task_set(config: RunConfig, splits: TaskSplits) -> Callable[[], TaskSet] | 
         epochs=tasks.epochs,
         difficulties=[task.difficulty for task in splits.train],
     )
-    make()  # a sampler that cannot work with these tasks says so now
+    make()  # raises if the sampler is unsuitable for these tasks
     return make
 
 
 def _check_log(config: RunConfig) -> None:
-    """The Buffer must be able to write where it is told to, and not find another run's log there."""
+    """Raise unless the Buffer's storage is writable and holds no other run's log."""
     storage = Storage(config.buffer_location)
     if any(name.startswith(("journal", "snapshot")) for name in storage.files()):
         raise ConfigError(
-            "the log of an earlier run lies there",
+            "the location contains the log of an earlier run",
             field="buffer.storage",
             value=config.buffer_location,
             remedy="choose another name or buffer.storage, or move the old log away",
@@ -233,7 +232,7 @@ def _check_log(config: RunConfig) -> None:
 
 
 def _model(config: RunConfig, splits: TaskSplits) -> str:
-    """Path or hub id of the model; a tiny one is made first."""
+    """Return the path or hub id of the model; create it first if it is a tiny one."""
     if config.model.tiny is not None:
         from rayrft.trainer.tiny import make_tiny_model
         from rayrft.trainer.tiny_vision import make_tiny_vision_model
@@ -257,7 +256,7 @@ def _model(config: RunConfig, splits: TaskSplits) -> str:
 
 
 def choose_probe(tasks: Iterable[Task], tokenizer: ChatTokenizer, max_length: int) -> list[Experience]:
-    """The first eight questions with their answers that leave an engine, which scores them, room for a token more."""
+    """Return the first eight tasks as rows shorter than ``max_length``: scoring takes an engine one more token."""
     rows = (demonstrate("", task, task.answer, tokenizer) for task in tasks)
     return list(islice((row for row in rows if len(row.token_ids) < max_length), 8))
 
@@ -267,26 +266,26 @@ def _all_tasks(splits: TaskSplits) -> Iterator[Task]:
 
 
 def _demonstrated_text(config: RunConfig) -> list[str]:
-    """Text of demonstration files, so that a tiny model's tokenizer knows their characters."""
+    """Return the text of demonstration files, so that a tiny model's tokenizer knows their characters."""
     texts: list[str] = []
-    for name, each in config.demonstrations.items():
-        rows = read_rows(each.path, f"demonstrations.{name}.path") if each.path is not None else ()
+    for name, spec in config.demonstrations.items():
+        rows = read_rows(spec.path, f"demonstrations.{name}.path") if spec.path is not None else ()
         for _, row in rows:
             with suppress(DataError):  # broken rows are reported when they become experiences
-                conversation = conversations(row, each) if isinstance(row, dict) else []
+                conversation = conversations(row, spec) if isinstance(row, dict) else []
                 texts += [message["content"] for _, messages in conversation for message in messages]
     return texts
 
 
 def _check_files(config: RunConfig) -> None:
-    """Read the first row of every file of demonstrations."""
-    for name, each in config.demonstrations.items():
-        if each.path is not None:
-            next(read_rows(each.path, f"demonstrations.{name}.path"), None)
+    """Read the first row of every demonstration file; raises DataError if one cannot be read."""
+    for name, spec in config.demonstrations.items():
+        if spec.path is not None:
+            next(read_rows(spec.path, f"demonstrations.{name}.path"), None)
 
 
 def _check_reward(config: RewardConfig, task: Task) -> None:
-    """Score one right answer, so that a reward that cannot work is known now and not after a hundred groups."""
+    """Score one correct answer. Raises ConfigError if the reward function fails on it."""
     reward = build_reward(config.name, config.options)
     try:
         reward(task, task.answer)
@@ -295,13 +294,13 @@ def _check_reward(config: RewardConfig, task: Task) -> None:
             f"the reward raised {type(error).__name__}: {error} on the answer of a task",
             field="reward.name",
             value=config.name,
-            remedy=f"mend it; the task was {json.dumps(task.question)[:80]}",
+            remedy=f"fix the reward; the task was {json.dumps(task.question)[:80]}",
         ) from None
 
 
 def _check_prompts(config: RunConfig, tasks: list[Task], tokenizer: ChatTokenizer) -> None:
     limit = config.explorer.sampling.max_prompt_tokens
-    # Spread over all tasks: a file may be sorted by length, and sources follow one another.
+    # Sampled over all tasks: a file may be sorted by length, and sources follow one another.
     lengths = [len(tokenizer.prompt(task.messages, task.images)) for task in tasks[:: max(1, len(tasks) // 200)]]
     if min(lengths) > limit:
         raise DataError(

@@ -1,4 +1,4 @@
-"""The handle of a run, by which it is watched and stopped, from any process on the cluster."""
+"""Handle of a run: follows and stops it from any process on the cluster."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rayrft.core.placement import NAMESPACE, actor_name, remove_groups
 from rayrft.core.summary import read_summary, standing, summarise, summarise_from_folder, write_summary
-from rayrft.core.supervision import death, root_cause
+from rayrft.core.supervision import death_reason, root_cause
 from rayrft.errors import ActorDied, ConfigError, RayrftError, RunNotFound, StorageError
 from rayrft.monitor.console import format_record
 from rayrft.monitor.records import Record, StepRecord, read_records
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class RunData:
-    """The part of a `Run` that is about its Buffer. Every method raises RunNotFound once the run has ended."""
+    """The Buffer methods of a `Run`. Every method raises RunNotFound once the run has ended."""
 
     name: str
     folder: Path
@@ -33,13 +33,13 @@ class RunData:
     def dataset(
         self, store: str = "usual", *, columns: Sequence[str] | None = None, where: Any = None
     ) -> ray.data.Dataset:
-        """The experiences that a store (``usual`` or ``expert/<name>``) holds now: see `rayrft.buffer.dataset`."""
+        """Return the current rows of a store (``usual`` or ``expert/<name>``): see `rayrft.buffer.dataset`."""
         from rayrft.buffer.dataset import dataset
 
         return dataset(self._buffer(), store, columns=columns, where=where)
 
     def experiences(self, n: int = 10) -> pd.DataFrame:
-        """The newest of the own rows that are held: id, reward, question, answer, labels and weight versions."""
+        """Return the newest own rows held: id, reward, question, answer, labels and weight versions."""
         import pandas as pd
 
         from rayrft.buffer.dataset import newest
@@ -54,18 +54,18 @@ class RunData:
         answer(self._buffer().feedback.remote(experience_id, reward, labels))
 
     def load(self, rows: ray.data.Dataset | pa.Table | list[Experience], name: str) -> int:
-        """Make rows the demonstrations ``name``, in place of what was there; gives their number. Own rows become expert
-        rows. Raises DataError when a column is missing or a row is faulty."""
+        """Replace the demonstrations ``name`` by ``rows``, own rows becoming expert rows; return their number. Raises
+        DataError if a column is missing or a row is invalid."""
         from rayrft.buffer.dataset import load_dataset
 
         return load_dataset(self._buffer(), rows, name)
 
     def put(self, rows: list[Experience]) -> None:
-        """Hand in whole groups of own rows, to a run in mode ``train``; returns when they are in its log.
+        """Put whole groups of own rows into a run in mode ``train``; return when they are in its log.
 
-        Advantages that are missing are computed from the rewards of their group, by the algorithm of the first stage
-        that takes groups. Groups that were put before are passed over. Raises DataError when rows are faulty, with what
-        was refused and why; see `rayrft.buffer.client.put_groups`.
+        Missing advantages are computed from the rewards of their group by the algorithm of the first stage that takes
+        groups. Groups that were put before are skipped. Raises DataError if rows are invalid, with what was rejected
+        and why; see `rayrft.buffer.client.put_groups`.
         """
         from rayrft.buffer.client import put_groups
         from rayrft.config import load_config
@@ -87,7 +87,7 @@ class RunData:
         put_groups(self._buffer(), config.buffer.shards, rows, algorithm, group_size)
 
     def finish(self) -> None:
-        """Say that no more groups will be put: a step that cannot be filled ends the run's stage."""
+        """Declare that no more groups will be put: a step that cannot be filled then ends the run's stage."""
         from rayrft.buffer.dataset import answer
 
         answer(self._buffer().detach.remote("put"))
@@ -96,20 +96,20 @@ class RunData:
         import ray
 
         try:
-            if not (self.folder / "summary.json").exists():  # at its end a run takes its actors down, one by one
+            if not (self.folder / "summary.json").exists():  # an ending run kills its actors one by one
                 return ray.get_actor(actor_name(self.name, "buffer"), namespace=NAMESPACE)
         except ValueError:
             pass
         raise RunNotFound(
-            "the run is not under way, and its Buffer is gone",
+            "the run is not running, so it has no Buffer",
             field="name",
             value=self.name,
-            remedy=f"look at what is left with: rayrft data head {self.folder}",
+            remedy=f"read its log with: rayrft data head {self.folder}",
         )
 
 
 class Run(RunData):
-    """A run under way or ended."""
+    """A running or ended run."""
 
     def __init__(self, name: str, folder: Path, master: Any, outcome: Any = None) -> None:
         self.name = name
@@ -118,7 +118,7 @@ class Run(RunData):
         self._outcome = outcome
 
     def status(self) -> dict[str, Any]:
-        """State, step, version and the ledger ``sampled = trained + dropped + held``; of a run that failed or was
+        """Return status, step, version and the ledger ``sampled = trained + dropped + held``; if the run failed or was
         killed also the ``error``, root cause first."""
         import ray
 
@@ -128,8 +128,8 @@ class Run(RunData):
             return standing(self._end(), self.folder)
 
     def records(self) -> Iterator[Record]:
-        """Every record, those to come as they come; ends with the run. Raises ActorDied when the Master is gone before
-        the run's end was seen here, and the run neither finished nor was stopped."""
+        """Iterate over all records, waiting for new ones until the run ends. Raises ActorDied if the Master died and
+        the run neither finished nor was stopped."""
         import ray
 
         count = 0
@@ -148,7 +148,7 @@ class Run(RunData):
             yield from new
 
     def watch(self, say: Callable[[str], None] = print) -> None:
-        """Print a line per record until the run ends. Steps without rollouts are quick: at most two lines a second."""
+        """Print a line per record until the run ends; for steps without rollouts at most two lines a second."""
         last = 0.0
         for record in self.records():
             quick = isinstance(record, StepRecord) and not record.usual_rows
@@ -157,27 +157,27 @@ class Run(RunData):
                 say(format_record(record))
 
     def metrics(self) -> pd.DataFrame:
-        """One row per optimiser step so far."""
+        """Return one row per optimiser step so far."""
         import pandas as pd
 
         return pd.DataFrame([asdict(r) for r in read_records(self.folder) if isinstance(r, StepRecord)])
 
     def evaluations(self) -> pd.DataFrame:
-        """One row per evaluation so far."""
+        """Return one row per evaluation so far."""
         import pandas as pd
 
         return pd.DataFrame([asdict(r) for r in read_records(self.folder) if r.kind == "evaluation"])
 
     def result(self) -> dict[str, Any]:
-        """Wait for the end; gives the summary. Raises the root cause when the run failed.
+        """Wait for the end and return the summary. Raises the root cause if the run failed.
 
-        For the process that started the run: this also gives its resources back.
+        Only for the process that started the run; also frees its resources.
         """
         import ray
 
         if self._outcome is None:
             raise RunNotFound(
-                "only the process that started a run waits for its result",
+                "only the process that started a run can wait for its result",
                 field="name",
                 value=self.name,
                 remedy="follow it with watch(), and read summary.json once it has ended",
@@ -197,14 +197,14 @@ class Run(RunData):
         return summary
 
     def kill(self) -> None:
-        """End the run at once, without saving; returns when its name and its resources are free again.
+        """Kill the run without saving; return when its name and resources are free again.
 
-        Of a run that has ended, whatever is left of it is ended. Any number of callers may do so at the same time.
+        Also removes the remains of an ended run. Any number of callers may do so concurrently.
         """
         self._end()
 
     def stop(self) -> None:
-        """Ask the run to end after what it is doing, and save its weights."""
+        """Ask the run to finish its current operation, save its weights and end."""
         import ray
 
         try:
@@ -213,29 +213,29 @@ class Run(RunData):
             self._end()
 
     def pids(self) -> dict[str, int]:
-        """Process ids of master, trainer and engines."""
+        """Return the process ids of master, trainer and engines."""
         import ray
 
         return ray.get(self._master.pids.remote())
 
     def _end(self, cause: RayrftError | None = None) -> dict[str, Any]:
-        """End what there is of the run; gives its summary, which is written here where the Master did not.
+        """Kill the actors of the run and return its summary, written here if the Master did not.
 
-        ``cause`` is why the run failed, where that is known. Whoever does this at the same time does the same.
+        ``cause`` is why the run failed, if known. Safe to call concurrently.
         """
         import ray
 
-        if not self._has_its_name():
+        if not self._owns_name():
             return summarise(self.name, *self._death(), [], {}, 0.0)
         actors = []
         for name in named_actors(actor_name(self.name, "")):
             with contextlib.suppress(ValueError):  # it died since it was listed
                 actors.append(ray.get_actor(name, namespace=NAMESPACE))
-        # Without retries, for the Buffer's calls are otherwise made again, and Ray would say so.
+        # Without retries: Ray would otherwise retry, and log, the Buffer's calls.
         watched = [actor for actor in actors if hasattr(actor, "watch")]
         watches = [actor.watch.options(max_task_retries=0).remote() for actor in watched]
-        # The Master first, which would otherwise take the deaths of the others for failures; and also where it is dead
-        # and not listed: a process that holds its handle takes its name for taken.
+        # The Master first, which would otherwise report the deaths of the others as failures; also if it is dead and
+        # not listed, because a process that holds its handle still sees its name as taken.
         for actor in (self._master, *actors):
             ray.kill(actor)
         if watches:
@@ -246,12 +246,12 @@ class Run(RunData):
         status, error = ("failed", str(cause)) if cause is not None else self._death()
         summary = summarise_from_folder(self.folder, status, error)
         if self.folder.is_dir():
-            with contextlib.suppress(StorageError):  # of a full disk: the caller is told all the same
+            with contextlib.suppress(StorageError):  # full disk: the caller still gets the summary
                 write_summary(self.folder, summary)
         return summary
 
-    def _has_its_name(self) -> bool:
-        """Whether no other run goes by its name since it ended."""
+    def _owns_name(self) -> bool:
+        """Return whether no other run has taken its name since it ended."""
         import ray
 
         try:
@@ -260,19 +260,19 @@ class Run(RunData):
             return True
 
     def _death(self) -> tuple[str, str]:
-        """How the Master, which is dead, ended, and the error that says so."""
+        """Return the status and error of a run whose Master is dead."""
         import ray
 
         try:
             ray.get(self._master.watch.remote())
         except ray.exceptions.RayActorError as error:
-            why = death(error)
-        killed = "ray.kill" in why
-        problem = "the run was killed" if killed else f"the master died: {why}"
+            reason = death_reason(error)
+        killed = "ray.kill" in reason
+        problem = "the run was killed" if killed else f"the master died: {reason}"
         return "killed" if killed else "failed", str(ActorDied(problem, field=self._master_name))
 
     def _error(self, summary: dict[str, Any]) -> ActorDied:
-        """The error of a run whose Master is gone, from its summary."""
+        """Return the error of a run whose Master is dead, from its summary."""
         text, own = summary["error"], f"{self._master_name}: "
         return ActorDied(text.removeprefix(own), field=self._master_name if text.startswith(own) else "")
 
@@ -282,7 +282,7 @@ class Run(RunData):
 
 
 def named_actors(prefix: str) -> list[str]:
-    """Names of the actors of runs on this cluster that begin so."""
+    """Return the names of runs' actors on this cluster that start with ``prefix``."""
     from ray.util import list_named_actors
 
     actors = list_named_actors(all_namespaces=True)

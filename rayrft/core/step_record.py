@@ -1,4 +1,4 @@
-"""From what the parts report to the records that a person reads."""
+"""Builders of step and evaluation records from the reports of the actors."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rayrft.trainer.result import StepResult
 _NOT_RECORDED = ("train_s", "first_update", "value_errors")
 
 _CLIPPED = 0.05
-"""Share of tokens above which a loss binds the ratio of a policy that has not moved too often to be by chance."""
+"""Largest share of clipped tokens that is plausible for a policy that has not been updated yet."""
 
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """Wall time of a step, and of its parts as the Master saw them."""
+    """Wall time of a step and its parts, as seen by the Master."""
 
     step: float
     wait: float
@@ -39,7 +39,7 @@ def step_record(
     seconds: StepSeconds,
     lost: dict[str, int],
 ) -> StepRecord:
-    """One optimiser step; ``report`` is None where the step published nothing, ``lost`` is from `lost_since`."""
+    """Build the record of an optimiser step; ``report`` is None if none was published, ``lost`` from `lost_since`."""
     rollouts, stale = lease.rollouts, lease.staleness
     tokens = rollouts.tokens or result.policy_tokens + result.expert_tokens
     numbers = {name: value for name, value in asdict(result).items() if name not in _NOT_RECORDED}
@@ -70,8 +70,8 @@ def step_record(
 
 
 def check_on_policy_step(lease: Lease, result: StepResult, tolerance: float) -> str | None:
-    """What is not as it must be where the trainer's policy is the one that sampled, and the reference: log-probs are
-    equal, no ratio is clipped and the KL is 0. None where nothing is amiss, or where the batch was sampled earlier."""
+    """Return a warning unless log-probs agree, no ratio is clipped and the KL to the reference is 0, as they must on a
+    stage's first step. The first two are checked only if all rows were sampled under the current weights."""
     fresh = bool(lease.staleness) and max(lease.staleness) == 0
     if fresh and result.logprob_gap > tolerance:
         return (
@@ -80,17 +80,20 @@ def check_on_policy_step(lease: Lease, result: StepResult, tolerance: float) -> 
         )
     if fresh and result.first_update.clip_fraction > _CLIPPED:
         return (
-            f"the loss binds the ratio on {result.first_update.clip_fraction:.0%} of the tokens, though the policy has "
-            f"not moved yet: its bounds are narrower than the {result.logprob_gap:.2g} nats a token between engine and "
-            "trainer; name a correction, such as truncated, for ratios to the trainer's own log-probs"
+            f"the loss clips the ratio on {result.first_update.clip_fraction:.0%} of the tokens, though the policy has "
+            f"not been updated yet: its bounds are narrower than the {result.logprob_gap:.2g} nats a token between "
+            "engine and trainer; set a correction, such as truncated, for ratios to the trainer's own log-probs"
         )
     if abs(result.first_update.kl) > tolerance:
-        return f"the KL to the reference is {result.first_update.kl:.2g} and not 0, though the policy has not moved yet"
+        return (
+            f"the KL to the reference is {result.first_update.kl:.2g} and not 0, though the policy has not been "
+            "updated yet"
+        )
     return None
 
 
 def evaluation_record(stage: str, step: int, stage_step: int, result: Evaluation, seconds: float) -> EvaluationRecord:
-    """One evaluation, with its interval."""
+    """Build the record of an evaluation, with its confidence interval."""
     low, high = result.interval
     return EvaluationRecord(
         stage=stage,
@@ -110,6 +113,6 @@ def evaluation_record(stage: str, step: int, stage_step: int, result: Evaluation
 
 
 def lost_since(before: dict[str, Any], after: dict[str, Any]) -> dict[str, int]:
-    """What was dropped between two states of the Buffer's ledger, rows and tasks, by reason."""
+    """Count the rows and tasks dropped between two states of the Buffer's ledger, by reason."""
     was, now = (Counter(of.get("dropped", {})) + Counter(of.get("dropped_tasks", {})) for of in (before, after))
     return dict(now - was)

@@ -1,4 +1,4 @@
-"""``summary.json``: how a run ended, and what became of its rows."""
+"""``summary.json``: how a run ended, and the ledger of its rows."""
 
 from __future__ import annotations
 
@@ -19,27 +19,24 @@ from rayrft.monitor.records import EvaluationRecord, Record, StepRecord, read_re
 
 NO_ROWS: dict[str, Any] = {"sampled": 0, "trained": 0, "dropped": {}, "held": 0}
 """The ledger of a run before its first row."""
-_ROOM, _ROOM_BYTES = ".room", 1 << 16
+_RESERVED, _RESERVED_BYTES = ".room", 1 << 16
 
 
-def keep_room(folder: Path) -> None:
-    """Take the room that the summary will need: then a disk that is full meanwhile does not keep it from being written.
-
-    Raises StorageError.
-    """
-    with _writing(folder / _ROOM):
-        (folder / _ROOM).write_bytes(os.urandom(_ROOM_BYTES))  # what is written as zeros may take no room
+def reserve_space(folder: Path) -> None:
+    """Reserve disk space for the summary, so that it can be written on a full disk. Raises StorageError."""
+    with _writing(folder / _RESERVED):
+        (folder / _RESERVED).write_bytes(os.urandom(_RESERVED_BYTES))  # zeros may be stored sparsely
 
 
 def write_summary(folder: Path, summary: dict[str, Any]) -> None:
-    """Write it whole or not at all, whoever else does so at the same time. Raises StorageError."""
-    (folder / _ROOM).unlink(missing_ok=True)
+    """Write the summary atomically, also with concurrent writers. Raises StorageError."""
+    (folder / _RESERVED).unlink(missing_ok=True)
     with _writing(folder / "summary.json"):
         descriptor, draft = tempfile.mkstemp(".partial", ".summary.", folder)
         try:
             with os.fdopen(descriptor, "w") as file:
                 file.write(json.dumps(summary, indent=2) + "\n")
-            os.chmod(draft, 0o644)  # mkstemp's is for the owner alone
+            os.chmod(draft, 0o644)  # mkstemp's mode is for the owner only
             os.replace(draft, folder / "summary.json")
         except BaseException:
             os.unlink(draft)
@@ -47,7 +44,7 @@ def write_summary(folder: Path, summary: dict[str, Any]) -> None:
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """What `write_summary` wrote last; empty where a run there has not ended yet."""
+    """Return the summary; empty if the run has not ended yet."""
     try:
         return json.loads((folder / "summary.json").read_text())
     except FileNotFoundError:
@@ -55,7 +52,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def remove_summary(folder: Path) -> None:
-    """The run goes on: how it ended before holds no longer."""
+    """Delete the summary of a run that is being resumed."""
     (folder / "summary.json").unlink(missing_ok=True)
 
 
@@ -68,7 +65,7 @@ def summarise(
     total_s: float,
     **more: Any,
 ) -> dict[str, Any]:
-    """How a run ended, from its records and the Buffer's ledger; ``more`` is what only the run itself knows."""
+    """Build the summary from a run's records and the Buffer's ledger; ``more`` overrides or adds entries."""
     steps = [record for record in records if isinstance(record, StepRecord)]
     return {
         "name": name,
@@ -87,26 +84,27 @@ def summarise(
 
 
 def summarise_from_folder(folder: Path, status: str, error: str) -> dict[str, Any]:
-    """How a run ended that could not say so itself, from what it left on the disk."""
+    """Build the summary of a run whose Master did not write one, from its files."""
     records = read_records(folder)
     total_s = records[-1].time - records[0].time if records else 0.0
     return summarise(folder.name, status, error, records, ledger_in_log(folder), total_s)
 
 
 def ledger_in_log(folder: Path) -> dict[str, Any]:
-    """What became of the rows of a run, by the log of its Buffer; empty where that is damaged."""
+    """Return the ledger of a run's rows from the log of its Buffer; empty if the log is damaged."""
     try:
         if not Storage(load_config(folder / "config.yaml").buffer_location).files():  # it ended before its Buffer began
             return NO_ROWS
         stats = Archive.of_run(folder).stats()
     except (RayrftError, OSError):
         return {}
-    stores = {name.removeprefix("expert/"): each for name, each in stats["stores"].items() if name != "usual"}
-    return {**stats, "expert": {name: {key: each[key] for key in ("rows", "drawn")} for name, each in stores.items()}}
+    stores = {name.removeprefix("expert/"): store for name, store in stats["stores"].items() if name != "usual"}
+    expert = {name: {key: store[key] for key in ("rows", "drawn")} for name, store in stores.items()}
+    return {**stats, "expert": expert}
 
 
 def standing(summary: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """What `Run.status` says of a run that has ended."""
+    """Return the `Run.status` of a run that has ended."""
     return {
         "name": summary["name"],
         "status": summary["status"],
@@ -120,7 +118,7 @@ def standing(summary: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _seconds(records: Sequence[Record]) -> dict[str, float]:
-    """Wall time by part, summed over all steps."""
+    """Sum the wall time by part over all steps."""
     sums: dict[str, float] = defaultdict(float)
     for record in records:
         if isinstance(record, StepRecord):
@@ -132,7 +130,7 @@ def _seconds(records: Sequence[Record]) -> dict[str, float]:
 
 
 def _accuracy(records: Sequence[Record]) -> dict[str, Any]:
-    """First and last evaluation per temperature, with counts."""
+    """Return the first and last evaluation per temperature, with counts."""
     result: dict[str, Any] = {}
     for record in records:
         if isinstance(record, EvaluationRecord):
@@ -157,5 +155,5 @@ def _writing(file: Path) -> Iterator[None]:
         raise StorageError(
             f"cannot be written: {error.strerror}",
             field=str(file),
-            remedy="make room or mend the storage, then: rayrft resume RUN",
+            remedy="free disk space or fix the storage, then: rayrft resume RUN",
         ) from None

@@ -1,4 +1,4 @@
-"""Who died first: turns the many errors that follow one death into the one that caused them. And who asked to stop."""
+"""Supervision of actors: stalled waits, the root cause of a failure, and the user's request to stop."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from ray.exceptions import RayActorError
 
 _LOOKS = 3
-"""So many looks are taken in the time that nothing may come for, besides those at which a wait is due."""
+"""Polls per ``patience_s``, besides those at which a wait is due."""
 
 
 class Silence:
-    """Watches the waits of the Master, ``waits``, and those of the other parts.
+    """Watchdog for stalled waits of the Master (``waits``) and the other actors.
 
-    ``asks`` has for every part a call that gives its `WaitReport`, or anything else where it keeps none: that it
-    answers counts, too. A wait is noted after ``patience_s`` in which nothing came of it, and again whenever that time
-    has doubled.
+    ``asks`` maps every actor to a call that returns its `WaitReport`, or anything else if it keeps none: answering
+    shows that it is alive. A wait is noted after ``patience_s`` without progress, and again whenever that time has
+    doubled.
     """
 
     def __init__(
@@ -34,45 +34,45 @@ class Silence:
         patience_s: float,
     ) -> None:
         self._waits = waits
-        self._signs = Waits("master")
+        self._pings = Waits("master")
         self._asks = asks
         self._note = note
         self._patience = patience_s
         self._asking: dict[str, asyncio.Future[Any]] = {}
-        self._told: dict[tuple[str, str], float] = {}
+        self._next_note: dict[tuple[str, str], float] = {}
         self.overdue: list[str] = []
-        """What is waited for longer than it should be, a line each."""
+        """Overdue waits, one line per wait."""
 
     async def watch(self) -> None:
-        """Never returns. Raises StorageError when what it has to say cannot be written."""
+        """Note overdue waits forever. Raises StorageError if a note cannot be written."""
         try:
             while True:
-                soon = await self._look()
-                await asyncio.sleep(soon)
+                pause_s = await self._look()
+                await asyncio.sleep(pause_s)
         finally:
             for asking in self._asking.values():
                 asking.cancel()
 
     async def _look(self) -> float:
-        """Note what is overdue; gives in how many seconds to look again."""
+        """Note overdue waits; return the seconds until the next poll."""
         reports = await self._ask()
-        waits = quiet_waits([self._waits.report(), self._signs.report()], reports)
+        waits = quiet_waits([self._waits.report(), self._pings.report()], reports)
         late = [wait for wait in waits if wait.quiet_s >= self._patience]
         self.overdue = [describe(wait) for wait in late]
-        self._told = {key: self._told[key] for key in map(_key, late) if key in self._told}
+        self._next_note = {key: self._next_note[key] for key in map(_key, late) if key in self._next_note}
         if news := [wait for wait in late if wait.quiet_s >= self._due(wait)]:
-            self._told.update({_key(wait): 2 * wait.quiet_s for wait in news})
+            self._next_note.update({_key(wait): 2 * wait.quiet_s for wait in news})
             text = "; ".join(map(describe, news))
             await self._note(f"no progress: {text}", waiting=[asdict(wait) for wait in news])
         soonest = min((self._due(wait) - wait.quiet_s for wait in waits), default=self._patience)
         return min(max(soonest, 0.01 * self._patience), self._patience / _LOOKS)
 
     async def _ask(self) -> dict[str, WaitReport]:
-        """The reports of the parts that answer soon. A part that does not is waited for like any other, from look to
-        look."""
+        """Return the reports of the actors that answer soon. The call to one that does not is kept for the next poll
+        and counts as a wait itself."""
         for name, ask in self._asks.items():
             if name not in self._asking:
-                self._asking[name] = asyncio.ensure_future(self._sign_of_life(name, ask))
+                self._asking[name] = asyncio.ensure_future(self._ping(name, ask))
         await asyncio.wait(self._asking.values(), timeout=self._patience / (2 * _LOOKS))
         reports = {}
         for name, asking in list(self._asking.items()):
@@ -82,31 +82,31 @@ class Silence:
                     reports[name] = report
         return reports
 
-    async def _sign_of_life(self, name: str, ask: Callable[[], Awaitable[Any]]) -> Any:
+    async def _ping(self, name: str, ask: Callable[[], Awaitable[Any]]) -> Any:
         from ray.exceptions import RayActorError
 
-        with self._signs.on(name, "a sign of life"):
+        with self._pings.on(name, "a sign of life"):
             try:
                 return await ask()
-            except RayActorError:  # who watches for deaths says so
+            except RayActorError:  # `supervise` reports deaths
                 return None
 
     def _due(self, wait: Wait) -> float:
-        return self._told.get(_key(wait), self._patience)
+        return self._next_note.get(_key(wait), self._patience)
 
 
 def quiet_waits(own: Iterable[WaitReport], parts: Mapping[str, WaitReport]) -> list[Wait]:
-    """The waits of all, those that cause others first. Who waits for a part to which something comes sees it move."""
+    """Return all waits, root causes first. Progress of the target counts as progress of the wait."""
     waits = (wait for report in (*parts.values(), *own) for wait in report.waits)
-    judged = [
+    updated = [
         replace(wait, quiet_s=min(wait.quiet_s, parts[wait.target].quiet_s)) if wait.target in parts else wait
         for wait in waits
     ]
-    return sorted(judged, key=lambda wait: wait.target in parts)
+    return sorted(updated, key=lambda wait: wait.target in parts)
 
 
 def describe(wait: Wait) -> str:
-    """A wait in a line."""
+    """Format a wait as one line."""
     since = time.strftime("%H:%M:%S", time.localtime(time.time() - wait.quiet_s))
     more = f" and {wait.count - 1} more" if wait.count > 1 else ""
     return f"{wait.waiter} waits for {wait.target} ({wait.what}{more}): nothing for {wait.quiet_s:.0f} s, since {since}"
@@ -119,7 +119,7 @@ def _key(wait: Wait) -> tuple[str, str]:
 T = TypeVar("T")
 _REMEDY = "see its log in the Ray dashboard"
 _GRACE_S = 3.0
-"""A peer of a dead actor may fail a moment before the death is known; so long is waited for the better cause."""
+"""Time to wait for an actor's death to become known after another failure, which it may have caused."""
 
 
 class Stopped(Exception):
@@ -129,7 +129,7 @@ class Stopped(Exception):
 async def supervise(main: Coroutine[Any, Any, T], watches: dict[str, Awaitable[Any]]) -> T:
     """Run ``main`` while watching actors. A watch is a call that ends only when its actor fails.
 
-    Raises the root cause: the death of an actor where there is one, else what ``main`` raised.
+    Raises the root cause: the death of an actor if there is one, else the error of ``main``.
     """
     work = asyncio.ensure_future(main)
     watching = {asyncio.ensure_future(_watch(name, watch)) for name, watch in watches.items()}
@@ -138,8 +138,8 @@ async def supervise(main: Coroutine[Any, Any, T], watches: dict[str, Awaitable[A
         if work.done() and not work.cancelled() and work.exception() is None:
             return work.result()
         deaths, _ = await asyncio.wait(watching, timeout=_GRACE_S, return_when=asyncio.FIRST_COMPLETED)
-        for death in deaths:
-            if (error := death.exception()) is not None:
+        for dead in deaths:
+            if (error := dead.exception()) is not None:
                 raise error
         return await work
     finally:
@@ -149,7 +149,7 @@ async def supervise(main: Coroutine[Any, Any, T], watches: dict[str, Awaitable[A
 
 
 async def unless_stopped(stop: asyncio.Event, work: Awaitable[T]) -> T:
-    """The result of ``work``; raises Stopped, and leaves the work alone, as soon as the user asks for it."""
+    """Return the result of ``work``; abandon it and raise Stopped as soon as ``stop`` is set."""
     working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
     try:
         await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -163,7 +163,7 @@ async def unless_stopped(stop: asyncio.Event, work: Awaitable[T]) -> T:
 
 
 def root_cause(error: BaseException, actor: str = "master") -> RayrftError:
-    """The error under Ray's wrappings, as one of ours."""
+    """Unwrap Ray's wrappers of an error and return it as a RayrftError."""
     from ray.exceptions import RayActorError, RayTaskError
 
     while True:
@@ -176,17 +176,17 @@ def root_cause(error: BaseException, actor: str = "master") -> RayrftError:
     if isinstance(error, RayrftError):
         return error
     if isinstance(error, RayActorError):
-        return ActorDied(f"the actor died: {death(error)}", field=actor, remedy=_REMEDY)
+        return ActorDied(f"the actor died: {death_reason(error)}", field=actor, remedy=_REMEDY)
     text = str(error).strip().splitlines() or ["no message"]
     return ActorDied(f"{type(error).__name__}: {text[0]}", field=actor, remedy=_REMEDY)
 
 
-def death(error: RayActorError) -> str:
-    """Why an actor died, in a line of what Ray says of it."""
+def death_reason(error: RayActorError) -> str:
+    """Return why an actor died, as one line of Ray's message."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     if error.actor_init_failed:  # a traceback, which ends with what was raised
         return lines[-1].rpartition("rayrft.errors.")[2].rstrip(".")
-    # A heading, what actor it was (indented), and why it died.
+    # Lines: a heading, the actor's properties (indented by tabs), and the reason.
     return next((line for line in lines[1:] if not line.startswith("\t")), lines[0]).rstrip(".")
 
 

@@ -1,7 +1,7 @@
-"""The WeightSync actor: carries each new version to every engine, and proves that it arrived.
+"""The WeightSync actor: publishes every new weight version to all engines, and verifies it.
 
-A round: pause (requests are kept) -> broadcast in buckets -> verify version and digest -> resume, whatever happened.
-Digests prove that the bytes arrived; the log-probs of a probe batch prove that the engine computes with them.
+A round: pause (requests are kept) -> broadcast in buckets -> verify version and digest -> always resume. Digests prove
+that the bytes arrived; the log-probs of a probe batch prove that the engine computes with them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rayrft.weights.messages import GroupPlan, Parcel
 
 @dataclass(frozen=True)
 class SyncReport:
-    """One round. ``probe_gap`` is the largest difference of a log-prob, or None when no probe was due."""
+    """Report of one round. ``probe_gap`` is the largest log-prob difference, or None if no probe was due."""
 
     version: int
     seconds: float
@@ -34,7 +34,7 @@ class SyncReport:
 
 
 class WeightSync:
-    """The actor. ``connect`` before the first ``publish``, and again whenever an engine or rank was replaced."""
+    """The actor. Call ``connect`` before the first ``publish`` and whenever an engine or rank was replaced."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class WeightSync:
         probe: list[list[int]],
         images: list[tuple[str, ...]] | None = None,
     ) -> None:
-        """``probe`` are sequences to score, ``images`` those of each; engines may differ within ``bounds`` there."""
+        """``probe`` are token sequences to score, ``images`` per sequence; engines may differ within ``bounds``."""
         self._config = config
         self._backend = backend
         self._bounds = bounds
@@ -73,25 +73,24 @@ class WeightSync:
         joins = [engine.join.remote(plan, 1 + index * self._workers) for index, engine in enumerate(self._engines)]
         if plan is not None:
             joins.append(self._trainer.command.remote(Join(plan)))
-        async with self._deadline("engines and trainer to meet"):
+        async with self._deadline("engines and trainer to join the weight group"):
             await asyncio.gather(*joins)
 
     async def publish(self, version: int) -> SyncReport:
-        """Bring the trainer's present weights to every engine, labelled ``version``.
+        """Send the trainer's current weights to every engine, labelled ``version``.
 
-        Raises WeightSyncError when an engine holds something else afterwards, computes something else, or does not
-        finish in time.
+        Raises WeightSyncError if an engine then holds other weights, computes other log-probs, or exceeds the deadline.
         """
         started = time.perf_counter()
         async with self._deadline(f"weights of version {version} to reach {len(self._engines)} engines"):
-            if self._parcel.adapter is not None:  # it may stand on other weights than that of the stage before
+            if self._parcel.adapter is not None:  # its base weights may differ from the previous stage's
                 self._parcel = (await self._command(Describe()))[0]
             try:
-                await self._each("pause")
+                await self._call_all("pause")
                 sent, held = await self._transfer(version)
                 self._verify(version, sent, held)
             finally:
-                # A dead engine must neither keep the others paused nor hide the error that is on its way.
+                # A dead engine must neither keep the others paused nor hide the error being raised.
                 await asyncio.gather(*(engine.resume.remote() for engine in self._engines), return_exceptions=True)
         seconds = time.perf_counter() - started
         due = self._rounds % self._config.probe_every == 0
@@ -100,23 +99,23 @@ class WeightSync:
         return SyncReport(version, seconds, self._parcel.nbytes, sent, gap)
 
     async def sleep(self) -> None:
-        """Have the engines free their GPU memory for the trainer."""
-        await self._each("sleep")
+        """Make the engines free their GPU memory for the trainer."""
+        await self._call_all("sleep")
 
     async def wake_up(self) -> None:
-        """Have the engines take their GPU memory back."""
-        await self._each("wake_up")
+        """Make the engines allocate their GPU memory again."""
+        await self._call_all("wake_up")
 
     async def waiting(self) -> WaitReport:
-        """Which engines, or the trainer, have not answered, and for how long."""
+        """Report which engines, or the trainer, have not answered, and for how long."""
         return self._waits.report()
 
     async def watch(self) -> None:
-        """Never returns: a caller that awaits it learns at once when this actor dies."""
+        """Never return: a caller that awaits it learns at once when this actor dies."""
         await asyncio.Event().wait()
 
     async def _transfer(self, version: int) -> tuple[str, list[EngineWeights]]:
-        """One broadcast; gives the digest of what was sent, and what each engine holds now."""
+        """Run one broadcast; return the digest of the weights sent, and the weights every engine reports."""
         parcel, size = self._parcel, int(self._config.bucket_mib * (1 << 20))
         if self._backend == "ipc":
             exports: list[Exported] = await self._command(Export(parcel.metas, size))
@@ -137,11 +136,11 @@ class WeightSync:
                     f"the trainer sent version {version} with digest {sent}; the engine reports version "
                     f"{weights.version} with {', '.join(weights.digests)}",
                     field=f"engine-{index}",
-                    remedy="the transfer is broken: do not trust rollouts of this engine",
+                    remedy="the transfer is broken: do not use rollouts of this engine",
                 )
 
     async def _compare(self, version: int) -> float:
-        """The largest difference of a log-prob. Raises WeightSyncError where an engine is out of bounds."""
+        """Return the largest log-prob difference on the probe. Raises WeightSyncError if an engine is out of bounds."""
         trainer: list[list[float]] = (await self._command(Score(self._probe, self._images)))[0]
         worst = 0.0
         for index, engine in enumerate(self._engines):
@@ -151,7 +150,7 @@ class WeightSync:
             pairs.sort(key=lambda pair: abs(pair[0] - pair[1]))
             gaps = [abs(ours - theirs) for ours, theirs in pairs]
             mean, most = sum(gaps) / len(gaps), gaps[math.ceil(self._bounds.share * len(gaps)) - 1]
-            # Of what is not a number the mean is none either, and within no bounds.
+            # Written so that NaN is out of bounds.
             if not (mean <= self._bounds.mean and most <= self._bounds.most):
                 ours, theirs = pairs[-1]
                 raise WeightSyncError(
@@ -160,7 +159,7 @@ class WeightSync:
                     f"of {len(gaps)} tokens (accepted: {self._bounds.most:.2g}), and by {gaps[-1]:.2g} at most: "
                     f"{theirs:.6f} and {ours:.6f}",
                     field=f"engine-{index}",
-                    remedy="the engine does not compute with the trainer's weights; where it does, raise "
+                    remedy="the engine does not compute with the trainer's weights; if it does, raise "
                     "weight_sync.tolerance",
                 )
             worst = max(worst, gaps[-1])
@@ -169,7 +168,7 @@ class WeightSync:
     async def _command(self, command: Any) -> Any:
         return await self._trainer.command.remote(command)
 
-    async def _each(self, method: str) -> None:
+    async def _call_all(self, method: str) -> None:
         await asyncio.gather(*(getattr(engine, method).remote() for engine in self._engines))
 
     @contextlib.asynccontextmanager
@@ -181,5 +180,5 @@ class WeightSync:
             raise WeightSyncError(
                 f"waited {self._config.deadline_s:g} s for {what}",
                 field="weight_sync",
-                remedy="look for an engine that hangs, or raise weight_sync.deadline_s",
+                remedy="check for a hanging engine, or raise weight_sync.deadline_s",
             ) from None

@@ -1,8 +1,8 @@
 """RolloutEngine: one vLLM engine in an actor. Token ids (and images) go in, token ids come out.
 
 Log-probs are those of the distribution that was sampled from (after temperature), and every token carries the version
-of the weights it was sampled under. While weights change the engine is paused with its requests kept; they go on under
-the new weights.
+of the weights it was sampled under. While weights change the engine is paused with its requests kept; they continue
+under the new weights.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Sampling:
     max_tokens: int
     stop_token_ids: tuple[int, ...]
     seed: int | None = None
-    """With one, the answers do not depend on what else the engine does."""
+    """If set, the answers do not depend on the engine's other requests."""
 
 
 @dataclass(frozen=True)
@@ -46,20 +46,20 @@ class Completion:
 
 @dataclass(frozen=True)
 class EngineWeights:
-    """What an engine holds: the version it labels tokens with, and the digest each of its workers computed."""
+    """An engine's weights: the version it labels tokens with, and one digest per worker."""
 
     version: int
     digests: tuple[str, ...]
 
 
 class RolloutEngine:
-    """The actor. ``start`` brings vLLM up; nothing else works before it."""
+    """The actor. ``start`` starts vLLM and must be called first."""
 
     def __init__(self) -> None:
         self._core_ended = asyncio.Event()
 
     async def start(self, model: str, config: EngineConfig, *, max_length: int, dtype: str, seed: int) -> None:
-        """Load the model from a Hugging Face folder or hub id; returns when the engine can answer."""
+        """Load the model from a Hugging Face folder or hub id; return when the engine can answer."""
         _prepare_environment(config)
         from vllm.config.weight_transfer import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -68,11 +68,10 @@ class RolloutEngine:
         from rayrft.explorer.weight_plugin import BACKEND, WorkerExtension
 
         self._images = await asyncio.to_thread(ImageReader, model) if takes_images(model) else None
-        # Without the cache of processed images: it is emptied with the others when weights change, and requests that
-        # are under way then would miss theirs.
+        # No cache of processed images: it is cleared when weights change, and requests in flight would miss theirs.
         seeing: dict[str, Any] = {"mm_processor_cache_gb": 0, "limit_mm_per_prompt": {"video": 0}}
-        # Whatever waits goes in whole: a request with a seed that is cut between two steps kills the engine's core on
-        # CPUs, for it sets a generator back that cannot be.
+        # No chunked prefill on CPUs: a seeded request that is split between two steps kills the engine's core, which
+        # rewinds a generator that cannot be rewound.
         on_cpu: dict[str, Any] = {
             "kv_cache_memory_bytes": config.kv_cache_mib << 20,
             "enable_chunked_prefill": False,
@@ -89,8 +88,8 @@ class RolloutEngine:
                 max_model_len=max_length,
                 max_num_seqs=config.max_running,
                 tensor_parallel_size=config.tensor_parallel,
-                # Its default in an actor inside a placement group wants a bundle for every GPU. Children of the actor
-                # see those of its one bundle.
+                # The default inside a placement group needs one bundle per GPU; child processes see all GPUs of this
+                # actor's one bundle.
                 distributed_executor_backend="mp" if config.tensor_parallel > 1 else None,
                 enforce_eager=config.enforce_eager,
                 enable_prefix_caching=True,
@@ -108,14 +107,14 @@ class RolloutEngine:
     async def generate(
         self, prompt: list[int], n: int, sampling: Sampling, images: tuple[str, ...] = ()
     ) -> list[Completion]:
-        """Give ``n`` answers to one prompt.
+        """Sample ``n`` answers to one prompt.
 
-        Raises RequestRefused where vLLM does not take the request, and its EngineDeadError when its core has died.
+        Raises RequestRefused if vLLM rejects the request, and vLLM's EngineDeadError if its core has died.
         """
         from vllm.exceptions import VLLMClientError
 
         vocabulary = self._engine.model_config.get_vocab_size()
-        if not all(0 <= token < vocabulary for token in prompt):  # vLLM looks when it is too late for its core
+        if not all(0 <= token < vocabulary for token in prompt):  # vLLM checks too late and its core dies
             raise _refused("the prompt has token ids outside the vocabulary", vocabulary)
         try:
             params = self._params(
@@ -131,37 +130,37 @@ class RolloutEngine:
             raise _refused(str(error).strip().splitlines()[0], len(prompt)) from None
         return [
             Completion(
-                token_ids=tuple(each.token_ids),
+                token_ids=tuple(answer.token_ids),
                 logprobs=tuple(
-                    at[token].logprob for at, token in zip(each.logprobs or (), each.token_ids, strict=True)
+                    at[token].logprob for at, token in zip(answer.logprobs or (), answer.token_ids, strict=True)
                 ),
-                versions=tuple((span.start, span.end, int(span.version)) for span in each.weight_versions or ()),
-                stop_reason=each.finish_reason or "unknown",
+                versions=tuple((span.start, span.end, int(span.version)) for span in answer.weight_versions or ()),
+                stop_reason=answer.finish_reason or "unknown",
             )
-            for each in output.outputs
+            for answer in output.outputs
         ]
 
     async def score(self, token_ids: list[int], images: tuple[str, ...] = ()) -> list[float]:
-        """Log-prob of every token but the first, given those before it, at temperature 1."""
+        """Return the log-prob at temperature 1 of every token but the first, given its prefix."""
         output = await self._run(token_ids, images, self._params(max_tokens=1, temperature=0.0, prompt_logprobs=0))
         scores = (output.prompt_logprobs or [])[1:]
         return [at[token].logprob for at, token in zip(scores, token_ids[1:], strict=True) if at]
 
     async def join(self, plan: GroupPlan | None, first_rank: int) -> None:
-        """Meet the trainer in a weight group; ``plan`` is None for ipc, which needs no meeting."""
+        """Join the trainer's weight group; ``plan`` is None for ipc, which needs no group."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         info = {"plan": vars(plan) if plan else {}, "first_rank": first_rank}
         await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
 
     async def pause(self) -> None:
-        """Stop decoding, keep running requests; their cached keys are computed anew under the new weights."""
+        """Stop decoding and keep running requests; their KV cache is recomputed under the new weights."""
         await self._engine.pause_generation(mode="keep", clear_cache=True)
 
     async def receive(
         self, parcel: Parcel, bucket_bytes: int, version: int, handles: dict[str, list[str]] | None
     ) -> EngineWeights:
-        """Take part in one broadcast (or open the handles of an ipc transfer) and say what arrived."""
+        """Receive one broadcast (or open the handles of an ipc transfer); return the version and digests received."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         await self._engine.start_weight_update()
@@ -177,27 +176,27 @@ class RolloutEngine:
         return await self.weights()
 
     async def weights(self) -> EngineWeights:
-        """What this engine holds now."""
+        """Return the version and digests of the current weights."""
         digests = await self._engine.collective_rpc("weight_digest")
         return EngineWeights(int(await self._engine.get_weight_version()), tuple(digests))
 
     async def resume(self) -> None:
-        """Decode again."""
+        """Continue decoding after `pause`."""
         await self._engine.resume_generation()
 
     async def sleep(self) -> None:
-        """Free the GPU memory that weights and cache take; the trainer needs it."""
+        """Free the GPU memory of weights and cache for the trainer."""
         await self._engine.sleep(level=1)
 
     async def wake_up(self) -> None:
-        """Take the GPU memory back."""
+        """Allocate the GPU memory freed by `sleep` again."""
         await self._engine.wake_up()
 
     async def watch(self) -> None:
         """Never return: a caller that awaits it learns at once when this actor dies.
 
-        Raises ActorDied when the engine's core process has ended. Requests fail then, but what vLLM was told besides,
-        such as to pause, is waited for in vain.
+        Raises ActorDied when the engine's core process has ended: requests fail then, but other calls, such as
+        `pause`, would hang.
         """
         import ray
 
@@ -208,7 +207,7 @@ class RolloutEngine:
         )
 
     async def pid(self) -> int:
-        """Process id of the actor."""
+        """Return the actor's process id."""
         return os.getpid()
 
     def _watch_core(self) -> None:
@@ -235,22 +234,22 @@ class RolloutEngine:
         assert last is not None  # a request that does not finish raises
         if images and list(last.prompt_token_ids) != token_ids:
             raise ModelError(
-                f"the engine made {len(last.prompt_token_ids)} tokens of a prompt with images, the tokenizer "
-                f"{len(token_ids)}, or others",
+                f"the engine and the tokenizer tokenise a prompt with images differently ({len(last.prompt_token_ids)} "
+                f"and {len(token_ids)} tokens)",
                 field="model",
                 value=images[0],
-                remedy="vLLM and transformers differ in how this model takes images: use releases that fit together",
+                remedy="vLLM and transformers expand this model's images differently: install compatible releases",
             )
         return last
 
     def _with_images(self, token_ids: list[int], images: tuple[str, ...]) -> dict[str, Any]:
-        """The prompt as vLLM takes it: it makes room for the images itself."""
+        """Return the prompt for vLLM, with one placeholder per image, which vLLM expands itself."""
         if self._images is None:
             raise ModelError(
-                "the model takes no images",
+                "the model does not accept images",
                 field="model",
                 value=images[0],
-                remedy="use a model that takes images, or tasks without them",
+                remedy="use a vision-language model, or tasks without images",
             )
         pictures = [self._images.load(path) for path in images]
         ids = self._images.collapse(token_ids, images)
@@ -258,18 +257,18 @@ class RolloutEngine:
 
 
 def _refused(problem: str, value: Any) -> RequestRefused:
-    return RequestRefused(problem, field="request", value=value, remedy="see what the workflow asks of the model")
+    return RequestRefused(problem, field="request", value=value, remedy="check the requests of the workflow")
 
 
 def _prepare_environment(config: EngineConfig) -> None:
-    """Settings that vLLM reads when it is imported."""
+    """Set the environment variables that vLLM reads when it is imported."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if not config.gpus:
-        # One process less per engine, and no engine pins itself to a core that another one uses.
+        # Run the core in the actor's process, and pin no engine to a core that another one uses.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         os.environ["OMP_NUM_THREADS"] = str(max(1, int(config.cpus)))
         if config.enforce_eager:
-            # vLLM compiles helpers of the sampler all the same, with a C++ compiler: not every machine has one.
+            # vLLM would still compile sampler helpers, which needs a C++ compiler.
             os.environ["TORCHDYNAMO_DISABLE"] = "1"

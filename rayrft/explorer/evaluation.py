@@ -26,7 +26,7 @@ class Evaluation:
 
 
 def wilson_interval(right: int, count: int, z: float = 1.96) -> tuple[float, float]:
-    """The Wilson score interval of a proportion (Wilson 1927); ``z`` 1.96 gives 95 %."""
+    """Compute the Wilson score interval of a proportion (Wilson 1927); ``z`` 1.96 gives 95 %."""
     if count == 0:
         return 0.0, 1.0
     share, square = right / count, z * z / count

@@ -1,4 +1,4 @@
-"""The Explorer actor: as many groups in flight as the Buffer admits, each from task to rows."""
+"""The Explorer actor: turns tasks into groups of rows, as many concurrently as the Buffer admits."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from rayrft.rewards.worker import RewardPool
 from rayrft.waits import TrackedActor, WaitReport, Waits
 
 _FAILURES_IN_A_ROW = 32
-"""Groups that may fail one after another, in a workflow or its reward, before the run is stopped."""
+"""Consecutive groups that may fail, in a workflow or its reward, before the run is stopped."""
 
 
 class Explorer:
-    """The actor. Which task comes next is on the Buffer's tickets; held-out tasks are only evaluated on."""
+    """The actor. The Buffer's tickets name the next tasks; held-out tasks are used for evaluation only."""
 
     def __init__(
         self,
@@ -63,13 +63,13 @@ class Explorer:
         self._failures = 0
 
     async def start(self) -> None:
-        """Bring the reward workers up."""
+        """Start the reward workers."""
         await self._rewards.open()
 
     async def explore(self, stage: StageConfig) -> None:
-        """Fill the Buffer until the stage is closed; groups still in flight are abandoned then.
+        """Fill the Buffer until the stage is closed; then abandon the groups in flight.
 
-        Raises ActorDied when an engine is gone, and RayrftError when group after group fails.
+        Raises ActorDied if an engine has died, and RayrftError if too many consecutive groups fail.
         """
         running: set[asyncio.Task[None]] = set()
         surplus = asyncio.create_task(self._drop_surplus())
@@ -96,7 +96,7 @@ class Explorer:
             await asyncio.gather(surplus, *running, return_exceptions=True)
 
     async def evaluate(self, temperature: float) -> Evaluation:
-        """Act on every held-out task once, as in training. Raises ActorDied when an engine is gone."""
+        """Attempt every held-out task once, as in training. Raises ActorDied if an engine has died."""
         rewards = await asyncio.gather(*(self._evaluate_one(task, temperature) for task in self._held_out))
         known = [reward for reward in rewards if reward is not None]
         return Evaluation(
@@ -108,19 +108,19 @@ class Explorer:
         )
 
     async def timings(self) -> tuple[float, float]:
-        """Seconds in which something was rolled out, and in which something was scored, since the last call."""
+        """Return the seconds since the last call in which any rollout, and in which any scoring, was running."""
         return self._runner.rolling.take(), self._runner.scoring.take()
 
     async def waiting(self) -> WaitReport:
-        """What groups and evaluation wait for, and for how long."""
+        """Report what groups and evaluation wait for, and for how long."""
         return self._waits.report()
 
     async def watch(self) -> None:
-        """Never returns: a caller that awaits it learns at once when this actor dies."""
+        """Never return: a caller that awaits it learns at once when this actor dies."""
         await asyncio.Event().wait()
 
     async def _finish(self, running: set[asyncio.Task[None]]) -> None:
-        """No more tickets: the tasks came to their end, or the stage did, which abandons what is under way."""
+        """Finish the running groups after the last ticket, until the stage is closed."""
         closed = asyncio.ensure_future(self._buffer.closed.remote())
         while running and not closed.done():
             done, _ = await asyncio.wait({closed, *running}, return_when=asyncio.FIRST_COMPLETED)
@@ -133,7 +133,7 @@ class Explorer:
         return asyncio.ensure_future(self._buffer.admit.remote(self._name, self._calls, stage.groups))
 
     async def _group(self, stage: StageConfig, ticket: Ticket) -> None:
-        """One group, from task to Buffer. Whatever happens, the ticket is used or given back."""
+        """Roll out, score and store one group. The ticket is always used or returned."""
         assert ticket.task is not None  # the Buffer was given the tasks
         task = self._tasks[ticket.task]
         group_id = f"{self._config.name}/{stage.name}/{ticket.sequence}/{task.id}"
@@ -143,13 +143,13 @@ class Explorer:
         with self._waits.on(f"workflow {workflow!r}", group_id, internal=True):
             rolling = [self._runner.run(task, group_id, stage.group_size, temperature)]
             if algorithm.needs_greedy_baseline:
-                # One greedy answer to compare with: it is never trained on, and does not count as sampled.
+                # One greedy answer as the baseline: it is never trained on, and does not count as sampled.
                 rolling.append(self._runner.run(task, group_id, 1, 0.0))
             self._rolling[ticket] = asyncio.gather(*rolling)
             try:
                 rollout, *greedy = await self._rolling[ticket]
             except asyncio.CancelledError:
-                if ticket in self._rolling:  # whoever waits for the group gave it up
+                if ticket in self._rolling:  # the caller was cancelled, not just the rollout
                     raise
                 return await self._buffer.fail.remote(ticket, "surplus")
             finally:
@@ -178,8 +178,8 @@ class Explorer:
             self._failures = 0
 
     async def _drop_surplus(self) -> None:
-        """Abandon groups that come too late for the step that was just leased: what over-sampling began for it. They
-        would be decoded beside the trainer, for nothing. Never returns."""
+        """Abandon the groups that over-sampling started for a step once it has been leased, since decoding them further
+        would be wasted. Never returns."""
         step = -1
         while True:
             step = await self._buffer.leased.remote(step)
@@ -187,7 +187,7 @@ class Explorer:
                 self._rolling.pop(ticket).cancel()
 
     async def _evaluate_one(self, task: Task, temperature: float) -> float | None:
-        """The reward of one attempt, of its rows' mean where it has several; None where it is unknown."""
+        """Return the reward of one attempt, the mean over its rows, or None if it is unknown."""
         rollout = await self._runner.run(task, task.id, 1, temperature)
         values = [
             earned(row.stop_reason, result.value, self._config.reward) if row.reward is None else result.value
@@ -201,11 +201,12 @@ class Explorer:
             return await self._rewards.score(task, responses)
 
     def _count_failure(self, problem: str | None) -> None:
-        """Of a group of which nothing came, but for its prompt's length."""
+        """Count a group that gave no row, unless its prompt was too long (``problem`` None); raise RayrftError if too
+        many have failed in a row."""
         self._failures += problem is not None
         if self._failures >= _FAILURES_IN_A_ROW:
             raise RayrftError(
-                f"{self._failures} groups failed one after another; the last: {problem}",
+                f"{self._failures} consecutive groups failed; the last: {problem}",
                 field="explorer",
-                remedy="mend it, or try it on one task by itself first",
+                remedy="fix the workflow or reward; try it on a single task first",
             )

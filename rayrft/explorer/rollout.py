@@ -1,4 +1,4 @@
-"""From a task to a scored group: the repeats of a workflow, their deadlines, their failures, and their rewards."""
+"""Rollout of a task into a scored group: the repeats of a workflow, their deadlines, failures and rewards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class Engines(Protocol):
-    """What answers requests: ``n`` continuations of one token sequence."""
+    """Anything that samples ``n`` continuations of one token sequence."""
 
     async def generate(
         self, prompt: list[int], n: int, sampling: Sampling, images: tuple[str, ...] = ()
@@ -33,12 +33,12 @@ class Engines(Protocol):
 
 
 Score = Callable[[Task, list[str]], Awaitable[list[RewardResult]]]
-"""One result for each response to a task."""
+"""Return one result per response to a task."""
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """The rows of the repeats that came, with a reward result each, and why the others did not."""
+    """The rows of the repeats that succeeded, one reward result per row, and the failures of the others."""
 
     rows: list[Experience]
     results: list[RewardResult]
@@ -65,7 +65,7 @@ class BusyClock:
             self._total += time.monotonic() - self._since
 
     def take(self) -> float:
-        """Seconds since the last call."""
+        """Return the busy seconds since the last call."""
         now = time.monotonic()
         total = self._total + (now - self._since if self._active else 0.0)
         self._since, self._total = now, 0.0
@@ -73,8 +73,7 @@ class BusyClock:
 
 
 class Runner:
-    """Acts on tasks by the config's workflows. Training and evaluation go through it, and differ by ``n`` and
-    ``temperature`` alone."""
+    """Runs the config's workflows on tasks. Training and evaluation differ only in ``n`` and ``temperature``."""
 
     def __init__(self, config: RunConfig, tokenizer: ChatTokenizer, engines: Engines, score: Score) -> None:
         self._config = config
@@ -82,25 +81,25 @@ class Runner:
         self._engines = engines
         self._score = score
         self._workflows: dict[str, Workflow] = {}
-        self._told: set[tuple[str, str]] = set()
+        self._logged: set[tuple[str, str]] = set()
         self.rolling, self.scoring = BusyClock(), BusyClock()
         self._workflow(config.explorer.workflow)
 
     async def run(self, task: Task, name: str, n: int, temperature: float) -> Rollout:
-        """Act on a task ``n`` times, side by side, and score the rows without a reward by their last turn.
+        """Attempt a task ``n`` times concurrently, and score the rows without a reward by their last turn.
 
-        ``name`` is the group's id, from which the ids of its rows and the seeds of its requests follow. What a workflow
-        raises costs that repeat. Raises ActorDied when an engine is gone.
+        ``name`` is the group's id, from which the ids of its rows and the seeds of its requests are derived. An error
+        in a workflow fails that repeat only. Raises ActorDied if an engine has died.
         """
-        together = _Together(self._engines, n)
-        models = [self._model(name, repeat, temperature, together) for repeat in range(n)]
+        merger = _RequestMerger(self._engines, n)
+        models = [self._model(name, repeat, temperature, merger) for repeat in range(n)]
         attempts = [asyncio.create_task(self._attempt(task, model, name)) for model in models]
         rows, failed, problem = list[Experience](), Counter[str](), None
         try:
             with self.rolling:
                 outcomes = await asyncio.gather(*attempts)
         finally:
-            unfinished: list[asyncio.Future[Any]] = [*attempts, *together.answering]
+            unfinished: list[asyncio.Future[Any]] = [*attempts, *merger.in_flight]
             for future in unfinished:
                 future.cancel()
         for outcome in outcomes:
@@ -126,23 +125,26 @@ class Runner:
             return _Failure("prompt_too_long")
         except TimeoutError:
             seconds = self._config.explorer.deadline_s
-            return self._failure(workflow, task, "timeout", f"no end within explorer.deadline_s, {seconds:g} s", "")
+            return self._failure(
+                workflow, task, "timeout", f"not finished within explorer.deadline_s, {seconds:g} s", ""
+            )
         except (ActorDied, ModelError, asyncio.CancelledError):
             raise
-        except Exception as error:  # a user's workflow may raise anything: it costs the repeat
+        except Exception as error:  # a user's workflow may raise anything: only the repeat fails
             problem = f"{type(error).__name__}: {error}"
             return self._failure(workflow, task, "workflow_error", problem, traceback.format_exc())
 
     def _failure(self, workflow: str, task: Task, reason: str, problem: str, trace: str) -> _Failure:
-        """A failure that is told in the log: the first of its kind with its traceback, the others in a line."""
+        """Log a failure, the first of its kind with its traceback, and return it."""
         text = f"workflow {workflow!r} on task {task.id}: {problem}"
         kind = (workflow, trace[: trace.rfind("\n", 0, -1)] or problem)
-        log.warning("%s\n%s" if trace and kind not in self._told else "%s%s", text, trace * (kind not in self._told))
-        self._told.add(kind)
+        first = kind not in self._logged
+        log.warning("%s\n%s" if trace and first else "%s%s", text, trace * first)
+        self._logged.add(kind)
         return _Failure(reason, text)
 
     async def _results(self, task: Task, rows: list[Experience]) -> list[RewardResult]:
-        """A result for every row: the workflow's, where it gave the row a reward, else that of its last turn."""
+        """Return one result per row: the workflow's reward if it set one, else that of the row's last turn."""
         unscored = [row.turns[-1]["content"] for row in rows if row.reward is None]
         with self.scoring:
             found = iter(await self._score(task, unscored) if unscored else [])
@@ -151,11 +153,11 @@ class Runner:
             for row in rows
         ]
 
-    def _model(self, name: str, repeat: int, temperature: float, together: _Together) -> Model:
+    def _model(self, name: str, repeat: int, temperature: float, merger: _RequestMerger) -> Model:
         sampling = self._config.explorer.sampling
         seed = derive_seed(self._config.seed, name) if self._config.seeds_requests else None
         return Model(
-            together.of(repeat, seed),
+            merger.of(repeat, seed),
             self._tokenizer,
             Sampling(temperature, sampling.max_tokens, (self._tokenizer.eos_id,)),
             max_prompt_tokens=sampling.max_prompt_tokens,
@@ -175,31 +177,30 @@ class _Failure:
     problem: str | None = None
 
 
-class _Together:
-    """Sends the first requests of the n repeats of a group as one, where they are equal and come at the same time.
+class _RequestMerger:
+    """Merges the first requests of a group's n repeats into one if they are equal and arrive together.
 
-    Answer k of a request with a seed is that of a request for one answer with the seed plus k: so what is sampled does
-    not depend on whether they came at the same time.
+    Answer k of a request with a seed equals the one answer to a request with the seed plus k, so the samples do not
+    depend on whether requests were merged.
     """
 
     def __init__(self, engines: Engines, n: int) -> None:
         self._engines = engines
         self._n = n
         self._waiting: dict[int, tuple[list[int], Sampling, tuple[str, ...], asyncio.Future[Completion]]] = {}
-        self.answering: set[asyncio.Future[None]] = set()
-        """Requests that are not answered yet."""
+        self.in_flight: set[asyncio.Future[None]] = set()
 
     def of(self, repeat: int, seed: int | None) -> Generate:
-        """The requests of one repeat; ``seed`` is the group's."""
+        """Return the `Generate` function of one repeat; ``seed`` is the group's."""
         calls = 0
 
         async def generate(prompt: list[int], sampling: Sampling, images: tuple[str, ...]) -> Completion:
             nonlocal calls
             calls += 1
-            own = None if seed is None else derive_seed(seed, str(calls)) + repeat
+            seeded = replace(sampling, seed=None if seed is None else derive_seed(seed, str(calls)) + repeat)
             if calls == 1 and self._n > 1:
-                return await self._first(repeat, prompt, replace(sampling, seed=own), images)
-            [completion] = await self._engines.generate(prompt, 1, replace(sampling, seed=own), images)
+                return await self._first(repeat, prompt, seeded, images)
+            [completion] = await self._engines.generate(prompt, 1, seeded, images)
             return completion
 
         return generate
@@ -207,16 +208,16 @@ class _Together:
     async def _first(self, repeat: int, prompt: list[int], sampling: Sampling, images: tuple[str, ...]) -> Completion:
         loop = asyncio.get_running_loop()
         if not self._waiting:
-            loop.call_soon(self._send)  # once all repeats that are ready have had their turn
+            loop.call_soon(self._send)  # after all repeats that are ready have run
         self._waiting[repeat] = (prompt, sampling, images, loop.create_future())
         return await self._waiting[repeat][-1]
 
     def _send(self) -> None:
         waiting, self._waiting = self._waiting, {}
         prompt, sampling, images, _ = waiting[min(waiting)]
-        asks = [(each[0], each[1].max_tokens, each[2]) for each in waiting.values()]
+        requests = [(ids, params.max_tokens, paths) for ids, params, paths, _ in waiting.values()]
         futures = [waiting[repeat][-1] for repeat in sorted(waiting)]
-        if len(waiting) == self._n and all(ask == asks[0] for ask in asks):
+        if len(waiting) == self._n and all(request == requests[0] for request in requests):
             self._begin(self._answer(futures, prompt, sampling, images))
         else:
             for prompt, sampling, images, future in waiting.values():
@@ -224,8 +225,8 @@ class _Together:
 
     def _begin(self, answering: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(answering)
-        self.answering.add(task)  # the loop itself does not keep it
-        task.add_done_callback(self.answering.discard)
+        self.in_flight.add(task)  # the event loop keeps only weak references
+        task.add_done_callback(self.in_flight.discard)
 
     async def _answer(
         self,
@@ -236,7 +237,7 @@ class _Together:
     ) -> None:
         try:
             completions = await self._engines.generate(prompt, len(futures), sampling, images)
-        except Exception as error:  # whoever waits gets it
+        except Exception as error:  # raised in the repeats that wait for the answers
             for future in futures:
                 if not future.done():
                     future.set_exception(error)
@@ -247,16 +248,16 @@ class _Together:
 
 
 def _rows(made: Trajectory | list[Trajectory], task: Task, name: str, repeat: int) -> list[Experience]:
-    """Raises TypeError and ValueError for what is no answer of a workflow."""
+    """Convert a workflow's return value to rows. Raises TypeError or ValueError if it is not a valid one."""
     trajectories = made if isinstance(made, list) else [made]
     if not trajectories or not all(isinstance(trajectory, Trajectory) for trajectory in trajectories):
-        raise TypeError(f"a workflow gives a Trajectory or a list of them, not {made!r}")
+        raise TypeError(f"a workflow must return a Trajectory or a list of them, not {made!r}")
     if not all(trajectory.answers for trajectory in trajectories):
-        raise ValueError("a trajectory without an answer of the model: await act() first")
+        raise ValueError("the trajectory has no answer of the model: await act() first")
     ids = [f"{name}/{repeat}"] if len(trajectories) == 1 else [f"{name}/{repeat}/{k}" for k in range(len(trajectories))]
     return [trajectory.to_experience(id, name, task) for trajectory, id in zip(trajectories, ids, strict=True)]
 
 
 def derive_seed(seed: int, name: str) -> int:
-    """A seed of its own for whatever has that name."""
+    """Derive a seed from a base seed and a name."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=4).digest(), "little") >> 1

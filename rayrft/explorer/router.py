@@ -1,4 +1,4 @@
-"""Which engine answers: the one with the fewest answers outstanding."""
+"""Router of prompts to the engine with the fewest outstanding answers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ class Router:
     async def generate(
         self, prompt: list[int], n: int, sampling: Sampling, images: tuple[str, ...] = ()
     ) -> list[Completion]:
-        """Give ``n`` answers. Raises ActorDied, naming the engine, when it or its core is gone, RequestRefused, and
-        DataError for images that cannot be read."""
+        """Sample ``n`` answers on one engine.
+
+        Raises ActorDied, naming the engine, if it or its core has died, RequestRefused, and DataError for images that
+        cannot be read.
+        """
         from ray.exceptions import RayActorError, RayTaskError
 
         index = min(range(len(self._engines)), key=self._outstanding.__getitem__)
@@ -28,7 +31,7 @@ class Router:
             return await self._engines[index].generate.remote(prompt, n, sampling, images)
         except (RayActorError, RayTaskError) as error:
             cause = getattr(error, "cause", None) or error
-            if isinstance(cause, RayrftError):  # such as a request that is too long: the engine is well
+            if isinstance(cause, RayrftError):  # such as a request that is too long: the engine is alive
                 raise cause from None
             raise ActorDied(
                 f"the engine failed to answer: {type(cause).__name__}: {str(cause).strip().splitlines()[0]}",

@@ -1,4 +1,4 @@
-"""From trajectories to rows that can be trained: rewards, then advantages, then what is dropped and why."""
+"""Scoring of trajectories into trainable rows: rewards, advantages, and counts of dropped rows by reason."""
 
 from __future__ import annotations
 
@@ -20,26 +20,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScoredGroup:
-    """``rows`` may be trained; ``dropped`` counts the others by reason. Without rows, the whole group was dropped."""
+    """``rows`` may be trained on; ``dropped`` counts the others by reason. No rows: the whole group was dropped."""
 
     rows: list[Experience]
     dropped: Counter[str]
     report: GroupReport
     unknown: str | None = None
-    """Why a reward of this group is unknown."""
+    """The reason why a reward of this group is unknown."""
     rewards: list[float] = field(default_factory=list)
     unpunished: list[float] = field(default_factory=list)
-    """The same before the overlong punishment."""
+    """The rewards before the overlong penalty."""
     greedy_reward: float | None = None
-    """Of the greedy answer to the same task, where one was asked for."""
+    """Reward of the greedy answer to the same task, if one was requested."""
 
 
 def apply_rewards(
     rows: list[Experience], results: list[RewardResult], config: RewardConfig, *, max_tokens: int
 ) -> ScoredGroup:
-    """Give each row its reward, by the run's rules for unknown rewards and for truncated answers, which are cut at
-    ``max_tokens``. A reward that the workflow gave stays. Where that of a row is unknown, so is the return of its whole
-    trajectory, which is dropped with it."""
+    """Set every row's reward by the config's rules for unknown rewards and for answers truncated at ``max_tokens``.
+
+    Rewards set by the workflow are kept. A row with an unknown reward makes the return of its whole trajectory unknown,
+    so all rows of that attempt are dropped.
+    """
     unknown = [result.reason or "no reason given" for result in results if result.value is None]
     lost = {row.repeat for row, result in zip(rows, results, strict=True) if result.value is None}
     if config.on_unknown == "drop_group" and lost:
@@ -69,31 +71,30 @@ def apply_rewards(
 
 
 def earned(stop_reason: str | None, value: float, config: RewardConfig) -> float:
-    """What an answer gets that is worth ``value``. One that was cut earns nothing where the run says so, and its cut
-    does not better it either, where rewards may be below 0."""
+    """Return the reward of an answer scored ``value``: with ``reward.truncated: zero``, at most 0 if truncated."""
     return min(0.0, value) if stop_reason == "length" and config.truncated == "zero" else value
 
 
 def overlong_penalty(row: Experience, max_tokens: int, buffer: int) -> float:
-    """Soft overlong punishment (DAPO, Yu et al. 2025, arXiv:2503.14476, eq. 13): 0 for an answer of up to
-    ``max_tokens - buffer`` tokens, then falling linearly to -1 at ``max_tokens``. The answer is the row's last turn."""
+    """Compute the soft overlong punishment (DAPO, Yu et al. 2025, arXiv:2503.14476, eq. 13) of the row's last turn: 0
+    up to ``max_tokens - buffer`` tokens, then falling linearly to -1 at ``max_tokens``."""
     end = np.flatnonzero(row.action_mask)[-1]
     length = int(end - np.flatnonzero(row.action_mask[:end] == 0)[-1])
     return min(0.0, max(-1.0, (max_tokens - buffer - length) / buffer))
 
 
 def leave_out_truncated(group: ScoredGroup) -> ScoredGroup:
-    """Overlong filtering: the group, its advantages assigned, without the answers that were cut. The others say in
-    their metrics how many they were compared with besides each other."""
+    """Drop truncated answers after advantages were assigned (overlong filtering). The metric `LEFT_OUT` of the other
+    rows holds how many were dropped."""
     kept = [row for row in group.rows if row.stop_reason != "length"]
-    gone = len(group.rows) - len(kept)
-    if gone:
-        kept = [dataclasses.replace(row, metrics={**row.metrics, LEFT_OUT: float(gone)}) for row in kept]
-    return dataclasses.replace(group, rows=kept, dropped=group.dropped + Counter(truncated=gone))
+    truncated = len(group.rows) - len(kept)
+    if truncated:
+        kept = [dataclasses.replace(row, metrics={**row.metrics, LEFT_OUT: float(truncated)}) for row in kept]
+    return dataclasses.replace(group, rows=kept, dropped=group.dropped + Counter(truncated=truncated))
 
 
 def with_baseline(group: ScoredGroup, greedy: ScoredGroup) -> ScoredGroup:
-    """The group with the mean reward of the greedy answer's rows. Without one, none of the group can be trained."""
+    """Set the greedy baseline, the mean reward of the greedy answer's rows; without one, drop all rows."""
     if greedy.rewards:
         return dataclasses.replace(group, greedy_reward=sum(greedy.rewards) / len(greedy.rewards))
     dropped = group.dropped + Counter(baseline_unknown=len(group.rows))
@@ -101,19 +102,21 @@ def with_baseline(group: ScoredGroup, greedy: ScoredGroup) -> ScoredGroup:
 
 
 def with_failures(group: ScoredGroup, failed: Counter[str]) -> ScoredGroup:
-    """The group with the repeats that failed, which count as a row each that was sampled and dropped."""
+    """Count every failed repeat as one row that was sampled and dropped."""
     report = dataclasses.replace(group.report, rows=group.report.rows + failed.total())
     return dataclasses.replace(group, dropped=group.dropped + failed, report=report)
 
 
 def assign_advantages(group: ScoredGroup, algorithm: Algorithm, *, drop_zero_variance: bool) -> ScoredGroup:
-    """The group with the algorithm's advantages; see `rayrft.buffer.feedback.with_advantages`. A group where all are
-    0, for want of variance in its rewards, is dropped where the algorithm learns nothing from it. What they would be
-    without the overlong punishment counts: answers that are all wrong are not told apart by their length (DAPO, Yu et
-    al. 2025, arXiv:2503.14476, eq. 11, asks whether they are right)."""
+    """Set the algorithm's advantages (see `rayrft.buffer.feedback.with_advantages`) and drop zero-variance groups.
+
+    A group is dropped if all its advantages are 0 and the algorithm learns nothing from such rows. The test uses
+    rewards before the overlong penalty, so that wrong answers are not kept for differing in length (DAPO, Yu et al.
+    2025, arXiv:2503.14476, eq. 11, filters by correctness).
+    """
     if not group.rows:
         return group
-    from rayrft.buffer.feedback import with_advantages  # with it comes torch, which the Master does without
+    from rayrft.buffer.feedback import with_advantages  # imports torch, which the Master does not need
 
     rows = judged = with_advantages(group.rows, algorithm, group.greedy_reward)
     if group.unpunished != group.rewards:

@@ -1,4 +1,4 @@
-"""A trajectory as a workflow builds it: one growing token sequence, in which nothing is tokenised twice."""
+"""Trajectory builder for workflows: one growing token sequence, in which nothing is tokenised twice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rayrft.experience import Experience, Task, VersionSpan
 from rayrft.explorer.engine import Completion, Sampling
 
 Generate = Callable[[list[int], Sampling, tuple[str, ...]], Awaitable[Completion]]
-"""One continuation of a token sequence, in which each image has its placeholders; with the paths of the images."""
+"""Sample one continuation of a token sequence, which has placeholders for the images at the given paths."""
 
 
 class PromptTooLong(Exception):
@@ -21,8 +21,7 @@ class PromptTooLong(Exception):
 
 
 class ContextFull(Exception):
-    """The sequence leaves no room for another token below ``model.max_length``. The runner ends the trajectory there,
-    with stop reason ``length``."""
+    """The sequence has reached ``model.max_length``. The runner ends the trajectory with stop reason ``length``."""
 
 
 class Model:
@@ -47,8 +46,8 @@ class Model:
         self.started: list[Trajectory] = []
 
     def start(self, messages: list[dict[str, str]], images: Sequence[str] = ()) -> Trajectory:
-        """Begin a trajectory with a conversation about images. Raises PromptTooLong, and DataError where the chat
-        template refuses the messages."""
+        """Start a trajectory from messages and images. Raises PromptTooLong, and DataError if the chat template rejects
+        the messages."""
         prompt = self.tokenizer.prompt(messages, tuple(images))
         if len(prompt) > self._max_prompt_tokens:
             raise PromptTooLong(f"{len(prompt)} tokens, at most {self._max_prompt_tokens}")
@@ -60,7 +59,7 @@ class Model:
     ) -> Completion:
         """Continue a token sequence by at most ``max_tokens``, by default ``explorer.sampling.max_tokens``.
 
-        Raises ContextFull, RequestRefused where the engine refuses the request, and ActorDied.
+        Raises ContextFull, RequestRefused if the engine rejects the request, and ActorDied.
         """
         room = self._max_length - len(token_ids)
         if room <= 0:
@@ -70,7 +69,8 @@ class Model:
 
 
 class Trajectory:
-    """Made by `Model.start`. ``messages`` is the conversation so far, and ``stop_reason`` that of the last answer."""
+    """One attempt in progress, created by `Model.start`. ``messages`` is the conversation so far, ``stop_reason`` that
+    of the last answer."""
 
     def __init__(
         self, model: Model, messages: list[dict[str, str]], images: tuple[str, ...], prompt: list[int]
@@ -79,19 +79,19 @@ class Trajectory:
         self._ids = list(prompt)
         self._prompt_length = len(prompt)
         self._actions: list[tuple[int, Completion]] = []
-        """Where every answer begins, and the answer."""
+        """Start index and completion of every answer."""
         self._metrics: dict[str, float] = {}
         self._components: dict[str, float] = {}
         self._value: float | None = None
         self._started = time.time()
         self._answered = 0
-        """Messages up to the last answer."""
+        """Number of messages up to the last answer."""
         self.messages = list(messages)
         self.images = images
         self.stop_reason: str | None = None
 
     async def act(self, max_tokens: int | None = None) -> str:
-        """Let the model continue; gives its answer as text. Raises as `Model.generate` does."""
+        """Sample the model's next answer and return its text. Raises the errors of `Model.generate`."""
         completion = await self._model.generate(list(self._ids), self.images, max_tokens)
         text = self._model.tokenizer.decode(list(completion.token_ids))
         self._actions.append((len(self._ids), completion))
@@ -102,10 +102,9 @@ class Trajectory:
         return text
 
     def observe(self, observation: str | list[dict[str, str]], images: Sequence[str] = ()) -> None:
-        """Append what the environment answers: a user's message, or several messages, about further images. The policy
-        is not trained on its tokens.
+        """Append an observation, one user message or several messages, with further images; its tokens are masked.
 
-        Raises DataError where the chat template gives the messages no place after the answer.
+        Raises DataError if the chat template cannot place the messages after the answer.
         """
         messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
         closed = self._ids[-1] == self._model.tokenizer.eos_id
@@ -118,15 +117,15 @@ class Trajectory:
         self._value, self._components = value, dict(components or {})
 
     def step_reward(self, value: float, state: float | None = None) -> None:
-        """Set the reward of the last answer by itself, and a number that is equal in equal states before it, for
-        advantages of single steps (see `rayrft.data.turns.Turns`)."""
+        """Set the reward of the last answer alone and a key of the state before it (equal states, equal keys), for
+        step-level advantages (see `rayrft.data.turns.Turns`)."""
         step = len(self._actions) - 1
         self._metrics[f"turn_reward_{step}"] = value
         if state is not None:
             self._metrics[f"turn_state_{step}"] = state
 
     def end_for_length(self) -> None:
-        """Mark the trajectory as cut: the context has no more room."""
+        """Mark the trajectory as truncated because the context is full."""
         self.stop_reason = "length"
 
     @property
@@ -135,8 +134,7 @@ class Trajectory:
         return len(self._actions)
 
     def to_experience(self, experience_id: str, group_id: str, task: Task) -> Experience:
-        """The trajectory as a row, up to the end of its last answer. Arrays have its T tokens; the action mask is 1 on
-        those of the answers."""
+        """Build the row up to the end of the last answer. Arrays are [tokens]; the action mask is 1 on answers."""
         end = self._actions[-1][0] + len(self._actions[-1][1].token_ids)
         mask, logprobs = np.zeros(end, np.uint8), np.zeros(end, np.float32)
         versions = []

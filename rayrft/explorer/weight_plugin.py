@@ -55,8 +55,8 @@ class UpdateInfo(WeightTransferUpdateInfo):
 class BucketReceiver(WeightTransferEngine[JoinInfo, UpdateInfo]):
     """Receives buckets, digests them, and loads them in checkpoint format through vLLM's layerwise reload.
 
-    Of an adapter only the factors come: what they are added to is read from the folder of the model, as at the start.
-    It costs no memory between updates, where pages of files that were read before are still in the system's cache.
+    For an adapter only the factors are sent; the base weights are read again from the model's folder, which needs no
+    memory between updates and is fast while its files are in the page cache.
     """
 
     init_info_cls = JoinInfo
@@ -108,14 +108,14 @@ class BucketReceiver(WeightTransferEngine[JoinInfo, UpdateInfo]):
         self._group = None
 
     def _weights_of(self, model: str) -> Iterable[tuple[str, Tensor]]:
-        """Name and tensor of what a model's files hold, one after the other."""
+        """Iterate over the names and tensors in a model's files."""
         config = copy.copy(self.model_config)
         config.model = model
         loader = get_model_loader(replace(self.vllm_config.load_config, use_tqdm_on_load=False))
         return loader.get_all_weights(config, self.model)
 
     def _own_handles(self, handles: dict[str, list[str]] | None) -> list[str] | None:
-        """Those of the trainer rank on this worker's GPU; None where weights come by broadcast."""
+        """Return the handles of the trainer rank on this worker's GPU; None if weights are broadcast."""
         if handles is None:
             return None
         uuid = gpu_uuid(self.device)
@@ -125,7 +125,7 @@ class BucketReceiver(WeightTransferEngine[JoinInfo, UpdateInfo]):
 
     def _repack_tied_head(self) -> None:
         # On CPU vLLM packs lm_head at load time and, when it is tied to the embedding, keeps the old packing after a
-        # reload: the engine would go on answering with stale output weights.
+        # reload: the engine would keep answering with stale output weights.
         for name, head in self.model.named_modules():
             method: Any = getattr(head, "quant_method", None) if name.endswith("lm_head") else None
             if self.device.type == "cpu" and hasattr(method, "process_weights_after_loading"):
@@ -136,7 +136,7 @@ class WorkerExtension:
     """Methods added to every vLLM worker, called by name through ``collective_rpc``."""
 
     def weight_digest(self) -> str:
-        """Digest of the weights received last."""
+        """Return the digest of the last weights received."""
         receiver: BucketReceiver = self.weight_transfer_engine  # type: ignore[attr-defined]
         return receiver.digest
 
@@ -145,6 +145,6 @@ class WorkerExtension:
 with contextlib.suppress(ValueError):
     WeightTransferEngineFactory.register_engine(BACKEND, BucketReceiver)
 
-# The bar that vLLM shows while it loads a model else makes a semaphore between processes, whose file stays when the
-# engine is killed. No other process writes to that bar.
+# vLLM's progress bar while loading a model would otherwise create a multiprocessing semaphore, whose file remains when
+# the engine is killed. No other process writes to that bar.
 tqdm.set_lock(threading.RLock())

@@ -1,4 +1,4 @@
-"""Workflows: how a task is acted on, once. The runner (`rayrft.explorer.rollout`) repeats it and scores what comes."""
+"""Workflows: one attempt at a task. The runner (`rayrft.explorer.rollout`) repeats it and scores the trajectories."""
 
 from __future__ import annotations
 
@@ -12,32 +12,31 @@ from rayrft.registry import Registry
 
 
 class Workflow(Protocol):
-    """Acts on a task once: begins a trajectory, lets the model act, and says what it observes. Several trajectories are
-    rows of one attempt, such as its turns apart from each other. One instance serves all tasks of a run."""
+    """One attempt at a task: starts a trajectory, lets the model act, and appends observations. Several trajectories
+    are rows of one attempt, such as its turns as separate rows. One instance serves all tasks of a run."""
 
     async def run(self, task: Task, model: Model, env: Any = None) -> Trajectory | list[Trajectory]: ...
 
 
 workflows: Registry[Callable[..., Workflow]] = Registry("workflow")
-"""Name to class or factory, which takes the options that the config's ``explorer.workflow_options`` has for it."""
+"""Name to class or factory, which is called with its options in ``explorer.workflow_options``."""
 register_workflow = workflows.register
 
 
 def build_workflow(name: str, options: dict[str, Any], field: str = "explorer.workflow") -> Workflow:
-    """The workflow of that registered name, or of the class at ``package.module:attribute``.
+    """Create the workflow with that registered name, or of the class at ``package.module:attribute``.
 
-    Raises ConfigError, about ``field`` where there is none, or about ``explorer.workflow_options`` where it refuses
-    them.
+    Raises ConfigError for ``field`` if there is none, or for ``explorer.workflow_options`` if it rejects them.
     """
     factory = workflows.get(name, field)
     try:
         return factory(**options)
     except TypeError as error:
         raise ConfigError(
-            f"refused by workflow {name!r}: {error}",
+            f"workflow {name!r} rejects its options: {error}",
             field=f"explorer.workflow_options.{name}",
             value=options,
-            remedy="see the workflow's own parameters",
+            remedy="see the parameters of the workflow",
         ) from None
 
 

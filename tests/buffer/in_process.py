@@ -14,7 +14,7 @@ import ray
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.client import BufferWriter
 from rayrft.buffer.events import GroupReport
-from rayrft.buffer.leases import Lease, Part
+from rayrft.buffer.leases import BlockRows, Lease
 from rayrft.buffer.schedule import Ticket
 from rayrft.config.buffer import BufferConfig
 from rayrft.data.task_sampler import TaskSet
@@ -132,7 +132,7 @@ async def _threads_end(loop: asyncio.AbstractEventLoop) -> None:
     await loop.shutdown_default_executor()
 
 
-def _rows(part: Part) -> list[tuple[str, list[float] | None, float]]:
+def _rows(part: BlockRows) -> list[tuple[str, list[float] | None, float]]:
     """Id, advantages and weight of the rows of a part."""
     batch = unpack(ray.get([part.ref])[0]).take(pa.array(part.rows))
     return [

@@ -56,8 +56,8 @@ def test_rows_are_looked_at_by_turn_where_the_algorithm_does(name: str) -> None:
 @pytest.mark.parametrize(
     ("rewards", "name", "problem"),
     [
-        ([1.0, None], "grpo", r"no reward from which advantages.*score it"),
-        ([1.0, None], "ppo", r"no reward from which advantages.*score it"),
+        ([1.0, None], "grpo", r"no reward to compute advantages from.*score the row"),
+        ([1.0, None], "ppo", r"no reward to compute advantages from.*score the row"),
         ([1.0, 0.0], "remax", r"'remax' needs the reward of a greedy answer.*put rows with advantages"),
     ],
 )

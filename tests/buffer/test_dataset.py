@@ -124,8 +124,8 @@ def test_expert_rows_are_a_store_of_their_own(buffer: Any) -> None:
             r"where: no such column to filter by \(found 'rewards'\). Did you mean 'rew",
         ),
         ({"where": pc.field("labels") == "x"}, r"where: no such column to filter by \(found 'labels'\)"),
-        ({"where": pc.field("reward") + 1}, "where: not a condition on rows: .*must evaluate to bool"),
-        ({"where": pc.field("source") > 1}, "where: not a condition on rows: .*no kernel"),
+        ({"where": pc.field("reward") + 1}, "where: not a valid condition: .*must evaluate to bool"),
+        ({"where": pc.field("source") > 1}, "where: not a valid condition: .*no kernel"),
     ],
 )
 def test_what_cannot_be_read_is_refused_before_anything_is_read(
@@ -207,9 +207,9 @@ def test_rows_that_cannot_be_experiences_are_refused(buffer: Any) -> None:
 
     for broken, problem in (
         (with_column("token_ids", ["a", "b"]), "not experiences"),
-        (with_column("token_ids", [[1, None, 2, 3], [1, 2, 3, 4]]), "'token_ids' has empty places"),
-        (with_column("group_id", [None, "90"]), "'group_id' has empty places"),
-        (with_column("prompt_length", [4, 1]), "row 0 is faulty: prompt_length leaves no prompt"),
+        (with_column("token_ids", [[1, None, 2, 3], [1, 2, 3, 4]]), "'token_ids' has missing values"),
+        (with_column("group_id", [None, "90"]), "'group_id' has missing values"),
+        (with_column("prompt_length", [4, 1]), "row 0 is invalid: prompt_length leaves no prompt"),
         (table.slice(0, 0), "there are no rows"),
     ):
         with pytest.raises(DataError, match=rf"demonstrations\.gold: .*{problem}"):

@@ -56,7 +56,7 @@ def held(buffer: LocalBuffer) -> list[int]:
 class TestOpening:
     def test_the_log_of_another_run_is_refused(self, tmp_path: Path) -> None:
         LocalBuffer(tmp_path, CONFIG).kill()
-        with pytest.raises(StorageError, match=r"the log is that of run 'run'\. Choose another name"):
+        with pytest.raises(StorageError, match=r"the log belongs to run 'run'\. Choose another name"):
             LocalBuffer(tmp_path, CONFIG, run="another")
 
     def test_a_log_of_another_schema_version_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,5 +169,5 @@ def test_a_trainer_that_starts_again_gets_the_same_batches_in_the_same_order(buf
         assert [row.token_ids.tolist() for row in rows_of(lease)] == before[step]
         ray.get([buffer.ack.remote(step), buffer.advance.remote(step + 1)])
     assert ledger(buffer)["trained"] == 8
-    with pytest.raises(RayrftError, match=r"gone, for a checkpoint holds its work .* of step 1 or later"):
+    with pytest.raises(RayrftError, match=r"deleted, because a checkpoint covers it .* of step 1 or later"):
         ray.get(buffer.lease.remote(0, 1, 0.1))

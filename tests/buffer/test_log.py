@@ -84,7 +84,8 @@ class TestJournal:
         body = b'{"step":1,"event":"forgotten"}'
         file.write_bytes(file.read_bytes() + b'%s,"crc":%d}\n' % (body[:-1], zlib.crc32(body)))
         with pytest.raises(
-            StorageError, match=r"line 5: this rayrft does not know .*Go on with the rayrft that wrote it"
+            StorageError,
+            match=r"line 5: this version of rayrft cannot read .*Continue with the version .* wrote it",
         ):
             Journal(Storage(str(tmp_path))).open()
 

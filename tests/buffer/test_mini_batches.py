@@ -105,7 +105,7 @@ def test_own_groups_and_demonstrations_are_spread_over_mini_batches(buffer: Loca
 
 
 @pytest.mark.parametrize(
-    ("wanted", "said"), [(False, "would imitate their rejected sides .*such as dpo"), (True, "no preference pairs")]
+    ("wanted", "said"), [(False, "would imitate their rejected sides .*such as dpo"), (True, "not preference pairs")]
 )
 def test_pairs_are_for_stages_that_want_them_and_those_want_nothing_else(
     buffer: LocalBuffer, wanted: bool, said: str

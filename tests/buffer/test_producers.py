@@ -94,7 +94,7 @@ def test_groups_left_over_from_a_stage_are_dropped_and_counted(buffer: Any) -> N
 
 def test_faulty_demonstrations_are_refused(buffer: Any) -> None:
     bad = Experience(**{**vars(expert_rows(1)[0]), "prompt_length": 4})
-    with pytest.raises(DataError, match=r"demonstrations\.gold: row 0 is faulty: prompt_length leaves no prompt"):
+    with pytest.raises(DataError, match=r"demonstrations\.gold: row 0 is invalid: prompt_length leaves no prompt"):
         ray.get(buffer.load.remote("gold", [pack(to_batch([bad]))]))
 
 

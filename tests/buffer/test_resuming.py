@@ -111,7 +111,7 @@ def test_the_batch_of_a_step_that_a_checkpoint_holds_is_said_to_be_gone(buffer: 
     buffer.do("cover", 2)
     buffer.restart()
     buffer.do("resume", 1, "again")
-    with pytest.raises(RayrftError, match=r"gone, for a checkpoint holds its work .* from a checkpoint of step 2 or"):
+    with pytest.raises(RayrftError, match=r"deleted, because a checkpoint covers it .* from a checkpoint of step 2 or"):
         buffer.do("lease", 1, 1, 60)
 
 

@@ -68,10 +68,10 @@ def test_a_folder_that_was_moved_is_gone_on_with_where_it_lies(ended: RunConfig,
 def test_a_run_that_did_not_begin_is_started_instead(tmp_path: Path) -> None:
     config = load_config(small_config(tmp_path, "run"))
     config.folder.mkdir()
-    with pytest.raises(ConfigError, match="no run lies there"):
+    with pytest.raises(ConfigError, match="not a run folder"):
         launch.resume(config.folder)
     (config.folder / "config.yaml").write_text(dump_config(config))
-    with pytest.raises(ConfigError, match=r"the run did not begin .*[Ss]tart it instead"):
+    with pytest.raises(ConfigError, match=r"the run was never started .*[Ss]tart it instead"):
         launch.resume(config.folder)
 
 

@@ -45,5 +45,5 @@ def test_a_teacher_that_does_not_know_all_tokens_is_refused(tiny_model: Path, tm
 
 
 def test_a_teacher_that_is_not_there_is_named(tiny_model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"stages\.0\.teacher: the folder holds no model"):
+    with pytest.raises(ModelError, match=r"stages\.0\.teacher: the folder contains no model"):
         check(tmp_path, tiny_model)

@@ -49,7 +49,7 @@ def lease(*staleness: int) -> Lease:
         ({"logprob_gap": 0.02}, (0, 0), "disagree by 0.02 nats"),
         ({"logprob_gap": 0.02}, (0, 1), None),  # sampled by an earlier policy
         ({"logprob_gap": 0.02}, (), None),  # no own rows
-        ({"first_update": FirstUpdate(0.0, 0.06)}, (0, 0), "binds the ratio on 6% of the tokens"),
+        ({"first_update": FirstUpdate(0.0, 0.06)}, (0, 0), "clips the ratio on 6% of the tokens"),
         ({"first_update": FirstUpdate(0.0, 0.06)}, (0, 1), None),
         ({"clip_fraction": 0.5}, (0, 0), None),  # in later updates the policy has moved
         ({"first_update": FirstUpdate(0.3, 0.0)}, (0, 1), "KL to the reference is 0.3 and not 0"),

@@ -13,7 +13,7 @@ import pytest
 
 from rayrft.config import dump_config, load_config
 from rayrft.core import summary
-from rayrft.core.summary import keep_room, read_summary, standing, summarise_from_folder, write_summary
+from rayrft.core.summary import read_summary, reserve_space, standing, summarise_from_folder, write_summary
 from rayrft.errors import StorageError
 from rayrft.monitor.records import rewrite_records
 from tests.buffer.in_process import LocalBuffer, ObjectTable
@@ -56,7 +56,7 @@ def test_a_full_disk_leaves_no_part_of_a_summary(tmp_path: Path, monkeypatch: py
 def test_the_room_that_was_kept_for_the_summary_is_free_when_it_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keep_room(tmp_path)
+    reserve_space(tmp_path)
     [kept] = tmp_path.iterdir()
     assert kept.stat().st_blocks * 512 >= 1 << 16
     seen, replace = [], os.replace

@@ -182,7 +182,7 @@ def test_a_run_is_seen_and_stopped_from_another_process(
     path = config_file("long", **WITHOUT_VLLM)
     with under_way(path, ray_cluster) as process:
         again = rayrft("run", str(path))
-        assert again.returncode == 1 and "a run of this name is under way (found 'long')" in again.stderr
+        assert again.returncode == 1 and "a run of this name is running (found 'long')" in again.stderr
         status = json.loads(rayrft("status", "long").stdout)
         assert status["status"] == "running" and status["step"] >= 4
         assert status["sampled"] == status["trained"] + sum(status["dropped"].values()) + status["held"]
@@ -224,6 +224,6 @@ def test_a_checkpoint_is_exported_as_it_was_saved(finished: Any, tmp_path: Path,
     weights = AutoModelForCausalLM.from_pretrained(tmp_path / "early").state_dict()
     assert not any(torch.equal(final[name], weights[name]) for name in final)
     missing = rayrft("export", str(run.folder), "--step", "5", "--to", str(tmp_path / "none"))
-    assert missing.returncode == 1 and "There are those of steps [3, 7]" in missing.stderr
+    assert missing.returncode == 1 and "Choose one of the steps [3, 7]" in missing.stderr
     again = rayrft("export", str(run.folder), "--to", str(tmp_path / "last"))
     assert again.returncode == 1 and "not empty" in again.stderr

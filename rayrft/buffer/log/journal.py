@@ -1,16 +1,15 @@
-"""The journal: every change of the Buffer's state, one JSON line each, in the order in which they happened.
+"""The journal: every change of the Buffer's state in order, one JSON line per event.
 
-The journal is the commit point of the log. Rows are in the Buffer once the line that says so is written; a line that is
-not whole, and row data that no line speaks of, are what a crash left behind, and are cut off. Every line carries its
-checksum, and a snapshot has it in its name. A snapshot of the whole state begins a new journal, so that recovery reads
-little:
+The journal is the commit point of the log. Rows are in the Buffer once their line is written; incomplete lines, and row
+data without a line, are left by a crash and truncated. Every line contains its checksum, and a snapshot has it in its
+name. A snapshot of the whole state starts a new journal, which bounds the recovery time:
 
-    snapshot-00000003-1a2b3c4d.arrow    the state when journal 3 began
-    journal-00000003.jsonl              what happened since
-    synced                              how far it was forced to the disk
+    snapshot-00000003-1a2b3c4d.arrow    the state at the start of journal 3
+    journal-00000003.jsonl              the events since
+    synced                              the position up to which it was synced to disk
 
-Up to there the journal is whole whatever became of the machine. One that ends before is damaged, and not torn: with it
-went groups that were acknowledged, and steps that a checkpoint holds.
+Up to that position the journal survives any crash. A journal that ends before it is damaged, not torn: it has lost
+acknowledged groups, and steps that a checkpoint covers.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ from rayrft.errors import StorageError
 
 _SNAPSHOT_BYTES = 8 << 20
 _SNAPSHOT_RATIO = 2
-"""A journal of this size, and of so many times the last snapshot's, is replaced by a snapshot."""
+"""A journal above `_SNAPSHOT_BYTES`, and above this multiple of the last snapshot, is replaced by a snapshot."""
 
 
 class GroupCommit:
-    """Writes events in the order in which they were given; ``write`` returns when its event is in the journal.
+    """Writes events in order; ``write`` returns when its events are in the journal.
 
-    ``snapshot`` gives the state with every event given so far; ``sync_rows`` brings row data to the disk, which must be
-    there before the journal speaks of it. After a failed write nothing is written any more: what is in memory is ahead
-    of the disk, and a restart goes back to what was acknowledged.
+    ``snapshot`` returns the state after all events so far; ``sync_rows`` syncs row data, which must be on disk before a
+    snapshot refers to it. After a failed write nothing more is written, because memory is ahead of the disk; a restart
+    returns to the acknowledged state.
     """
 
     def __init__(
@@ -64,12 +63,12 @@ class GroupCommit:
         self._error: StorageError | None = None
 
     def check(self) -> None:
-        """Raises what an earlier write failed of."""
+        """Raise the error of an earlier failed write."""
         if self._error is not None:
             raise self._error
 
     async def write(self, *events: Event) -> None:
-        """Returns when these events, and all that were given before, are in the journal. Raises StorageError."""
+        """Write events; return when they, and all earlier ones, are in the journal. Raises StorageError."""
         self.check()
         done = asyncio.get_running_loop().create_future()
         self._waiting.append((events, done))
@@ -78,12 +77,12 @@ class GroupCommit:
         await done
 
     async def sync(self) -> None:
-        """Returns when all rows, and all events that were written, are on the disk. Raises StorageError."""
+        """Sync all rows and all written events to disk. Raises StorageError."""
         try:
             await self._sync_rows()
-            async with self._syncing:  # of this file, and not of one that a snapshot has just closed
+            async with self._syncing:  # the file must not be closed by a snapshot meanwhile
                 await asyncio.to_thread(self._journal.sync)
-        except Exception as error:  # whatever it is, the next one who writes must hear of it, too
+        except Exception as error:  # any error must also be raised by the next write
             self._error = _storage_error(error)
             raise self._error from None
 
@@ -95,7 +94,7 @@ class GroupCommit:
                     await self._begin()
                 elif events := [event for part, _ in batch for event in part]:
                     await asyncio.to_thread(self._append, events)
-            except Exception as error:  # whatever it is, those who wait must hear of it
+            except Exception as error:  # any error is raised in the waiting writers
                 self._error = _storage_error(error)
                 batch, self._waiting = [*batch, *self._waiting], []
             for _, done in batch:
@@ -115,7 +114,7 @@ class GroupCommit:
             self._journal.sync()
 
     async def _begin(self) -> None:
-        # Taken at once, so that it holds the events of this batch and none that comes after.
+        # Taken before any await, so that it has the events of this batch and no later ones.
         snapshot = self._snapshot()
         await self._sync_rows()
         async with self._syncing:
@@ -126,7 +125,7 @@ class GroupCommit:
         while self._unsynced and self._error is None:
             await asyncio.sleep(self._config.fsync_s)
             self._unsynced = False
-            with contextlib.suppress(StorageError):  # there is no caller: the next one hears of it
+            with contextlib.suppress(StorageError):  # no caller: raised by the next write
                 await self.sync()
 
 
@@ -136,18 +135,21 @@ def _storage_error(error: Exception) -> StorageError:
     return StorageError(
         f"an event cannot be written: {type(error).__name__}: {error}",
         field="journal",
-        remedy="this is a fault of rayrft: report it; nothing that was acknowledged is lost",
+        remedy="this is a bug in rayrft: report it; all acknowledged data is safe",
     )
 
 
 _NAME = re.compile(r"(?:snapshot-(\d{8})-([0-9a-f]{8})\.arrow|journal-(\d{8})\.jsonl(?:\.(\d{8}))?)$")
 _SYNCED = "synced"
-_DAMAGED = "the disk or a hand damaged it: restore it from a copy; the segments beside it open with plain pyarrow"
+_DAMAGED = (
+    "the file was corrupted by a disk fault or a manual edit: restore it from a backup; the segments beside it are "
+    "plain Arrow files"
+)
 
 
 @dataclass(frozen=True, order=True)
 class Position:
-    """A place in the log: so many bytes into the journal of that number."""
+    """A position in the log: a byte offset in the journal of that number."""
 
     number: int = 0
     nbytes: int = 0
@@ -158,7 +160,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Recovered:
-    """What lay on the disk: a snapshot, where there is one, the events since, and the bytes of a torn tail cut off."""
+    """Contents of the journal: the latest snapshot, if any, the events since, and the bytes of its torn tail."""
 
     snapshot: pa.Buffer | None
     events: list[Event]
@@ -167,12 +169,12 @@ class Recovered:
 
 @dataclass
 class _Piece:
-    """A file of the journal, or an object: its events, and how many bytes they are."""
+    """A file or object of the journal, with its events and their end offsets."""
 
     name: str
     events: list[Event]
     ends: list[int]
-    """Where each event ends."""
+    """End offset of every event."""
     size: int
 
     @property
@@ -182,27 +184,26 @@ class _Piece:
 
 
 class Journal:
-    """The journal in a folder. ``open`` before anything else."""
+    """The journal in a folder. Call ``open`` before writing."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
         self._number = 0
         self._file: Appender | None = None
         self.position = Position()
-        """Where it ends."""
+        """End of the journal."""
 
     def open(self, survived: Callable[[Event], bool] = lambda event: True, least: Position = Position()) -> Recovered:
-        """Read what is there, cut off a torn tail, and go on behind it.
+        """Read the journal, truncate its torn tail, and open it for appending.
 
-        The tail begins behind the last line that is whole, or before the first event that did not survive and was not
-        forced to the disk. Raises StorageError, and leaves the files as they are, when something before the tail is
-        damaged, and when the tail begins before what was forced to the disk or before ``least``, which a checkpoint
-        goes on from.
+        The tail starts after the last intact line, or before the first event that did not survive and was not synced.
+        Raises StorageError, and changes no file, if anything before the tail is damaged, or if the tail starts before
+        the synced position or before ``least``, the position of the checkpoint that the run resumes from.
         """
         snapshot, pieces = self._read()
         ends, synced = Position(self._number, sum(piece.whole for piece in pieces)), self._synced()
-        self._check_end(ends, "what was forced to the disk", synced)
-        self._check_end(ends, "the checkpoint that the run goes on from", least)
+        self._check_end(ends, "its synced position", synced)
+        self._check_end(ends, "the position of the checkpoint that the run resumes from", least)
         forced = max(synced, least)
         torn = before = 0
         for piece in pieces:
@@ -221,21 +222,21 @@ class Journal:
         return Recovered(snapshot, [event for piece in pieces for event in piece.events], torn)
 
     def read(self) -> Recovered:
-        """Read what is there, without a torn tail, and change nothing."""
+        """Read the journal without its torn tail; change no file."""
         snapshot, pieces = self._read()
         torn = sum(piece.size - piece.whole for piece in pieces)
         return Recovered(snapshot, [event for piece in pieces for event in piece.events], torn)
 
     def append(self, events: list[Event]) -> None:
-        """Write events, as one piece. Raises StorageError; then none of them is in the journal."""
+        """Append events atomically. Raises StorageError; then none of them is in the journal."""
         assert self._file is not None  # open() comes first
         self._file.append(b"".join(map(_line, events)))
         self.position = Position(self._number, self._file.size)
 
     def sync(self) -> None:
-        """Returns when what was appended is on the disk."""
+        """Sync all appended events to disk."""
         assert self._file is not None
-        position = self.position  # what comes while the disk is forced may not be there
+        position = self.position  # events appended during the sync may not be on disk
         self._file.sync()
         self._note_synced(position)
 
@@ -245,7 +246,7 @@ class Journal:
         return self._file.size if self._file is not None else 0
 
     def begin(self, snapshot: pa.Buffer) -> None:
-        """Start a new journal with a snapshot of the state; the one before is deleted once the new one stands."""
+        """Start a new journal with a snapshot of the state, then delete the old one."""
         old = [name for name in self._storage.files() if _NAME.match(name)]
         self._storage.write(f"snapshot-{self._number + 1:08d}-{zlib.crc32(snapshot):08x}.arrow", snapshot)
         self._number += 1
@@ -263,14 +264,14 @@ class Journal:
             self._file = None
 
     def _check_end(self, ends: Position, what: str, known: Position) -> None:
-        """Raises StorageError where the journal ends before a place that it once reached."""
+        """Raise StorageError if the journal ends before a position that it once reached."""
         if ends < known:
             raise StorageError(
-                f"the journal ends before {what}: at {ends}, and that is {known}",
+                f"the journal ends at {ends}, before {what}: {known}",
                 field=join(self._storage.location, self._journal),
                 value=ends.nbytes,
-                remedy="a part of it was cut off or lost: restore it from a copy, with the snapshot beside it; nothing "
-                "was changed, and the segments, which hold the rows, open with plain pyarrow",
+                remedy="the end of the file was lost: restore it and its snapshot from a backup; no file was changed, "
+                "and the segments with the rows are plain Arrow files",
             )
 
     def _synced(self) -> Position:
@@ -279,7 +280,7 @@ class Journal:
             if int(crc, 16) == zlib.crc32(b"%s %s" % (number, nbytes)):
                 return Position(int(number), int(nbytes))
         except (FileNotFoundError, ValueError):
-            pass  # it is not forced to the disk itself: power that fails may take it
+            pass  # this file is not synced itself: a power failure may lose it
         return Position()
 
     def _note_synced(self, position: Position) -> None:
@@ -287,7 +288,7 @@ class Journal:
         self._storage.overwrite(_SYNCED, b"%s %08x\n" % (text, zlib.crc32(text)))
 
     def _read(self) -> tuple[pa.Buffer | None, list[_Piece]]:
-        """The latest snapshot and the journal that goes on from it. Only the last piece may have a torn tail."""
+        """Return the latest snapshot and the pieces of its journal. Only the last piece may have a torn tail."""
         names = self._storage.files()
         snapshots = {int(m[1]): name for name in names if (m := _NAME.match(name)) and m[1]}
         self._number = max(snapshots, default=0)
@@ -295,7 +296,7 @@ class Journal:
         pieces = [self._piece(name) for name in names if (m := _NAME.match(name)) and m[3] == f"{self._number:08d}"]
         for number, piece in enumerate(pieces):
             if not self._storage.grows and piece.name != f"{self._journal}.{number:08d}":
-                raise StorageError("is gone", field=f"{self._journal}.{number:08d}", remedy="restore it from a copy")
+                raise StorageError("is gone", field=f"{self._journal}.{number:08d}", remedy="restore it from a backup")
             if piece is not pieces[-1] and piece.whole < piece.size:
                 raise StorageError("the end of it is damaged", field=piece.name, remedy=_DAMAGED)
         return snapshot, pieces
@@ -311,7 +312,7 @@ class Journal:
         lines = data.split(b"\n")[:-1]
         bodies = [_body(line) for line in lines]
         while bodies and bodies[-1] is None:
-            bodies.pop()  # nothing whole lies behind it: a torn tail
+            bodies.pop()  # the torn tail
         events: list[Event] = []
         ends: list[int] = []
         for number, (line, body) in enumerate(zip(lines, bodies, strict=False), start=1):
@@ -322,9 +323,9 @@ class Journal:
                 events.append(decode(body))
             except ValidationError as error:
                 raise StorageError(
-                    f"this rayrft does not know what the line says: {error.errors()[0]['msg']}",
+                    f"this version of rayrft cannot read the line: {error.errors()[0]['msg']}",
                     field=where,
-                    remedy="go on with the rayrft that wrote it",
+                    remedy="continue with the version of rayrft that wrote it",
                 ) from None
             ends.append((ends[-1] if ends else 0) + len(line) + 1)
         return _Piece(name, events, ends, len(data))
@@ -340,7 +341,7 @@ def _line(event: Event) -> bytes:
 
 
 def _body(line: bytes) -> bytes | None:
-    """What a line says, or None where it is not what was written."""
+    """Return the JSON of a line without its checksum; None if the checksum is wrong."""
     body, _, rest = line.rpartition(b',"crc":')
     body += b"}"
     try:

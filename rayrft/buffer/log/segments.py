@@ -1,7 +1,7 @@
-"""Segments: the files that hold rows, each an Arrow IPC stream that any Arrow reader opens.
+"""Segments: append-only files of rows, in the Arrow IPC stream format.
 
-A segment is appended to until it has its size, then the next one begins; nothing in it is ever changed. How much of it
-counts is in the journal: rows, bytes and their checksum. What lies behind that is a crash's torn tail.
+A segment is appended to until it has its target size, then the next one is started. The journal stores its committed
+extent: rows, bytes and their checksum. Bytes after that are a torn tail, left by a crash.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NAME = re.compile(r"segment-(\d{8})\.arrow$")
 
 @dataclass(frozen=True)
 class Extent:
-    """How much of a segment counts; ``crc`` is the checksum (CRC-32) of these bytes."""
+    """Committed extent of a segment; ``crc`` is the checksum (CRC-32) of these bytes."""
 
     segment: int
     rows: int = 0
@@ -30,7 +30,7 @@ class Extent:
 
 
 class Segments:
-    """The segments in a folder. ``open`` before anything is appended."""
+    """The segments in a folder. Call ``open`` before appending."""
 
     def __init__(self, storage: Storage, segment_bytes: int) -> None:
         self._storage = storage
@@ -40,11 +40,11 @@ class Segments:
         self._extent = Extent(0)
 
     def open(self, committed: list[Extent]) -> int:
-        """Cut off what the journal does not speak of, and go on in the last segment; gives the number of bytes cut.
+        """Truncate uncommitted bytes and open the last segment for appending; return the number of bytes truncated.
 
-        Raises StorageError when a segment is missing or shorter than what was committed. Nothing is read.
+        Raises StorageError if a segment is missing or shorter than its committed extent. No rows are read.
         """
-        extents = {each.segment: each for each in committed}
+        extents = {extent.segment: extent for extent in committed}
         found = {int(m[1]): size for name, size in self._storage.files().items() if (m := _NAME.match(name))}
         torn = 0
         for number, extent in extents.items():
@@ -53,7 +53,7 @@ class Segments:
                     f"{extent.nbytes} bytes were written and {found.get(number, 0)} are there",
                     field=segment_name(number),
                     remedy="the file was damaged, or the machine lost power with buffer.fsync 'never' or 'interval': "
-                    "restore it from a copy",
+                    "restore it from a backup",
                 )
         for number, size in found.items():
             committed_bytes = extents[number].nbytes if number in extents else 0
@@ -74,7 +74,7 @@ class Segments:
         return None if self._file is None else self._extent.segment
 
     def append(self, message: pa.Buffer, rows: int) -> Extent:
-        """Write rows, packed as one message, behind the others; gives the extent of their segment with them."""
+        """Append rows, packed as one message; return the new extent of their segment."""
         if self._file is None:
             self._file = self._storage.open(segment_name(self._number))
             self._extent = Extent(self._number)
@@ -85,7 +85,7 @@ class Segments:
         if self._storage.grows:
             self._file.append(data)
         else:
-            self._storage.write(self._file.name, data)  # an object is written once: every message makes a segment
+            self._storage.write(self._file.name, data)  # objects cannot grow: one segment per message
         self._extent = Extent(
             self._extent.segment,
             self._extent.rows + rows,
@@ -96,11 +96,11 @@ class Segments:
 
     @property
     def full(self) -> bool:
-        """Whether the segment that grows has its size."""
+        """Whether the open segment has its target size."""
         return self._extent.nbytes >= self._target or not self._storage.grows
 
     def seal(self) -> None:
-        """Close the segment that grows; the next row begins another."""
+        """Sync and close the open segment; the next append starts another."""
         self.sync()
         self.close()
 
@@ -109,13 +109,13 @@ class Segments:
             self._file.sync()
 
     def close(self) -> None:
-        """Let go of the segment that grows."""
+        """Close the open segment without syncing it."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def read(self, extent: Extent) -> pa.RecordBatch:
-        """The rows of a segment as one batch. Raises StorageError when they are not what was written."""
+        """Return the rows of a segment as one batch. Raises StorageError if they are damaged."""
         return read_rows(self._storage, segment_name(extent.segment), extent)
 
     def delete(self, segment: int) -> None:
@@ -127,21 +127,21 @@ def segment_name(number: int) -> str:
 
 
 def read_rows(storage: Storage, name: str, extent: Extent) -> pa.RecordBatch:
-    """The rows of a file of rows, as one batch.
+    """Return the rows of a file as one batch.
 
-    Raises StorageError when the file is missing, damaged, or of another version of the schema.
+    Raises StorageError if the file is missing, damaged, or of another schema version.
     """
     where = f"{storage.location}/{name}"
     try:
         data = storage.read(name)
         intact = len(data) >= extent.nbytes and zlib.crc32(data[: extent.nbytes]) == extent.crc
     except FileNotFoundError:
-        raise StorageError("the file is gone", field=where, remedy="restore it from a copy") from None
+        raise StorageError("the file is gone", field=where, remedy="restore it from a backup") from None
     if not intact:
         raise StorageError(
             "the file was changed since it was written",
             field=where,
-            remedy="the disk or a hand damaged it: restore it from a copy; the other files are readable",
+            remedy="corrupted by a disk fault or a manual edit: restore it from a backup; other files are readable",
         )
     with pa.ipc.open_stream(data[: extent.nbytes]) as stream:
         if not stream.schema.equals(SCHEMA, check_metadata=True):
@@ -149,7 +149,7 @@ def read_rows(storage: Storage, name: str, extent: Extent) -> pa.RecordBatch:
             raise StorageError(
                 f"the rows have schema version {version}; this rayrft reads {SCHEMA_VERSION}",
                 field=where,
-                remedy="read it with the rayrft that wrote it, or with plain pyarrow",
+                remedy="read it with the version of rayrft that wrote it, or with plain pyarrow",
             )
         batches = list(stream)
     return pa.concat_batches(batches) if len(batches) != 1 else batches[0]

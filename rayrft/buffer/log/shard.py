@@ -1,9 +1,9 @@
-"""The rows of a shard: a log of segments on disk, and blocks of rows in the object store.
+"""The rows of a shard: segments on disk, and blocks of rows in the object store.
 
-A block is one Arrow message of many rows, so that a lease gathers from few places. Rows that come in small messages
-wait in memory until their segment is full or a lease asks for them, and become one block then. Blocks leave the object
-store when nobody is going to train on their segment, or when it was used longest ago and memory is short; they come
-back as one block from the segment's file.
+A block is one Arrow message of many rows, so that a lease gathers from few blocks. Rows of small messages are kept in
+memory until their segment is full or a lease needs them, and are then merged into one block. Blocks are freed if their
+segment will not be trained on, or is the least recently used when memory is short; they are read back as one block from
+the segment's file.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Ref = Any
 
 
 _MOST_BLOCKS = 8
-"""A full segment that has more is read again as one block before a lease gathers from it."""
+"""A full segment with more blocks is read again as one block before a lease gathers from it."""
 
 
 @dataclass(frozen=True)
 class RowSpan:
-    """Rows ``row`` .. ``row + rows`` of a segment: those of a group."""
+    """Rows ``row`` .. ``row + rows`` of a segment, those of one group."""
 
     segment: int
     row: int
@@ -43,9 +43,9 @@ class RowSpan:
 
 @dataclass(frozen=True)
 class Appended:
-    """What became of a message. ``numbers`` and ``scores`` are those of the groups that were stored.
+    """Result of appending a message. ``numbers`` and ``scores`` are those of the stored groups.
 
-    ``groups`` says which of the message's groups these are; ``faults`` which rows of each were rejected.
+    ``groups`` are their indices in the message; ``faults`` are the rejected rows by group index.
     """
 
     extent: Extent
@@ -60,7 +60,7 @@ class Appended:
 @dataclass
 class _Block:
     row: int
-    """The first of its rows in the segment."""
+    """Its first row in the segment."""
     nbytes: int
     ref: Ref
 
@@ -74,11 +74,11 @@ class _Segment:
 
 
 class NotOpen(Exception):
-    """The shard was started again meanwhile, and does not know yet where the journal stands."""
+    """The shard was restarted, and must be opened with the journal's extents first."""
 
 
 class Shard:
-    """One shard's rows. ``open`` before anything else. ``put`` brings a packed block into the object store."""
+    """The rows of one shard. Call ``open`` first. ``put`` puts a packed block into the object store."""
 
     def __init__(self, storage: Storage, config: BufferConfig, put: Callable[[pa.Buffer], Ref] | None = None) -> None:
         self._storage = storage
@@ -94,9 +94,9 @@ class Shard:
         self._clock = 0
 
     def open(self, committed: list[Extent]) -> int:
-        """Stand where the journal stands; gives the bytes of a torn tail that were cut. Reads no rows.
+        """Open the segments at their committed extents; return the bytes of torn tails truncated. Reads no rows.
 
-        A shard that outlived its Buffer is opened again, and forgets what the Buffer does not know of.
+        A shard that outlived its Buffer is opened again, which discards rows the Buffer has not committed.
         """
         if self._opened is not None:
             self._opened.close()
@@ -112,10 +112,10 @@ class Shard:
     def take(
         self, message: pa.Buffer, wanted: list[int], whole: list[int], announced: int, limits: Limits, sync: bool
     ) -> Appended:
-        """Write the groups at the places ``wanted`` of a message that was put, without the rows that must not be
-        trained; of those at ``whole`` none where one must not.
+        """Write the groups at the indices ``wanted`` of a message, without invalid rows; a group in ``whole`` with an
+        invalid row is not written at all.
 
-        Raises DataError when the message does not hold as many groups as were ``announced``.
+        Raises DataError if the message does not hold ``announced`` groups.
         """
         batch = unpack(message)
         starts = group_starts(batch)
@@ -123,7 +123,7 @@ class Shard:
             raise DataError(
                 f"the message holds {len(starts)} groups and {announced} were announced",
                 field="group_id",
-                remedy="put a group by itself, with all its rows, and once",
+                remedy="put every group once, with all its rows and no others",
             )
         of_row = np.repeat(np.arange(len(starts)), np.diff(np.append(starts, batch.num_rows)))
         faults: dict[int, list[Fault]] = {}
@@ -142,11 +142,11 @@ class Shard:
         return replace(self._write(message, batch, sync), groups=groups, faults=faults)
 
     def append(self, message: pa.Buffer, *, sync: bool = False) -> Appended:
-        """Write a message of groups that passed the door before."""
+        """Write a message of groups that were validated before."""
         return self._write(message, unpack(message), sync)
 
     def refs(self, spans: list[RowSpan]) -> list[tuple[Ref, int]]:
-        """For each group its block, and the first of its rows there."""
+        """Return the block of every group, and the index of the group's first row in it."""
         self._clock += 1
         found = []
         for span in spans:
@@ -160,34 +160,34 @@ class Shard:
         return found
 
     def read(self, spans: list[RowSpan]) -> pa.RecordBatch:
-        """The rows themselves, from the disk; for the few that feedback or compaction touch."""
+        """Read rows from disk, for feedback and compaction."""
         batches = {s: self._segments.read(self._segment(s).extent) for s in {span.segment for span in spans}}
         return pa.concat_batches([batches[span.segment].slice(span.row, span.rows) for span in spans])
 
     def rewrite(self, spans: list[RowSpan], *, sync: bool = False) -> tuple[Extent, int]:
-        """Write groups again, behind all others; gives their new extent and first row."""
+        """Rewrite groups at the end of the log; return the new extent and first row."""
         done = self.append(self.read(spans).serialize(), sync=sync)
         return done.extent, done.row
 
     def release(self, segments: list[int]) -> None:
-        """Nobody is going to train on these: their blocks leave the object store."""
+        """Free the blocks of segments that will not be trained on."""
         for number in segments:
             if (segment := self._rows.get(number)) is not None and segment.sealed:
                 self._drop_blocks(segment)
 
     def delete(self, segments: list[int]) -> None:
-        """These segments leave the disk."""
+        """Delete segments from disk."""
         for number in segments:
             if (segment := self._rows.pop(number, None)) is not None:
                 self._drop_blocks(segment)
             self._segments.delete(number)
 
     def sync(self) -> None:
-        """Returns when everything is on the disk."""
+        """Sync all rows to disk."""
         self._segments.sync()
 
     def memory(self) -> int:
-        """Bytes of row data in the object store and pending in this process."""
+        """Return the bytes of row data in the object store and pending in this process."""
         return self._block_bytes + self._pending_bytes
 
     @property
@@ -214,7 +214,7 @@ class Shard:
         self._pending.append(message)
         self._pending_bytes += len(message)
         if len(message) * _MOST_BLOCKS >= self._config.segment_bytes:
-            self._gather(segment)  # large enough to be a block of its own, without a copy
+            self._gather(segment)  # large enough for a block, without a copy
         if sync:
             self._segments.sync()
         if self._segments.full:
@@ -226,16 +226,16 @@ class Shard:
         return Appended(extent, row, list(range(len(starts))), numbers, score, nbytes)
 
     def _gather(self, segment: _Segment) -> None:
-        """Make one block of the rows that are pending."""
+        """Merge the pending rows into one block."""
         if self._pending:
             message = self._pending[0]
             if len(self._pending) > 1:
-                message = pa.concat_batches([unpack(each) for each in self._pending]).serialize()
+                message = pa.concat_batches([unpack(pending) for pending in self._pending]).serialize()
             segment.blocks.append(self._block(message, self._pending_row))
             self._pending, self._pending_bytes = [], 0
 
     def _bring(self, segment: _Segment, row: int) -> None:
-        """Have a block with this row in the object store."""
+        """Ensure that a block with this row is in the object store."""
         growing = not segment.sealed
         if growing and self._pending and row >= self._pending_row:
             self._gather(segment)
@@ -254,7 +254,7 @@ class Shard:
         segment.blocks = []
 
     def _spill(self) -> None:
-        """Let blocks go, those used longest ago first, until the rest has room. They are in their segments' files."""
+        """Free blocks, least recently used first, until the rest fits in memory. They stay in their segments' files."""
         if self.memory() <= self._config.memory_bytes:
             return
         held = [segment for segment in self._rows.values() if segment.sealed and segment.blocks]

@@ -1,7 +1,7 @@
-"""A folder that the log lives in: on a local disk, or on any file system that `pyarrow.fs` knows.
+"""Folder of the log, on a local disk or any file system that `pyarrow.fs` supports.
 
-A local file grows; an object store only knows whole objects. There, what is appended becomes an object of its own,
-named after the file with a number behind: a reader puts them together again.
+Local files can be appended to; object stores have only whole objects. There, every append becomes a numbered object
+``<file>.<number>``, and a reader concatenates them.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _REMEDY = {
 
 
 class Storage:
-    """The folder at a path or URI; ``filesystem`` is for one that has no URI.
+    """The folder at a path or URI; ``filesystem`` is for one without a URI.
 
-    Raises StorageError, here and in every method, with the file and the remedy.
+    Every method raises StorageError with the file and a remedy.
     """
 
     def __init__(self, location: str, filesystem: pafs.FileSystem | None = None) -> None:
@@ -47,7 +47,7 @@ class Storage:
                 f"no such file system: {error}",
                 field="buffer.storage",
                 value=location,
-                remedy="give a folder, or a URI that pyarrow.fs knows, such as s3://bucket/path",
+                remedy="give a folder, or a URI that pyarrow.fs supports, such as s3://bucket/path",
             ) from None
         self.grows = isinstance(self._fs, pafs.LocalFileSystem)
         """Whether files can be appended to."""
@@ -55,18 +55,18 @@ class Storage:
         self._lock: int | None = None
 
     def folder(self, name: str) -> Storage:
-        """A folder inside this one."""
+        """Return a subfolder."""
         inner = copy.copy(self)
         inner.location, inner._root, inner._lock = join(self.location, name), self._path(name), None
         return inner
 
     def create(self) -> None:
-        """Make the folder, where there is none."""
+        """Create the folder if it does not exist."""
         with self._errors(""):
             self._fs.create_dir(self._root, recursive=True)
 
     def lock(self) -> None:
-        """Keep other processes from writing here, for the life of this one. Object stores have no locks."""
+        """Lock the folder against other writers until this process ends. Object stores have no locks."""
         if not self.grows:
             return
         with self._errors("lock"):
@@ -88,13 +88,13 @@ class Storage:
             self._lock = None
 
     def files(self) -> dict[str, int]:
-        """Name and size of every file; empty where there is no folder."""
+        """Return the size of every file by name, sorted; empty if there is no folder."""
         with self._errors(""):
             found = self._fs.get_file_info(pafs.FileSelector(self._root, allow_not_found=True))
-        return {each.base_name: each.size for each in sorted(found, key=lambda each: each.path) if each.is_file}
+        return {info.base_name: info.size for info in sorted(found, key=lambda info: info.path) if info.is_file}
 
     def write(self, name: str, data: bytes | pa.Buffer) -> None:
-        """A whole file, or none: a crash in between leaves what was there before."""
+        """Write a file atomically: a crash leaves the previous file."""
         with self._errors(name):
             if not self.grows:
                 with self._fs.open_output_stream(self._path(name)) as stream:
@@ -116,7 +116,7 @@ class Storage:
             self._sync_folder()
 
     def read(self, name: str) -> pa.Buffer:
-        """The bytes of a file; of a local one they are mapped, not read. Raises FileNotFoundError if there is none."""
+        """Return the bytes of a file, memory-mapped if it is local. Raises FileNotFoundError if there is none."""
         with self._errors(name, absent=True):
             if self.grows:
                 with pa.memory_map(self._path(name)) as mapped:
@@ -129,15 +129,14 @@ class Storage:
             self._fs.delete_file(self._path(name))
 
     def cut(self, name: str, size: int) -> None:
-        """Shorten a file."""
+        """Truncate a file to ``size`` bytes."""
         if not self.grows:
             return self.write(name, self.read(name)[:size])
         with self._errors(name):
             os.truncate(self._path(name), size)
 
     def overwrite(self, name: str, data: bytes) -> None:
-        """Put a few bytes in place of those that a small file has, without forcing them to the disk. Object stores,
-        where nothing is cut off that was written, go without."""
+        """Overwrite a small file in place without syncing it; does nothing on object stores."""
         if not self.grows:
             return
         with self._errors(name):
@@ -148,7 +147,7 @@ class Storage:
                 os.close(descriptor)
 
     def open(self, name: str, size: int = 0, parts: int = 0) -> Appender:
-        """A file to append to: a new one, or one that has this size and, on an object store, so many parts."""
+        """Open a file for appending: a new one, or one of this size and, on an object store, number of parts."""
         with self._errors(name):
             if not self.grows:
                 return Appender(self, name, None, size, parts)
@@ -169,7 +168,7 @@ class Storage:
 
     @contextlib.contextmanager
     def _errors(self, name: str, *, absent: bool = False) -> Iterator[None]:
-        """Says what went wrong with which file; ``absent`` lets FileNotFoundError pass."""
+        """Turn OSError into StorageError with the file; ``absent`` lets FileNotFoundError pass."""
         try:
             yield
         except OSError as error:
@@ -178,12 +177,12 @@ class Storage:
             raise StorageError(
                 f"cannot be written or read: {error.strerror or error}",
                 field=join(self.location, name) if name else self.location,
-                remedy=_REMEDY.get(error.errno or 0, "look at the storage"),
+                remedy=_REMEDY.get(error.errno or 0, "check the storage"),
             ) from None
 
 
 class Appender:
-    """A file that grows by whole pieces; on an object store, a row of objects ``<name>.<number>``."""
+    """A file for atomic appends; on an object store, a sequence of objects ``<name>.<number>``."""
 
     def __init__(self, storage: Storage, name: str, descriptor: int | None, size: int, parts: int = 0) -> None:
         self._storage = storage
@@ -194,7 +193,7 @@ class Appender:
         self.size = size
 
     def append(self, data: bytes | pa.Buffer) -> None:
-        """Raises StorageError; what a failed write left behind is cut off again, so that the file stays whole."""
+        """Append data. Raises StorageError; a failed write is truncated again, so that the file stays intact."""
         if self._failed is not None:
             raise self._failed
         if self._descriptor is None:
@@ -211,8 +210,8 @@ class Appender:
         self.size += len(data)
 
     def sync(self) -> None:
-        """Returns when what was appended is on the disk. Raises StorageError, and from then on always: a kernel may
-        have let go of what it could not write, and what comes later would stand behind a hole."""
+        """Sync appended data to disk. Raises StorageError, and from then on always: the kernel may have discarded the
+        data that it could not write, and later appends would follow a hole."""
         if self._failed is not None:
             raise self._failed
         if self._descriptor is not None:

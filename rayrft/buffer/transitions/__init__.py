@@ -1,4 +1,4 @@
-"""What each event does to the state: one function an event."""
+"""State transitions of the Buffer: one function per event type."""
 
 from __future__ import annotations
 
@@ -12,6 +12,5 @@ __all__ = ["apply", "stages", "steps"]
 
 
 def apply(state: State, event: Event) -> Any:
-    """Change the state, which nothing else does; gives what the event's rule gives, such as the tickets of an
-    admission."""
+    """Apply an event to the state, the only way to change it; return its rule's result, such as admitted tickets."""
     return RULES[type(event)](state, event)

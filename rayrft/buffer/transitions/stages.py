@@ -1,4 +1,4 @@
-"""Stages, tickets, what producers say of their groups, and where rows are stored."""
+"""Transitions of stages, tickets, producers' reports on groups, and storage locations."""
 
 from __future__ import annotations
 
@@ -44,22 +44,20 @@ def deleted(state: State, event: e.Deleted) -> None:
     for segment in event.segments:
         del state.meta.extents[event.shard][segment]
         groups.live.pop((event.shard, segment), None)
-    there = (
-        (groups.shard == event.shard) & np.isin(groups.segment, event.segments) & (groups.status != GroupStatus.FREE)
-    )
-    groups.forget(np.flatnonzero(there))
+    in_segments = (groups.shard == event.shard) & np.isin(groups.segment, event.segments)
+    groups.forget(np.flatnonzero(in_segments & (groups.status != GroupStatus.FREE)))
 
 
 @rule(e.FeedbackNoted)
 def feedback_noted(state: State, event: e.FeedbackNoted) -> None:
-    if event not in state.meta.late_feedback:  # else it is the same, given again
+    if event not in state.meta.late_feedback:  # else it is a repeat
         state.meta.late_feedback.append(event)
 
 
 @rule(e.Loaded)
 def loaded(state: State, event: e.Loaded) -> None:
     known = state.meta.experts.get(event.name)
-    if known is None or known.extent != event.extent:  # else it is the same, loaded again: the draws go on
+    if known is None or known.extent != event.extent:  # else it is a repeat: the draws continue
         state.meta.experts[event.name] = ExpertCursor(event.extent, state.seed, event.unit)
 
 
@@ -76,13 +74,13 @@ def stage_opened(state: State, event: e.StageOpened) -> None:
             state.retire(slot, "stage_ended")
     meta.plan, meta.version, meta.open = plan, plan.version, True
     meta.opened[plan.name] = plan.version
-    # Who puts groups of its own accord may have come to an end before.
+    # Producers without tickets may have ended before.
     meta.ended = None if plan.scheduled else meta.ended
     meta.reissued_tickets = []
-    # A request of the stage before that comes late must not be taken for one of this.
+    # A late request of the previous stage must not be taken for one of this stage.
     meta.calls = {producer: (call, []) for producer, (call, _) in meta.calls.items()}
     if meta.schedule is not None:
-        # A group of the stage before that comes late must not be taken for one of this.
+        # A late group of the previous stage must not be taken for one of this stage.
         meta.next_sequence = meta.schedule.next_sequence
     common = {"over_sampling": plan.over_sampling, "version": plan.version, "next_sequence": meta.next_sequence}
     if not plan.groups or not plan.scheduled:
@@ -102,19 +100,19 @@ def stage_resumed(state: State, event: e.StageResumed) -> None:
     meta.ended = None if plan.scheduled else meta.ended
     if meta.schedule is not None:
         _adjust(state, plan)
-        # Tickets whose groups came when the stage was closed: their places are free.
+        # Free the places of tickets whose groups arrived after the stage was closed.
         held = meta.outstanding.keys() | {ticket.sequence for ticket in meta.reissued_tickets}
         for sequence in set(meta.schedule.running) - held:
             meta.schedule.release(sequence)
 
 
 def _adjust(state: State, plan: StagePlan) -> None:
-    """The stage goes on with other numbers, perhaps; what is too old for them leaves."""
+    """Continue the stage with the plan's numbers, and remove what is too old for them."""
     meta = state.meta
     if isinstance(meta.schedule, Schedule):
         fewer = max(0, meta.schedule.max_staleness - plan.max_staleness)
         meta.reissued_tickets = [
-            dataclasses.replace(each, deadline=each.deadline - fewer) for each in meta.reissued_tickets
+            dataclasses.replace(ticket, deadline=ticket.deadline - fewer) for ticket in meta.reissued_tickets
         ]
         late = meta.schedule.adjust(plan.groups, plan.max_staleness, plan.over_sampling)
         for sequence in late:
@@ -126,7 +124,7 @@ def _adjust(state: State, plan: StagePlan) -> None:
 
 
 def _fresh(state: State, plan: StagePlan) -> int:
-    """New groups that a step of a stage that replays asks for."""
+    """Return the new groups per step of a replaying stage."""
     return math.ceil(plan.groups / state.config.replay_ratio)
 
 
@@ -139,7 +137,7 @@ def stage_closed(state: State, event: e.StageClosed) -> None:
 def admitted(state: State, event: e.Admitted) -> list[Ticket]:
     meta = state.meta
     schedule = meta.schedule
-    if not event.count or schedule is None:  # the stage is closed, or the tasks have come to their end
+    if not event.count or schedule is None:  # the stage is closed, or the tasks are exhausted
         meta.calls[event.producer] = (event.call, [])
         return []
     tickets, meta.reissued_tickets = meta.reissued_tickets[: event.count], meta.reissued_tickets[event.count :]
@@ -155,18 +153,18 @@ def admitted(state: State, event: e.Admitted) -> list[Ticket]:
         meta.ended = meta.ended or "end_of_data"
     if event.tasks and event.tasks != [ticket.task for ticket in tickets]:
         raise StorageError(
-            "the tasks drawn then are not those drawn now",
+            "the tasks drawn now differ from those in the log",
             field="tasks",
-            remedy="the task set or its sampler changed since the run began: start it with the tasks it had",
+            remedy="the task set or its sampler changed since the run was started: use the original tasks",
         )
     return tickets
 
 
 @rule(e.Abandoned)
 def abandoned(state: State, event: e.Abandoned) -> None:
-    gone = [each.ticket for each in state.meta.outstanding.values() if each.producer == event.producer]
+    held = [entry.ticket for entry in state.meta.outstanding.values() if entry.producer == event.producer]
     schedule = state.meta.schedule
-    for ticket in gone:
+    for ticket in held:
         del state.meta.outstanding[ticket.sequence]
         if schedule is not None and ticket.sequence in schedule.running:
             state.meta.reissued_tickets.append(ticket)
@@ -223,7 +221,7 @@ def task_failed(state: State, event: e.TaskFailed) -> None:
 
 
 def _tasks(state: State, recorded: list[int | None], count: int) -> list[int | None]:
-    """Tasks for ``count`` tickets, fewer where the tasks end. A log that is read without its task set says them."""
+    """Draw tasks for ``count`` tickets, fewer if they are exhausted; the ``recorded`` ones if there is no task set."""
     if state.tasks is None:
         return recorded or [None] * count
     drawn = [state.tasks.draw() for _ in range(count)]
@@ -231,7 +229,7 @@ def _tasks(state: State, recorded: list[int | None], count: int) -> list[int | N
 
 
 def _report(state: State, sequence: int | None, dropped: dict[str, int], report: e.GroupReport) -> Ticket | None:
-    """Count what a producer says of a group; gives the ticket."""
+    """Count a producer's report on a group; return the group's ticket."""
     meta = state.meta
     for reason, rows in dropped.items():
         meta.ledger.sampled += rows
@@ -249,6 +247,6 @@ def _in_time(state: State, ticket: Ticket, version: int) -> bool:
     meta = state.meta
     if meta.schedule is None or meta.plan is None or not meta.open:
         return False
-    # A token older than the ticket promised makes the group due earlier.
+    # A token older than the ticket's version makes the group due earlier.
     deadline = min(ticket.deadline, version + meta.plan.max_staleness)
     return meta.schedule.finish(dataclasses.replace(ticket, deadline=deadline))

@@ -1,4 +1,4 @@
-"""Leases: what a step takes, gives back, and takes again."""
+"""Transitions of leases: taken, returned, acknowledged and rolled back."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def acked(state: State, event: e.Acked) -> None:
     for slot, score in event.scores.items():
         groups.score[slot] = score
         state.meta.greatest_error = max(state.meta.greatest_error, score)
-    back = []
+    reusable = []
     for slot in record.slots:
         groups.pending[slot] -= 1
         groups.uses[slot] += 1
@@ -70,8 +70,8 @@ def acked(state: State, event: e.Acked) -> None:
             if groups.uses[slot] >= state.config.max_uses:
                 state.retire(slot, "")
             else:
-                back.append(slot)
-    state.pool.add(_still_in_time(state, back), groups)
+                reusable.append(slot)
+    state.pool.add(_make_ready(state, reusable), groups)
 
 
 @rule(e.Blamed)
@@ -84,7 +84,7 @@ def blamed(state: State, event: e.Blamed) -> None:
         if slot not in record.blamed:
             record.blamed.append(slot)
             continue
-        kept = [place for place, each in enumerate(record.slots) if each != slot]
+        kept = [place for place, other in enumerate(record.slots) if other != slot]
         record.slots, record.weights = [record.slots[i] for i in kept], [record.weights[i] for i in kept]
         record.staleness = [record.staleness[i] for i in kept]
         record.blamed.remove(slot)
@@ -95,12 +95,12 @@ def blamed(state: State, event: e.Blamed) -> None:
         if row not in record.blamed_expert:
             record.blamed_expert.append(row)
             continue
-        record.expert = [each for each in record.expert if each != row]
+        record.expert = [other for other in record.expert if other != row]
         record.blamed_expert.remove(row)
         cursor = state.meta.experts.get(record.demonstrations or "")
         if cursor is not None and cursor.extent == record.extent:
             cursor.failed.append(row)
-    if not record.slots and not record.expert:  # nothing is left of the batch: the step gets another
+    if not record.slots and not record.expert:  # the batch is empty: the step gets another one
         del state.meta.leases[event.step]
         state.meta.reports = record.rollouts + state.meta.reports
 
@@ -118,16 +118,16 @@ def requeued(state: State, event: e.Requeued) -> None:
         return
     for slot in record.slots:
         state.groups.pending[slot] -= 1
-    back = _still_in_time(state, [slot for slot in record.slots if state.groups.pending[slot] == 0])
+    ready = _make_ready(state, [slot for slot in record.slots if state.groups.pending[slot] == 0])
     if isinstance(state.meta.schedule, Schedule):
-        sequences, versions = state.groups.sequence[back].tolist(), state.groups.version[back].tolist()
-        state.by_sequence.update(zip(sequences, back, strict=True))
+        sequences, versions = state.groups.sequence[ready].tolist(), state.groups.version[ready].tolist()
+        state.by_sequence.update(zip(sequences, ready, strict=True))
         bound = state.meta.schedule.max_staleness
         state.meta.schedule.give_back([Ticket(s, v, v + bound) for s, v in zip(sequences, versions, strict=True)])
     else:
         if state.meta.schedule is not None:
             state.meta.schedule.give_back()
-        # They are older than what came since, and order may matter.
+        # Refilled in order of arrival, since the returned groups are older than others in the pool.
         state.pool.refill(state.groups, state.clock)
 
 
@@ -149,7 +149,7 @@ def rolled_back(state: State, event: e.RolledBack) -> None:
             state.groups.pending[slot] += 1
             state.groups.uses[slot] -= 1
     meta = state.meta
-    meta.replaying = any(not each.acked and each.version < meta.version for each in meta.leases.values())
+    meta.replaying = any(not lease.acked and lease.version < meta.version for lease in meta.leases.values())
 
 
 @rule(e.Advanced)
@@ -157,7 +157,7 @@ def advanced(state: State, event: e.Advanced) -> None:
     meta = state.meta
     meta.replaying = meta.replaying and event.version < meta.version
     if event.version <= meta.version:
-        return  # a step that is repeated publishes what was published before
+        return  # a repeated step publishes an old version again
     meta.version = event.version
     meta.reissued_tickets = [ticket for ticket in meta.reissued_tickets if ticket.deadline >= event.version]
     if isinstance(meta.schedule, Schedule):
@@ -169,7 +169,7 @@ def advanced(state: State, event: e.Advanced) -> None:
 
 
 def drop_stale(state: State, max_staleness: int) -> None:
-    """Groups of the pool that are too old for the next step leave."""
+    """Remove groups from the pool that are too old for the next step."""
     ready = state.groups.where(GroupStatus.READY)
     old = ready[state.groups.version[ready] < state.meta.version - max_staleness]
     state.pool.leave(old.tolist())
@@ -177,14 +177,14 @@ def drop_stale(state: State, max_staleness: int) -> None:
         state.retire(slot, "stale")
 
 
-def _still_in_time(state: State, slots: list[int]) -> list[int]:
-    """Make leased groups ready again; those that have become too old meanwhile leave, and are not among the result."""
-    meta, back = state.meta, []
+def _make_ready(state: State, slots: list[int]) -> list[int]:
+    """Make leased groups ready again, and remove those that have become too old; return the ready ones."""
+    meta, ready = state.meta, []
     oldest = meta.version - meta.schedule.max_staleness if meta.schedule is not None else None
     for slot in slots:
         if oldest is not None and state.groups.version[slot] < oldest:
             state.retire(slot, "stale")
         else:
             state.groups.set_status(slot, GroupStatus.READY)
-            back.append(slot)
-    return back
+            ready.append(slot)
+    return ready
