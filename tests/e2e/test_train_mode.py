@@ -15,6 +15,7 @@ from rayrft.config import load_config
 from rayrft.errors import ConfigError
 from rayrft.monitor.records import NoteRecord, StepRecord, read_records
 from tests.conftest import ROOT
+from tests.errors import about
 
 FILLER = """
 import dataclasses
@@ -128,16 +129,16 @@ def test_no_engine_is_started(finished: tuple[rayrft.Run, dict[str, Any]]) -> No
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "field"),
     [
-        ({"mode": "both"}, "'tasks' is missing"),
-        ({"stages.imitate.evaluate_every": 2}, "mode 'train' has none"),
-        ({"demonstrations.chats": {"size": 5}}, "no tasks to take them from"),
-        ({"stages.prefer.batch_size": 7}, "not a number of whole pairs"),
-        ({"stages.prefer.update": {"mini_batches": 4}}, "cannot be dealt to 2 ranks"),
-        ({"trainer.cpu_offload": True}, "is for trainer.gpus"),
+        ({"mode": "both"}, "tasks"),
+        ({"stages.imitate.evaluate_every": 2}, "stages.imitate.evaluate_every"),
+        ({"demonstrations.chats": {"size": 5}}, "demonstrations.chats.path"),
+        ({"stages.prefer.batch_size": 7}, "stages.prefer.batch_size"),
+        ({"stages.prefer.update": {"mini_batches": 4}}, "stages.prefer.batch_size"),
+        ({"trainer.cpu_offload": True}, "trainer.cpu_offload"),
     ],
 )
-def test_what_cannot_be_is_said_before_anything_starts(overrides: dict[str, Any], said: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_what_cannot_be_is_said_before_anything_starts(overrides: dict[str, Any], field: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, check=about(field)):
         load_config(make_config(tmp_path), overrides)

@@ -152,7 +152,7 @@ async def test_an_engine_that_holds_its_answers_is_named_with_the_lease_that_wai
     lease = asyncio.create_task(buffer.lease(0, 1, 30))
     await engine.arrived.wait()
     [groups] = (await buffer.waiting()).waits
-    assert (groups.target, groups.what) == ("groups", "step 0: 0 ready, 4 running")
+    assert groups.target == "groups" and groups.what.startswith("step 0: 0 ready, 4 running")
     engine_0, workflow = sorted((await explorer.waiting()).waits, key=lambda wait: wait.target)
     assert (engine_0.target, engine_0.what, engine_0.count) == ("engine-0", "generate", len(engine.waiting))
     assert workflow.target == f"workflow {settings.explorer.workflow!r}" and workflow.what.startswith("a/grpo/")
