@@ -29,7 +29,7 @@ def test_a_misspelt_key_on_the_command_line(other_process: Call, config_file: Ca
 def test_too_few_resources_on_the_command_line(rayrft: Call, config_file: Callable[..., Path]) -> None:
     result = rayrft("run", str(config_file("bad")), "explorer.engine.count=50")
     assert result.returncode == 1
-    assert "the run needs 18.4 CPU and the cluster has" in result.stderr and result.stderr.count("\n") == 1
+    assert "the run needs 18.3 CPU and the cluster has" in result.stderr and result.stderr.count("\n") == 1
     assert "bad:engines" in result.stdout, "the plan is shown before it is refused"
 
 

@@ -70,4 +70,4 @@ def test_a_stage_ends_with_its_tasks(finished: tuple[rayrft.Run, dict[str, Any]]
     rest = summary["stages"][-1]
     assert rest["name"] == "rest" and 0 < rest["steps"] < 100
     notes = [record.text for record in read_records(run.folder) if isinstance(record, NoteRecord)]
-    assert any("stage ends after" in note and "no more can come" in note for note in notes), notes
+    assert any("stage ends after" in note and "end_of_data" in note for note in notes), notes
