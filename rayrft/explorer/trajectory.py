@@ -114,15 +114,16 @@ class Trajectory:
 
     def reward(self, value: float, components: dict[str, float] | None = None) -> None:
         """Set the reward of the trajectory; without one, the run's reward scores it."""
-        self._value, self._components = value, dict(components or {})
+        self._value = float(value)
+        self._components = {name: float(part) for name, part in (components or {}).items()}
 
     def step_reward(self, value: float, state: float | None = None) -> None:
         """Set the reward of the last answer alone and a key of the state before it (equal states, equal keys), for
         step-level advantages (see `rayrft.data.turns.Turns`)."""
         step = len(self._actions) - 1
-        self._metrics[f"turn_reward_{step}"] = value
+        self._metrics[f"turn_reward_{step}"] = float(value)
         if state is not None:
-            self._metrics[f"turn_state_{step}"] = state
+            self._metrics[f"turn_state_{step}"] = float(state)
 
     def end_for_length(self) -> None:
         """Mark the trajectory as truncated because the context is full."""

@@ -54,6 +54,10 @@ def runs_inline(name: str) -> bool:
     return getattr(rewards.get(name, "reward.name"), "inline", False)
 
 
+def _numbers(components: dict[str, float]) -> dict[str, float]:
+    return {name: float(value) for name, value in components.items()}
+
+
 def score(reward: Reward, task: Task, response: str) -> RewardResult:
     """The result of a reward; where it raises, or gives what is no number, an unknown with the error as its reason."""
     try:
@@ -62,7 +66,7 @@ def score(reward: Reward, task: Task, response: str) -> RewardResult:
             return RewardResult.of(float(result), {}, None)
         if result.value is None:
             return result
-        return RewardResult.of(float(result.value), result.components, result.reason)
+        return RewardResult.of(float(result.value), _numbers(result.components), result.reason)
     except Exception as error:  # user code may raise anything; it becomes data, and the run's policy decides
         return RewardResult(None, reason=f"{type(error).__name__}: {error}")
 

@@ -66,6 +66,8 @@ class Troubled:
                 return None
             case "never acts":
                 return trajectory
+            case "no number":
+                trajectory.reward("good")  # type: ignore[arg-type]
             case "refused":
                 raise RequestRefused("too long", field="request")
             case "dead engine":
@@ -90,7 +92,7 @@ def troubled(trouble: str) -> dict[str, Any]:
     return {"explorer.workflow": "troubled", "explorer.workflow_options": {"troubled": {"trouble": trouble}}}
 
 
-@pytest.mark.parametrize("trouble", ["raises", "none", "never acts", "refused"])
+@pytest.mark.parametrize("trouble", ["raises", "none", "never acts", "no number", "refused"])
 async def test_a_repeat_that_fails_costs_itself_and_is_told_with_workflow_and_task(
     trouble: str, tiny_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

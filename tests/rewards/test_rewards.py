@@ -14,6 +14,7 @@ from rayrft.config.reward import RewardConfig
 from rayrft.errors import ConfigError
 from rayrft.experience import Task
 from rayrft.rewards import RewardResult, build_reward
+from rayrft.rewards.base import score
 from rayrft.rewards.worker import RewardPool, RewardWorker
 from tests.errors import about
 from tests.scripted import Remote
@@ -154,3 +155,9 @@ async def test_a_reward_that_runs_inline_has_no_worker() -> None:
     await pool.open()
     right, wrong = await pool.score(task("a"), ["a", "b"])
     assert (right.value, wrong.value) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("result", [RewardResult("good"), RewardResult(1.0, {"part": "some"}), "good", None])  # type: ignore[arg-type]
+def test_what_is_no_number_is_an_unknown_reward_and_not_the_end_of_the_run(result: Any) -> None:
+    found = score(lambda task, response: result, task("a"), "a")
+    assert found.value is None and ("Error" in str(found.reason))
