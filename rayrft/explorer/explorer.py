@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rayrft.buffer.client import BufferWriter
 from rayrft.buffer.schedule import Ticket
@@ -27,6 +27,9 @@ from rayrft.registry import load_plugins
 from rayrft.rewards import RewardResult
 from rayrft.rewards.worker import RewardPool
 from rayrft.waits import TrackedActor, WaitReport, Waits
+
+if TYPE_CHECKING:
+    from rayrft.algorithms import Algorithm
 
 _FAILURES_IN_A_ROW = 32
 """Consecutive groups that may fail, in a workflow or its reward, before the run is stopped."""
@@ -72,6 +75,7 @@ class Explorer:
         Raises ActorDied if an engine has died, and RayrftError if too many consecutive groups fail.
         """
         running: set[asyncio.Task[None]] = set()
+        algorithm = stage.algorithm.build()
         surplus = asyncio.create_task(self._drop_surplus())
         admit = self._admit(stage)
         try:
@@ -88,7 +92,7 @@ class Explorer:
                 if not (tickets := admit.result()):
                     return await self._finish(running)
                 for ticket in tickets:
-                    running.add(asyncio.create_task(self._group(stage, ticket)))
+                    running.add(asyncio.create_task(self._group(stage, algorithm, ticket)))
                 admit = self._admit(stage)
         finally:
             for task in (surplus, *running):
@@ -132,12 +136,11 @@ class Explorer:
         self._calls += 1
         return asyncio.ensure_future(self._buffer.admit.remote(self._name, self._calls, stage.groups))
 
-    async def _group(self, stage: StageConfig, ticket: Ticket) -> None:
+    async def _group(self, stage: StageConfig, algorithm: Algorithm, ticket: Ticket) -> None:
         """Roll out, score and store one group. The ticket is always used or returned."""
         assert ticket.task is not None  # the Buffer was given the tasks
         task = self._tasks[ticket.task]
         group_id = f"{self._config.name}/{stage.name}/{ticket.sequence}/{task.id}"
-        algorithm = stage.algorithm.build()
         temperature = self._config.explorer.sampling.temperature
         workflow = task.workflow or self._config.explorer.workflow
         with self._waits.on(f"workflow {workflow!r}", group_id, internal=True):

@@ -148,10 +148,14 @@ class Runner:
         unscored = [row.turns[-1]["content"] for row in rows if row.reward is None]
         with self.scoring:
             found = iter(await self._score(task, unscored) if unscored else [])
-        return [
+        results = [
             next(found) if row.reward is None else RewardResult.of(row.reward, row.reward_components, row.error)
             for row in rows
         ]
+        for result in results:
+            if result.value is None:
+                log.warning("reward %r of task %s is unknown: %s", self._config.reward.name, task.id, result.reason)
+        return results
 
     def _model(self, name: str, repeat: int, temperature: float, merger: _RequestMerger) -> Model:
         sampling = self._config.explorer.sampling

@@ -83,7 +83,8 @@ async def explored(tiny_model: Path, engine: Engine, rewards: Rewards, algorithm
     settings, taken = config(**{"stages.grpo.algorithm": algorithm, **overrides}), Taken()
     explorer: Explorer = make_explorer(settings, tiny_model, engine, taken, rewards)  # type: ignore[arg-type]
     explorer._writer = taken  # type: ignore[assignment]
-    await explorer._group(settings.stages[0], Ticket(0, 0, 0, 0))
+    stage = settings.stages[0]
+    await explorer._group(stage, stage.algorithm.build(), Ticket(0, 0, 0, 0))
     return taken
 
 

@@ -109,6 +109,18 @@ async def test_a_repeat_that_hangs_ends_at_its_deadline(tiny_model: Path) -> Non
     assert len(rollout.rows) == 1 and rollout.failed == {"timeout": 1}
 
 
+async def test_why_a_reward_is_unknown_is_told_with_the_task(
+    tiny_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def score(task: Task, responses: list[str]) -> list[RewardResult]:
+        return [RewardResult(1.0), RewardResult(None, reason="the judge is away")]
+
+    with caplog.at_level(logging.WARNING, "rayrft"):
+        await Runner(config(), ChatTokenizer(tiny_model), Engines(), score).run(TASK, "group", 2, 1.0)
+    [message] = (record.getMessage() for record in caplog.records)
+    assert TASK.id in message and "the judge is away" in message
+
+
 async def test_a_dead_engine_is_no_mistake_of_the_workflow(tiny_model: Path) -> None:
     with pytest.raises(ActorDied, check=about("engine-0")):
         await run(tiny_model, Engines(), **troubled("dead engine"))
