@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -92,48 +89,3 @@ class Waits:
             text = what if isinstance(what, str) else what()
             waits.append(Wait(self._waiter, target, text, len(entry.began), now - latest))
         return WaitReport(waits, now - self._progressed)
-
-
-class TrackedActor:
-    """An actor (``handle``) named ``name``, whose calls are recorded as waits of the caller.
-
-    ``endless`` calls are not recorded: they last as long as the run, or block while there is no work. ``cancelled``
-    calls end at the actor, too, when they are cancelled here.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        handle: Any,
-        waits: Waits,
-        endless: Collection[str] = (),
-        cancelled: Collection[str] = (),
-    ) -> None:
-        self._name = name
-        self._handle = handle
-        self._waits = waits
-        self._endless = endless
-        self._cancelled = cancelled
-
-    def __getattr__(self, method: str) -> Any:
-        remote = getattr(self._handle, method).remote
-        if method in self._endless:
-            return SimpleNamespace(remote=remote)
-
-        def call(*args: Any, **kwargs: Any) -> Awaitable[Any]:
-            # A trainer's command has a more informative name than the method.
-            what = type(args[0]).__name__ if method == "command" else method
-            return asyncio.ensure_future(self._wait(what, remote(*args, **kwargs), method in self._cancelled))
-
-        return SimpleNamespace(remote=call)
-
-    async def _wait(self, what: str, answer: Awaitable[Any], cancel: bool) -> Any:
-        with self._waits.on(self._name, what):
-            try:
-                return await answer
-            except asyncio.CancelledError:
-                import ray
-
-                if cancel and isinstance(answer, ray.ObjectRef):
-                    ray.cancel(answer)
-                raise

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from rayrft.handle import Handle
+
 
 class Remote:
     """Makes an object's coroutine methods callable as on an actor handle."""
@@ -14,4 +16,14 @@ class Remote:
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._target, name)
-        return type("Method", (), {"remote": staticmethod(lambda *args: asyncio.ensure_future(method(*args)))})
+        return type("Method", (), {"remote": staticmethod(lambda *a, **k: asyncio.ensure_future(method(*a, **k)))})
+
+
+def handle(actor: Any, name: str = "actor") -> Handle[Any]:
+    """A handle of a Ray actor whose class is a stand-in, or is not told."""
+    return Handle(name, actor)
+
+
+def remote(target: Any, name: str = "actor") -> Handle[Any]:
+    """A handle of an object in this process."""
+    return Handle(name, Remote(target))

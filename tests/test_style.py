@@ -17,6 +17,7 @@ SOURCES = sorted((ROOT / "rayrft").rglob("*.py"))
 ORDER = [
     ["errors"],
     ["files", "registry", "waits"],
+    ["handle"],
     ["experience"],
     ["algorithms"],
     ["config"],
@@ -44,8 +45,8 @@ def test_ruff_finds_nothing(arguments: tuple[str, ...]) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_the_type_checker_finds_nothing() -> None:
-    result = run("mypy")
+def test_the_type_checker_finds_nothing_but_wrong_calls_between_actors() -> None:
+    result = run("mypy", "rayrft", "jobs", "tests/typed_calls.py")
     assert result.returncode == 0, result.stdout
 
 

@@ -19,14 +19,14 @@ import numpy as np
 import pyarrow as pa
 
 from rayrft.buffer import events as e
-from rayrft.buffer.client import Entry, Receipt
+from rayrft.buffer.entries import Entry, Receipt
 from rayrft.buffer.expert_rows import ExpertBlocks, are_pairs, check_pairs
 from rayrft.buffer.feedback import Feedback
 from rayrft.buffer.groups import GroupStatus
 from rayrft.buffer.ingest import Arrivals, Producers
 from rayrft.buffer.leases import Lease, Leasing
 from rayrft.buffer.log.journal import Position
-from rayrft.buffer.log.shard import Ref
+from rayrft.buffer.log.shard import Ref, Shard
 from rayrft.buffer.retention import Retention
 from rayrft.buffer.schedule import StagePlan, Ticket
 from rayrft.buffer.store import Store
@@ -36,6 +36,7 @@ from rayrft.config.buffer import BufferConfig
 from rayrft.data.task_sampler import TaskSet
 from rayrft.errors import DataError, StorageError
 from rayrft.experience import unpack
+from rayrft.handle import Handle, Watched
 from rayrft.waits import WaitReport
 
 
@@ -54,7 +55,7 @@ class Buffer:
         config: BufferConfig,
         seed: int,
         tasks: Callable[[], TaskSet] | None = None,
-        others: list[Any] | None = None,
+        others: list[Handle[Shard]] | None = None,
         limits: Limits = Limits(),  # noqa: B008 - frozen
         logged: Sequence[int] = (0, 0),
     ) -> None:
@@ -191,10 +192,10 @@ class Buffer:
             await self._store.record(replace(event, tasks=[ticket.task for ticket in tickets]))
         return tickets
 
-    async def attach(self, producer: str, actor: list[Any]) -> None:
-        """Watch a producer (its handle, in a list). If it dies, its tickets are reissued; if it was the last one, a
+    async def attach(self, producer: str, actor: Handle[Watched]) -> None:
+        """Watch a producer. If it dies, its tickets are reissued; if it was the last one, a
         lease that cannot be filled ends with ``producer_died``. A restarted Buffer has no attached producers."""
-        self._producers.attach(producer, actor[0])
+        self._producers.attach(producer, actor)
 
     async def detach(self, producer: str) -> None:
         """Detach a finished producer. After the last one, a lease that cannot be filled ends with ``end_of_data``."""

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import zlib
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from rayrft.buffer.buffer import Buffer
+from rayrft.buffer.entries import Entry, Receipt, shard_of
 from rayrft.buffer.events import GroupReport
 from rayrft.buffer.schedule import Ticket
-from rayrft.buffer.validation import Fault
 from rayrft.errors import DataError
 from rayrft.experience import Experience, check_filled, check_schema, from_batch, pack, to_batch
+from rayrft.handle import Handle
 
 if TYPE_CHECKING:
     from rayrft.algorithms import Algorithm
@@ -27,55 +27,16 @@ _INLINE_BYTES = 64 << 10
 _CALL_BYTES = 4 << 20
 
 
-@dataclass(frozen=True)
-class Entry:
-    """Metadata of a group that is put. ``dropped`` counts rows that were sampled and are not in it, by reason."""
-
-    group_id: str
-    ticket: Ticket | None
-    report: GroupReport
-    dropped: dict[str, int]
-    rows: int
-    nbytes: int
-    digest: int = 0
-    """Checksum of the rows of a group without a ticket, which identifies a repeated put."""
-
-    @property
-    def sequence(self) -> int | None:
-        return None if self.ticket is None else self.ticket.sequence
-
-
-@dataclass(frozen=True)
-class Receipt:
-    """Receipt of a group that was put: it is in the log, except the rows in ``faults``.
-
-    A group without a ticket is stored as a whole or, if it has ``faults``, not at all.
-    """
-
-    group_id: str
-    faults: tuple[Fault, ...] = ()
-
-
 _Waiting = tuple[Entry, pa.RecordBatch, "asyncio.Future[Receipt]"]
 
 
-def group_key(group_id: str) -> int:
-    """Hash a group id to the 64-bit key that the Buffer uses."""
-    return int.from_bytes(hashlib.blake2b(group_id.encode(), digest_size=8).digest(), "little")
-
-
-def shard_of(group_id: str, shards: int) -> int:
-    """Return the index of the shard that stores a group."""
-    return group_key(group_id) % shards
-
-
 class BufferWriter:
-    """Writes one producer's groups to the Buffer, in an event loop. ``buffer`` is the actor's handle.
+    """Writes one producer's groups to the Buffer, in an event loop.
 
     Groups that are put while a call is in flight are sent together in the next one.
     """
 
-    def __init__(self, buffer: Any, shards: int = 1) -> None:
+    def __init__(self, buffer: Handle[Buffer], shards: int = 1) -> None:
         self._buffer = buffer
         self._shards = shards
         self._waiting: list[_Waiting] = []
@@ -146,7 +107,7 @@ class BufferWriter:
 
     async def _call(self, sent: list[_Waiting], payload: list[Any]) -> None:
         try:
-            receipts = await self._buffer.put.remote([entry for entry, _, _ in sent], payload)
+            receipts = await self._buffer.call(Buffer.put, [entry for entry, _, _ in sent], payload)
         except Exception as error:  # any error is raised in the callers of `put`
             for _, _, done in sent:
                 if not done.done():
@@ -157,7 +118,9 @@ class BufferWriter:
                     done.set_result(receipt)
 
 
-def put_groups(buffer: Any, shards: int, rows: list[Experience], algorithm: Algorithm, group_size: int) -> None:
+def put_groups(
+    buffer: Handle[Buffer], shards: int, rows: list[Experience], algorithm: Algorithm, group_size: int
+) -> None:
     """Put rows, grouped by their group ids; return when they are in the log.
 
     Missing advantages are computed by the algorithm from the rewards of the group. Raises DataError, and puts nothing,

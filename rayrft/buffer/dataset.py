@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -15,10 +15,14 @@ from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
+from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.export import Selection, conform, expert_message
 from rayrft.buffer.log.shard import Ref
 from rayrft.errors import ActorDied, DataError, RayrftError
 from rayrft.experience import SCHEMA, Experience, from_batch, to_batch, unpack
+from rayrft.handle import Handle, fetch
+
+R = TypeVar("R")
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _DEADLINE_S = 300.0
@@ -27,11 +31,11 @@ _Parts = list[tuple[Ref, np.ndarray]]
 
 
 def dataset(
-    buffer: Any, store: str = "usual", *, columns: Sequence[str] | None = None, where: Any = None
+    buffer: Handle[Buffer], store: str = "usual", *, columns: Sequence[str] | None = None, where: Any = None
 ) -> ray.data.Dataset:
     """Return the current rows of a store as a lazy Ray Dataset with columns of ``experience.SCHEMA``.
 
-    ``buffer`` is the actor's handle; ``store`` is ``usual`` (own rows that wait for training or are being trained) or
+    ``store`` is ``usual`` (own rows that wait for training or are being trained) or
     ``expert/<name>``; ``columns`` are those to read, all by default; ``where`` is a ``pyarrow.compute.Expression``
     over scalar columns, selected or not. Later changes of the store do not change the dataset, which keeps its blocks
     in the object store as long as it and the Buffer live. Reading reserves no CPU of the cluster; other operations of
@@ -40,11 +44,11 @@ def dataset(
     Raises DataError for an unknown store or column, and for an invalid condition.
     """
     selection = Selection(SCHEMA, columns, where)
-    source = _BlockSource(answer(buffer.partition.remote(store)), selection)
+    source = _BlockSource(answer(buffer.call(Buffer.partition, store)), selection)
     return ray.data.read_datasource(source, num_cpus=0, override_num_blocks=len(source))
 
 
-def load_dataset(buffer: Any, rows: ray.data.Dataset | pa.Table | list[Experience], name: str) -> int:
+def load_dataset(buffer: Handle[Buffer], rows: ray.data.Dataset | pa.Table | list[Experience], name: str) -> int:
     """Replace the demonstrations ``name`` by these rows, in their order; return their number.
 
     A Ray Dataset or a table has the columns of ``experience.SCHEMA``, such as those of :func:`dataset` and of
@@ -63,12 +67,12 @@ def load_dataset(buffer: Any, rows: ray.data.Dataset | pa.Table | list[Experienc
     else:
         table = rows if isinstance(rows, pa.Table) else pa.Table.from_batches([to_batch(rows)])
         message = ray.put(_message([table], name))
-    return answer(buffer.load.remote(name, [message]))
+    return answer(buffer.call(Buffer.load, name, [message]))
 
 
-def newest(buffer: Any, count: int) -> list[Experience]:
+def newest(buffer: Handle[Buffer], count: int) -> list[Experience]:
     """Return the ``count`` held own rows that finished last, the latest first."""
-    parts = answer(buffer.partition.remote("usual"))
+    parts = answer(buffer.call(Buffer.partition, "usual"))
     return answer(ray.remote(num_cpus=0)(_newest).remote(parts, count))
 
 
@@ -148,13 +152,13 @@ def _newest(parts: _Parts, count: int) -> list[Experience]:
     return [row for block, at in found for row in from_batch(batches[block].slice(at, 1))]
 
 
-def answer(call: Any) -> Any:
+def answer(call: Awaitable[R]) -> R:
     """Return the result of an actor call or a task; a RayrftError is raised without Ray's wrappers.
 
     Raises ActorDied if the actor has died, and RayrftError if there is no answer within `_DEADLINE_S`.
     """
     try:
-        return ray.get(call, timeout=_DEADLINE_S)
+        return fetch(call, _DEADLINE_S)
     except RayTaskError as error:
         cause: Any = error
         while isinstance(cause, RayTaskError) and cause.cause is not None:

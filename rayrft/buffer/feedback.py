@@ -6,13 +6,13 @@ import dataclasses
 from dataclasses import replace
 
 import numpy as np
-import pyarrow as pa
 import torch
 
 from rayrft.algorithms import Algorithm, Group
 from rayrft.buffer import events as e
-from rayrft.buffer.client import group_key
+from rayrft.buffer.entries import group_key
 from rayrft.buffer.groups import GroupStatus
+from rayrft.buffer.log.shard import Shard
 from rayrft.buffer.schedule import StagePlan
 from rayrft.buffer.store import Store
 from rayrft.buffer.validation import find_faults
@@ -63,13 +63,13 @@ class Feedback:
         self, slot: int, experience_id: str, reward: float | None, labels: dict[str, str]
     ) -> list[e.Event]:
         shard = int(self._store.state.groups.shard[slot])
-        batch: pa.RecordBatch = await self._store.shards.call(shard, "read", [self._store.span(slot)])
+        batch = await self._store.shards.call(shard, Shard.read, [self._store.span(slot)])
         before = from_batch(batch)
         rows = change(before, experience_id, reward, labels, self._store.state.meta.plan or StagePlan(0))
         if rows is before:
             return []
         sync = self._store.config.fsync == "always"
-        done = await self._store.shards.call(shard, "append", to_batch(rows).serialize(), sync=sync)
+        done = await self._store.shards.call(shard, Shard.append, to_batch(rows).serialize(), sync=sync)
         return [e.Moved(shard, done.extent, [slot], done.row, score=float(done.scores[0]))]
 
     async def _refuse(self, slot: int, experience_id: str, reward: float | None, labels: dict[str, str]) -> None:

@@ -11,11 +11,12 @@ from typing import Any
 import pyarrow as pa
 
 from rayrft.buffer import events as e
-from rayrft.buffer.client import Entry, Receipt, group_key, shard_of
-from rayrft.buffer.log.shard import Appended
+from rayrft.buffer.entries import Entry, Receipt, group_key, shard_of
+from rayrft.buffer.log.shard import Appended, Shard
 from rayrft.buffer.retention import Retention
 from rayrft.buffer.store import Store
 from rayrft.buffer.validation import Fault, Limits
+from rayrft.handle import Handle, Watched
 
 
 class Producers:
@@ -25,7 +26,7 @@ class Producers:
         self._store = store
         self._watching: dict[str, asyncio.Task[None]] = {}
 
-    def attach(self, producer: str, actor: Any) -> None:
+    def attach(self, producer: str, actor: Handle[Watched]) -> None:
         """Start watching a producer by its handle."""
         if (watching := self._watching.pop(producer, None)) is not None:
             watching.cancel()
@@ -38,11 +39,11 @@ class Producers:
         if not self._watching:
             await self._store.commit(e.ProducersEnded("end_of_data"))
 
-    async def _watch(self, producer: str, actor: Any) -> None:
+    async def _watch(self, producer: str, actor: Handle[Watched]) -> None:
         from ray.exceptions import RayActorError
 
         with contextlib.suppress(RayActorError):
-            await actor.watch.remote()
+            await actor.call(Watched.watch)
         del self._watching[producer]
         await self._store.commit(e.Abandoned(producer))
         if not self._watching:
@@ -96,9 +97,7 @@ class Arrivals:
         whole = [i for i in wanted if entries[i].ticket is None]
         limits = replace(self._limits, version=self._store.state.newest_version)
         sync = self._store.config.fsync == "always"
-        done: Appended = await self._store.shards.call(
-            shard, "take", message, wanted, whole, len(entries), limits, sync=sync
-        )
+        done = await self._store.shards.call(shard, Shard.take, message, wanted, whole, len(entries), limits, sync=sync)
         stored = [_stored_group(entries[i], keys[i], done, place) for place, i in enumerate(done.groups)]
         events: list[e.Event] = [e.Stored(shard, done.extent, stored)] if stored else []
         for i in sorted(set(wanted) - set(done.groups)):

@@ -11,7 +11,7 @@ from itertools import groupby
 import numpy as np
 
 from rayrft.buffer import events as e
-from rayrft.buffer.client import group_key
+from rayrft.buffer.entries import group_key
 from rayrft.buffer.events import GroupReport
 from rayrft.buffer.expert_rows import ExpertBlocks
 from rayrft.buffer.log.shard import Ref

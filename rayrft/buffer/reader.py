@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from rayrft.buffer.client import group_key
+from rayrft.buffer.entries import group_key
 from rayrft.buffer.events import FeedbackNoted
 from rayrft.buffer.expert_rows import expert_file
 from rayrft.buffer.export import Selection

@@ -6,6 +6,7 @@ import numpy as np
 
 from rayrft.buffer import events as e
 from rayrft.buffer.groups import GroupStatus
+from rayrft.buffer.log.shard import Shard
 from rayrft.buffer.store import Store
 from rayrft.errors import RayrftError
 
@@ -50,7 +51,7 @@ class Retention:
         done = {groups.place(slot) for slot in slots}
         for shard, segment in done:
             if not groups.live[shard, segment]:
-                await self._store.shards.call(shard, "release", [segment])
+                await self._store.shards.call(shard, Shard.release, [segment])
 
     async def trim(self) -> None:
         """Bring the log within its bound: delete unneeded segments, oldest first; then rewrite sparse ones."""
@@ -66,7 +67,7 @@ class Retention:
         """Rewrite groups at the end of the log."""
         spans = [self._store.span(slot) for slot in slots]
         sync = self._store.config.fsync == "always"
-        extent, row = await self._store.shards.call(shard, "rewrite", spans, sync=sync)
+        extent, row = await self._store.shards.call(shard, Shard.rewrite, spans, sync=sync)
         await self._store.commit(e.Moved(shard, extent, slots, row))
 
     def _excess(self, rows: int, nbytes: int) -> float:
@@ -118,7 +119,7 @@ class Retention:
             if dead:
                 await self._store.commit(e.Deleted(shard, dead))
                 await self._store.flush()
-                await self._store.shards.call(shard, "delete", dead)
+                await self._store.shards.call(shard, Shard.delete, dead)
 
     async def _rewrite_sparse(self) -> None:
         groups, extents = self._store.state.groups, self._store.state.meta.extents

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -25,6 +25,10 @@ from rayrft.config.buffer import BufferConfig
 from rayrft.data.task_sampler import TaskSet
 from rayrft.errors import StorageError
 from rayrft.experience import SCHEMA_VERSION
+from rayrft.handle import Handle
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _ATTEMPTS = 5
 
@@ -36,7 +40,7 @@ class Shards:
     truncates rows whose write was not acknowledged, and the call is repeated.
     """
 
-    def __init__(self, first: Shard, others: list[Any], committed: Callable[[int], list[Extent]]) -> None:
+    def __init__(self, first: Shard, others: list[Handle[Shard]], committed: Callable[[int], list[Extent]]) -> None:
         self._first = first
         self._others = others
         self._committed = committed
@@ -49,7 +53,9 @@ class Shards:
     def __len__(self) -> int:
         return len(self._locks)
 
-    async def call(self, shard: int, method: str, *arguments: Any, **named: Any) -> Any:
+    async def call(
+        self, shard: int, method: Callable[Concatenate[Shard, P], R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> R:
         """Call a method of a shard. Raises StorageError if it dies `_ATTEMPTS` times in a row."""
         from ray.exceptions import RayActorError
 
@@ -57,9 +63,9 @@ class Shards:
             for _ in range(_ATTEMPTS):
                 try:
                     if shard not in self._opened:
-                        self.torn_bytes += await self._do(shard, "open", self._committed(shard))
+                        self.torn_bytes += await self._do(shard, Shard.open, self._committed(shard))
                         self._opened.add(shard)
-                    return await self._do(shard, method, *arguments, **named)
+                    return await self._do(shard, method, *args, **kwargs)
                 except (RayActorError, NotOpen) as error:
                     self._opened.discard(shard)
                     died = error
@@ -69,15 +75,17 @@ class Shards:
             remedy="see its log in the Ray dashboard",
         )
 
-    async def all(self, method: str, *arguments: Any) -> list[Any]:
+    async def all(self, method: Callable[[Shard], R]) -> list[R]:
         """Call a method of every shard."""
-        return await asyncio.gather(*(self.call(shard, method, *arguments) for shard in range(len(self))))
+        return await asyncio.gather(*(self.call(shard, method) for shard in range(len(self))))
 
-    async def _do(self, shard: int, method: str, *arguments: Any, **named: Any) -> Any:
+    async def _do(
+        self, shard: int, method: Callable[Concatenate[Shard, P], R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> R:
         if shard:
-            return await getattr(self._others[shard - 1], method).remote(*arguments, **named)
+            return await self._others[shard - 1].call(method, *args, **kwargs)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, lambda: getattr(self._first, method)(*arguments, **named))
+        return await loop.run_in_executor(self._thread, lambda: method(self._first, *args, **kwargs))
 
 
 class Store:
@@ -93,7 +101,7 @@ class Store:
         config: BufferConfig,
         seed: int,
         tasks: TaskSet | None,
-        others: list[Any],
+        others: list[Handle[Shard]],
         least: Position,
     ) -> None:
         started = time.perf_counter()
@@ -178,7 +186,7 @@ class Store:
         """Return the block of every group's rows, and the index of the first row in it."""
         found: dict[int, tuple[Any, int]] = {}
         for shard, of_shard in self.by_shard(slots).items():
-            refs = await self.shards.call(shard, "refs", [self.span(slot) for slot in of_shard])
+            refs = await self.shards.call(shard, Shard.refs, [self.span(slot) for slot in of_shard])
             found.update(zip(of_shard, refs, strict=True))
         return found
 
@@ -192,7 +200,7 @@ class Store:
 
     async def sizes(self) -> dict[str, Any]:
         """Return memory and disk use, and the duration and truncated bytes of the recovery."""
-        memory = await self.shards.all("memory")
+        memory = await self.shards.all(Shard.memory)
         return {
             "groups": len(self.state.groups),
             "row_bytes_in_memory": sum(memory),
@@ -208,7 +216,7 @@ class Store:
         return sum(extent.nbytes for shard in self.state.meta.extents.values() for extent in shard.values())
 
     async def _sync_rows(self) -> None:
-        await self.shards.all("sync")
+        await self.shards.all(Shard.sync)
 
     def _survived(self) -> Callable[[e.Event], bool]:
         """Return a function that tells whether an event's rows are on disk. A power failure may truncate the newest

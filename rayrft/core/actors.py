@@ -6,71 +6,77 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.log.shard import Shard
 from rayrft.buffer.log.storage import Storage
 from rayrft.config import RunConfig
-from rayrft.core.placement import Placement, plan_placement
+from rayrft.config.reward import RewardConfig
+from rayrft.core.placement import PlacedClass, Placement, plan_placement
 from rayrft.core.preflight import Prepared
 from rayrft.core.weight_sync import WeightSync
 from rayrft.experience import pack, to_batch
 from rayrft.explorer.engine import RolloutEngine
 from rayrft.explorer.explorer import Explorer
+from rayrft.handle import Handle, TrackedHandle
 from rayrft.rewards import runs_inline
 from rayrft.rewards.worker import RewardWorker
-from rayrft.trainer.rank import RankSetup
-from rayrft.trainer.trainer import Trainer
-from rayrft.waits import TrackedActor, Waits
+from rayrft.trainer.commands import Command
+from rayrft.trainer.trainer import RankSetup, Trainer
+from rayrft.waits import Waits
 
 
 @dataclass(frozen=True)
 class Actors:
     """Handles of the actors; ``explorer`` and ``weight_sync`` are None where nothing is rolled out."""
 
-    buffer: Any
-    trainer: Any
-    explorer: Any | None
-    weight_sync: Any | None
-    engines: list[Any]
-    shards: list[Any]
+    buffer: Handle[Buffer]
+    trainer: Handle[Trainer]
+    explorer: Handle[Explorer] | None
+    weight_sync: Handle[WeightSync] | None
+    engines: list[Handle[RolloutEngine]]
+    shards: list[Handle[Shard]]
     """Of the Buffer, besides the first."""
 
     def watches(self) -> dict[str, Awaitable[Any]]:
-        """For every actor a call that ends only when the actor fails."""
-        actors = {"trainer": self.trainer}
+        """Return by actor a call that ends only when the actor fails."""
+        watches: dict[str, Awaitable[Any]] = {"trainer": self.trainer.call(Trainer.watch)}
         if self.explorer is not None and self.weight_sync is not None:
-            actors |= {"explorer": self.explorer, "weight_sync": self.weight_sync}
-        actors |= {f"engine-{index}": engine for index, engine in enumerate(self.engines)}
-        watches = {name: actor.watch.remote() for name, actor in actors.items()}
+            watches["explorer"] = self.explorer.call(Explorer.watch)
+            watches["weight_sync"] = self.weight_sync.call(WeightSync.watch)
+        watches |= {engine.name: engine.call(RolloutEngine.watch) for engine in self.engines}
         return {**watches, "buffer": _until_dead_for_good(self.buffer)}
 
-    def followed(self, waits: Waits) -> Actors:
-        """The same to the Master, whose calls are then among its ``waits``."""
+    def tracked(self, waits: Waits) -> Actors:
+        """Return the same actors with handles that record calls as ``waits``."""
         return replace(
             self,
-            buffer=TrackedActor("buffer", self.buffer, waits, endless=("stats",)),
-            trainer=TrackedActor("trainer", self.trainer, waits),
-            explorer=TrackedActor("explorer", self.explorer, waits, endless=("explore",)) if self.explorer else None,
-            weight_sync=TrackedActor("weight_sync", self.weight_sync, waits) if self.weight_sync else None,
-            engines=[TrackedActor(f"engine-{index}", engine, waits) for index, engine in enumerate(self.engines)],
+            buffer=TrackedHandle(self.buffer, waits, endless=[Buffer.stats]),
+            trainer=TrackedHandle(self.trainer, waits, labels={Trainer.command: command_name}),
+            explorer=TrackedHandle(self.explorer, waits, endless=[Explorer.explore]) if self.explorer else None,
+            weight_sync=TrackedHandle(self.weight_sync, waits) if self.weight_sync else None,
+            engines=[TrackedHandle(engine, waits) for engine in self.engines],
         )
 
     def signs_of_life(self) -> dict[str, Callable[[], Awaitable[Any]]]:
-        """For every part a call that it answers at once, with what it waits for where it waits for others."""
-        parts = {"trainer": self.trainer, "weight_sync": self.weight_sync}
-        parts |= {"explorer": self.explorer, "buffer": self.buffer}  # each before those that it keeps waiting
-        parts = {name: part for name, part in parts.items() if part is not None}
-        asks = {name: part.waiting.remote for name, part in parts.items()}
-        return asks | {f"engine-{index}": engine.pid.remote for index, engine in enumerate(self.engines)}
+        """Return by actor a call that it answers at once, with its `WaitReport` if it waits for others. An actor comes
+        before those that wait for it."""
+        asks: dict[str, Callable[[], Awaitable[Any]]] = {"trainer": lambda: self.trainer.call(Trainer.waiting)}
+        if (weight_sync := self.weight_sync) is not None:
+            asks["weight_sync"] = lambda: weight_sync.call(WeightSync.waiting)
+        if (explorer := self.explorer) is not None:
+            asks["explorer"] = lambda: explorer.call(Explorer.waiting)
+        asks["buffer"] = lambda: self.buffer.call(Buffer.waiting)
+        return asks | {engine.name: partial(engine.call, RolloutEngine.pid) for engine in self.engines}
 
     def kill_restartable(self) -> None:
-        """End the actors that Ray would start again: without their placement group they never could."""
-        import ray
-
-        for actor in (self.buffer, *self.shards):
-            ray.kill(actor)
+        """Kill the actors that Ray would restart: it would try forever once their placement group is removed."""
+        self.buffer.kill()
+        for shard in self.shards:
+            shard.kill()
 
 
 def create_actors(config: RunConfig, prepared: Prepared, placement: Placement, logged: list[int]) -> Actors:
@@ -78,7 +84,7 @@ def create_actors(config: RunConfig, prepared: Prepared, placement: Placement, l
     import ray
 
     shards = _create_shards(config, placement)
-    buffer = placement.actor(Buffer, "buffer", name="buffer", bundle=0, restarts=True, retries=-1).remote(
+    buffer = placement.actor(Buffer, "buffer", name="buffer", bundle=0, restarts=True, retries=-1).create(
         prepared.run_id,
         config.buffer_location,
         config.buffer,
@@ -88,26 +94,30 @@ def create_actors(config: RunConfig, prepared: Prepared, placement: Placement, l
         prepared.limits,
         logged,
     )
-    trainer = placement.actor(Trainer, "trainer", name="trainer").remote(config.trainer, placement.ranks)
+    trainer = placement.actor(Trainer, "trainer", name="trainer").create(config.trainer, placement.ranks)
     if "explorer" not in {part.name for part in plan_placement(config)}:
         return Actors(buffer, trainer, None, None, [], shards)
     engine = config.explorer.engine
     engines = [
-        placement.actor(RolloutEngine, "engines", name=f"engine-{index}", bundle=index).remote()
+        placement.actor(RolloutEngine, "engines", name=f"engine-{index}", bundle=index).create()
         for index in range(engine.count)
     ]
     reward = config.reward
-    reward_worker = None if runs_inline(reward.name) else placement.actor(RewardWorker, "reward")
-    explorer = placement.actor(Explorer, "explorer", name="explorer").remote(
+    create_worker = (
+        None
+        if runs_inline(reward.name)
+        else _RewardWorkerFactory(placement.actor(RewardWorker, "reward"), reward, config.plugins)
+    )
+    explorer = placement.actor(Explorer, "explorer", name="explorer").create(
         config,
         prepared.model,
         engines,
         buffer,
         ray.put(prepared.tasks),
         ray.put(prepared.held_out),
-        _RewardWorkerFactory(reward_worker, reward, config.plugins),
+        create_worker,
     )
-    weight_sync = placement.actor(WeightSync, "weight_sync", name="weight_sync").remote(
+    weight_sync = placement.actor(WeightSync, "weight_sync", name="weight_sync").create(
         config.weight_sync,
         config.sync_backend,
         config.probe_bounds,
@@ -120,10 +130,10 @@ def create_actors(config: RunConfig, prepared: Prepared, placement: Placement, l
     return Actors(buffer, trainer, explorer, weight_sync, engines, shards)
 
 
-def _create_shards(config: RunConfig, placement: Placement) -> list[Any]:
+def _create_shards(config: RunConfig, placement: Placement) -> list[Handle[Shard]]:
     """The Buffer's shards besides the first, which is in its own process."""
     return [
-        placement.actor(Shard, "buffer", name=f"shard-{number}", bundle=number, restarts=True, retries=-1).remote(
+        placement.actor(Shard, "buffer", name=f"shard-{number}", bundle=number, restarts=True, retries=-1).create(
             Storage(config.buffer_location).folder(f"shard-{number}"), config.buffer
         )
         for number in range(1, config.buffer.shards)
@@ -131,7 +141,7 @@ def _create_shards(config: RunConfig, placement: Placement) -> list[Any]:
 
 
 async def start_actors(actors: Actors, config: RunConfig, prepared: Prepared, waits: Waits) -> str | None:
-    """Bring every actor up, side by side; returns when the run can begin, with what is unusual about the model."""
+    """Start all actors concurrently; return when the run can begin, with the trainer's warning about the model."""
     import ray
 
     engine = config.explorer.engine
@@ -144,45 +154,50 @@ async def start_actors(actors: Actors, config: RunConfig, prepared: Prepared, wa
         config.plugins,
         config.seed,
     )
-    actors = actors.followed(waits)
-    starting = [actors.trainer.start.remote(config.folder, setup)]
-    for index, each in enumerate(actors.engines):
-        starting.append(
-            each.start.remote(
-                prepared.model,
-                engine,
-                max_length=config.model.max_length,
-                dtype=config.model.dtype,
-                seed=config.seed + index,
-            )
+    actors = actors.tracked(waits)
+    others: list[Awaitable[Any]] = [
+        handle.call(
+            RolloutEngine.start,
+            prepared.model,
+            engine,
+            max_length=config.model.max_length,
+            dtype=config.model.dtype,
+            seed=config.seed + index,
         )
+        for index, handle in enumerate(actors.engines)
+    ]
     if actors.explorer is not None:
-        starting.append(actors.explorer.start.remote())
+        others.append(actors.explorer.call(Explorer.start))
     for name, rows in prepared.demonstrations.items():
-        starting.append(actors.buffer.load.remote(name, [ray.put(pack(to_batch(rows)))]))
-    remark, *_ = await asyncio.gather(*starting)
+        others.append(actors.buffer.call(Buffer.load, name, [ray.put(pack(to_batch(rows)))]))
+    warning, *_ = await asyncio.gather(actors.trainer.call(Trainer.start, config.folder, setup), *others)
     if actors.weight_sync is not None:
-        await actors.weight_sync.connect.remote()
-    return remark
+        await actors.weight_sync.call(WeightSync.connect)
+    return warning
 
 
-async def _until_dead_for_good(actor: Any) -> None:
-    """Ends only when an actor that Ray starts again fails to come back."""
+def command_name(command: Command[Any]) -> str:
+    """Return the name of a trainer's command, which says more of a wait than the method's."""
+    return type(command).__name__
+
+
+async def _until_dead_for_good(buffer: Handle[Buffer]) -> None:
+    """Return only when the Buffer, which Ray restarts, fails to come back."""
     from ray.exceptions import ActorUnavailableError
 
     while True:
-        await actor.pid.remote()  # it is up
+        await buffer.call(Buffer.pid)  # it is up
         with contextlib.suppress(ActorUnavailableError):
-            await actor.watch.options(max_task_retries=0).remote()
+            await buffer.with_options(max_task_retries=0).call(Buffer.watch)
 
 
 @dataclass(frozen=True)
 class _RewardWorkerFactory:
-    """Makes a reward worker in its placement group; travels to the Explorer, which replaces workers that hang."""
+    """Creates reward workers in their placement group; it is sent to the Explorer, which replaces workers that hang."""
 
-    actor_class: Any
-    config: Any
-    plugins: Any
+    worker: PlacedClass[[RewardConfig, list[Path]], RewardWorker]
+    config: RewardConfig
+    plugins: list[Path]
 
-    def __call__(self) -> Any:
-        return self.actor_class.remote(self.config, self.plugins)
+    def __call__(self) -> Handle[RewardWorker]:
+        return self.worker.create(self.config, self.plugins)

@@ -13,12 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rayrft.buffer.buffer import Buffer
 from rayrft.config import RunConfig, load_config
 from rayrft.config.stage import CheckpointConfig
 from rayrft.core.actors import Actors
 from rayrft.errors import ConfigError, RunNotFound, StorageError, nearest
 from rayrft.files import replace_folder, sync
 from rayrft.trainer.commands import Checkpoint, Restore, Save
+from rayrft.trainer.trainer import Trainer
 
 STORAGE = Path("runs")
 
@@ -206,7 +208,7 @@ class Saver:
 
     async def restore(self, *, whole: bool) -> None:
         """Restore the trainer from the checkpoint of the current step: ``whole``, or its weights only."""
-        await self._actors.trainer.command.remote(Restore(self._checkpoints.at(self._progress.step), whole))
+        await self._actors.trainer.call(Trainer.command, Restore(self._checkpoints.at(self._progress.step), whole))
 
     async def checkpoint(self, records: int) -> None:
         """Start writing a checkpoint in the background; ``records`` is the number of records a resumed run keeps.
@@ -215,11 +217,11 @@ class Saver:
         """
         await self.done()
         self._progress.records = records
-        self._progress.logged = await self._actors.buffer.flush.remote()
+        self._progress.logged = await self._actors.buffer.call(Buffer.flush)
         if self._checkpoints.holds(self._progress.step):
             return await asyncio.to_thread(self._checkpoints.update_manifest, self._progress)
         folder = await asyncio.to_thread(self._checkpoints.begin, self._progress.step)
-        await self._actors.trainer.command.remote(Checkpoint(folder))
+        await self._actors.trainer.call(Trainer.command, Checkpoint(folder))
         self._writing = asyncio.ensure_future(self._commit(folder, copy.deepcopy(self._progress)))
 
     def check(self) -> None:
@@ -234,17 +236,17 @@ class Saver:
 
     async def export(self, name: str) -> None:
         """Write the weights in Hugging Face format."""
-        await self._actors.trainer.command.remote(Save(self.exported(name)))
+        await self._actors.trainer.call(Trainer.command, Save(self.exported(name)))
 
     def exported(self, name: str) -> Path:
         """Return the folder of the weights exported under that name."""
         return self._config.folder / "checkpoints" / name
 
     async def _commit(self, folder: Path, progress: Progress) -> None:
-        await self._actors.trainer.written.remote(folder)
+        await self._actors.trainer.call(Trainer.written, folder)
         await asyncio.to_thread(self._checkpoints.commit, progress)
         # Keep the batches since the oldest of them, in case the newest turns out to be damaged.
-        await self._actors.buffer.cover.remote(await asyncio.to_thread(self._checkpoints.fallback))
+        await self._actors.buffer.call(Buffer.cover, await asyncio.to_thread(self._checkpoints.fallback))
 
 
 def export(run_folder: Path, to: Path, step: int | None = None, *, merged: bool = True) -> int:

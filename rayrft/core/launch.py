@@ -11,6 +11,7 @@ from typing import Any
 from rayrft.config import RunConfig, load_config
 from rayrft.core.checkpoints import Checkpoints, Progress
 from rayrft.core.cluster import connect
+from rayrft.core.master import Master
 from rayrft.core.placement import (
     NAMESPACE,
     Part,
@@ -25,6 +26,7 @@ from rayrft.core.preflight import prepare, write_config
 from rayrft.core.run import Run, named_actors
 from rayrft.core.summary import read_summary, remove_summary
 from rayrft.errors import ConfigError, PlacementError, RunNotFound, nearest
+from rayrft.handle import Handle, fetch
 
 _REPORTING_S = 3.0
 
@@ -100,10 +102,8 @@ def _start(checked: RunConfig, progress: Progress | None, say: Callable[[str], N
             write_config(checked)  # the overrides apply to later resumes, too
             remove_summary(checked.folder)
 
-        from rayrft.core.master import Master
-
-        master = placement.actor(Master, "master", name="master").remote(checked, began)
-        outcome = master.run.remote([ray.put(prepared)])
+        master = placement.actor(Master, "master", name="master").create(checked, began)
+        outcome = master.call(Master.run, [ray.put(prepared)])
     except BaseException:
         placement.remove()
         raise
@@ -117,7 +117,7 @@ def attach(name: str) -> Run:
 
     connect(start=False)
     try:
-        master = ray.get_actor(actor_name(name, "master"), namespace=NAMESPACE)
+        master = Handle[Master]("master", ray.get_actor(actor_name(name, "master"), namespace=NAMESPACE))
     except ValueError:
         names = running()
         raise RunNotFound(
@@ -126,7 +126,7 @@ def attach(name: str) -> Run:
             value=name,
             remedy=nearest(name, names) if names else "no run is running",
         ) from None
-    return Run(name, Path(ray.get(master.status.remote())["folder"]), master)
+    return Run(name, Path(fetch(master.call(Master.status))["folder"]), master)
 
 
 def running() -> list[str]:

@@ -9,6 +9,7 @@ import time
 from importlib import import_module
 from typing import Any
 
+from rayrft.buffer.buffer import Buffer
 from rayrft.config import RunConfig
 from rayrft.core.actors import Actors, create_actors, start_actors
 from rayrft.core.checkpoints import Progress
@@ -19,8 +20,10 @@ from rayrft.core.summary import NO_ROWS, ledger_in_log, standing, summarise
 from rayrft.core.supervision import Silence, Stopped, root_cause, supervise, unless_stopped
 from rayrft.core.train_loop import TrainLoop
 from rayrft.errors import RayrftError, RowsFailed, StorageError
+from rayrft.explorer.engine import RolloutEngine
 from rayrft.monitor.records import Record
 from rayrft.registry import load_plugins
+from rayrft.trainer.trainer import Trainer
 from rayrft.waits import Waits
 
 
@@ -55,7 +58,7 @@ class Master:
             parts = [part.name for part in plan_placement(self._config) if part.name != "master"]
             await unless_stopped(self._stop, asyncio.to_thread(placement.reserve, parts))
             self._actors = create_actors(self._config, prepared, placement, self._progress.logged)
-            followed = self._actors.followed(self._waits)
+            followed = self._actors.tracked(self._waits)
             self._stages = TrainLoop(self._config, followed, self._recorder, self._progress, self._stop)
             self._silence = Silence(
                 self._waits, self._actors.signs_of_life(), self._note, self._config.monitor.patience_s
@@ -118,14 +121,15 @@ class Master:
     async def pids(self) -> dict[str, int]:
         """Process ids of master, buffer, trainer and engines."""
         assert self._actors is not None  # asked for once the run is up
-        engines = {f"engine-{i}": await engine.pid.remote() for i, engine in enumerate(self._actors.engines)}
-        actors = {name: await getattr(self._actors, name).pid.remote() for name in ("buffer", "trainer")}
-        return {"master": os.getpid(), **actors, **engines}
+        actors = self._actors
+        engines = {engine.name: await engine.call(RolloutEngine.pid) for engine in actors.engines}
+        buffer, trainer = await actors.buffer.call(Buffer.pid), await actors.trainer.call(Trainer.pid)
+        return {"master": os.getpid(), "buffer": buffer, "trainer": trainer, **engines}
 
     async def _run(self, actors: Actors, stages: TrainLoop, prepared: Prepared) -> None:
         await unless_stopped(self._stop, self._start(actors, stages, prepared))
         await stages.run()
-        await actors.trainer.stop.remote()
+        await actors.trainer.call(Trainer.stop)
 
     async def _start(self, actors: Actors, stages: TrainLoop, prepared: Prepared) -> None:
         """Bring the run to where its first step can be taken."""

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Generic, ParamSpec, TypeVar
 
 from rayrft.config import RunConfig
 from rayrft.errors import PlacementError
+from rayrft.handle import Handle
 from rayrft.rewards import runs_inline
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 NAMESPACE = "rayrft"
 _GIB = 1 << 30
@@ -127,6 +132,18 @@ def actor_name(run: str, part: str) -> str:
     return f"{run}:{part}"
 
 
+@dataclass(frozen=True)
+class PlacedClass(Generic[P, T]):
+    """An actor class whose actors run in a part's bundle; it may be sent to other processes."""
+
+    name: str
+    remote_class: Any
+
+    def create(self, *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
+        """Create an actor and return at once. References among the arguments reach it as what they refer to."""
+        return Handle(self.name, self.remote_class.remote(*args, **kwargs))
+
+
 class Placement:
     """The placement groups of a run, created from its plan. Actors are placed by part and bundle."""
 
@@ -173,15 +190,15 @@ class Placement:
 
     def actor(
         self,
-        cls: type,
+        cls: Callable[P, T],
         part: str,
         *,
         name: str | None = None,
         bundle: int = -1,
         restarts: bool = False,
         retries: int = 0,
-    ) -> Any:
-        """Return a remote class placed in a bundle of its part: call ``.remote(…)`` on it.
+    ) -> PlacedClass[P, T]:
+        """Return an actor class placed in a bundle of its part.
 
         The actor is named ``<run>:<name>``, or anonymous without ``name``. Bundle -1 is any of the part's. With
         ``restarts`` Ray restarts it when it dies; ``retries`` -1 also retries the calls in flight.
@@ -195,7 +212,7 @@ class Placement:
             options["max_concurrency"] = 10_000  # calls of an async actor may wait for each other
         if restarts:
             options |= {"max_restarts": -1, "max_task_retries": retries}
-        return ray.remote(cls).options(
+        remote_class = ray.remote(cls).options(
             num_cpus=resources["CPU"],
             num_gpus=resources.get("GPU", 0),
             memory=resources["memory"],
@@ -204,6 +221,7 @@ class Placement:
             ),
             **options,
         )
+        return PlacedClass(name or part, remote_class)
 
     def remove(self) -> None:
         """Remove the placement groups; Ray kills the actors in them."""

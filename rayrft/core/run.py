@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rayrft.buffer.buffer import Buffer
+from rayrft.core.master import Master
 from rayrft.core.placement import NAMESPACE, actor_name, remove_groups
 from rayrft.core.summary import read_summary, standing, summarise, summarise_from_folder, write_summary
 from rayrft.core.supervision import death_reason, root_cause
 from rayrft.errors import ActorDied, ConfigError, RayrftError, RunNotFound, StorageError
+from rayrft.handle import Handle, Watched, fetch
 from rayrft.monitor.console import format_record
 from rayrft.monitor.records import Record, StepRecord, read_records
 
@@ -51,7 +54,7 @@ class RunData:
         """Change the reward and labels of a row before it is trained; see `Buffer.feedback` for the errors."""
         from rayrft.buffer.dataset import answer
 
-        answer(self._buffer().feedback.remote(experience_id, reward, labels))
+        answer(self._buffer().call(Buffer.feedback, experience_id, reward, labels))
 
     def load(self, rows: ray.data.Dataset | pa.Table | list[Experience], name: str) -> int:
         """Replace the demonstrations ``name`` by ``rows``, own rows becoming expert rows; return their number. Raises
@@ -90,14 +93,14 @@ class RunData:
         """Declare that no more groups will be put: a step that cannot be filled then ends the run's stage."""
         from rayrft.buffer.dataset import answer
 
-        answer(self._buffer().detach.remote("put"))
+        answer(self._buffer().call(Buffer.detach, "put"))
 
-    def _buffer(self) -> Any:
+    def _buffer(self) -> Handle[Buffer]:
         import ray
 
         try:
             if not (self.folder / "summary.json").exists():  # an ending run kills its actors one by one
-                return ray.get_actor(actor_name(self.name, "buffer"), namespace=NAMESPACE)
+                return Handle("buffer", ray.get_actor(actor_name(self.name, "buffer"), namespace=NAMESPACE))
         except ValueError:
             pass
         raise RunNotFound(
@@ -111,7 +114,9 @@ class RunData:
 class Run(RunData):
     """A running or ended run."""
 
-    def __init__(self, name: str, folder: Path, master: Any, outcome: Any = None) -> None:
+    def __init__(
+        self, name: str, folder: Path, master: Handle[Master], outcome: Awaitable[dict[str, Any]] | None = None
+    ) -> None:
         self.name = name
         self.folder = folder
         self._master = master
@@ -123,7 +128,7 @@ class Run(RunData):
         import ray
 
         try:
-            return ray.get(self._master.status.remote())
+            return fetch(self._master.call(Master.status))
         except ray.exceptions.RayActorError:
             return standing(self._end(), self.folder)
 
@@ -135,7 +140,7 @@ class Run(RunData):
         count = 0
         while True:
             try:
-                new: list[Record] = ray.get(self._master.records.remote(count))
+                new = fetch(self._master.call(Master.records, count))
             except ray.exceptions.RayActorError:
                 summary = self._end()
                 yield from read_records(self.folder)[count:]
@@ -183,7 +188,7 @@ class Run(RunData):
                 remedy="follow it with watch(), and read summary.json once it has ended",
             )
         try:
-            summary = ray.get(self._outcome)
+            summary = fetch(self._outcome)
         except ray.exceptions.RayTaskError as error:
             cause = root_cause(error)
             self._end(cause)
@@ -208,15 +213,13 @@ class Run(RunData):
         import ray
 
         try:
-            ray.get(self._master.stop.remote())
+            fetch(self._master.call(Master.stop))
         except ray.exceptions.RayActorError:
             self._end()
 
     def pids(self) -> dict[str, int]:
         """Return the process ids of master, trainer and engines."""
-        import ray
-
-        return ray.get(self._master.pids.remote())
+        return fetch(self._master.call(Master.pids))
 
     def _end(self, cause: RayrftError | None = None) -> dict[str, Any]:
         """Kill the actors of the run and return its summary, written here if the Master did not.
@@ -227,17 +230,17 @@ class Run(RunData):
 
         if not self._owns_name():
             return summarise(self.name, *self._death(), [], {}, 0.0)
-        actors = []
+        actors: list[Handle[Watched]] = []
         for name in named_actors(actor_name(self.name, "")):
             with contextlib.suppress(ValueError):  # it died since it was listed
-                actors.append(ray.get_actor(name, namespace=NAMESPACE))
-        # Without retries: Ray would otherwise retry, and log, the Buffer's calls.
-        watched = [actor for actor in actors if hasattr(actor, "watch")]
-        watches = [actor.watch.options(max_task_retries=0).remote() for actor in watched]
+                # Without retries: Ray would otherwise retry, and log, the Buffer's calls.
+                actors.append(Handle(name, ray.get_actor(name, namespace=NAMESPACE), max_task_retries=0))
+        watches = [actor.call(Watched.watch) for actor in actors if hasattr(actor.actor, "watch")]
         # The Master first, which would otherwise report the deaths of the others as failures; also if it is dead and
         # not listed, because a process that holds its handle still sees its name as taken.
-        for actor in (self._master, *actors):
-            ray.kill(actor)
+        self._master.kill()
+        for actor in actors:
+            actor.kill()
         if watches:
             ray.wait(watches, num_returns=len(watches))
         remove_groups(self.name)
@@ -255,7 +258,7 @@ class Run(RunData):
         import ray
 
         try:
-            return ray.get_actor(self._master_name, namespace=NAMESPACE) == self._master
+            return ray.get_actor(self._master_name, namespace=NAMESPACE) == self._master.actor
         except ValueError:
             return True
 
@@ -264,7 +267,7 @@ class Run(RunData):
         import ray
 
         try:
-            ray.get(self._master.watch.remote())
+            fetch(self._master.call(Master.watch))
         except ray.exceptions.RayActorError as error:
             reason = death_reason(error)
         killed = "ray.kill" in reason

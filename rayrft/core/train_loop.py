@@ -8,8 +8,9 @@ import time
 import uuid
 from collections import ChainMap
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, TypeVar
 
+from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.leases import Lease
 from rayrft.buffer.schedule import StagePlan
 from rayrft.config import RunConfig, StageConfig
@@ -18,13 +19,15 @@ from rayrft.core.checkpoints import Progress, Saver
 from rayrft.core.recorder import Recorder
 from rayrft.core.step_record import StepSeconds, check_on_policy_step, evaluation_record, lost_since, step_record
 from rayrft.core.supervision import Stopped, unless_stopped
-from rayrft.core.weight_sync import SyncReport
+from rayrft.core.weight_sync import SyncReport, WeightSync
 from rayrft.errors import LeaseEnded, RayrftError, RowsFailed, StorageError
-from rayrft.explorer.evaluation import Evaluation
+from rayrft.explorer.explorer import Explorer
 from rayrft.monitor.records import StepRecord
 from rayrft.monitor.verdict import verdict
-from rayrft.trainer.commands import Load, OpenStage, Train
-from rayrft.trainer.result import StepResult
+from rayrft.trainer.commands import Command, Load, OpenStage, Train
+from rayrft.trainer.trainer import Trainer
+
+R = TypeVar("R")
 
 
 class Evaluator:
@@ -43,7 +46,7 @@ class Evaluator:
         progress = self._progress
         for number, temperature in enumerate(self._config.evaluation.temperatures):
             started = time.perf_counter()
-            result: Evaluation = await self._actors.explorer.evaluate.remote(temperature)
+            result = await self._actors.explorer.call(Explorer.evaluate, temperature)
             seconds = time.perf_counter() - started
             if number == 0 and result.count:
                 progress.accuracy = result.accuracy
@@ -84,7 +87,7 @@ class TrainLoop:
     async def run(self) -> None:
         """All stages that are left. Raises Stopped when the user asked for it, after saving."""
         progress = self.progress
-        if torn := await self._actors.buffer.resume.remote(progress.step, self._life):
+        if torn := await self._actors.buffer.call(Buffer.resume, progress.step, self._life):
             message = f"a crash left {torn} bytes of unfinished writes in the Buffer's log, which were cut off"
             await self._recorder.note(message, step=progress.step)
         await self.refresh_ledger()
@@ -107,7 +110,7 @@ class TrainLoop:
         self.published = self.progress.step
         if self._actors.weight_sync is None:
             return None
-        return await self._actors.weight_sync.publish.remote(self.progress.step)
+        return await self._actors.weight_sync.call(WeightSync.publish, self.progress.step)
 
     async def restore(self) -> None:
         """Put the weights of the latest checkpoint in place; the rest of it follows when the stage is open."""
@@ -120,14 +123,16 @@ class TrainLoop:
 
         # Where that cannot be, the run ends as it would have: the step is tried again as it was.
         with contextlib.suppress(RayActorError, TimeoutError, StorageError):
-            await asyncio.wait_for(self._actors.buffer.blame.remote(self.progress.step, self._life, error.value), 5)
+            await asyncio.wait_for(
+                self._actors.buffer.call(Buffer.blame, self.progress.step, self._life, error.value), 5
+            )
 
     async def refresh_ledger(self) -> None:
         """Ask the Buffer for its ledger. Where it is gone, or was never there, the last answer stands."""
         from ray.exceptions import RayActorError
 
         with contextlib.suppress(RayActorError, TimeoutError):
-            self.ledger = await asyncio.wait_for(self._actors.buffer.stats.remote(), 5)
+            self.ledger = await asyncio.wait_for(self._actors.buffer.call(Buffer.stats), 5)
 
     async def _stage(self, stage: StageConfig) -> None:
         progress, first = self.progress, len(self._recorder.records)
@@ -146,7 +151,7 @@ class TrainLoop:
                 if progress.stage_step < stage.steps:
                     await self._between(stage, first)
         finally:
-            await self._actors.buffer.close_stage.remote(stage.name)
+            await self._actors.buffer.call(Buffer.close_stage, stage.name)
             await exploring
         if not stage.groups:
             await self.publish()
@@ -192,7 +197,7 @@ class TrainLoop:
             advantage=algorithm.advantage,
             coefficients=dict(algorithm.coefficients),
         )
-        await self._actors.buffer.open_stage.remote(plan)
+        await self._actors.buffer.call(Buffer.open_stage, plan)
 
     async def _step(self, stage: StageConfig, exploring: asyncio.Future[None]) -> None:
         """Lease, train, publish, admit: one optimiser step."""
@@ -202,15 +207,15 @@ class TrainLoop:
         lease = await self._unless_ended(asyncio.ensure_future(self._lease(step)), exploring)
         waited = time.perf_counter() - started
         async with self._engines_asleep():
-            results: list[StepResult] = await self._command(Train())
+            results = await self._command(Train())
         result = results[0]
-        await self._actors.buffer.ack.remote(step, dict(ChainMap(*(each.value_errors for each in results))))
+        await self._actors.buffer.call(Buffer.ack, step, dict(ChainMap(*(each.value_errors for each in results))))
         await self.refresh_ledger()
         trained = time.perf_counter() - started - waited
         progress.step += 1
         progress.stage_step += 1
         report = await self.publish() if stage.groups else None
-        await self._actors.buffer.advance.remote(self.published)
+        await self._actors.buffer.call(Buffer.advance, self.published)
         rollout_s, reward_s = await self._timings()
         seconds = StepSeconds(time.perf_counter() - started, waited, rollout_s, reward_s, trained)
         lost = lost_since(before, self.ledger)
@@ -243,8 +248,9 @@ class TrainLoop:
         when it is back."""
         for _ in range(_LOADS):
             ranks, stall_s = self._config.trainer.ranks, self._config.monitor.stall_s
-            lease: Lease = await self._actors.buffer.lease.remote(step, ranks, stall_s)
-            if all(await self._command(Load(lease))):
+            lease = await self._actors.buffer.call(Buffer.lease, step, ranks, stall_s)
+            loaded = await self._command(Load(lease))
+            if all(loaded):
                 return lease
         raise RayrftError(
             f"blocks of the batch were lost {_LOADS} times",
@@ -258,12 +264,12 @@ class TrainLoop:
         """Where trainer and engines share a GPU and the config asks for it, its memory is the trainer's in here."""
         sync = self._actors.weight_sync if self._config.explorer.engine.sleep else None
         if sync is not None:
-            await sync.sleep.remote()
+            await sync.call(WeightSync.sleep)
         yield
         if sync is not None:
-            await sync.wake_up.remote()
+            await sync.call(WeightSync.wake_up)
 
-    async def _unless_ended(self, work: asyncio.Future[Any], exploring: asyncio.Future[None]) -> Any:
+    async def _unless_ended(self, work: asyncio.Future[R], exploring: asyncio.Future[None]) -> R:
         """The result of ``work``, unless the run is stopped or the Explorer fails first, or did so meanwhile."""
         stop = asyncio.ensure_future(self._stop.wait())
         try:
@@ -274,22 +280,22 @@ class TrainLoop:
                     exploring.result()
                 if work.done():
                     return work.result()
-                going_on = {stop, work} if exploring.done() else {stop, work, exploring}
-                await asyncio.wait(going_on, return_when=asyncio.FIRST_COMPLETED)
+                running: set[asyncio.Future[Any]] = {stop, work} if exploring.done() else {stop, work, exploring}
+                await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
         finally:
             stop.cancel()
 
     async def _explore(self, stage: StageConfig) -> None:
         if stage.groups and self._actors.explorer is not None:
-            await self._actors.explorer.explore.remote(stage)
+            await self._actors.explorer.call(Explorer.explore, stage)
 
-    async def _command(self, command: Any) -> Any:
-        return await self._actors.trainer.command.remote(command)
+    async def _command(self, command: Command[R]) -> list[R]:
+        return await self._actors.trainer.call(Trainer.command, command)
 
     async def _timings(self) -> tuple[float, float]:
         if self._actors.explorer is None:
             return 0.0, 0.0
-        return await self._actors.explorer.timings.remote()
+        return await self._actors.explorer.call(Explorer.timings)
 
     def _describe(self, stage: StageConfig) -> str:
         rows = f"{stage.groups} groups of {stage.group_size}" if stage.groups else ""

@@ -10,16 +10,21 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 from rayrft.config.trainer import ProbeBounds, WeightSyncConfig
 from rayrft.errors import WeightSyncError
-from rayrft.explorer.engine import EngineWeights
-from rayrft.trainer.commands import Describe, Export, Exported, Join, Locate, Publish, Release, Score
-from rayrft.waits import TrackedActor, WaitReport, Waits
+from rayrft.explorer.engine import EngineWeights, RolloutEngine
+from rayrft.handle import Handle, TrackedHandle
+from rayrft.trainer.commands import Command, Describe, Export, Join, Locate, Publish, Release, Score
+from rayrft.trainer.trainer import Trainer
+from rayrft.waits import WaitReport, Waits
 from rayrft.weights.messages import GroupPlan, Parcel
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -41,8 +46,8 @@ class WeightSync:
         config: WeightSyncConfig,
         backend: Literal["gloo", "nccl", "ipc"],
         bounds: ProbeBounds,
-        trainer: Any,
-        engines: list[Any],
+        trainer: Handle[Trainer],
+        engines: list[Handle[RolloutEngine]],
         workers_per_engine: int,
         probe: list[list[int]],
         images: list[tuple[str, ...]] | None = None,
@@ -52,8 +57,8 @@ class WeightSync:
         self._backend = backend
         self._bounds = bounds
         self._waits = Waits("weight_sync")
-        self._trainer = TrackedActor("trainer", trainer, self._waits)
-        self._engines = [TrackedActor(f"engine-{index}", engine, self._waits) for index, engine in enumerate(engines)]
+        self._trainer = TrackedHandle(trainer, self._waits, labels={Trainer.command: lambda c: type(c).__name__})
+        self._engines = [TrackedHandle(engine, self._waits) for engine in engines]
         self._workers = workers_per_engine
         self._probe = probe
         self._images = images or [()] * len(probe)
@@ -70,9 +75,12 @@ class WeightSync:
             host, port = (await self._command(Locate()))[0]
             size = 1 + self._workers * len(self._engines)
             plan = GroupPlan(self._backend, host, port, size, self._generation, self._config.deadline_s)
-        joins = [engine.join.remote(plan, 1 + index * self._workers) for index, engine in enumerate(self._engines)]
+        joins: list[Awaitable[Any]] = [
+            engine.call(RolloutEngine.join, plan, 1 + index * self._workers)
+            for index, engine in enumerate(self._engines)
+        ]
         if plan is not None:
-            joins.append(self._trainer.command.remote(Join(plan)))
+            joins.append(self._trainer.call(Trainer.command, Join(plan)))
         async with self._deadline("engines and trainer to join the weight group"):
             await asyncio.gather(*joins)
 
@@ -86,12 +94,14 @@ class WeightSync:
             if self._parcel.adapter is not None:  # its base weights may differ from the previous stage's
                 self._parcel = (await self._command(Describe()))[0]
             try:
-                await self._call_all("pause")
+                await self._call_all(RolloutEngine.pause)
                 sent, held = await self._transfer(version)
                 self._verify(version, sent, held)
             finally:
                 # A dead engine must neither keep the others paused nor hide the error being raised.
-                await asyncio.gather(*(engine.resume.remote() for engine in self._engines), return_exceptions=True)
+                await asyncio.gather(
+                    *(engine.call(RolloutEngine.resume) for engine in self._engines), return_exceptions=True
+                )
         seconds = time.perf_counter() - started
         due = self._rounds % self._config.probe_every == 0
         self._rounds += 1
@@ -100,11 +110,11 @@ class WeightSync:
 
     async def sleep(self) -> None:
         """Make the engines free their GPU memory for the trainer."""
-        await self._call_all("sleep")
+        await self._call_all(RolloutEngine.sleep)
 
     async def wake_up(self) -> None:
         """Make the engines allocate their GPU memory again."""
-        await self._call_all("wake_up")
+        await self._call_all(RolloutEngine.wake_up)
 
     async def waiting(self) -> WaitReport:
         """Report which engines, or the trainer, have not answered, and for how long."""
@@ -118,15 +128,16 @@ class WeightSync:
         """Run one broadcast; return the digest of the weights sent, and the weights every engine reports."""
         parcel, size = self._parcel, int(self._config.bucket_mib * (1 << 20))
         if self._backend == "ipc":
-            exports: list[Exported] = await self._command(Export(parcel.metas, size))
+            exports = await self._command(Export(parcel.metas, size))
             handles = {export.device: export.handles for export in exports}
             held = await asyncio.gather(
-                *(engine.receive.remote(parcel, size, version, handles) for engine in self._engines)
+                *(engine.call(RolloutEngine.receive, parcel, size, version, handles) for engine in self._engines)
             )
             await self._command(Release())
             return exports[0].digest, held
-        receiving = [engine.receive.remote(parcel, size, version, None) for engine in self._engines]
-        digests, *held = await asyncio.gather(self._command(Publish(parcel.metas, size)), *receiving)
+        receiving = [engine.call(RolloutEngine.receive, parcel, size, version, None) for engine in self._engines]
+        sending = self._command(Publish(parcel.metas, size))
+        digests, held = await asyncio.gather(sending, asyncio.gather(*receiving))
         return digests[0], held
 
     def _verify(self, version: int, sent: str, held: list[EngineWeights]) -> None:
@@ -141,11 +152,13 @@ class WeightSync:
 
     async def _compare(self, version: int) -> float:
         """Return the largest log-prob difference on the probe. Raises WeightSyncError if an engine is out of bounds."""
-        trainer: list[list[float]] = (await self._command(Score(self._probe, self._images)))[0]
+        trainer = (await self._command(Score(self._probe, self._images)))[0]
         worst = 0.0
         for index, engine in enumerate(self._engines):
             async with self._deadline(f"engine-{index} to score the probe batch"):
-                scores = await asyncio.gather(*map(engine.score.remote, self._probe, self._images))
+                scores = await asyncio.gather(
+                    *map(partial(engine.call, RolloutEngine.score), self._probe, self._images)
+                )
             pairs = [pair for a, b in zip(trainer, scores, strict=True) for pair in zip(a, b, strict=True)]
             pairs.sort(key=lambda pair: abs(pair[0] - pair[1]))
             gaps = [abs(ours - theirs) for ours, theirs in pairs]
@@ -165,11 +178,11 @@ class WeightSync:
             worst = max(worst, gaps[-1])
         return worst
 
-    async def _command(self, command: Any) -> Any:
-        return await self._trainer.command.remote(command)
+    async def _command(self, command: Command[R]) -> list[R]:
+        return await self._trainer.call(Trainer.command, command)
 
-    async def _call_all(self, method: str) -> None:
-        await asyncio.gather(*(getattr(engine, method).remote() for engine in self._engines))
+    async def _call_all(self, method: Callable[[RolloutEngine], Coroutine[Any, Any, None]]) -> None:
+        await asyncio.gather(*(engine.call(method) for engine in self._engines))
 
     @contextlib.asynccontextmanager
     async def _deadline(self, what: str) -> AsyncIterator[None]:

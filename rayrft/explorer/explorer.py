@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.client import BufferWriter
 from rayrft.buffer.schedule import Ticket
 from rayrft.config import RunConfig, StageConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import RayrftError
 from rayrft.experience import Task, to_batch
+from rayrft.explorer.engine import RolloutEngine
 from rayrft.explorer.evaluation import Evaluation
 from rayrft.explorer.rollout import Rollout, Runner
 from rayrft.explorer.router import Router
@@ -23,10 +26,11 @@ from rayrft.explorer.scoring import (
     with_baseline,
     with_failures,
 )
+from rayrft.handle import Handle, TrackedHandle
 from rayrft.registry import load_plugins
 from rayrft.rewards import RewardResult
-from rayrft.rewards.worker import RewardPool
-from rayrft.waits import TrackedActor, WaitReport, Waits
+from rayrft.rewards.worker import RewardPool, RewardWorker
+from rayrft.waits import WaitReport, Waits
 
 if TYPE_CHECKING:
     from rayrft.algorithms import Algorithm
@@ -42,25 +46,22 @@ class Explorer:
         self,
         config: RunConfig,
         model: str,
-        engines: list[Any],
-        buffer: Any,
+        engines: list[Handle[RolloutEngine]],
+        buffer: Handle[Buffer],
         tasks: list[Task],
         held_out: list[Task],
-        start_reward: Any,
+        create_worker: Callable[[], Handle[RewardWorker]] | None,
     ) -> None:
         load_plugins(config.plugins)
         self._config = config
         self._waits = Waits("explorer")
-        tracked = [
-            TrackedActor(f"engine-{index}", engine, self._waits, cancelled=("generate",))
-            for index, engine in enumerate(engines)
-        ]
-        self._buffer = TrackedActor("buffer", buffer, self._waits, endless=("admit", "closed", "leased"))
+        tracked = [TrackedHandle(engine, self._waits, cancelled=[RolloutEngine.generate]) for engine in engines]
+        self._buffer = TrackedHandle(buffer, self._waits, endless=[Buffer.admit, Buffer.closed, Buffer.leased])
         self._writer = BufferWriter(self._buffer, config.buffer.shards)
         self._tasks = tasks
         self._name, self._calls = f"explorer-{uuid.uuid4().hex}", 0
         self._held_out = held_out
-        self._rewards = RewardPool(config.reward, start_reward)
+        self._rewards = RewardPool(config.reward, create_worker)
         self._runner = Runner(config, ChatTokenizer(model), Router(tracked), self._reward)
         self._rolling: dict[Ticket, asyncio.Future[list[Rollout]]] = {}
         self._failures = 0
@@ -125,7 +126,7 @@ class Explorer:
 
     async def _finish(self, running: set[asyncio.Task[None]]) -> None:
         """Finish the running groups after the last ticket, until the stage is closed."""
-        closed = asyncio.ensure_future(self._buffer.closed.remote())
+        closed = asyncio.ensure_future(self._buffer.call(Buffer.closed))
         while running and not closed.done():
             done, _ = await asyncio.wait({closed, *running}, return_when=asyncio.FIRST_COMPLETED)
             for task in done & running:
@@ -134,7 +135,7 @@ class Explorer:
 
     def _admit(self, stage: StageConfig) -> asyncio.Future[list[Ticket]]:
         self._calls += 1
-        return asyncio.ensure_future(self._buffer.admit.remote(self._name, self._calls, stage.groups))
+        return asyncio.ensure_future(self._buffer.call(Buffer.admit, self._name, self._calls, stage.groups))
 
     async def _group(self, stage: StageConfig, algorithm: Algorithm, ticket: Ticket) -> None:
         """Roll out, score and store one group. The ticket is always used or returned."""
@@ -154,12 +155,12 @@ class Explorer:
             except asyncio.CancelledError:
                 if ticket in self._rolling:  # the caller was cancelled, not just the rollout
                     raise
-                return await self._buffer.fail.remote(ticket, "surplus")
+                return await self._buffer.call(Buffer.fail, ticket, "surplus")
             finally:
                 self._rolling.pop(ticket, None)
         if not rollout.rows:
             [reason] = rollout.failed.keys() if len(rollout.failed) == 1 else ["workflow_error"]
-            await self._buffer.fail.remote(ticket, reason)
+            await self._buffer.call(Buffer.fail, ticket, reason)
             return self._count_failure(rollout.problem)
         rules, max_tokens = self._config.reward, self._config.explorer.sampling.max_tokens
         scored = apply_rewards(rollout.rows, rollout.results, rules, max_tokens=max_tokens)
@@ -174,7 +175,7 @@ class Explorer:
             batch = to_batch(scored.rows)
             await self._writer.put(batch, scored.report, ticket=ticket, dropped=dict(scored.dropped))
         else:
-            await self._buffer.drop.remote(ticket, dict(scored.dropped), scored.report)
+            await self._buffer.call(Buffer.drop, ticket, dict(scored.dropped), scored.report)
         if scored.unknown and not scored.rewards:
             self._count_failure(f"reward {self._config.reward.name!r}: {scored.unknown}")
         else:
@@ -185,7 +186,7 @@ class Explorer:
         would be wasted. Never returns."""
         step = -1
         while True:
-            step = await self._buffer.leased.remote(step)
+            step = await self._buffer.call(Buffer.leased, step)
             for ticket in [ticket for ticket in self._rolling if ticket.deadline <= step]:
                 self._rolling.pop(ticket).cancel()
 

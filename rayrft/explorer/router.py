@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 from rayrft.errors import ActorDied, RayrftError
-from rayrft.explorer.engine import Completion, Sampling
+from rayrft.explorer.engine import Completion, RolloutEngine, Sampling
+from rayrft.handle import Handle
 
 
 class Router:
     """Spreads prompts over engine actors. The n answers to one prompt are one request, so they share its prefix."""
 
-    def __init__(self, engines: list[Any]) -> None:
+    def __init__(self, engines: Sequence[Handle[RolloutEngine]]) -> None:
         self._engines = engines
         self._outstanding = [0] * len(engines)
 
@@ -28,7 +29,7 @@ class Router:
         index = min(range(len(self._engines)), key=self._outstanding.__getitem__)
         self._outstanding[index] += n
         try:
-            return await self._engines[index].generate.remote(prompt, n, sampling, images)
+            return await self._engines[index].call(RolloutEngine.generate, prompt, n, sampling, images)
         except (RayActorError, RayTaskError) as error:
             cause = getattr(error, "cause", None) or error
             if isinstance(cause, RayrftError):  # such as a request that is too long: the engine is alive

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from rayrft.config.reward import RewardConfig
 from rayrft.experience import Task
+from rayrft.handle import Handle
 from rayrft.registry import load_plugins
-from rayrft.rewards.base import RewardResult, build_reward, runs_inline, score
+from rayrft.rewards.base import RewardResult, build_reward, score
 
 
 class RewardWorker:
@@ -31,16 +31,16 @@ class RewardWorker:
 class RewardPool:
     """Distributes groups over reward workers; a worker that exceeds its deadline is killed and replaced.
 
-    ``start`` makes a worker (an actor handle). A worker takes a group only when it is free and up, so the deadline
-    starts with execution, not with waiting. A reward that runs inline needs no worker.
+    ``create`` creates a worker; it is None for a reward that runs inline. A worker takes a group only when it is free
+    and up, so the deadline starts with execution, not with waiting.
     """
 
-    def __init__(self, config: RewardConfig, start: Callable[[], Any]) -> None:
+    def __init__(self, config: RewardConfig, create: Callable[[], Handle[RewardWorker]] | None) -> None:
         self._config = config
-        self._start = start
-        self._free: asyncio.Queue[Any] = asyncio.Queue()
+        self._free: asyncio.Queue[Handle[RewardWorker]] = asyncio.Queue()
         self._returning: set[asyncio.Future[None]] = set()
-        self._inline = build_reward(config.name, config.options) if runs_inline(config.name) else None
+        self._create = create
+        self._inline = build_reward(config.name, config.options) if create is None else None
 
     async def open(self) -> None:
         """Start the workers; raises ConfigError where the reward cannot be built."""
@@ -48,12 +48,11 @@ class RewardPool:
             return
         workers = [self._start() for _ in range(self._config.workers)]
         for worker in workers:
-            await worker.ready.remote()
+            await worker.call(RewardWorker.ready)
             self._free.put_nowait(worker)
 
     async def score(self, task: Task, responses: list[str]) -> list[RewardResult]:
         """Return one result per response; all unknown if the worker exceeded its deadline or died."""
-        import ray
         from ray.exceptions import RayActorError
 
         if self._inline is not None:
@@ -61,9 +60,9 @@ class RewardPool:
         worker = await self._free.get()
         try:
             async with asyncio.timeout(self._config.deadline_s):
-                results: list[RewardResult] = await worker.score.remote(task, responses)
+                results = await worker.call(RewardWorker.score, task, responses)
         except TimeoutError:
-            ray.kill(worker)
+            worker.kill()
             self._free_when_ready(self._start())
             reason = f"timeout: no reward within {self._config.deadline_s:g} s"
         except RayActorError as error:
@@ -77,9 +76,13 @@ class RewardPool:
             return results
         return [RewardResult(None, reason=reason)] * len(responses)
 
-    def _free_when_ready(self, worker: Any) -> None:
+    def _start(self) -> Handle[RewardWorker]:
+        assert self._create is not None  # it is None only for rewards that run inline
+        return self._create()
+
+    def _free_when_ready(self, worker: Handle[RewardWorker]) -> None:
         async def wait() -> None:
-            await worker.ready.remote()
+            await worker.call(RewardWorker.ready)
             self._free.put_nowait(worker)
 
         task = asyncio.ensure_future(wait())

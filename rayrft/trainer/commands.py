@@ -2,129 +2,96 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from rayrft.buffer.leases import Lease
 from rayrft.config.stage import StageConfig
-from rayrft.weights.messages import GroupPlan, TensorMeta
+from rayrft.weights.messages import GroupPlan, Parcel, TensorMeta
 
-if TYPE_CHECKING:
-    from rayrft.algorithms import Algorithm  # imports torch, which senders of commands do not need
+if TYPE_CHECKING:  # these import torch, which senders of commands do not need
+    from rayrft.algorithms import Algorithm
+    from rayrft.trainer.rank import Rank
+    from rayrft.trainer.result import StepResult
+
+R = TypeVar("R")
+
+
+class Command(ABC, Generic[R]):
+    """A command, whose answer by every rank is an ``R``."""
+
+    @abstractmethod
+    def run(self, rank: Rank) -> R:
+        """Execute the command on a rank."""
 
 
 @dataclass(frozen=True)
-class OpenStage:
+class OpenStage(Command[None]):
     """Begin a stage with a new optimiser, from ``weights`` if given, else from the present weights."""
 
     algorithm: Algorithm
     stage: StageConfig
     weights: Path | None
 
+    def run(self, rank: Rank) -> None:
+        rank.open_stage(self.algorithm, self.stage, self.weights)
+
 
 @dataclass(frozen=True)
-class Load:
-    """Fetch the rank's share of a batch; returns False if its blocks are lost because the Buffer died."""
+class Load(Command[bool]):
+    """Fetch the rank's share of a batch; False if its blocks are lost because the Buffer died."""
 
     lease: Lease
 
-
-@dataclass(frozen=True)
-class Train:
-    """Make one optimiser step on the loaded batch; returns a `StepResult`."""
+    def run(self, rank: Rank) -> bool:
+        return rank.load(self.lease)
 
 
 @dataclass(frozen=True)
-class Locate:
-    """Open the store of a weight group on rank 0; returns (host, port)."""
+class Train(Command["StepResult"]):
+    """Make one optimiser step on the loaded batch."""
+
+    def run(self, rank: Rank) -> StepResult:
+        return rank.train()
 
 
 @dataclass(frozen=True)
-class Describe:
-    """Describe the tensors of a broadcast; returns a `Parcel`."""
+class Locate(Command[tuple[str, int]]):
+    """Open the store of a weight group on rank 0; return its host and port."""
+
+    def run(self, rank: Rank) -> tuple[str, int]:
+        return rank.sender.locate()
 
 
 @dataclass(frozen=True)
-class Join:
+class Describe(Command[Parcel]):
+    """Describe the tensors of a broadcast."""
+
+    def run(self, rank: Rank) -> Parcel:
+        return rank.sender.describe()
+
+
+@dataclass(frozen=True)
+class Join(Command[None]):
     """Let rank 0 join a weight group."""
 
     plan: GroupPlan
 
+    def run(self, rank: Rank) -> None:
+        rank.sender.join(self.plan)
+
 
 @dataclass(frozen=True)
-class Publish:
-    """Send the weights to the group; returns the digest of the bytes sent."""
+class Publish(Command[str]):
+    """Send the weights to the group; return the digest of the bytes sent."""
 
     metas: list[TensorMeta]
     bucket_bytes: int
 
-
-@dataclass(frozen=True)
-class Export:
-    """ipc: copy the weights into GPU buffers, kept until the next `Release`; returns an `Exported` per rank."""
-
-    metas: list[TensorMeta]
-    bucket_bytes: int
-
-
-@dataclass(frozen=True)
-class Release:
-    """ipc: free the exported buffers."""
-
-
-@dataclass(frozen=True)
-class Score:
-    """Compute log-probs of sequences under the present weights, at temperature 1; returns a list of lists."""
-
-    sequences: list[list[int]]
-    images: list[tuple[str, ...]] | None = None
-    """Image paths by sequence."""
-
-
-@dataclass(frozen=True)
-class Save:
-    """Write the weights as a Hugging Face folder and register it as a checkpoint with Ray Train."""
-
-    folder: Path
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """Write the whole state to a folder in the background; `Trainer.written` waits for it."""
-
-    folder: Path
-
-
-@dataclass(frozen=True)
-class Restore:
-    """Load a checkpoint: its weights, and if ``whole`` all other state of the open stage."""
-
-    folder: Path
-    whole: bool
-
-
-@dataclass(frozen=True)
-class Stop:
-    """End the ranks."""
-
-
-Command = (
-    OpenStage
-    | Load
-    | Train
-    | Locate
-    | Describe
-    | Join
-    | Publish
-    | Export
-    | Release
-    | Score
-    | Save
-    | Checkpoint
-    | Restore
-    | Stop
-)
+    def run(self, rank: Rank) -> str:
+        return rank.sender.publish(self.metas, self.bucket_bytes)
 
 
 @dataclass(frozen=True)
@@ -134,3 +101,73 @@ class Exported:
     device: str
     handles: list[str]
     digest: str
+
+
+@dataclass(frozen=True)
+class Export(Command[Exported]):
+    """ipc: copy the weights into GPU buffers, kept until the next `Release`."""
+
+    metas: list[TensorMeta]
+    bucket_bytes: int
+
+    def run(self, rank: Rank) -> Exported:
+        return rank.sender.export(self.metas, self.bucket_bytes)
+
+
+@dataclass(frozen=True)
+class Release(Command[None]):
+    """ipc: free the exported buffers."""
+
+    def run(self, rank: Rank) -> None:
+        rank.sender.release()
+
+
+@dataclass(frozen=True)
+class Score(Command[list[list[float]]]):
+    """Compute log-probs of sequences under the present weights, at temperature 1."""
+
+    sequences: list[list[int]]
+    images: list[tuple[str, ...]] | None = None
+    """Image paths by sequence."""
+
+    def run(self, rank: Rank) -> list[list[float]]:
+        return rank.learner.score(self.sequences, self.images)
+
+
+@dataclass(frozen=True)
+class Save(Command[str]):
+    """Write the weights as a Hugging Face folder and register it as a checkpoint with Ray Train."""
+
+    folder: Path
+
+    def run(self, rank: Rank) -> str:
+        return rank.save(self.folder)
+
+
+@dataclass(frozen=True)
+class Checkpoint(Command[None]):
+    """Write the whole state to a folder in the background; `Trainer.written` waits for it."""
+
+    folder: Path
+
+    def run(self, rank: Rank) -> None:
+        rank.checkpoint(self.folder)
+
+
+@dataclass(frozen=True)
+class Restore(Command[None]):
+    """Load a checkpoint: its weights, and if ``whole`` all other state of the open stage."""
+
+    folder: Path
+    whole: bool
+
+    def run(self, rank: Rank) -> None:
+        rank.restore(self.folder, self.whole)
+
+
+@dataclass(frozen=True)
+class Stop(Command[None]):
+    """End the ranks, which look for it before they run a command."""
+
+    def run(self, rank: Rank) -> None:
+        pass

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from rayrft.algorithms import Algorithm
 from rayrft.buffer.leases import Lease
-from rayrft.config.trainer import TrainerConfig
+from rayrft.config.stage import StageConfig
+from rayrft.handle import fetch
 from rayrft.registry import load_plugins
-from rayrft.trainer import commands as c
 from rayrft.trainer.batches import TrainRow, fetch_mini_batches
 from rayrft.trainer.commands import Stop
 from rayrft.trainer.dcp import Checkpointer
@@ -20,21 +20,10 @@ from rayrft.trainer.learner import Learner
 from rayrft.trainer.lora import Lora
 from rayrft.trainer.model import Sharded, load_hf, load_policy, save_hf, shard
 from rayrft.trainer.policy import Policy
+from rayrft.trainer.result import StepResult
+from rayrft.trainer.trainer import RankSetup, Trainer
 from rayrft.trainer.value_model import Critic
 from rayrft.trainer.weight_sender import WeightSender
-
-
-@dataclass(frozen=True)
-class RankSetup:
-    """Arguments that every rank is started with. ``trainer`` is the handle of the Trainer actor."""
-
-    trainer: Any
-    config: TrainerConfig
-    model: str
-    dtype: str
-    temperature: float
-    plugins: list[Path]
-    seed: int = 0
 
 
 def run_rank(options: dict[str, Any]) -> None:
@@ -42,29 +31,27 @@ def run_rank(options: dict[str, Any]) -> None:
 
     A failure is reported to the actor first, with its traceback, before Ray Train handles it.
     """
-    import ray
     import ray.train
     import ray.train.torch
 
     setup: RankSetup = options["setup"]
+    trainer = setup.trainer
     index = ray.train.get_context().get_world_rank()
     try:
-        from rayrft.trainer.rank import Rank
-
         load_plugins(setup.plugins)
         rank = Rank(setup, index, ray.train.torch.get_device())
         number = 0
-        ray.get(setup.trainer.ready.remote(index, rank.warning))
-        while not isinstance(command := ray.get(setup.trainer.next_command.remote(number)), Stop):
-            setup.trainer.answer.remote(index, number, rank.handle(command))
+        fetch(trainer.call(Trainer.ready, index, rank.warning))
+        while not isinstance(command := fetch(trainer.call(Trainer.next_command, number)), Stop):
+            trainer.call(Trainer.answer, index, number, command.run(rank))
             number += 1
     except BaseException as error:
-        ray.get(setup.trainer.failed.remote(index, error))
+        fetch(trainer.call(Trainer.failed, index, error))
         raise
 
 
 class Rank:
-    """A rank's models, which execute commands."""
+    """A rank's models. Its public methods execute the commands of their names."""
 
     def __init__(self, setup: RankSetup, index: int, device: torch.device) -> None:
         self._setup = setup
@@ -78,7 +65,7 @@ class Rank:
         self.warning = self._configure(policy)
         """Which fast paths the model does not support, and why; None if it supports all."""
         self._critic: Critic | None = None
-        self._learner = Learner(
+        self.learner = Learner(
             self._shard(policy),
             micro_batch_tokens=setup.config.micro_batch_tokens,
             temperature=setup.temperature,
@@ -86,55 +73,65 @@ class Rank:
             seed=setup.seed,
         )
         self._checkpointer = Checkpointer()
-        self._sender = WeightSender(policy, self._wire_dtype, sends=index == 0, device=device)
+        self.sender = WeightSender(policy, self._wire_dtype, sends=index == 0, device=device)
         self._mini_batches: list[list[TrainRow]] = []
 
-    def handle(self, command: c.Command) -> Any:
-        """Execute a command and return its answer."""
-        match command:
-            case c.OpenStage():
-                return self._open_stage(command)
-            case c.Load(lease):
-                return self._load(lease)
-            case c.Train():
-                return self._learner.step(self._mini_batches)
-            case c.Locate():
-                return self._sender.locate()
-            case c.Describe():
-                return self._sender.describe()
-            case c.Join(plan):
-                return self._sender.join(plan)
-            case c.Publish(metas, bucket_bytes):
-                return self._sender.publish(metas, bucket_bytes)
-            case c.Export(metas, bucket_bytes):
-                return self._sender.export(metas, bucket_bytes)
-            case c.Release():
-                return self._sender.release()
-            case c.Score(sequences, images):
-                return self._learner.score(sequences, images)
-            case c.Save(folder):
-                return self._save(folder)
-            case c.Checkpoint(folder):
-                return self._checkpoint(folder)
-            case c.Restore(folder, whole):
-                return self._restore(folder, whole)
-            case _:
-                raise TypeError(f"unknown command {command!r}")
-
-    def _open_stage(self, command: c.OpenStage) -> None:
-        algorithm, stage = command.algorithm, command.stage
+    def open_stage(self, algorithm: Algorithm, stage: StageConfig, weights: Path | None) -> None:
+        """Execute `OpenStage`."""
         # Free first, then load: the models of two stages need not fit into memory together.
         self._critic = None
-        self._learner.close_stage()
-        if command.weights is not None:
-            load_hf(self._learner.policy, str(command.weights))
+        self.learner.close_stage()
+        if weights is not None:
+            load_hf(self.learner.policy, str(weights))
         if algorithm.needs_critic:
             self._critic = self._make_critic()
             self._critic.open_stage(
                 stage.critic_optimizer, stage.steps, self._setup.config.ranks, stage.update.updates_per_step
             )
         teacher = self._make_teacher(stage.teacher) if stage.teacher else None
-        self._learner.open_stage(algorithm, stage.optimizer, stage.steps, stage.update, self._critic, teacher)
+        self.learner.open_stage(algorithm, stage.optimizer, stage.steps, stage.update, self._critic, teacher)
+
+    def load(self, lease: Lease) -> bool:
+        """Execute `Load`."""
+        from ray.exceptions import ObjectLostError
+
+        try:
+            self._mini_batches = fetch_mini_batches(lease.shares[self._index])
+        except ObjectLostError:
+            return False
+        return True
+
+    def train(self) -> StepResult:
+        """Execute `Train`."""
+        return self.learner.step(self._mini_batches)
+
+    def checkpoint(self, folder: Path) -> None:
+        """Execute `Checkpoint`."""
+
+        def done(problem: str | None) -> None:
+            self._setup.trainer.call(Trainer.wrote, self._index, folder, problem)
+
+        self._checkpointer.save(self.learner, self._critic, folder, done)
+
+    def restore(self, folder: Path, whole: bool) -> None:
+        """Execute `Restore`."""
+        if whole:
+            self._checkpointer.load(self.learner, self._critic, folder)
+        else:
+            self._checkpointer.load_policy(self.learner.policy, folder)
+
+    def save(self, folder: Path) -> str:
+        """Execute `Save`."""
+        import ray.train
+
+        save_hf(self.learner.policy, self._setup.model, folder, writer=self._index == 0)
+        checkpoint = ray.train.Checkpoint.from_directory(str(folder)) if self._index == 0 else None
+        ray.train.report(
+            {},
+            checkpoint=checkpoint,
+            checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,
+        )
+        return str(folder)
 
     def _load_policy(self) -> Policy:
         """Load the run's original model."""
@@ -176,36 +173,3 @@ class Rank:
 
     def _shard(self, model: Sharded) -> Sharded:
         return shard(model, self._mesh, self._wire_dtype, cpu_offload=self._setup.config.cpu_offload)
-
-    def _load(self, lease: Lease) -> bool:
-        from ray.exceptions import ObjectLostError
-
-        try:
-            self._mini_batches = fetch_mini_batches(lease.shares[self._index])
-        except ObjectLostError:
-            return False
-        return True
-
-    def _checkpoint(self, folder: Path) -> None:
-        def done(problem: str | None) -> None:
-            self._setup.trainer.wrote.remote(self._index, folder, problem)
-
-        self._checkpointer.save(self._learner, self._critic, folder, done)
-
-    def _restore(self, folder: Path, whole: bool) -> None:
-        if whole:
-            self._checkpointer.load(self._learner, self._critic, folder)
-        else:
-            self._checkpointer.load_policy(self._learner.policy, folder)
-
-    def _save(self, folder: Path) -> str:
-        import ray.train
-
-        save_hf(self._learner.policy, self._setup.model, folder, writer=self._index == 0)
-        checkpoint = ray.train.Checkpoint.from_directory(str(folder)) if self._index == 0 else None
-        ray.train.report(
-            {},
-            checkpoint=checkpoint,
-            checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,
-        )
-        return str(folder)

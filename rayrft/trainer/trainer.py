@@ -5,14 +5,30 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rayrft.config.trainer import TrainerConfig
 from rayrft.errors import ActorDied, RayrftError, StorageError
+from rayrft.handle import Handle
 from rayrft.trainer.commands import Command, Stop
-from rayrft.trainer.rank import RankSetup, run_rank
 from rayrft.waits import WaitReport, Waits
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class RankSetup:
+    """Arguments that every rank is started with."""
+
+    trainer: Handle[Trainer]
+    config: TrainerConfig
+    model: str
+    dtype: str
+    temperature: float
+    plugins: list[Path]
+    seed: int = 0
 
 
 class Trainer:
@@ -25,7 +41,7 @@ class Trainer:
         self._lock = asyncio.Lock()
         self._changed = asyncio.Condition()
         self._number = -1
-        self._command: Command | None = None
+        self._command: Command[Any] | None = None
         self._answers: dict[int, Any] = {}
         self._ready: dict[int, str | None] = {}
         self._written: dict[Path, dict[int, str | None]] = {}
@@ -53,7 +69,7 @@ class Trainer:
             ) from None
         return self._ready[0]
 
-    async def command(self, command: Command) -> list[Any]:
+    async def command(self, command: Command[R]) -> list[R]:
         """Run a command on every rank; return the answers by rank. Raises the error of the first rank that fails."""
         async with self._lock, self._changed:
             self._number += 1
@@ -106,7 +122,7 @@ class Trainer:
             self._ready[rank] = warning
             self._changed.notify_all()
 
-    async def next_command(self, number: int) -> Command:
+    async def next_command(self, number: int) -> Command[Any]:
         """Wait for the command of this number and return it; idle ranks wait here."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._number >= number)
@@ -163,6 +179,7 @@ class Trainer:
         import ray.train
         from ray.train.torch import TorchConfig
 
+        from rayrft.trainer.rank import run_rank  # imports torch, which this actor does not need
         from rayrft.trainer.ray_train import RankTrainer
 
         # Ray Train's record of saved folders, which nothing here reads; it would refuse to resume if one is missing.

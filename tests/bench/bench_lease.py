@@ -29,6 +29,7 @@ from rayrft.buffer.schedule import StagePlan
 from rayrft.config.buffer import BufferConfig
 from tests.bench.bench_put import named, template
 from tests.bench.local_ray import start_ray
+from tests.scripted import handle
 
 ROWS = 256
 
@@ -41,7 +42,7 @@ def start(folder: Path) -> Any:
 
 async def fill(buffer: Any, rows: int, group: int, tokens: int) -> None:
     """Put groups, 64 at a time."""
-    writer, batch, numbers = BufferWriter(buffer), template(group, tokens), iter(range(rows // group))
+    writer, batch, numbers = BufferWriter(handle(buffer)), template(group, tokens), iter(range(rows // group))
 
     async def loop() -> None:
         for number in numbers:

@@ -31,6 +31,7 @@ from rayrft.buffer.client import BufferWriter
 from rayrft.config.buffer import BufferConfig
 from rayrft.experience import Experience, VersionSpan, to_batch
 from tests.bench.local_ray import start_ray
+from tests.scripted import handle
 
 IN_FLIGHT = 64
 
@@ -79,7 +80,7 @@ class Producer:
         return named(self._batch, f"{self._number}/{self._count}")
 
     async def into_buffer(self, seconds: float) -> int:
-        writer, end, done = BufferWriter(self._store), time.monotonic() + seconds, 0
+        writer, end, done = BufferWriter(handle(self._store)), time.monotonic() + seconds, 0
 
         async def loop() -> None:
             nonlocal done

@@ -13,6 +13,7 @@ from rayrft.buffer.events import GroupReport
 from rayrft.buffer.schedule import Ticket
 from rayrft.experience import Experience, to_batch
 from tests.buffer.rows import group
+from tests.scripted import handle
 
 Start = Callable[..., Any]
 
@@ -27,7 +28,7 @@ def put(buffer: Any, ticket: Ticket | None, rows: list[Experience] | None = None
         assert ticket is not None
         rows = group(ticket.sequence, version=ticket.version)
     said = GroupReport(**{"rows": len(rows), "reward_sum": 1.0, "scored": len(rows), "tokens": 6, **report})
-    asyncio.run(BufferWriter(buffer).put(to_batch(rows), said, ticket=ticket))
+    asyncio.run(BufferWriter(handle(buffer)).put(to_batch(rows), said, ticket=ticket))
 
 
 def ledger(buffer: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from rayrft.config.buffer import BufferConfig
 from rayrft.data.task_sampler import TaskSet
 from rayrft.errors import DataError, FeedbackRefused, LeaseEnded
 from rayrft.experience import Experience, from_batch, to_batch, unpack
-from tests.scripted import Remote
+from tests.scripted import remote
 
 KEPT = ("sampled", "trained", "dropped", "held", "dropped_tasks", "expert", "tasks_drawn", "late_feedback")
 """What a restart must not change of `Buffer.stats`."""
@@ -87,7 +87,7 @@ class LocalBuffer:
 
     def put(self, groups: list[tuple[list[Experience], Ticket | None]], **said: Any) -> None:
         """Groups in one call of a producer's writer; ``said`` is what their reports say beside the number of rows."""
-        writer = BufferWriter(Remote(self.buffer))
+        writer = BufferWriter(remote(self.buffer))
 
         async def all_at_once() -> None:
             reports = [GroupReport(rows=len(rows), **said) for rows, _ in groups]

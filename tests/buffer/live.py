@@ -22,6 +22,7 @@ from rayrft.errors import FeedbackRefused
 from rayrft.experience import Experience, pack, to_batch
 from tests.buffer.rows import expert_rows, group, plan
 from tests.e2e.conftest import small_config
+from tests.scripted import handle
 
 
 @contextlib.contextmanager
@@ -32,11 +33,12 @@ def buffers() -> Iterator[Callable[..., Any]]:
     def start(folder: Path, *, tasks: Any = None, name: str | None = None, **settings: Any) -> Any:
         config = BufferConfig.model_validate(settings)
         shards = [
-            ray.remote(Shard).options(num_cpus=0).remote(Storage(f"{folder}/shard-{number}"), config)
+            handle(ray.remote(Shard).options(num_cpus=0).remote(Storage(f"{folder}/shard-{number}"), config))
             for number in range(1, config.shards)
         ]
         actor = ray.remote(Buffer).options(num_cpus=0, max_concurrency=100, name=name)
-        actors.extend([*shards, actor.remote("run", str(folder), config, 0, tasks, shards)])
+        actors.extend(shard.actor for shard in shards)
+        actors.append(actor.remote("run", str(folder), config, 0, tasks, shards))
         return actors[-1]
 
     yield start
@@ -46,7 +48,7 @@ def buffers() -> Iterator[Callable[..., Any]]:
 
 def put(buffer: Any, *groups: list[Experience], ticket: Ticket | None = None, shards: int = 1) -> None:
     for rows in groups:
-        asyncio.run(BufferWriter(buffer, shards).put(to_batch(rows), ticket=ticket))
+        asyncio.run(BufferWriter(handle(buffer), shards).put(to_batch(rows), ticket=ticket))
 
 
 TURNS = ({"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "It is\n2."})

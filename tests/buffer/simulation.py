@@ -25,7 +25,7 @@ import pytest
 
 from rayrft.buffer import store
 from rayrft.buffer.buffer import Buffer
-from rayrft.buffer.client import Entry
+from rayrft.buffer.entries import Entry
 from rayrft.buffer.events import GroupReport
 from rayrft.buffer.leases import Lease
 from rayrft.buffer.log import journal

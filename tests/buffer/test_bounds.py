@@ -11,6 +11,7 @@ from rayrft.buffer.client import BufferWriter
 from rayrft.experience import to_batch
 from tests.buffer.actor import Start, ledger, put
 from tests.buffer.rows import group, plan, trained_ids
+from tests.scripted import handle
 
 
 def test_a_full_buffer_makes_producers_wait_until_there_is_room(start: Start) -> None:
@@ -20,7 +21,7 @@ def test_a_full_buffer_makes_producers_wait_until_there_is_room(start: Start) ->
     ray.get(buffer.open_stage.remote(plan(1, scheduled=False)))
 
     async def third() -> None:
-        writing = asyncio.ensure_future(BufferWriter(buffer).put(to_batch(group(2))))
+        writing = asyncio.ensure_future(BufferWriter(handle(buffer)).put(to_batch(group(2))))
         await asyncio.wait({writing}, timeout=0.3)
         assert not writing.done()
         await buffer.lease.remote(0, 1, 5)

@@ -21,6 +21,7 @@ from rayrft.trainer.batches import fetch_rows
 from tests.buffer.live import buffers, put
 from tests.buffer.rows import expert_rows, group, plan
 from tests.errors import about
+from tests.scripted import handle
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -52,7 +53,7 @@ def test_a_dataset_has_every_held_row_as_it_was_put(buffer: Any) -> None:
         turns=({"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}),
     )
     put(buffer, group(1), group(2), [rich])
-    made = dataset(buffer)
+    made = dataset(handle(buffer))
     assert ids(made) == ["1/0", "1/1", "2/0", "2/1", "3/0"]
     [found] = [row for row in rows_of(made) if row.experience_id == "3/0"]
     assert (found.labels, found.reward_components, found.turns) == (rich.labels, rich.reward_components, rich.turns)
@@ -60,17 +61,17 @@ def test_a_dataset_has_every_held_row_as_it_was_put(buffer: Any) -> None:
 
 
 def test_an_empty_store_gives_an_empty_dataset_that_knows_its_columns(buffer: Any) -> None:
-    made = dataset(buffer)
+    made = dataset(handle(buffer))
     assert made.count() == 0
     assert made.schema().base_schema.equals(SCHEMA)
-    assert dataset(buffer, columns=["reward", "labels"]).schema().names == ["reward", "labels"]
-    assert list(dataset(buffer, columns=["reward"]).to_pandas().columns) in (["reward"], [])
+    assert dataset(handle(buffer), columns=["reward", "labels"]).schema().names == ["reward", "labels"]
+    assert list(dataset(handle(buffer), columns=["reward"]).to_pandas().columns) in (["reward"], [])
 
 
 def test_what_happens_later_does_not_disturb_a_dataset(start: Callable[..., Any]) -> None:
     buffer = start(segment_bytes=4096, memory_bytes=1 << 20, log_bytes=1 << 20)
     put(buffer, *(group(number) for number in range(8)))
-    made = dataset(buffer)
+    made = dataset(handle(buffer))
     ray.get(buffer.feedback.remote("0/0", reward=9.0))
     ray.get(buffer.open_stage.remote(plan(8, scheduled=False)))
     ray.get(buffer.lease.remote(0, 1, 5))
@@ -78,37 +79,39 @@ def test_what_happens_later_does_not_disturb_a_dataset(start: Callable[..., Any]
     put(buffer, *(group(number, length=4000) for number in range(10, 40)))
     assert ids(made) == sorted(f"{number}/{row}" for number in range(8) for row in range(2))
     assert {row["reward"] for row in made.take_all()} == {0.0, 1.0}
-    assert not {"0/0", "7/1"} & set(ids(dataset(buffer, columns=["experience_id"])))
+    assert not {"0/0", "7/1"} & set(ids(dataset(handle(buffer), columns=["experience_id"])))
 
 
 def test_feedback_shows_in_the_next_dataset_and_once(buffer: Any) -> None:
     put(buffer, group(1))
     ray.get(buffer.feedback.remote("1/0", labels={"quality": "good"}))
-    found = {row["experience_id"]: dict(row["labels"]) for row in dataset(buffer).take_all()}
+    found = {row["experience_id"]: dict(row["labels"]) for row in dataset(handle(buffer)).take_all()}
     assert found == {"1/0": {"quality": "good"}, "1/1": {}}
 
 
 def test_columns_and_a_condition_on_a_column_that_is_not_selected(buffer: Any) -> None:
     put(buffer, group(1, rows=5), group(2, rows=5))
-    made = dataset(buffer, columns=["experience_id", "token_ids"], where=pc.field("reward") >= 3)
+    made = dataset(handle(buffer), columns=["experience_id", "token_ids"], where=pc.field("reward") >= 3)
     assert made.schema().names == ["experience_id", "token_ids"]
     assert ids(made) == ["1/3", "1/4", "2/3", "2/4"]
     assert made.count() == 4
-    assert dataset(buffer, where=pc.field("reward") > 100).count() == 0
+    assert dataset(handle(buffer), where=pc.field("reward") > 100).count() == 0
 
 
 def test_rows_keep_their_order_under_a_condition(buffer: Any) -> None:
     many = [replace(row, reward=float(n % 3)) for n, row in enumerate(group(1, rows=70_000, length=2))]
     put(buffer, many)
-    kept = dataset(buffer, columns=["experience_id"], where=pc.field("reward") == 1).to_pandas()["experience_id"]
+    kept = dataset(handle(buffer), columns=["experience_id"], where=pc.field("reward") == 1).to_pandas()[
+        "experience_id"
+    ]
     assert kept.tolist() == [row.experience_id for row in many if row.reward == 1]
 
 
 def test_expert_rows_are_a_store_of_their_own(buffer: Any) -> None:
     ray.get(buffer.load.remote("gold", [pack(to_batch(expert_rows(3)))]))
     put(buffer, group(1))
-    assert ids(dataset(buffer, "expert/gold")) == ["90/0", "90/1", "90/2"]
-    assert ids(dataset(buffer)) == ["1/0", "1/1"]
+    assert ids(dataset(handle(buffer), "expert/gold")) == ["90/0", "90/1", "90/2"]
+    assert ids(dataset(handle(buffer))) == ["1/0", "1/1"]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +135,7 @@ def test_what_cannot_be_read_is_refused_before_anything_is_read(
     buffer: Any, asked: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(DataError, match=problem):
-        dataset(buffer, **asked)
+        dataset(handle(buffer), **asked)
 
 
 def test_rows_can_be_looked_at_while_a_run_has_every_cpu(buffer: Any) -> None:
@@ -140,23 +143,23 @@ def test_rows_can_be_looked_at_while_a_run_has_every_cpu(buffer: Any) -> None:
     everything = ray.util.placement_group([{"CPU": ray.available_resources()["CPU"]}])
     ray.get(everything.ready(), timeout=30)
     try:
-        assert ids(dataset(buffer)) == ["1/0", "1/1"] and dataset(buffer).count() == 2
-        assert len(dataset(buffer, where=pc.field("reward") == 1).to_pandas()) == 1
-        assert load_dataset(buffer, dataset(buffer), "found") == 2
-        assert len(newest(buffer, 5)) == 2
+        assert ids(dataset(handle(buffer))) == ["1/0", "1/1"] and dataset(handle(buffer)).count() == 2
+        assert len(dataset(handle(buffer), where=pc.field("reward") == 1).to_pandas()) == 1
+        assert load_dataset(handle(buffer), dataset(handle(buffer)), "found") == 2
+        assert len(newest(handle(buffer), 5)) == 2
     finally:
         ray.util.remove_placement_group(everything)
 
 
 def test_what_a_run_found_can_be_imitated(buffer: Any) -> None:
     put(buffer, group(1, rows=4), group(2, rows=4))
-    assert load_dataset(buffer, dataset(buffer, where=pc.field("reward") >= 2), "found") == 4
+    assert load_dataset(handle(buffer), dataset(handle(buffer), where=pc.field("reward") >= 2), "found") == 4
     ray.get(buffer.open_stage.remote(plan(0, expert_rows=4, demonstrations="found")))
     lease = ray.get(buffer.lease.remote(0, 1, 5))
     rows = [row for share in lease.shares for row in fetch_rows(share)]
     assert sorted(int(row.token_ids[0]) for row in rows) == [12, 13, 22, 23]
     assert all(row.expert and not row.advantages.any() for row in rows)
-    found = rows_of(dataset(buffer, "expert/found"))
+    found = rows_of(dataset(handle(buffer), "expert/found"))
     assert [row.source for row in found] == ["expert"] * 4
     assert all(row.reward in (2.0, 3.0) and row.weight_versions for row in found), "where they came from is kept"
 
@@ -164,8 +167,10 @@ def test_what_a_run_found_can_be_imitated(buffer: Any) -> None:
 def test_loaded_rows_keep_the_order_of_the_dataset(buffer: Any) -> None:
     rows = expert_rows(64)
     tables = [pa.Table.from_batches([to_batch([row])]) for row in rows]
-    assert load_dataset(buffer, ray.data.from_arrow(tables).map_batches(lambda batch: batch), "gold") == 64
-    assert [row.experience_id for row in rows_of(dataset(buffer, "expert/gold"))] == [r.experience_id for r in rows]
+    assert load_dataset(handle(buffer), ray.data.from_arrow(tables).map_batches(lambda batch: batch), "gold") == 64
+    assert [row.experience_id for row in rows_of(dataset(handle(buffer), "expert/gold"))] == [
+        r.experience_id for r in rows
+    ]
 
 
 ROW_FUNCTIONS: dict[str, Callable[[Any], Any]] = {
@@ -185,8 +190,8 @@ def test_rows_come_back_whole_from_what_ray_data_does_with_them(buffer: Any, fun
         for row, chosen in zip(group(1, rows=2), (True, False), strict=True)
     ]
     put(buffer, given)
-    assert load_dataset(buffer, function(dataset(buffer)), "found") == 2
-    for before, after in zip(given, rows_of(dataset(buffer, "expert/found")), strict=True):
+    assert load_dataset(handle(buffer), function(dataset(handle(buffer))), "found") == 2
+    for before, after in zip(given, rows_of(dataset(handle(buffer), "expert/found")), strict=True):
         changed = {"source": "expert", "advantages": None}
         for name, value in vars(replace(before, **changed)).items():
             assert np.array_equal(getattr(after, name), value), name
@@ -195,7 +200,7 @@ def test_rows_come_back_whole_from_what_ray_data_does_with_them(buffer: Any, fun
 def test_a_missing_column_is_named(buffer: Any) -> None:
     put(buffer, group(1))
     with pytest.raises(DataError, check=about("demonstrations.found")):
-        load_dataset(buffer, dataset(buffer, columns=["experience_id", "group_id", "task_id"]), "found")
+        load_dataset(handle(buffer), dataset(handle(buffer), columns=["experience_id", "group_id", "task_id"]), "found")
     assert ray.get(buffer.stats.remote())["expert"] == {}
 
 
@@ -213,22 +218,22 @@ def test_rows_that_cannot_be_experiences_are_refused(buffer: Any) -> None:
         (table.slice(0, 0), "there are no rows"),
     ):
         with pytest.raises(DataError, match=rf"demonstrations\.gold: .*{problem}"):
-            load_dataset(buffer, broken, "gold")
+            load_dataset(handle(buffer), broken, "gold")
 
 
 @pytest.mark.parametrize("name", ["../journal", "a/b", "", ".hidden"])
 def test_a_name_that_is_no_file_name_is_refused(buffer: Any, name: str) -> None:
     with pytest.raises(DataError, check=about("name")):
-        load_dataset(buffer, pa.Table.from_batches([to_batch(expert_rows(2))]), name)
+        load_dataset(handle(buffer), pa.Table.from_batches([to_batch(expert_rows(2))]), name)
 
 
 def test_the_newest_rows_are_those_that_finished_last(buffer: Any) -> None:
     for number, finished in ((1, 30.0), (2, 10.0), (3, 20.0)):
         put(buffer, [replace(row, finished_at=finished + place) for place, row in enumerate(group(number))])
-    assert [row.experience_id for row in newest(buffer, 3)] == ["1/1", "1/0", "3/1"]
-    assert len(newest(buffer, 100)) == 6
-    assert newest(buffer, 0) == []
+    assert [row.experience_id for row in newest(handle(buffer), 3)] == ["1/1", "1/0", "3/1"]
+    assert len(newest(handle(buffer), 100)) == 6
+    assert newest(handle(buffer), 0) == []
 
 
 def test_a_buffer_without_rows_has_no_newest(buffer: Any) -> None:
-    assert newest(buffer, 3) == []
+    assert newest(handle(buffer), 3) == []

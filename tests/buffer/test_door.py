@@ -18,7 +18,7 @@ from rayrft.errors import DataError
 from rayrft.experience import Experience, VersionSpan, pack, to_batch
 from tests.buffer.in_process import LocalBuffer, ObjectTable, small
 from tests.buffer.rows import expert_rows, group, plan
-from tests.scripted import Remote
+from tests.scripted import remote
 
 ROOMY = small(max_rows=1000, max_bytes=1 << 30, memory_bytes=1 << 30, log_bytes=1 << 30, segment_bytes=6000)
 LIMITS = Limits(vocabulary=1000, max_length=4)
@@ -38,7 +38,7 @@ def buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalBuf
 
 def hand_in(buffer: LocalBuffer, rows: list[Experience], algorithm: str = "grpo", group_size: int = 2) -> None:
     """As `Run.put` does."""
-    put_groups(Remote(buffer.buffer), 1, rows, build(algorithm), group_size)
+    put_groups(remote(buffer.buffer), 1, rows, build(algorithm), group_size)
 
 
 def refused(buffer: LocalBuffer, rows: list[Experience], **how: Any) -> dict[str, str]:

@@ -26,7 +26,7 @@ from tests.buffer.disk import Disk
 from tests.buffer.in_process import LocalBuffer, ObjectTable, small
 from tests.buffer.rows import expert_rows, group, plan
 from tests.errors import about
-from tests.scripted import Remote
+from tests.scripted import remote
 
 ROOMY: dict[str, Any] = {"max_rows": 1000, "max_bytes": 1 << 30, "memory_bytes": 1 << 30, "log_bytes": 1 << 30}
 CONFIG = small(**ROOMY, segment_bytes=6000)
@@ -215,9 +215,9 @@ class TestOrder:
         journal.append = held_up  # type: ignore[method-assign]
 
         async def twice() -> None:
-            puts = [asyncio.ensure_future(BufferWriter(Remote(buffer.buffer)).put(to_batch(group(2))))]
+            puts = [asyncio.ensure_future(BufferWriter(remote(buffer.buffer)).put(to_batch(group(2))))]
             await begun.wait()
-            puts.append(asyncio.ensure_future(BufferWriter(Remote(buffer.buffer)).put(to_batch(group(2)))))
+            puts.append(asyncio.ensure_future(BufferWriter(remote(buffer.buffer)).put(to_batch(group(2)))))
             done, _ = await asyncio.wait(puts, timeout=0.3, return_when=asyncio.FIRST_COMPLETED)
             free.set()
             await asyncio.gather(*puts)

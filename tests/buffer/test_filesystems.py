@@ -28,6 +28,7 @@ from rayrft.experience import pack, to_batch, unpack
 from tests.buffer.in_process import small
 from tests.buffer.rows import group, plan, trained_ids
 from tests.config.test_load import base
+from tests.scripted import handle
 
 SIZES: dict[str, Any] = {"max_rows": 1000, "max_bytes": 1 << 30, "memory_bytes": 1 << 30, "log_bytes": 40_000}
 CONFIG = small(**SIZES, segment_bytes=1 << 20)
@@ -178,7 +179,7 @@ class TestS3:
 
     def put(self, buffer: Any, *numbers: int) -> None:
         async def one_by_one() -> None:
-            writer = BufferWriter(buffer)
+            writer = BufferWriter(handle(buffer))
             for number in numbers:
                 await writer.put(to_batch(group(number)))
 

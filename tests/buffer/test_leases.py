@@ -17,7 +17,7 @@ from rayrft.trainer.batches import fetch_rows
 from tests.buffer.actor import admit, ledger, put, rows_of
 from tests.buffer.in_process import LocalBuffer, ObjectTable, small
 from tests.buffer.rows import expert_rows, group, plan, trained_ids
-from tests.scripted import Remote
+from tests.scripted import remote
 
 
 def test_a_step_gets_whole_groups_dealt_over_ranks(buffer: Any) -> None:
@@ -79,7 +79,7 @@ def test_groups_that_are_dropped_are_no_progress_of_a_step_that_waits(
         await local.buffer.fail(first, "zero_variance")
         [waits] = (await local.buffer.waiting()).waits
         assert waits.quiet_s == 10 and "zero_variance" in waits.what
-        await BufferWriter(Remote(local.buffer)).put(to_batch(group(0)), ticket=second)
+        await BufferWriter(remote(local.buffer)).put(to_batch(group(0)), ticket=second)
         [waits] = (await local.buffer.waiting()).waits
         assert waits.quiet_s == 0
         leasing.cancel()
@@ -102,7 +102,7 @@ def test_a_step_may_take_long_as_long_as_groups_become_ready(tmp_path: Path, mon
     monkeypatch.setattr(asyncio.Timeout, "reschedule", noted)
 
     async def wait() -> None:
-        writer = BufferWriter(Remote(local.buffer))
+        writer = BufferWriter(remote(local.buffer))
         await local.buffer.open_stage(plan(3))
         tickets = await local.buffer.admit("life", 0, 3)
         leasing = asyncio.ensure_future(local.buffer.lease(0, 1, 60))

@@ -17,6 +17,7 @@ from rayrft.experience import Experience, pack, to_batch
 from tests.buffer.actor import Start, admit, ledger, put
 from tests.buffer.rows import expert_rows, group, plan, trained_ids
 from tests.errors import about
+from tests.scripted import handle
 
 
 def test_admission_waits_for_new_weights_and_is_woken_by_them(buffer: Any) -> None:
@@ -152,7 +153,7 @@ def test_a_dead_producer_wakes_the_lease_that_waits_for_it_alone(buffer: Any) ->
 
     producer = ray.remote(Producer).options(num_cpus=0, max_concurrency=2).remote()
     ray.get(buffer.open_stage.remote(plan(1)))
-    ray.get(buffer.attach.remote("test", [producer]))
+    ray.get(buffer.attach.remote("test", handle(producer)))
     ray.get(admit(buffer))
     waiting = buffer.lease.remote(0, 1, 60)
     ray.kill(producer)
@@ -168,7 +169,7 @@ def test_tickets_of_a_dead_producer_go_to_another(buffer: Any) -> None:
 
     one, two = (ray.remote(Producer).options(num_cpus=0, max_concurrency=2).remote() for _ in range(2))
     ray.get(buffer.open_stage.remote(plan(1)))
-    ray.get([buffer.attach.remote("one", [one]), buffer.attach.remote("two", [two])])
+    ray.get([buffer.attach.remote("one", handle(one)), buffer.attach.remote("two", handle(two))])
     first = ray.get(buffer.admit.remote("one", 1, 1))
     waiting = buffer.admit.remote("two", 1, 1)
     ray.kill(one)

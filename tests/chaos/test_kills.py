@@ -28,6 +28,7 @@ from rayrft.experience import to_batch, unpack
 from tests.buffer.in_process import small
 from tests.buffer.rows import group, plan
 from tests.chaos.mortal import MortalBuffer, MortalShard
+from tests.scripted import handle
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 TASKS = partial(TaskSet, [0] * 50, [1.0], sampler="failure", seed=0)
@@ -123,7 +124,7 @@ class Producer:
 
     def __init__(self, name: str, buffer: Any, chance: random.Random, shards: int) -> None:
         self._name, self._buffer, self._chance = name, buffer, chance
-        self._writer = BufferWriter(buffer, shards)
+        self._writer = BufferWriter(handle(buffer), shards)
         self.put: list[str] = []
         self.dropped = self.failed = 0
 
@@ -210,7 +211,7 @@ async def test_kills_of_the_buffer_and_of_a_shard_keep_the_order(tmp_path: Path,
         options = {**FOREVER, "name": f"mortal:shard-{kills}"}
         shard = ray.remote(MortalShard).options(**options).remote(reaper.door, storage, CONFIG)
         options = {**FOREVER, "max_concurrency": 1000, "name": f"mortal:sharded-buffer-{kills}"}
-        arguments = ("run", str(tmp_path), CONFIG, 0, None, [shard])
+        arguments = ("run", str(tmp_path), CONFIG, 0, None, [handle(shard)])
         buffer = ray.remote(MortalBuffer).options(**options).remote(reaper.door, *arguments)
         actors += [buffer, shard]
         await buffer.open_stage.remote(plan(3, scheduled=False))

@@ -33,9 +33,11 @@ from rayrft.core.train_loop import TrainLoop
 from rayrft.data.task_sampler import TaskSet
 from rayrft.errors import RowsFailed, StorageError
 from rayrft.experience import Experience, VersionSpan, pack, to_batch, unpack
+from rayrft.handle import Handle
 from rayrft.trainer.commands import Command, Load, Save, Score
-from rayrft.trainer.rank import Rank, RankSetup
-from tests.scripted import Remote
+from rayrft.trainer.rank import Rank
+from rayrft.trainer.trainer import RankSetup, Trainer
+from tests.scripted import remote
 
 TASKS = 40
 VOCABULARY = 50
@@ -65,18 +67,18 @@ class OneRank:
         self._loop = asyncio.get_running_loop()
         self._lock = asyncio.Lock()
         self._written: dict[Path, asyncio.Future[str | None]] = {}
-        setup = RankSetup(self, config.trainer, str(config.model.path), "float32", 1.0, [])
+        setup = RankSetup(Handle("trainer", self), config.trainer, str(config.model.path), "float32", 1.0, [])
         self.rank = Rank(setup, 0, torch.device("cpu"))
         self.wrote = type("Method", (), {"remote": self._wrote})
 
-    async def command(self, command: Command) -> list[Any]:
+    async def command(self, command: Command[Any]) -> list[Any]:
         async with self._lock:
             if isinstance(command, Load):
                 self._note(command)
             if isinstance(command, Save):
                 answer = None  # Hugging Face folders are not what a run resumes from
             else:
-                answer = await asyncio.to_thread(self.rank.handle, command)
+                answer = await asyncio.to_thread(command.run, self.rank)
             self._pipe.send(type(command).__name__)
             return [answer]
 
@@ -103,7 +105,9 @@ class OneRank:
 class ScriptedExplorer:
     """An explorer whose answers are drawn by task and seed and rewarded by the present weights."""
 
-    def __init__(self, buffer: Any, trainer: Any, pipe: Connection, poisoned: int | None) -> None:
+    def __init__(
+        self, buffer: Handle[Buffer], trainer: Handle[Trainer], pipe: Connection, poisoned: int | None
+    ) -> None:
         self._buffer, self._trainer, self._pipe, self._poisoned = buffer, trainer, pipe, poisoned
         self._writer = BufferWriter(buffer)
         self._name, self._calls = f"explorer-{os.getpid()}", 0  # of this life: the one before was given up
@@ -115,7 +119,7 @@ class ScriptedExplorer:
 
     async def _admit(self, stage: StageConfig) -> list[Ticket]:
         self._calls += 1
-        return await self._buffer.admit.remote(self._name, self._calls, stage.groups)
+        return await self._buffer.call(Buffer.admit, self._name, self._calls, stage.groups)
 
     async def timings(self) -> tuple[float, float]:
         return 0.0, 0.0
@@ -124,9 +128,9 @@ class ScriptedExplorer:
         chance = np.random.default_rng([ticket.task or 0, ticket.sequence])
         name = f"{stage.name}/{ticket.sequence}/{ticket.task}"
         if chance.random() < 0.2:
-            return await self._buffer.drop.remote(ticket, {"zero_variance": 2}, GroupReport(rows=2))
+            return await self._buffer.call(Buffer.drop, ticket, {"zero_variance": 2}, GroupReport(rows=2))
         rows = [chance.integers(1, VOCABULARY, size=chance.integers(4, 12)) for _ in range(2)]
-        scores = (await self._trainer.command.remote(Score([row.tolist() for row in rows])))[0]
+        scores = (await self._trainer.call(Trainer.command, Score([row.tolist() for row in rows])))[0]
         means = [float(np.mean(each)) for each in scores]
         group = []
         for number, (row, score) in enumerate(zip(rows, scores, strict=True)):
@@ -186,13 +190,13 @@ async def _run(config: RunConfig, pipe: Connection, poisoned: int | None) -> Non
         checkpoints.mark_beginning(progress)
     tasks: Callable[[], TaskSet] = partial(TaskSet, [0] * TASKS, [1.0], sampler="shuffled", seed=3)
     try:
-        buffer = Remote(Buffer("run", config.buffer_location, config.buffer, 0, tasks, logged=progress.logged))
+        buffer = remote(Buffer("run", config.buffer_location, config.buffer, 0, tasks, logged=progress.logged))
     except StorageError as error:
         return pipe.send(type(error).__name__)
     local = OneRank(config, pipe)
-    trainer = Remote(local)
-    explorer = Remote(ScriptedExplorer(buffer, trainer, pipe, poisoned))
-    await buffer.load.remote("gold", [pack(to_batch(demonstrations()))])
+    trainer = remote(local)
+    explorer = remote(ScriptedExplorer(buffer, trainer, pipe, poisoned))
+    await buffer.call(Buffer.load, "gold", [pack(to_batch(demonstrations()))])
     actors = Actors(buffer, trainer, explorer, None, [], [])
     stages = TrainLoop(config, actors, Recorder(config, progress.records), progress, asyncio.Event())
     await stages.restore()
@@ -203,8 +207,8 @@ async def _run(config: RunConfig, pipe: Connection, poisoned: int | None) -> Non
         await stages.blame(failed)  # as the Master does
         pipe.send(failed.value)
         return
-    stats = await buffer.stats.remote()
+    stats = await buffer.call(Buffer.stats)
     (config.folder / "end.json").write_text(json.dumps({key: stats[key] for key in ("trained", "held")}))
-    weights = [p.detach().full_tensor().flatten() for p in local.rank._learner.policy.parameters()]
+    weights = [p.detach().full_tensor().flatten() for p in local.rank.learner.policy.parameters()]
     torch.save(torch.cat(weights), config.folder / "weights.pt")
     pipe.send("end")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rayrft.buffer.buffer import Buffer
 from rayrft.config import dump_config, load_config
 from rayrft.core import master as module
 from rayrft.core.actors import Actors
@@ -22,7 +23,7 @@ from rayrft.monitor import sinks
 from rayrft.monitor.records import NoteRecord
 from rayrft.waits import WaitReport
 from tests.e2e.conftest import small_config
-from tests.scripted import Remote
+from tests.scripted import remote
 
 PREPARED = Prepared("id", "model", [], None, [], {}, [], {"gold": Counter()})
 
@@ -68,10 +69,12 @@ def master(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Master, Act
     config = load_config(small_config(tmp_path, "begins", evaluation={"enabled": False}, monitor={"patience_s": 0.1}))
     config.folder.mkdir()
     (config.folder / "config.yaml").write_text(dump_config(config))
-    trainer, buffer = Actor(), Remote(Actor())
+    trainer, buffer = Actor(), remote(Actor())
     monkeypatch.setattr(module, "Placement", Groups)
-    monkeypatch.setattr(module, "create_actors", lambda *_: Actors(buffer, Remote(trainer), None, None, [], []))
-    monkeypatch.setattr("rayrft.core.actors._until_dead_for_good", lambda actor: actor.watch.remote())
+    monkeypatch.setattr(
+        module, "create_actors", lambda *_: Actors(buffer, remote(trainer, "trainer"), None, None, [], [])
+    )
+    monkeypatch.setattr("rayrft.core.actors._until_dead_for_good", lambda actor: actor.call(Buffer.watch))
     monkeypatch.setattr(Actors, "kill_restartable", lambda self: None)
     monkeypatch.setattr(sinks.RayMetrics, "write", lambda *_: None)
     return Master(config, Progress("id")), trainer

@@ -117,7 +117,7 @@ def test_each_engine_is_on_the_gpu_of_its_rank_and_of_no_other(ray_cluster: Any)
     placement = Placement("pairs", parts)
     placement.reserve([part.name for part in parts if part.name in ("engines", "ranks")])
     try:
-        engines = [placement.actor(Device, "engines", bundle=index).remote() for index in range(2)]
+        engines = [placement.actor(Device, "engines", bundle=index).create() for index in range(2)]
         ranks = [
             ray.remote(Device)
             .options(
@@ -128,7 +128,9 @@ def test_each_engine_is_on_the_gpu_of_its_rank_and_of_no_other(ray_cluster: Any)
             .remote()
             for index in range(2)
         ]
-        first, second, *of_ranks = ray.get([each.gpus.remote() for each in (*engines, *ranks)])
+        first, second, *of_ranks = ray.get(
+            [*(engine.call(Device.gpus) for engine in engines), *(rank.gpus.remote() for rank in ranks)]
+        )
     finally:
         placement.remove()
     assert [first, second] == of_ranks and first != second and len(first) == 1

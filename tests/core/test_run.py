@@ -22,6 +22,7 @@ from rayrft.core.summary import read_summary, summarise, write_summary
 from rayrft.errors import ActorDied, DataError, PlacementError
 from rayrft.monitor.records import NoteRecord, read_records, rewrite_records
 from tests.e2e.conftest import small_config
+from tests.scripted import handle
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 NOTES = [NoteRecord("", 0, float(second), "hello") for second in range(3)]
@@ -56,7 +57,7 @@ def begin(folder: Path) -> Run:
     group = placement_group([{"CPU": 0.01}], name=name)
     master = ray.remote(ScriptedMaster).options(num_cpus=0, name=name, max_concurrency=100).remote(folder)
     ray.get([group.ready(), master.pid.remote()])
-    return Run(folder.name, folder, master, master.run.remote())
+    return Run(folder.name, folder, handle(master), master.run.remote())
 
 
 @pytest.fixture
@@ -72,7 +73,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
 
 
 def kill_master(run: Run) -> None:
-    os.kill(ray.get(run._master.pid.remote()), signal.SIGKILL)
+    os.kill(ray.get(run._master.actor.pid.remote()), signal.SIGKILL)
 
 
 def groups_of(name: str) -> list[str]:
@@ -107,8 +108,8 @@ def test_a_run_is_killed_from_many_threads_while_others_wait_for_it(run: Run) ->
     for error in (result, records):
         assert isinstance(error, ActorDied) and error.field == "scripted:master"
     assert later["status"] in ("running", "killed")
-    for handle in (run, other):
-        assert (handle.status()["status"], handle.status()["sampled"]) == ("killed", 0)
+    for ended in (run, other):
+        assert (ended.status()["status"], ended.status()["sampled"]) == ("killed", 0)
     assert read_summary(run.folder)["status"] == "killed"
     assert "scripted" not in running() and not groups_of("scripted:")
     assert not list(run.folder.glob(".*"))

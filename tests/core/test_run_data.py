@@ -18,6 +18,7 @@ from rayrft.errors import ActorDied, ConfigError, DataError, FeedbackRefused, Ra
 from tests.buffer.live import live_run
 from tests.buffer.rows import group
 from tests.errors import about
+from tests.scripted import handle
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +79,8 @@ def test_a_buffer_that_does_not_answer_is_not_waited_for_without_end(monkeypatch
     monkeypatch.setattr("rayrft.buffer.dataset._DEADLINE_S", 0.1)
     silent = ray.remote(Silent).options(num_cpus=0).remote()
     with pytest.raises(RayrftError, match=r"buffer: no answer for 0\.1 s"):
-        dataset(silent)
+        dataset(handle(silent))
     monkeypatch.undo()
     ray.kill(silent)
     with pytest.raises(ActorDied, check=about("buffer")):
-        dataset(silent)
+        dataset(handle(silent))

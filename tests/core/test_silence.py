@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from rayrft.core.supervision import Silence, quiet_waits
-from rayrft.waits import TrackedActor, Wait, WaitReport, Waits
-from tests.scripted import Remote
+from rayrft.handle import Handle, TrackedHandle
+from rayrft.waits import Wait, WaitReport, Waits
+from tests.scripted import remote
 
 
 class Part:
@@ -66,8 +67,8 @@ async def test_who_waits_is_named_behind_whom_it_waits_for() -> None:
     engine.awake.clear()
     inner, master = Waits("explorer"), Waits("master")
     explorer = Part(inner)
-    rollout = TrackedActor("engine-0", Remote(engine), inner).work.remote()
-    evaluation = TrackedActor("explorer", Remote(engine), master).work.remote()
+    rollout = TrackedHandle(remote(engine, "engine-0"), inner).call(Part.work)
+    evaluation = TrackedHandle(remote(engine, "explorer"), master).call(Part.work)
     silence = Silence(master, {"explorer": explorer.waiting}, notes, 0.2)
     watching = asyncio.ensure_future(silence.watch())
     await notes.come(1)
@@ -123,16 +124,15 @@ def test_own_work_is_moved_by_whatever_comes(clock: list[float]) -> None:
 async def test_calls_that_may_rest_are_no_waits() -> None:
     asleep, waits = Part(), Waits("explorer")
     asleep.awake.clear()
-    call = TrackedActor("buffer", Remote(asleep), waits, endless=("work",)).work.remote()
+    call = TrackedHandle(remote(asleep, "buffer"), waits, endless=[Part.work]).call(Part.work)
     assert waits.report().waits == []
-    call.cancel()
+    asyncio.ensure_future(call).cancel()
 
 
 @pytest.mark.usefixtures("ray_cluster")
 async def test_a_call_that_is_cancelled_ends_at_its_actor_where_that_is_asked_for() -> None:
     import ray
 
-    @ray.remote(num_cpus=0)
     class Slow:
         def __init__(self) -> None:
             self.begun, self.ended = asyncio.Event(), asyncio.Event()
@@ -147,8 +147,8 @@ async def test_a_call_that_is_cancelled_ends_at_its_actor_where_that_is_asked_fo
         async def seen(self, event: str) -> None:
             await getattr(self, event).wait()
 
-    slow = Slow.remote()
-    working = TrackedActor("slow", slow, Waits("test"), cancelled=("work",)).work.remote()
-    await slow.seen.remote("begun")
-    working.cancel()
-    await asyncio.wait_for(slow.seen.remote("ended"), 60)
+    slow = Handle[Slow]("slow", ray.remote(num_cpus=0)(Slow).remote())
+    working = TrackedHandle(slow, Waits("test"), cancelled=[Slow.work]).call(Slow.work)
+    await slow.call(Slow.seen, "begun")
+    asyncio.ensure_future(working).cancel()
+    await asyncio.wait_for(slow.call(Slow.seen, "ended"), 60)

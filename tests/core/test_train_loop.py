@@ -19,7 +19,7 @@ from rayrft.errors import RayrftError, StorageError
 from rayrft.monitor import sinks
 from tests.e2e.conftest import small_config
 from tests.errors import about
-from tests.scripted import Remote
+from tests.scripted import remote
 
 
 class ScriptedTrainer:
@@ -62,7 +62,7 @@ class Subject:
         progress, self.stop = Progress("id"), asyncio.Event()
         Checkpoints(config.folder, config.checkpoint).mark_beginning(progress)
         self.trainer, self.explorer = ScriptedTrainer(), EvaluatesForEver()
-        actors = Actors(Remote(ScriptedBuffer()), Remote(self.trainer), Remote(self.explorer), None, [], [])
+        actors = Actors(remote(ScriptedBuffer()), remote(self.trainer), remote(self.explorer), None, [], [])
         self.stages = TrainLoop(config, actors, Recorder(config), progress, self.stop)
 
 
@@ -100,7 +100,7 @@ async def test_blocks_that_are_lost_again_and_again_end_the_run(subject: Subject
             self.asked += 1
 
     buffer = Leases()
-    subject.stages._actors = replace(subject.stages._actors, buffer=Remote(buffer))
+    subject.stages._actors = replace(subject.stages._actors, buffer=remote(buffer))
     with pytest.raises(RayrftError, check=about("buffer.lease", 0)):
         await subject.stages._lease(0)
     assert buffer.asked == 5 and subject.trainer.commands == ["Load"] * 5

@@ -13,7 +13,7 @@ from rayrft.errors import WeightSyncError
 from rayrft.explorer.engine import EngineWeights
 from rayrft.trainer.commands import Describe, Publish, Score
 from rayrft.weights.messages import Parcel, TensorMeta
-from tests.scripted import Remote
+from tests.scripted import remote
 
 TOKENS = 200
 EXACT, ROUNDED = ProbeBounds(1e-4, 1e-4, 1.0), ProbeBounds(0.03, 0.2, 0.99)
@@ -61,8 +61,8 @@ def make_sync(*engines: ScriptedEngine, bounds: ProbeBounds = EXACT, **config: A
         WeightSyncConfig(**config),
         "gloo",
         bounds,
-        Remote(ScriptedTrainer()),
-        [Remote(engine) for engine in engines],
+        remote(ScriptedTrainer()),
+        [remote(engine, f"engine-{index}") for index, engine in enumerate(engines)],
         1,
         [list(range(TOKENS + 1))],
     )

@@ -18,6 +18,7 @@ from rayrft.explorer.engine import Completion, Sampling
 from rayrft.explorer.router import Router
 from tests.errors import about
 from tests.explorer.conftest import BUCKET, EngineUnderTest
+from tests.scripted import handle
 
 PROMPT = [5, 40, 41, 42, 43, 3]
 
@@ -74,7 +75,7 @@ def test_an_answer_ends_with_its_stop_token_or_at_the_limit(engine: EngineUnderT
 async def test_a_request_that_cannot_be_is_refused_and_others_are_answered(
     engine: EngineUnderTest, prompt: list[int], n: int
 ) -> None:
-    router = Router([engine.actor])
+    router = Router([handle(engine.actor)])
     with pytest.raises(RequestRefused, check=about("request")):
         await router.generate(prompt, n, sampling())
     assert len(await router.generate(PROMPT, 2, sampling())) == 2
@@ -83,7 +84,7 @@ async def test_a_request_that_cannot_be_is_refused_and_others_are_answered(
 async def test_answer_k_of_a_request_with_a_seed_is_that_of_a_request_with_the_seed_plus_k(
     engine: EngineUnderTest,
 ) -> None:
-    seed, router = 3, Router([engine.actor])
+    seed, router = 3, Router([handle(engine.actor)])
     together = await router.generate(PROMPT, 3, replace(sampling(), seed=seed))
     apart = [(await router.generate(PROMPT, 1, replace(sampling(), seed=seed + k)))[0] for k in range(3)]
     assert [each.token_ids for each in together] == [each.token_ids for each in apart]

@@ -25,7 +25,7 @@ from rayrft.explorer.workflow import register_workflow, workflows
 from rayrft.rewards import RewardResult
 from tests.config.test_load import base
 from tests.errors import about
-from tests.scripted import Remote
+from tests.scripted import remote
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -92,7 +92,7 @@ def make_explorer(
     config: RunConfig, model: Path, engine: Any, buffer: Buffer, rewards: Any, words: int = 50
 ) -> Explorer:
     tasks = spelling(words)
-    explorer = Explorer(config, str(model), [Remote(engine)], Remote(buffer), tasks, tasks[:5], None)
+    explorer = Explorer(config, str(model), [remote(engine, "engine-0")], remote(buffer), tasks, tasks[:5], None)
     explorer._rewards = rewards
     return explorer
 

@@ -17,7 +17,7 @@ from rayrft.rewards import RewardResult, build_reward
 from rayrft.rewards.base import score
 from rayrft.rewards.worker import RewardPool, RewardWorker
 from tests.errors import about
-from tests.scripted import Remote
+from tests.scripted import handle, remote
 
 
 def task(answer: str, **metadata: Any) -> Task:
@@ -109,7 +109,7 @@ async def test_a_reward_that_raises_hangs_or_dies_is_unknown_and_the_pool_goes_o
         def __init__(self) -> None:
             self._reward = moody()
 
-    pool = RewardPool(config, lambda: ray.remote(MoodyWorker).options(num_cpus=0).remote())
+    pool = RewardPool(config, lambda: handle(ray.remote(MoodyWorker).options(num_cpus=0).remote()))
     await pool.open()
     raised, fine = await pool.score(task("a"), ["raise", "fine"])
     assert raised.value is None and raised.reason == "ZeroDivisionError: division by zero"
@@ -135,7 +135,7 @@ async def test_a_worker_that_is_at_work_for_nobody_any_more_is_not_free() -> Non
             await ready.wait()
             ended.set()
 
-    pool = RewardPool(RewardConfig(name="math"), lambda: Remote(Worker()))
+    pool = RewardPool(RewardConfig(name="math"), lambda: remote(Worker()))
     ready.set()
     await pool.open()
     ready.clear()
@@ -151,7 +151,7 @@ async def test_a_worker_that_is_at_work_for_nobody_any_more_is_not_free() -> Non
 
 
 async def test_a_reward_that_runs_inline_has_no_worker() -> None:
-    pool = RewardPool(RewardConfig(name="exact"), None)  # type: ignore[arg-type]
+    pool = RewardPool(RewardConfig(name="exact"), None)
     await pool.open()
     right, wrong = await pool.score(task("a"), ["a", "b"])
     assert (right.value, wrong.value) == (1.0, 0.0)

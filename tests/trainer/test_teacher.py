@@ -18,7 +18,9 @@ from rayrft.trainer.batches import TrainRow, micro_batches
 from rayrft.trainer.commands import OpenStage
 from rayrft.trainer.learner import Learner
 from rayrft.trainer.policy import Policy
-from rayrft.trainer.rank import Rank, RankSetup
+from rayrft.trainer.rank import Rank
+from rayrft.trainer.trainer import RankSetup
+from tests.scripted import handle
 from tests.trainer.test_learner import CPU
 from tests.trainer.test_updates import make_learner, on_policy, own_rows
 
@@ -28,7 +30,7 @@ def rank(tiny_model: Path) -> Iterator[Callable[[str], Rank]]:
     """A rank by itself, in this process, for a precision of the compute."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield lambda dtype: Rank(
-        RankSetup(None, TrainerConfig(ranks=1), str(tiny_model), dtype, 1.0, []), 0, torch.device("cpu")
+        RankSetup(handle(None), TrainerConfig(ranks=1), str(tiny_model), dtype, 1.0, []), 0, torch.device("cpu")
     )
     dist.destroy_process_group()
 
@@ -47,8 +49,8 @@ def test_a_teacher_that_is_the_policy_teaches_nothing(
 ) -> None:
     one, whole = rank(dtype), {"name": "s", "steps": 2, "batch_size": 8, "group_size": 8}
     stage = StageConfig.model_validate({**whole, "algorithm": algorithm, "teacher": str(tiny_model)})
-    one.handle(OpenStage(stage.algorithm.build(), stage, None))
-    learner = one._learner
+    OpenStage(stage.algorithm.build(), stage, None).run(one)
+    learner = one.learner
     assert learner.teacher is not None
     assert {each.dtype for each in learner.teacher.parameters()} == {getattr(torch, dtype)}
     result = learner.step([on_policy(learner, own_rows())])

@@ -1,0 +1,113 @@
+"""Handles of actors: calls by method, which the type checker follows from process to process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
+
+from rayrft.waits import Waits
+
+T = TypeVar("T")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Watched(Protocol):
+    """An actor whose death can be awaited."""
+
+    async def watch(self) -> None:
+        """Never return: a caller that awaits it learns at once when the actor dies."""
+
+
+class Handle(Generic[T]):
+    """A handle of an actor of class ``T`` named ``name``; it may be sent to other processes.
+
+    ``await handle.call(Buffer.ack, step)`` calls `Buffer.ack` at the actor. ``actor`` is Ray's handle, and ``options``
+    are Ray's options of the calls.
+    """
+
+    def __init__(self, name: str, actor: Any, **options: Any) -> None:
+        self.name = name
+        self.actor = actor
+        self._options = options
+
+    @overload
+    def call(
+        self, method: Callable[Concatenate[T, P], Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Awaitable[R]: ...
+
+    @overload
+    def call(self, method: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> Awaitable[R]: ...
+
+    def call(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Awaitable[Any]:
+        """Start the method at the actor, whether or not the result is awaited."""
+        return self._start(method, args, kwargs)
+
+    def with_options(self, **options: Any) -> Handle[T]:
+        """Return a handle whose calls have these of Ray's options."""
+        return Handle(self.name, self.actor, **options)
+
+    def kill(self) -> None:
+        """Kill the actor."""
+        import ray
+
+        ray.kill(self.actor)
+
+    def _start(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Awaitable[Any]:
+        remote = getattr(self.actor, method.__name__)
+        if self._options:
+            remote = remote.options(**self._options)
+        return remote.remote(*args, **kwargs)
+
+
+class TrackedHandle(Handle[T]):
+    """A handle whose calls are recorded as ``waits`` of the caller, for use in its event loop.
+
+    ``endless`` calls are not recorded: they last as long as the run, or block while there is no work. ``cancelled``
+    calls end at the actor, too, when they are cancelled here. ``labels`` name a call from its arguments where the
+    method's name says too little.
+    """
+
+    def __init__(
+        self,
+        handle: Handle[T],
+        waits: Waits,
+        *,
+        endless: Collection[Callable[Concatenate[T, ...], Any]] = (),
+        cancelled: Collection[Callable[Concatenate[T, ...], Any]] = (),
+        labels: Mapping[Callable[Concatenate[T, ...], Any], Callable[..., str]] | None = None,
+    ) -> None:
+        super().__init__(handle.name, handle.actor)
+        self._waits = waits
+        self._endless = endless
+        self._cancelled = cancelled
+        self._labels = labels or {}
+
+    def _start(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Awaitable[Any]:
+        answer = super()._start(method, args, kwargs)
+        if method in self._endless:
+            return answer
+        label = self._labels[method](*args, **kwargs) if method in self._labels else method.__name__
+        return asyncio.ensure_future(self._wait(label, answer, method in self._cancelled))
+
+    async def _wait(self, what: str, answer: Awaitable[Any], cancel: bool) -> Any:
+        with self._waits.on(self.name, what):
+            try:
+                return await answer
+            except asyncio.CancelledError:
+                import ray
+
+                if cancel and isinstance(answer, ray.ObjectRef):
+                    ray.cancel(answer)
+                raise
+
+
+def fetch(call: Awaitable[R], deadline_s: float | None = None) -> R:
+    """Block until a call of a `Handle`, or a task of Ray, has answered; outside of event loops.
+
+    Raises the errors of ``ray.get``, among them GetTimeoutError after ``deadline_s``.
+    """
+    import ray
+
+    return ray.get(call, timeout=deadline_s)

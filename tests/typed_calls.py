@@ -1,0 +1,30 @@
+"""Wrong calls from actor to actor. mypy must reject every one: where it does not, the comment on the line is the error
+(an ``ignore`` that nothing needs)."""
+
+from __future__ import annotations
+
+from rayrft.buffer.buffer import Buffer
+from rayrft.core.placement import PlacedClass
+from rayrft.handle import Handle, TrackedHandle, fetch
+from rayrft.rewards.worker import RewardWorker
+from rayrft.trainer.commands import Describe, Train
+from rayrft.trainer.trainer import Trainer
+from rayrft.waits import Waits
+
+
+async def calls(buffer: Handle[Buffer], trainer: Handle[Trainer]) -> None:
+    await buffer.call(Buffer.ack, "0")  # type: ignore[call-overload]  # a wrong argument
+    await buffer.call(Buffer.ack)  # type: ignore[call-overload]  # one too few
+    await buffer.call(Buffer.ack, 0, version=1)  # type: ignore[call-arg]  # a name that it does not have
+    await buffer.call(Trainer.pid)  # type: ignore[call-overload]  # a method of another actor
+    name: str = await buffer.call(Buffer.pid)  # type: ignore[call-overload]  # its answer for another type
+    digest: str = (await trainer.call(Trainer.command, Describe()))[0]  # type: ignore[assignment]
+    await trainer.call(Trainer.command, Train)  # type: ignore[call-overload]  # a class for a command
+    TrackedHandle(buffer, Waits("a"), endless=[Trainer.watch])  # type: ignore[list-item]
+    del name, digest
+
+
+def blocking(worker: Handle[RewardWorker], workers: PlacedClass[[int], RewardWorker]) -> None:
+    ready: int = fetch(worker.call(RewardWorker.ready))  # type: ignore[assignment]  # a method that is no coroutine
+    workers.create("0")  # type: ignore[arg-type]  # a wrong argument of the constructor
+    del ready
