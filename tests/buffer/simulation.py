@@ -117,11 +117,11 @@ class Rows:
     def __len__(self) -> int:
         return 1
 
-    async def call(self, shard: int, method: str, *arguments: Any, **named: Any) -> Any:
+    async def call(self, shard: int, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         async with self._lock:
-            return await self._world.in_thread(self._do, method, arguments)
+            return await self._world.in_thread(self._do, method.__name__, arguments)
 
-    async def all(self, method: str, *arguments: Any) -> list[Any]:
+    async def all(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
         return [await self.call(0, method, *arguments)]
 
     def _do(self, method: str, arguments: tuple[Any, ...]) -> Any:
