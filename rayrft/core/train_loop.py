@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections import ChainMap
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -24,7 +23,7 @@ from rayrft.explorer.evaluation import Evaluation
 from rayrft.monitor.records import StepRecord
 from rayrft.monitor.verdict import verdict
 from rayrft.trainer.commands import Load, OpenStage, Train
-from rayrft.trainer.result import StepResult
+from rayrft.trainer.result import StepResult, mean_value_errors
 
 
 class Evaluator:
@@ -189,8 +188,6 @@ class TrainLoop:
             name=stage.name,
             pairs=algorithm.needs_pairs,
             mini_batches=stage.update.mini_batches,
-            advantage=algorithm.advantage,
-            coefficients=dict(algorithm.coefficients),
         )
         await self._actors.buffer.open_stage.remote(plan)
 
@@ -204,7 +201,7 @@ class TrainLoop:
         async with self._engines_asleep():
             results: list[StepResult] = await self._command(Train())
         result = results[0]
-        await self._actors.buffer.ack.remote(step, dict(ChainMap(*(each.value_errors for each in results))))
+        await self._actors.buffer.ack.remote(step, mean_value_errors(results))
         await self.refresh_ledger()
         trained = time.perf_counter() - started - waited
         progress.step += 1
