@@ -174,7 +174,7 @@ def _described(found: Found) -> str:
         "tokens": f"{len(row.token_ids)}: {row.prompt_length} of the prompt, {actions.sum()} produced",
         "versions": ", ".join(f"{span.version} (tokens {span.start}-{span.end - 1})" for span in row.weight_versions),
         "logprobs": _spread(row.logprobs[actions]),
-        "advantages": None if row.advantages is None else _spread(row.advantages[actions]),
+        "greedy reward": row.greedy_reward,
     }
     lines = [
         row.experience_id,

@@ -21,10 +21,10 @@ from rayrft.errors import DataError
 
 Source = Literal["usual", "expert", "human", "synthetic"]
 SOURCES: tuple[str, ...] = ("usual", "expert", "human", "synthetic")
-SCHEMA_VERSION = "2"
+SCHEMA_VERSION = "3"
 
-LEFT_OUT = "group_left_out"
-"""Key in a row's metrics: number of rows of its group that were dropped after advantages were computed."""
+MASKED = "masked"
+"""Status of a row that is never trained; its reward counts in its group's advantages."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Experience:
     """One trajectory segment of T tokens. Arrays have shape ``[T]``.
 
     ``action_mask`` is 1 on tokens that the model (or the expert) produced; ``logprobs`` (nats, of the behaviour policy
-    at sampling time) and ``advantages`` are 0 elsewhere. ``experience_id`` is determined by run, task, group, repeat,
+    at sampling time) are 0 elsewhere. ``experience_id`` is determined by run, task, group, repeat,
     attempt and segment, so that a retry is idempotent; it is the ``group_id``, optionally followed by ``/…``.
     """
 
@@ -94,8 +94,10 @@ class Experience:
     weight_versions: tuple[VersionSpan, ...] = ()
     reward: float | None = None
     reward_components: dict[str, float] = field(default_factory=dict)
-    advantages: np.ndarray | None = None
+    greedy_reward: float | None = None
+    """Reward of the greedy answer to the task, for advantages that compare with it."""
     status: str = "finished"
+    """Or `MASKED`."""
     stop_reason: str | None = None
     error: str | None = None
     priority: float = 1.0
@@ -139,7 +141,7 @@ SCHEMA = pa.schema(
         ),
         pa.field("reward", pa.float32()),
         pa.field("reward_components", pa.map_(pa.string(), pa.float32())),
-        pa.field("advantages", pa.list_(pa.float32())),
+        pa.field("greedy_reward", pa.float32()),
         pa.field("status", pa.string()),
         pa.field("stop_reason", pa.string()),
         pa.field("error", pa.string()),

@@ -120,7 +120,7 @@ def test_show_has_everything_that_is_known_of_a_row(live: Path) -> None:
     for part in ("7/0", "'format': 0.5", "[user]\n1 + 1?", "[assistant]\nIt is\n2.", "4: 1 of the prompt, 3 produced"):
         assert part in text
     text = call("show", live, "0/1")
-    for part in ("  group_status         trained", "last trained at step 0", "mean 1, from 1 to 1, on 3 tokens"):
+    for part in ("  group_status         trained", "last trained at step 0", "mean -1, from -1 to -1, on 3 tokens"):
         assert part in text
     assert "late feedback        reward None, labels {'quality': 'bad'}, after version 0" in text
     assert "store                expert/gold" in call("show", live, "90/1")
@@ -143,7 +143,7 @@ def test_what_is_exported_is_read_by_pandas_and_imported_whole(live: Path, tmp_p
     call("export", live, again, "--store", "expert/found")
     before = {row["experience_id"]: row for row in read_jsonl_of(out, tmp_path)}
     for row in read_jsonl(again):
-        changed = {"source": "expert", "uses": 0, "advantages": None, "group_status": None, "trained_step": None}
+        changed = {"source": "expert", "uses": 0, "group_status": None, "trained_step": None}
         assert row == before[row["experience_id"]] | changed | {"segment": row["segment"]}
     assert len(before) == 13
 

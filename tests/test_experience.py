@@ -25,7 +25,7 @@ def make_row(**changes: Any) -> Experience:
         weight_versions=(VersionSpan(2, 3, 6), VersionSpan(3, 4, 7)),
         reward=1.0,
         reward_components={"parsed": 1.0},
-        advantages=np.array([0, 0, 0.5, 0.5], dtype=np.float32),
+        greedy_reward=0.5,
         turns=({"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}),
         metrics={"length": 2.0},
     )
@@ -33,7 +33,7 @@ def make_row(**changes: Any) -> Experience:
 
 
 def test_a_row_survives_the_trip_through_arrow() -> None:
-    rows = [make_row(), make_row(experience_id="e", source="expert", advantages=None, weight_versions=(), turns=())]
+    rows = [make_row(), make_row(experience_id="e", source="expert", weight_versions=(), turns=())]
     back = from_batch(to_batch(rows))
     for row, again in zip(rows, back, strict=True):
         for field in dataclasses.fields(Experience):
@@ -79,7 +79,7 @@ def test_the_oldest_version_of_a_row_counts() -> None:
 
 
 def test_a_right_row_has_no_fault() -> None:
-    expert = make_row(source="expert", advantages=None, weight_versions=())
+    expert = make_row(source="expert", weight_versions=())
     assert find_faults(to_batch([make_row(), expert, make_row(experience_id="run/stage/0")])) == {}
 
 
@@ -135,8 +135,9 @@ def test_a_row_of_wrong_types_is_an_error_that_names_the_column(column: str, val
     [
         ({"logprobs": np.zeros(3, dtype=np.float32)}, "logprobs has not an entry for every token"),
         ({"logprobs": np.array([0, 0, np.nan, 0], dtype=np.float32)}, "logprobs is not finite"),
-        ({"advantages": np.array([0, 0, np.inf, 0], dtype=np.float32)}, "advantages is not finite"),
-        ({"advantages": None, "reward": None}, "an own row needs advantages or a reward"),
+        ({"greedy_reward": float("nan")}, "greedy_reward is not finite"),
+        ({"reward": None}, "an own row needs a reward"),
+        ({"source": "expert", "status": "masked"}, "status is masked, which only own rows may be"),
         ({"teacher_logprobs": np.zeros(5, dtype=np.float32)}, "teacher_logprobs has not an entry for every token"),
         ({"action_mask": np.zeros(4, dtype=np.uint8)}, "action_mask is empty"),
         ({"action_mask": np.array([0, 1, 1, 1], dtype=np.uint8)}, "action_mask marks tokens of the prompt"),

@@ -90,7 +90,7 @@ def test_algorithms_are_pure_torch() -> None:
         assert used <= {"torch", "rayrft"}, path.name
 
 
-def test_importing_rayrft_needs_neither_torch_nor_ray_nor_vllm() -> None:
-    code = "import rayrft, sys; print(sorted({'torch', 'ray', 'vllm', 'transformers'} & set(sys.modules)))"
+def test_importing_rayrft_and_the_coordinating_actors_needs_neither_torch_nor_ray_nor_vllm() -> None:
+    code = "import rayrft.core.master, sys; print(sorted({'torch', 'ray', 'vllm', 'transformers'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout.strip() == "[]", result.stderr

@@ -224,7 +224,7 @@ class Buffer:
     async def feedback(
         self, experience_id: str, reward: float | None = None, labels: dict[str, str] | None = None
     ) -> None:
-        """Change a row before it is trained: its reward, with its group's advantages and priority, and its labels.
+        """Change a row before it is trained: its reward, and with it its group's priority, and its labels.
 
         Raises DataError for an unknown id. If the row was trained already, records the feedback and raises
         FeedbackRefused, whose value is the version that consumed the row.
@@ -234,7 +234,7 @@ class Buffer:
     # Leases.
 
     async def lease(self, step: int, world_size: int, deadline_s: float) -> Lease:
-        """Return the batch of a step as per-rank shares of whole groups, balanced by tokens; idempotent by step.
+        """Return the batch of a step of whole groups, their rows dealt to ranks balanced by tokens; idempotent by step.
 
         Raises LeaseEnded, with what was missing, if the groups do not arrive within ``deadline_s`` or cannot arrive.
         """

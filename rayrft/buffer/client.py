@@ -119,22 +119,21 @@ class BufferWriter:
 
 
 def put_groups(
-    buffer: Handle[Buffer], shards: int, rows: list[Experience], algorithm: Algorithm, group_size: int
+    buffer: Handle[Buffer], shards: int, rows: list[Experience], algorithms: list[Algorithm], group_size: int
 ) -> None:
     """Put rows, grouped by their group ids; return when they are in the log.
 
-    Missing advantages are computed by the algorithm from the rewards of the group. Raises DataError, and puts nothing,
-    if that needs a missing reward or the reward of a greedy answer, if a row does not fit its columns' types, or if a
-    group has not ``group_size`` trajectories (fewer are accepted if all rows have advantages). Also raises DataError if
-    the Buffer rejected groups: ``value`` maps experience or group ids to faults. Rejected groups may be put again,
-    fixed; the others are stored.
+    Raises DataError, and puts nothing, if a row does not fit its columns' types or lacks a reward that advantages of
+    the stages' ``algorithms`` need, or if a group has not ``group_size`` trajectories. Also raises DataError if the
+    Buffer rejected groups: ``value`` maps experience or group ids to faults. Rejected groups may be put again, fixed;
+    the others are stored.
     """
     by_group: dict[str, list[Experience]] = {}
     for row in from_batch(to_batch(rows)):  # with the columns' types
         by_group.setdefault(row.group_id, []).append(row)
-    for group in by_group.values():
-        check_size(group, algorithm, group_size)
-    groups = [complete(group, algorithm) for group in by_group.values()]
+    groups = list(by_group.values())
+    for group in groups:
+        check_group(group, algorithms, group_size)
 
     async def put() -> list[Receipt]:
         writer = BufferWriter(buffer, shards)
@@ -153,38 +152,28 @@ def put_groups(
         )
 
 
-def check_size(group: list[Experience], algorithm: Algorithm, group_size: int) -> None:
-    """Raise DataError if a group has more trajectories than the stage's ``group_size``, or fewer while its advantages
-    are still to be computed, since they would not be those of the whole group."""
-    size = len({row.repeat for row in group})
-    known = algorithm.advantage_is_by_token or all(row.advantages is not None for row in group)
-    if size > group_size or (size < group_size and not known):
+def check_group(group: list[Experience], algorithms: list[Algorithm], group_size: int) -> None:
+    """Raise DataError if a group lacks a reward that the algorithms' advantages need, or if it has more trajectories
+    than ``group_size``, or fewer although a whole group is compared."""
+    size, of = len({row.repeat for row in group}), group[0].group_id
+    compared = not all(algorithm.advantage_is_by_token for algorithm in algorithms)
+    if size > group_size or (compared and size < group_size):
         raise DataError(
             f"a group has {size} trajectories, but the stage's group_size is {group_size}",
             field="group_id",
-            value=group[0].group_id,
-            remedy="put whole groups of that size; smaller ones only with advantages",
+            value=of,
+            remedy="put whole groups of that size",
         )
-
-
-def complete(group: list[Experience], algorithm: Algorithm) -> list[Experience]:
-    """Return the rows of one group with advantages; see `put_groups`."""
-    from rayrft.buffer.feedback import with_advantages  # imports torch
-
-    if not algorithm.advantage_is_by_token and all(row.advantages is not None for row in group):
-        return group
-
-    def fault(problem: str, remedy: str) -> DataError:
-        return DataError(problem, field="group_id", value=group[0].group_id, remedy=remedy)
-
     if any(row.reward is None for row in group):
-        raise fault("a row has no reward to compute advantages from", "score the row")
-    if algorithm.needs_greedy_baseline:
-        raise fault(
-            f"advantage {algorithm.advantage!r} needs the reward of a greedy answer, which rows cannot provide",
-            "put rows with advantages",
+        raise DataError("a row has no reward", field="reward", value=of, remedy="score the row")
+    greedy = [algorithm.advantage for algorithm in algorithms if algorithm.needs_greedy_baseline]
+    if greedy and any(row.greedy_reward is None for row in group):
+        raise DataError(
+            f"advantage {greedy[0]!r} needs the reward of a greedy answer to the task",
+            field="greedy_reward",
+            value=of,
+            remedy="set it on every row of the group",
         )
-    return with_advantages(group, algorithm)
 
 
 def _report(group: list[Experience]) -> GroupReport:

@@ -43,6 +43,8 @@ class StoredGroup:
     """Checksum of a group put without a ticket; else 0."""
     row: int
     rows: int
+    masked: int
+    """Rows that are stored for their rewards alone, counted in ``dropped``."""
     tokens: int
     nbytes: int
     version: int

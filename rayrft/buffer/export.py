@@ -225,7 +225,8 @@ def expert_message(table: pa.Table) -> pa.Buffer:
     changes = {
         "source": pa.repeat(pa.scalar("expert"), len(table)),
         "uses": pa.repeat(pa.scalar(0, pa.int32()), len(table)),
-        "advantages": pa.nulls(len(table), SCHEMA.field("advantages").type),
+        "status": pa.repeat(pa.scalar("finished"), len(table)),
+        "greedy_reward": pa.nulls(len(table), SCHEMA.field("greedy_reward").type),
     }
     columns = [changes.get(name, table.column(name)) for name in SCHEMA.names]
     return pack(pa.Table.from_arrays(columns, schema=SCHEMA).combine_chunks().to_batches()[0])

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import replace
 
 import numpy as np
-import torch
 
-from rayrft.algorithms import Algorithm, Group
 from rayrft.buffer import events as e
 from rayrft.buffer.entries import group_key
 from rayrft.buffer.groups import GroupStatus
 from rayrft.buffer.log.shard import Shard
-from rayrft.buffer.schedule import StagePlan
 from rayrft.buffer.store import Store
 from rayrft.buffer.validation import find_faults
-from rayrft.data.turns import Turns
 from rayrft.errors import DataError, FeedbackRefused
-from rayrft.experience import LEFT_OUT, Experience, from_batch, to_batch
+from rayrft.experience import Experience, from_batch, to_batch
 
 
 class Feedback:
@@ -65,7 +60,7 @@ class Feedback:
         shard = int(self._store.state.groups.shard[slot])
         batch = await self._store.shards.call(shard, Shard.read, [self._store.span(slot)])
         before = from_batch(batch)
-        rows = change(before, experience_id, reward, labels, self._store.state.meta.plan or StagePlan(0))
+        rows = change(before, experience_id, reward, labels)
         if rows is before:
             return []
         sync = self._store.config.fsync == "always"
@@ -91,12 +86,11 @@ class Feedback:
 
 
 def change(
-    rows: list[Experience], experience_id: str, reward: float | None, labels: dict[str, str], plan: StagePlan
+    rows: list[Experience], experience_id: str, reward: float | None, labels: dict[str, str]
 ) -> list[Experience]:
-    """Apply feedback to one row of a group, and recompute the group's advantages if the reward changed; return ``rows``
-    itself if nothing changed.
+    """Apply feedback to one row of a group; return ``rows`` itself if nothing changed.
 
-    Raises DataError if there is no such row, if the reward is not finite, or if the advantages need other rewards, too.
+    Raises DataError if there is no such row, or if the reward is not finite.
     """
     places = [place for place, row in enumerate(rows) if row.experience_id == experience_id]
     if not places:
@@ -106,61 +100,8 @@ def change(
     merged, reward = old.labels | labels, old.reward if reward is None else float(np.float32(reward))
     if (merged, reward) == (old.labels, old.reward):
         return rows
-    row = dataclasses.replace(old, labels=merged, reward=reward)
+    row = replace(old, labels=merged, reward=reward)
     rows = [*rows[: places[0]], row, *rows[places[0] + 1 :]]
-    if reward != old.reward:
-        rows = _recomputed(rows, plan)
     if faults := find_faults(to_batch(rows)):
         raise DataError(next(iter(faults.values())), field="feedback", value=reward)
     return rows
-
-
-def _recomputed(rows: list[Experience], plan: StagePlan) -> list[Experience]:
-    """Return the rows with the stage's advantages, if it has any.
-
-    Raises DataError if they need more than the group's rows, and ConfigError if their function is in a plug-in, which
-    the Buffer does not load.
-    """
-    # Imported here because torch takes seconds to load, and most Buffers never get feedback.
-    from rayrft.algorithms import Algorithm
-    from rayrft.buffer.feedback import with_advantages
-
-    algorithm = Algorithm(plan.name, advantage=plan.advantage, coefficients=plan.coefficients)
-    if algorithm.needs_greedy_baseline:
-        raise DataError(
-            "a reward cannot be changed: the stage's advantages compare it with that of a greedy answer, which is not "
-            "in the Buffer",
-            field="feedback",
-            value=plan.advantage,
-            remedy="give labels only, or use another advantage",
-        )
-    if algorithm.compares_answers and any(LEFT_OUT in row.metrics for row in rows):
-        raise DataError(
-            "a reward cannot be changed: the stage's advantages compare it with those of truncated answers, which are "
-            "not in the Buffer",
-            field="feedback",
-            value=plan.advantage,
-            remedy="give labels only, or use another reward.truncated than mask",
-        )
-    return rows if plan.advantage == "none" else with_advantages(rows, algorithm)
-
-
-def with_advantages(
-    rows: list[Experience], algorithm: Algorithm, greedy_reward: float | None = None
-) -> list[Experience]:
-    """Compute the algorithm's advantages of one group from its rewards (a missing one counts as 0).
-
-    They are equal on all action tokens of a row or, if the algorithm uses turns, of a turn. They are None if a critic
-    is needed: the trainer computes those. Raises ValueError if the algorithm needs ``greedy_reward`` and it is None.
-    """
-    if algorithm.advantage_is_by_token:
-        return [replace(row, advantages=None) for row in rows]
-    if algorithm.needs_turns:
-        turns = Turns.of(rows)
-        known = replace(turns.group, greedy_reward=greedy_reward)
-        found = turns.spread(algorithm.group_advantages(turns.rewards, known), rows)
-    else:
-        rewards = torch.tensor([row.reward or 0.0 for row in rows], dtype=torch.float64)
-        values = algorithm.group_advantages(rewards, Group(greedy_reward)).tolist()
-        found = [row.action_mask * np.float32(value) for row, value in zip(rows, values, strict=True)]
-    return [replace(row, advantages=values) for row, values in zip(rows, found, strict=True)]

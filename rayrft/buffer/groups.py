@@ -33,6 +33,7 @@ _COLUMNS: dict[str, type] = {
     "segment": np.int32,
     "row": np.int64,
     "rows": np.int32,
+    "masked": np.int32,  # of the rows, those that are never trained
     "tokens": np.int32,
     "nbytes": np.int64,
     "version": np.int64,
@@ -55,6 +56,7 @@ class GroupTable:
     segment: np.ndarray
     row: np.ndarray
     rows: np.ndarray
+    masked: np.ndarray
     tokens: np.ndarray
     nbytes: np.ndarray
     version: np.ndarray
@@ -91,10 +93,11 @@ class GroupTable:
         self.sequence[slot] = -1 if group.sequence is None else group.sequence
         self.order[slot] = order
         self.shard[slot], self.segment[slot], self.row[slot] = shard, segment, group.row
-        self.rows[slot], self.tokens[slot], self.nbytes[slot] = group.rows, group.tokens, group.nbytes
+        self.rows[slot], self.masked[slot] = group.rows, group.masked
+        self.tokens[slot], self.nbytes[slot] = group.tokens, group.nbytes
         self.version[slot], self.score[slot] = group.version, group.score
         self.uses[slot], self.pending[slot], self.last_step[slot] = 0, 0, -1
-        self.held_rows += group.rows
+        self.held_rows += self.trainable(slot)
         self.held_bytes += group.nbytes
         self.live[shard, segment] += 1
         return slot
@@ -104,9 +107,13 @@ class GroupTable:
         was = int(self.status[slot] in (GroupStatus.READY, GroupStatus.LEASED))
         now = int(status in (GroupStatus.READY, GroupStatus.LEASED))
         self.status[slot] = status
-        self.held_rows += (now - was) * int(self.rows[slot])
+        self.held_rows += (now - was) * self.trainable(slot)
         self.held_bytes += (now - was) * int(self.nbytes[slot])
         self.live[self.place(slot)] += now - was
+
+    def trainable(self, slots: int | list[int] | np.ndarray) -> int:
+        """Return the number of rows of these groups without the masked ones, as the ledger counts."""
+        return int((self.rows[slots] - self.masked[slots]).sum())
 
     def place(self, slot: int) -> tuple[int, int]:
         """Return the shard and segment of a group's rows."""
@@ -133,7 +140,7 @@ class GroupTable:
 
     def rows_held(self) -> int:
         """Recount the held rows, which must equal `held_rows`."""
-        return int(self.rows[np.isin(self.status, (GroupStatus.READY, GroupStatus.LEASED))].sum())
+        return self.trainable(np.isin(self.status, (GroupStatus.READY, GroupStatus.LEASED)))
 
     @property
     def nbytes_in_memory(self) -> int:
@@ -155,7 +162,7 @@ class GroupTable:
         self._free = np.flatnonzero(self.status == GroupStatus.FREE).tolist()  # sorted: a heap
         self._slots = dict(zip(self.key[taken].tolist(), taken.tolist(), strict=True))
         held = np.isin(self.status, (GroupStatus.READY, GroupStatus.LEASED))
-        self.held_rows, self.held_bytes = int(self.rows[held].sum()), int(self.nbytes[held].sum())
+        self.held_rows, self.held_bytes = self.trainable(held), int(self.nbytes[held].sum())
         self.live = Counter(zip(self.shard[held].tolist(), self.segment[held].tolist(), strict=True))
         return self
 

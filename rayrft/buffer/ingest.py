@@ -130,6 +130,7 @@ def _stored_group(entry: Entry, key: int, done: Appended, place: int) -> e.Store
         digest=entry.digest,
         row=done.row + int(numbers.starts[place]),
         rows=int(numbers.rows[place]),
+        masked=int(numbers.masked[place]),
         tokens=int(numbers.tokens[place]),
         nbytes=int(done.nbytes[place]),
         version=int(numbers.versions[place]),

@@ -6,7 +6,7 @@ import asyncio
 import heapq
 import time
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 
 import numpy as np
 
@@ -24,48 +24,35 @@ from rayrft.waits import Waits
 
 
 def balance(sizes: list[int], parts: int) -> list[list[int]]:
-    """Partition items into ``parts`` lists of nearly equal total size, by the largest differencing method
-    (Karmarkar and Karp 1982). Returns the indices by part; deterministic.
+    """Partition items into ``parts`` lists of nearly equal total size: every item, largest first, goes to the smallest
+    part (longest processing time first, Graham 1969). Returns the ascending indices by part; deterministic.
 
     No part is empty if there are at least as many items as parts. Raises ValueError if ``parts`` < 1.
     """
     if parts < 1:
         raise ValueError(f"parts must be at least 1, got {parts}")
-    # An entry is a partial partition, its parts sorted from largest to smallest; the two entries of the widest spread
-    # are merged, large with small, until one is left.
-    heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
-    for index, size in enumerate(sizes):
-        heap.append((-size, index, [(size, [index])] + [(0, []) for _ in range(parts - 1)]))
-    heapq.heapify(heap)
-    while len(heap) > 1:
-        _, order, first = heapq.heappop(heap)
-        _, _, second = heapq.heappop(heap)
-        merged = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(first, reversed(second), strict=True)]
-        merged.sort(key=lambda part: (-part[0], part[1]))
-        heapq.heappush(heap, (merged[-1][0] - merged[0][0], order, merged))
-    result = [sorted(indices) for _, indices in heap[0][2]] if heap else [[] for _ in range(parts)]
-    return _fill_empty(result)
-
-
-def _fill_empty(parts: list[list[int]]) -> list[list[int]]:
-    """Move an item from the longest part to every empty one; one huge item can leave a part empty."""
-    for part in parts:
-        if not part:
-            donor = max(parts, key=len)
-            if len(donor) > 1:
-                part.append(donor.pop())
-    return parts
+    heap = [(0, part) for part in range(parts)]
+    result: list[list[int]] = [[] for _ in range(parts)]
+    for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
+        total, part = heap[0]
+        result[part].append(item)
+        heapq.heapreplace(heap, (total + sizes[item], part))
+    return [sorted(items) for items in result]
 
 
 @dataclass(frozen=True)
 class BlockRows:
-    """Rows of one block with their importance ``weights``. Rows marked ``alone`` get a micro-batch of their own, so
-    that a failing step identifies the row it failed on."""
+    """Rows of one block to train, R in number; arrays of shape ``[R]`` unless stated."""
 
     ref: Ref
     rows: np.ndarray
+    groups: np.ndarray
+    """``[R, 2]``: first row and number of rows of a row's group in the block, which its advantage compares it with;
+    0 rows for a demonstration."""
     weights: np.ndarray
+    """Importance weights."""
     alone: np.ndarray
+    """Rows that get a micro-batch of their own, so that a failing step identifies the row it failed on."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +83,7 @@ class Lease:
 
 @dataclass(frozen=True)
 class Unit:
-    """Rows that must go to the same rank: a group, a demonstration, or a preference pair."""
+    """Rows that must go to the same rank: one row, or a preference pair."""
 
     ref: Ref
     row: int
@@ -104,18 +91,19 @@ class Unit:
     tokens: int
     weight: float = 1.0
     alone: bool = False
+    group: tuple[int, int] = (0, 0)
+    """First row and number of rows of its group in the block; no rows for demonstrations."""
 
 
-def deal(units: list[Unit], world_size: int, mini_batches: int = 1) -> tuple[BatchShare, ...]:
-    """Split units into shares of nearly equal tokens, keeping their order within a share.
+def deal(batches: list[list[Unit]], world_size: int) -> tuple[BatchShare, ...]:
+    """Split the units of the mini-batches into shares of nearly equal tokens, keeping their order within a share.
 
-    Every ``mini_batches``-th unit belongs to the same mini-batch, and every mini-batch is balanced separately.
+    Every mini-batch is balanced separately.
     """
     dealt: list[list[list[Unit]]] = [[] for _ in range(world_size)]
-    for number in range(mini_batches):
-        some = units[number::mini_batches]
-        for rank, items in enumerate(balance([unit.tokens for unit in some], world_size)):
-            dealt[rank].append([some[item] for item in items])
+    for units in batches:
+        for rank, items in enumerate(balance([unit.tokens for unit in units], world_size)):
+            dealt[rank].append([units[item] for item in items])
     return tuple(_share(rank) for rank in dealt)
 
 
@@ -126,8 +114,9 @@ def _share(mini_batches: list[list[Unit]]) -> BatchShare:
         block = list(run)
         rows = np.concatenate([np.arange(unit.row, unit.row + unit.rows, dtype=np.int32) for unit in block])
         counts = [unit.rows for unit in block]
+        groups = np.repeat(np.array([unit.group for unit in block], np.int32), counts, axis=0)
         weights = np.repeat(np.array([unit.weight for unit in block], np.float32), counts)
-        parts.append(BlockRows(ref, rows, weights, np.repeat([unit.alone for unit in block], counts)))
+        parts.append(BlockRows(ref, rows, groups, weights, np.repeat([unit.alone for unit in block], counts)))
     sizes = tuple(sum(unit.rows for unit in mini_batch) for mini_batch in mini_batches)
     return BatchShare(tuple(parts), sum(unit.tokens for unit in units), sizes)
 
@@ -285,31 +274,33 @@ class Leasing:
         # In order of arrival, which does not change when the store is reopened or groups are moved.
         slots = sorted(record.slots, key=lambda slot: int(groups.order[slot]))
         blocks = await self._store.blocks(slots)
-        units = [
-            Unit(
-                *blocks[slot],
-                int(groups.rows[slot]),
-                int(groups.tokens[slot]),
-                weights[slot],
-                alone=slot in record.blamed,
-            )
-            for slot in slots
-        ]
+        parts = [_rows_of(*blocks[slot], weights[slot], alone=slot in record.blamed) for slot in slots]
+        usual_rows = sum(map(len, parts))
         if record.demonstrations is not None:
             expert = await self._experts.get(record.demonstrations, record.extent)
             for row in record.expert[:: record.unit]:
                 tokens = int(expert.tokens[row : row + record.unit].sum())
-                units.append(Unit(expert.ref, row, record.unit, tokens, alone=row in record.blamed_expert))
+                parts.append([Unit(expert.ref, row, record.unit, tokens, alone=row in record.blamed_expert)])
+        count = min(record.mini_batches, len(parts))
         return Lease(
             record.step,
             record.draw,
-            deal(units, world_size, min(record.mini_batches, len(units))),
-            usual_rows=int(groups.rows[slots].sum()),
+            # Every count-th group or demonstration is in the same mini-batch.
+            deal([list(chain.from_iterable(parts[number::count])) for number in range(count)], world_size),
+            usual_rows=usual_rows,
             expert_rows=len(record.expert),
             staleness=tuple(record.staleness),
             rollouts=record.rollouts,
             waited_s=waited_s,
         )
+
+
+def _rows_of(ref: Ref, first: int, tokens: np.ndarray, weight: float, *, alone: bool) -> list[Unit]:
+    """Return the rows of a group that are trained, one by one, from the ``tokens`` of all its rows."""
+    group = (first, len(tokens))
+    return [
+        Unit(ref, first + row, 1, count, weight, alone, group) for row, count in enumerate(tokens.tolist()) if count
+    ]
 
 
 def _prefixes(experience_id: str) -> list[str]:

@@ -41,9 +41,6 @@ class StagePlan:
     """With ``version``, identifies a stage that is opened again."""
     pairs: bool = False
     mini_batches: int = 1
-    advantage: str = "grpo"
-    """Advantage function (`rayrft.algorithms.advantages`) applied to a group again after feedback."""
-    coefficients: dict[str, float | int | bool | str | None] = field(default_factory=dict)
     scheduled: bool = True
     """Whether groups need tickets. Otherwise producers put groups at any time, and steps draw from the pool."""
 

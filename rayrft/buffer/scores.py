@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from rayrft.errors import DataError
@@ -63,19 +62,6 @@ def check_scores(values: Floats, giver: str) -> None:
 
 
 scores = Scores("score")
-
-
-@scores.register("abs_advantage")
-def abs_advantage(batch: pa.RecordBatch, starts: Ints) -> Floats:
-    """Compute the mean over rows of the mean absolute advantage of their action tokens. Advantages of a critic are not
-    known yet: all groups score 0, and the draw is uniform."""
-    known = batch["advantages"].is_valid()
-    rows = batch.select(["advantages", "action_mask"]).filter(known)
-    action = rows["action_mask"].flatten().to_numpy().astype(bool)
-    sizes = np.abs(rows["advantages"].flatten().to_numpy())
-    row = np.repeat(np.arange(rows.num_rows), pc.list_value_length(rows["advantages"]).to_numpy())
-    means = _means(row[action], sizes[action], rows.num_rows)
-    return _means(_groups(batch, starts)[known.to_numpy(zero_copy_only=False)], means, len(starts))
 
 
 @scores.register("reward_deviation")

@@ -257,7 +257,7 @@ class State:
 
     def retire(self, slot: int, reason: str) -> None:
         """Remove a group: it counts as trained if it was ever used, else as dropped."""
-        rows = int(self.groups.rows[slot])
+        rows = self.groups.trainable(slot)
         if self.groups.uses[slot]:
             self.meta.ledger.trained += rows
             self.groups.set_status(slot, GroupStatus.TRAINED)

@@ -16,7 +16,7 @@ import numpy as np
 from rayrft.buffer import events as e
 from rayrft.buffer.log.journal import GroupCommit, Journal, Position
 from rayrft.buffer.log.segments import Extent, segment_name
-from rayrft.buffer.log.shard import NotOpen, RowSpan, Shard
+from rayrft.buffer.log.shard import NotOpen, Ref, RowSpan, Shard
 from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.samplers import Sampler, samplers
 from rayrft.buffer.state import State
@@ -182,9 +182,10 @@ class Store:
             found.setdefault(int(self.state.groups.shard[slot]), []).append(slot)
         return found
 
-    async def blocks(self, slots: list[int]) -> dict[int, tuple[Any, int]]:
-        """Return the block of every group's rows, and the index of the first row in it."""
-        found: dict[int, tuple[Any, int]] = {}
+    async def blocks(self, slots: list[int]) -> dict[int, tuple[Ref, int, np.ndarray]]:
+        """Return the block of every group's rows, the index of the first row in it, and the tokens of the rows, 0 for
+        masked ones."""
+        found: dict[int, tuple[Ref, int, np.ndarray]] = {}
         for shard, of_shard in self.by_shard(slots).items():
             refs = await self.shards.call(shard, Shard.refs, [self.span(slot) for slot in of_shard])
             found.update(zip(of_shard, refs, strict=True))
@@ -194,7 +195,7 @@ class Store:
         """Return the blocks of these groups with the sorted indices of their rows."""
         groups = self.state.groups
         rows: dict[Any, list[np.ndarray]] = {}
-        for slot, (ref, row) in (await self.blocks(slots)).items():
+        for slot, (ref, row, _) in (await self.blocks(slots)).items():
             rows.setdefault(ref, []).append(np.arange(row, row + int(groups.rows[slot])))
         return [(ref, np.sort(np.concatenate(parts))) for ref, parts in rows.items()]
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from rayrft.experience import SOURCES
+from rayrft.experience import MASKED, SOURCES
 
 _ROUNDING = 1e-4
 """Nats by which rounding may bring a log-prob above 0."""
@@ -43,6 +44,8 @@ class GroupNumbers:
     starts: np.ndarray
     """First row of the group in its batch."""
     rows: np.ndarray
+    masked: np.ndarray
+    """Rows that are never trained."""
     tokens: np.ndarray
     versions: np.ndarray
     """Oldest weight version among the group's tokens."""
@@ -68,9 +71,15 @@ def group_numbers(batch: pa.RecordBatch, starts: np.ndarray) -> GroupNumbers:
     return GroupNumbers(
         starts,
         np.diff(np.append(starts, batch.num_rows)),
+        np.add.reduceat(is_masked(batch).astype(np.int64), starts),
         np.add.reduceat(lengths.astype(np.int64), starts),
         np.minimum.reduceat(versions, starts),
     )
+
+
+def is_masked(batch: pa.RecordBatch) -> np.ndarray:
+    """Return whether a row is stored for its reward alone; shape ``[rows]``."""
+    return pc.fill_null(pc.equal(batch.column("status"), MASKED), False).to_numpy(zero_copy_only=False)
 
 
 def find_faults(batch: pa.RecordBatch, limits: Limits = Limits()) -> dict[int, str]:
@@ -100,7 +109,9 @@ def find_faults(batch: pa.RecordBatch, limits: Limits = Limits()) -> dict[int, s
     rewards = batch.column("reward").to_numpy(zero_copy_only=False)
     known = batch.column("reward").is_valid().to_numpy(zero_copy_only=False)
     mark(known & ~np.isfinite(rewards), "reward is not finite")
-    for name in ("action_mask", "logprobs", "advantages", "teacher_logprobs"):
+    greedy = pc.fill_null(batch.column("greedy_reward"), 0.0).to_numpy(zero_copy_only=False)
+    mark(~np.isfinite(greedy), "greedy_reward is not finite")
+    for name in ("action_mask", "logprobs", "teacher_logprobs"):
         column = batch.column(name)
         if column.null_count == batch.num_rows:
             continue
@@ -116,8 +127,13 @@ def find_faults(batch: pa.RecordBatch, limits: Limits = Limits()) -> dict[int, s
     mark(fits & (action.total == 0), "action_mask is empty")
     mark(fits & (action.between(0, np.where(fits, prompt, 0)) > 0), "action_mask marks tokens of the prompt")
     own = sources == "usual"
-    none = batch.column("advantages").is_null().to_numpy(zero_copy_only=False)
-    mark(own & none & ~known, "an own row needs advantages or a reward")
+    mark(own & ~known, "an own row needs a reward")
+    masked = is_masked(batch)
+    mark(masked & ~own, "status is masked, which only own rows may be")
+    if masked.any():
+        starts = group_starts(batch)
+        counts = np.diff(np.append(starts, batch.num_rows))
+        mark(np.repeat(np.logical_and.reduceat(masked, starts), counts), "every row of its group is masked")
     mark(own & fits & ~_versions_cover(batch, action, lengths), "weight_versions do not cover every action token")
     spans = batch.column("weight_versions")
     versions = _values(spans, "version")

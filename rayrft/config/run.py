@@ -179,7 +179,7 @@ class RunConfig(Section):
                 "buffer.sampler.score",
                 "needs a critic, and no stage has one",
                 value="td_error",
-                remedy="use algorithm ppo, or a score of abs_advantage, reward_deviation or failure",
+                remedy="use algorithm ppo, or a score of reward_deviation or failure",
             )
         return self
 

@@ -66,9 +66,8 @@ class RunData:
     def put(self, rows: list[Experience]) -> None:
         """Put whole groups of own rows into a run in mode ``train``; return when they are in its log.
 
-        Missing advantages are computed from the rewards of their group by the algorithm of the first stage that takes
-        groups. Groups that were put before are skipped. Raises DataError if rows are invalid, with what was rejected
-        and why; see `rayrft.buffer.client.put_groups`.
+        Their advantages are computed from the rewards when they are trained. Groups that were put before are skipped.
+        Raises DataError if rows are invalid, with what was rejected and why; see `rayrft.buffer.client.put_groups`.
         """
         from rayrft.buffer.client import put_groups
         from rayrft.config import load_config
@@ -86,8 +85,8 @@ class RunData:
                 value=self.name,
                 remedy="give a stage an algorithm that trains on own rows",
             )
-        algorithm, group_size = stages[0].algorithm.build(), stages[0].group_size
-        put_groups(self._buffer(), config.buffer.shards, rows, algorithm, group_size)
+        algorithms = [stage.algorithm.build() for stage in stages]
+        put_groups(self._buffer(), config.buffer.shards, rows, algorithms, stages[0].group_size)
 
     def finish(self) -> None:
         """Declare that no more groups will be put: a step that cannot be filled then ends the run's stage."""

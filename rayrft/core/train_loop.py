@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections import ChainMap
 from collections.abc import AsyncIterator
 from typing import Any, TypeVar
 
@@ -25,6 +24,7 @@ from rayrft.explorer.explorer import Explorer
 from rayrft.monitor.records import StepRecord
 from rayrft.monitor.verdict import verdict
 from rayrft.trainer.commands import Command, Load, OpenStage, Train
+from rayrft.trainer.result import mean_value_errors
 from rayrft.trainer.trainer import Trainer
 
 R = TypeVar("R")
@@ -194,8 +194,6 @@ class TrainLoop:
             name=stage.name,
             pairs=algorithm.needs_pairs,
             mini_batches=stage.update.mini_batches,
-            advantage=algorithm.advantage,
-            coefficients=dict(algorithm.coefficients),
         )
         await self._actors.buffer.call(Buffer.open_stage, plan)
 
@@ -209,7 +207,7 @@ class TrainLoop:
         async with self._engines_asleep():
             results = await self._command(Train())
         result = results[0]
-        await self._actors.buffer.call(Buffer.ack, step, dict(ChainMap(*(each.value_errors for each in results))))
+        await self._actors.buffer.call(Buffer.ack, step, mean_value_errors(results))
         await self.refresh_ledger()
         trained = time.perf_counter() - started - waited
         progress.step += 1

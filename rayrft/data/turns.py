@@ -1,17 +1,37 @@
-"""The turns of a group's rows (runs of model tokens) with their rewards and states."""
+"""Advantages of a group's rows from their rewards: by row, or by turn (a run of model tokens)."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rayrft.algorithms import Group
+from rayrft.algorithms import Algorithm, Group
 from rayrft.experience import Experience
+
+
+def group_advantages(
+    rows: list[Experience], algorithm: Algorithm, rewards: list[float] | None = None
+) -> list[np.ndarray]:
+    """Compute the algorithm's advantages of all rows of one group, an array ``[T]`` (float32) for every row.
+
+    They are equal on all action tokens of a row or, if the algorithm uses turns, of a turn, and 0 elsewhere.
+    ``rewards`` replace those of the rows. Raises ValueError if the advantages come from a critic, or compare with a
+    greedy answer whose reward is missing.
+    """
+    if rewards is not None:
+        rows = [replace(row, reward=reward) for row, reward in zip(rows, rewards, strict=True)]
+    if algorithm.needs_turns:
+        turns = Turns.of(rows)
+        known = replace(turns.group, greedy_reward=rows[0].greedy_reward)
+        return turns.spread(algorithm.group_advantages(turns.rewards, known), rows)
+    values = torch.tensor([row.reward for row in rows], dtype=torch.float64)
+    found = algorithm.group_advantages(values, Group(rows[0].greedy_reward)).tolist()
+    return [row.action_mask * np.float32(value) for row, value in zip(rows, found, strict=True)]
 
 
 @dataclass(frozen=True)

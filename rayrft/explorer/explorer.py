@@ -20,9 +20,9 @@ from rayrft.explorer.rollout import Rollout, Runner
 from rayrft.explorer.router import Router
 from rayrft.explorer.scoring import (
     apply_rewards,
-    assign_advantages,
+    drop_zero_variance,
     earned,
-    leave_out_truncated,
+    mask_truncated,
     with_baseline,
     with_failures,
 )
@@ -166,10 +166,10 @@ class Explorer:
         scored = apply_rewards(rollout.rows, rollout.results, rules, max_tokens=max_tokens)
         for baseline in greedy:
             scored = with_baseline(scored, apply_rewards(baseline.rows, baseline.results, rules, max_tokens=max_tokens))
-        drop = self._config.explorer.drop_zero_variance
-        scored = assign_advantages(scored, algorithm, drop_zero_variance=drop)
+        if self._config.explorer.drop_zero_variance:
+            scored = drop_zero_variance(scored, algorithm)
         if rules.truncated == "mask":
-            scored = leave_out_truncated(scored)
+            scored = mask_truncated(scored)
         scored = with_failures(scored, rollout.failed)
         if scored.rows:
             batch = to_batch(scored.rows)

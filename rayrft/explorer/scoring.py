@@ -1,17 +1,16 @@
-"""Scoring of trajectories into trainable rows: rewards, advantages, and counts of dropped rows by reason."""
+"""Scoring of trajectories into trainable rows: rewards, filters, and counts of dropped rows by reason."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rayrft.buffer.events import GroupReport
 from rayrft.config.reward import RewardConfig
-from rayrft.experience import LEFT_OUT, Experience
+from rayrft.experience import MASKED, Experience
 from rayrft.rewards import RewardResult
 
 if TYPE_CHECKING:
@@ -30,8 +29,6 @@ class ScoredGroup:
     rewards: list[float] = field(default_factory=list)
     unpunished: list[float] = field(default_factory=list)
     """The rewards before the overlong penalty."""
-    greedy_reward: float | None = None
-    """Reward of the greedy answer to the same task, if one was requested."""
 
 
 def apply_rewards(
@@ -57,7 +54,7 @@ def apply_rewards(
             penalty = overlong_penalty(row, max_tokens, config.overlong_buffer) if config.overlong_buffer else 0.0
         unpunished.append(value)
         reward, components = value + penalty, result.components
-        kept.append(dataclasses.replace(row, reward=reward, reward_components=components, error=result.reason))
+        kept.append(replace(row, reward=reward, reward_components=components, error=result.reason))
     values = [row.reward for row in kept if row.reward is not None]
     report = GroupReport(
         rows=len(rows),
@@ -83,48 +80,41 @@ def overlong_penalty(row: Experience, max_tokens: int, buffer: int) -> float:
     return min(0.0, max(-1.0, (max_tokens - buffer - length) / buffer))
 
 
-def leave_out_truncated(group: ScoredGroup) -> ScoredGroup:
-    """Drop truncated answers after advantages were assigned (overlong filtering). The metric `LEFT_OUT` of the other
-    rows holds how many were dropped."""
-    kept = [row for row in group.rows if row.stop_reason != "length"]
-    truncated = len(group.rows) - len(kept)
-    if truncated:
-        kept = [dataclasses.replace(row, metrics={**row.metrics, LEFT_OUT: float(truncated)}) for row in kept]
-    return dataclasses.replace(group, rows=kept, dropped=group.dropped + Counter(truncated=truncated))
+def mask_truncated(group: ScoredGroup) -> ScoredGroup:
+    """Exclude truncated answers from training (overlong filtering): their rewards still count in the group's
+    advantages. Without another answer, all rows are dropped."""
+    rows = [replace(row, status=MASKED) if row.stop_reason == "length" else row for row in group.rows]
+    masked = sum(row.status == MASKED for row in rows)
+    dropped = group.dropped + Counter(truncated=masked)
+    return replace(group, rows=rows if masked < len(rows) else [], dropped=dropped)
 
 
 def with_baseline(group: ScoredGroup, greedy: ScoredGroup) -> ScoredGroup:
     """Set the greedy baseline, the mean reward of the greedy answer's rows; without one, drop all rows."""
     if greedy.rewards:
-        return dataclasses.replace(group, greedy_reward=sum(greedy.rewards) / len(greedy.rewards))
+        reward = sum(greedy.rewards) / len(greedy.rewards)
+        return replace(group, rows=[replace(row, greedy_reward=reward) for row in group.rows])
     dropped = group.dropped + Counter(baseline_unknown=len(group.rows))
-    return dataclasses.replace(group, rows=[], rewards=[], dropped=dropped, unknown=greedy.unknown)
+    return replace(group, rows=[], rewards=[], dropped=dropped, unknown=greedy.unknown)
 
 
 def with_failures(group: ScoredGroup, failed: Counter[str]) -> ScoredGroup:
     """Count every failed repeat as one row that was sampled and dropped."""
-    report = dataclasses.replace(group.report, rows=group.report.rows + failed.total())
-    return dataclasses.replace(group, dropped=group.dropped + failed, report=report)
+    report = replace(group.report, rows=group.report.rows + failed.total())
+    return replace(group, dropped=group.dropped + failed, report=report)
 
 
-def assign_advantages(group: ScoredGroup, algorithm: Algorithm, *, drop_zero_variance: bool) -> ScoredGroup:
-    """Set the algorithm's advantages (see `rayrft.buffer.feedback.with_advantages`) and drop zero-variance groups.
+def drop_zero_variance(group: ScoredGroup, algorithm: Algorithm) -> ScoredGroup:
+    """Drop all rows if the algorithm learns nothing from them: all their advantages are 0, and such rows contribute no
+    gradient.
 
-    A group is dropped if all its advantages are 0 and the algorithm learns nothing from such rows. The test uses
-    rewards before the overlong penalty, so that wrong answers are not kept for differing in length (DAPO, Yu et al.
-    2025, arXiv:2503.14476, eq. 11, filters by correctness).
+    The test uses rewards before the overlong penalty, so that wrong answers are not kept for differing in length (DAPO,
+    Yu et al. 2025, arXiv:2503.14476, eq. 11, filters by correctness).
     """
-    if not group.rows:
+    if not group.rows or not algorithm.zero_advantage_is_noop:
         return group
-    from rayrft.buffer.feedback import with_advantages  # imports torch, which the Master does not need
+    from rayrft.data.turns import group_advantages  # imports torch, which the Master does not need
 
-    rows = judged = with_advantages(group.rows, algorithm, group.greedy_reward)
-    if group.unpunished != group.rewards:
-        plain = zip(group.rows, group.unpunished, strict=True)
-        unpunished = [dataclasses.replace(row, reward=value) for row, value in plain]
-        judged = with_advantages(unpunished, algorithm, group.greedy_reward)
-    moves = (row.advantages is None or row.advantages.any() for row in judged)
-    if drop_zero_variance and algorithm.zero_advantage_is_noop and not any(moves):
-        dropped = group.dropped + Counter(zero_variance=len(rows))
-        return dataclasses.replace(group, rows=[], dropped=dropped)
-    return dataclasses.replace(group, rows=rows)
+    if any(values.any() for values in group_advantages(group.rows, algorithm, group.unpunished)):
+        return group
+    return replace(group, rows=[], dropped=group.dropped + Counter(zero_variance=len(group.rows)))

@@ -58,15 +58,15 @@ def with_teacher(
     return batches
 
 
-def value_errors(batches: Batches) -> dict[str, float]:
-    """Return the critic's error for every group of own rows on this rank: the mean over rows, by group id."""
+def value_errors(batches: Batches) -> dict[str, tuple[float, int]]:
+    """Return the critic's errors by group id: their sum over this rank's rows of the group, and the number of rows."""
     rows: dict[str, list[float]] = {}
     for micro in chain.from_iterable(batches):
         own = (~micro.tokens.expert & ~micro.tokens.paired).tolist()
         for group, error, counts in zip(micro.groups, mean_value_errors(micro.tokens).tolist(), own, strict=True):
             if counts:
                 rows.setdefault(group, []).append(error)
-    return {group: sum(errors) / len(errors) for group, errors in rows.items() if group}
+    return {group: (sum(errors), len(errors)) for group, errors in rows.items() if group}
 
 
 def _with(micro: MicroBatch, **fields: Tensor) -> MicroBatch:

@@ -12,9 +12,10 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from rayrft.algorithms import TokenBatch
-from rayrft.buffer.leases import BatchShare
-from rayrft.experience import list_column, unpack
+from rayrft.algorithms import Algorithm, TokenBatch
+from rayrft.buffer.leases import BatchShare, BlockRows
+from rayrft.data.turns import group_advantages
+from rayrft.experience import from_batch, list_column, unpack
 from rayrft.trainer.packing import Packing
 
 
@@ -69,44 +70,43 @@ class MicroBatch:
         return torch.nonzero(self.tokens.mask & (self.packing.positions > 0)).squeeze(-1)
 
 
-def fetch_mini_batches(share: BatchShare) -> list[list[TrainRow]]:
-    """Fetch a rank's rows, one list per mini-batch."""
-    rows = iter(fetch_rows(share))
+def fetch_mini_batches(share: BatchShare, algorithm: Algorithm) -> list[list[TrainRow]]:
+    """Fetch a rank's rows with the algorithm's advantages, one list per mini-batch."""
+    rows = iter(fetch_rows(share, algorithm))
     return [list(islice(rows, count)) for count in share.rows]
 
 
-def fetch_rows(share: BatchShare) -> list[TrainRow]:
+def fetch_rows(share: BatchShare, algorithm: Algorithm) -> list[TrainRow]:
     """Read a rank's share from the object store, without copying out of shared memory."""
     import ray
 
     messages: list[pa.Buffer] = ray.get([part.ref for part in share.parts])
     rows: list[TrainRow] = []
     for message, part in zip(messages, share.parts, strict=True):
-        rows += read_rows(unpack(message), part.rows, part.weights, part.alone, start=len(rows))
+        rows += read_rows(unpack(message), part, algorithm, start=len(rows))
     return rows
 
 
-def read_rows(
-    batch: pa.RecordBatch, indices: np.ndarray, weights: np.ndarray, alone: np.ndarray, *, start: int = 0
-) -> list[TrainRow]:
-    """Return the rows at ``indices`` with their importance weights; expert rows have no advantages and get zeros.
+def read_rows(batch: pa.RecordBatch, part: BlockRows, algorithm: Algorithm, *, start: int = 0) -> list[TrainRow]:
+    """Return the rows of the share's part of a block, with their advantages.
 
     ``start`` is the index of the first row in the rank's share. A pair's number is the index of its first side.
     """
-    tokens, masks, logprobs, advantages = (
-        list_column(batch.column(name), indices) for name in ("token_ids", "action_mask", "logprobs", "advantages")
+    indices = part.rows
+    tokens, masks, logprobs = (
+        list_column(batch.column(name), indices) for name in ("token_ids", "action_mask", "logprobs")
     )
     taken = (
         batch.select(["source", "reward", "pair_id", "chosen", "images", "group_id", "experience_id"])
         .take(pa.array(indices))
         .to_pydict()
     )
+    advantages = _advantages(batch, part.groups, algorithm)
     rows: list[TrainRow] = []
     pair_ids = taken["pair_id"]
-    for i, weight in enumerate(weights):
+    for i, index in enumerate(indices.tolist()):
         token_ids, mask, behaviour = tokens[i], masks[i], logprobs[i]
         assert token_ids is not None and mask is not None and behaviour is not None  # not nullable in the schema
-        advantage = advantages[i]
         pair = None if pair_ids[i] is None else start + i
         if pair is not None and i and pair_ids[i - 1] == pair_ids[i] and rows[-1].pair == pair - 1:
             pair = rows[-1].pair  # the row before is the first side of this one's pair
@@ -115,19 +115,29 @@ def read_rows(
                 token_ids,
                 mask,
                 behaviour,
-                np.zeros(len(token_ids), dtype=np.float32) if advantage is None else advantage,
+                advantages[index] if index in advantages else np.zeros(len(token_ids), dtype=np.float32),
                 expert=taken["source"][i] == "expert",
-                weight=float(weight),
+                weight=float(part.weights[i]),
                 reward=taken["reward"][i] or 0.0,
                 pair=pair,
                 chosen=bool(taken["chosen"][i]),
                 images=tuple(taken["images"][i] or ()),
                 group=taken["group_id"][i],
                 experience=taken["experience_id"][i],
-                alone=bool(alone[i]),
+                alone=bool(part.alone[i]),
             )
         )
     return rows
+
+
+def _advantages(batch: pa.RecordBatch, groups: np.ndarray, algorithm: Algorithm) -> dict[int, np.ndarray]:
+    """Return the advantages by row of all rows of the block's ``groups``, unless a critic provides them later."""
+    found: dict[int, np.ndarray] = {}
+    if not algorithm.advantage_is_by_token:
+        for first, count in np.unique(groups, axis=0).tolist():
+            rows = from_batch(batch.slice(first, count))
+            found.update(enumerate(group_advantages(rows, algorithm) if rows else [], start=first))
+    return found
 
 
 def micro_batches(

@@ -108,6 +108,11 @@ class Learner:
         return result
 
     @property
+    def algorithm(self) -> Algorithm:
+        """The open stage's algorithm, with its present coefficients."""
+        return self._algorithm
+
+    @property
     def _policy_step(self) -> int:
         """Steps in which the stage has trained the policy so far."""
         return max(0, self._step - self._critic_warmup_steps)

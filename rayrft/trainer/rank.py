@@ -96,7 +96,7 @@ class Rank:
         from ray.exceptions import ObjectLostError
 
         try:
-            self._mini_batches = fetch_mini_batches(lease.shares[self._index])
+            self._mini_batches = fetch_mini_batches(lease.shares[self._index], self.learner.algorithm)
         except ObjectLostError:
             return False
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
@@ -43,7 +44,7 @@ class StepResult:
     Losses are unweighted. Policy metrics are means over own action tokens, 0 if there are none. ``kl`` is the mean of
     the first epoch, which sees every row once. ``logprob_gap`` and ``first_update`` are of the first update that has
     own rows. ``correction_weight`` is 1 without a correction. Coefficients are those of this step, 0 without such a
-    term. ``value_errors``: the critic's error before the first update by id of this rank's groups; empty without one.
+    term. ``value_errors``: see `rayrft.trainer.annotation.value_errors`; empty without a critic.
     """
 
     loss: float
@@ -67,7 +68,7 @@ class StepResult:
     expert_tokens: int
     train_s: float
     first_update: FirstUpdate
-    value_errors: dict[str, float]
+    value_errors: dict[str, tuple[float, int]]
 
     @classmethod
     def of(
@@ -77,7 +78,7 @@ class StepResult:
         algorithm: Algorithm,
         train_s: float,
         epochs: int,
-        value_errors: dict[str, float],
+        value_errors: dict[str, tuple[float, int]],
     ) -> Self:
         """Combine the updates of one step of ``epochs`` passes over the batch."""
         from rayrft.algorithms.pieces import NONE
@@ -119,3 +120,14 @@ class StepResult:
             first_update=FirstUpdate(kl(first), per_token("clipped", first)),
             value_errors=value_errors,
         )
+
+
+def mean_value_errors(results: list[StepResult]) -> dict[str, float]:
+    """Return the critic's mean error over a group's rows by group id, from the results of all ranks."""
+    sums: dict[str, float] = {}
+    counts = Counter[str]()
+    for result in results:
+        for group, (total, rows) in result.value_errors.items():
+            sums[group] = sums.get(group, 0.0) + total
+            counts[group] += rows
+    return {group: total / counts[group] for group, total in sums.items()}

@@ -53,7 +53,6 @@ def template(rows: int, tokens: int = 128) -> pa.RecordBatch:
                 logprobs=logprobs[row],
                 weight_versions=(VersionSpan(tokens // 4, tokens, 0),),
                 reward=float(row % 2),
-                advantages=mask.astype(np.float32),
             )
             for row in range(rows)
         ]

@@ -23,12 +23,18 @@ def admit(buffer: Any, count: int = 10, call: list[int] = [0]) -> Any:  # noqa: 
     return buffer.admit.remote("test", call[0], count)
 
 
-def put(buffer: Any, ticket: Ticket | None, rows: list[Experience] | None = None, **report: Any) -> None:
+def put(
+    buffer: Any,
+    ticket: Ticket | None,
+    rows: list[Experience] | None = None,
+    dropped: dict[str, int] | None = None,
+    **report: Any,
+) -> None:
     if rows is None:
         assert ticket is not None
         rows = group(ticket.sequence, version=ticket.version)
-    said = GroupReport(**{"rows": len(rows), "reward_sum": 1.0, "scored": len(rows), "tokens": 6, **report})
-    asyncio.run(BufferWriter(handle(buffer)).put(to_batch(rows), said, ticket=ticket))
+    reported = GroupReport(**{"rows": len(rows), "reward_sum": 1.0, "scored": len(rows), "tokens": 6, **report})
+    asyncio.run(BufferWriter(handle(buffer)).put(to_batch(rows), reported, ticket=ticket, dropped=dropped))
 
 
 def ledger(buffer: Any) -> dict[str, Any]:
@@ -37,7 +43,9 @@ def ledger(buffer: Any) -> dict[str, Any]:
     return stats
 
 
-def rows_of(lease: Any) -> list[Any]:
-    from rayrft.trainer.batches import fetch_rows  # with it comes torch, which most tests of the Buffer do without
+def rows_of(lease: Any, algorithm: str = "grpo") -> list[Any]:
+    # With these comes torch, which most tests of the Buffer do without.
+    from rayrft.algorithms import build
+    from rayrft.trainer.batches import fetch_rows
 
-    return [row for share in lease.shares for row in fetch_rows(share)]
+    return [row for share in lease.shares for row in fetch_rows(share, build(algorithm))]

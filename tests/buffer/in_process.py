@@ -132,10 +132,10 @@ async def _threads_end(loop: asyncio.AbstractEventLoop) -> None:
     await loop.shutdown_default_executor()
 
 
-def _rows(part: BlockRows) -> list[tuple[str, list[float] | None, float]]:
-    """Id, advantages and weight of the rows of a part."""
+def _rows(part: BlockRows) -> list[tuple[str, float | None, float]]:
+    """Id, reward and weight of the rows of a part."""
     batch = unpack(ray.get([part.ref])[0]).take(pa.array(part.rows))
     return [
-        (row.experience_id, None if row.advantages is None else row.advantages.tolist(), float(weight))
+        (row.experience_id, row.reward, float(weight))
         for row, weight in zip(from_batch(batch), part.weights, strict=True)
     ]

@@ -12,9 +12,9 @@ from rayrft.experience import Experience, VersionSpan
 
 
 def group(
-    number: int, rows: int = 2, *, length: int = 4, version: int = 0, advantage: float = 1.0, name: str | None = None
+    number: int, rows: int = 2, *, length: int = 4, version: int = 0, deviation: float = 0.5, name: str | None = None
 ) -> list[Experience]:
-    """Own rows; row r has reward r."""
+    """Own rows; the rewards of two have this standard deviation (divisor n), row r has reward r by default."""
     mask = np.array([0] + [1] * (length - 1), dtype=np.uint8)
     return [
         Experience(
@@ -26,8 +26,7 @@ def group(
             action_mask=mask,
             logprobs=-mask.astype(np.float32),
             weight_versions=(VersionSpan(1, length, version),),
-            reward=float(row),
-            advantages=mask.astype(np.float32) * np.float32(advantage),
+            reward=2 * deviation * row,
         )
         for row in range(rows)
     ]
@@ -35,7 +34,7 @@ def group(
 
 def expert_rows(count: int) -> list[Experience]:
     """Demonstrations, made of the tokens 900, 901 ..."""
-    changes: dict[str, Any] = {"source": "expert", "advantages": None, "weight_versions": (), "reward": None}
+    changes: dict[str, Any] = {"source": "expert", "weight_versions": (), "reward": None}
     return [Experience(**{**vars(row), **changes}) for row in group(90, count)]
 
 
@@ -45,9 +44,11 @@ def plan(groups: int = 2, **changes: Any) -> StagePlan:
 
 def trained_ids(lease: Lease) -> list[int]:
     """The tokens that a lease's rows are made of, sorted."""
-    from rayrft.trainer.batches import fetch_rows  # with it comes torch, which most tests of the Buffer do without
+    # With these comes torch, which most tests of the Buffer do without.
+    from rayrft.algorithms import build
+    from rayrft.trainer.batches import fetch_rows
 
-    return sorted(int(row.token_ids[0]) for share in lease.shares for row in fetch_rows(share))
+    return sorted(int(row.token_ids[0]) for share in lease.shares for row in fetch_rows(share, build("grpo")))
 
 
 def hardest(view: Any, k: int) -> int:

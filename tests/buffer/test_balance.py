@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,11 +24,11 @@ def test_equal_items_are_spread_evenly() -> None:
     assert sorted(map(len, balance([7] * 12, 4))) == [3, 3, 3, 3]
 
 
-def test_a_partition_that_greedy_dealing_misses() -> None:
-    # Largest-first dealing gives 8 + 5 + 4 = 17 against 13; the differencing method finds 16 against 14.
-    sizes = [8, 7, 6, 5, 4]
-    totals = sorted(sum(sizes[i] for i in part) for part in balance(sizes, 2))
-    assert totals == [14, 16]
+def test_rows_of_uneven_groups_keep_many_ranks_busy() -> None:
+    rng = np.random.default_rng(0)
+    lengths = np.repeat(rng.lognormal(5, 1, 64), 8) * rng.uniform(0.5, 1.5, 512)  # 64 groups of 8 rows
+    loads = [sum(int(lengths[row]) for row in part) for part in balance(lengths.astype(int).tolist(), 64)]
+    assert np.mean(loads) / max(loads) > 0.95
 
 
 def test_fewer_parts_than_one_are_refused() -> None:

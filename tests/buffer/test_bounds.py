@@ -35,8 +35,8 @@ def test_a_full_buffer_makes_producers_wait_until_there_is_room(start: Start) ->
 @pytest.mark.parametrize(("rule", "gone"), [("evict_oldest", [0, 1]), ("evict_lowest_priority", [20, 21])])
 def test_a_full_buffer_evicts_by_rule_and_counts(start: Start, rule: str, gone: list[int]) -> None:
     buffer = start(max_rows=6, when_full=rule)
-    for number, advantage in ((0, 3.0), (1, 2.0), (2, 1.0), (3, 4.0)):
-        put(buffer, None, group(number, advantage=advantage))
+    for number, deviation in ((0, 3.0), (1, 2.0), (2, 1.0), (3, 4.0)):
+        put(buffer, None, group(number, deviation=deviation))
     assert ledger(buffer)["dropped"] == {rule.replace("evict", "evicted"): 2}
     ray.get(buffer.open_stage.remote(plan(3, scheduled=False)))
     rows = trained_ids(ray.get(buffer.lease.remote(0, 1, 5)))
@@ -46,11 +46,11 @@ def test_a_full_buffer_evicts_by_rule_and_counts(start: Start, rule: str, gone: 
 def test_a_group_that_was_used_is_evicted_before_others(start: Start) -> None:
     sampler = {"name": "priority", "max_uses": 2, "use_decay": 1e-3}
     buffer = start(max_rows=6, when_full="evict_lowest_priority", sampler=sampler)
-    for number, advantage in ((0, 1.0), (1, 1e3), (2, 1.0)):
-        put(buffer, None, group(number, advantage=advantage))
+    for number, deviation in ((0, 1.0), (1, 1e3), (2, 1.0)):
+        put(buffer, None, group(number, deviation=deviation))
     ray.get(buffer.open_stage.remote(plan(1, scheduled=False)))
     assert trained_ids(ray.get(buffer.lease.remote(0, 1, 5))) == [10, 11]
     ray.get(buffer.ack.remote(0))
-    put(buffer, None, group(3, advantage=1.0))
+    put(buffer, None, group(3, deviation=1.0))
     after = ledger(buffer)
     assert (after["trained"], after["dropped"], after["held"]) == (2, {}, 6)

@@ -64,15 +64,15 @@ def test_nothing_leaves_that_a_trainer_which_starts_again_would_ask_for(buffer: 
 def leave_behind(buffer: LocalBuffer, rounds: int) -> None:
     """Of every five groups four are trained on. The fifth, of number 100 r, waits beside them for good."""
     for step in range(rounds):
-        heavy = [(group(100 * step + each, advantage=1.0), None) for each in range(1, 5)]
-        buffer.put([(group(100 * step, advantage=1e-3), None), *heavy])
+        heavy = [(group(100 * step + each, deviation=1.0), None) for each in range(1, 5)]
+        buffer.put([(group(100 * step, deviation=1e-3), None), *heavy])
         buffer.lease(step)
         buffer.do("ack", step)
 
 
 @pytest.fixture
 def picky(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], LocalBuffer]:
-    """Starts Buffers that draw four groups a step, those with large advantages."""
+    """Starts Buffers that draw four groups a step, those with large deviations."""
     ObjectTable(monkeypatch)
 
     def begin(name: str) -> LocalBuffer:

@@ -104,7 +104,7 @@ def rows(ticket: Ticket) -> list[Experience]:
 
 
 def broken_rows(number: int) -> list[Experience]:
-    return [Experience(**{**vars(row), "advantages": None, "reward": None}) for row in group(number)]
+    return [Experience(**{**vars(row), "reward": None}) for row in group(number)]
 
 
 def broken(ticket: Ticket) -> list[Experience]:

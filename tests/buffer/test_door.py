@@ -38,7 +38,7 @@ def buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalBuf
 
 def hand_in(buffer: LocalBuffer, rows: list[Experience], algorithm: str = "grpo", group_size: int = 2) -> None:
     """As `Run.put` does."""
-    put_groups(remote(buffer.buffer), 1, rows, build(algorithm), group_size)
+    put_groups(remote(buffer.buffer), 1, rows, [build(algorithm)], group_size)
 
 
 def refused(buffer: LocalBuffer, rows: list[Experience], **how: Any) -> dict[str, str]:
@@ -77,7 +77,7 @@ def test_a_group_with_a_faulty_row_is_refused_whole_and_the_rows_are_named(
     buffer: LocalBuffer, changes: dict[str, Any], reason: str
 ) -> None:
     rows = changed(group(1), **changes)
-    assert reason in refused(buffer, [*rows, *group(2)], group_size=2).values()
+    assert reason in refused(buffer, [*rows, *group(2)], algorithm="ppo").values()
     assert buffer.held() == [("2/0", 0.0), ("2/1", 1.0)], "other groups of the call are taken"
     assert ledger(buffer) == (4, 2, {f"rejected: {reason}": 1, f"rejected: {BESIDE}": 1})
     assert buffer.buffer._state.meta.reports.rows == 2, "it says nothing of the step's rewards"
@@ -121,9 +121,25 @@ def test_weights_that_a_trained_step_published_are_not_of_the_future(buffer: Loc
     hand_in(buffer, group(3, version=5))
 
 
+@pytest.mark.parametrize(("algorithm", "missing"), [("grpo", "reward"), ("ppo", "reward"), ("remax", "greedy_reward")])
+def test_a_reward_that_advantages_need_is_asked_for_before_anything_is_put(
+    buffer: LocalBuffer, algorithm: str, missing: str
+) -> None:
+    rows = [dataclasses.replace(row, **{"greedy_reward": 0.5, missing: None}) for row in group(1)]
+    with pytest.raises(DataError) as raised:
+        hand_in(buffer, rows, algorithm)
+    assert (raised.value.field, raised.value.value) == (missing, "1")
+    assert ledger(buffer)[0] == 0
+
+
+def test_a_group_of_masked_rows_alone_is_refused(buffer: LocalBuffer) -> None:
+    rows = [dataclasses.replace(row, status="masked") for row in group(1)]
+    assert set(refused(buffer, rows).values()) == {"every row of its group is masked"}
+
+
 @pytest.mark.parametrize("size", [1, 8])
 def test_a_group_of_another_size_is_refused_before_anything_is_put(buffer: LocalBuffer, size: int) -> None:
-    rows = [dataclasses.replace(row, advantages=None) for row in group(1, size)]
+    rows = group(1, size)
     with pytest.raises(DataError) as raised:
         hand_in(buffer, [*group(2, 4), *rows], group_size=4)
     assert (raised.value.field, raised.value.value) == ("group_id", "1")
@@ -133,8 +149,7 @@ def test_a_group_of_another_size_is_refused_before_anything_is_put(buffer: Local
 @pytest.mark.parametrize(
     ("algorithm", "rows"),
     [
-        ("grpo", group(1, 1)),  # its advantages were computed with the others
-        ("ppo", [dataclasses.replace(group(1, 1)[0], advantages=None)]),  # a critic compares it with no other
+        ("ppo", group(1, 1)),  # a critic compares it with no other
         (
             "grpo",
             [
@@ -143,7 +158,7 @@ def test_a_group_of_another_size_is_refused_before_anything_is_put(buffer: Local
             ],
         ),
     ],
-    ids=["with advantages", "for a critic", "several rows of a trajectory"],
+    ids=["for a critic", "several rows of a trajectory"],
 )
 def test_a_group_need_not_have_as_many_rows_as_the_group_size(
     buffer: LocalBuffer, algorithm: str, rows: list[Experience]

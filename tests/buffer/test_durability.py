@@ -404,11 +404,11 @@ class TestDoors:
         assert (stats["sampled"], stats["held"], stats["dropped"]) == (2, 2, {})
 
     def test_a_rejected_group_that_is_sent_again_is_counted_once(self, buffer: LocalBuffer) -> None:
-        broken = [Experience(**{**vars(row), "advantages": None, "reward": None}) for row in group(1)]
+        broken = [Experience(**{**vars(row), "reward": None}) for row in group(1)]
         for _ in range(3):
             buffer.put([(broken, None)])
             buffer.restart()
-        assert buffer.do("stats")["dropped"] == {"rejected: an own row needs advantages or a reward": 2}
+        assert buffer.do("stats")["dropped"] == {"rejected: an own row needs a reward": 2}
 
 
 class TestDemonstrations:
@@ -456,29 +456,3 @@ def fill_up(folder: Path, pipe: Any) -> None:
             buffer.kill()
             pipe.send((acknowledged, str(error)))
             pipe.recv()
-
-
-class TestFeedbackOnRewards:
-    """A changed reward changes the advantages of its group as the stage's algorithm says."""
-
-    def after(self, buffer: LocalBuffer, **of_the_stage: Any) -> Any:
-        buffer.do("open_stage", plan(1, scheduled=False, name="stage", **of_the_stage))
-        put(buffer, 1)
-        said = buffer.do("feedback", "1/0", 5.0, {})
-        return said if said is not None else [row[1] and row[1][1] for row in buffer.lease(0, 1)[1][0]]
-
-    @pytest.mark.parametrize(
-        ("advantage", "coefficients", "expected"),
-        [
-            ("dr_grpo", {}, [2.0, -2.0]),  # rewards 5 and 1, less their mean
-            ("rloo", {}, [4.0, -4.0]),  # less the other's reward
-            ("gae", {}, [None, None]),  # the trainer computes them
-        ],
-    )
-    def test_by_the_stages_own_function(
-        self, buffer: LocalBuffer, advantage: str, coefficients: dict[str, Any], expected: list[float | None]
-    ) -> None:
-        assert self.after(buffer, advantage=advantage, coefficients=coefficients) == expected
-
-    def test_not_where_it_takes_more_than_rewards(self, buffer: LocalBuffer) -> None:
-        assert self.after(buffer, advantage="remax") == ("DataError", "remax")

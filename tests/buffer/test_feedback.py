@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import ray
 
-from rayrft.buffer.feedback import change
 from rayrft.errors import DataError, FeedbackRefused
-from rayrft.experience import LEFT_OUT
 from tests.buffer.actor import Start, admit, ledger, put, rows_of
 from tests.buffer.rows import group, plan
 from tests.errors import about
@@ -44,16 +41,6 @@ def test_feedback_on_an_unknown_row_names_it(buffer: Any) -> None:
     for unknown in ("2/0", "1/9"):
         with pytest.raises(DataError, match=f"found '{unknown}'"):
             ray.get(buffer.feedback.remote(unknown, reward=1.0))
-
-
-def test_a_reward_is_not_changed_where_it_was_compared_with_answers_that_are_gone() -> None:
-    rows = [replace(row, metrics={LEFT_OUT: 1.0}) for row in group(1, rows=3)]
-    with pytest.raises(DataError) as caught:
-        change(rows, "1/0", 7.0, {}, plan(advantage="dr_grpo"))
-    assert caught.value.field == "feedback"
-    assert change(rows, "1/0", None, {"quality": "good"}, plan(advantage="dr_grpo"))[0].labels == {"quality": "good"}
-    changed = change(rows, "1/0", 7.0, {}, plan(advantage="accept"))[0]
-    assert changed.reward == 7.0 and changed.advantages is not None and changed.advantages[-1] == 1.0
 
 
 def test_a_reward_that_is_not_a_number_is_refused(buffer: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 import ray
 
+from rayrft.algorithms import build
 from rayrft.buffer.client import BufferWriter
 from rayrft.errors import LeaseEnded, RayrftError
-from rayrft.experience import pack, to_batch
+from rayrft.experience import MASKED, pack, to_batch
 from rayrft.trainer.batches import fetch_rows
 from tests.buffer.actor import admit, ledger, put, rows_of
 from tests.buffer.in_process import LocalBuffer, ObjectTable, small
@@ -20,16 +22,21 @@ from tests.buffer.rows import expert_rows, group, plan, trained_ids
 from tests.scripted import remote
 
 
-def test_a_step_gets_whole_groups_dealt_over_ranks(buffer: Any) -> None:
-    ray.get(buffer.open_stage.remote(plan(4)))
-    for ticket in ray.get(admit(buffer, 10)):
-        put(buffer, ticket)
-    lease = ray.get(buffer.lease.remote(0, 2, 5))
-    assert trained_ids(lease) == [0, 1, 10, 11, 20, 21, 30, 31]
-    for share in lease.shares:
-        assert share.tokens == 16
-        firsts = [int(row.token_ids[0]) // 10 for row in fetch_rows(share)]
-        assert all(firsts.count(first) == 2 for first in firsts), "a group was split over ranks"
+def test_the_rows_of_a_group_are_dealt_over_ranks_with_the_advantages_of_the_whole_group(buffer: Any) -> None:
+    ray.get(buffer.open_stage.remote(plan(1)))
+    [ticket] = ray.get(admit(buffer, 10))
+    rows = [replace(row, status=MASKED if number == 3 else "finished") for number, row in enumerate(group(0, 5))]
+    put(buffer, ticket, rows, {"truncated": 1})
+    lease = ray.get(buffer.lease.remote(0, 4, 5))
+    assert [len(fetch_rows(share, build("dr_grpo"))) for share in lease.shares] == [1] * 4
+    found = {row.experience: row.advantages.tolist() for row in rows_of(lease, "dr_grpo")}
+    # The rewards are 0 to 4. The masked row with 3 counts in their mean, 2, and is not trained.
+    assert found == {f"0/{number}": [0.0, *[number - 2.0] * 3] for number in (0, 1, 2, 4)}
+    assert lease.usual_rows == 4
+    counted = ledger(buffer)
+    assert (counted["sampled"], counted["held"], counted["dropped"]) == (5, 4, {"truncated": 1})
+    ray.get(buffer.ack.remote(0))
+    assert ledger(buffer)["trained"] == 4
 
 
 def test_a_lease_is_idempotent_by_step_and_counts_as_trained_once(buffer: Any) -> None:
@@ -132,7 +139,7 @@ def test_expert_rows_join_a_batch_as_configured(buffer: Any) -> None:
     [ticket] = ray.get(admit(buffer, 10))
     put(buffer, ticket)
     lease = ray.get(buffer.lease.remote(0, 2, 5))
-    rows = [row for share in lease.shares for row in fetch_rows(share)]
+    rows = rows_of(lease)
     assert (lease.usual_rows, lease.expert_rows) == (2, 3)
     assert sum(row.expert for row in rows) == 3
     assert all(not row.advantages.any() for row in rows if row.expert)

@@ -44,7 +44,7 @@ def lease(buffer: LocalBuffer, step: int, ranks: int = 2) -> Lease:
 
 def test_each_mini_batch_is_dealt_evenly_by_itself() -> None:
     units = [Unit(0, row=number * 2, rows=2, tokens=10 + number) for number in range(16)]
-    shares = deal(units, 2, mini_batches=4)
+    shares = deal([units[number::4] for number in range(4)], 2)
     for share in shares:
         assert share.rows == (4, 4, 4, 4)
     for number in range(4):

@@ -56,10 +56,10 @@ def test_a_group_without_a_good_row_gives_its_place_back(buffer: Any) -> None:
     put(
         buffer,
         ticket,
-        [Experience(**{**vars(row), "advantages": None, "reward": None}) for row in group(ticket.sequence)],
+        [Experience(**{**vars(row), "reward": None}) for row in group(ticket.sequence)],
     )
     assert len(ray.get(admit(buffer), timeout=120)) == 1
-    assert ledger(buffer)["dropped"] == {"rejected: an own row needs advantages or a reward": 2}
+    assert ledger(buffer)["dropped"] == {"rejected: an own row needs a reward": 2}
 
 
 def test_rows_of_another_schema_are_refused(buffer: Any) -> None:

@@ -36,7 +36,7 @@ from tests.buffer.in_process import LocalBuffer, ObjectTable, small
 from tests.buffer.rows import group, plan
 
 TASKS = partial(TaskSet, [0] * 6 + [1] * 3, [2.0, 1.0], sampler="failure", seed=1, epochs=4)
-FAULT = "rejected: an own row needs advantages or a reward"
+FAULT = "rejected: an own row needs a reward"
 SAMPLERS: dict[str, dict[str, Any]] = {
     "fifo": {"name": "fifo"},
     "uniform": {"name": "uniform", "max_uses": 2, "replay_ratio": 1.5},
@@ -126,16 +126,16 @@ class Twins(RuleBasedStateMachine):
         ticket = self.tickets.pop(data.draw(st.sampled_from(sorted(self.tickets))))
         self._put([(ticket, max(0, ticket.version - old), 1.0, faults)], reward_sum=scored / 2, scored=scored)
 
-    @rule(advantages=st.lists(st.sampled_from([0.0, 0.5, 1.0, 4.0]), min_size=1, max_size=4), faults=st.integers(0, 2))
-    def put_without_ticket(self, advantages: list[float], faults: int) -> None:
-        self._put([(None, self.version, each, faults if i == 0 else 0) for i, each in enumerate(advantages)])
+    @rule(deviations=st.lists(st.sampled_from([0.0, 0.5, 1.0, 4.0]), min_size=1, max_size=4), faults=st.integers(0, 2))
+    def put_without_ticket(self, deviations: list[float], faults: int) -> None:
+        self._put([(None, self.version, each, faults if i == 0 else 0) for i, each in enumerate(deviations)])
 
     def _put(self, groups: list[tuple[Ticket | None, int, float, int]], **said: Any) -> None:
         sent = []
-        for ticket, version, advantage, faults in groups:
+        for ticket, version, deviation, faults in groups:
             self.numbers += 1
-            rows = group(self.numbers, version=version, advantage=advantage)
-            broken = [dataclasses.replace(row, advantages=None, reward=None) for row in rows[:faults]]
+            rows = group(self.numbers, version=version, deviation=deviation)
+            broken = [dataclasses.replace(row, reward=None) for row in rows[:faults]]
             sent.append(([*broken, *rows[faults:]], ticket))
             taken = 2 - faults if ticket is not None or not faults else 0
             self.sampled, self.rejected = self.sampled + 2, self.rejected + 2 - taken

@@ -15,7 +15,6 @@ from tests.errors import about
 
 
 def row(
-    advantages: list[float] | None = None,
     mask: list[int] | None = None,
     reward: float | None = None,
     metrics: dict[str, float] | None = None,
@@ -30,7 +29,6 @@ def row(
         np.array(mask, dtype=np.uint8),
         np.zeros(len(mask), dtype=np.float32),
         reward=reward,
-        advantages=None if advantages is None else np.array(advantages, dtype=np.float32),
         metrics=metrics or {},
     )
 
@@ -44,15 +42,6 @@ def score(name: str, *groups: list[Experience]) -> list[float]:
 
 def rewarded(*rewards: float | None) -> list[Experience]:
     return [row(reward=reward) for reward in rewards]
-
-
-def test_abs_advantage_is_the_mean_over_rows_of_the_mean_over_action_tokens() -> None:
-    long, short = row([9, 1, -3, 5], [0, 1, 1, 0]), row([0, -4], [0, 1])
-    assert score("abs_advantage", [long, short], [short], [long]) == [3.0, 4.0, 2.0]
-
-
-def test_rows_without_advantages_count_as_absent() -> None:
-    assert score("abs_advantage", [row([0, 3]), row(None)], [row(None)], [row(None), row([0, -1])]) == [3.0, 0.0, 1.0]
 
 
 def test_reward_deviation_has_divisor_n_and_is_0_for_a_group_of_one() -> None:
@@ -77,35 +66,18 @@ def test_a_group_that_no_critic_looked_at_has_a_td_error_of_1() -> None:
 @settings(deadline=None, max_examples=50)
 @given(
     groups=st.lists(
-        st.lists(
-            st.tuples(
-                st.one_of(st.none(), st.floats(-2, 2, width=32)),
-                st.lists(st.tuples(st.floats(-5, 5, width=32), st.integers(0, 1)), min_size=1, max_size=5),
-                st.booleans(),
-            ),
-            min_size=1,
-            max_size=4,
-        ),
-        min_size=1,
-        max_size=5,
+        st.lists(st.one_of(st.none(), st.floats(-2, 2, width=32)), min_size=1, max_size=4), min_size=1, max_size=5
     ),
     cut=st.integers(0, 3),
 )
 def test_vectorised_scores_equal_loops_also_on_a_slice(groups: list, cut: int) -> None:
-    rows, expected = [], {"abs_advantage": [], "reward_deviation": [], "failure": []}
+    rows, expected = [], {"reward_deviation": [], "failure": []}
     for group in groups:
-        means, rewards = [], []
-        for reward, tokens, valued in group:
-            advantages, mask = [token[0] for token in tokens], [token[1] for token in tokens]
-            rows.append(row(advantages if valued else None, mask, reward))
-            if valued:
-                means.append(np.mean([abs(a) for a, m in tokens if m]) if any(mask) else 0.0)
-            if reward is not None:
-                rewards.append(reward)
-        expected["abs_advantage"].append(np.mean(means) if means else 0.0)
+        rewards = [reward for reward in group if reward is not None]
+        rows += rewarded(*group)
         expected["reward_deviation"].append(np.std(rewards) if rewards else 0.0)
         expected["failure"].append(np.clip(1 - np.mean(rewards), 0, 1) if rewards else 0.0)
-    batch = to_batch([row([0, 7], reward=5.0)] * cut + rows).slice(cut)
+    batch = to_batch([row(reward=5.0)] * cut + rows).slice(cut)
     starts = np.cumsum([0, *(len(group) for group in groups[:-1])])
     for name, values in expected.items():
         np.testing.assert_allclose(scores.get(name)(batch, starts), values, atol=1e-6)
@@ -142,5 +114,5 @@ def test_one_bad_score_among_good_ones_is_refused(bad: float) -> None:
 
 
 def test_an_unknown_score_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, check=about("buffer.sampler.score", "abs_advantages")):
-        scores.get("abs_advantages", "buffer.sampler.score")
+    with pytest.raises(ConfigError, check=about("buffer.sampler.score", "reward_deviations")):
+        scores.get("reward_deviations", "buffer.sampler.score")

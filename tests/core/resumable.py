@@ -136,7 +136,6 @@ class ScriptedExplorer:
         for number, (row, score) in enumerate(zip(rows, scores, strict=True)):
             mask = np.ones(len(row), np.uint8)
             mask[0] = 0
-            advantage = np.float32(means[number] - np.mean(means))
             if ticket.sequence == self._poisoned and number == 1:
                 row[-1] = VOCABULARY  # this Buffer knows of no limits, and the model has no such token
             group.append(
@@ -150,7 +149,6 @@ class ScriptedExplorer:
                     np.array([0.0, *score], np.float32),
                     weight_versions=(VersionSpan(1, len(row), ticket.version),),
                     reward=means[number],
-                    advantages=mask.astype(np.float32) * advantage,
                 )
             )
         report = GroupReport(rows=2, reward_sum=sum(means), scored=2)

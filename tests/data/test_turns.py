@@ -1,4 +1,4 @@
-"""Workflows of several turns: how rows are split into turns, and what advantages these get."""
+"""Advantages of a group's rows: whole rows, or turns of a workflow of several."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rayrft.algorithms import build
-from rayrft.config.reward import RewardConfig
-from rayrft.data.turns import Turns
+from rayrft.algorithms import build, presets
+from rayrft.data.turns import Turns, group_advantages
 from rayrft.experience import Experience
-from rayrft.explorer.scoring import apply_rewards, assign_advantages
-from rayrft.rewards import RewardResult
 
 MASK = np.array([0, 0, 1, 1, 0, 1, 1, 1], np.uint8)
 """A prompt of two tokens, a turn of two, an observation of one, a turn of three."""
@@ -29,9 +26,8 @@ def row(repeat: str, *, observation: int = 4, mask: np.ndarray = MASK, **metrics
 
 def advantages(rows: list[Experience], rewards: list[float], name: str, **pieces: Any) -> list[list[float]]:
     """Of every token, by row."""
-    scored = apply_rewards(rows, [RewardResult(value) for value in rewards], RewardConfig(), max_tokens=8)
-    group = assign_advantages(scored, build("gigpo", {"advantage": name, **pieces}), drop_zero_variance=True)
-    return [each.advantages.tolist() for each in group.rows if each.advantages is not None]
+    algorithm = build("gigpo", {"advantage": name, **pieces})
+    return [values.tolist() for values in group_advantages(rows, algorithm, rewards)]
 
 
 def test_turns_are_the_runs_of_the_mask_and_the_reward_is_the_last_ones() -> None:
@@ -73,7 +69,7 @@ def test_rewards_of_turns_count_for_their_trajectory() -> None:
     found = advantages([row("0", turn_reward_0=0.5), row("1")], [1.0, 1.0], "step_wise")
     assert found[0][2] == found[0][7] == pytest.approx(0.5**0.5, abs=1e-5)
     assert found[1][2] == pytest.approx(-(0.5**0.5), abs=1e-5)
-    assert advantages([row("0"), row("1")], [1.0, 1.0], "step_wise") == [], "no variance: dropped"
+    assert not np.any(advantages([row("0"), row("1")], [1.0, 1.0], "step_wise"))
 
 
 def test_of_one_turn_each_gigpo_is_grpo_twice_over() -> None:
@@ -84,3 +80,18 @@ def test_of_one_turn_each_gigpo_is_grpo_twice_over() -> None:
     # The prompt is the state: the group within the group is the group.
     doubled = [[pytest.approx(2 * value) for value in each] for each in expected]
     assert advantages(rows, rewards, "gigpo") == doubled
+
+
+@pytest.mark.parametrize("name", [name for name in presets if build(name).needs_rollouts and name != "ppo"])
+def test_every_algorithm_computes_advantages_on_action_tokens_alone(name: str) -> None:
+    rows = [replace(row(str(number)), reward=reward, greedy_reward=0.25) for number, reward in enumerate([1.0, 0.5])]
+    found = group_advantages(rows, build(name))
+    assert all(values.dtype == np.float32 and not values[MASK == 0].any() for values in found)
+    assert any(values.any() for values in found) == (name not in ("distill", "jsd"))
+
+
+def test_remax_compares_with_the_greedy_answer() -> None:
+    rows = [replace(row(str(number)), reward=reward, greedy_reward=0.75) for number, reward in enumerate([1.0, 0.5])]
+    assert [values[2] for values in group_advantages(rows, build("remax"))] == [0.25, -0.25]
+    with pytest.raises(ValueError, match="greedy"):
+        group_advantages([replace(row, greedy_reward=None) for row in rows], build("remax"))

@@ -8,9 +8,11 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from rayrft.algorithms import build
 from rayrft.buffer.events import GroupReport
 from rayrft.buffer.schedule import Ticket
 from rayrft.buffer.validation import find_faults
+from rayrft.data.turns import group_advantages
 from rayrft.experience import Experience, Task, from_batch
 from rayrft.explorer.engine import Completion, Sampling
 from rayrft.explorer.explorer import Explorer
@@ -88,16 +90,18 @@ async def explored(tiny_model: Path, engine: Engine, rewards: Rewards, algorithm
     return taken
 
 
-def of_tokens(row: Experience) -> list[float]:
-    assert row.advantages is not None
-    return row.advantages[row.prompt_length :].tolist()
+def of_answers(rows: list[Experience], algorithm: Any) -> list[list[float]]:
+    """Advantages of the tokens after the prompt, as the trainer computes them."""
+    rest = {name: value for name, value in algorithm.items() if name != "name"}
+    found = group_advantages(rows, build(algorithm["name"], rest))
+    return [values[row.prompt_length :].tolist() for row, values in zip(rows, found, strict=True)]
 
 
 async def test_remax_asks_for_one_greedy_answer_and_keeps_the_sampled_ones(tiny_model: Path) -> None:
     engine = Engine()
     taken = await explored(tiny_model, engine, Rewards(1.0, 0.0, 0.25), {"name": "remax"})
     assert sorted(engine.asked) == [(1, 0.0), (2, 1.0)]
-    assert [of_tokens(row) for row in taken.rows] == [[0.75] * 3, [-0.25] * 3]
+    assert of_answers(taken.rows, {"name": "remax"}) == [[0.75] * 3, [-0.25] * 3]
     assert taken.report.rows == 2 and taken.report.tokens == 6 and taken.report.reward_sum == 1.0
 
 
@@ -138,7 +142,6 @@ async def test_every_turn_of_a_workflow_has_its_advantage(
     engine = Engine()
     taken = await explored(tiny_model, engine, Rewards(1.0, 0.0), algorithm, **{"explorer.workflow": "two_turns"})
     assert [n for n, _ in engine.asked] == [2, 1, 1] and taken.report.tokens == 12
-    for row, sign in zip(taken.rows, (1, -1), strict=True):
-        found = of_tokens(row)
+    for found, sign in zip(of_answers(taken.rows, algorithm), (1, -1), strict=True):
         turns = [*[sign * first] * 3, *[0.0] * (len(found) - 6), *[sign * second] * 3]
         assert len(found) > 6 and found == pytest.approx(turns, abs=1e-5)

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rayrft.algorithms import build, presets
+from rayrft.algorithms import build
 from rayrft.config.reward import RewardConfig
-from rayrft.experience import LEFT_OUT, Experience
+from rayrft.experience import Experience
 from rayrft.explorer.evaluation import wilson_interval
-from rayrft.explorer.scoring import ScoredGroup, apply_rewards, assign_advantages, leave_out_truncated, with_baseline
+from rayrft.explorer.scoring import ScoredGroup, apply_rewards, drop_zero_variance, mask_truncated, with_baseline
 from rayrft.rewards import RewardResult
 
 
@@ -34,50 +34,17 @@ def score(rows: list[Experience], results: list[RewardResult], config: RewardCon
 UNKNOWN = RewardResult(None, reason="ZeroDivisionError: division by zero")
 
 
-def test_advantages_stand_on_action_tokens_only_and_follow_the_reward() -> None:
-    scored = score(rows("stop", "stop"), [RewardResult(1.0), RewardResult(0.0)], config())
-    group = assign_advantages(scored, build("grpo"), drop_zero_variance=True)
-    right, wrong = (row.advantages for row in group.rows)
-    assert right is not None and wrong is not None
-    assert right[:2].tolist() == [0, 0] and right[2] == right[3] > 0
-    assert wrong[2] == pytest.approx(-right[2])
-    assert group.report.reward_sum == 1.0 and group.report.scored == 2 and group.report.tokens == 4
-
-
 def test_a_group_without_variance_is_dropped_and_counted() -> None:
     scored = score(rows("stop", "stop"), [RewardResult(1.0)] * 2, config())
-    group = assign_advantages(scored, build("grpo"), drop_zero_variance=True)
+    group = drop_zero_variance(scored, build("grpo"))
     assert group.rows == [] and group.dropped == {"zero_variance": 2}
     assert group.report.rows == 2, "it was sampled all the same"
-    assert len(assign_advantages(scored, build("grpo"), drop_zero_variance=False).rows) == 2
 
 
-def test_advantages_are_those_of_the_stages_algorithm() -> None:
-    scored = score(rows("stop", "stop", "stop"), [RewardResult(float(i == 0)) for i in range(3)], config())
-    group = assign_advantages(scored, build("rloo"), drop_zero_variance=True)
-    assert [row.advantages[2] for row in group.rows if row.advantages is not None] == [1.0, -0.5, -0.5]
-
-
-def test_a_group_without_variance_stays_where_advantages_are_normalised_over_the_batch() -> None:
-    scored = score(rows("stop", "stop"), [RewardResult(0.0)] * 2, config())
-    assert len(assign_advantages(scored, build("reinforce_pp"), drop_zero_variance=True).rows) == 2
-
-
-@pytest.mark.parametrize("name", [name for name in presets if build(name).needs_rollouts])
-def test_every_algorithm_on_own_rows_gets_what_it_needs_of_a_group(name: str) -> None:
-    group = assign_advantages(baseline(RewardResult(0.25)), build(name), drop_zero_variance=True)
-    assert [row.reward for row in group.rows] == [1.0, 0.5]
-    found = [row.advantages for row in group.rows]
-    if name == "ppo":
-        assert found == [None, None], "the trainer computes them"
-    else:
-        assert all(each is not None and not each[:2].any() for each in found)
-        assert any(each.any() for each in found if each is not None) == (name not in ("distill", "jsd"))
-
-
-def test_a_group_without_variance_stays_where_a_critic_gives_the_advantages() -> None:
-    scored = score(rows("stop", "stop"), [RewardResult(0.0)] * 2, config())
-    assert len(assign_advantages(scored, build("ppo"), drop_zero_variance=True).rows) == 2
+@pytest.mark.parametrize("name", ["reinforce_pp", "ppo", "asymre"])
+def test_a_group_without_variance_stays_where_something_is_learnt_from_it(name: str) -> None:
+    scored = score(rows("stop", "stop"), [RewardResult(1.0)] * 2, config())
+    assert drop_zero_variance(scored, build(name)) is scored
 
 
 @pytest.mark.parametrize(
@@ -152,14 +119,11 @@ def test_answers_that_are_all_wrong_are_not_told_apart_by_their_length() -> None
     long = [answer(length) for length in (1, 1, 8)]
     wrong = score(long, [RewardResult(0.0)] * 3, soft)
     assert wrong.rewards == [0.0, 0.0, -0.5]
-    group = assign_advantages(wrong, build("dapo"), drop_zero_variance=True)
+    group = drop_zero_variance(wrong, build("dapo"))
     assert group.rows == [] and group.dropped == {"zero_variance": 3}
-    assert len(assign_advantages(wrong, build("dapo"), drop_zero_variance=False).rows) == 3
     mixed = score(long, [RewardResult(value) for value in (0.0, 0.0, 0.5)], soft)
     assert mixed.rewards == [0.0] * 3
-    kept = assign_advantages(mixed, build("reinforce_pp"), drop_zero_variance=True)
-    assert len(kept.rows) == 3
-    assert len(assign_advantages(mixed, build("dapo"), drop_zero_variance=True).rows) == 3, "one is better, if too long"
+    assert drop_zero_variance(mixed, build("dapo")) is mixed, "one is better, if too long"
 
 
 def test_the_soft_overlong_punishment_is_not_for_rewards_that_the_workflow_gave() -> None:
@@ -167,16 +131,15 @@ def test_the_soft_overlong_punishment_is_not_for_rewards_that_the_workflow_gave(
     assert score([own], [RewardResult(0.5)], config(truncated="soft", overlong_buffer=4)).rewards == [0.5]
 
 
-def test_a_masked_answer_is_compared_with_but_not_trained_on() -> None:
+def test_a_masked_answer_keeps_its_reward_and_counts_as_dropped() -> None:
     scored = score(
         rows("stop", "length", "stop"), [RewardResult(float(n)) for n in (3, 0, 0)], config(truncated="mask")
     )
-    group = leave_out_truncated(assign_advantages(scored, build("dr_grpo"), drop_zero_variance=True))
-    assert [row.advantages[3] for row in group.rows if row.advantages is not None] == [2.0, -1.0], (
-        "the mean of three is 1"
-    )
+    group = mask_truncated(scored)
+    assert [(row.status, row.reward) for row in group.rows] == [("finished", 3.0), ("masked", 0.0), ("finished", 0.0)]
     assert group.dropped == {"truncated": 1} and group.report.rows == 3 and group.report.truncated == 1
-    assert [row.metrics[LEFT_OUT] for row in group.rows] == [1.0, 1.0]
+    cut = mask_truncated(score(rows("length", "length"), [RewardResult(1.0)] * 2, config(truncated="mask")))
+    assert cut.rows == [] and cut.dropped == {"truncated": 2}, "nothing would be left to train"
 
 
 def test_a_buffer_for_overlong_answers_and_its_punishment_need_each_other() -> None:
@@ -190,14 +153,14 @@ def baseline(*results: RewardResult) -> Any:
     return with_baseline(scored, score(rows(*["stop"] * len(results)), list(results), config()))
 
 
-def test_remax_compares_with_the_greedy_answer() -> None:
-    group = assign_advantages(baseline(RewardResult(0.75)), build("remax"), drop_zero_variance=True)
-    assert [row.advantages[2] for row in group.rows if row.advantages is not None] == [0.25, -0.25]
-    assert group.report.rows == 2 and group.report.reward_sum == 1.5, "the greedy answer is not among the sampled"
+def test_a_greedy_answer_is_the_baseline_and_not_among_the_sampled() -> None:
+    group = baseline(RewardResult(0.75), RewardResult(0.25))
+    assert [row.greedy_reward for row in group.rows] == [0.5, 0.5]
+    assert group.report.rows == 2 and group.report.reward_sum == 1.5
 
 
 def test_without_the_reward_of_the_greedy_answer_a_group_is_dropped_and_says_why() -> None:
-    group = assign_advantages(baseline(UNKNOWN), build("remax"), drop_zero_variance=True)
+    group = baseline(UNKNOWN)
     assert group.rows == [] and group.dropped == {"baseline_unknown": 2}
     assert group.unknown == UNKNOWN.reason and not group.rewards
 

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayrft.buffer.leases import Unit, deal
+from rayrft.algorithms import build
+from rayrft.buffer.leases import BlockRows, Unit, deal
 from rayrft.buffer.log.segments import Extent
 from rayrft.buffer.state import ExpertCursor
 from rayrft.experience import to_batch
@@ -51,8 +52,8 @@ def test_a_pair_that_is_in_a_batch_twice_counts_twice(cursor: int) -> None:
     batch = preference_pairs(3)
     drawn = ExpertCursor(Extent(0, 6, 0, 0), seed=0, unit=2, cursor=cursor).peek(8)
     units = [Unit(None, first, 2, 8) for first in drawn[::2]]  # type: ignore[arg-type]
-    [share] = deal(units, 1)
-    rows = [each for part in share.parts for each in read_rows(batch, part.rows, part.weights, part.alone)]
+    [share] = deal([units], 1)
+    rows = [each for part in share.parts for each in read_rows(batch, part, build("dpo"))]
     assert len({int(each.token_ids[0]) for each in rows}) < len(rows), "no pair is there twice"
     assert [each.pair for each in rows] == [0, 0, 2, 2, 4, 4, 6, 6]
     [micro] = micro_batches(rows, 1000, CPU)
@@ -62,8 +63,8 @@ def test_a_pair_that_is_in_a_batch_twice_counts_twice(cursor: int) -> None:
 
 
 def test_pairs_are_numbered_on_from_where_their_part_of_the_share_begins() -> None:
-    weights, alone = np.ones(4, np.float32), np.zeros(4, bool)
-    rows = read_rows(preference_pairs(2), np.array([2, 3, 2, 3]), weights, alone, start=10)
+    part = BlockRows(None, np.array([2, 3, 2, 3]), np.zeros((4, 2), int), np.ones(4, np.float32), np.zeros(4, bool))
+    rows = read_rows(preference_pairs(2), part, build("dpo"), start=10)
     assert [each.pair for each in rows] == [10, 10, 12, 12]
 
 
@@ -79,8 +80,8 @@ def test_a_long_row_stands_alone_and_the_others_keep_to_the_budget() -> None:
 def test_a_row_that_is_to_stand_alone_does(padded: bool) -> None:
     batch = to_batch(expert_rows(4))
     units = [Unit(None, place, 1, 4, alone=place == 2) for place in range(4)]  # type: ignore[arg-type]
-    [share] = deal(units, 1)
-    rows = [each for part in share.parts for each in read_rows(batch, part.rows, part.weights, part.alone)]
+    [share] = deal([units], 1)
+    rows = [each for part in share.parts for each in read_rows(batch, part, build("dpo"))]
     found = {micro.experiences for micro in micro_batches(rows, 1000, CPU, padded=padded)}
     assert found == {("90/2",), ("90/0", "90/1", "90/3")}
 

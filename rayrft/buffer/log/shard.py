@@ -19,7 +19,7 @@ import pyarrow as pa
 from rayrft.buffer.log.segments import Extent, Segments
 from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.scores import scores
-from rayrft.buffer.validation import Fault, GroupNumbers, Limits, find_faults, group_numbers, group_starts
+from rayrft.buffer.validation import Fault, GroupNumbers, Limits, find_faults, group_numbers, group_starts, is_masked
 from rayrft.config.buffer import BufferConfig
 from rayrft.errors import DataError
 from rayrft.experience import unpack
@@ -63,6 +63,8 @@ class _Block:
     """Its first row in the segment."""
     nbytes: int
     ref: Ref
+    tokens: np.ndarray
+    """Tokens by row, 0 for masked ones: int32."""
 
 
 @dataclass
@@ -138,15 +140,16 @@ class Shard:
             message = batch.serialize()
         if not groups:
             empty = np.zeros(0, dtype=np.int64)
-            return Appended(Extent(-1), 0, [], GroupNumbers(empty, empty, empty, empty), empty, empty, faults)
+            return Appended(Extent(-1), 0, [], GroupNumbers(*[empty] * 5), empty, empty, faults)
         return replace(self._write(message, batch, sync), groups=groups, faults=faults)
 
     def append(self, message: pa.Buffer, *, sync: bool = False) -> Appended:
         """Write a message of groups that were validated before."""
         return self._write(message, unpack(message), sync)
 
-    def refs(self, spans: list[RowSpan]) -> list[tuple[Ref, int]]:
-        """Return the block of every group, and the index of the group's first row in it."""
+    def refs(self, spans: list[RowSpan]) -> list[tuple[Ref, int, np.ndarray]]:
+        """Return the block of every group, the index of the group's first row in it, and the tokens of its rows, 0 for
+        masked ones."""
         self._clock += 1
         found = []
         for span in spans:
@@ -155,7 +158,8 @@ class Shard:
             self._bring(segment, span.row)
             at = bisect_right(segment.blocks, span.row, key=lambda block: block.row) - 1
             block = segment.blocks[at]
-            found.append((block.ref, span.row - block.row))
+            first = span.row - block.row
+            found.append((block.ref, first, block.tokens[first : first + span.rows]))
         self._spill()
         return found
 
@@ -247,7 +251,9 @@ class Shard:
 
     def _block(self, message: pa.Buffer, row: int) -> _Block:
         self._block_bytes += len(message)
-        return _Block(row, len(message), self._put(message))
+        batch = unpack(message)
+        lengths = batch.column("token_ids").value_lengths().to_numpy(zero_copy_only=False)
+        return _Block(row, len(message), self._put(message), np.where(is_masked(batch), 0, lengths))
 
     def _drop_blocks(self, segment: _Segment) -> None:
         self._block_bytes -= sum(block.nbytes for block in segment.blocks)

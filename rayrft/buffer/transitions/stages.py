@@ -188,7 +188,7 @@ def stored(state: State, event: e.Stored) -> None:
         slot = state.groups.add(group, event.shard, event.extent.segment, meta.arrivals)
         state.set_score(slot, group.score)
         meta.arrivals += 1
-        meta.ledger.sampled += group.rows
+        meta.ledger.sampled += group.rows - group.masked
         ticket = _report(state, group.sequence, group.dropped, group.report)
         if ticket is not None and not _in_time(state, ticket, group.version):
             state.retire(slot, "late")

@@ -142,7 +142,7 @@ def rolled_back(state: State, event: e.RolledBack) -> None:
         record.acked = False
         for slot in record.slots:
             if state.groups.status[slot] == GroupStatus.TRAINED:
-                state.meta.ledger.trained -= int(state.groups.rows[slot])
+                state.meta.ledger.trained -= state.groups.trainable(slot)
             elif state.groups.status[slot] == GroupStatus.READY:
                 state.pool.leave([slot])
             state.groups.set_status(slot, GroupStatus.LEASED)
