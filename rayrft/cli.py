@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import signal
 import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,6 +20,7 @@ from rayrft.errors import RayrftError
 
 if TYPE_CHECKING:
     from rayrft.core.run import Run
+    from rayrft.core.summary import Summary
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(cli_data.app, name="data")
@@ -72,7 +72,7 @@ def status(name: Annotated[str | None, typer.Argument(help="a run; all by defaul
     if not names:
         print("no run is running")
     for run_name in names:
-        print(json.dumps(attach(run_name).status(), indent=2))
+        print(attach(run_name).status().to_json())
 
 
 @app.command()
@@ -92,7 +92,7 @@ def stop(name: str) -> None:
     print(f"{name}: stopping")
 
 
-def follow(handle: Run) -> dict[str, Any]:
+def follow(handle: Run) -> Summary:
     """Print a run's lines, final table and paths; return its summary. Raises the root cause if the run fails.
 
     Ctrl-C (or SIGTERM) asks the run to stop, and a second one ends it immediately. In both cases a summary is written,
@@ -150,21 +150,17 @@ def _signals(received: Callable[[int], None]) -> Iterator[None]:
         reading.close()
 
 
-def _report(handle: Run, summary: dict[str, Any]) -> None:
+def _report(handle: Run, summary: Summary) -> None:
     from rayrft.monitor.records import read_records
     from rayrft.monitor.report import accuracy_table
 
     _print("\n" + accuracy_table(read_records(handle.folder)))
-    counters = summary["counters"]
-    if counters["sampled"] is not None:
-        _print(
-            f"\nrows: sampled {counters['sampled']} = trained {counters['trained']} + dropped "
-            f"{sum(counters['dropped'].values())} {counters['dropped']} + held {counters['held']}"
-        )
-    _print(f"{summary['status']} after {summary['seconds']['total']:.0f} s, {summary['steps']} steps")
+    if summary.ledger is not None:
+        _print(f"\nrows: {summary.ledger}")
+    _print(f"{summary.status} after {summary.seconds['total']:.0f} s, {summary.steps} steps")
     if (plot := handle.folder / "plot.png").exists():
         _print(f"plot        {plot}")
-    _print(f"checkpoint  {summary['checkpoint'] or f'to resume: rayrft resume {handle.folder}'}")
+    _print(f"checkpoint  {summary.checkpoint or f'to resume: rayrft resume {handle.folder}'}")
 
 
 def _print(text: str) -> None:

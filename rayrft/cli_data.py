@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import operator
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -34,7 +35,7 @@ _RUNS = Path("runs")
 @app.command()
 def stats(run: _Run, storage: _Storage = _RUNS) -> None:
     """Print rows and bytes by store and fate."""
-    print(json.dumps(_archive(run, storage).stats(), indent=2))
+    print(json.dumps(asdict(_archive(run, storage).stats()), indent=2))
 
 
 @app.command()

@@ -73,6 +73,10 @@ class StorageError(RayrftError):
     """The Buffer's log cannot be written or read; ``field`` names the file. Earlier data stays readable."""
 
 
+class Stalled(RayrftError):
+    """A wait had no progress for ``monitor.stall_s``; ``field`` names who was waited for, ``value`` what for."""
+
+
 class LeaseEnded(RayrftError):
     """No batch can be leased; ``value``: ``deadline``, ``end_of_data``, ``producer_died`` or ``stage_closed``."""
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
 
+from rayrft.errors import RayrftError
 from rayrft.waits import Waits
 
 T = TypeVar("T")
@@ -103,11 +104,18 @@ class TrackedHandle(Handle[T]):
                 raise
 
 
-def fetch(call: Awaitable[R], deadline_s: float | None = None) -> R:
+def fetch(call: Awaitable[R], who: str = "", deadline_s: float | None = None) -> R:
     """Block until a call of a `Handle`, or a task of Ray, has answered; outside of event loops.
 
-    Raises the errors of ``ray.get``, among them GetTimeoutError after ``deadline_s``.
+    Raises the errors of ``ray.get``, and RayrftError, which names ``who`` was called, if there is no answer within
+    ``deadline_s``.
     """
     import ray
+    from ray.exceptions import GetTimeoutError
 
-    return ray.get(call, timeout=deadline_s)
+    try:
+        return ray.get(call, timeout=deadline_s)
+    except GetTimeoutError:
+        raise RayrftError(
+            f"no answer for {deadline_s:g} s", field=who, remedy="check it in the Ray dashboard, and try again"
+        ) from None

@@ -7,20 +7,14 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rayrft.cli import follow
+from rayrft.core.summary import Summary, summarise
 from rayrft.errors import ActorDied
 
-SUMMARY: dict[str, Any] = {
-    "status": "stopped",
-    "steps": 0,
-    "checkpoint": None,
-    "seconds": {"total": 1.0},
-    "counters": {"sampled": None, "trained": None, "dropped": None, "held": None},
-}
+SUMMARY = summarise("run", "stopped", None, [], None, 1.0)
 
 
 class ScriptedRun:
@@ -48,7 +42,7 @@ class ScriptedRun:
         self.calls.append("kill")
         self._told.release()
 
-    def result(self) -> dict[str, Any]:
+    def result(self) -> Summary:
         self.calls.append("result")
         return SUMMARY
 

@@ -25,6 +25,7 @@ from rayrft.buffer.feedback import Feedback
 from rayrft.buffer.groups import GroupStatus
 from rayrft.buffer.ingest import Arrivals, Producers
 from rayrft.buffer.leases import Lease, Leasing
+from rayrft.buffer.ledger import BufferStats, Ledger, Resumed
 from rayrft.buffer.log.journal import Position
 from rayrft.buffer.log.shard import Ref, Shard
 from rayrft.buffer.retention import Retention
@@ -109,10 +110,9 @@ class Buffer:
         position = await self._store.flush()
         return [position.number, position.nbytes]
 
-    async def resume(self, step: int, life: str) -> int:
+    async def resume(self, step: int, life: str) -> Resumed:
         """Resume the run from a checkpoint of ``step``: outstanding tickets are reissued, and leases from that step on
-        are trained again, with the same rows in the same order. Returns the bytes of unfinished writes of a crash that
-        were truncated from the log.
+        are trained again, with the same rows in the same order.
 
         ``life`` identifies this life of the run, which is resumed once: a late repeat of the call changes nothing.
 
@@ -132,8 +132,7 @@ class Buffer:
             e.RolledBack(step, life, whole_run=True),
         ]
         await self._store.commit(*([] if life in meta.lives else events))
-        torn: int = (await self._store.sizes())["torn_bytes"]
-        return torn
+        return Resumed(self._state.ledger(), (await self._store.sizes()).torn_bytes)
 
     async def close_stage(self, name: str | None = None) -> None:
         """Admit no more groups; pending `admit` calls return none. ``name`` restricts it to the stage of that name."""
@@ -193,8 +192,8 @@ class Buffer:
         return tickets
 
     async def attach(self, producer: str, actor: Handle[Watched]) -> None:
-        """Watch a producer. If it dies, its tickets are reissued; if it was the last one, a
-        lease that cannot be filled ends with ``producer_died``. A restarted Buffer has no attached producers."""
+        """Watch a producer. If it dies, its tickets are reissued; if it was the last one, a lease that cannot be
+        filled ends with ``producer_died``. A restarted Buffer has no attached producers."""
         self._producers.attach(producer, actor)
 
     async def detach(self, producer: str) -> None:
@@ -240,18 +239,22 @@ class Buffer:
         """
         return await self._leasing.lease(step, world_size, deadline_s)
 
-    async def ack(self, step: int, value_errors: dict[str, float] | None = None) -> None:
-        """Record that the step is trained. ``value_errors`` are the critic's errors by group id, which become the
-        groups' scores if the sampler's score is ``td_error``.
+    async def ack(self, step: int, value_errors: dict[str, float] | None = None) -> Ledger:
+        """Record that the step is trained; return the ledger.
+
+        ``value_errors`` are the critic's errors by group id, which become the groups' scores if the sampler's score is
+        ``td_error``.
 
         Raises DataError if an error is negative or not finite.
         """
         record = self._state.meta.leases.get(step)
         if record is None or record.acked:
-            return await self._store.commit()
+            await self._store.commit()
+            return self._state.ledger()
         await self._store.commit(e.Acked(step, self._leasing.scores(record, value_errors or {})))
-        self._state.check()
+        ledger = self._state.ledger()
         await self._retention.release(record.slots)
+        return ledger
 
     async def blame(self, step: int, life: str, experience_ids: list[str]) -> None:
         """Record that training of the step failed on one of these rows, in the run's life ``life``.
@@ -318,19 +321,16 @@ class Buffer:
                 )
         return [await self._experts.whole(store)]
 
-    async def stats(self) -> dict[str, Any]:
+    async def stats(self) -> BufferStats:
         """Return the ledger of own rows, the draws of demonstrations, and memory and disk use."""
-        meta = self._state.meta
-        return {
-            **self._state.check(recount=True),
-            "expert": {
-                name: {"rows": cursor.extent.rows, "drawn": cursor.drawn, "epoch": cursor.epoch}
-                for name, cursor in meta.experts.items()
-            },
-            "tasks_drawn": self._state.tasks.position if self._state.tasks is not None else None,
-            "late_feedback": len(meta.late_feedback),
-            **await self._store.sizes(),
-        }
+        sizes = await self._store.sizes()
+        return BufferStats(
+            ledger=self._state.ledger(recount=True),
+            expert=self._state.expert_draws(),
+            tasks_drawn=self._state.tasks.position if self._state.tasks is not None else None,
+            late_feedback=len(self._state.meta.late_feedback),
+            sizes=sizes,
+        )
 
     async def waiting(self) -> WaitReport:
         """Report what a lease waits for, and the time without progress."""

@@ -13,7 +13,7 @@ import ray
 import ray.data
 from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.export import Selection, conform, expert_message
@@ -158,7 +158,7 @@ def answer(call: Awaitable[R]) -> R:
     Raises ActorDied if the actor has died, and RayrftError if there is no answer within `_DEADLINE_S`.
     """
     try:
-        return fetch(call, _DEADLINE_S)
+        return fetch(call, "buffer", _DEADLINE_S)
     except RayTaskError as error:
         cause: Any = error
         while isinstance(cause, RayTaskError) and cause.cause is not None:
@@ -166,7 +166,3 @@ def answer(call: Awaitable[R]) -> R:
         raise (cause if isinstance(cause, RayrftError) else error) from None
     except RayActorError as error:
         raise ActorDied(str(error).splitlines()[0], field="buffer", remedy="see the run's summary.json") from None
-    except GetTimeoutError:
-        raise RayrftError(
-            f"no answer for {_DEADLINE_S:g} s", field="buffer", remedy="check it in the Ray dashboard, and try again"
-        ) from None

@@ -16,6 +16,7 @@ from rayrft.buffer.events import FeedbackNoted
 from rayrft.buffer.expert_rows import expert_file
 from rayrft.buffer.export import Selection
 from rayrft.buffer.groups import GroupStatus, GroupTable
+from rayrft.buffer.ledger import ArchiveStats
 from rayrft.buffer.log.journal import Journal, Recovered
 from rayrft.buffer.log.segments import read_rows, segment_name
 from rayrft.buffer.log.storage import Storage
@@ -150,7 +151,7 @@ class Archive:
         """Names of the stores, for `rows`."""
         return ["usual", *(f"expert/{name}" for name in self._state.meta.experts)]
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> ArchiveStats:
         """Return the ledger of own rows, the rows and bytes by store, and the uncommitted bytes."""
         meta, groups = self._state.meta, self._state.groups
         counted: Counter[str] = Counter()
@@ -162,18 +163,17 @@ class Archive:
             f"expert/{name}": {"rows": cursor.extent.rows, "bytes": cursor.extent.nbytes, "drawn": cursor.drawn}
             for name, cursor in meta.experts.items()
         }
-        return {
-            "run": meta.run,
-            "version": meta.version,
-            "step": meta.step,
-            **self._state.check(recount=True),
-            "stores": {
-                "usual": {"rows": counted.total(), "bytes": log_bytes, "groups": len(groups), **counted},
-                **experts,
-            },
-            "late_feedback": len(meta.late_feedback),
-            "torn_bytes": self._reading.torn_bytes,
-        }
+        usual = {"rows": counted.total(), "bytes": log_bytes, "groups": len(groups), **counted}
+        return ArchiveStats(
+            ledger=self._state.ledger(recount=True),
+            expert=self._state.expert_draws(),
+            run=meta.run,
+            version=meta.version,
+            step=meta.step,
+            stores={"usual": usual, **experts},
+            late_feedback=len(meta.late_feedback),
+            torn_bytes=self._reading.torn_bytes,
+        )
 
     def rows(
         self,

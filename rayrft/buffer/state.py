@@ -16,6 +16,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from rayrft.buffer.events import FeedbackNoted, GroupReport
 from rayrft.buffer.groups import GroupStatus, GroupTable
+from rayrft.buffer.ledger import ExpertDraws, Ledger
 from rayrft.buffer.log.segments import Extent
 from rayrft.buffer.samplers import Pool, Sampler
 from rayrft.buffer.schedule import ReplaySchedule, Schedule, StagePlan, Ticket
@@ -25,32 +26,23 @@ from rayrft.errors import StorageError
 
 
 @dataclass
-class Ledger:
+class RowCounts:
     """Counts rows from their arrival in the Buffer. A row used several times counts as trained when it leaves."""
 
     sampled: int = 0
     trained: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     dropped_tasks: Counter[str] = field(default_factory=Counter)
-    """Tasks that gave no rows, such as those with a too long prompt."""
 
     def drop(self, rows: int, reason: str) -> None:
         self.dropped[reason] += rows
 
-    def check(self, held: int) -> dict[str, Any]:
-        """Return the counters. Raises AssertionError unless sampled = trained + dropped + held."""
-        if self.sampled != self.trained + self.dropped.total() + held:
-            raise AssertionError(
-                f"rows are lost or doubled: sampled {self.sampled} != trained {self.trained} "
-                f"+ dropped {self.dropped.total()} + held {held}"
-            )
-        return {
-            "sampled": self.sampled,
-            "trained": self.trained,
-            "dropped": dict(self.dropped),
-            "held": held,
-            "dropped_tasks": dict(self.dropped_tasks),
-        }
+    def close(self, held: int) -> Ledger:
+        """Return the ledger. Raises AssertionError unless it closes."""
+        ledger = Ledger(self.sampled, self.trained, dict(self.dropped), held, dict(self.dropped_tasks))
+        if not ledger.closes:
+            raise AssertionError(f"rows are lost or counted twice: {ledger}")
+        return ledger
 
 
 @dataclass
@@ -152,7 +144,7 @@ class Metadata:
     """Whether the stage admits groups."""
     ended: str | None = None
     """Why no more groups will arrive."""
-    ledger: Ledger = field(default_factory=Ledger)
+    ledger: RowCounts = field(default_factory=RowCounts)
     leases: dict[int, LeaseRecord] = field(default_factory=dict)
     outstanding: dict[int, Outstanding] = field(default_factory=dict)
     reissued_tickets: list[Ticket] = field(default_factory=list)
@@ -246,9 +238,15 @@ class State:
         sequences = self.meta.schedule.choose(step)
         return None if sequences is None else [self.by_sequence[sequence] for sequence in sequences]
 
-    def check(self, *, recount: bool = False) -> dict[str, Any]:
-        """Return the ledger after asserting its invariant; with ``recount``, held rows are recounted for it."""
-        return self.meta.ledger.check(self.groups.rows_held() if recount else self.groups.held_rows)
+    def ledger(self, *, recount: bool = False) -> Ledger:
+        """Return the ledger; with ``recount``, held rows are recounted for it. Raises AssertionError unless it
+        closes."""
+        return self.meta.ledger.close(self.groups.rows_held() if recount else self.groups.held_rows)
+
+    def expert_draws(self) -> dict[str, ExpertDraws]:
+        """Return the draws of demonstrations by name."""
+        experts = self.meta.experts.items()
+        return {name: ExpertDraws(cursor.extent.rows, cursor.drawn, cursor.epoch) for name, cursor in experts}
 
     def set_score(self, slot: int, score: float) -> None:
         """Set the score of a group that was not trained yet, for ``td_error`` to at least the largest error so far."""

@@ -14,6 +14,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import numpy as np
 
 from rayrft.buffer import events as e
+from rayrft.buffer.ledger import StoreSizes
 from rayrft.buffer.log.journal import GroupCommit, Journal, Position
 from rayrft.buffer.log.segments import Extent, segment_name
 from rayrft.buffer.log.shard import NotOpen, Ref, RowSpan, Shard
@@ -199,17 +200,17 @@ class Store:
             rows.setdefault(ref, []).append(np.arange(row, row + int(groups.rows[slot])))
         return [(ref, np.sort(np.concatenate(parts))) for ref, parts in rows.items()]
 
-    async def sizes(self) -> dict[str, Any]:
+    async def sizes(self) -> StoreSizes:
         """Return memory and disk use, and the duration and truncated bytes of the recovery."""
         memory = await self.shards.all(Shard.memory)
-        return {
-            "groups": len(self.state.groups),
-            "row_bytes_in_memory": sum(memory),
-            "metadata_bytes": self.state.groups.nbytes_in_memory,
-            "log_bytes": self.log_bytes,
-            "torn_bytes": self._torn_bytes + self.shards.torn_bytes,
-            "recovery_s": round(self.recovery_s, 3),
-        }
+        return StoreSizes(
+            groups=len(self.state.groups),
+            row_bytes_in_memory=sum(memory),
+            metadata_bytes=self.state.groups.nbytes_in_memory,
+            log_bytes=self.log_bytes,
+            torn_bytes=self._torn_bytes + self.shards.torn_bytes,
+            recovery_s=round(self.recovery_s, 3),
+        )
 
     @property
     def log_bytes(self) -> int:

@@ -215,7 +215,7 @@ class MonitorConfig(Section):
     project: str = "rayrft"
     tensorboard: bool = False
     stall_s: float = Field(1800.0, gt=0)
-    """Seconds in which no group may become ready for a step that waits, before the run ends and says what it has. What
-    an attempt at a task may take, ``explorer.deadline_s``, is less."""
+    """Seconds without progress after which a wait ends the run: no group became ready for a step, no rank answered, and
+    so on. An attempt at a task, ``explorer.deadline_s``, may take less."""
     patience_s: float = Field(30.0, gt=0)
     """Seconds without progress of an engine, a rank or another awaited part after which a note names it."""

@@ -54,7 +54,7 @@ class Actors:
         """Return the same actors with handles that record calls as ``waits``."""
         return replace(
             self,
-            buffer=TrackedHandle(self.buffer, waits, endless=[Buffer.stats]),
+            buffer=TrackedHandle(self.buffer, waits),
             trainer=TrackedHandle(self.trainer, waits, labels={Trainer.command: command_name}),
             explorer=TrackedHandle(self.explorer, waits, endless=[Explorer.explore]) if self.explorer else None,
             weight_sync=TrackedHandle(self.weight_sync, waits) if self.weight_sync else None,
@@ -63,7 +63,7 @@ class Actors:
 
     def signs_of_life(self) -> dict[str, Callable[[], Awaitable[Any]]]:
         """Return by actor a call that it answers at once, with its `WaitReport` if it waits for others. An actor comes
-        before those that wait for it."""
+        before those that it keeps waiting."""
         asks: dict[str, Callable[[], Awaitable[Any]]] = {"trainer": lambda: self.trainer.call(Trainer.waiting)}
         if (weight_sync := self.weight_sync) is not None:
             asks["weight_sync"] = lambda: weight_sync.call(WeightSync.waiting)

@@ -11,12 +11,14 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+from pydantic import TypeAdapter
 
 from rayrft.buffer.buffer import Buffer
 from rayrft.config import RunConfig, load_config
 from rayrft.config.stage import CheckpointConfig
 from rayrft.core.actors import Actors
+from rayrft.core.summary import StageDone
 from rayrft.errors import ConfigError, RunNotFound, StorageError, nearest
 from rayrft.files import replace_folder, sync
 from rayrft.trainer.commands import Checkpoint, Restore, Save
@@ -56,7 +58,7 @@ class Progress:
     records: int = 0
     logged: list[int] = field(default_factory=lambda: [0, 0])
     """Lower bound of the Buffer's journal position: see `Buffer.flush`."""
-    stages_done: list[dict[str, Any]] = field(default_factory=list)
+    stages_done: list[StageDone] = field(default_factory=list)
     accuracy: float | None = None
     """Accuracy of the current policy at the first temperature, if it was evaluated."""
     reward: float | None = None
@@ -76,8 +78,11 @@ class Progress:
     def end(self, name: str, asked: int) -> None:
         """Mark the current stage as ended; ``asked`` is its configured number of steps."""
         self.stage_asked = asked
-        done = {"name": name, "steps": self.stage_step, "final_step": self.step}
-        self.stages_done = [stage for stage in self.stages_done if stage["name"] != name] + [done]
+        done = StageDone(name, self.stage_step, self.step)
+        self.stages_done = [stage for stage in self.stages_done if stage.name != name] + [done]
+
+
+_progress: TypeAdapter[Progress] = TypeAdapter(Progress)
 
 
 class Checkpoints:
@@ -145,7 +150,7 @@ class Checkpoints:
     def all(self) -> list[Progress]:
         """Return all checkpoints, the oldest first."""
         manifests = self._folder.glob(f"step-*/{_MANIFEST}")
-        found = [Progress(**json.loads(manifest.read_text())["progress"]) for manifest in manifests]
+        found = [_progress.validate_python(json.loads(manifest.read_text())["progress"]) for manifest in manifests]
         return sorted(found, key=lambda progress: progress.step)
 
     def latest(self) -> Progress | None:

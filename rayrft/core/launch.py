@@ -23,7 +23,7 @@ from rayrft.core.placement import (
     show_plan,
 )
 from rayrft.core.preflight import prepare, write_config
-from rayrft.core.run import Run, named_actors
+from rayrft.core.run import ANSWER_S, Run, named_actors
 from rayrft.core.summary import read_summary, remove_summary
 from rayrft.errors import ConfigError, PlacementError, RunNotFound, nearest
 from rayrft.handle import Handle, fetch
@@ -69,7 +69,7 @@ def resume(folder: str | Path, *, say: Callable[[str], None] = print, **override
     last = config.stages[-1]
     ended = read_summary(config.folder)
     # A run killed after its last step and before the summary may lack its final weights.
-    finished = ended.get("status") == "finished" and ended["steps"] == progress.step
+    finished = ended is not None and ended.status == "finished" and ended.steps == progress.step
     if finished and progress.stage == len(config.stages) - 1 and not progress.needs(last.steps):
         raise ConfigError(
             f"the run is finished after {progress.step} steps",
@@ -117,7 +117,9 @@ def attach(name: str) -> Run:
 
     connect(start=False)
     try:
-        master = Handle[Master]("master", ray.get_actor(actor_name(name, "master"), namespace=NAMESPACE))
+        master = Handle[Master](
+            actor_name(name, "master"), ray.get_actor(actor_name(name, "master"), namespace=NAMESPACE)
+        )
     except ValueError:
         names = running()
         raise RunNotFound(
@@ -126,7 +128,7 @@ def attach(name: str) -> Run:
             value=name,
             remedy=nearest(name, names) if names else "no run is running",
         ) from None
-    return Run(name, Path(fetch(master.call(Master.status))["folder"]), master)
+    return Run(name, fetch(master.call(Master.status), master.name, ANSWER_S).folder, master)
 
 
 def running() -> list[str]:

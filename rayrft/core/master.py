@@ -1,4 +1,4 @@
-"""The Master actor: the run, from the first actor to the summary."""
+"""The Master actor: runs a run, from its first actor to its summary."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from importlib import import_module
 from typing import Any
 
 from rayrft.buffer.buffer import Buffer
+from rayrft.buffer.ledger import BufferStats, Ledger
 from rayrft.config import RunConfig
 from rayrft.core.actors import Actors, create_actors, start_actors
 from rayrft.core.checkpoints import Progress
 from rayrft.core.placement import Placement, plan_placement
 from rayrft.core.preflight import Prepared
 from rayrft.core.recorder import Recorder
-from rayrft.core.summary import NO_ROWS, ledger_in_log, standing, summarise
+from rayrft.core.summary import RunStatus, Summary, rows_in_log, status_at_end, summarise
 from rayrft.core.supervision import Silence, Stopped, root_cause, supervise, unless_stopped
 from rayrft.core.train_loop import TrainLoop
 from rayrft.errors import RayrftError, RowsFailed, StorageError
@@ -26,11 +27,13 @@ from rayrft.registry import load_plugins
 from rayrft.trainer.trainer import Trainer
 from rayrft.waits import Waits
 
+_STATS_DEADLINE_S = 5.0
+
 
 class Master:
-    """The actor. ``run`` is the whole run; everything else may be called while it is under way.
+    """The actor. ``run`` is the whole run; every other method may be called while it is running.
 
-    With ``progress`` the run goes on from there: see `rayrft.core.checkpoints`.
+    The run resumes from ``progress``: see `rayrft.core.checkpoints`.
     """
 
     def __init__(self, config: RunConfig, progress: Progress) -> None:
@@ -41,45 +44,47 @@ class Master:
         self._stop = asyncio.Event()
         self._status = "starting"
         self._actors: Actors | None = None
-        self._stages: TrainLoop | None = None
+        self._loop: TrainLoop | None = None
         self._waits = Waits("master")
         self._silence: Silence | None = None
-        self._summary: dict[str, Any] | None = None
+        self._summary: Summary | None = None
 
-    async def run(self, prepared_refs: list[Any]) -> dict[str, Any]:
-        """Run all stages; gives the summary. Raises the root cause when the run fails, after writing the summary.
+    async def run(self, prepared_refs: list[Any]) -> Summary:
+        """Run all stages; return the summary. Raises the root cause if the run fails, after writing the summary.
 
         ``prepared_refs`` holds one reference to a `Prepared`, inside a list so that it is fetched here.
         """
         prepared: Prepared = await prepared_refs[0]
         placement = Placement(self._config.name, plan_placement(self._config))
         error: RayrftError | None = None
+        stats: BufferStats | None = None
         try:
             parts = [part.name for part in plan_placement(self._config) if part.name != "master"]
             await unless_stopped(self._stop, asyncio.to_thread(placement.reserve, parts))
             self._actors = create_actors(self._config, prepared, placement, self._progress.logged)
-            followed = self._actors.tracked(self._waits)
-            self._stages = TrainLoop(self._config, followed, self._recorder, self._progress, self._stop)
+            tracked = self._actors.tracked(self._waits)
+            self._loop = TrainLoop(self._config, tracked, self._recorder, self._progress, self._stop)
+            monitor = self._config.monitor
             self._silence = Silence(
-                self._waits, self._actors.signs_of_life(), self._note, self._config.monitor.patience_s
+                self._waits, self._actors.signs_of_life(), self._note, monitor.patience_s, monitor.stall_s
             )
             watches = {**self._actors.watches(), "silence": self._silence.watch()}
-            await supervise(self._run(self._actors, self._stages, prepared), watches)
+            await supervise(self._run(self._actors, self._loop, prepared), watches)
             self._status = "finished"
         except Stopped:
             self._status = "stopped"
         except Exception as failure:  # whatever ended the run becomes its summary and is raised again below
             self._status, error = "failed", root_cause(failure)
-            with contextlib.suppress(StorageError):  # a disk that takes no summary may be what ended it
+            with contextlib.suppress(StorageError):  # a full disk may be what ended the run
                 await self._recorder.note(f"the run failed: {error}", step=self._progress.step)
-            if isinstance(error, RowsFailed) and self._stages is not None:
-                await self._stages.blame(error)
-            await self._refresh_ledger()
+            if isinstance(error, RowsFailed) and self._loop is not None:
+                await self._loop.blame(error)
         finally:
             if self._actors is not None:
+                stats = await self._stats(self._actors)
                 self._actors.kill_restartable()
             placement.remove()
-        self._summary = self._summarise(error)
+        self._summary = self._summarise(error, stats)
         try:
             await self._recorder.close(self._summary)
         except StorageError as failure:
@@ -89,63 +94,62 @@ class Master:
         return self._summary
 
     async def records(self, count: int) -> list[Record]:
-        """Records from the ``count``-th on, as soon as there are any; an empty list once the run has ended."""
+        """Wait for records after the first ``count`` and return them; an empty list once the run has ended."""
         return await self._recorder.after(count)
 
-    async def status(self) -> dict[str, Any]:
-        """Where the run stands: its state, step, version, the ledger of rows, and what is waited for too long."""
+    async def status(self) -> RunStatus:
+        """Return the status of the run, step, version, the ledger of rows, and overdue waits."""
         if self._summary is not None:
-            return standing(self._summary, self._config.folder)
-        if self._status == "running":
-            await self._refresh_ledger()
-        stages = self._stages
-        return {
-            "name": self._config.name,
-            "status": self._status,
-            "error": None,
-            "step": self._progress.step,
-            "version": stages.published if stages is not None else 0,
-            "folder": str(self._config.folder),
-            "waiting": self._silence.overdue if self._silence is not None else [],
-            **(stages.ledger if stages is not None and stages.ledger else NO_ROWS),
-        }
+            return status_at_end(self._summary, self._config.folder)
+        stats = await self._stats(self._actors) if self._actors is not None and self._status == "running" else None
+        known = self._loop.ledger if self._loop is not None else Ledger()
+        return RunStatus(
+            self._config.name,
+            self._status,
+            None,
+            self._progress.step,
+            self._loop.published if self._loop is not None else 0,
+            self._config.folder,
+            self._silence.overdue if self._silence is not None else [],
+            stats.ledger if stats is not None else known,
+        )
 
     async def stop(self) -> None:
-        """Ask the run to end after what it is doing; it saves its weights and writes its summary."""
+        """Ask the run to end after its current operation, saving its weights."""
         self._stop.set()
 
     async def watch(self) -> None:
-        """Never returns: a caller that awaits it learns at once when this actor dies."""
+        """Never return: a caller that awaits it learns at once when this actor dies."""
         await asyncio.Event().wait()
 
     async def pids(self) -> dict[str, int]:
-        """Process ids of master, buffer, trainer and engines."""
-        assert self._actors is not None  # asked for once the run is up
+        """Return the process ids of master, buffer, trainer and engines."""
+        assert self._actors is not None  # called once the run is up
         actors = self._actors
         engines = {engine.name: await engine.call(RolloutEngine.pid) for engine in actors.engines}
         buffer, trainer = await actors.buffer.call(Buffer.pid), await actors.trainer.call(Trainer.pid)
         return {"master": os.getpid(), "buffer": buffer, "trainer": trainer, **engines}
 
-    async def _run(self, actors: Actors, stages: TrainLoop, prepared: Prepared) -> None:
-        await unless_stopped(self._stop, self._start(actors, stages, prepared))
-        await stages.run()
+    async def _run(self, actors: Actors, loop: TrainLoop, prepared: Prepared) -> None:
+        await unless_stopped(self._stop, self._start(actors, loop, prepared))
+        await loop.run()
         await actors.trainer.call(Trainer.stop)
 
-    async def _start(self, actors: Actors, stages: TrainLoop, prepared: Prepared) -> None:
-        """Bring the run to where its first step can be taken."""
+    async def _start(self, actors: Actors, loop: TrainLoop, prepared: Prepared) -> None:
+        """Start the actors, restore the weights, and publish them."""
         started = time.time()
         await self._recorder.note("starting engines and trainer", step=self._progress.step)
         for name, reasons in prepared.left_out.items():
             if reasons:
                 await self._recorder.note(f"demonstrations {name!r}: left out {dict(reasons)}")
-        # With the algorithms of the stages comes torch, which takes seconds to load: while the others start.
+        # The stages' algorithms import torch, which takes seconds: meanwhile the actors start.
         loading = asyncio.to_thread(import_module, "rayrft.algorithms")
-        remark, _ = await asyncio.gather(start_actors(actors, self._config, prepared, self._waits), loading)
-        if remark:
-            await self._recorder.note(f"the trainer's way with this model: {remark}")
-        await stages.restore()
+        warning, _ = await asyncio.gather(start_actors(actors, self._config, prepared, self._waits), loading)
+        if warning:
+            await self._recorder.note(f"trainer: {warning}")
+        await loop.restore()
         self._status = "running"
-        report = await stages.publish()
+        report = await loop.publish()
         probe = (
             f"; engine log-probs equal the trainer's to {report.probe_gap:.1e}"
             if report and report.probe_gap is not None
@@ -157,21 +161,25 @@ class Master:
     async def _note(self, text: str, **data: Any) -> None:
         await self._recorder.note(text, step=self._progress.step, **data)
 
-    async def _refresh_ledger(self) -> None:
-        if self._stages is not None:
-            await self._stages.refresh_ledger()
+    async def _stats(self, actors: Actors) -> BufferStats | None:
+        """Return the Buffer's statistics; None if it does not answer soon."""
+        from ray.exceptions import RayActorError
 
-    def _summarise(self, error: RayrftError | None) -> dict[str, Any]:
-        progress, stages, folder = self._progress, self._stages, self._config.folder
+        with contextlib.suppress(RayActorError, TimeoutError):
+            return await asyncio.wait_for(actors.buffer.call(Buffer.stats), _STATS_DEADLINE_S)
+        return None
+
+    def _summarise(self, error: RayrftError | None, stats: BufferStats | None) -> Summary:
+        folder = self._config.folder
         return summarise(
             self._config.name,
             self._status,
             str(error) if error else None,
             self._recorder.records,
-            (stages.ledger if stages is not None else {}) or ledger_in_log(folder),
+            stats or rows_in_log(folder),
             self._recorder.seconds,
-            stages=progress.stages_done,
-            steps=progress.step,
-            weight_version=stages.published if stages is not None else 0,
+            step=self._progress.step,
+            version=self._loop.published if self._loop is not None else 0,
+            stages=self._progress.stages_done,
             checkpoint=str(folder / "checkpoints" / "final") if self._status == "finished" else None,
         )

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from rayrft.config import RunConfig
-from rayrft.core.summary import reserve_space, write_summary
+from rayrft.core.summary import Summary, reserve_space, write_summary
 from rayrft.monitor.records import EvaluationRecord, NoteRecord, Record, StepRecord, read_records, rewrite_records
 from rayrft.monitor.report import save_plot
 from rayrft.monitor.sinks import open_sinks
@@ -48,7 +48,7 @@ class Recorder:
             await self._changed.wait_for(lambda: self.ended or len(self.records) > count)
             return self.records[count:]
 
-    async def close(self, summary: dict[str, Any]) -> None:
+    async def close(self, summary: Summary) -> None:
         """Write ``summary.json`` and the plot, close the sinks, and always release the followers.
 
         Raises StorageError if the summary cannot be written.

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 from rayrft.buffer.buffer import Buffer
 from rayrft.core.master import Master
 from rayrft.core.placement import NAMESPACE, actor_name, remove_groups
-from rayrft.core.summary import read_summary, standing, summarise, summarise_from_folder, write_summary
+from rayrft.core.summary import (
+    RunStatus,
+    Summary,
+    read_summary,
+    status_at_end,
+    summarise,
+    summarise_from_folder,
+    write_summary,
+)
 from rayrft.core.supervision import death_reason, root_cause
 from rayrft.errors import ActorDied, ConfigError, RayrftError, RunNotFound, StorageError
 from rayrft.handle import Handle, Watched, fetch
@@ -25,6 +33,11 @@ if TYPE_CHECKING:
     import ray.data
 
     from rayrft.experience import Experience
+
+
+ANSWER_S = 60.0
+"""Deadline of calls that the Master answers at once. Calls that last as long as the run have none: the Master itself
+ends a run that has stalled, and its death is an error in them."""
 
 
 class RunData:
@@ -114,22 +127,22 @@ class Run(RunData):
     """A running or ended run."""
 
     def __init__(
-        self, name: str, folder: Path, master: Handle[Master], outcome: Awaitable[dict[str, Any]] | None = None
+        self, name: str, folder: Path, master: Handle[Master], outcome: Awaitable[Summary] | None = None
     ) -> None:
         self.name = name
         self.folder = folder
         self._master = master
         self._outcome = outcome
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> RunStatus:
         """Return status, step, version and the ledger ``sampled = trained + dropped + held``; if the run failed or was
         killed also the ``error``, root cause first."""
         import ray
 
         try:
-            return fetch(self._master.call(Master.status))
+            return fetch(self._master.call(Master.status), self._master_name, ANSWER_S)
         except ray.exceptions.RayActorError:
-            return standing(self._end(), self.folder)
+            return status_at_end(self._end(), self.folder)
 
     def records(self) -> Iterator[Record]:
         """Iterate over all records, waiting for new ones until the run ends. Raises ActorDied if the Master died and
@@ -143,8 +156,8 @@ class Run(RunData):
             except ray.exceptions.RayActorError:
                 summary = self._end()
                 yield from read_records(self.folder)[count:]
-                if summary["error"]:
-                    raise self._error(summary) from None
+                if summary.error:
+                    raise self._error(summary.error) from None
                 return
             if not new:
                 return
@@ -172,7 +185,7 @@ class Run(RunData):
 
         return pd.DataFrame([asdict(r) for r in read_records(self.folder) if r.kind == "evaluation"])
 
-    def result(self) -> dict[str, Any]:
+    def result(self) -> Summary:
         """Wait for the end and return the summary. Raises the root cause if the run failed.
 
         Only for the process that started the run; also frees its resources.
@@ -194,8 +207,8 @@ class Run(RunData):
             raise cause from None
         except ray.exceptions.RayActorError:
             summary = self._end()
-            if summary["error"]:
-                raise self._error(summary) from None
+            if summary.error:
+                raise self._error(summary.error) from None
         finally:
             self.kill()
         return summary
@@ -212,15 +225,15 @@ class Run(RunData):
         import ray
 
         try:
-            fetch(self._master.call(Master.stop))
+            fetch(self._master.call(Master.stop), self._master_name, ANSWER_S)
         except ray.exceptions.RayActorError:
             self._end()
 
     def pids(self) -> dict[str, int]:
         """Return the process ids of master, trainer and engines."""
-        return fetch(self._master.call(Master.pids))
+        return fetch(self._master.call(Master.pids), self._master_name, ANSWER_S)
 
-    def _end(self, cause: RayrftError | None = None) -> dict[str, Any]:
+    def _end(self, cause: RayrftError | None = None) -> Summary:
         """Kill the actors of the run and return its summary, written here if the Master did not.
 
         ``cause`` is why the run failed, if known. Safe to call concurrently.
@@ -228,7 +241,7 @@ class Run(RunData):
         import ray
 
         if not self._owns_name():
-            return summarise(self.name, *self._death(), [], {}, 0.0)
+            return summarise(self.name, *self._death(), [], None, 0.0)
         actors: list[Handle[Watched]] = []
         for name in named_actors(actor_name(self.name, "")):
             with contextlib.suppress(ValueError):  # it died since it was listed
@@ -243,7 +256,7 @@ class Run(RunData):
         if watches:
             ray.wait(watches, num_returns=len(watches))
         remove_groups(self.name)
-        if summary := read_summary(self.folder):
+        if (summary := read_summary(self.folder)) is not None:
             return summary
         status, error = ("failed", str(cause)) if cause is not None else self._death()
         summary = summarise_from_folder(self.folder, status, error)
@@ -273,10 +286,10 @@ class Run(RunData):
         problem = "the run was killed" if killed else f"the master died: {reason}"
         return "killed" if killed else "failed", str(ActorDied(problem, field=self._master_name))
 
-    def _error(self, summary: dict[str, Any]) -> ActorDied:
-        """Return the error of a run whose Master is dead, from its summary."""
-        text, own = summary["error"], f"{self._master_name}: "
-        return ActorDied(text.removeprefix(own), field=self._master_name if text.startswith(own) else "")
+    def _error(self, error: str) -> ActorDied:
+        """Return the error of a run whose Master is dead, as its summary has it."""
+        own = f"{self._master_name}: "
+        return ActorDied(error.removeprefix(own), field=self._master_name if error.startswith(own) else "")
 
     @property
     def _master_name(self) -> str:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from rayrft.buffer.leases import Lease
 from rayrft.core.weight_sync import SyncReport
@@ -39,7 +37,8 @@ def step_record(
     seconds: StepSeconds,
     lost: dict[str, int],
 ) -> StepRecord:
-    """Build the record of an optimiser step; ``report`` is None if none was published, ``lost`` from `lost_since`."""
+    """Build the record of an optimiser step; ``report`` is None if none was published, ``lost`` is from
+    `Ledger.lost_since`."""
     rollouts, stale = lease.rollouts, lease.staleness
     tokens = rollouts.tokens or result.policy_tokens + result.expert_tokens
     numbers = {name: value for name, value in asdict(result).items() if name not in _NOT_RECORDED}
@@ -110,9 +109,3 @@ def evaluation_record(stage: str, step: int, stage_step: int, result: Evaluation
         unknown=result.unknown,
         seconds=seconds,
     )
-
-
-def lost_since(before: dict[str, Any], after: dict[str, Any]) -> dict[str, int]:
-    """Count the rows and tasks dropped between two states of the Buffer's ledger, by reason."""
-    was, now = (Counter(of.get("dropped", {})) + Counter(of.get("dropped_tasks", {})) for of in (before, after))
-    return dict(now - was)

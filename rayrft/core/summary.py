@@ -1,4 +1,4 @@
-"""``summary.json``: how a run ended, and the ledger of its rows."""
+"""Status of a run, and ``summary.json``: how it ended, with the ledger of its rows."""
 
 from __future__ import annotations
 
@@ -8,17 +8,92 @@ import os
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
+from pydantic import TypeAdapter
+
+from rayrft.buffer.ledger import ExpertDraws, Ledger, RowStats
 from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.reader import Archive
 from rayrft.config import load_config
 from rayrft.errors import RayrftError, StorageError
 from rayrft.monitor.records import EvaluationRecord, Record, StepRecord, read_records
 
-NO_ROWS: dict[str, Any] = {"sampled": 0, "trained": 0, "dropped": {}, "held": 0}
-"""The ledger of a run before its first row."""
+
+@dataclass(frozen=True)
+class AccuracyPoint:
+    """An evaluation: ``right`` of ``count`` tasks, and the confidence interval of the accuracy."""
+
+    stage: str
+    step: int
+    accuracy: float
+    right: int
+    count: int
+    interval: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class AccuracyChange:
+    """The first and the last evaluation at a temperature."""
+
+    before: AccuracyPoint
+    after: AccuracyPoint
+
+
+@dataclass(frozen=True)
+class StageDone:
+    """A stage that has ended: the steps taken in it, and the run's step at its end."""
+
+    name: str
+    steps: int
+    final_step: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How a run ended; ``summary.json`` has the same fields."""
+
+    name: str
+    status: str
+    """``finished``, ``stopped``, ``failed`` or ``killed``."""
+    error: str | None
+    accuracy: dict[str, AccuracyChange]
+    """By temperature."""
+    ledger: Ledger | None
+    """None if the Buffer's log is damaged."""
+    expert: dict[str, ExpertDraws] | None
+    seconds: dict[str, float]
+    """Wall time by part, and in ``total``."""
+    steps: int
+    weight_version: int
+    stages: list[StageDone]
+    checkpoint: str | None
+    """Folder of the final weights of a finished run."""
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """State of a run: ``starting``, ``running`` or as in `Summary`."""
+
+    name: str
+    status: str
+    error: str | None
+    step: int
+    version: int
+    folder: Path
+    waiting: list[str]
+    """Overdue waits, one line per wait."""
+    ledger: Ledger | None
+
+    def to_json(self) -> str:
+        """Format the status as ``rayrft status`` prints it, with the ledger's entries beside the others."""
+        fields = asdict(self)
+        ledger = fields.pop("ledger") or {}
+        return json.dumps({**fields, **ledger}, indent=2, default=str)
+
+
+_summaries: TypeAdapter[Summary] = TypeAdapter(Summary)
 _RESERVED, _RESERVED_BYTES = ".room", 1 << 16
 
 
@@ -28,14 +103,14 @@ def reserve_space(folder: Path) -> None:
         (folder / _RESERVED).write_bytes(os.urandom(_RESERVED_BYTES))  # zeros may be stored sparsely
 
 
-def write_summary(folder: Path, summary: dict[str, Any]) -> None:
+def write_summary(folder: Path, summary: Summary) -> None:
     """Write the summary atomically, also with concurrent writers. Raises StorageError."""
     (folder / _RESERVED).unlink(missing_ok=True)
     with _writing(folder / "summary.json"):
         descriptor, draft = tempfile.mkstemp(".partial", ".summary.", folder)
         try:
             with os.fdopen(descriptor, "w") as file:
-                file.write(json.dumps(summary, indent=2) + "\n")
+                file.write(json.dumps(asdict(summary), indent=2) + "\n")
             os.chmod(draft, 0o644)  # mkstemp's mode is for the owner only
             os.replace(draft, folder / "summary.json")
         except BaseException:
@@ -43,12 +118,12 @@ def write_summary(folder: Path, summary: dict[str, Any]) -> None:
             raise
 
 
-def read_summary(folder: Path) -> dict[str, Any]:
-    """Return the summary; empty if the run has not ended yet."""
+def read_summary(folder: Path) -> Summary | None:
+    """Return the summary; None if the run has not ended yet."""
     try:
-        return json.loads((folder / "summary.json").read_text())
+        return _summaries.validate_json((folder / "summary.json").read_bytes())
     except FileNotFoundError:
-        return {}
+        return None
 
 
 def remove_summary(folder: Path) -> None:
@@ -61,60 +136,61 @@ def summarise(
     status: str,
     error: str | None,
     records: Sequence[Record],
-    ledger: dict[str, Any],
+    rows: RowStats | None,
     total_s: float,
-    **more: Any,
-) -> dict[str, Any]:
-    """Build the summary from a run's records and the Buffer's ledger; ``more`` overrides or adds entries."""
-    steps = [record for record in records if isinstance(record, StepRecord)]
-    return {
-        "name": name,
-        "status": status,
-        "error": error,
-        "accuracy": _accuracy(records),
-        "counters": {key: ledger.get(key) for key in NO_ROWS},
-        "dropped_tasks": ledger.get("dropped_tasks"),
-        "expert": ledger.get("expert"),
-        "seconds": {**_seconds(records), "total": round(total_s, 3)},
-        "steps": steps[-1].step if steps else 0,
-        "weight_version": steps[-1].version if steps else 0,
-        "checkpoint": None,
-        **more,
-    }
+    *,
+    step: int | None = None,
+    version: int | None = None,
+    stages: Sequence[StageDone] = (),
+    checkpoint: str | None = None,
+) -> Summary:
+    """Build the summary from a run's records and the Buffer's statistics; ``step`` and ``version`` are those of the
+    latest step record by default."""
+    last = next((record for record in reversed(records) if isinstance(record, StepRecord)), None)
+    return Summary(
+        name,
+        status,
+        error,
+        accuracy=_accuracy(records),
+        ledger=rows.ledger if rows else None,
+        expert=rows.expert if rows else None,
+        seconds={**_seconds(records), "total": round(total_s, 3)},
+        steps=step if step is not None else last.step if last else 0,
+        weight_version=version if version is not None else last.version if last else 0,
+        stages=list(stages),
+        checkpoint=checkpoint,
+    )
 
 
-def summarise_from_folder(folder: Path, status: str, error: str) -> dict[str, Any]:
+def summarise_from_folder(folder: Path, status: str, error: str) -> Summary:
     """Build the summary of a run whose Master did not write one, from its files."""
     records = read_records(folder)
     total_s = records[-1].time - records[0].time if records else 0.0
-    return summarise(folder.name, status, error, records, ledger_in_log(folder), total_s)
+    return summarise(folder.name, status, error, records, rows_in_log(folder), total_s)
 
 
-def ledger_in_log(folder: Path) -> dict[str, Any]:
-    """Return the ledger of a run's rows from the log of its Buffer; empty if the log is damaged."""
+def rows_in_log(folder: Path) -> RowStats | None:
+    """Return the statistics of a run's rows from the log of its Buffer; None if the log is damaged."""
     try:
         if not Storage(load_config(folder / "config.yaml").buffer_location).files():  # it ended before its Buffer began
-            return NO_ROWS
-        stats = Archive.of_run(folder).stats()
+            return RowStats(Ledger(), {})
+        return Archive.of_run(folder).stats()
     except (RayrftError, OSError):
-        return {}
-    stores = {name.removeprefix("expert/"): store for name, store in stats["stores"].items() if name != "usual"}
-    expert = {name: {key: store[key] for key in ("rows", "drawn")} for name, store in stores.items()}
-    return {**stats, "expert": expert}
+        return None
 
 
-def standing(summary: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the `Run.status` of a run that has ended."""
-    return {
-        "name": summary["name"],
-        "status": summary["status"],
-        "error": summary["error"],
-        "step": summary["steps"],
-        "version": summary["weight_version"],
-        "folder": str(folder),
-        "waiting": [],
-        **summary["counters"],
-    }
+def status_at_end(summary: Summary, folder: Path) -> RunStatus:
+    """Return the status of a run that has ended."""
+    return RunStatus(
+        summary.name,
+        summary.status,
+        summary.error,
+        summary.steps,
+        summary.weight_version,
+        folder,
+        waiting=[],
+        ledger=summary.ledger,
+    )
 
 
 def _seconds(records: Sequence[Record]) -> dict[str, float]:
@@ -129,21 +205,17 @@ def _seconds(records: Sequence[Record]) -> dict[str, float]:
     return {part: round(value, 3) for part, value in sums.items()}
 
 
-def _accuracy(records: Sequence[Record]) -> dict[str, Any]:
-    """Return the first and last evaluation per temperature, with counts."""
-    result: dict[str, Any] = {}
+def _accuracy(records: Sequence[Record]) -> dict[str, AccuracyChange]:
+    """Return the first and last evaluation by temperature."""
+    result: dict[str, AccuracyChange] = {}
     for record in records:
         if isinstance(record, EvaluationRecord):
-            point = {
-                "stage": record.stage,
-                "step": record.step,
-                "accuracy": record.accuracy,
-                "right": record.right,
-                "count": record.count,
-                "interval": [record.low, record.high],
-            }
-            entry = result.setdefault(f"{record.temperature:g}", {"before": point})
-            entry["after"] = point
+            point = AccuracyPoint(
+                record.stage, record.step, record.accuracy, record.right, record.count, (record.low, record.high)
+            )
+            temperature = f"{record.temperature:g}"
+            before = result[temperature].before if temperature in result else point
+            result[temperature] = AccuracyChange(before, point)
     return result
 
 

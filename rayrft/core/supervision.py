@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rayrft.errors import ActorDied, RayrftError
+from rayrft.errors import ActorDied, RayrftError, Stalled
 from rayrft.waits import Wait, WaitReport, Waits
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ class Silence:
 
     ``asks`` maps every actor to a call that returns its `WaitReport`, or anything else if it keeps none: answering
     shows that it is alive. A wait is noted after ``patience_s`` without progress, and again whenever that time has
-    doubled.
+    doubled; after ``stall_s`` it ends the run.
     """
 
     def __init__(
@@ -32,19 +32,22 @@ class Silence:
         asks: Mapping[str, Callable[[], Awaitable[Any]]],
         note: Callable[..., Awaitable[None]],
         patience_s: float,
+        stall_s: float,
     ) -> None:
         self._waits = waits
         self._pings = Waits("master")
         self._asks = asks
         self._note = note
         self._patience = patience_s
+        self._stall = stall_s
         self._asking: dict[str, asyncio.Future[Any]] = {}
         self._next_note: dict[tuple[str, str], float] = {}
         self.overdue: list[str] = []
         """Overdue waits, one line per wait."""
 
     async def watch(self) -> None:
-        """Note overdue waits forever. Raises StorageError if a note cannot be written."""
+        """Note overdue waits. Raises Stalled at a wait without progress for ``stall_s``, and StorageError if a note
+        cannot be written."""
         try:
             while True:
                 pause_s = await self._look()
@@ -54,7 +57,7 @@ class Silence:
                 asking.cancel()
 
     async def _look(self) -> float:
-        """Note overdue waits; return the seconds until the next poll."""
+        """Note overdue waits; return the seconds until the next poll. Raises Stalled."""
         reports = await self._ask()
         waits = quiet_waits([self._waits.report(), self._pings.report()], reports)
         late = [wait for wait in waits if wait.quiet_s >= self._patience]
@@ -64,6 +67,14 @@ class Silence:
             self._next_note.update({_key(wait): 2 * wait.quiet_s for wait in news})
             text = "; ".join(map(describe, news))
             await self._note(f"no progress: {text}", waiting=[asdict(wait) for wait in news])
+        # A lease has the same deadline, and its error says more: it comes first.
+        if stalled := [wait for wait in late if wait.quiet_s >= self._stall + self._patience]:
+            raise Stalled(
+                f"no progress: {describe(stalled[0])}",
+                field=stalled[0].target,
+                value=stalled[0].what,
+                remedy="see its log in the Ray dashboard; if it only takes long, raise monitor.stall_s",
+            )
         soonest = min((self._due(wait) - wait.quiet_s for wait in waits), default=self._patience)
         return min(max(soonest, 0.01 * self._patience), self._patience / _LOOKS)
 

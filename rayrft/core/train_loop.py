@@ -1,4 +1,4 @@
-"""How well the model does, and what bounds the run: said between steps."""
+"""The training loop of a run: its stages, and their steps."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ from typing import Any, TypeVar
 
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.leases import Lease
+from rayrft.buffer.ledger import Ledger
 from rayrft.buffer.schedule import StagePlan
 from rayrft.config import RunConfig, StageConfig
 from rayrft.core.actors import Actors
 from rayrft.core.checkpoints import Progress, Saver
 from rayrft.core.recorder import Recorder
-from rayrft.core.step_record import StepSeconds, check_on_policy_step, evaluation_record, lost_since, step_record
+from rayrft.core.step_record import StepSeconds, check_on_policy_step, evaluation_record, step_record
 from rayrft.core.supervision import Stopped, unless_stopped
 from rayrft.core.weight_sync import SyncReport, WeightSync
 from rayrft.errors import LeaseEnded, RayrftError, RowsFailed, StorageError
 from rayrft.explorer.explorer import Explorer
 from rayrft.monitor.records import StepRecord
 from rayrft.monitor.verdict import verdict
-from rayrft.trainer.commands import Command, Load, OpenStage, Train
-from rayrft.trainer.result import mean_value_errors
+from rayrft.trainer.commands import Command, OpenStage, Train
+from rayrft.trainer.result import StepResult, mean_value_errors
 from rayrft.trainer.trainer import Trainer
 
 R = TypeVar("R")
 
 
 class Evaluator:
-    """Evaluates and judges the run as ``progress`` stands."""
+    """Evaluates the current policy, and judges what bounds the run."""
 
     def __init__(self, config: RunConfig, actors: Actors, recorder: Recorder, progress: Progress) -> None:
         self._config = config
@@ -40,7 +41,7 @@ class Evaluator:
         self._progress = progress
 
     async def evaluate(self, stage: StageConfig) -> None:
-        """Let the engines answer the held-out tasks at every temperature of the config, if it asks for that."""
+        """Attempt the held-out tasks at every temperature of the config, if evaluation is enabled."""
         if not self._config.evaluation.enabled or self._actors.explorer is None:
             return
         progress = self._progress
@@ -54,18 +55,19 @@ class Evaluator:
             await self._recorder.add(record)
 
     async def judge(self, stage: StageConfig, first: int) -> None:
-        """Say what bounds the stage, from its records so far: those from the ``first`` on."""
+        """Note what bounds the stage, judged from its records, which begin at index ``first``."""
         steps = [record for record in self._recorder.records[first:] if isinstance(record, StepRecord)]
         if message := verdict(steps, self._config.max_staleness):
             await self._recorder.note(message, stage.name, self._progress.step)
 
 
-_LOADS = 5
-"""Times that the batch of a step is asked for again when blocks of it were lost, as with a Buffer that died."""
+_ATTEMPTS = 5
+"""Times that the batch of a step is leased again when blocks of it were lost, as when the Buffer died."""
+_BLAME_DEADLINE_S = 5.0
 
 
 class TrainLoop:
-    """Runs stages on a actors that is up, from wherever ``progress`` says the run stands."""
+    """Runs the stages that ``progress`` has not completed, on actors that are up."""
 
     def __init__(
         self, config: RunConfig, actors: Actors, recorder: Recorder, progress: Progress, stop: asyncio.Event
@@ -75,22 +77,23 @@ class TrainLoop:
         self._recorder = recorder
         self._stop = stop
         self._life = uuid.uuid4().hex
-        """By which the Buffer tells this life of the run from those before it was resumed."""
+        """Distinguishes this life of the run from those before it was resumed."""
         self._saving = Saver(config, actors, progress)
         self._evaluator = Evaluator(config, actors, recorder, progress)
         self.progress = progress
-        self.ledger: dict[str, Any] = {}
-        """Of rows, as the Buffer last gave it."""
+        self.ledger = Ledger()
+        """Ledger of rows after the latest step."""
         self.published = 0
-        """The version of the weights that the engines hold."""
+        """Version of the weights that the engines have."""
 
     async def run(self) -> None:
-        """All stages that are left. Raises Stopped when the user asked for it, after saving."""
+        """Run all remaining stages. Raises Stopped if the user asked for it, after saving."""
         progress = self.progress
-        if torn := await self._actors.buffer.call(Buffer.resume, progress.step, self._life):
-            message = f"a crash left {torn} bytes of unfinished writes in the Buffer's log, which were cut off"
+        resumed = await self._actors.buffer.call(Buffer.resume, progress.step, self._life)
+        self.ledger = resumed.ledger
+        if resumed.torn_bytes:
+            message = f"a crash left {resumed.torn_bytes} bytes of unfinished writes in the Buffer's log: truncated"
             await self._recorder.note(message, step=progress.step)
-        await self.refresh_ledger()
         try:
             for number, stage in enumerate(self._config.stages):
                 if number > progress.stage or (number == progress.stage and progress.needs(stage.steps)):
@@ -100,39 +103,29 @@ class TrainLoop:
             await self._saving.checkpoint(len(self._recorder.records))
             await self._saving.export(f"stopped-{progress.step}")
             await self._saving.done()
-            await self.refresh_ledger()
             raise
         await self._saving.export("final")
-        await self.refresh_ledger()
 
     async def publish(self) -> SyncReport | None:
-        """Bring the present weights to the engines as a new version: the number of optimiser steps taken."""
+        """Publish the trainer's weights to the engines; their version is the number of optimiser steps taken."""
         self.published = self.progress.step
         if self._actors.weight_sync is None:
             return None
         return await self._actors.weight_sync.call(WeightSync.publish, self.progress.step)
 
     async def restore(self) -> None:
-        """Put the weights of the latest checkpoint in place; the rest of it follows when the stage is open."""
+        """Restore the weights of the latest checkpoint; all other state is restored when the stage is open."""
         if self.progress.step:
             await self._saving.restore(whole=False)
 
     async def blame(self, error: RowsFailed) -> None:
-        """Tell the Buffer which rows the present step failed on, for when it is tried again."""
+        """Tell the Buffer on which rows the current step failed, for the next attempt at it."""
         from ray.exceptions import RayActorError
 
-        # Where that cannot be, the run ends as it would have: the step is tried again as it was.
+        # If the Buffer cannot be told, the next attempt has the same batch.
         with contextlib.suppress(RayActorError, TimeoutError, StorageError):
-            await asyncio.wait_for(
-                self._actors.buffer.call(Buffer.blame, self.progress.step, self._life, error.value), 5
-            )
-
-    async def refresh_ledger(self) -> None:
-        """Ask the Buffer for its ledger. Where it is gone, or was never there, the last answer stands."""
-        from ray.exceptions import RayActorError
-
-        with contextlib.suppress(RayActorError, TimeoutError):
-            self.ledger = await asyncio.wait_for(self._actors.buffer.call(Buffer.stats), 5)
+            call = self._actors.buffer.call(Buffer.blame, self.progress.step, self._life, error.value)
+            await asyncio.wait_for(call, _BLAME_DEADLINE_S)
 
     async def _stage(self, stage: StageConfig) -> None:
         progress, first = self.progress, len(self._recorder.records)
@@ -149,7 +142,7 @@ class TrainLoop:
                     await self._recorder.note(f"stage ends after {taken} steps: {ended}", stage.name, progress.step)
                     break
                 if progress.stage_step < stage.steps:
-                    await self._between(stage, first)
+                    await self._between_steps(stage, first)
         finally:
             await self._actors.buffer.call(Buffer.close_stage, stage.name)
             await exploring
@@ -163,18 +156,18 @@ class TrainLoop:
         await self._saving.done()
 
     async def _open(self, stage: StageConfig) -> None:
-        """Bring Trainer, engines and Buffer to where the stage stands."""
+        """Open or resume the stage in Trainer, engines and Buffer."""
         progress, algorithm = self.progress, stage.algorithm.build()
         resumed = progress.stage_step > 0
-        begins_from = stage.start_from
+        start_from = stage.start_from
         if self._config.trainer.lora is not None and progress.stage:
-            # Its weights have the adapter in them: under a new one they are the reference, too.
-            begins_from = begins_from or self._config.stages[progress.stage - 1].name
-        weights = self._saving.exported(begins_from) if begins_from and not resumed else None
+            # The previous stage's weights with its adapter merged: they are also the reference under a new adapter.
+            start_from = start_from or self._config.stages[progress.stage - 1].name
+        weights = self._saving.exported(start_from) if start_from and not resumed else None
         await self._command(OpenStage(algorithm, stage, weights))
         if resumed:
             await self._saving.restore(whole=True)
-            message = f"goes on after {progress.stage_step} steps"
+            message = f"resumes after {progress.stage_step} steps"
         else:
             message = self._describe(stage)
         if weights is not None:
@@ -198,35 +191,53 @@ class TrainLoop:
         await self._actors.buffer.call(Buffer.open_stage, plan)
 
     async def _step(self, stage: StageConfig, exploring: asyncio.Future[None]) -> None:
-        """Lease, train, publish, admit: one optimiser step."""
+        """Take one optimiser step: lease, train, acknowledge, publish, admit."""
         progress, started = self.progress, time.perf_counter()
         step, before = progress.step, self.ledger
         self._saving.check()
-        lease = await self._unless_ended(asyncio.ensure_future(self._lease(step)), exploring)
-        waited = time.perf_counter() - started
-        async with self._engines_asleep():
-            results = await self._command(Train())
-        result = results[0]
-        await self._actors.buffer.call(Buffer.ack, step, mean_value_errors(results))
-        await self.refresh_ledger()
-        trained = time.perf_counter() - started - waited
+        lease, results, waited_s = await self._train(step, exploring)
+        self.ledger = await self._actors.buffer.call(Buffer.ack, step, mean_value_errors(results))
+        trained_s = time.perf_counter() - started - waited_s
         progress.step += 1
         progress.stage_step += 1
-        report = await self.publish() if stage.groups else None
-        await self._actors.buffer.call(Buffer.advance, self.published)
-        rollout_s, reward_s = await self._timings()
-        seconds = StepSeconds(time.perf_counter() - started, waited, rollout_s, reward_s, trained)
-        lost = lost_since(before, self.ledger)
-        record = step_record(stage.name, progress.step, lease, result, report, seconds, lost)
+        report, (rollout_s, reward_s) = await asyncio.gather(self._publish_step(stage), self._timings())
+        seconds = StepSeconds(time.perf_counter() - started, waited_s, rollout_s, reward_s, trained_s)
+        record = step_record(
+            stage.name, progress.step, lease, results[0], report, seconds, self.ledger.lost_since(before)
+        )
         progress.accuracy, progress.reward = None, record.reward
-        await self._recorder.add(record)
+        # The record is written while new groups are admitted.
+        await asyncio.gather(
+            self._actors.buffer.call(Buffer.advance, self.published),
+            self._recorder.add(record),
+        )
         if progress.stage_step == 1:
-            doubt = check_on_policy_step(lease, result, self._config.probe_bounds.mean)
-            if doubt is not None:
-                await self._recorder.note(f"first step of {stage.name!r}: {doubt}", stage.name, progress.step)
+            warning = check_on_policy_step(lease, results[0], self._config.probe_bounds.mean)
+            if warning is not None:
+                await self._recorder.note(f"first step of {stage.name!r}: {warning}", stage.name, progress.step)
 
-    async def _between(self, stage: StageConfig, first: int) -> None:
-        """Evaluate and save, where that is due between two steps."""
+    async def _train(self, step: int, exploring: asyncio.Future[None]) -> tuple[Lease, list[StepResult], float]:
+        """Lease the batch of the step and train on it; return the lease, the results by rank, and the seconds spent
+        waiting for the batch. A Buffer that died loses its blocks, and restores them when it is up again."""
+        ranks, stall_s, waited_s = self._config.trainer.ranks, self._config.monitor.stall_s, 0.0
+        for _ in range(_ATTEMPTS):
+            asked = time.perf_counter()
+            leasing = asyncio.ensure_future(self._actors.buffer.call(Buffer.lease, step, ranks, stall_s))
+            lease = await self._unless_ended(leasing, exploring)
+            waited_s += time.perf_counter() - asked
+            async with self._engines_asleep():
+                results = await self._command(Train(lease))
+            if trained := [result for result in results if result is not None]:
+                return lease, trained, waited_s
+        raise RayrftError(
+            f"blocks of the batch were lost {_ATTEMPTS} times",
+            field="buffer.lease",
+            value=step,
+            remedy="see why objects are lost (nodes that die, an object store that is too small), then: rayrft resume",
+        )
+
+    async def _between_steps(self, stage: StageConfig, first: int) -> None:
+        """Evaluate and write a checkpoint if they are due."""
         taken = self.progress.stage_step
         if stage.evaluate_every and taken % stage.evaluate_every == 0:
             if not stage.groups:
@@ -237,29 +248,14 @@ class TrainLoop:
             await self._saving.checkpoint(len(self._recorder.records))
 
     async def _evaluate(self, stage: StageConfig) -> None:
-        """An evaluation is left alone when the run is stopped: the run that goes on makes it again, where it was the
+        """Evaluate; raise Stopped if the run is stopped meanwhile. A resumed run repeats the evaluation if it is the
         stage's last."""
         await unless_stopped(self._stop, self._evaluator.evaluate(stage))
 
-    async def _lease(self, step: int) -> Lease:
-        """The batch of the step, loaded on every rank. A Buffer that died takes the blocks with it, and has them again
-        when it is back."""
-        for _ in range(_LOADS):
-            ranks, stall_s = self._config.trainer.ranks, self._config.monitor.stall_s
-            lease = await self._actors.buffer.call(Buffer.lease, step, ranks, stall_s)
-            loaded = await self._command(Load(lease))
-            if all(loaded):
-                return lease
-        raise RayrftError(
-            f"blocks of the batch were lost {_LOADS} times",
-            field="buffer.lease",
-            value=step,
-            remedy="see why objects are lost (nodes that die, an object store that is too small), then: rayrft resume",
-        )
-
     @contextlib.asynccontextmanager
     async def _engines_asleep(self) -> AsyncIterator[None]:
-        """Where trainer and engines share a GPU and the config asks for it, its memory is the trainer's in here."""
+        """Free the engines' GPU memory for the trainer inside, if they share GPUs and ``explorer.engine.sleep`` is
+        set."""
         sync = self._actors.weight_sync if self._config.explorer.engine.sleep else None
         if sync is not None:
             await sync.call(WeightSync.sleep)
@@ -268,7 +264,8 @@ class TrainLoop:
             await sync.call(WeightSync.wake_up)
 
     async def _unless_ended(self, work: asyncio.Future[R], exploring: asyncio.Future[None]) -> R:
-        """The result of ``work``, unless the run is stopped or the Explorer fails first, or did so meanwhile."""
+        """Return the result of ``work``. Raises Stopped if the run is stopped first, and the Explorer's error if it
+        failed."""
         stop = asyncio.ensure_future(self._stop.wait())
         try:
             while True:
@@ -282,6 +279,10 @@ class TrainLoop:
                 await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
         finally:
             stop.cancel()
+
+    async def _publish_step(self, stage: StageConfig) -> SyncReport | None:
+        """Publish after a step, unless no group of the stage would be sampled under the new weights."""
+        return await self.publish() if stage.groups else None
 
     async def _explore(self, stage: StageConfig) -> None:
         if stage.groups and self._actors.explorer is not None:

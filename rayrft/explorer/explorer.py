@@ -68,7 +68,8 @@ class Explorer:
 
     async def start(self) -> None:
         """Start the reward workers."""
-        await self._rewards.open()
+        with self._waits.on(f"reward {self._config.reward.name!r}", "ready"):
+            await self._rewards.open()
 
     async def explore(self, stage: StageConfig) -> None:
         """Fill the Buffer until the stage is closed; then abandon the groups in flight.

@@ -37,7 +37,8 @@ class RewardPool:
 
     def __init__(self, config: RewardConfig, create: Callable[[], Handle[RewardWorker]] | None) -> None:
         self._config = config
-        self._free: asyncio.Queue[Handle[RewardWorker]] = asyncio.Queue()
+        self._free: asyncio.Queue[Handle[RewardWorker] | BaseException] = asyncio.Queue()
+        """Workers, or the error of a worker that could not be started again."""
         self._returning: set[asyncio.Future[None]] = set()
         self._create = create
         self._inline = build_reward(config.name, config.options) if create is None else None
@@ -57,7 +58,7 @@ class RewardPool:
 
         if self._inline is not None:
             return [score(self._inline, task, response) for response in responses]
-        worker = await self._free.get()
+        worker = await self._take()
         try:
             async with asyncio.timeout(self._config.deadline_s):
                 results = await worker.call(RewardWorker.score, task, responses)
@@ -76,14 +77,25 @@ class RewardPool:
             return results
         return [RewardResult(None, reason=reason)] * len(responses)
 
+    async def _take(self) -> Handle[RewardWorker]:
+        worker = await self._free.get()
+        if isinstance(worker, BaseException):
+            self._free.put_nowait(worker)  # for whoever else waits
+            raise worker
+        return worker
+
     def _start(self) -> Handle[RewardWorker]:
         assert self._create is not None  # it is None only for rewards that run inline
         return self._create()
 
     def _free_when_ready(self, worker: Handle[RewardWorker]) -> None:
         async def wait() -> None:
-            await worker.call(RewardWorker.ready)
-            self._free.put_nowait(worker)
+            try:
+                await worker.call(RewardWorker.ready)
+            except Exception as error:  # raised in the callers of `score`, which wait for a worker
+                self._free.put_nowait(error)
+            else:
+                self._free.put_nowait(worker)
 
         task = asyncio.ensure_future(wait())
         self._returning.add(task)  # the loop itself does not keep it

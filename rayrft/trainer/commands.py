@@ -40,21 +40,13 @@ class OpenStage(Command[None]):
 
 
 @dataclass(frozen=True)
-class Load(Command[bool]):
-    """Fetch the rank's share of a batch; False if its blocks are lost because the Buffer died."""
+class Train(Command["StepResult | None"]):
+    """Make one optimiser step on a batch; None by every rank if blocks are lost because the Buffer died."""
 
     lease: Lease
 
-    def run(self, rank: Rank) -> bool:
-        return rank.load(self.lease)
-
-
-@dataclass(frozen=True)
-class Train(Command["StepResult"]):
-    """Make one optimiser step on the loaded batch."""
-
-    def run(self, rank: Rank) -> StepResult:
-        return rank.train()
+    def run(self, rank: Rank) -> StepResult | None:
+        return rank.train(self.lease)
 
 
 @dataclass(frozen=True)

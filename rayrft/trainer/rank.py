@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from rayrft.algorithms import Algorithm
@@ -74,7 +75,6 @@ class Rank:
         )
         self._checkpointer = Checkpointer()
         self.sender = WeightSender(policy, self._wire_dtype, sends=index == 0, device=device)
-        self._mini_batches: list[list[TrainRow]] = []
 
     def open_stage(self, algorithm: Algorithm, stage: StageConfig, weights: Path | None) -> None:
         """Execute `OpenStage`."""
@@ -91,19 +91,18 @@ class Rank:
         teacher = self._make_teacher(stage.teacher) if stage.teacher else None
         self.learner.open_stage(algorithm, stage.optimizer, stage.steps, stage.update, self._critic, teacher)
 
-    def load(self, lease: Lease) -> bool:
-        """Execute `Load`."""
+    def train(self, lease: Lease) -> StepResult | None:
+        """Execute `Train`."""
         from ray.exceptions import ObjectLostError
 
+        mini_batches: list[list[TrainRow]] = []
+        lost = torch.zeros(1)
         try:
-            self._mini_batches = fetch_mini_batches(lease.shares[self._index], self.learner.algorithm)
+            mini_batches = fetch_mini_batches(lease.shares[self._index], self.learner.algorithm)
         except ObjectLostError:
-            return False
-        return True
-
-    def train(self) -> StepResult:
-        """Execute `Train`."""
-        return self.learner.step(self._mini_batches)
+            lost += 1
+        dist.all_reduce(lost)  # a rank alone would wait for the others in the step
+        return None if lost else self.learner.step(mini_batches)
 
     def checkpoint(self, folder: Path) -> None:
         """Execute `Checkpoint`."""

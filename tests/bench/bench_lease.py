@@ -88,11 +88,11 @@ def main() -> None:
         buffer = start(folder)
         after = ray.get(buffer.stats.remote())
         restart = time.perf_counter() - began
-        assert all(after[key] == before[key] for key in ("sampled", "trained", "held", "groups"))
+        assert (after.ledger, after.sizes.groups) == (before.ledger, before.sizes.groups)
         table.append(
             f"{rows:>9} {np.median(seconds):>7.1f} {np.percentile(seconds, 99):>7.1f} "
-            f"{before['metadata_bytes'] / rows:>16.0f} {before['log_bytes'] / 1e6:>8.0f} {restart:>10.1f} "
-            f"{after['recovery_s']:>10.2f}"
+            f"{before.sizes.metadata_bytes / rows:>16.0f} {before.sizes.log_bytes / 1e6:>8.0f} {restart:>10.1f} "
+            f"{after.sizes.recovery_s:>10.2f}"
         )
         ray.kill(buffer)
         shutil.rmtree(folder)

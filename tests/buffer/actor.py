@@ -10,6 +10,7 @@ import ray
 
 from rayrft.buffer.client import BufferWriter
 from rayrft.buffer.events import GroupReport
+from rayrft.buffer.ledger import Ledger
 from rayrft.buffer.schedule import Ticket
 from rayrft.experience import Experience, to_batch
 from tests.buffer.rows import group
@@ -37,10 +38,10 @@ def put(
     asyncio.run(BufferWriter(handle(buffer)).put(to_batch(rows), reported, ticket=ticket, dropped=dropped))
 
 
-def ledger(buffer: Any) -> dict[str, Any]:
-    stats = ray.get(buffer.stats.remote())
-    assert stats["sampled"] == stats["trained"] + sum(stats["dropped"].values()) + stats["held"]
-    return stats
+def ledger(buffer: Any) -> Ledger:
+    found: Ledger = ray.get(buffer.stats.remote()).ledger
+    assert found.closes
+    return found
 
 
 def rows_of(lease: Any, algorithm: str = "grpo") -> list[Any]:

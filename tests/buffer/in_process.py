@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,6 @@ from rayrft.data.task_sampler import TaskSet
 from rayrft.errors import DataError, FeedbackRefused, LeaseEnded
 from rayrft.experience import Experience, from_batch, to_batch, unpack
 from tests.scripted import remote
-
-KEPT = ("sampled", "trained", "dropped", "held", "dropped_tasks", "expert", "tasks_drawn", "late_feedback")
-"""What a restart must not change of `Buffer.stats`."""
 
 
 class ObjectTable:
@@ -124,8 +122,8 @@ class LocalBuffer:
     def standing(self) -> dict[str, Any]:
         """Everything that a restart must not change."""
         leases = {step: self.lease(step) for step in sorted(self.buffer._state.meta.leases)}
-        stats = self.do("stats")
-        return {**{name: stats[name] for name in KEPT}, "rows": self.held(), "leases": leases}
+        stats = replace(self.do("stats"), sizes=None)  # of this process, and of its files
+        return {"stats": stats, "rows": self.held(), "leases": leases}
 
 
 async def _threads_end(loop: asyncio.AbstractEventLoop) -> None:

@@ -13,11 +13,13 @@ import ray
 
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.client import BufferWriter
+from rayrft.buffer.ledger import Ledger
 from rayrft.buffer.log.shard import Shard
 from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.schedule import Ticket
 from rayrft.config import dump_config, load_config
 from rayrft.config.buffer import BufferConfig
+from rayrft.core.summary import RunStatus
 from rayrft.errors import FeedbackRefused
 from rayrft.experience import Experience, pack, to_batch
 from tests.buffer.rows import expert_rows, group, plan
@@ -57,11 +59,11 @@ TURNS = ({"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content":
 class FakeMaster:
     """What `attach` asks of a Master."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def status(self) -> dict[str, str]:
-        return {"folder": self._folder}
+    def status(self) -> RunStatus:
+        return RunStatus(self._folder.name, "running", None, 0, 0, self._folder, [], Ledger())
 
 
 @contextlib.contextmanager
@@ -74,7 +76,7 @@ def live_run(storage: Path, name: str) -> Iterator[Path]:
         history(buffer)
         put(buffer, [replace(group(7)[0], turns=TURNS, reward_components={"format": 0.5})])
         (config.folder / "config.yaml").write_text(dump_config(config))
-        master = ray.remote(FakeMaster).options(num_cpus=0, name=f"{name}:master").remote(str(config.folder))
+        master = ray.remote(FakeMaster).options(num_cpus=0, name=f"{name}:master").remote(config.folder)
         ray.get(master.status.remote())
         yield config.folder
         ray.kill(master)

@@ -513,11 +513,11 @@ async def check(world: World) -> None:
     sent, put = world.known["sent"], world.known["put"]
     assert {*uses, *held} <= sent and len(set(held)) == len(held)
     assert max(uses.values(), default=0) <= world.setting.sampler.get("max_uses", 1), "trained too often"
-    dropped = dict(stats["dropped"])
-    filtered, failed = dropped.pop("zero_variance", 0), stats["dropped_tasks"].get("workflow_error", 0)
+    dropped = dict(stats.ledger.dropped)
+    filtered, failed = dropped.pop("zero_variance", 0), stats.ledger.dropped_tasks.get("workflow_error", 0)
     left = len({*uses, *held})
-    assert stats["sampled"] == stats["trained"] + sum(stats["dropped"].values()) + stats["held"]
-    assert stats["trained"] + stats["held"] == left
+    assert stats.ledger.closes
+    assert stats.ledger.trained + stats.ledger.held == left
     if world.setting.crashes:  # what had no answer when all died may have been executed, or not
         assert len(put) <= left + sum(dropped.values()) <= len(sent)
         assert filtered >= len(world.known["filtered"]) and failed >= len(world.known["failed"])

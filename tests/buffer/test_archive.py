@@ -27,7 +27,6 @@ from tests.errors import about
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 Start = Callable[..., Any]
 Ended = tuple[Path, dict[str, list[int]]]
-LEDGER = ("sampled", "trained", "dropped", "held")
 
 
 @pytest.fixture
@@ -97,12 +96,12 @@ def test_the_ledger_is_the_live_ones_and_stores_are_counted(start: Start, tmp_pa
     buffer = start(tmp_path)
     history(buffer)
     stats, live = archive(tmp_path).stats(), ray.get(buffer.stats.remote())
-    assert {name: stats[name] for name in LEDGER} == {name: live[name] for name in LEDGER}
-    usual = stats["stores"]["usual"]
+    assert (stats.ledger, stats.expert) == (live.ledger, live.expert)
+    usual = stats.stores["usual"]
     assert usual == usual | {"rows": 12, "groups": 6, "trained": 4, "leased": 4, "ready": 2, "dropped": 2}
     assert usual["bytes"] == live["log_bytes"] == sum(path.stat().st_size for path in segments(tmp_path))
-    assert stats["stores"]["expert/gold"]["rows"] == 5
-    assert (stats["late_feedback"], stats["torn_bytes"], stats["run"]) == (1, 0, "run")
+    assert stats.stores["expert/gold"]["rows"] == 5
+    assert (stats.late_feedback, stats.torn_bytes, stats.run) == (1, 0, "run")
 
 
 def test_a_live_log_is_neither_locked_nor_changed_by_its_readers(start: Start, tmp_path: Path) -> None:
@@ -127,7 +126,7 @@ def test_what_a_crash_left_behind_is_reported_and_does_not_count(ended: Ended, l
             file.write(b'{"event":"stored","sha')
     before = contents(log)
     seen = archive(log)
-    assert group_statuses(seen) == ended[1] and seen.stats()["torn_bytes"] == 44
+    assert group_statuses(seen) == ended[1] and seen.stats().torn_bytes == 44
     assert contents(log) == before
 
 
@@ -153,7 +152,7 @@ def test_a_run_with_tasks_is_read_without_them_even_behind_their_end(start: Star
         ray.get(buffer.close_stage.remote())
     live, stats = ray.get(buffer.stats.remote()), archive(tmp_path).stats()
     assert live["sampled"] == 10 and live["tasks_drawn"] == 5
-    assert {name: stats[name] for name in LEDGER} == {name: live[name] for name in LEDGER}
+    assert (stats.ledger, stats.expert) == (live.ledger, live.expert)
 
 
 def test_columns_and_conditions_on_what_became_of_a_row(log: Path) -> None:
@@ -214,7 +213,7 @@ class TestDamage:
         assert kept == whole.keys() - lost and kept and seen.damaged == {str(log / broken): len(lost)}
         with pytest.raises(StorageError, match=broken):
             seen.find("2/0")
-        assert seen.find("4/0").group_status == "ready" and seen.stats()["sampled"] == 12
+        assert seen.find("4/0").group_status == "ready" and seen.stats().ledger.sampled == 12
 
     def test_missing_demonstrations_are_named(self, log: Path) -> None:
         [file] = log.glob("expert-gold*.arrow")

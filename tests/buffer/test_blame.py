@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rayrft.buffer.ledger import Ledger
 from rayrft.buffer.log.segments import Extent
 from rayrft.buffer.state import ExpertCursor
 from rayrft.experience import pack, to_batch
@@ -60,7 +61,7 @@ def test_a_row_that_fails_twice_is_left_out_with_its_group_and_counted(buffer: L
     assert rows(buffer) == ["1/0", "1/1"] and alone(buffer) == 2
     buffer.do("ack", 0)
     stats = buffer.do("stats")
-    assert (stats["sampled"], stats["trained"], stats["held"], stats["dropped"]) == (6, 2, 2, {"failed_twice": 2})
+    assert stats.ledger == Ledger(sampled=6, trained=2, dropped={"failed_twice": 2}, held=2)
 
 
 def test_one_who_fails_once_and_then_not_is_trained(buffer: LocalBuffer) -> None:
@@ -71,7 +72,7 @@ def test_one_who_fails_once_and_then_not_is_trained(buffer: LocalBuffer) -> None
     assert rows(buffer) == ["1/0", "1/1", "2/0", "2/1"]
     buffer.do("ack", 0)
     buffer.do("blame", 0, "third", ["1/1"])
-    assert buffer.do("stats")["trained"] == 4, "a step that is trained is beyond blame"
+    assert buffer.do("stats").ledger.trained == 4, "a step that is trained is beyond blame"
 
 
 def test_a_step_of_which_nothing_is_left_gets_other_groups(buffer: LocalBuffer) -> None:

@@ -29,7 +29,7 @@ def test_a_full_buffer_makes_producers_wait_until_there_is_room(start: Start) ->
         await asyncio.wait_for(writing, 120)
 
     asyncio.run(third())
-    assert ledger(buffer)["sampled"] == 6
+    assert ledger(buffer).sampled == 6
 
 
 @pytest.mark.parametrize(("rule", "gone"), [("evict_oldest", [0, 1]), ("evict_lowest_priority", [20, 21])])
@@ -37,7 +37,7 @@ def test_a_full_buffer_evicts_by_rule_and_counts(start: Start, rule: str, gone: 
     buffer = start(max_rows=6, when_full=rule)
     for number, deviation in ((0, 3.0), (1, 2.0), (2, 1.0), (3, 4.0)):
         put(buffer, None, group(number, deviation=deviation))
-    assert ledger(buffer)["dropped"] == {rule.replace("evict", "evicted"): 2}
+    assert ledger(buffer).dropped == {rule.replace("evict", "evicted"): 2}
     ray.get(buffer.open_stage.remote(plan(3, scheduled=False)))
     rows = trained_ids(ray.get(buffer.lease.remote(0, 1, 5)))
     assert set(rows) == {0, 1, 10, 11, 20, 21, 30, 31} - set(gone)
@@ -53,4 +53,4 @@ def test_a_group_that_was_used_is_evicted_before_others(start: Start) -> None:
     ray.get(buffer.ack.remote(0))
     put(buffer, None, group(3, deviation=1.0))
     after = ledger(buffer)
-    assert (after["trained"], after["dropped"], after["held"]) == (2, {}, 6)
+    assert (after.trained, after.dropped, after.held) == (2, {}, 6)

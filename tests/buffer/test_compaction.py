@@ -41,8 +41,8 @@ def test_the_log_stays_within_its_bound_once_steps_are_covered(buffer: LocalBuff
         buffer.do("ack", step)
         buffer.do("cover", step + 1)
         stats = buffer.do("stats")
-        assert stats["log_bytes"] == on_disk(tmp_path) <= CONFIG.log_bytes + 2 * CONFIG.segment_bytes
-    assert stats["trained"] == 80 and stats["groups"] < 20
+        assert stats.sizes.log_bytes == on_disk(tmp_path) <= CONFIG.log_bytes + 2 * CONFIG.segment_bytes
+    assert stats.ledger.trained == 80 and stats.sizes.groups < 20
 
 
 def test_nothing_leaves_that_a_trainer_which_starts_again_would_ask_for(buffer: LocalBuffer, tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_nothing_leaves_that_a_trainer_which_starts_again_would_ask_for(buffer: 
     buffer.restart()
     buffer.do("rollback", 8, "again")
     assert [buffer.lease(step) for step in range(8, 12)] == leases[8:]
-    assert buffer.do("stats")["trained"] == 2 * 2 * 8
+    assert buffer.do("stats").ledger.trained == 2 * 2 * 8
 
 
 def leave_behind(buffer: LocalBuffer, rounds: int) -> None:

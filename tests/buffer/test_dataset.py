@@ -202,7 +202,7 @@ def test_a_missing_column_is_named(buffer: Any) -> None:
     put(buffer, group(1))
     with pytest.raises(DataError, check=about("demonstrations.found")):
         load_dataset(handle(buffer), dataset(handle(buffer), columns=["experience_id", "group_id", "task_id"]), "found")
-    assert ray.get(buffer.stats.remote())["expert"] == {}
+    assert ray.get(buffer.stats.remote()).expert == {}
 
 
 def test_rows_that_cannot_be_experiences_are_refused(buffer: Any) -> None:

@@ -57,7 +57,7 @@ def changed(rows: list[Experience], place: int = 0, **changes: Any) -> list[Expe
 
 def ledger(buffer: LocalBuffer) -> tuple[int, int, dict[str, int]]:
     stats = buffer.do("stats")
-    return stats["sampled"], stats["held"], stats["dropped"]
+    return stats.ledger.sampled, stats.ledger.held, stats.ledger.dropped
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import pytest
 from rayrft.buffer import store
 from rayrft.buffer.client import BufferWriter
 from rayrft.buffer.events import Event
+from rayrft.buffer.ledger import ExpertDraws
 from rayrft.buffer.log import journal
 from rayrft.buffer.schedule import Ticket
 from rayrft.errors import DataError, StorageError
@@ -139,7 +140,7 @@ class TestFullDisk:
             with pytest.raises(StorageError, check=about("journal-00000000.jsonl")):
                 call()
         buffer.restart()
-        assert buffer.do("stats")["trained"] == 0 and held(buffer) == [1, 2]
+        assert buffer.do("stats").ledger.trained == 0 and held(buffer) == [1, 2]
 
     def test_a_write_that_is_cut_short_by_a_limit_leaves_no_trace(self, tmp_path: Path) -> None:
         spawn = multiprocessing.get_context("spawn")
@@ -244,7 +245,7 @@ class TestPower:
                 buffer.kill()
                 self.rows_lost(tmp_path / "buffer")
                 buffer.open()
-                assert held(buffer) == list(range(number)) and buffer.do("stats")["torn_bytes"] > 0
+                assert held(buffer) == list(range(number)) and buffer.do("stats").sizes.torn_bytes > 0
                 put(buffer, number)
         assert held(buffer) == list(range(8))
 
@@ -364,13 +365,13 @@ class TestLostEnd:
 
     def test_a_write_that_a_crash_left_unfinished_is_cut_off_and_said(self, tmp_path: Path) -> None:
         buffer = self.filled(tmp_path, "always")
-        assert buffer.do("resume", 0, "first") == 0
+        assert buffer.do("resume", 0, "first").torn_bytes == 0
         buffer.kill()
         for file in (*tmp_path.glob("journal*"), *(tmp_path / "shard-0").iterdir()):
             with file.open("ab") as opened:
                 opened.write(b"half")
         buffer.open()
-        assert buffer.do("resume", 0, "second") == 8 and held(buffer) == list(range(6))
+        assert buffer.do("resume", 0, "second").torn_bytes == 8 and held(buffer) == list(range(6))
         buffer.kill()
 
 
@@ -396,19 +397,19 @@ class TestDoors:
     ) -> None:
         with pytest.raises(DataError, match="the message holds 2 groups and 1 were announced"):
             buffer.put([(rows, None)])
-        assert buffer.do("stats")["sampled"] == 0
+        assert buffer.do("stats").ledger.sampled == 0
 
     def test_a_group_that_is_put_twice_at_once_is_taken_once(self, buffer: LocalBuffer) -> None:
         put(buffer, 1, 1)
         stats = buffer.do("stats")
-        assert (stats["sampled"], stats["held"], stats["dropped"]) == (2, 2, {})
+        assert (stats.ledger.sampled, stats.ledger.held, stats.ledger.dropped) == (2, 2, {})
 
     def test_a_rejected_group_that_is_sent_again_is_counted_once(self, buffer: LocalBuffer) -> None:
         broken = [Experience(**{**vars(row), "reward": None}) for row in group(1)]
         for _ in range(3):
             buffer.put([(broken, None)])
             buffer.restart()
-        assert buffer.do("stats")["dropped"] == {"rejected: an own row needs a reward": 2}
+        assert buffer.do("stats").ledger.dropped == {"rejected: an own row needs a reward": 2}
 
 
 class TestDemonstrations:
@@ -435,7 +436,7 @@ class TestDemonstrations:
         buffer.restart()
         buffer.do("load", "gold", [message])
         buffer.lease(1)
-        assert buffer.do("stats")["expert"]["gold"] == {"rows": 5, "drawn": 6, "epoch": 1}
+        assert buffer.do("stats").expert["gold"] == ExpertDraws(rows=5, drawn=6, epoch=1)
 
 
 LIMITS = [3000, 5001, 5999]

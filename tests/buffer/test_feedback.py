@@ -8,7 +8,7 @@ import pytest
 import ray
 
 from rayrft.errors import DataError, FeedbackRefused
-from tests.buffer.actor import Start, admit, ledger, put, rows_of
+from tests.buffer.actor import Start, admit, put, rows_of
 from tests.buffer.rows import group, plan
 from tests.errors import about
 
@@ -33,7 +33,7 @@ def test_feedback_after_training_is_refused_with_the_version_and_recorded(buffer
     with pytest.raises(FeedbackRefused, check=about("0/1", 5)) as caught:
         ray.get(buffer.feedback.remote("0/1", reward=1.0))
     assert caught.value.cause.value == 5
-    assert ledger(buffer)["late_feedback"] == 1
+    assert ray.get(buffer.stats.remote()).late_feedback == 1
 
 
 def test_feedback_on_an_unknown_row_names_it(buffer: Any) -> None:

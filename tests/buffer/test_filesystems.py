@@ -200,7 +200,7 @@ class TestS3:
         self.put(buffer, 6)
         assert trained_ids(ray.get(buffer.lease.remote(1, 2, 10))) == [20, 21, 30, 31]
         stats = ray.get(buffer.stats.remote())
-        assert (stats["sampled"], stats["held"], stats["torn_bytes"]) == (14, 14, 0)
+        assert (stats.ledger.sampled, stats.ledger.held, stats.sizes.torn_bytes) == (14, 14, 0)
 
     def test_many_small_objects_are_deleted_as_they_are_trained(self, start: Callable[[str], Any], bucket: str) -> None:
         location = join(bucket, "many")
@@ -217,4 +217,4 @@ class TestS3:
         assert len(storage.files()) < 20, "parts of old journals are still there"
         self.kill(buffer)
         stats = ray.get(buffer.stats.remote())
-        assert (stats["sampled"], stats["trained"], stats["held"]) == (80, 80, 0)
+        assert (stats.ledger.sampled, stats.ledger.trained, stats.ledger.held) == (80, 80, 0)

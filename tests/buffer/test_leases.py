@@ -13,6 +13,7 @@ import ray
 
 from rayrft.algorithms import build
 from rayrft.buffer.client import BufferWriter
+from rayrft.buffer.ledger import Ledger
 from rayrft.errors import LeaseEnded, RayrftError
 from rayrft.experience import MASKED, pack, to_batch
 from rayrft.trainer.batches import fetch_rows
@@ -34,9 +35,9 @@ def test_the_rows_of_a_group_are_dealt_over_ranks_with_the_advantages_of_the_who
     assert found == {f"0/{number}": [0.0, *[number - 2.0] * 3] for number in (0, 1, 2, 4)}
     assert lease.usual_rows == 4
     counted = ledger(buffer)
-    assert (counted["sampled"], counted["held"], counted["dropped"]) == (5, 4, {"truncated": 1})
+    assert (counted.sampled, counted.held, counted.dropped) == (5, 4, {"truncated": 1})
     ray.get(buffer.ack.remote(0))
-    assert ledger(buffer)["trained"] == 4
+    assert ledger(buffer).trained == 4
 
 
 def test_a_lease_is_idempotent_by_step_and_counts_as_trained_once(buffer: Any) -> None:
@@ -45,9 +46,9 @@ def test_a_lease_is_idempotent_by_step_and_counts_as_trained_once(buffer: Any) -
     put(buffer, ticket)
     first, again = (ray.get(buffer.lease.remote(0, 1, 5)) for _ in range(2))
     assert trained_ids(first) == trained_ids(again)
-    assert ledger(buffer)["held"] == 2
+    assert ledger(buffer).held == 2
     ray.get(buffer.ack.remote(0))
-    assert ledger(buffer) == ledger(buffer) | {"sampled": 2, "trained": 2, "held": 0}
+    assert ledger(buffer) == Ledger(sampled=2, trained=2)
 
 
 def test_a_waiting_lease_is_woken_by_the_last_group(buffer: Any) -> None:
@@ -143,7 +144,7 @@ def test_expert_rows_join_a_batch_as_configured(buffer: Any) -> None:
     assert (lease.usual_rows, lease.expert_rows) == (2, 3)
     assert sum(row.expert for row in rows) == 3
     assert all(not row.advantages.any() for row in rows if row.expert)
-    assert ledger(buffer)["sampled"] == 2, "expert rows are not sampled rows"
+    assert ledger(buffer).sampled == 2, "expert rows are not sampled rows"
 
 
 def test_a_requeued_step_gives_its_groups_to_another(buffer: Any) -> None:
@@ -154,7 +155,7 @@ def test_a_requeued_step_gives_its_groups_to_another(buffer: Any) -> None:
     rows = trained_ids(lease)
     ray.get(buffer.requeue.remote(0, lease.draw))
     assert trained_ids(ray.get(buffer.lease.remote(7, 1, 5))) == rows
-    assert ledger(buffer)["held"] == 2
+    assert ledger(buffer).held == 2
 
 
 def test_a_trainer_that_starts_again_gets_the_same_batches_in_the_same_order(buffer: Any) -> None:
@@ -170,11 +171,11 @@ def test_a_trainer_that_starts_again_gets_the_same_batches_in_the_same_order(buf
         if step == 1:
             ray.get(buffer.cover.remote(1))
     ray.get(buffer.rollback.remote(1, "again"))
-    assert ledger(buffer)["trained"] == 2, "only step 0 is in the checkpoint"
+    assert ledger(buffer).trained == 2, "only step 0 is in the checkpoint"
     for step in (1, 2, 3):
         lease = ray.get(buffer.lease.remote(step, 1, 5))
         assert [row.token_ids.tolist() for row in rows_of(lease)] == before[step]
         ray.get([buffer.ack.remote(step), buffer.advance.remote(step + 1)])
-    assert ledger(buffer)["trained"] == 8
+    assert ledger(buffer).trained == 8
     with pytest.raises(RayrftError, match=r"deleted, because a checkpoint covers it .* of step 1 or later"):
         ray.get(buffer.lease.remote(0, 1, 0.1))

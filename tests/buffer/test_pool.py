@@ -42,7 +42,7 @@ def test_producers_without_tickets_fill_a_stage(start: Start) -> None:
     second = trained_ids(ray.get(buffer.lease.remote(1, 1, 5)))
     assert sorted(first + second) == [0, 1, 10, 11, 20, 21, 30, 31]
     ray.get(buffer.ack.remote(1))
-    assert ledger(buffer)["trained"] == 8
+    assert ledger(buffer).trained == 8
 
 
 def test_oldest_first_is_the_order_of_plain_producers(start: Start) -> None:
@@ -60,7 +60,7 @@ def test_a_group_too_old_for_the_bound_leaves_the_pool(start: Start) -> None:
     old, _ = ray.get(admit(buffer))
     put(buffer, old)
     ray.get([buffer.advance.remote(1), buffer.advance.remote(2)])
-    assert ledger(buffer)["dropped"] == {"stale": 2}
+    assert ledger(buffer).dropped == {"stale": 2}
 
 
 def test_groups_are_drawn_by_how_far_the_critic_missed_them_and_again_after_a_restart(start: Start) -> None:
@@ -96,5 +96,5 @@ def test_an_error_that_is_no_number_is_refused_and_the_step_stays_leased(start: 
     ray.get(buffer.lease.remote(0, 1, 5))
     with pytest.raises(DataError, check=about("buffer.sampler.score")):
         ray.get(buffer.ack.remote(0, {"1": float("nan")}))
-    assert ledger(buffer)["held"] == 2
+    assert ledger(buffer).held == 2
     ray.get(buffer.ack.remote(0, {"1": 0.5}))

@@ -11,6 +11,7 @@ import pytest
 import ray
 
 from rayrft.buffer.client import BufferWriter
+from rayrft.buffer.ledger import Ledger
 from rayrft.data.task_sampler import TaskSet
 from rayrft.errors import DataError, LeaseEnded
 from rayrft.experience import Experience, pack, to_batch
@@ -47,7 +48,7 @@ def test_a_faulty_row_is_rejected_counted_and_never_trained(buffer: Any) -> None
     good, bad = group(ticket.sequence)
     put(buffer, ticket, [good, Experience(**{**vars(bad), "logprobs": bad.logprobs * np.nan})])
     assert trained_ids(ray.get(buffer.lease.remote(0, 1, 5))) == [0]
-    assert ledger(buffer)["dropped"] == {"rejected: logprobs is not finite": 1}
+    assert ledger(buffer).dropped == {"rejected: logprobs is not finite": 1}
 
 
 def test_a_group_without_a_good_row_gives_its_place_back(buffer: Any) -> None:
@@ -59,7 +60,7 @@ def test_a_group_without_a_good_row_gives_its_place_back(buffer: Any) -> None:
         [Experience(**{**vars(row), "reward": None}) for row in group(ticket.sequence)],
     )
     assert len(ray.get(admit(buffer), timeout=120)) == 1
-    assert ledger(buffer)["dropped"] == {"rejected: an own row needs a reward": 2}
+    assert ledger(buffer).dropped == {"rejected: an own row needs a reward": 2}
 
 
 def test_rows_of_another_schema_are_refused(buffer: Any) -> None:
@@ -79,7 +80,7 @@ def test_a_group_of_an_ended_stage_is_not_taken_for_one_of_the_next(buffer: Any)
     put(buffer, new)
     lease = ray.get(buffer.lease.remote(0, 1, 5))
     assert trained_ids(lease) == [new.sequence * 10, new.sequence * 10 + 1]
-    assert ledger(buffer)["dropped"] == {"late": 2}
+    assert ledger(buffer).dropped == {"late": 2}
 
 
 def test_groups_left_over_from_a_stage_are_dropped_and_counted(buffer: Any) -> None:
@@ -90,7 +91,7 @@ def test_groups_left_over_from_a_stage_are_dropped_and_counted(buffer: Any) -> N
     ray.get(buffer.ack.remote(0))
     ray.get(buffer.close_stage.remote())
     ray.get(buffer.open_stage.remote(plan(1)))
-    assert ledger(buffer)["dropped"] == {"stage_ended": 2}
+    assert ledger(buffer).dropped == {"stage_ended": 2}
 
 
 def test_faulty_demonstrations_are_refused(buffer: Any) -> None:
@@ -109,11 +110,11 @@ def test_a_group_that_is_sent_again_is_taken_once(buffer: Any) -> None:
     [ticket] = ray.get(admit(buffer))
     put(buffer, ticket)
     put(buffer, ticket)
-    assert ledger(buffer)["sampled"] == 2
+    assert ledger(buffer).sampled == 2
     ray.get(buffer.lease.remote(0, 1, 5))
     ray.get(buffer.ack.remote(0))
     put(buffer, ticket)
-    assert ledger(buffer) == ledger(buffer) | {"sampled": 2, "trained": 2, "held": 0}
+    assert ledger(buffer) == Ledger(sampled=2, trained=2)
 
 
 def test_a_request_for_tickets_that_is_made_again_gets_the_same(buffer: Any) -> None:

@@ -295,10 +295,13 @@ class Twins(RuleBasedStateMachine):
         standing = self.both("standing")
         held = {name for name in self._held()}
         trained = [name for name, known in self.groups.items() if known.uses and name not in held]
-        assert standing["sampled"] == self.sampled
-        assert standing["held"] == len(standing["rows"]) == sum(len(self.groups[name].rows) for name in held)
-        assert standing["trained"] == sum(len(self.groups[name].rows) for name in trained)
-        assert standing["dropped_tasks"] == self.failed
+        ledger = standing["stats"].ledger
+        assert ledger.sampled == self.sampled
+        assert (
+            standing["stats"].ledger.held == len(standing["rows"]) == sum(len(self.groups[name].rows) for name in held)
+        )
+        assert ledger.trained == sum(len(self.groups[name].rows) for name in trained)
+        assert ledger.dropped_tasks == self.failed
         rewards = {row.experience_id: row.reward for name in held for row in self.groups[name].rows}
         rewards |= {row: reward for name in held for row, reward in self.groups[name].rewards.items()}
         assert dict(standing["rows"]) == rewards

@@ -95,7 +95,7 @@ def test_a_stage_goes_on_with_a_tighter_bound_of_staleness(tmp_path: Path, sampl
     buffer.restart()
     buffer.do("resume", 2, "again")
     buffer.do("open_stage", plan(1, name="mix", max_staleness=1))
-    assert buffer.do("stats")["dropped"] == {"stale": 4}, "two groups of version 0 are too old for step 2"
+    assert buffer.do("stats").ledger.dropped == {"stale": 4}, "two groups of version 0 are too old for step 2"
     fresh = fill(buffer, 1, 1, "explorer of the resumed run")
     assert take(buffer, 2) == [str(ticket.sequence) for ticket in fresh]
     buffer.kill()
@@ -146,7 +146,7 @@ def test_a_full_buffer_of_rows_to_replay_takes_the_new_groups_that_the_next_step
     take(buffer, 0)
     buffer.do("ack", 0)
     buffer.do("advance", 1)
-    assert buffer.do("stats")["held"] == 4 and buffer.may_admit()
+    assert buffer.do("stats").ledger.held == 4 and buffer.may_admit()
     fill(buffer, 1, 2)
     assert len(take(buffer, 1)) == 2
     buffer.kill()
@@ -161,7 +161,7 @@ def test_demonstrations_that_a_stage_under_way_would_misread_are_refused(buffer:
     ]
     with pytest.raises(DataError, check=about("demonstrations", "gold")):
         buffer.run(buffer.buffer.load("gold", [pack(to_batch(pairs))]))
-    assert buffer.do("stats")["expert"]["gold"]["rows"] == 4
+    assert buffer.do("stats").expert["gold"].rows == 4
 
 
 def test_rows_that_were_not_forced_to_the_disk_stand_elsewhere_until_they_are(

@@ -167,12 +167,13 @@ async def settle(buffer: Any, trainer: Trainer, producers: list[Producer]) -> li
     put = {f"{name}/{row}" for producer in producers for name in producer.put for row in range(2)}
     assert put >= {*trained, *held}
     filtered = 2 * sum(producer.dropped for producer in producers)
-    dropped = stats["dropped"]
+    dropped = stats.ledger.dropped
     assert dropped.pop("zero_variance", 0) == filtered
     assert sum(dropped.values()) == len(put) - len(trained) - len(held)
     assert dropped.keys() <= {"late", "stale"}
-    assert stats["dropped_tasks"].get("workflow_error", 0) == sum(producer.failed for producer in producers)
-    assert (stats["sampled"], stats["trained"], stats["held"]) == (len(put) + filtered, len(trained), len(held))
+    assert stats.ledger.dropped_tasks.get("workflow_error", 0) == sum(producer.failed for producer in producers)
+    ledger = stats.ledger
+    assert (ledger.sampled, ledger.trained, ledger.held) == (len(put) + filtered, len(trained), len(held))
     return held
 
 

@@ -34,7 +34,7 @@ from rayrft.data.task_sampler import TaskSet
 from rayrft.errors import RowsFailed, StorageError
 from rayrft.experience import Experience, VersionSpan, pack, to_batch, unpack
 from rayrft.handle import Handle
-from rayrft.trainer.commands import Command, Load, Save, Score
+from rayrft.trainer.commands import Command, Save, Score, Train
 from rayrft.trainer.rank import Rank
 from rayrft.trainer.trainer import RankSetup, Trainer
 from tests.scripted import remote
@@ -73,7 +73,7 @@ class OneRank:
 
     async def command(self, command: Command[Any]) -> list[Any]:
         async with self._lock:
-            if isinstance(command, Load):
+            if isinstance(command, Train):
                 self._note(command)
             if isinstance(command, Save):
                 answer = None  # Hugging Face folders are not what a run resumes from
@@ -93,7 +93,7 @@ class OneRank:
     def _of(self, folder: Path) -> asyncio.Future[str | None]:
         return self._written.setdefault(folder, self._loop.create_future())
 
-    def _note(self, command: Load) -> None:
+    def _note(self, command: Train) -> None:
         ids = []
         for part in command.lease.shares[0].parts:
             [message] = ray.get([part.ref])
@@ -196,17 +196,17 @@ async def _run(config: RunConfig, pipe: Connection, poisoned: int | None) -> Non
     explorer = remote(ScriptedExplorer(buffer, trainer, pipe, poisoned))
     await buffer.call(Buffer.load, "gold", [pack(to_batch(demonstrations()))])
     actors = Actors(buffer, trainer, explorer, None, [], [])
-    stages = TrainLoop(config, actors, Recorder(config, progress.records), progress, asyncio.Event())
-    await stages.restore()
+    loop = TrainLoop(config, actors, Recorder(config, progress.records), progress, asyncio.Event())
+    await loop.restore()
     pipe.send("up")
     try:
-        await stages.run()
+        await loop.run()
     except RowsFailed as failed:
-        await stages.blame(failed)  # as the Master does
+        await loop.blame(failed)  # as the Master does
         pipe.send(failed.value)
         return
-    stats = await buffer.call(Buffer.stats)
-    (config.folder / "end.json").write_text(json.dumps({key: stats[key] for key in ("trained", "held")}))
+    ledger = (await buffer.call(Buffer.stats)).ledger
+    (config.folder / "end.json").write_text(json.dumps({"trained": ledger.trained, "held": ledger.held}))
     weights = [p.detach().full_tensor().flatten() for p in local.rank.learner.policy.parameters()]
     torch.save(torch.cat(weights), config.folder / "weights.pt")
     pipe.send("end")

@@ -12,6 +12,7 @@ import pytest
 
 from rayrft.config.stage import CheckpointConfig
 from rayrft.core.checkpoints import Checkpoints, Progress
+from rayrft.core.summary import StageDone
 from rayrft.errors import StorageError
 from tests.errors import about
 
@@ -114,7 +115,7 @@ def test_a_stage_is_entered_again_only_when_it_is_asked_for_more_than_before() -
     assert (progress.stage_step, progress.stage_began) == (4, 6) and progress.needs(12)
     progress.step, progress.stage_step = 12, 6
     progress.end("mix", asked=12)
-    assert progress.stages_done == [{"name": "mix", "steps": 6, "final_step": 12}]
+    assert progress.stages_done == [StageDone("mix", 6, 12)]
     progress.begin(2)
     assert (progress.stage_step, progress.stage_began) == (0, 12) and progress.needs(1)
 

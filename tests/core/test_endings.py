@@ -67,11 +67,11 @@ def lose_the_master(run: rayrft.Run) -> None:
 def stop(run: rayrft.Run) -> None:
     next(run.records())
     run.stop()
-    assert run.result()["status"] == "stopped"
+    assert run.result().status == "stopped"
 
 
 def finish(run: rayrft.Run) -> None:
-    assert run.result()["status"] == "finished"
+    assert run.result().status == "finished"
 
 
 @pytest.mark.usefixtures("ray_cluster")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,6 +10,7 @@ from rayrft.config import RunConfig, dump_config, load_config
 from rayrft.core import launch
 from rayrft.core.checkpoints import Checkpoints, Progress
 from rayrft.core.placement import Part
+from rayrft.core.summary import summarise, write_summary
 from rayrft.errors import ConfigError, PlacementError, StorageError
 from tests.e2e.conftest import small_config
 
@@ -31,21 +30,21 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     return config
 
 
-def summarise(config: RunConfig, **summary: Any) -> None:
-    (config.folder / "summary.json").write_text(json.dumps(summary))
+def end(config: RunConfig, status: str, steps: int) -> None:
+    write_summary(config.folder, summarise(config.name, status, None, [], None, 0.0, step=steps))
 
 
 def test_a_run_without_its_summary_is_gone_on_with(ended: RunConfig) -> None:
     _, progress = launch.resume(ended.folder)  # type: ignore[misc]
     assert progress.step == 5
-    summarise(ended, status="failed", steps=5)
+    end(ended, status="failed", steps=5)
     launch.resume(ended.folder)
-    summarise(ended, status="finished", steps=3)  # of an earlier end, before it was asked for more
+    end(ended, status="finished", steps=3)  # of an earlier end, before it was asked for more
     launch.resume(ended.folder)
 
 
 def test_a_finished_run_is_refused_unless_it_is_asked_for_more_steps(ended: RunConfig) -> None:
-    summarise(ended, status="finished", steps=5)
+    end(ended, status="finished", steps=5)
     with pytest.raises(ConfigError, match=r"the run is finished after 5 steps .*raise stages\.mix\.steps"):
         launch.resume(ended.folder)
     config, _ = launch.resume(ended.folder, **{"stages.mix.steps": 3})  # type: ignore[misc]

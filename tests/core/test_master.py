@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from rayrft.buffer.buffer import Buffer
+from rayrft.buffer.ledger import Ledger, RowStats
 from rayrft.config import dump_config, load_config
 from rayrft.core import master as module
 from rayrft.core.actors import Actors
 from rayrft.core.checkpoints import Progress
 from rayrft.core.master import Master
 from rayrft.core.preflight import Prepared
-from rayrft.core.summary import read_summary
+from rayrft.core.summary import Summary, read_summary
 from rayrft.errors import DataError, RayrftError, StorageError
 from rayrft.monitor import sinks
 from rayrft.monitor.records import NoteRecord
@@ -25,6 +26,7 @@ from rayrft.waits import WaitReport
 from tests.e2e.conftest import small_config
 from tests.scripted import remote
 
+LEDGER = Ledger(sampled=3, trained=2, dropped={"late": 1})
 PREPARED = Prepared("id", "model", [], None, [], {}, [], {"gold": Counter()})
 
 
@@ -53,8 +55,8 @@ class Actor:
 
     async def load(self, *_: Any) -> None: ...
 
-    async def stats(self) -> dict[str, Any]:
-        return {"sampled": 3, "trained": 2, "dropped": {"late": 1}, "held": 0}
+    async def stats(self) -> RowStats:
+        return RowStats(LEDGER, {})
 
     async def waiting(self) -> WaitReport:
         return WaitReport([], 3600.0)
@@ -80,7 +82,7 @@ def master(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Master, Act
     return Master(config, Progress("id")), trainer
 
 
-async def run(master: Master) -> dict[str, Any]:
+async def run(master: Master) -> Summary:
     prepared = asyncio.get_running_loop().create_future()
     prepared.set_result(PREPARED)
     return await asyncio.wait_for(master.run([prepared]), 30)
@@ -92,9 +94,9 @@ async def test_a_run_is_stopped_while_its_engines_start(master: tuple[Master, Ac
     await trainer.called.wait()
     await subject.stop()
     summary = await running
-    assert (summary["status"], summary["steps"], summary["checkpoint"]) == ("stopped", 0, None)
-    assert summary["counters"]["sampled"] == 0
-    assert (await subject.status())["status"] == "stopped"
+    assert (summary.status, summary.steps, summary.checkpoint) == ("stopped", 0, None)
+    assert summary.ledger == LEDGER
+    assert (await subject.status()).status == "stopped"
 
 
 async def test_who_does_not_come_up_is_named_in_the_records_and_the_status(master: tuple[Master, Actor]) -> None:
@@ -105,7 +107,7 @@ async def test_who_does_not_come_up_is_named_in_the_records_and_the_status(maste
         seen += await asyncio.wait_for(subject.records(len(seen)), 20)
     [waiting] = seen[-1].data["waiting"]
     assert (waiting["waiter"], waiting["target"], waiting["what"]) == ("master", "trainer", "start")
-    assert any("trainer" in line for line in (await subject.status())["waiting"])
+    assert any("trainer" in line for line in (await subject.status()).waiting)
     await subject.stop()
     await running
 
@@ -118,10 +120,10 @@ async def test_a_run_that_failed_says_why_with_its_counters_also_when_it_is_aske
     with pytest.raises(DataError):
         await run(subject)
     status = await subject.status()
-    assert status["status"] == "failed" and "tasks.path: no rows" in status["error"]
-    assert (status["sampled"], status["trained"], status["dropped"]) == (3, 2, {"late": 1})
-    summary = read_summary(Path(status["folder"]))
-    assert summary["error"] == status["error"] and summary["counters"]["trained"] == 2
+    assert status.status == "failed" and "tasks.path: no rows" in status.error
+    assert status.ledger == LEDGER
+    summary = read_summary(status.folder)
+    assert summary.error == status.error and summary.ledger == LEDGER
 
 
 async def test_the_root_cause_is_raised_where_a_full_disk_takes_no_summary(

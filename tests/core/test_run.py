@@ -14,11 +14,12 @@ import pytest
 import ray
 from ray.util.placement_group import placement_group, placement_group_table
 
+from rayrft.buffer.ledger import Ledger, RowStats
 from rayrft.config import dump_config, load_config
 from rayrft.core.launch import attach, running, start
 from rayrft.core.placement import Placement, plan_placement
 from rayrft.core.run import Run
-from rayrft.core.summary import read_summary, summarise, write_summary
+from rayrft.core.summary import RunStatus, read_summary, summarise, write_summary
 from rayrft.errors import ActorDied, DataError, PlacementError
 from rayrft.monitor.records import NoteRecord, read_records, rewrite_records
 from tests.e2e.conftest import small_config
@@ -40,8 +41,8 @@ class ScriptedMaster:
     async def records(self, count: int) -> list[Any]:
         return NOTES[:1] if count == 0 else await self.watch()
 
-    async def status(self) -> dict[str, Any]:
-        return {"status": "running", "folder": str(self._folder)}
+    async def status(self) -> RunStatus:
+        return RunStatus(self._folder.name, "running", None, 0, 0, self._folder, [], Ledger())
 
     async def stop(self) -> None: ...
 
@@ -107,10 +108,10 @@ def test_a_run_is_killed_from_many_threads_while_others_wait_for_it(run: Run) ->
     assert kills == [None] * 3
     for error in (result, records):
         assert isinstance(error, ActorDied) and error.field == "scripted:master"
-    assert later["status"] in ("running", "killed")
+    assert later.status in ("running", "killed")
     for ended in (run, other):
-        assert (ended.status()["status"], ended.status()["sampled"]) == ("killed", 0)
-    assert read_summary(run.folder)["status"] == "killed"
+        assert (ended.status().status, ended.status().ledger.sampled) == ("killed", 0)
+    assert read_summary(run.folder).status == "killed"
     assert "scripted" not in running() and not groups_of("scripted:")
     assert not list(run.folder.glob(".*"))
 
@@ -122,18 +123,18 @@ def test_a_dead_master_is_told_with_why_it_died_by_whoever_asks(run: Run) -> Non
     for error in (result, records):
         assert isinstance(error, ActorDied) and error.field == "scripted:master"
         assert "worker process has died" in error.problem
-    assert state["status"] == "failed" and state["error"] == str(result) == read_summary(run.folder)["error"]
+    assert state.status == "failed" and state.error == str(result) == read_summary(run.folder).error
     assert not groups_of("scripted:")
 
 
 def test_records_that_the_master_had_no_time_to_tell_are_read_from_the_disk(run: Run) -> None:
     follow = run.records()
     assert next(follow) == NOTES[0]
-    write_summary(run.folder, summarise("scripted", "finished", None, NOTES, {"sampled": 4}, 1.0))
+    write_summary(run.folder, summarise("scripted", "finished", None, NOTES, RowStats(Ledger(sampled=4), {}), 1.0))
     kill_master(run)
     assert [*follow] == NOTES[1:] == read_records(run.folder)[1:]
-    assert run.result()["status"] == "finished"
-    assert (run.status()["status"], run.status()["sampled"]) == ("finished", 4)
+    assert run.result().status == "finished"
+    assert (run.status().status, run.status().ledger.sampled) == ("finished", 4)
     run.stop()
 
 
@@ -142,8 +143,8 @@ def test_a_handle_of_a_run_that_ended_leaves_the_next_of_its_name_alone(run: Run
     (run.folder / "summary.json").unlink()
     following = begin(run.folder)
     run.kill()
-    assert run.status()["status"] == "killed"
-    assert following.status()["status"] == "running" and not read_summary(run.folder)
+    assert run.status().status == "killed"
+    assert following.status().status == "running" and not read_summary(run.folder)
     following.kill()
 
 

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from rayrft.core.supervision import Silence, quiet_waits
+from rayrft.errors import Stalled
 from rayrft.handle import Handle, TrackedHandle
 from rayrft.waits import Wait, WaitReport, Waits
+from tests.errors import about
 from tests.scripted import remote
 
 
@@ -50,16 +52,17 @@ class Notes:
         return [wait["target"] for waits in self.told for wait in waits]
 
 
-async def test_a_part_that_does_not_answer_is_named_again_when_the_time_has_doubled() -> None:
+async def test_an_actor_that_does_not_answer_is_named_again_when_the_time_has_doubled_and_ends_the_run() -> None:
     stopped, notes = Part(), Notes()
     stopped.awake.clear()
-    silence = Silence(Waits("master"), {"fine": Part().waiting, "engine-0": stopped.waiting}, notes, 0.2)
+    silence = Silence(Waits("master"), {"fine": Part().waiting, "engine-0": stopped.waiting}, notes, 0.2, 1.0)
     watching = asyncio.ensure_future(silence.watch())
     assert await notes.come(3) == ["engine-0"] * 3
     seconds = [waits[0]["quiet_s"] for waits in notes.told]
     assert seconds[0] >= 0.2 and all(later >= 2 * earlier for earlier, later in itertools.pairwise(seconds))
     assert silence.overdue and "engine-0" in silence.overdue[0]
-    watching.cancel()
+    with pytest.raises(Stalled, check=about("engine-0", "a sign of life")):
+        await asyncio.wait_for(watching, 60)
 
 
 async def test_who_waits_is_named_behind_whom_it_waits_for() -> None:
@@ -69,7 +72,7 @@ async def test_who_waits_is_named_behind_whom_it_waits_for() -> None:
     explorer = Part(inner)
     rollout = TrackedHandle(remote(engine, "engine-0"), inner).call(Part.work)
     evaluation = TrackedHandle(remote(engine, "explorer"), master).call(Part.work)
-    silence = Silence(master, {"explorer": explorer.waiting}, notes, 0.2)
+    silence = Silence(master, {"explorer": explorer.waiting}, notes, 0.2, 60.0)
     watching = asyncio.ensure_future(silence.watch())
     await notes.come(1)
     told = [(wait["waiter"], wait["target"], wait["what"]) for wait in notes.told[0]]

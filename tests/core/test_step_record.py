@@ -9,7 +9,8 @@ import pytest
 
 from rayrft.buffer.events import GroupReport
 from rayrft.buffer.leases import Lease
-from rayrft.core.step_record import check_on_policy_step, lost_since
+from rayrft.buffer.ledger import Ledger
+from rayrft.core.step_record import check_on_policy_step
 from rayrft.trainer.result import FirstUpdate, StepResult
 
 SOUND = StepResult(
@@ -65,7 +66,8 @@ def test_a_first_step_is_doubted_where_policies_differ_that_must_not(
 
 
 def test_what_is_lost_is_counted_from_one_state_of_the_ledger_to_the_next() -> None:
-    before = {"dropped": {"late": 2, "timeout": 1}, "dropped_tasks": {"prompt_too_long": 1}}
-    after = {"dropped": {"late": 5, "timeout": 1}, "dropped_tasks": {"prompt_too_long": 1, "workflow_error": 2}}
-    assert lost_since(before, after) == {"late": 3, "workflow_error": 2}
-    assert lost_since({}, before) == {"late": 2, "timeout": 1, "prompt_too_long": 1}
+    before = Ledger(dropped={"late": 2, "timeout": 1}, dropped_tasks={"prompt_too_long": 1})
+    dropped_tasks = {"prompt_too_long": 1, "workflow_error": 2}
+    after = Ledger(dropped={"late": 5, "timeout": 1}, dropped_tasks=dropped_tasks)
+    assert after.lost_since(before) == {"late": 3, "workflow_error": 2}
+    assert before.lost_since(Ledger()) == {"late": 2, "timeout": 1, "prompt_too_long": 1}

@@ -11,15 +11,25 @@ from typing import Any
 
 import pytest
 
+from rayrft.buffer.ledger import Ledger
 from rayrft.config import dump_config, load_config
 from rayrft.core import summary
-from rayrft.core.summary import read_summary, reserve_space, standing, summarise_from_folder, write_summary
+from rayrft.core.summary import (
+    read_summary,
+    reserve_space,
+    status_at_end,
+    summarise,
+    summarise_from_folder,
+    write_summary,
+)
 from rayrft.errors import StorageError
 from rayrft.monitor.records import rewrite_records
 from tests.buffer.in_process import LocalBuffer, ObjectTable
 from tests.buffer.rows import group, plan
 from tests.e2e.conftest import small_config
 from tests.monitor.test_monitor import evaluation, step
+
+ENDED = summarise("run", "failed", "why", [], None, 0.0)
 
 
 def test_many_writers_leave_one_whole_summary_and_nothing_else(tmp_path: Path) -> None:
@@ -29,7 +39,7 @@ def test_many_writers_leave_one_whole_summary_and_nothing_else(tmp_path: Path) -
         together.wait()
         try:
             for _ in range(50):
-                write_summary(tmp_path, {"writer": number})
+                write_summary(tmp_path, summarise(str(number), "finished", None, [], None, 0.0))
         except (OSError, StorageError) as error:
             failures.append(error)
 
@@ -38,7 +48,7 @@ def test_many_writers_leave_one_whole_summary_and_nothing_else(tmp_path: Path) -
         thread.start()
     for thread in threads:
         thread.join()
-    assert not failures and read_summary(tmp_path)["writer"] in range(8)
+    assert not failures and read_summary(tmp_path).name in "01234567"
     assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]
 
 
@@ -48,9 +58,9 @@ def test_a_full_disk_leaves_no_part_of_a_summary(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(summary.os, "replace", full)
     with pytest.raises(StorageError) as error:
-        write_summary(tmp_path, {})
+        write_summary(tmp_path, ENDED)
     assert error.value.field == str(tmp_path / "summary.json")
-    assert not list(tmp_path.iterdir()) and read_summary(tmp_path) == {}
+    assert not list(tmp_path.iterdir()) and read_summary(tmp_path) is None
 
 
 def test_the_room_that_was_kept_for_the_summary_is_free_when_it_is_written(
@@ -61,7 +71,7 @@ def test_the_room_that_was_kept_for_the_summary_is_free_when_it_is_written(
     assert kept.stat().st_blocks * 512 >= 1 << 16
     seen, replace = [], os.replace
     monkeypatch.setattr(summary.os, "replace", lambda *names: (seen.append(kept.exists()), replace(*names)))
-    write_summary(tmp_path, {"status": "failed"})
+    write_summary(tmp_path, ENDED)
     assert seen == [False] and [file.name for file in tmp_path.iterdir()] == ["summary.json"]
 
 
@@ -85,23 +95,25 @@ def dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_run_whose_master_died_is_summarised_from_its_folder(dead: Path) -> None:
     found = summarise_from_folder(dead, "failed", "the master died")
-    assert found["counters"] == {"sampled": 6, "trained": 2, "dropped": {}, "held": 4}
-    assert (found["steps"], found["weight_version"], found["seconds"]["train"]) == (4, 4, 2.0)
-    assert found["accuracy"]["0"]["after"]["right"] == 10
-    state = standing(found, dead)
-    assert (state["status"], state["error"], state["step"], state["held"]) == ("failed", "the master died", 4, 4)
+    assert found.ledger == Ledger(sampled=6, trained=2, held=4)
+    assert (found.steps, found.weight_version, found.seconds["train"]) == (4, 4, 2.0)
+    assert found.accuracy["0"].after.right == 10
+    write_summary(dead, found)
+    assert read_summary(dead) == found
+    state = status_at_end(found, dead)
+    assert (state.status, state.error, state.step, state.ledger.held) == ("failed", "the master died", 4, 4)
 
 
 def test_what_a_damaged_log_held_is_not_made_up(dead: Path) -> None:
     [journal, *_] = (dead / "buffer").glob("journal*")
     journal.write_bytes(b"x" + journal.read_bytes()[1:])
     found = summarise_from_folder(dead, "failed", "the log is damaged")
-    assert set(found["counters"].values()) == {None}
-    assert json.dumps(found)
+    assert found.ledger is None and found.expert is None
+    assert "sampled" not in json.loads(status_at_end(found, dead).to_json())
 
 
 def test_a_run_that_ended_before_its_buffer_began_sampled_nothing(dead: Path) -> None:
     for file in (dead / "buffer").iterdir():
         if file.is_file():
             file.unlink()
-    assert summarise_from_folder(dead, "stopped", "")["counters"]["sampled"] == 0
+    assert summarise_from_folder(dead, "stopped", "").ledger == Ledger()

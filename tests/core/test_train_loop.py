@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rayrft.buffer.ledger import Ledger, Resumed
 from rayrft.config import load_config
 from rayrft.core.actors import Actors
 from rayrft.core.checkpoints import Checkpoints, Progress
@@ -34,14 +35,12 @@ class ScriptedTrainer:
 
 
 class ScriptedBuffer:
-    async def resume(self, step: int, life: str) -> None: ...
+    async def resume(self, step: int, life: str) -> Resumed:
+        return Resumed(Ledger(), 0)
 
     async def cover(self, step: int) -> None: ...
 
     async def flush(self) -> None: ...
-
-    async def stats(self) -> dict[str, Any]:
-        return {"sampled": 0}
 
 
 class EvaluatesForEver:
@@ -63,7 +62,7 @@ class Subject:
         Checkpoints(config.folder, config.checkpoint).mark_beginning(progress)
         self.trainer, self.explorer = ScriptedTrainer(), EvaluatesForEver()
         actors = Actors(remote(ScriptedBuffer()), remote(self.trainer), remote(self.explorer), None, [], [])
-        self.stages = TrainLoop(config, actors, Recorder(config), progress, self.stop)
+        self.loop = TrainLoop(config, actors, Recorder(config), progress, self.stop)
 
 
 @pytest.fixture
@@ -74,7 +73,7 @@ def subject(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Subject:
 
 async def test_an_evaluation_is_left_alone_when_the_run_is_stopped(subject: Subject) -> None:
     trainer, explorer, stop = subject.trainer, subject.explorer, subject.stop
-    running = asyncio.ensure_future(subject.stages.run())
+    running = asyncio.ensure_future(subject.loop.run())
     await asyncio.wait_for(explorer.asked.wait(), 20)
     stop.set()
     with pytest.raises(Stopped):
@@ -89,7 +88,7 @@ async def test_an_explorer_that_failed_between_two_waits_for_a_batch_ends_the_se
     lease, exploring = loop.create_future(), loop.create_future()
     exploring.set_exception(StorageError("No space left on device", field="journal"))
     with pytest.raises(StorageError):
-        await asyncio.wait_for(subject.stages._unless_ended(lease, exploring), 20)
+        await asyncio.wait_for(subject.loop._unless_ended(lease, exploring), 20)
 
 
 async def test_blocks_that_are_lost_again_and_again_end_the_run(subject: Subject) -> None:
@@ -100,7 +99,7 @@ async def test_blocks_that_are_lost_again_and_again_end_the_run(subject: Subject
             self.asked += 1
 
     buffer = Leases()
-    subject.stages._actors = replace(subject.stages._actors, buffer=remote(buffer))
+    subject.loop._actors = replace(subject.loop._actors, buffer=remote(buffer))
     with pytest.raises(RayrftError, check=about("buffer.lease", 0)):
-        await subject.stages._lease(0)
-    assert buffer.asked == 5 and subject.trainer.commands == ["Load"] * 5
+        await subject.loop._train(0, asyncio.get_running_loop().create_future())
+    assert buffer.asked == 5 and subject.trainer.commands == ["Train"] * 5

@@ -59,10 +59,10 @@ def finished(
 
 def test_one_run_goes_through_a_critic_a_greedy_baseline_turns_and_a_teacher(finished: Any) -> None:
     _, summary, steps, lines = finished
-    assert summary["status"] == "finished"
-    counters = summary["counters"]
-    assert counters["sampled"] == counters["trained"] + sum(counters["dropped"].values()) + counters["held"]
-    assert counters["trained"] == (3 + len(ALGORITHMS) * 2) * 16
+    assert summary.status == "finished"
+    ledger = summary.ledger
+    assert ledger.closes
+    assert ledger.trained == (3 + len(ALGORITHMS) * 2) * 16
     first = {stage: taken[0] for stage, taken in steps.items()}
     assert all(first[name].logprob_gap < 1e-4 for name in ALGORITHMS), "engines and ranks computed the same policy"
     assert first["ppo"].value_loss > 0 and first["ppo"].kl == pytest.approx(0.0, abs=1e-6)
@@ -93,8 +93,7 @@ def test_what_an_adapter_leaves_is_a_model_like_any_other(finished: Any, tmp_pat
     with torch.no_grad():
         start = base(ids).logits
         ends = [
-            AutoModelForCausalLM.from_pretrained(path)(ids).logits
-            for path in (summary["checkpoint"], tmp_path / "whole")
+            AutoModelForCausalLM.from_pretrained(path)(ids).logits for path in (summary.checkpoint, tmp_path / "whole")
         ]
         ends.append(PeftModel.from_pretrained(base, tmp_path / "adapter")(ids).logits)
     for end in ends[1:]:

@@ -45,11 +45,11 @@ def steps(run: rayrft.Run, stage: str) -> list[StepRecord]:
 
 def test_it_trains_on_groups_twice_and_draws_tasks_by_pass_rate(finished: tuple[rayrft.Run, dict[str, Any]]) -> None:
     run, summary = finished
-    counters, taken = summary["counters"], [*steps(run, "mix"), *steps(run, "rest")]
+    ledger, taken = summary.ledger, [*steps(run, "mix"), *steps(run, "rest")]
     assert [step.usual_rows for step in taken] == [16] * len(taken)
     assert max(step.staleness_max or 0 for step in taken) <= 2
-    assert counters["sampled"] < len(taken) * 16, "rows were used twice"
-    assert counters["sampled"] == counters["trained"] + sum(counters["dropped"].values()) + counters["held"]
+    assert ledger.sampled < len(taken) * 16, "rows were used twice"
+    assert ledger.closes
 
 
 def test_errors_of_the_critic_come_back_to_the_groups_of_both_shards(
@@ -66,8 +66,8 @@ def test_errors_of_the_critic_come_back_to_the_groups_of_both_shards(
 
 def test_a_stage_ends_with_its_tasks(finished: tuple[rayrft.Run, dict[str, Any]]) -> None:
     run, summary = finished
-    assert summary["status"] == "finished" and len(steps(run, "mix")) == 6
-    rest = summary["stages"][-1]
-    assert rest["name"] == "rest" and 0 < rest["steps"] < 100
+    assert summary.status == "finished" and len(steps(run, "mix")) == 6
+    rest = summary.stages[-1]
+    assert rest.name == "rest" and 0 < rest.steps < 100
     notes = [record.text for record in read_records(run.folder) if isinstance(record, NoteRecord)]
     assert any("stage ends after" in note and "end_of_data" in note for note in notes), notes

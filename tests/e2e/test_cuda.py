@@ -52,5 +52,5 @@ def test_weights_reach_engines_on_gpus_and_they_compute_with_them(overrides: dic
     run = rayrft.start(small_config(tmp_path, "cuda"), say=lambda _: None, **settings, **overrides)
     summary = run.result()
     steps = [r for r in read_records(run.folder) if isinstance(r, StepRecord) and r.usual_rows]
-    assert summary["status"] == "finished"
+    assert summary.status == "finished"
     assert all(step.probe_gap is not None for step in steps), "and none was out of bounds"

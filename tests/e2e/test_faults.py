@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import ray
 from ray.util.state import list_actors
 
 import rayrft
+from rayrft.core.summary import read_summary
 from rayrft.errors import ActorDied
 from rayrft.monitor.records import StepRecord, read_records
 from tests.e2e.conftest import WITHOUT_VLLM, small_config
@@ -60,10 +60,10 @@ def test_a_dead_actor_ends_the_run_with_its_name(
         assert named in str(caught.value.field)
     finally:
         run.kill()
-    summary = json.loads((run.folder / "summary.json").read_text())
-    assert summary["status"] == "failed" and named in summary["error"] and summary["checkpoint"] is None
-    counters = summary["counters"]
-    assert counters["sampled"] == counters["trained"] + sum(counters["dropped"].values()) + counters["held"] > 0
+    summary = read_summary(run.folder)
+    assert summary.status == "failed" and named in summary.error and summary.checkpoint is None
+    ledger = summary.ledger
+    assert ledger.closes and ledger.sampled > 0
     assert not (run.folder / "checkpoints" / "final").exists()
     assert any(isinstance(record, StepRecord) for record in read_records(run.folder)), "the folder stays readable"
 
@@ -82,8 +82,8 @@ def test_a_buffer_that_is_killed_again_and_again_loses_nothing_and_the_run_goes_
     finally:
         run.kill()
     assert kills == 4
-    counters = summary["counters"]
-    assert summary["status"] == "finished" and summary["steps"] == 15
-    assert counters["trained"] == 12 * 16, "every step got its whole batch, once"
-    assert counters["sampled"] == counters["trained"] + sum(counters["dropped"].values()) + counters["held"]
-    assert summary["expert"]["gold"]["drawn"] == 3 * 16 + 12 * 4
+    ledger = summary.ledger
+    assert summary.status == "finished" and summary.steps == 15
+    assert ledger.trained == 12 * 16, "every step got its whole batch, once"
+    assert ledger.closes
+    assert summary.expert["gold"].drawn == 3 * 16 + 12 * 4

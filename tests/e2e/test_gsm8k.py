@@ -31,7 +31,9 @@ def test_two_steps_of_the_gsm8k_job_on_cpu(gsm8k: Path, tmp_path: Path) -> None:
         },
     )
     summary = run.result()
-    assert summary["status"] == "finished" and summary["counters"]["trained"] == 32
-    assert summary["dropped_tasks"].get("prompt_too_long", 0) >= 1, "many word problems are longer than 200 characters"
-    assert summary["accuracy"]["0"]["after"]["count"] > 0
-    assert "reward_unknown" not in summary["counters"]["dropped"], "every ground truth is a number"
+    assert summary.status == "finished" and summary.ledger.trained == 32
+    assert summary.ledger.dropped_tasks.get("prompt_too_long", 0) >= 1, (
+        "many word problems are longer than 200 characters"
+    )
+    assert summary.accuracy["0"].after.count > 0
+    assert "reward_unknown" not in summary.ledger.dropped, "every ground truth is a number"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 import rayrft
+from rayrft.core.summary import read_summary
 from rayrft.monitor.records import StepRecord, read_records
 from tests.conftest import ROOT
 from tests.e2e.conftest import small_config
@@ -39,18 +39,18 @@ def test_the_quickstart_learns_from_its_own_rollouts_through_ray_job_submit(
     result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1800)
     assert result.returncode == 0, result.stdout + result.stderr
 
-    summary = json.loads((tmp_path / "quickstart" / "summary.json").read_text())
+    summary = read_summary(tmp_path / "quickstart")
     records = [r for r in read_records(tmp_path / "quickstart") if isinstance(r, StepRecord) and r.stage == "mix"]
-    after = summary["accuracy"]["0"]["after"]
-    assert after["count"] == 500
+    after = summary.accuracy["0"].after
+    assert after.count == 500
     start = next(line for line in result.stdout.splitlines() if line.startswith("after warmup")).split()[2]
-    assert after["accuracy"] >= 0.5, result.stdout
-    assert after["accuracy"] - float(start) >= 0.4, result.stdout
+    assert after.accuracy >= 0.5, result.stdout
+    assert after.accuracy - float(start) >= 0.4, result.stdout
     assert all(record.staleness_max == 0 for record in records)
     assert all(record.logprob_gap < 1e-4 for record in records), "on-policy rows: engine and trainer agree"
-    counters = summary["counters"]
-    assert counters["trained"] == steps * 256
-    assert counters["sampled"] == counters["trained"] + sum(counters["dropped"].values()) + counters["held"]
+    ledger = summary.ledger
+    assert ledger.trained == steps * 256
+    assert ledger.closes
     for shown in ("after mix", "checkpoint", "plot.png", "rows: sampled"):
         assert shown in result.stdout
 

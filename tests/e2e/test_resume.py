@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from rayrft.buffer.reader import Archive
 from rayrft.config import load_config
 from rayrft.config.stage import CheckpointConfig
 from rayrft.core.checkpoints import Checkpoints
+from rayrft.core.summary import Summary, read_summary
 from rayrft.errors import ActorDied, ConfigError
 from rayrft.monitor.records import StepRecord, read_records
 from tests.e2e.conftest import Call, small_config
@@ -44,8 +44,8 @@ class Resumed:
     """That the second stage was asked for in the end; the first has three."""
 
     @property
-    def summary(self) -> dict[str, Any]:
-        return json.loads((self.folder / "summary.json").read_text())
+    def summary(self) -> Summary:
+        return read_summary(self.folder)
 
 
 @pytest.fixture(scope="module")
@@ -57,14 +57,13 @@ def resumed(other_process: Call, tmp_path_factory: pytest.TempPathFactory) -> Re
             break
     with pytest.raises(ActorDied, check=about("lives:master")):
         run.result()
-    counters = run.status()
-    assert counters["status"] == "failed" and counters["trained"] > 0
-    assert counters["sampled"] == counters["trained"] + sum(counters["dropped"].values()) + counters["held"]
+    status = run.status()
+    assert status.status == "failed" and status.ledger.trained > 0 and status.ledger.closes
     reached = Checkpoints(run.folder, CheckpointConfig()).all()[-1].stage_step
     asked = reached + AGAIN
     ended = other_process("resume", str(run.folder), f"stages.mix.steps={asked}", "checkpoint.keep_last=3")
     assert ended.returncode == 0, ended.stderr
-    assert f"goes on after {reached} steps" in ended.stdout and "finished after" in ended.stdout
+    assert f"resumes after {reached} steps" in ended.stdout and "finished after" in ended.stdout
     return Resumed(run.folder, asked)
 
 
@@ -78,10 +77,10 @@ def whole(resumed: Resumed, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_ledger_closes_and_every_step_is_counted_once(resumed: Resumed) -> None:
     summary = resumed.summary
-    assert summary["status"] == "finished" and summary["steps"] == 3 + resumed.steps
-    counters = summary["counters"]
-    assert counters["sampled"] == counters["trained"] + sum(counters["dropped"].values()) + counters["held"]
-    assert counters["trained"] == resumed.steps * 16
+    assert summary.status == "finished" and summary.steps == 3 + resumed.steps
+    ledger = summary.ledger
+    assert ledger.closes
+    assert ledger.trained == resumed.steps * 16
     steps = [record.step for record in read_records(resumed.folder) if isinstance(record, StepRecord)]
     assert steps == list(range(1, 4 + resumed.steps))
 

@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 import rayrft
+from rayrft.core.summary import read_summary
 from rayrft.monitor.records import EvaluationRecord, StepRecord, read_records
 from tests.conftest import ROOT
 from tests.e2e.conftest import WITHOUT_VLLM, Call, small_config
@@ -55,16 +56,16 @@ def test_the_plan_is_printed_before_anything_starts_and_a_line_per_step_after(fi
 
 def test_the_summary_closes_its_ledger_and_says_how_it_went(finished: Any) -> None:
     run, summary, _ = finished
-    assert summary == json.loads((run.folder / "summary.json").read_text())
-    assert (summary["status"], summary["steps"], summary["weight_version"]) == ("finished", 7, 7)
-    counters = summary["counters"]
-    assert counters["sampled"] == counters["trained"] + sum(counters["dropped"].values()) + counters["held"]
-    assert counters["trained"] == 4 * 16
+    assert summary == read_summary(run.folder)
+    assert (summary.status, summary.steps, summary.weight_version) == ("finished", 7, 7)
+    ledger = summary.ledger
+    assert ledger.closes
+    assert ledger.trained == 4 * 16
     for temperature in ("0", "1"):
         for when in ("before", "after"):
-            assert summary["accuracy"][temperature][when]["count"] == 40
-    assert summary["seconds"]["train"] > 0 and summary["seconds"]["sync"] > 0
-    assert [stage["name"] for stage in summary["stages"]] == ["warmup", "mix"]
+            assert getattr(summary.accuracy[temperature], when).count == 40
+    assert summary.seconds["train"] > 0 and summary.seconds["sync"] > 0
+    assert [stage.name for stage in summary.stages] == ["warmup", "mix"]
 
 
 def test_every_step_is_recorded_with_what_it_was_made_of(finished: Any) -> None:
@@ -100,9 +101,9 @@ def test_the_checkpoint_loads_with_transformers_and_is_what_was_trained(finished
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     run, summary, _ = finished
-    model = AutoModelForCausalLM.from_pretrained(summary["checkpoint"])
+    model = AutoModelForCausalLM.from_pretrained(summary.checkpoint)
     start = AutoModelForCausalLM.from_pretrained(run.folder / "model")
-    assert AutoTokenizer.from_pretrained(summary["checkpoint"]).eos_token == "<|eos|>"
+    assert AutoTokenizer.from_pretrained(summary.checkpoint).eos_token == "<|eos|>"
     pairs = list(zip(model.parameters(), start.parameters(), strict=True))
     assert all(torch.isfinite(new).all() for new, _ in pairs)
     assert any(not torch.equal(new, old) for new, old in pairs)
@@ -168,10 +169,10 @@ def under_way(path: Path, cluster: Any) -> Iterator[subprocess.Popen[str]]:
 
 def check_stopped(folder: Path) -> None:
     """It saved its weights under another name than that of a finished run, and its ledger closes."""
-    summary = json.loads((folder / "summary.json").read_text())
-    assert summary["status"] == "stopped" and summary["checkpoint"] is None
-    counters = summary["counters"]
-    assert counters["sampled"] == counters["trained"] + sum(counters["dropped"].values()) + counters["held"]
+    summary = read_summary(folder)
+    assert summary.status == "stopped" and summary.checkpoint is None
+    ledger = summary.ledger
+    assert ledger.closes
     assert list((folder / "checkpoints").glob("stopped-*/model.safetensors"))
     assert not (folder / "checkpoints" / "final").exists()
 
@@ -214,7 +215,7 @@ def test_a_checkpoint_is_exported_as_it_was_saved(finished: Any, tmp_path: Path,
     run, summary, _ = finished
     made = rayrft("export", str(run.folder), "--to", str(tmp_path / "last"))
     assert made.returncode == 0 and "step 7 written" in made.stdout, made.stderr
-    final = load_file(Path(summary["checkpoint"]) / "model.safetensors")
+    final = load_file(Path(summary.checkpoint) / "model.safetensors")
     exported = load_file(tmp_path / "last/model.safetensors")
     assert final.keys() == exported.keys()
     assert all(torch.equal(final[name], exported[name]) for name in final)

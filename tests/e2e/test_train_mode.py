@@ -113,9 +113,9 @@ def test_groups_of_another_job_are_trained_once_each_until_it_has_no_more(
     run, summary = finished
     steps = stage(run, "live")
     assert [step.usual_rows for step in steps] == [8, 8, 8]
-    counters = summary["counters"]
-    assert summary["status"] == "finished" and (counters["sampled"], counters["trained"]) == (28, 24)
-    assert counters["dropped"] == {"rejected: token_ids has an entry outside the vocabulary": 4}
+    ledger = summary.ledger
+    assert summary.status == "finished" and (ledger.sampled, ledger.trained) == (28, 24)
+    assert ledger.dropped == {"rejected: token_ids has an entry outside the vocabulary": 4}
     notes = [record.text for record in read_records(run.folder) if isinstance(record, NoteRecord)]
     assert any("stage ends after 3 steps" in note and "end_of_data" in note for note in notes)
     assert all(step.policy_tokens == 8 * 6 for step in steps)

@@ -46,7 +46,7 @@ def test_a_model_learns_from_pictures_and_the_engine_computes_as_the_trainer_doe
     )
     run.watch()
     summary = run.result()
-    assert summary["status"] == "finished" and summary["steps"] == 6
+    assert summary.status == "finished" and summary.steps == 6
     steps = [record for record in read_records(run.folder) if isinstance(record, StepRecord)]
     warmup, mix = steps[:3], steps[3:]
     assert warmup[-1].sft_loss < warmup[0].sft_loss

@@ -143,9 +143,9 @@ async def test_staleness_keeps_its_bound_and_nothing_is_lost_in_the_worst_order(
     await buffer.close_stage()
     await exploring
     stats = await buffer.stats()
-    assert stats["sampled"] == stats["trained"] + sum(stats["dropped"].values()) + stats["held"]
-    assert stats["trained"] == 12 * 8
-    assert stats["dropped"].keys() <= {"zero_variance", "late"}, "a group was thrown away for its age"
+    assert stats.ledger.closes
+    assert stats.ledger.trained == 12 * 8
+    assert stats.ledger.dropped.keys() <= {"zero_variance", "late"}, "a group was thrown away for its age"
     assert staleness == 0 or max(seen) >= 1, "the stage never ran ahead"
 
 
@@ -167,13 +167,13 @@ async def test_groups_beyond_what_a_step_takes_are_abandoned_once_it_is_leased(
         engine.gave_up.clear()
         await engine.gave_up.wait()
     await buffer.ack(0)
-    assert (await buffer.stats())["dropped_tasks"] == {"surplus": 4}
+    assert (await buffer.stats()).ledger.dropped_tasks == {"surplus": 4}
     assert len(engine.waiting) == 4, "none begins for a step that has its batch"
     await buffer.advance(1)
     while len(engine.waiting) < 12:
         engine.arrived.clear()
         await engine.arrived.wait()
-    assert (await buffer.stats())["sampled"] == 8
+    assert (await buffer.stats()).ledger.sampled == 8
 
 
 async def test_an_engine_that_holds_its_answers_is_named_with_the_lease_that_waits(
@@ -210,7 +210,7 @@ async def test_a_prompt_over_the_limit_is_dropped_counted_and_replaced(
     while not lease.done():
         await asyncio.wait({lease, asyncio.create_task(engine.answer_one())}, return_when=asyncio.FIRST_COMPLETED)
     assert (await lease).usual_rows == 8
-    assert (await buffer.stats())["dropped_tasks"] == {"prompt_too_long": 4}
+    assert (await buffer.stats()).ledger.dropped_tasks == {"prompt_too_long": 4}
 
 
 async def test_a_dead_engine_ends_exploring_with_its_name(tmp_path: Path, tiny_model: Path) -> None:
@@ -240,7 +240,7 @@ async def test_rewards_that_are_never_known_stop_the_run_with_their_reason(tmp_p
     with pytest.raises(RayrftError, match="the judge is away", check=about("explorer")):
         await explorer.explore(settings.stages[0])
     stats = await buffer.stats()
-    assert stats["dropped"] == {"reward_unknown": stats["sampled"]}
+    assert stats.ledger.dropped == {"reward_unknown": stats.ledger.sampled}
 
 
 async def test_a_workflow_that_raises_is_counted_and_stops_the_run_if_it_always_does(
@@ -258,7 +258,7 @@ async def test_a_workflow_that_raises_is_counted_and_stops_the_run_if_it_always_
     await buffer.open_stage(plan(settings))
     with pytest.raises(RayrftError, match="KeyError: 'nothing here'", check=about("explorer")):
         await explorer.explore(settings.stages[0])
-    assert (await buffer.stats())["dropped_tasks"]["workflow_error"] >= 32
+    assert (await buffer.stats()).ledger.dropped_tasks["workflow_error"] >= 32
 
 
 def test_a_busy_clock_counts_overlapping_work_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,90 @@
+"""The ledger of own rows, and what the Buffer and its log report of their contents."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Where the own rows are that arrived at the Buffer: sampled = trained + dropped (by reason) + held."""
+
+    sampled: int = 0
+    trained: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    held: int = 0
+    dropped_tasks: dict[str, int] = field(default_factory=dict)
+    """Tasks that gave no rows, by reason, such as those with a too long prompt."""
+
+    @property
+    def closes(self) -> bool:
+        """Whether no row is lost or counted twice."""
+        return self.sampled == self.trained + sum(self.dropped.values()) + self.held
+
+    def __str__(self) -> str:
+        dropped = f"{sum(self.dropped.values())} {self.dropped}"
+        return f"sampled {self.sampled} = trained {self.trained} + dropped {dropped} + held {self.held}"
+
+    def lost_since(self, before: Ledger) -> dict[str, int]:
+        """Return the rows and tasks that were dropped after ``before``, by reason."""
+        was, now = (Counter(of.dropped) + Counter(of.dropped_tasks) for of in (before, self))
+        return dict(now - was)
+
+
+@dataclass(frozen=True)
+class ExpertDraws:
+    """Demonstrations of one name: their rows, how many were drawn in all, and the current epoch."""
+
+    rows: int
+    drawn: int
+    epoch: int
+
+
+@dataclass(frozen=True)
+class RowStats:
+    """The ledger, and the draws of demonstrations by name."""
+
+    ledger: Ledger
+    expert: dict[str, ExpertDraws]
+
+
+@dataclass(frozen=True)
+class StoreSizes:
+    """Memory and disk use in bytes, the number of groups, and the duration and truncated bytes of the recovery."""
+
+    groups: int
+    row_bytes_in_memory: int
+    metadata_bytes: int
+    log_bytes: int
+    torn_bytes: int
+    recovery_s: float
+
+
+@dataclass(frozen=True)
+class BufferStats(RowStats):
+    """Statistics of a running Buffer."""
+
+    tasks_drawn: int | None
+    late_feedback: int
+    sizes: StoreSizes
+
+
+@dataclass(frozen=True)
+class ArchiveStats(RowStats):
+    """Statistics of a Buffer's log. ``stores`` has rows, bytes and further counts by store."""
+
+    run: str
+    version: int
+    step: int
+    stores: dict[str, dict[str, int]]
+    late_feedback: int
+    torn_bytes: int
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """State of a Buffer that a run resumes with; ``torn_bytes`` of unfinished writes were truncated from the log."""
+
+    ledger: Ledger
+    torn_bytes: int
