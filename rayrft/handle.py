@@ -67,7 +67,7 @@ class TrackedHandle(Handle[T]):
 
     ``endless`` calls are not recorded: they last as long as the run, or block while there is no work. ``cancelled``
     calls end at the actor, too, when they are cancelled here. ``labels`` name a call from its arguments where the
-    method's name says too little.
+    method's name is not enough.
     """
 
     def __init__(

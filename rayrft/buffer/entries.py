@@ -1,4 +1,4 @@
-"""What a call of `Buffer.put` says of its groups, and is told."""
+"""Metadata of the groups in a call of `Buffer.put`, and the receipts it returns."""
 
 from __future__ import annotations
 

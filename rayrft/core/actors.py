@@ -1,4 +1,4 @@
-"""The actors of a run: every actor but the Master, started in its placement group."""
+"""The actors of a run except the Master, in their placement groups."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rayrft.explorer.explorer import Explorer
 from rayrft.handle import Handle, TrackedHandle
 from rayrft.rewards import runs_inline
 from rayrft.rewards.worker import RewardWorker
-from rayrft.trainer.commands import Command
+from rayrft.trainer.commands import command_name
 from rayrft.trainer.trainer import RankSetup, Trainer
 from rayrft.waits import Waits
 
@@ -131,7 +131,7 @@ def create_actors(config: RunConfig, prepared: Prepared, placement: Placement, l
 
 
 def _create_shards(config: RunConfig, placement: Placement) -> list[Handle[Shard]]:
-    """The Buffer's shards besides the first, which is in its own process."""
+    """Create the Buffer's shards besides the first, which is in its own process."""
     return [
         placement.actor(Shard, "buffer", name=f"shard-{number}", bundle=number, restarts=True, retries=-1).create(
             Storage(config.buffer_location).folder(f"shard-{number}"), config.buffer
@@ -174,11 +174,6 @@ async def start_actors(actors: Actors, config: RunConfig, prepared: Prepared, wa
     if actors.weight_sync is not None:
         await actors.weight_sync.call(WeightSync.connect)
     return warning
-
-
-def command_name(command: Command[Any]) -> str:
-    """Return the name of a trainer's command, which says more of a wait than the method's."""
-    return type(command).__name__
 
 
 async def _until_dead_for_good(buffer: Handle[Buffer]) -> None:

@@ -150,7 +150,7 @@ def _check_room(parts: list[Part]) -> None:
             if time.monotonic() > ends:
                 raise
         check_placement(parts, list(total_resources_per_node().values()), "in all")
-        time.sleep(0.1)
+        time.sleep(0.1)  # Ray has no event for it
 
 
 def _check_name(name: str) -> None:

@@ -1,4 +1,4 @@
-"""Status of a run, and ``summary.json``: how it ended, with the ledger of its rows."""
+"""The status of a run, and its summary in ``summary.json``."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Silence:
         try:
             while True:
                 pause_s = await self._look()
-                await asyncio.sleep(pause_s)
+                await asyncio.sleep(pause_s)  # silence is not an event
         finally:
             for asking in self._asking.values():
                 asking.cancel()

@@ -20,7 +20,7 @@ from rayrft.core.recorder import Recorder
 from rayrft.core.step_record import StepSeconds, check_on_policy_step, evaluation_record, step_record
 from rayrft.core.supervision import Stopped, unless_stopped
 from rayrft.core.weight_sync import SyncReport, WeightSync
-from rayrft.errors import LeaseEnded, RayrftError, RowsFailed, StorageError
+from rayrft.errors import LeaseEnded, RayrftError, RowsFailed, Stalled, StorageError
 from rayrft.explorer.explorer import Explorer
 from rayrft.monitor.records import StepRecord
 from rayrft.monitor.verdict import verdict
@@ -145,7 +145,7 @@ class TrainLoop:
                     await self._between_steps(stage, first)
         finally:
             await self._actors.buffer.call(Buffer.close_stage, stage.name)
-            await exploring
+            await self._end_exploring(exploring)
         if not stage.groups:
             await self.publish()
         await self._saving.export(stage.name)
@@ -287,6 +287,18 @@ class TrainLoop:
     async def _explore(self, stage: StageConfig) -> None:
         if stage.groups and self._actors.explorer is not None:
             await self._actors.explorer.call(Explorer.explore, stage)
+
+    async def _end_exploring(self, exploring: asyncio.Future[None]) -> None:
+        """Wait until the Explorer has abandoned its groups, as it does once the stage is closed."""
+        try:
+            async with asyncio.timeout(self._config.monitor.stall_s):
+                await exploring
+        except TimeoutError:
+            raise Stalled(
+                f"groups were not abandoned within {self._config.monitor.stall_s:g} s of the end of the stage",
+                field="explorer",
+                remedy="see its log in the Ray dashboard",
+            ) from None
 
     async def _command(self, command: Command[R]) -> list[R]:
         return await self._actors.trainer.call(Trainer.command, command)

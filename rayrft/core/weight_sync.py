@@ -19,7 +19,7 @@ from rayrft.config.trainer import ProbeBounds, WeightSyncConfig
 from rayrft.errors import WeightSyncError
 from rayrft.explorer.engine import EngineWeights, RolloutEngine
 from rayrft.handle import Handle, TrackedHandle
-from rayrft.trainer.commands import Command, Describe, Export, Join, Locate, Publish, Release, Score
+from rayrft.trainer.commands import Command, Describe, Export, Join, Locate, Publish, Release, Score, command_name
 from rayrft.trainer.trainer import Trainer
 from rayrft.waits import WaitReport, Waits
 from rayrft.weights.messages import GroupPlan, Parcel
@@ -57,7 +57,7 @@ class WeightSync:
         self._backend = backend
         self._bounds = bounds
         self._waits = Waits("weight_sync")
-        self._trainer = TrackedHandle(trainer, self._waits, labels={Trainer.command: lambda c: type(c).__name__})
+        self._trainer = TrackedHandle(trainer, self._waits, labels={Trainer.command: command_name})
         self._engines = [TrackedHandle(engine, self._waits) for engine in engines]
         self._workers = workers_per_engine
         self._probe = probe

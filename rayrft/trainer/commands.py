@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rayrft.buffer.leases import Lease
 from rayrft.config.stage import StageConfig
@@ -25,6 +25,11 @@ class Command(ABC, Generic[R]):
     @abstractmethod
     def run(self, rank: Rank) -> R:
         """Execute the command on a rank."""
+
+
+def command_name(command: Command[Any]) -> str:
+    """Return the name of a command, as the label of a wait for it."""
+    return type(command).__name__
 
 
 @dataclass(frozen=True)

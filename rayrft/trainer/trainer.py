@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from rayrft.config.trainer import TrainerConfig
 from rayrft.errors import ActorDied, RayrftError, StorageError
 from rayrft.handle import Handle
-from rayrft.trainer.commands import Command, Stop
+from rayrft.trainer.commands import Command, Stop, command_name
 from rayrft.waits import WaitReport, Waits
 
 R = TypeVar("R")
@@ -76,7 +76,7 @@ class Trainer:
             self._command = command
             self._answers = {}
             self._changed.notify_all()
-            await self._from_ranks(type(command).__name__, self._answers)
+            await self._from_ranks(command_name(command), self._answers)
             return [self._answers[rank] for rank in range(self._config.ranks)]
 
     async def written(self, folder: Path) -> None:

@@ -1,18 +1,23 @@
-"""How the Trainer starts Ray Train."""
+"""How the Trainer starts Ray Train, and what it asks of the ranks."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from ray.exceptions import ObjectLostError
 
 from rayrft.config.trainer import TrainerConfig
 from rayrft.errors import ActorDied
-from rayrft.trainer.commands import Train
+from rayrft.trainer import rank as rank_module
+from rayrft.trainer.commands import Describe, Train
 from rayrft.trainer.trainer import Trainer
+from tests.trainer.ranks import on_ranks
 
 SNAPSHOT = "checkpoint_manager_snapshot.json"
 
@@ -68,13 +73,13 @@ def test_rank_0_listens_at_the_port_that_ray_train_tells_the_ranks(monkeypatch: 
 
 async def test_ranks_that_have_not_answered_are_named(tmp_path: Path) -> None:
     trainer = Trainer(TrainerConfig(ranks=3), None)
-    training = asyncio.ensure_future(trainer.command(Train()))
+    training = asyncio.ensure_future(trainer.command(Describe()))
     writing = asyncio.ensure_future(trainer.written(tmp_path))
     await trainer.next_command(0)
     await trainer.answer(1, 0, "done")
     await trainer.wrote(0, tmp_path, None)
     assert {(wait.target, wait.what) for wait in (await trainer.waiting()).waits} == {
-        ("Train of ranks", "0, 2"),
+        ("Describe of ranks", "0, 2"),
         ("part of a checkpoint of ranks", "1, 2"),
     }
     for rank in range(3):
@@ -105,3 +110,20 @@ async def test_ranks_that_do_not_come_up_end_the_run_by_name(tmp_path: Path, mon
     with pytest.raises(ActorDied) as late:
         await asyncio.wait_for(trainer.start(tmp_path, None), 10)  # type: ignore[arg-type]
     assert late.value.field == "trainer rank 0" and "[0, 2] of 3" in late.value.problem
+
+
+def train_when_rank_1_lost_its_blocks() -> Any:
+    def fetch(share: int, algorithm: Any) -> list[Any]:
+        if share == 1:
+            raise ObjectLostError("0" * 56, None, "")
+        return []
+
+    rank_module.fetch_mini_batches = fetch  # type: ignore[attr-defined]
+    rank = object.__new__(rank_module.Rank)
+    rank._index = dist.get_rank()
+    rank.learner = SimpleNamespace(algorithm=None, step=lambda batches: "a step")  # type: ignore[assignment]
+    return Train(SimpleNamespace(shares=(0, 1))).run(rank)  # type: ignore[arg-type]
+
+
+def test_no_rank_takes_a_step_if_one_lost_its_blocks(tmp_path: Path) -> None:
+    assert on_ranks(2, tmp_path, train_when_rank_1_lost_its_blocks) is None
