@@ -44,7 +44,8 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 def test_stats_are_json(live: Path) -> None:
     stats = json.loads(call("stats", live))
-    assert stats["sampled"] == stats["trained"] + sum(stats["dropped"].values()) + stats["held"] == 13
+    ledger = stats["ledger"]
+    assert ledger["sampled"] == ledger["trained"] + sum(ledger["dropped"].values()) + ledger["held"] == 13
     assert stats["stores"]["expert/gold"]["rows"] == 5
 
 

@@ -99,7 +99,7 @@ def test_the_ledger_is_the_live_ones_and_stores_are_counted(start: Start, tmp_pa
     assert (stats.ledger, stats.expert) == (live.ledger, live.expert)
     usual = stats.stores["usual"]
     assert usual == usual | {"rows": 12, "groups": 6, "trained": 4, "leased": 4, "ready": 2, "dropped": 2}
-    assert usual["bytes"] == live["log_bytes"] == sum(path.stat().st_size for path in segments(tmp_path))
+    assert usual["bytes"] == live.sizes.log_bytes == sum(path.stat().st_size for path in segments(tmp_path))
     assert stats.stores["expert/gold"]["rows"] == 5
     assert (stats.late_feedback, stats.torn_bytes, stats.run) == (1, 0, "run")
 
@@ -151,7 +151,7 @@ def test_a_run_with_tasks_is_read_without_them_even_behind_their_end(start: Star
         ray.get(buffer.admit.remote("test", call, 1)) if stage == 2 else None
         ray.get(buffer.close_stage.remote())
     live, stats = ray.get(buffer.stats.remote()), archive(tmp_path).stats()
-    assert live["sampled"] == 10 and live["tasks_drawn"] == 5
+    assert live.ledger.sampled == 10 and live.tasks_drawn == 5
     assert (stats.ledger, stats.expert) == (live.ledger, live.expert)
 
 
