@@ -136,12 +136,12 @@ class Rows:
         self._world.disk += [name for name, _ in groups]
         ones = np.ones(len(groups), dtype=np.int64)
         versions = np.array([version for _, version in groups], dtype=np.int64)
-        numbers = GroupNumbers(np.arange(len(groups)), ones, ones, versions)
+        numbers = GroupNumbers(np.arange(len(groups)), ones, np.zeros_like(ones), ones, versions)
         extent = Extent(0, len(self._world.disk), len(self._world.disk))
         return Appended(extent, row, wanted, numbers, np.ones(len(groups)), ones)
 
-    def refs(self, spans: list[RowSpan]) -> list[tuple[Any, int]]:
-        return [("rows", span.row) for span in spans]
+    def refs(self, spans: list[RowSpan]) -> list[tuple[Any, int, np.ndarray]]:
+        return [("rows", span.row, np.ones(span.rows, dtype=np.int64)) for span in spans]
 
     def release(self, segments: list[int]) -> None: ...
 

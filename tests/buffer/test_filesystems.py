@@ -106,7 +106,7 @@ class TestInMemory:
         assert shard.open([each.extent for each in done[:11]]) == done[11].extent.nbytes
         spans = [RowSpan(each.extent.segment, each.row, 2) for each in done[:11]]
         assert shard.read(spans).column("group_id").to_pylist() == [str(i // 2) for i in range(22)]
-        blocks = [(unpack(objects[ref]), row) for ref, row in shard.refs(spans)]
+        blocks = [(unpack(objects[ref]), row) for ref, row, _ in shard.refs(spans)]
         assert [block.column("group_id")[row].as_py() for block, row in blocks] == [str(i) for i in range(11)]
         shard.delete([0, 1])
         assert len(memory.folder("shard-0").files()) == 9

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -174,7 +175,7 @@ class TestSegments:
         assert list(known.values()) == extents
         assert shard.read(spans).equals(Shard.read(self.reopened(straight, extents), spans))
 
-    def first_row(self, ref: int, row: int) -> int:
+    def first_row(self, ref: int, row: int, tokens: np.ndarray) -> int:
         import ray
 
         batch = pa.ipc.read_record_batch(ray.get([ref])[0], SCHEMA)

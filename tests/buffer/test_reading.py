@@ -94,14 +94,14 @@ def test_a_log_of_another_schema_version_is_refused(tmp_path: Path) -> None:
 def test_groups_are_read_once_wherever_they_are_moved(tmp_path: Path) -> None:
     with buffers() as start:
         buffer = start(tmp_path, segment_bytes=400_000, log_bytes=1 << 20)
-        put(buffer, *(group(number, length=4000) for number in range(8)))
+        put(buffer, *(group(number, length=5800) for number in range(8)))
         reading = Archive(str(tmp_path), SamplerConfig()).rows(columns=["group_id", "segment"])
         before = next(reading).to_pylist()
         assert {row["group_id"] for row in before} == {"0", "1", "2", "3"}
         ray.get(buffer.open_stage.remote(plan(7, scheduled=False)))
         ray.get(buffer.lease.remote(0, 1, 5))
         ray.get(buffer.ack.remote(0))
-        put(buffer, *(group(number, length=4000) for number in range(8, 16)))
+        put(buffer, *(group(number, length=5800) for number in range(8, 16)))
         ray.get(buffer.cover.remote(1))  # nothing needs the first two segments any more, but for group 7
         after = [row for batch in reading for row in batch.to_pylist()]
     found = [row["group_id"] for row in [*before, *after]]
