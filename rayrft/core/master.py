@@ -56,32 +56,15 @@ class Master:
         """
         prepared: Prepared = await prepared_refs[0]
         placement = Placement(self._config.name, plan_placement(self._config))
-        error: RayrftError | None = None
         stats: BufferStats | None = None
         try:
-            parts = [part.name for part in plan_placement(self._config) if part.name != "master"]
-            await unless_stopped(self._stop, asyncio.to_thread(placement.reserve, parts))
-            self._actors = create_actors(self._config, prepared, placement, self._progress.logged)
-            tracked = self._actors.tracked(self._waits)
-            self._loop = TrainLoop(self._config, tracked, self._recorder, self._progress, self._stop)
-            monitor = self._config.monitor
-            self._silence = Silence(
-                self._waits, self._actors.signs_of_life(), self._note, monitor.patience_s, monitor.stall_s
-            )
-            watches = {**self._actors.watches(), "silence": self._silence.watch()}
-            await supervise(self._run(self._actors, self._loop, prepared), watches)
-            self._status = "finished"
-        except Stopped:
-            self._status = "stopped"
-        except Exception as failure:  # whatever ended the run becomes its summary and is raised again below
-            self._status, error = "failed", root_cause(failure)
-            with contextlib.suppress(StorageError):  # a full disk may be what ended the run
-                await self._recorder.note(f"the run failed: {error}", step=self._progress.step)
-            if isinstance(error, RowsFailed) and self._loop is not None:
-                await self._loop.blame(error)
+            error = await self._outcome(prepared, placement)
+            try:
+                stats = await self._stats()
+            except Exception as failure:  # such as a ledger that does not close: raised below
+                self._status, error = "failed", error or root_cause(failure, "buffer")
         finally:
             if self._actors is not None:
-                stats = await self._stats(self._actors)
                 self._actors.kill_restartable()
             placement.remove()
         self._summary = self._summarise(error, stats)
@@ -101,7 +84,7 @@ class Master:
         """Return the status of the run, step, version, the ledger of rows, and overdue waits."""
         if self._summary is not None:
             return status_at_end(self._summary, self._config.folder)
-        stats = await self._stats(self._actors) if self._actors is not None and self._status == "running" else None
+        stats = await self._stats() if self._status == "running" else None
         known = self._loop.ledger if self._loop is not None else Ledger()
         return RunStatus(
             self._config.name,
@@ -129,6 +112,33 @@ class Master:
         engines = {engine.name: await engine.call(RolloutEngine.pid) for engine in actors.engines}
         buffer, trainer = await actors.buffer.call(Buffer.pid), await actors.trainer.call(Trainer.pid)
         return {"master": os.getpid(), "buffer": buffer, "trainer": trainer, **engines}
+
+    async def _outcome(self, prepared: Prepared, placement: Placement) -> RayrftError | None:
+        """Create the actors and run all stages; return why the run failed, or None if it finished or was stopped."""
+        try:
+            parts = [part.name for part in plan_placement(self._config) if part.name != "master"]
+            await unless_stopped(self._stop, asyncio.to_thread(placement.reserve, parts))
+            self._actors = create_actors(self._config, prepared, placement, self._progress.logged)
+            tracked = self._actors.tracked(self._waits)
+            self._loop = TrainLoop(self._config, tracked, self._recorder, self._progress, self._stop)
+            monitor = self._config.monitor
+            self._silence = Silence(
+                self._waits, self._actors.signs_of_life(), self._note, monitor.patience_s, monitor.stall_s
+            )
+            watches = {**self._actors.watches(), "silence": self._silence.watch()}
+            await supervise(self._run(self._actors, self._loop, prepared), watches)
+        except Stopped:
+            self._status = "stopped"
+            return None
+        except Exception as failure:  # whatever ended the run becomes its summary, and is raised by `run`
+            self._status, error = "failed", root_cause(failure)
+            with contextlib.suppress(StorageError):  # a full disk may be what ended the run
+                await self._recorder.note(f"the run failed: {error}", step=self._progress.step)
+            if isinstance(error, RowsFailed) and self._loop is not None:
+                await self._loop.blame(error)
+            return error
+        self._status = "finished"
+        return None
 
     async def _run(self, actors: Actors, loop: TrainLoop, prepared: Prepared) -> None:
         await unless_stopped(self._stop, self._start(actors, loop, prepared))
@@ -161,12 +171,13 @@ class Master:
     async def _note(self, text: str, **data: Any) -> None:
         await self._recorder.note(text, step=self._progress.step, **data)
 
-    async def _stats(self, actors: Actors) -> BufferStats | None:
-        """Return the Buffer's statistics; None if it does not answer soon."""
+    async def _stats(self) -> BufferStats | None:
+        """Return the Buffer's statistics; None if there is no Buffer, or it does not answer soon."""
         from ray.exceptions import RayActorError
 
-        with contextlib.suppress(RayActorError, TimeoutError):
-            return await asyncio.wait_for(actors.buffer.call(Buffer.stats), _STATS_DEADLINE_S)
+        if self._actors is not None:
+            with contextlib.suppress(RayActorError, TimeoutError):
+                return await asyncio.wait_for(self._actors.buffer.call(Buffer.stats), _STATS_DEADLINE_S)
         return None
 
     def _summarise(self, error: RayrftError | None, stats: BufferStats | None) -> Summary:

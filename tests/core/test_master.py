@@ -19,11 +19,12 @@ from rayrft.core.checkpoints import Progress
 from rayrft.core.master import Master
 from rayrft.core.preflight import Prepared
 from rayrft.core.summary import Summary, read_summary
-from rayrft.errors import DataError, RayrftError, StorageError
+from rayrft.errors import ActorDied, DataError, RayrftError, StorageError
 from rayrft.monitor import sinks
 from rayrft.monitor.records import NoteRecord
 from rayrft.waits import WaitReport
 from tests.e2e.conftest import small_config
+from tests.errors import about
 from tests.scripted import remote
 
 LEDGER = Ledger(sampled=3, trained=2, dropped={"late": 1})
@@ -97,6 +98,22 @@ async def test_a_run_is_stopped_while_its_engines_start(master: tuple[Master, Ac
     assert (summary.status, summary.steps, summary.checkpoint) == ("stopped", 0, None)
     assert summary.ledger == LEDGER
     assert (await subject.status()).status == "stopped"
+
+
+async def test_a_ledger_that_does_not_close_fails_the_run(
+    master: tuple[Master, Actor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def lose_rows(self: Actor) -> RowStats:
+        raise AssertionError("rows are lost")
+
+    monkeypatch.setattr(Actor, "stats", lose_rows)
+    subject, trainer = master
+    running = asyncio.ensure_future(run(subject))
+    await trainer.called.wait()
+    await subject.stop()
+    with pytest.raises(ActorDied, check=about("buffer")):
+        await running
+    assert (await subject.status()).status == "failed"
 
 
 async def test_who_does_not_come_up_is_named_in_the_records_and_the_status(master: tuple[Master, Actor]) -> None:

@@ -16,7 +16,7 @@ from rayrft.core.checkpoints import Checkpoints, Progress
 from rayrft.core.recorder import Recorder
 from rayrft.core.supervision import Stopped
 from rayrft.core.train_loop import TrainLoop
-from rayrft.errors import RayrftError, StorageError
+from rayrft.errors import RayrftError, Stalled, StorageError
 from rayrft.monitor import sinks
 from tests.e2e.conftest import small_config
 from tests.errors import about
@@ -52,11 +52,14 @@ class EvaluatesForEver:
         await asyncio.Event().wait()
 
 
+STALL_S = 0.05
+
+
 class Subject:
     """A train loop on scripted actors."""
 
     def __init__(self, folder: Path) -> None:
-        config = load_config(small_config(folder, "evaluates"))
+        config = load_config(small_config(folder, "evaluates", monitor={"stall_s": STALL_S}))
         config.folder.mkdir()
         progress, self.stop = Progress("id"), asyncio.Event()
         Checkpoints(config.folder, config.checkpoint).mark_beginning(progress)
@@ -89,6 +92,11 @@ async def test_an_explorer_that_failed_between_two_waits_for_a_batch_ends_the_se
     exploring.set_exception(StorageError("No space left on device", field="journal"))
     with pytest.raises(StorageError):
         await asyncio.wait_for(subject.loop._unless_ended(lease, exploring), 20)
+
+
+async def test_an_explorer_that_does_not_abandon_its_groups_ends_the_run(subject: Subject) -> None:
+    with pytest.raises(Stalled, check=about("explorer")):
+        await asyncio.wait_for(subject.loop._end_exploring(asyncio.get_running_loop().create_future()), 20)
 
 
 async def test_blocks_that_are_lost_again_and_again_end_the_run(subject: Subject) -> None:

@@ -122,8 +122,8 @@ async def test_a_reward_that_raises_hangs_or_dies_is_unknown_and_the_pool_goes_o
     assert [each[0].value for each in results] == [1.0] * 5
 
 
-async def test_a_worker_that_is_at_work_for_nobody_any_more_is_not_free() -> None:
-    working, ended, ready = asyncio.Event(), asyncio.Event(), asyncio.Event()
+async def test_a_worker_that_still_works_for_nobody_is_not_free_and_one_that_does_not_return_is_an_error() -> None:
+    working, ended, ready, broken = asyncio.Event(), asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     class Worker:
         async def score(self, task: Task, responses: list[str]) -> list[RewardResult]:
@@ -133,6 +133,8 @@ async def test_a_worker_that_is_at_work_for_nobody_any_more_is_not_free() -> Non
 
         async def ready(self) -> None:
             await ready.wait()
+            if broken.is_set():
+                raise ConfigError("no such file", field="reward.options")
             ended.set()
 
     pool = RewardPool(RewardConfig(name="math"), lambda: remote(Worker()))
@@ -147,7 +149,18 @@ async def test_a_worker_that_is_at_work_for_nobody_any_more_is_not_free() -> Non
     await asyncio.wait({following}, timeout=0.1)
     assert not working.is_set()
     ready.set()
-    assert [each.value for each in await following] == [1.0] and ended.is_set()
+    assert [result.value for result in await following] == [1.0] and ended.is_set()
+    broken.set()
+    ready.clear()
+    working.clear()
+    abandoned = asyncio.ensure_future(pool.score(task("a"), ["a"]))
+    await working.wait()
+    abandoned.cancel()
+    waiters = [asyncio.ensure_future(pool.score(task("a"), ["b"])) for _ in range(2)]
+    ready.set()
+    for waiting in waiters:
+        with pytest.raises(ConfigError, check=about("reward.options")):
+            await asyncio.wait_for(waiting, 20)
 
 
 async def test_a_reward_that_runs_inline_has_no_worker() -> None:
