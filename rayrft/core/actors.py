@@ -14,9 +14,9 @@ from rayrft.buffer.log.storage import Storage
 from rayrft.config import RunConfig
 from rayrft.core.placement import Placement, plan_placement
 from rayrft.core.preflight import Prepared
-from rayrft.core.weight_sync import WeightSync
 from rayrft.experience import pack, to_batch
 from rayrft.explorer.engine import RolloutEngine
+from rayrft.explorer.engine_pool import EnginePool
 from rayrft.explorer.explorer import Explorer
 from rayrft.rewards import runs_inline
 from rayrft.rewards.worker import RewardWorker
@@ -27,22 +27,23 @@ from rayrft.waits import TrackedActor, Waits
 
 @dataclass(frozen=True)
 class Actors:
-    """Handles of the actors; ``explorer`` and ``weight_sync`` are None where nothing is rolled out."""
+    """Handles of the actors; ``explorer`` and ``engine_pool`` are None where nothing is rolled out."""
 
     buffer: Any
     trainer: Any
     explorer: Any | None
-    weight_sync: Any | None
+    engine_pool: Any | None
     engines: list[Any]
+    """As they were created; which of them take requests the ``engine_pool`` knows."""
     shards: list[Any]
     """Of the Buffer, besides the first."""
 
     def watches(self) -> dict[str, Awaitable[Any]]:
         """For every actor a call that ends only when the actor fails."""
         actors = {"trainer": self.trainer}
-        if self.explorer is not None and self.weight_sync is not None:
-            actors |= {"explorer": self.explorer, "weight_sync": self.weight_sync}
-        actors |= {f"engine-{index}": engine for index, engine in enumerate(self.engines)}
+        if self.explorer is not None and self.engine_pool is not None:
+            actors |= {"explorer": self.explorer, "engine_pool": self.engine_pool}
+        actors |= self.engines_by_name()
         watches = {name: actor.watch.remote() for name, actor in actors.items()}
         return {**watches, "buffer": _until_dead_for_good(self.buffer)}
 
@@ -53,17 +54,20 @@ class Actors:
             buffer=TrackedActor("buffer", self.buffer, waits, endless=("stats",)),
             trainer=TrackedActor("trainer", self.trainer, waits),
             explorer=TrackedActor("explorer", self.explorer, waits, endless=("explore",)) if self.explorer else None,
-            weight_sync=TrackedActor("weight_sync", self.weight_sync, waits) if self.weight_sync else None,
-            engines=[TrackedActor(f"engine-{index}", engine, waits) for index, engine in enumerate(self.engines)],
+            engine_pool=TrackedActor("engine_pool", self.engine_pool, waits) if self.engine_pool else None,
+            engines=[TrackedActor(name, engine, waits) for name, engine in self.engines_by_name().items()],
         )
 
     def signs_of_life(self) -> dict[str, Callable[[], Awaitable[Any]]]:
         """For every part a call that it answers at once, with what it waits for where it waits for others."""
-        parts = {"trainer": self.trainer, "weight_sync": self.weight_sync}
-        parts |= {"explorer": self.explorer, "buffer": self.buffer}  # each before those that it keeps waiting
-        parts = {name: part for name, part in parts.items() if part is not None}
-        asks = {name: part.waiting.remote for name, part in parts.items()}
-        return asks | {f"engine-{index}": engine.pid.remote for index, engine in enumerate(self.engines)}
+        # Every part before those that it keeps waiting.
+        parts = {"trainer": self.trainer, "explorer": self.explorer, "buffer": self.buffer}
+        asks = {name: part.waiting.remote for name, part in parts.items() if part is not None}
+        pool = {"engine_pool": self.engine_pool} if self.engine_pool is not None else {}
+        return asks | {name: actor.pid.remote for name, actor in (pool | self.engines_by_name()).items()}
+
+    def engines_by_name(self) -> dict[str, Any]:
+        return {f"engine-{index}": engine for index, engine in enumerate(self.engines)}
 
     def kill_restartable(self) -> None:
         """End the actors that Ray would start again: without their placement group they never could."""
@@ -96,28 +100,19 @@ def create_actors(config: RunConfig, prepared: Prepared, placement: Placement, l
         placement.actor(RolloutEngine, "engines", name=f"engine-{index}", bundle=index).remote()
         for index in range(engine.count)
     ]
+    engine_pool = placement.actor(EnginePool, "engine_pool", name="engine_pool").remote()
     reward = config.reward
     reward_worker = None if runs_inline(reward.name) else placement.actor(RewardWorker, "reward")
     explorer = placement.actor(Explorer, "explorer", name="explorer").remote(
         config,
         prepared.model,
-        engines,
+        engine_pool,
         buffer,
         ray.put(prepared.tasks),
         ray.put(prepared.held_out),
         _RewardWorkerFactory(reward_worker, reward, config.plugins),
     )
-    weight_sync = placement.actor(WeightSync, "weight_sync", name="weight_sync").remote(
-        config.weight_sync,
-        config.sync_backend,
-        config.probe_bounds,
-        trainer,
-        engines,
-        engine.tensor_parallel,
-        [row.token_ids.tolist() for row in prepared.probe],
-        [row.images for row in prepared.probe],
-    )
-    return Actors(buffer, trainer, explorer, weight_sync, engines, shards)
+    return Actors(buffer, trainer, explorer, engine_pool, engines, shards)
 
 
 def _create_shards(config: RunConfig, placement: Placement) -> list[Any]:
@@ -161,8 +156,6 @@ async def start_actors(actors: Actors, config: RunConfig, prepared: Prepared, wa
     for name, rows in prepared.demonstrations.items():
         starting.append(actors.buffer.load.remote(name, [ray.put(pack(to_batch(rows)))]))
     remark, *_ = await asyncio.gather(*starting)
-    if actors.weight_sync is not None:
-        await actors.weight_sync.connect.remote()
     return remark
 
 

@@ -18,6 +18,7 @@ from rayrft.core.recorder import Recorder
 from rayrft.core.summary import NO_ROWS, ledger_in_log, standing, summarise
 from rayrft.core.supervision import Silence, Stopped, root_cause, supervise, unless_stopped
 from rayrft.core.train_loop import TrainLoop
+from rayrft.core.weight_sync import WeightSync
 from rayrft.errors import RayrftError, RowsFailed, StorageError
 from rayrft.monitor.records import Record
 from rayrft.registry import load_plugins
@@ -56,7 +57,12 @@ class Master:
             await unless_stopped(self._stop, asyncio.to_thread(placement.reserve, parts))
             self._actors = create_actors(self._config, prepared, placement, self._progress.logged)
             followed = self._actors.followed(self._waits)
-            self._stages = TrainLoop(self._config, followed, self._recorder, self._progress, self._stop)
+            sync = (
+                WeightSync(self._config, followed.trainer, followed.engine_pool, prepared.probe, self._waits)
+                if followed.engine_pool is not None
+                else None
+            )
+            self._stages = TrainLoop(self._config, followed, self._recorder, self._progress, self._stop, sync)
             self._silence = Silence(
                 self._waits, self._actors.signs_of_life(), self._note, self._config.monitor.patience_s
             )
@@ -141,7 +147,7 @@ class Master:
             await self._recorder.note(f"the trainer's way with this model: {remark}")
         await stages.restore()
         self._status = "running"
-        report = await stages.publish()
+        report = await stages.admit(actors.engines_by_name())
         probe = (
             f"; engine log-probs equal the trainer's to {report.probe_gap:.1e}"
             if report and report.probe_gap is not None

@@ -61,16 +61,16 @@ def plan_placement(config: RunConfig) -> list[Part]:
             engine.cpus,
             engine.gpus,
             engine.memory_gib,
-            "vLLM rollout engines",
+            f"vLLM rollout engines, weights over {config.sync_backend}",
             replace(ranks, note="FSDP2 under Ray Train, each beside an engine") if pairs else None,
         ),
         *([] if runs_inline(config.reward.name) else [rewards]),
         Part("buffer", config.buffer.shards, 0.1, 0, 0.25, "experiences"),
-        Part("weight_sync", 1, 0.05, 0, 0.25, f"broadcast over {config.sync_backend}"),
+        Part("engine_pool", 1, 0.05, 0, 0.25, "which engines take requests"),
         Part("trainer", 1, 0.05, 0, 0.25, "commands the ranks"),
         *([] if pairs else [ranks]),
     ]
-    idle = () if config.rolls_out else ("explorer", "engines", "reward", "weight_sync")
+    idle = () if config.rolls_out else ("explorer", "engines", "reward", "engine_pool")
     return [part for part in parts if part.name not in idle]
 
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from rayrft.buffer.leases import Lease
@@ -17,7 +17,7 @@ from rayrft.core.checkpoints import Progress, Saver
 from rayrft.core.recorder import Recorder
 from rayrft.core.step_record import StepSeconds, check_on_policy_step, evaluation_record, lost_since, step_record
 from rayrft.core.supervision import Stopped, unless_stopped
-from rayrft.core.weight_sync import SyncReport
+from rayrft.core.weight_sync import SyncReport, WeightSync
 from rayrft.errors import LeaseEnded, RayrftError, RowsFailed, StorageError
 from rayrft.explorer.evaluation import Evaluation
 from rayrft.monitor.records import StepRecord
@@ -64,10 +64,18 @@ class TrainLoop:
     """Runs stages on a actors that is up, from wherever ``progress`` says the run stands."""
 
     def __init__(
-        self, config: RunConfig, actors: Actors, recorder: Recorder, progress: Progress, stop: asyncio.Event
+        self,
+        config: RunConfig,
+        actors: Actors,
+        recorder: Recorder,
+        progress: Progress,
+        stop: asyncio.Event,
+        weight_sync: WeightSync | None = None,
     ) -> None:
+        """``weight_sync`` is None where nothing is rolled out."""
         self._config = config
         self._actors = actors
+        self._weight_sync = weight_sync
         self._recorder = recorder
         self._stop = stop
         self._life = uuid.uuid4().hex
@@ -104,9 +112,12 @@ class TrainLoop:
     async def publish(self) -> SyncReport | None:
         """Bring the present weights to the engines as a new version: the number of optimiser steps taken."""
         self.published = self.progress.step
-        if self._actors.weight_sync is None:
-            return None
-        return await self._actors.weight_sync.publish.remote(self.progress.step)
+        return await self._weight_sync.publish(self.published) if self._weight_sync is not None else None
+
+    async def admit(self, engines: dict[str, Any]) -> SyncReport | None:
+        """Let engines, by name, take requests once they hold the present weights."""
+        self.published = self.progress.step
+        return await self._weight_sync.admit(engines, self.published) if self._weight_sync is not None else None
 
     async def restore(self) -> None:
         """Put the weights of the latest checkpoint in place; the rest of it follows when the stage is open."""
@@ -250,15 +261,11 @@ class TrainLoop:
             remedy="see why objects are lost (nodes that die, an object store that is too small), then: rayrft resume",
         )
 
-    @contextlib.asynccontextmanager
-    async def _engines_asleep(self) -> AsyncIterator[None]:
+    def _engines_asleep(self) -> AbstractAsyncContextManager[None]:
         """Where trainer and engines share a GPU and the config asks for it, its memory is the trainer's in here."""
-        sync = self._actors.weight_sync if self._config.explorer.engine.sleep else None
-        if sync is not None:
-            await sync.sleep.remote()
-        yield
-        if sync is not None:
-            await sync.wake_up.remote()
+        if self._weight_sync is None or not self._config.explorer.engine.sleep:
+            return contextlib.nullcontext()
+        return self._weight_sync.asleep()
 
     async def _unless_ended(self, work: asyncio.Future[Any], exploring: asyncio.Future[None]) -> Any:
         """The result of ``work``, unless the run is stopped or the Explorer fails first, or did so meanwhile."""

@@ -135,9 +135,13 @@ class BucketReceiver(WeightTransferEngine[JoinInfo, UpdateInfo]):
 class WorkerExtension:
     """Methods added to every vLLM worker, called by name through ``collective_rpc``."""
 
-    def weight_digest(self) -> str:
-        """Return the digest of the last weights received."""
-        receiver: BucketReceiver = self.weight_transfer_engine  # type: ignore[attr-defined]
+    def receive_weights(self, update_info: dict[str, Any]) -> str:
+        """Make one whole weight update; return the digest of the weights received."""
+        worker: Any = self
+        worker.start_weight_update()
+        worker.update_weights(update_info)
+        worker.finish_weight_update()
+        receiver: BucketReceiver = worker.weight_transfer_engine
         return receiver.digest
 
 

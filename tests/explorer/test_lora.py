@@ -40,7 +40,6 @@ def update(engine: EngineUnderTest, policy: Policy, version: int) -> tuple[int, 
     receiving = engine.actor.receive.remote(parcel, BUCKET, version, None)
     sent = engine.send(factors)
     held = ray.get(receiving)
-    ray.get(engine.actor.resume.remote())
     assert (held.version, held.digests) == (version, (sent,))
     ours = Learner(policy, micro_batch_tokens=64, temperature=1.0, device=torch.device("cpu")).score(ROWS)
     theirs = ray.get([engine.actor.score.remote(row) for row in ROWS])
