@@ -50,7 +50,7 @@ def plan_placement(config: RunConfig) -> list[Part]:
     ranks = Part("ranks", trainer.ranks, trainer.cpus, trainer.gpus, trainer.memory_gib, "FSDP2 under Ray Train")
     # An engine and a rank on one GPU must share a bundle: in separate groups Ray may pack two engines on one GPU, or
     # place them on another node than the ranks.
-    pairs = config.rolls_out and config.sync_backend == "ipc"
+    pairs = config.rolls_out and config.colocated
     rewards = Part("reward", config.reward.workers, 0.1, 0, 0.25, f"reward workers: {config.reward.name}")
     parts = [
         Part("master", 1, 0.05, 0, 0.25, "paces and supervises"),

@@ -1,6 +1,6 @@
 """WeightSync: publishes every new weight version to all engines, and verifies it. The Master runs it in its process.
 
-A round: pause all (requests are kept) -> broadcast in buckets -> label, digest and resume on every engine -> verify.
+A round: pause all (requests are kept) -> transfer in buckets -> label and resume on every engine -> verify.
 Digests prove that the bytes arrived; the log-probs of a probe batch prove that the engine computes with them.
 """
 
@@ -19,9 +19,9 @@ from rayrft.errors import WeightSyncError
 from rayrft.experience import Experience
 from rayrft.explorer.engine import EngineWeights
 from rayrft.explorer.engine_pool import Member, Membership
-from rayrft.trainer.commands import Describe, Export, Exported, Join, Locate, Publish, Release, Score
+from rayrft.trainer.commands import Connect, Locate, Score, Send
 from rayrft.waits import TrackedActor, Waits
-from rayrft.weights.messages import GroupPlan, Parcel
+from rayrft.weights.messages import Link, Sent
 
 _RESUME_S = 10.0
 """Time that engines have to resume after a round that failed: one that hangs must not hide why it did."""
@@ -55,10 +55,9 @@ class WeightSync:
         self._images = [row.images for row in probe]
         self._lock = asyncio.Lock()
         self._connected: int | None = None
-        """The membership's generation that the process group was formed under; None: under no membership."""
-        self._groups = 0
+        """The membership's generation that the present link was made under; None: under no membership."""
+        self._links = 0
         self._rounds = 0
-        self._parcel = Parcel([])
 
     async def publish(self, version: int) -> SyncReport:
         """Send the trainer's current weights to every member of the pool, labelled ``version``.
@@ -105,52 +104,41 @@ class WeightSync:
         return {name: TrackedActor(name, handle, self._waits) for name, handle in handles.items()}
 
     async def _connect(self, engines: Engines) -> None:
-        """Form the process group of trainer and engines, under a new number."""
-        self._parcel = (await self._command(Describe()))[0]
-        self._groups += 1
-        plan, workers = None, self._config.explorer.engine.tensor_parallel
-        if self._config.sync_backend != "ipc":
-            host, port = (await self._command(Locate()))[0]
-            size = 1 + workers * len(engines)
-            plan = GroupPlan(self._config.sync_backend, host, port, size, self._groups, self._settings.deadline_s)
-        joins = [engine.join.remote(plan, 1 + index * workers) for index, engine in enumerate(engines.values())]
-        if plan is not None:
-            joins.append(self._command(Join(plan)))
-        async with self._deadline("engines and trainer to join the weight group"):
-            await asyncio.gather(*joins)
+        """Link the trainer and engines."""
+        self._links += 1
+        config, deadline_s = self._config, self._settings.deadline_s
+        workers = config.explorer.engine.tensor_parallel
+        async with self._deadline("engines and trainer to connect"):
+            host, port = (await self._command(Locate(deadline_s)))[0]
+            link = Link(
+                config.sync_backend,
+                host,
+                port,
+                self._links,
+                senders=config.trainer.ranks,
+                receivers=workers * len(engines),
+                timeout_s=deadline_s,
+                plugins=tuple(map(str, config.plugins)),
+            )
+            connecting = [engine.connect.remote(link, index * workers) for index, engine in enumerate(engines.values())]
+            await asyncio.gather(self._command(Connect(link)), *connecting)
 
     async def _round(self, engines: Engines, version: int, *, probe: bool) -> SyncReport:
         started = time.perf_counter()
         self._rounds += 1
+        send = Send(self._rounds, int(self._settings.bucket_mib * (1 << 20)))
         async with self._deadline(f"weights of version {version} to reach {len(engines)} engines"):
-            if self._parcel.adapter is not None:  # its base weights may differ from the previous stage's
-                self._parcel = (await self._command(Describe()))[0]
             try:
                 await asyncio.gather(*(engine.pause.remote() for engine in engines.values()))
-                sent, held = await self._transfer(engines, version)
+                receiving = [engine.receive.remote(send.number, version) for engine in engines.values()]
+                [sent, *_], *held = await asyncio.gather(self._command(send), *receiving)
             except BaseException:
                 await _resume(engines)
                 raise
         _verify(version, sent, dict(zip(engines, held, strict=True)))
         seconds = time.perf_counter() - started
-        return SyncReport(
-            version, seconds, self._parcel.nbytes, sent, await self._compare(engines, version) if probe else None
-        )
-
-    async def _transfer(self, engines: Engines, version: int) -> tuple[str, list[EngineWeights]]:
-        """Run one broadcast; return the digest of the weights sent, and the weights every engine reports."""
-        parcel, size = self._parcel, int(self._settings.bucket_mib * (1 << 20))
-        if self._config.sync_backend == "ipc":
-            exports: list[Exported] = await self._command(Export(parcel.metas, size))
-            handles = {export.device: export.handles for export in exports}
-            held = await asyncio.gather(
-                *(engine.receive.remote(parcel, size, version, handles) for engine in engines.values())
-            )
-            await self._command(Release())
-            return exports[0].digest, held
-        receiving = [engine.receive.remote(parcel, size, version, None) for engine in engines.values()]
-        digests, *held = await asyncio.gather(self._command(Publish(parcel.metas, size)), *receiving)
-        return digests[0], held
+        gap = await self._compare(engines, version) if probe else None
+        return SyncReport(version, seconds, sent.nbytes, sent.digest, gap)
 
     async def _compare(self, engines: Engines, version: int) -> float:
         """Return the largest log-prob difference on the probe. Raises WeightSyncError if an engine is out of bounds."""
@@ -195,11 +183,11 @@ class WeightSync:
             ) from None
 
 
-def _verify(version: int, sent: str, held: Mapping[str, EngineWeights]) -> None:
+def _verify(version: int, sent: Sent, held: Mapping[str, EngineWeights]) -> None:
     for name, weights in held.items():
-        if weights.version != version or any(digest != sent for digest in weights.digests):
+        if weights.version != version or any(digest != sent.digest for digest in weights.digests):
             raise WeightSyncError(
-                f"the trainer sent version {version} with digest {sent}; the engine reports version "
+                f"the trainer sent version {version} with digest {sent.digest}; the engine reports version "
                 f"{weights.version} with {', '.join(weights.digests)}",
                 field=name,
                 remedy="the transfer is broken: do not use rollouts of this engine",

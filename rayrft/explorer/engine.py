@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rayrft.config.explorer import EngineConfig
 from rayrft.data.images import ImageReader, takes_images
 from rayrft.errors import ActorDied, ModelError, RequestRefused
-from rayrft.weights.messages import GroupPlan, Parcel, to_wire
+from rayrft.weights.messages import Link
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -147,11 +147,11 @@ class RolloutEngine:
         scores = (output.prompt_logprobs or [])[1:]
         return [at[token].logprob for at, token in zip(scores, token_ids[1:], strict=True) if at]
 
-    async def join(self, plan: GroupPlan | None, first_rank: int) -> None:
-        """Join the trainer's weight group; ``plan`` is None for ipc, which needs no group."""
+    async def connect(self, link: Link, first: int) -> None:
+        """Connect to the trainer's ranks; ``first`` is the index of this engine's first worker among the receivers."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        info = {"plan": vars(plan) if plan else {}, "first_rank": first_rank}
+        info = {"link": vars(link), "first": first}
         await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
 
     async def pause(self) -> None:
@@ -159,21 +159,13 @@ class RolloutEngine:
         async with self._pausing:
             await self._engine.pause_generation(mode="keep", clear_cache=True)
 
-    async def receive(
-        self, parcel: Parcel, bucket_bytes: int, version: int, handles: dict[str, list[str]] | None
-    ) -> EngineWeights:
-        """Receive one broadcast (or open the handles of an ipc transfer) while paused, then resume, also on failure.
+    async def receive(self, number: int, version: int) -> EngineWeights:
+        """Receive transfer ``number`` of the link while paused, and label it ``version``; then resume, also on failure.
 
         Returns the version and digests received.
         """
-        info = {
-            "metas": to_wire(parcel.metas),
-            "bucket_bytes": bucket_bytes,
-            "handles": handles,
-            "adapter": vars(parcel.adapter) if parcel.adapter else None,
-        }
         try:
-            digests = await self._engine.collective_rpc("receive_weights", args=(info,))
+            digests = await self._engine.collective_rpc("receive_weights", args=(number,))
             await self._engine.update_weight_version(str(version))
             return EngineWeights(int(await self._engine.get_weight_version()), tuple(digests))
         finally:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rayrft.buffer.leases import Lease
 from rayrft.config.stage import StageConfig
-from rayrft.weights.messages import GroupPlan, TensorMeta
+from rayrft.weights.messages import Link
 
 if TYPE_CHECKING:
     from rayrft.algorithms import Algorithm  # imports torch, which senders of commands do not need
@@ -37,40 +37,24 @@ class Train:
 
 @dataclass(frozen=True)
 class Locate:
-    """Open the store of a weight group on rank 0; returns (host, port)."""
+    """Open the store of a link to engines on rank 0; returns (host, port)."""
+
+    timeout_s: float
 
 
 @dataclass(frozen=True)
-class Describe:
-    """Describe the tensors of a broadcast; returns a `Parcel`."""
+class Connect:
+    """Connect to the engines of a link."""
+
+    link: Link
 
 
 @dataclass(frozen=True)
-class Join:
-    """Let rank 0 join a weight group."""
+class Send:
+    """Send the weights to all engines of the link, as its transfer ``number``; returns a `Sent`."""
 
-    plan: GroupPlan
-
-
-@dataclass(frozen=True)
-class Publish:
-    """Send the weights to the group; returns the digest of the bytes sent."""
-
-    metas: list[TensorMeta]
+    number: int
     bucket_bytes: int
-
-
-@dataclass(frozen=True)
-class Export:
-    """ipc: copy the weights into GPU buffers, kept until the next `Release`; returns an `Exported` per rank."""
-
-    metas: list[TensorMeta]
-    bucket_bytes: int
-
-
-@dataclass(frozen=True)
-class Release:
-    """ipc: free the exported buffers."""
 
 
 @dataclass(frozen=True)
@@ -109,28 +93,4 @@ class Stop:
     """End the ranks."""
 
 
-Command = (
-    OpenStage
-    | Load
-    | Train
-    | Locate
-    | Describe
-    | Join
-    | Publish
-    | Export
-    | Release
-    | Score
-    | Save
-    | Checkpoint
-    | Restore
-    | Stop
-)
-
-
-@dataclass(frozen=True)
-class Exported:
-    """ipc: UUID of the GPU that holds a rank's buffers, one handle per bucket, and the digest of their bytes."""
-
-    device: str
-    handles: list[str]
-    digest: str
+Command = OpenStage | Load | Train | Locate | Connect | Send | Score | Save | Checkpoint | Restore | Stop

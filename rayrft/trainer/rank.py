@@ -86,7 +86,7 @@ class Rank:
             seed=setup.seed,
         )
         self._checkpointer = Checkpointer()
-        self._sender = WeightSender(policy, self._wire_dtype, sends=index == 0, device=device)
+        self._sender = WeightSender(policy, self._wire_dtype, index=index, device=device)
         self._mini_batches: list[list[TrainRow]] = []
 
     def handle(self, command: c.Command) -> Any:
@@ -98,18 +98,12 @@ class Rank:
                 return self._load(lease)
             case c.Train():
                 return self._learner.step(self._mini_batches)
-            case c.Locate():
-                return self._sender.locate()
-            case c.Describe():
-                return self._sender.describe()
-            case c.Join(plan):
-                return self._sender.join(plan)
-            case c.Publish(metas, bucket_bytes):
-                return self._sender.publish(metas, bucket_bytes)
-            case c.Export(metas, bucket_bytes):
-                return self._sender.export(metas, bucket_bytes)
-            case c.Release():
-                return self._sender.release()
+            case c.Locate(timeout_s):
+                return self._sender.locate(timeout_s)
+            case c.Connect(link):
+                return self._sender.connect(link)
+            case c.Send(number, bucket_bytes):
+                return self._sender.send(number, bucket_bytes)
             case c.Score(sequences, images):
                 return self._learner.score(sequences, images)
             case c.Save(folder):

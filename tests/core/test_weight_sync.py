@@ -14,9 +14,9 @@ from rayrft.errors import WeightSyncError
 from rayrft.experience import Experience
 from rayrft.explorer.engine import EngineWeights
 from rayrft.explorer.engine_pool import EnginePool
-from rayrft.trainer.commands import Describe, Join, Locate, Publish, Score
+from rayrft.trainer.commands import Connect, Locate, Score, Send
 from rayrft.waits import TrackedActor, Waits
-from rayrft.weights.messages import GroupPlan, Parcel, TensorMeta
+from rayrft.weights.messages import Link, Sent
 from tests.config.test_load import base
 from tests.errors import about
 from tests.scripted import Remote
@@ -32,11 +32,11 @@ class ScriptedEngine:
         self.digest, self.version_offset, self.fail, self.paused = "abc", 0, "", False
         self.scores = [-1.0] * TOKENS
         self.links: list[tuple[int, int]] = []
-        """World size and first rank of the groups that it joined."""
+        """Number of receivers and its own index, of the links that it got."""
         self.calls: list[str] = []
 
-    async def join(self, plan: GroupPlan, first_rank: int) -> None:
-        self.links.append((plan.world_size, first_rank))
+    async def connect(self, link: Link, first: int) -> None:
+        self.links.append((link.receivers, first))
 
     async def pause(self) -> None:
         self.calls.append("pause")
@@ -48,7 +48,7 @@ class ScriptedEngine:
         self.calls.append("resume")
         self.paused = False
 
-    async def receive(self, parcel: Any, size: int, version: int, handles: Any) -> EngineWeights:
+    async def receive(self, number: int, version: int) -> EngineWeights:
         self.calls.append("receive")
         assert self.paused
         if self.fail == "hang":
@@ -66,14 +66,12 @@ class ScriptedEngine:
 class ScriptedTrainer:
     async def command(self, command: Any) -> list[Any]:
         match command:
-            case Describe():
-                return [Parcel([TensorMeta("w", "float32", (4,))])]
             case Locate():
-                return [("host", 1)]
-            case Join():
-                return [None]
-            case Publish():
-                return ["abc"]
+                return [("host", 1), None]
+            case Connect():
+                return [None, None]
+            case Send():
+                return [Sent("abc", 16), Sent("", 16)]
             case Score(sequences):
                 return [[[-1.0] * (len(s) - 1) for s in sequences]]
         raise AssertionError(command)
@@ -149,22 +147,22 @@ async def test_the_group_is_formed_again_when_the_members_have_changed_and_only_
     first, second = made.engines["engine-0"], made.engines["engine-1"]
     await made.sync.publish(1)
     await made.sync.publish(2)
-    assert (first.links, second.links) == ([(3, 1)], [(3, 2)]), "that of the admission serves all rounds"
+    assert (first.links, second.links) == ([(2, 0)], [(2, 1)]), "that of the admission serves all rounds"
     await made.admit("engine-2", version=2)
     third = made.engines["engine-2"]
-    assert third.links == [(2, 1)] and first.links == [(3, 1)], "admitted alone, while the others answer requests"
+    assert third.links == [(1, 0)] and first.links == [(2, 0)], "admitted alone, while the others answer requests"
     await made.sync.publish(3)
-    assert [engine.links[-1] for engine in (first, second, third)] == [(4, 1), (4, 2), (4, 3)]
+    assert [engine.links[-1] for engine in (first, second, third)] == [(3, 0), (3, 1), (3, 2)]
     assert await made.members() == {"engine-0": 3, "engine-1": 3, "engine-2": 3}
     await made.pool.leave("engine-0", "scaled down")
     await made.sync.publish(4)
-    assert [engine.links[-1] for engine in (first, second, third)] == [(4, 1), (3, 1), (3, 2)]
+    assert [engine.links[-1] for engine in (first, second, third)] == [(3, 0), (2, 0), (2, 1)]
     assert first.calls.count("receive") == 3 and await made.members() == {"engine-1": 4, "engine-2": 4}
     # One under the name of an engine that left is a change of members, too.
     await made.pool.leave("engine-1", "died")
     await made.admit("engine-1", version=4)
     await made.sync.publish(5)
-    assert made.engines["engine-1"].links == [(2, 1), (3, 2)] and second.calls.count("receive") == 4
+    assert made.engines["engine-1"].links == [(1, 0), (2, 1)] and second.calls.count("receive") == 4
 
 
 async def test_without_members_nothing_is_sent_and_whoever_joins_then_gets_everything() -> None:

@@ -18,7 +18,7 @@ from rayrft.explorer.engine import Completion, Sampling
 from rayrft.explorer.engine_pool import EngineClient, EnginePool, Member
 from rayrft.waits import Waits
 from tests.errors import about
-from tests.explorer.conftest import BUCKET, EngineUnderTest
+from tests.explorer.conftest import EngineUnderTest
 from tests.scripted import Remote
 
 PROMPT = [5, 40, 41, 42, 43, 3]
@@ -41,11 +41,7 @@ def recomputed(model: nn.Module, completion: Completion, temperature: float) -> 
 
 def update(engine: EngineUnderTest, model: nn.Module, version: int) -> tuple[str, Any]:
     """A whole round as the weight sync does it; gives the digest sent and what the engine holds."""
-    ray.get(engine.actor.pause.remote())
-    tensors = dict(model.named_parameters())
-    receiving = engine.actor.receive.remote(engine.parcel(tensors), BUCKET, version, None)
-    sent = engine.send(tensors)
-    held = ray.get(receiving)
+    sent, held, _ = engine.update(dict(model.named_parameters()), version)
     return sent, held
 
 
