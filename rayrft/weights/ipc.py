@@ -63,7 +63,7 @@ class CudaIpc(WeightTransport):
         import torch
 
         for buffer in buckets:
-            if not self._beside:
+            if not self._beside:  # an exported buffer that nobody maps is never freed
                 continue
             key = f"{self._gpu}/{next(self._numbers)}"
             torch.cuda.synchronize(self._device)  # the receiver's stream does not wait for this one

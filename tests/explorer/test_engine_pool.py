@@ -32,6 +32,10 @@ class HeldEngine:
         await self.released.wait()
         return [ANSWER] * n
 
+    async def has_one_more(self) -> None:
+        """Wait until one more request than at the last call has come."""
+        await asyncio.wait_for(self.arrived.acquire(), 20)
+
 
 class WatchedPool(EnginePool):
     """Tells up to which generation its members are asked for: that one is then known to who asks."""
@@ -105,33 +109,36 @@ async def test_the_long_poll_answers_when_the_membership_changes_and_not_before(
 
 async def test_requests_go_to_the_engine_that_owes_the_fewest_answers(subject: Subject) -> None:
     first = await subject.join("engine-0", HeldEngine())
-    subject.ask(4)
-    await first.arrived.acquire()
+    held = [subject.ask(4)]
+    await first.has_one_more()
     second = await subject.join("engine-1", HeldEngine())
     await subject.known()
     subject.ask(3)
     subject.ask(2)
-    subject.ask(1)
     for _ in range(2):
-        await second.arrived.acquire()
-    await first.arrived.acquire()
-    assert (first.asked, second.asked) == ([4, 1], [3, 2]), "the n answers of a prompt are one request"
-    # What has been answered no longer counts.
+        await second.has_one_more()
+    held += [subject.ask(2), subject.ask(1)]
+    await first.has_one_more()
+    await second.has_one_more()
+    assert (first.asked, second.asked) == ([4, 2], [3, 2, 1]), "the n answers of a prompt are one request"
     first.released.set()
-    subject.ask(1)
-    await first.arrived.acquire()
+    await held[0]
+    await held[1]
+    for _ in range(3):  # what has been answered no longer counts
+        await asyncio.wait_for(subject.ask(1), 20)
+    assert first.asked == [4, 2, 1, 1, 1]
 
 
 async def test_an_engine_that_left_gets_no_new_request_and_finishes_what_it_has(subject: Subject) -> None:
     leaving = await subject.join("engine-0", HeldEngine())
     held = subject.ask(1)
-    await leaving.arrived.acquire()
+    await leaving.has_one_more()
     stays = await subject.join("engine-1", HeldEngine())
     await subject.pool.leave("engine-0", "scaled down")
     await subject.known()
     for _ in range(3):
         subject.ask(5)
-        await stays.arrived.acquire()
+        await stays.has_one_more()
     assert leaving.asked == [1]
     leaving.released.set()
     assert await held == [ANSWER]
