@@ -1,4 +1,4 @@
-"""vLLM's side of the weight broadcast: a weight-transfer backend named ``rayrft``.
+"""vLLM's side of the weight transfer: a backend named ``rayrft``.
 
 Importing this module registers the backend; vLLM's workers import it through ``worker_extension_cls``. It runs inside
 the engine's worker process. This module and the engine are the only ones that import vLLM.

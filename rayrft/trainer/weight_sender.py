@@ -39,7 +39,7 @@ class WeightSender:
         return host, self._store.port
 
     def connect(self, link: Link) -> None:
-        """Connect to the engines of a link, instead of those of the one before."""
+        """Connect to the engines of a link, and close the link before."""
         if self._channel is not None:
             self._channel.close()
         self._channel = WeightChannel(link, sends=True, index=self._index, device=self._device, store=self._store)

@@ -1,4 +1,4 @@
-"""One end of a link between trainer and engines: what every transfer does, whatever its transport.
+"""One end of a link between trainer and engines: the part of a transfer that all transports share.
 
 The first sender announces the parcel in the link's store; then its buckets go through the transport. Both ends digest
 the buckets: equal digests show that every byte arrived in order.
