@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rayrft.explorer.trajectory import Model, Trajectory
     from rayrft.explorer.workflow import Workflow, register_workflow
     from rayrft.rewards import RewardResult, register_reward
+    from rayrft.weights import WeightTransport, register_transport
 
 _HOME = {
     "Experience": "rayrft.experience",
@@ -34,6 +35,8 @@ _HOME = {
     "register_workflow": "rayrft.explorer.workflow",
     "RewardResult": "rayrft.rewards",
     "register_reward": "rayrft.rewards",
+    "WeightTransport": "rayrft.weights",
+    "register_transport": "rayrft.weights",
 }
 __all__ = [
     "Experience",
@@ -44,9 +47,11 @@ __all__ = [
     "RunConfig",
     "Task",
     "Trajectory",
+    "WeightTransport",
     "Workflow",
     "attach",
     "register_reward",
+    "register_transport",
     "register_workflow",
     "resume",
     "start",

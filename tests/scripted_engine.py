@@ -11,7 +11,7 @@ import random
 
 from rayrft.config.explorer import EngineConfig
 from rayrft.explorer.engine import Completion, EngineWeights, Sampling
-from rayrft.weights.messages import GroupPlan, Parcel
+from rayrft.weights.messages import Link
 
 
 class ScriptedEngine:
@@ -32,23 +32,19 @@ class ScriptedEngine:
     async def score(self, token_ids: list[int], images: tuple[str, ...] = ()) -> list[float]:
         return [-1.0] * (len(token_ids) - 1)
 
-    async def join(self, plan: GroupPlan, first_rank: int) -> None:
+    async def connect(self, link: Link, first: int) -> None:
         import torch  # here, for it takes seconds, and every process that loads the plugin imports this module
 
-        from rayrft.weights.group import WeightGroup
+        from rayrft.weights.channel import WeightChannel
 
-        self._group = await asyncio.to_thread(WeightGroup, plan, first_rank, torch.device("cpu"))
+        cpu = torch.device("cpu")
+        self._channel = await asyncio.to_thread(WeightChannel, link, sends=False, index=first, device=cpu)
 
     async def pause(self) -> None:
         pass
 
-    async def receive(
-        self, parcel: Parcel, bucket_bytes: int, version: int, handles: dict[str, list[str]] | None
-    ) -> EngineWeights:
-        self._held = EngineWeights(version, (await asyncio.to_thread(self._receive, parcel, bucket_bytes),))
-        return self._held
-
-    async def weights(self) -> EngineWeights:
+    async def receive(self, number: int, version: int) -> EngineWeights:
+        self._held = EngineWeights(version, (await asyncio.to_thread(self._receive, number),))
         return self._held
 
     async def resume(self) -> None:
@@ -66,12 +62,10 @@ class ScriptedEngine:
         ids = (*chance.choices(ordinary, k=length), sampling.stop_token_ids[0])
         return Completion(ids, (-1.0,) * len(ids), ((0, len(ids), self._held.version),), "stop")
 
-    def _receive(self, parcel: Parcel, bucket_bytes: int) -> str:
-        from rayrft.weights.buckets import Digest, empty_bucket, plan_buckets
+    def _receive(self, number: int) -> str:
+        from rayrft.weights.buckets import Digest
 
         digest = Digest()
-        for metas in plan_buckets(parcel.metas, bucket_bytes):
-            buffer = empty_bucket(metas, "cpu")
-            self._group.broadcast(buffer)
-            digest.update(buffer)
+        for _ in self._channel.receive(self._channel.announced(number), digest):
+            pass
         return digest.value

@@ -16,7 +16,8 @@ from rayrft.config.reward import RewardConfig
 from rayrft.config.stage import CheckpointConfig, EvaluationConfig, MonitorConfig, StageConfig
 from rayrft.config.tasks import TasksConfig
 from rayrft.config.trainer import ProbeBounds, TrainerConfig, WeightSyncConfig
-from rayrft.errors import nearest
+from rayrft.errors import ConfigError, nearest
+from rayrft.weights import Layout, choose_transport, transports
 
 
 class RunConfig(Section):
@@ -43,8 +44,8 @@ class RunConfig(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     monitor: MonitorConfig = MonitorConfig()
     plugins: list[Path] = Field(default_factory=list)
-    """Python files that register your own losses, advantages, rewards or workflows, at paths that every node can read.
-    The Buffer does not load them: name its samplers and scores by ``package.module:attribute``."""
+    """Python files that register your own losses, advantages, rewards, workflows or weight transports, at paths that
+    every node can read. The Buffer does not load them: name its samplers and scores by ``package.module:attribute``."""
 
     @field_validator("storage")
     @classmethod
@@ -78,12 +79,16 @@ class RunConfig(Section):
         return self.explorer.engine.gpus == 0 if seeded is None else seeded
 
     @property
-    def sync_backend(self) -> Literal["gloo", "nccl", "ipc"]:
-        """The weight-transfer backend, derived if the config says ``auto``."""
-        if self.weight_sync.backend != "auto":
-            return self.weight_sync.backend
-        gpus = self.explorer.engine.gpus
-        return "gloo" if gpus == 0 else "ipc" if gpus < 1 else "nccl"
+    def sync_backend(self) -> str:
+        """The name of the weight transport, derived if the config says ``auto``. Raises ConfigError if none fits."""
+        engine, trainer = self.explorer.engine, self.trainer
+        layout = Layout(engine.count, engine.gpus, trainer.ranks, trainer.gpus)
+        return choose_transport(self.weight_sync.backend, layout)
+
+    @property
+    def colocated(self) -> bool:
+        """Whether each engine shares a GPU with a trainer rank."""
+        return transports.get(self.sync_backend).colocated
 
     @property
     def probe_bounds(self) -> ProbeBounds:
@@ -205,7 +210,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _devices(self) -> RunConfig:
-        engine, trainer, backend = self.explorer.engine, self.trainer, self.sync_backend
+        engine, trainer = self.explorer.engine, self.trainer
         if (engine.gpus > 0) != (trainer.gpus > 0):
             raise invalid(
                 "explorer.engine.gpus",
@@ -222,32 +227,11 @@ class RunConfig(Section):
                 "needs trainer.gpus above 0: without GPUs everything is in CPU memory",
                 remedy="leave it out",
             )
-        if backend == "gloo" and engine.gpus > 0:
-            raise invalid("weight_sync.backend", "is for CPU engines", value=backend, remedy="use nccl, ipc or auto")
-        if backend in ("nccl", "ipc") and engine.gpus == 0:
-            problem = "needs explorer.engine.gpus and trainer.gpus above 0"
-            raise invalid("weight_sync.backend", problem, value=backend, remedy="use gloo or auto")
-        if backend == "nccl" and (engine.gpus < 1 or trainer.gpus < 1):
-            problem = "does not support two ranks on one GPU"
-            raise invalid(
-                "weight_sync.backend", problem, value=backend, remedy="give whole GPUs to each side, or use ipc"
-            )
-        if backend == "ipc" and (trainer.ranks != engine.count or engine.gpus + trainer.gpus > 1):
-            raise invalid(
-                "weight_sync.backend",
-                f"pairs one engine with one trainer rank on a GPU: needs explorer.engine.count ({engine.count}) = "
-                f"trainer.ranks ({trainer.ranks}) and explorer.engine.gpus + trainer.gpus <= 1",
-                value=backend,
-            )
-        if backend == "ipc" and engine.count > 1 and engine.gpus + trainer.gpus <= 0.5:
-            raise invalid(
-                "explorer.engine.gpus",
-                f"and trainer.gpus, {trainer.gpus:g}, are half a GPU or less, and two of the {engine.count} pairs of "
-                "engine and rank would share one",
-                value=engine.gpus,
-                remedy="raise them to more than 0.5 together",
-            )
-        if engine.sleep and (backend != "ipc" or self.max_staleness or self.explorer.over_sampling > 1):
+        try:
+            colocated = self.colocated
+        except ConfigError as error:
+            raise ValueError(error) from None
+        if engine.sleep and (not colocated or self.max_staleness or self.explorer.over_sampling > 1):
             raise invalid(
                 "explorer.engine.sleep",
                 "is for engine and trainer taking turns on one GPU",

@@ -70,8 +70,9 @@ class ProbeBounds:
 class WeightSyncConfig(Section):
     """Transfer of new weights to the engines."""
 
-    backend: Literal["auto", "gloo", "nccl", "ipc"] = "auto"
-    """auto: gloo for CPU engines, nccl for whole GPUs, ipc if engine and trainer share a GPU."""
+    backend: str = "auto"
+    """A weight transport: gloo for CPU engines, nccl for whole GPUs, ipc if engine and trainer share a GPU, or one that
+    a plugin registers; auto: the first that fits."""
     bucket_mib: float = Field(4.0, gt=0)
     probe_every: int = Field(50, ge=1)
     """Compare engine and trainer log-probs on a probe batch at the first sync and at every n-th after it."""

@@ -17,9 +17,9 @@ from rayrft.config import RunConfig
 from rayrft.config.reward import RewardConfig
 from rayrft.core.placement import PlacedClass, Placement, plan_placement
 from rayrft.core.preflight import Prepared
-from rayrft.core.weight_sync import WeightSync
 from rayrft.experience import pack, to_batch
 from rayrft.explorer.engine import RolloutEngine
+from rayrft.explorer.engine_pool import EnginePool
 from rayrft.explorer.explorer import Explorer
 from rayrft.handle import Handle, TrackedHandle
 from rayrft.rewards import runs_inline
@@ -31,22 +31,23 @@ from rayrft.waits import Waits
 
 @dataclass(frozen=True)
 class Actors:
-    """Handles of the actors; ``explorer`` and ``weight_sync`` are None where nothing is rolled out."""
+    """Handles of the actors; ``explorer`` and ``engine_pool`` are None where nothing is rolled out."""
 
     buffer: Handle[Buffer]
     trainer: Handle[Trainer]
     explorer: Handle[Explorer] | None
-    weight_sync: Handle[WeightSync] | None
+    engine_pool: Handle[EnginePool] | None
     engines: list[Handle[RolloutEngine]]
+    """As they were created; which of them take requests the ``engine_pool`` knows."""
     shards: list[Handle[Shard]]
     """Of the Buffer, besides the first."""
 
     def watches(self) -> dict[str, Awaitable[Any]]:
         """Return by actor a call that ends only when the actor fails."""
         watches: dict[str, Awaitable[Any]] = {"trainer": self.trainer.call(Trainer.watch)}
-        if self.explorer is not None and self.weight_sync is not None:
+        if self.explorer is not None and self.engine_pool is not None:
             watches["explorer"] = self.explorer.call(Explorer.watch)
-            watches["weight_sync"] = self.weight_sync.call(WeightSync.watch)
+            watches["engine_pool"] = self.engine_pool.call(EnginePool.watch)
         watches |= {engine.name: engine.call(RolloutEngine.watch) for engine in self.engines}
         return {**watches, "buffer": _until_dead_for_good(self.buffer)}
 
@@ -57,7 +58,7 @@ class Actors:
             buffer=TrackedHandle(self.buffer, waits),
             trainer=TrackedHandle(self.trainer, waits, labels={Trainer.command: command_name}),
             explorer=TrackedHandle(self.explorer, waits, endless=[Explorer.explore]) if self.explorer else None,
-            weight_sync=TrackedHandle(self.weight_sync, waits) if self.weight_sync else None,
+            engine_pool=TrackedHandle(self.engine_pool, waits) if self.engine_pool else None,
             engines=[TrackedHandle(engine, waits) for engine in self.engines],
         )
 
@@ -65,11 +66,11 @@ class Actors:
         """Return by actor a call that it answers at once, with its `WaitReport` if it waits for others. An actor comes
         before those that it keeps waiting."""
         asks: dict[str, Callable[[], Awaitable[Any]]] = {"trainer": lambda: self.trainer.call(Trainer.waiting)}
-        if (weight_sync := self.weight_sync) is not None:
-            asks["weight_sync"] = lambda: weight_sync.call(WeightSync.waiting)
         if (explorer := self.explorer) is not None:
             asks["explorer"] = lambda: explorer.call(Explorer.waiting)
         asks["buffer"] = lambda: self.buffer.call(Buffer.waiting)
+        if (pool := self.engine_pool) is not None:
+            asks["engine_pool"] = lambda: pool.call(EnginePool.pid)
         return asks | {engine.name: partial(engine.call, RolloutEngine.pid) for engine in self.engines}
 
     def kill_restartable(self) -> None:
@@ -102,6 +103,7 @@ def create_actors(config: RunConfig, prepared: Prepared, placement: Placement, l
         placement.actor(RolloutEngine, "engines", name=f"engine-{index}", bundle=index).create()
         for index in range(engine.count)
     ]
+    engine_pool = placement.actor(EnginePool, "engine_pool", name="engine_pool").create()
     reward = config.reward
     create_worker = (
         None
@@ -111,23 +113,13 @@ def create_actors(config: RunConfig, prepared: Prepared, placement: Placement, l
     explorer = placement.actor(Explorer, "explorer", name="explorer").create(
         config,
         prepared.model,
-        engines,
+        engine_pool,
         buffer,
         ray.put(prepared.tasks),
         ray.put(prepared.held_out),
         create_worker,
     )
-    weight_sync = placement.actor(WeightSync, "weight_sync", name="weight_sync").create(
-        config.weight_sync,
-        config.sync_backend,
-        config.probe_bounds,
-        trainer,
-        engines,
-        engine.tensor_parallel,
-        [row.token_ids.tolist() for row in prepared.probe],
-        [row.images for row in prepared.probe],
-    )
-    return Actors(buffer, trainer, explorer, weight_sync, engines, shards)
+    return Actors(buffer, trainer, explorer, engine_pool, engines, shards)
 
 
 def _create_shards(config: RunConfig, placement: Placement) -> list[Handle[Shard]]:
@@ -171,8 +163,6 @@ async def start_actors(actors: Actors, config: RunConfig, prepared: Prepared, wa
     for name, rows in prepared.demonstrations.items():
         others.append(actors.buffer.call(Buffer.load, name, [ray.put(pack(to_batch(rows)))]))
     warning, *_ = await asyncio.gather(actors.trainer.call(Trainer.start, config.folder, setup), *others)
-    if actors.weight_sync is not None:
-        await actors.weight_sync.call(WeightSync.connect)
     return warning
 
 

@@ -20,6 +20,7 @@ from rayrft.core.recorder import Recorder
 from rayrft.core.summary import RunStatus, Summary, rows_in_log, status_at_end, summarise
 from rayrft.core.supervision import Silence, Stopped, root_cause, supervise, unless_stopped
 from rayrft.core.train_loop import TrainLoop
+from rayrft.core.weight_sync import WeightSync
 from rayrft.errors import RayrftError, RowsFailed, StorageError
 from rayrft.explorer.engine import RolloutEngine
 from rayrft.monitor.records import Record
@@ -120,7 +121,12 @@ class Master:
             await unless_stopped(self._stop, asyncio.to_thread(placement.reserve, parts))
             self._actors = create_actors(self._config, prepared, placement, self._progress.logged)
             tracked = self._actors.tracked(self._waits)
-            self._loop = TrainLoop(self._config, tracked, self._recorder, self._progress, self._stop)
+            sync = (
+                WeightSync(self._config, tracked.trainer, tracked.engine_pool, prepared.probe, self._waits)
+                if tracked.engine_pool is not None
+                else None
+            )
+            self._loop = TrainLoop(self._config, tracked, self._recorder, self._progress, self._stop, sync)
             monitor = self._config.monitor
             self._silence = Silence(
                 self._waits, self._actors.signs_of_life(), self._note, monitor.patience_s, monitor.stall_s
@@ -159,7 +165,7 @@ class Master:
             await self._recorder.note(f"trainer: {warning}")
         await loop.restore()
         self._status = "running"
-        report = await loop.publish()
+        report = await loop.admit(actors.engines)
         probe = (
             f"; engine log-probs equal the trainer's to {report.probe_gap:.1e}"
             if report and report.probe_gap is not None

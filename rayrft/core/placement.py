@@ -55,7 +55,7 @@ def plan_placement(config: RunConfig) -> list[Part]:
     ranks = Part("ranks", trainer.ranks, trainer.cpus, trainer.gpus, trainer.memory_gib, "FSDP2 under Ray Train")
     # An engine and a rank on one GPU must share a bundle: in separate groups Ray may pack two engines on one GPU, or
     # place them on another node than the ranks.
-    pairs = config.rolls_out and config.sync_backend == "ipc"
+    pairs = config.rolls_out and config.colocated
     rewards = Part("reward", config.reward.workers, 0.1, 0, 0.25, f"reward workers: {config.reward.name}")
     parts = [
         Part("master", 1, 0.05, 0, 0.25, "paces and supervises"),
@@ -66,16 +66,16 @@ def plan_placement(config: RunConfig) -> list[Part]:
             engine.cpus,
             engine.gpus,
             engine.memory_gib,
-            "vLLM rollout engines",
+            f"vLLM rollout engines, weights over {config.sync_backend}",
             replace(ranks, note="FSDP2 under Ray Train, each beside an engine") if pairs else None,
         ),
         *([] if runs_inline(config.reward.name) else [rewards]),
         Part("buffer", config.buffer.shards, 0.1, 0, 0.25, "experiences"),
-        Part("weight_sync", 1, 0.05, 0, 0.25, f"broadcast over {config.sync_backend}"),
+        Part("engine_pool", 1, 0.05, 0, 0.25, "which engines take requests"),
         Part("trainer", 1, 0.05, 0, 0.25, "commands the ranks"),
         *([] if pairs else [ranks]),
     ]
-    idle = () if config.rolls_out else ("explorer", "engines", "reward", "weight_sync")
+    idle = () if config.rolls_out else ("explorer", "engines", "reward", "engine_pool")
     return [part for part in parts if part.name not in idle]
 
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
 from rayrft.buffer.buffer import Buffer
@@ -21,7 +21,9 @@ from rayrft.core.step_record import StepSeconds, check_on_policy_step, evaluatio
 from rayrft.core.supervision import Stopped, unless_stopped
 from rayrft.core.weight_sync import SyncReport, WeightSync
 from rayrft.errors import LeaseEnded, RayrftError, RowsFailed, Stalled, StorageError
+from rayrft.explorer.engine import RolloutEngine
 from rayrft.explorer.explorer import Explorer
+from rayrft.handle import Handle
 from rayrft.monitor.records import StepRecord
 from rayrft.monitor.verdict import verdict
 from rayrft.trainer.commands import Command, OpenStage, Train
@@ -70,10 +72,18 @@ class TrainLoop:
     """Runs the stages that ``progress`` has not completed, on actors that are up."""
 
     def __init__(
-        self, config: RunConfig, actors: Actors, recorder: Recorder, progress: Progress, stop: asyncio.Event
+        self,
+        config: RunConfig,
+        actors: Actors,
+        recorder: Recorder,
+        progress: Progress,
+        stop: asyncio.Event,
+        weight_sync: WeightSync | None = None,
     ) -> None:
+        """``weight_sync`` is None where nothing is rolled out."""
         self._config = config
         self._actors = actors
+        self._weight_sync = weight_sync
         self._recorder = recorder
         self._stop = stop
         self._life = uuid.uuid4().hex
@@ -109,9 +119,12 @@ class TrainLoop:
     async def publish(self) -> SyncReport | None:
         """Publish the trainer's weights to the engines; their version is the number of optimiser steps taken."""
         self.published = self.progress.step
-        if self._actors.weight_sync is None:
-            return None
-        return await self._actors.weight_sync.call(WeightSync.publish, self.progress.step)
+        return await self._weight_sync.publish(self.published) if self._weight_sync is not None else None
+
+    async def admit(self, engines: list[Handle[RolloutEngine]]) -> SyncReport | None:
+        """Let new engines take requests once they hold the trainer's weights."""
+        self.published = self.progress.step
+        return await self._weight_sync.admit(engines, self.published) if self._weight_sync is not None else None
 
     async def restore(self) -> None:
         """Restore the weights of the latest checkpoint; all other state is restored when the stage is open."""
@@ -252,16 +265,12 @@ class TrainLoop:
         stage's last."""
         await unless_stopped(self._stop, self._evaluator.evaluate(stage))
 
-    @contextlib.asynccontextmanager
-    async def _engines_asleep(self) -> AsyncIterator[None]:
+    def _engines_asleep(self) -> AbstractAsyncContextManager[None]:
         """Free the engines' GPU memory for the trainer inside, if they share GPUs and ``explorer.engine.sleep`` is
         set."""
-        sync = self._actors.weight_sync if self._config.explorer.engine.sleep else None
-        if sync is not None:
-            await sync.call(WeightSync.sleep)
-        yield
-        if sync is not None:
-            await sync.call(WeightSync.wake_up)
+        if self._weight_sync is None or not self._config.explorer.engine.sleep:
+            return contextlib.nullcontext()
+        return self._weight_sync.asleep()
 
     async def _unless_ended(self, work: asyncio.Future[R], exploring: asyncio.Future[None]) -> R:
         """Return the result of ``work``. Raises Stopped if the run is stopped first, and the Explorer's error if it

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rayrft.config.explorer import EngineConfig
 from rayrft.data.images import ImageReader, takes_images
 from rayrft.errors import ActorDied, ModelError, RequestRefused
-from rayrft.weights.messages import GroupPlan, Parcel, to_wire
+from rayrft.weights.messages import Link
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -57,6 +57,7 @@ class RolloutEngine:
 
     def __init__(self) -> None:
         self._core_ended = asyncio.Event()
+        self._pausing = asyncio.Lock()  # a resume must not overtake a pause that is not complete
 
     async def start(self, model: str, config: EngineConfig, *, max_length: int, dtype: str, seed: int) -> None:
         """Load the model from a Hugging Face folder or hub id; return when the engine can answer."""
@@ -146,43 +147,34 @@ class RolloutEngine:
         scores = (output.prompt_logprobs or [])[1:]
         return [at[token].logprob for at, token in zip(scores, token_ids[1:], strict=True) if at]
 
-    async def join(self, plan: GroupPlan | None, first_rank: int) -> None:
-        """Join the trainer's weight group; ``plan`` is None for ipc, which needs no group."""
+    async def connect(self, link: Link, first: int) -> None:
+        """Connect to the trainer's ranks; ``first`` is the index of this engine's first worker among the receivers."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        info = {"plan": vars(plan) if plan else {}, "first_rank": first_rank}
+        info = {"link": vars(link), "first": first}
         await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
 
     async def pause(self) -> None:
         """Stop decoding and keep running requests; their KV cache is recomputed under the new weights."""
-        await self._engine.pause_generation(mode="keep", clear_cache=True)
+        async with self._pausing:
+            await self._engine.pause_generation(mode="keep", clear_cache=True)
 
-    async def receive(
-        self, parcel: Parcel, bucket_bytes: int, version: int, handles: dict[str, list[str]] | None
-    ) -> EngineWeights:
-        """Receive one broadcast (or open the handles of an ipc transfer); return the version and digests received."""
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+    async def receive(self, number: int, version: int) -> EngineWeights:
+        """Receive transfer ``number`` of the link while paused, and label it ``version``; then resume, also on failure.
 
-        await self._engine.start_weight_update()
-        info = {
-            "metas": to_wire(parcel.metas),
-            "bucket_bytes": bucket_bytes,
-            "handles": handles,
-            "adapter": vars(parcel.adapter) if parcel.adapter else None,
-        }
-        await self._engine.update_weights(WeightTransferUpdateRequest(update_info=info))
-        await self._engine.finish_weight_update()
-        await self._engine.update_weight_version(str(version))
-        return await self.weights()
-
-    async def weights(self) -> EngineWeights:
-        """Return the version and digests of the current weights."""
-        digests = await self._engine.collective_rpc("weight_digest")
-        return EngineWeights(int(await self._engine.get_weight_version()), tuple(digests))
+        Returns the version and digests received.
+        """
+        try:
+            digests = await self._engine.collective_rpc("receive_weights", args=(number,))
+            await self._engine.update_weight_version(str(version))
+            return EngineWeights(int(await self._engine.get_weight_version()), tuple(digests))
+        finally:
+            await self.resume()
 
     async def resume(self) -> None:
-        """Continue decoding after `pause`."""
-        await self._engine.resume_generation()
+        """Continue decoding after a `pause` that no `receive` followed."""
+        async with self._pausing:
+            await self._engine.resume_generation()
 
     async def sleep(self) -> None:
         """Free the GPU memory of weights and cache for the trainer."""

@@ -14,10 +14,9 @@ from rayrft.config import RunConfig, StageConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import RayrftError
 from rayrft.experience import Task, to_batch
-from rayrft.explorer.engine import RolloutEngine
+from rayrft.explorer.engine_pool import EngineClient, EnginePool
 from rayrft.explorer.evaluation import Evaluation
 from rayrft.explorer.rollout import Rollout, Runner
-from rayrft.explorer.router import Router
 from rayrft.explorer.scoring import (
     apply_rewards,
     drop_zero_variance,
@@ -46,7 +45,7 @@ class Explorer:
         self,
         config: RunConfig,
         model: str,
-        engines: list[Handle[RolloutEngine]],
+        engine_pool: Handle[EnginePool],
         buffer: Handle[Buffer],
         tasks: list[Task],
         held_out: list[Task],
@@ -55,14 +54,13 @@ class Explorer:
         load_plugins(config.plugins)
         self._config = config
         self._waits = Waits("explorer")
-        tracked = [TrackedHandle(engine, self._waits, cancelled=[RolloutEngine.generate]) for engine in engines]
         self._buffer = TrackedHandle(buffer, self._waits, endless=[Buffer.admit, Buffer.closed, Buffer.leased])
         self._writer = BufferWriter(self._buffer, config.buffer.shards)
         self._tasks = tasks
         self._name, self._calls = f"explorer-{uuid.uuid4().hex}", 0
         self._held_out = held_out
         self._rewards = RewardPool(config.reward, create_worker)
-        self._runner = Runner(config, ChatTokenizer(model), Router(tracked), self._reward)
+        self._runner = Runner(config, ChatTokenizer(model), EngineClient(engine_pool, self._waits), self._reward)
         self._rolling: dict[Ticket, asyncio.Future[list[Rollout]]] = {}
         self._failures = 0
 

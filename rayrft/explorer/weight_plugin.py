@@ -1,4 +1,4 @@
-"""vLLM's side of the weight broadcast: a weight-transfer backend named ``rayrft``.
+"""vLLM's side of the weight transfer: a backend named ``rayrft``.
 
 Importing this module registers the backend; vLLM's workers import it through ``worker_extension_cls``. It runs inside
 the engine's worker process. This module and the engine are the only ones that import vLLM.
@@ -10,7 +10,7 @@ import contextlib
 import copy
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -25,79 +25,64 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from rayrft.weights.adapter import merge
-from rayrft.weights.buckets import Digest, empty_bucket, plan_buckets, read_bucket
-from rayrft.weights.group import WeightGroup
-from rayrft.weights.ipc import gpu_uuid, open_buffer
-from rayrft.weights.messages import Adapter, GroupPlan, from_wire
+from rayrft.weights.buckets import Digest
+from rayrft.weights.channel import WeightChannel
+from rayrft.weights.messages import Link
 
 BACKEND = "rayrft"
 
 
 @dataclass
-class JoinInfo(WeightTransferInitInfo):
-    """``plan``: the fields of a `GroupPlan`, empty for ipc. ``first_rank`` is that of the engine's first worker."""
+class LinkInfo(WeightTransferInitInfo):
+    """``link``: the fields of a `Link`. ``first`` is the index of the engine's first worker among the receivers."""
 
-    plan: dict[str, Any] = field(default_factory=dict)
-    first_rank: int = 1
+    link: dict[str, Any]
+    first: int
 
 
 @dataclass
-class UpdateInfo(WeightTransferUpdateInfo):
-    """The tensors to come, in order, and the bucket size; for ipc, by UUID of the GPU, one handle per bucket."""
+class TransferInfo(WeightTransferUpdateInfo):
+    """Which transfer of the link to receive; the sender announces its contents."""
 
-    metas: list[dict[str, Any]]
-    bucket_bytes: int
-    handles: dict[str, list[str]] | None = None
-    adapter: dict[str, Any] | None = None
-    """The fields of an `Adapter`, where the tensors are its factors."""
+    number: int
 
 
-class BucketReceiver(WeightTransferEngine[JoinInfo, UpdateInfo]):
+class BucketReceiver(WeightTransferEngine[LinkInfo, TransferInfo]):
     """Receives buckets, digests them, and loads them in checkpoint format through vLLM's layerwise reload.
 
     For an adapter only the factors are sent; the base weights are read again from the model's folder, which needs no
     memory between updates and is fast while its files are in the page cache.
     """
 
-    init_info_cls = JoinInfo
-    update_info_cls = UpdateInfo
+    init_info_cls = LinkInfo
+    update_info_cls = TransferInfo
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.digest = ""
-        self._group: WeightGroup | None = None
+        self._channel: WeightChannel | None = None
 
-    def init_transfer_engine(self, init_info: JoinInfo) -> None:
+    def init_transfer_engine(self, init_info: LinkInfo) -> None:
         self.shutdown()
-        if init_info.plan:
-            rank = init_info.first_rank + self.parallel_config.rank
-            self._group = WeightGroup(GroupPlan(**init_info.plan), rank, self.device)
+        link, index = Link(**init_info.link), init_info.first + self.parallel_config.rank
+        self._channel = WeightChannel(link, sends=False, index=index, device=self.device)
 
     def start_weight_update(self) -> None:
         self.digest = ""
         initialize_layerwise_reload(self.model)
 
-    def receive_weights(self, update_info: UpdateInfo) -> None:
+    def receive_weights(self, update_info: TransferInfo) -> None:
+        if self._channel is None:
+            raise RuntimeError("no link to the trainer: init_transfer_engine comes first")
         digest = Digest()
-        factors: dict[str, Tensor] = {}
-        handles = self._own_handles(update_info.handles)
-        buckets = plan_buckets(from_wire(update_info.metas), update_info.bucket_bytes)
-        for index, metas in enumerate(buckets):
-            if handles is not None:
-                buffer = open_buffer(handles[index], self.device)
-            elif self._group is not None:
-                buffer = empty_bucket(metas, self.device)
-                self._group.broadcast(buffer)
-            else:
-                raise RuntimeError("no weight group: init_transfer_engine comes first")
-            digest.update(buffer)
-            if update_info.adapter is None:
-                self.model.load_weights(read_bucket(buffer, metas))
-            else:
-                factors.update(read_bucket(buffer, metas))
-        if update_info.adapter is not None:
-            adapter = Adapter(**update_info.adapter)
-            self.model.load_weights(merge(self._weights_of(adapter.base), factors, adapter.scale))
+        parcel = self._channel.announced(update_info.number)
+        buckets = self._channel.receive(parcel, digest)
+        if parcel.adapter is None:
+            for tensors in buckets:
+                self.model.load_weights(tensors)
+        else:
+            factors = {name: tensor for tensors in buckets for name, tensor in tensors}
+            self.model.load_weights(merge(self._weights_of(parcel.adapter.base), factors, parcel.adapter.scale))
         self.digest = digest.value
 
     def finish_weight_update(self) -> None:
@@ -105,7 +90,9 @@ class BucketReceiver(WeightTransferEngine[JoinInfo, UpdateInfo]):
         self._repack_tied_head()
 
     def shutdown(self) -> None:
-        self._group = None
+        if self._channel is not None:
+            self._channel.close()
+        self._channel = None
 
     def _weights_of(self, model: str) -> Iterable[tuple[str, Tensor]]:
         """Iterate over the names and tensors in a model's files."""
@@ -113,15 +100,6 @@ class BucketReceiver(WeightTransferEngine[JoinInfo, UpdateInfo]):
         config.model = model
         loader = get_model_loader(replace(self.vllm_config.load_config, use_tqdm_on_load=False))
         return loader.get_all_weights(config, self.model)
-
-    def _own_handles(self, handles: dict[str, list[str]] | None) -> list[str] | None:
-        """Return the handles of the trainer rank on this worker's GPU; None if weights are broadcast."""
-        if handles is None:
-            return None
-        uuid = gpu_uuid(self.device)
-        if uuid not in handles:
-            raise RuntimeError(f"no trainer rank shares GPU {uuid} with this engine; ranks are on {sorted(handles)}")
-        return handles[uuid]
 
     def _repack_tied_head(self) -> None:
         # On CPU vLLM packs lm_head at load time and, when it is tied to the embedding, keeps the old packing after a
@@ -135,9 +113,13 @@ class BucketReceiver(WeightTransferEngine[JoinInfo, UpdateInfo]):
 class WorkerExtension:
     """Methods added to every vLLM worker, called by name through ``collective_rpc``."""
 
-    def weight_digest(self) -> str:
-        """Return the digest of the last weights received."""
-        receiver: BucketReceiver = self.weight_transfer_engine  # type: ignore[attr-defined]
+    def receive_weights(self, number: int) -> str:
+        """Make one whole weight update from transfer ``number``; return the digest of the weights received."""
+        worker: Any = self
+        worker.start_weight_update()
+        worker.update_weights({"number": number})
+        worker.finish_weight_update()
+        receiver: BucketReceiver = worker.weight_transfer_engine
         return receiver.digest
 
 

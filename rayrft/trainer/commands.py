@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rayrft.buffer.leases import Lease
 from rayrft.config.stage import StageConfig
-from rayrft.weights.messages import GroupPlan, Parcel, TensorMeta
+from rayrft.weights.messages import Link, Sent
 
 if TYPE_CHECKING:  # these import torch, which senders of commands do not need
     from rayrft.algorithms import Algorithm
@@ -55,68 +55,34 @@ class Train(Command["StepResult | None"]):
 
 
 @dataclass(frozen=True)
-class Locate(Command[tuple[str, int]]):
-    """Open the store of a weight group on rank 0; return its host and port."""
+class Locate(Command["tuple[str, int] | None"]):
+    """Open the store of a link to engines on rank 0; return its host and port, on other ranks None."""
 
-    def run(self, rank: Rank) -> tuple[str, int]:
-        return rank.sender.locate()
+    timeout_s: float
 
-
-@dataclass(frozen=True)
-class Describe(Command[Parcel]):
-    """Describe the tensors of a broadcast."""
-
-    def run(self, rank: Rank) -> Parcel:
-        return rank.sender.describe()
+    def run(self, rank: Rank) -> tuple[str, int] | None:
+        return rank.sender.locate(self.timeout_s)
 
 
 @dataclass(frozen=True)
-class Join(Command[None]):
-    """Let rank 0 join a weight group."""
+class Connect(Command[None]):
+    """Connect to the engines of a link."""
 
-    plan: GroupPlan
+    link: Link
 
     def run(self, rank: Rank) -> None:
-        rank.sender.join(self.plan)
+        rank.sender.connect(self.link)
 
 
 @dataclass(frozen=True)
-class Publish(Command[str]):
-    """Send the weights to the group; return the digest of the bytes sent."""
+class Send(Command[Sent]):
+    """Send the weights to all engines of the link, as its transfer ``number``."""
 
-    metas: list[TensorMeta]
+    number: int
     bucket_bytes: int
 
-    def run(self, rank: Rank) -> str:
-        return rank.sender.publish(self.metas, self.bucket_bytes)
-
-
-@dataclass(frozen=True)
-class Exported:
-    """ipc: UUID of the GPU that holds a rank's buffers, one handle per bucket, and the digest of their bytes."""
-
-    device: str
-    handles: list[str]
-    digest: str
-
-
-@dataclass(frozen=True)
-class Export(Command[Exported]):
-    """ipc: copy the weights into GPU buffers, kept until the next `Release`."""
-
-    metas: list[TensorMeta]
-    bucket_bytes: int
-
-    def run(self, rank: Rank) -> Exported:
-        return rank.sender.export(self.metas, self.bucket_bytes)
-
-
-@dataclass(frozen=True)
-class Release(Command[None]):
-    """ipc: free the exported buffers."""
-
-    def run(self, rank: Rank) -> None:
-        rank.sender.release()
+    def run(self, rank: Rank) -> Sent:
+        return rank.sender.send(self.number, self.bucket_bytes)
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ class Rank:
             seed=setup.seed,
         )
         self._checkpointer = Checkpointer()
-        self.sender = WeightSender(policy, self._wire_dtype, sends=index == 0, device=device)
+        self.sender = WeightSender(policy, self._wire_dtype, index=index, device=device)
 
     def open_stage(self, algorithm: Algorithm, stage: StageConfig, weights: Path | None) -> None:
         """Execute `OpenStage`."""

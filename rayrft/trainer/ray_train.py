@@ -23,7 +23,7 @@ from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGro
 from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rayrft.weights.group import open_store
+from rayrft.weights.channel import open_store
 
 _SETTINGS = {
     # Poll interval of Ray Train's controller; its default costs 2 s per checkpoint.

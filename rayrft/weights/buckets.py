@@ -16,22 +16,27 @@ from rayrft.weights.messages import TensorMeta
 _CHUNK = 1 << 20
 
 
-def plan_buckets(metas: list[TensorMeta], bucket_bytes: int) -> list[list[TensorMeta]]:
-    """Group consecutive tensors into buckets of at most ``bucket_bytes``; a larger tensor gets its own bucket."""
+def plan_buckets(metas: list[TensorMeta], limit: int) -> list[list[TensorMeta]]:
+    """Group consecutive tensors into buckets of at most ``limit`` bytes; a larger tensor gets its own bucket."""
     buckets: list[list[TensorMeta]] = []
     room = 0
     for meta in metas:
         if meta.padded > room or not buckets:
             buckets.append([])
-            room = bucket_bytes
+            room = limit
         buckets[-1].append(meta)
         room -= meta.padded
     return buckets
 
 
+def bucket_bytes(metas: list[TensorMeta]) -> int:
+    """Return the size of a bucket's buffer."""
+    return sum(meta.padded for meta in metas)
+
+
 def empty_bucket(metas: list[TensorMeta], device: torch.device | str) -> Tensor:
     """Allocate a buffer for a bucket, zeroed because padding is part of the digest."""
-    return torch.zeros(sum(meta.padded for meta in metas), dtype=torch.uint8, device=device)
+    return torch.zeros(bucket_bytes(metas), dtype=torch.uint8, device=device)
 
 
 def fill_bucket(buffer: Tensor, metas: list[TensorMeta], tensors: Iterable[Tensor]) -> None:

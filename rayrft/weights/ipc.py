@@ -1,30 +1,111 @@
-"""CUDA IPC for a trainer rank and an engine on one GPU, where NCCL does not support two ranks."""
+"""CUDA IPC for a trainer rank and an engine on one GPU, where NCCL does not support two ranks.
+
+The rank puts a handle to one bucket after another into the link's store; the engine on its GPU maps the memory, copies
+it, and acknowledges: never more than one bucket is held twice.
+"""
 
 from __future__ import annotations
 
-import base64
+import itertools
 import pickle
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from rayrft.errors import ConfigError
+from rayrft.weights.transport import FIELD, Endpoint, Layout, WeightTransport, register_transport
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+@register_transport("ipc")
+class CudaIpc(WeightTransport):
+    """Keys of the store begin with the GPU's UUID, so that every engine reads from the rank on its own GPU."""
+
+    colocated = True
+
+    @classmethod
+    def check(cls, layout: Layout) -> None:
+        gpus = layout.engine_gpus + layout.rank_gpus
+        if not layout.engine_gpus:
+            problem = "needs explorer.engine.gpus and trainer.gpus above 0"
+            raise ConfigError(problem, field=FIELD, value="ipc", remedy="use gloo or auto")
+        if layout.ranks != layout.engines or gpus > 1:
+            raise ConfigError(
+                f"pairs one engine with one trainer rank on a GPU: needs explorer.engine.count ({layout.engines}) = "
+                f"trainer.ranks ({layout.ranks}) and explorer.engine.gpus + trainer.gpus <= 1",
+                field=FIELD,
+                value="ipc",
+            )
+        if layout.engines > 1 and gpus <= 0.5:
+            raise ConfigError(
+                f"gives half a GPU or less to a pair of engine and rank, and two of the {layout.engines} pairs would "
+                "share one",
+                field=FIELD,
+                value="ipc",
+                remedy="raise explorer.engine.gpus and trainer.gpus to more than 0.5 together",
+            )
+
+    def connect(self, end: Endpoint) -> None:
+        self._device, self._store, self._index = end.device, end.store, end.index
+        self._numbers = itertools.count()
+        self._gpu = gpu_uuid(end.device)
+        own, others, count = ("sender", "receiver", end.receivers) if end.sends else ("receiver", "sender", end.senders)
+        self._store.set(f"{own}/{end.index}", self._gpu)
+        gpus = [self._store.get(f"{others}/{index}").decode() for index in range(count)]
+        self._beside = [index for index, gpu in enumerate(gpus) if gpu == self._gpu]
+        """Indices of the ends of the other side on this GPU; an engine that joins alone is beside one rank."""
+        if not end.sends and not self._beside:
+            raise RuntimeError(f"no trainer rank shares GPU {self._gpu} with this engine; ranks are on {sorted(gpus)}")
+
+    def send(self, buckets: Iterable[Tensor]) -> None:
+        import torch
+
+        for buffer in buckets:
+            if not self._beside:  # an exported buffer that nobody maps is never freed
+                continue
+            key = f"{self._gpu}/{next(self._numbers)}"
+            torch.cuda.synchronize(self._device)  # the receiver's stream does not wait for this one
+            self._store.set(key, export_buffer(buffer))
+            copied = [f"{key}/{index}" for index in self._beside]
+            self._store.wait(copied)
+            for used in (key, *copied):
+                self._store.delete_key(used)
+
+    def receive(self, sizes: Sequence[int]) -> Iterator[Tensor]:
+        import torch
+
+        for _ in sizes:
+            key = f"{self._gpu}/{next(self._numbers)}"
+            mapped = open_buffer(self._store.get(key), self._device)
+            buffer = mapped.clone()
+            torch.cuda.synchronize(self._device)
+            del mapped
+            self._store.set(f"{key}/{self._index}", "")
+            yield buffer
+
+    def close(self) -> None:
+        """Nothing outlives a bucket."""
 
 
 def gpu_uuid(device: torch.device) -> str:
     """Return the GPU's UUID, which is the same in all processes; device indices are not."""
+    import torch
+
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def export_buffer(buffer: Tensor) -> str:
-    """Return a handle to a CUDA buffer, as text. The buffer must stay alive until the receiver is done with it."""
+def export_buffer(buffer: Tensor) -> bytes:
+    """Return a handle to a CUDA buffer. The buffer must stay alive until the receiver is done with it."""
     from torch.multiprocessing.reductions import reduce_tensor
 
-    handle = reduce_tensor(buffer)  # type: ignore[no-untyped-call]
-    return base64.b64encode(pickle.dumps(handle)).decode()
+    return pickle.dumps(reduce_tensor(buffer))  # type: ignore[no-untyped-call]
 
 
-def open_buffer(handle: str, device: torch.device) -> Tensor:
+def open_buffer(handle: bytes, device: torch.device) -> Tensor:
     """Map an exported buffer into this process: the same memory, no copy."""
-    rebuild, arguments = pickle.loads(base64.b64decode(handle))
+    rebuild, arguments = pickle.loads(handle)
     # Argument 6 is the exporter's device index, which differs between processes.
     tensor: Tensor = rebuild(*arguments[:6], device.index or 0, *arguments[7:])
     return tensor

@@ -1,14 +1,15 @@
-"""Messages that prepare a broadcast: the group's rendezvous, and the tensors to send.
+"""Messages that prepare a transfer: how both ends meet, and the tensors to come.
 
-Without torch, which takes seconds to load: the actor that coordinates broadcasts needs only this module.
+Without torch, which takes seconds to load: the actor that coordinates transfers needs only this module.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
@@ -17,15 +18,19 @@ _ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
-class GroupPlan:
-    """Rendezvous of a weight group. Rank 0 is the trainer, which hosts the store."""
+class Link:
+    """How trainer ranks (senders) and engine workers (receivers) meet: the name of their `WeightTransport`, registered
+    by itself or by one of the ``plugins``, and the store of the first sender."""
 
-    backend: Literal["gloo", "nccl"]
+    transport: str
     host: str
     port: int
-    world_size: int
-    generation: int
+    number: int
+    """Part of the keys in the store, so that the ends of an older link never join a newer one."""
+    senders: int
+    receivers: int
     timeout_s: float
+    plugins: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -61,20 +66,30 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Parcel:
-    """The contents of one broadcast, in this order: all weights, or the factors of an ``adapter``."""
+    """The contents of one transfer, in this order: all weights, or the factors of an ``adapter``."""
 
     metas: list[TensorMeta]
+    bucket_bytes: int
     adapter: Adapter | None = None
 
     @property
     def nbytes(self) -> int:
         return sum(meta.nbytes for meta in self.metas)
 
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
 
-def to_wire(metas: list[TensorMeta]) -> list[dict[str, Any]]:
-    """Convert to plain values, for vLLM's control messages."""
-    return [asdict(meta) for meta in metas]
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Parcel:
+        values = json.loads(text)
+        metas = [TensorMeta(meta["name"], meta["dtype"], tuple(meta["shape"])) for meta in values["metas"]]
+        adapter = Adapter(**values["adapter"]) if values["adapter"] else None
+        return cls(metas, values["bucket_bytes"], adapter)
 
 
-def from_wire(values: list[dict[str, Any]]) -> list[TensorMeta]:
-    return [TensorMeta(value["name"], value["dtype"], tuple(value["shape"])) for value in values]
+@dataclass(frozen=True)
+class Sent:
+    """Digest and size of the weights that a trainer rank sent; only the first rank computes the digest."""
+
+    digest: str
+    nbytes: int

@@ -31,12 +31,12 @@ def test_the_plan_names_every_group_and_the_totals() -> None:
         "a:engines",
         "a:reward",
         "a:buffer",
-        "a:weight_sync",
+        "a:engine_pool",
         "a:trainer",
         "a:ranks",
     ):
         assert name in text
-    assert "vLLM rollout engines" in text and "broadcast over gloo" in text
+    assert "vLLM rollout engines, weights over gloo" in text
     total = next(line for line in text.splitlines() if line.startswith("total"))
     assert "2.75" in total  # 3 x 0.5 engines, 2 x 0.35 ranks, 0.2 explorer, 0.1 reward and buffer, 3 x 0.05
 

@@ -1,42 +1,62 @@
-"""The weight sync's judgement, with scripted engines: what it accepts, what it stops, and that engines resume."""
+"""The weight sync's judgement, with scripted engines: who is sent weights, what it accepts, and that engines resume."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
 
-from rayrft.config.trainer import ProbeBounds, WeightSyncConfig
+from rayrft.config import load_config
 from rayrft.core.weight_sync import WeightSync
 from rayrft.errors import WeightSyncError
+from rayrft.experience import Experience
 from rayrft.explorer.engine import EngineWeights
-from rayrft.trainer.commands import Describe, Publish, Score
-from rayrft.weights.messages import Parcel, TensorMeta
+from rayrft.explorer.engine_pool import EnginePool
+from rayrft.handle import TrackedHandle
+from rayrft.trainer.commands import Connect, Locate, Score, Send
+from rayrft.waits import Waits
+from rayrft.weights.messages import Link, Sent
+from tests.config.test_load import base
+from tests.errors import about
 from tests.scripted import remote
 
 TOKENS = 200
-EXACT, ROUNDED = ProbeBounds(1e-4, 1e-4, 1.0), ProbeBounds(0.03, 0.2, 0.99)
+EXACT, ROUNDED = "float32", "bfloat16"
 
 
 class ScriptedEngine:
-    def __init__(
-        self, digest: str = "abc", version_offset: int = 0, scores: list[float] | None = None, hang: bool = False
-    ) -> None:
-        self.digest, self.version_offset, self.hang = digest, version_offset, hang
-        self.scores = scores or [-1.0] * TOKENS
+    """``fail`` names the call that fails, and ``hang`` a receive that never ends."""
+
+    def __init__(self) -> None:
+        self.digest, self.version_offset, self.fail, self.paused = "abc", 0, "", False
+        self.scores = [-1.0] * TOKENS
+        self.links: list[tuple[int, int]] = []
+        """Number of receivers and its own index, of the links that it got."""
         self.calls: list[str] = []
+
+    async def connect(self, link: Link, first: int) -> None:
+        self.links.append((link.receivers, first))
 
     async def pause(self) -> None:
         self.calls.append("pause")
+        self.paused = True
+        if self.fail == "pause":
+            raise RuntimeError("no pause")
 
     async def resume(self) -> None:
         self.calls.append("resume")
+        self.paused = False
 
-    async def receive(self, parcel: Any, size: int, version: int, handles: Any) -> EngineWeights:
+    async def receive(self, number: int, version: int) -> EngineWeights:
         self.calls.append("receive")
-        if self.hang:
+        assert self.paused
+        if self.fail == "hang":
             await asyncio.Event().wait()
+        self.paused = False
+        if self.fail == "receive":
+            raise RuntimeError("no weights")
         return EngineWeights(version + self.version_offset, (self.digest,))
 
     async def score(self, sequence: list[int], images: tuple[str, ...]) -> list[float]:
@@ -47,55 +67,143 @@ class ScriptedEngine:
 class ScriptedTrainer:
     async def command(self, command: Any) -> list[Any]:
         match command:
-            case Describe():
-                return [Parcel([TensorMeta("w", "float32", (4,))])]
-            case Publish():
-                return ["abc"]
+            case Locate():
+                return [("host", 1), None]
+            case Connect():
+                return [None, None]
+            case Send():
+                return [Sent("abc", 16), Sent("", 16)]
             case Score(sequences):
                 return [[[-1.0] * (len(s) - 1) for s in sequences]]
         raise AssertionError(command)
 
 
-def make_sync(*engines: ScriptedEngine, bounds: ProbeBounds = EXACT, **config: Any) -> WeightSync:
-    sync = WeightSync(
-        WeightSyncConfig(**config),
-        "gloo",
-        bounds,
-        remote(ScriptedTrainer()),
-        [remote(engine, f"engine-{index}") for index, engine in enumerate(engines)],
-        1,
-        [list(range(TOKENS + 1))],
-    )
-    sync._parcel = Parcel([TensorMeta("w", "float32", (4,))])
-    return sync
+class Subject:
+    """A weight sync and the pool, with engines by name."""
+
+    def __init__(self, dtype: str = "float32", **settings: Any) -> None:
+        config = load_config(base(), {"model.dtype": dtype, "weight_sync": settings})
+        self.pool, waits = EnginePool(), Waits("master")
+        trainer = TrackedHandle(remote(ScriptedTrainer(), "trainer"), waits)
+        tokens = np.arange(TOKENS + 1)
+        probe = Experience("p", "p", "p", tokens, 1, np.ones_like(tokens), np.zeros(len(tokens)))
+        self.sync = WeightSync(config, trainer, TrackedHandle(remote(self.pool, "engine_pool"), waits), [probe], waits)
+        self.engines: dict[str, ScriptedEngine] = {}
+
+    async def admit(self, *names: str, version: int = 0, **faults: Any) -> None:
+        """Engines of these names with, if given, faults: attributes of a `ScriptedEngine`."""
+        for name in names:
+            self.engines[name] = ScriptedEngine()
+            vars(self.engines[name]).update(faults)
+        await self.sync.admit([remote(self.engines[name], name) for name in names], version)
+
+    async def members(self) -> dict[str, int]:
+        """Names and versions."""
+        return {member.name: member.version for member in (await self.pool.members()).members}
 
 
-async def test_a_round_pauses_receives_and_resumes_every_engine() -> None:
-    engines = ScriptedEngine(), ScriptedEngine()
-    report = await make_sync(*engines).publish(3)
+async def subject(count: int = 2, **settings: Any) -> Subject:
+    """With ``count`` engines that are members."""
+    made = Subject(**settings)
+    await made.admit(*(f"engine-{index}" for index in range(count)))
+    for engine in made.engines.values():
+        engine.calls.clear()
+    return made
+
+
+async def test_a_round_pauses_receives_and_resumes_every_member() -> None:
+    made = await subject()
+    report = await made.sync.publish(3)
     assert (report.version, report.digest, report.nbytes) == (3, "abc", 16)
-    for engine in engines:
-        assert engine.calls == ["pause", "receive", "resume", "score"]
+    for engine in made.engines.values():
+        assert engine.calls == ["pause", "receive"] and not engine.paused
+    assert await made.members() == {"engine-0": 3, "engine-1": 3}
 
 
-async def test_the_probe_runs_at_the_first_round_and_at_every_nth() -> None:
-    sync = make_sync(ScriptedEngine(), probe_every=3)
-    gaps = [(await sync.publish(version)).probe_gap for version in range(7)]
-    assert [gap is not None for gap in gaps] == [True, False, False, True, False, False, True]
+async def test_the_probe_runs_when_engines_are_admitted_and_at_every_nth_round() -> None:
+    made = await subject(probe_every=3)
+    gaps = [(await made.sync.publish(version)).probe_gap for version in range(1, 7)]
+    assert [gap is not None for gap in gaps] == [False, False, True, False, False, True]
+    assert (await made.sync.admit([remote(ScriptedEngine(), "engine-2")], 7)).probe_gap == 0.0
 
 
-async def test_another_digest_stops_the_run_and_engines_resume() -> None:
-    engines = ScriptedEngine(), ScriptedEngine(digest="xyz")
-    with pytest.raises(
-        WeightSyncError, match=r"engine-1: the trainer sent version 3 with digest abc.*version 3 with xyz"
-    ):
-        await make_sync(*engines).publish(3)
-    assert all(engine.calls[-1] == "resume" for engine in engines)
+@pytest.mark.parametrize(
+    "faults",
+    [{"digest": "xyz"}, {"version_offset": -1}, {"scores": [-1.1] * TOKENS}, {"fail": "receive"}, {"fail": "pause"}],
+    ids=["digest", "version", "probe", "receive", "pause"],
+)
+async def test_a_new_engine_with_other_weights_is_never_a_member(faults: dict[str, Any]) -> None:
+    made = await subject()
+    membership = await made.pool.members()
+    with pytest.raises((WeightSyncError, RuntimeError)):
+        await made.admit("engine-2", version=1, **faults)
+    assert await made.pool.members() == membership
+    assert not made.engines["engine-2"].paused
+    await made.sync.publish(2)
+    assert made.engines["engine-2"].calls.count("receive") <= 1, "what is no member is sent no more weights"
 
 
-async def test_another_version_stops_the_run() -> None:
-    with pytest.raises(WeightSyncError, match=r"sent version 3 .* reports version 2"):
-        await make_sync(ScriptedEngine(version_offset=-1)).publish(3)
+async def test_the_group_is_formed_again_when_the_members_have_changed_and_only_then() -> None:
+    made = await subject()
+    first, second = made.engines["engine-0"], made.engines["engine-1"]
+    await made.sync.publish(1)
+    await made.sync.publish(2)
+    assert (first.links, second.links) == ([(2, 0)], [(2, 1)]), "that of the admission serves all rounds"
+    await made.admit("engine-2", version=2)
+    third = made.engines["engine-2"]
+    assert third.links == [(1, 0)] and first.links == [(2, 0)], "admitted alone, while the others answer requests"
+    await made.sync.publish(3)
+    assert [engine.links[-1] for engine in (first, second, third)] == [(3, 0), (3, 1), (3, 2)]
+    assert await made.members() == {"engine-0": 3, "engine-1": 3, "engine-2": 3}
+    await made.pool.leave("engine-0", "scaled down")
+    await made.sync.publish(4)
+    assert [engine.links[-1] for engine in (first, second, third)] == [(3, 0), (2, 0), (2, 1)]
+    assert first.calls.count("receive") == 3 and await made.members() == {"engine-1": 4, "engine-2": 4}
+    # One under the name of an engine that left is a change of members, too.
+    await made.pool.leave("engine-1", "died")
+    await made.admit("engine-1", version=4)
+    await made.sync.publish(5)
+    assert made.engines["engine-1"].links == [(1, 0), (2, 1)] and second.calls.count("receive") == 4
+
+
+async def test_without_members_nothing_is_sent_and_whoever_joins_then_gets_everything() -> None:
+    made = await subject(1)
+    await made.pool.leave("engine-0", "died")
+    assert (await made.sync.publish(1)).digest is None
+    await made.admit("engine-1", version=1)
+    assert await made.members() == {"engine-1": 1}
+
+
+@pytest.mark.parametrize(
+    ("faults", "error"),
+    [
+        ({"digest": "xyz"}, WeightSyncError),
+        ({"version_offset": -1}, WeightSyncError),
+        ({"fail": "pause"}, RuntimeError),
+        ({"fail": "receive"}, RuntimeError),
+    ],
+    ids=["digest", "version", "pause", "receive"],
+)
+async def test_a_round_that_fails_leaves_no_engine_paused(faults: dict[str, Any], error: type[Exception]) -> None:
+    made = await subject()
+    vars(made.engines["engine-1"]).update(faults)
+    with pytest.raises(error) as failed:
+        await made.sync.publish(3)
+    if isinstance(failed.value, WeightSyncError):
+        assert failed.value.field == "engine-1"
+    assert not any(engine.paused for engine in made.engines.values())
+    assert "receive" not in made.engines["engine-0"].calls or faults.get("fail") != "pause", (
+        "no weights move before all engines are paused"
+    )
+    assert set((await made.members()).values()) == {0}
+
+
+async def test_an_engine_that_hangs_ends_the_run_at_the_deadline_and_the_others_resume() -> None:
+    made = await subject(deadline_s=0.2)
+    made.engines["engine-1"].fail = "hang"
+    with pytest.raises(WeightSyncError, check=about("weight_sync")):
+        await made.sync.publish(3)
+    assert not made.engines["engine-0"].paused
 
 
 def scores(**off: float) -> list[float]:
@@ -107,7 +215,7 @@ def scores(**off: float) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("bounds", "off", "largest"),
+    ("dtype", "off", "largest"),
     [
         (EXACT, {"all": 5e-5}, 5e-5),
         (EXACT, {"few": 2e-4}, None),  # two tokens of 200
@@ -120,19 +228,12 @@ def scores(**off: float) -> list[float]:
     ],
 )
 async def test_log_probs_are_judged_by_mean_and_quantile_and_the_largest_gap_is_told(
-    bounds: ProbeBounds, off: dict[str, float], largest: float | None
+    dtype: str, off: dict[str, float], largest: float | None
 ) -> None:
-    sync = make_sync(ScriptedEngine(), ScriptedEngine(scores=scores(**off)), bounds=bounds)
+    made = await subject(dtype=dtype, probe_every=1)
+    made.engines["engine-1"].scores = scores(**off)
     if largest is None:
-        with pytest.raises(WeightSyncError) as refused:
-            await sync.publish(3)
-        assert refused.value.field == "engine-1"
+        with pytest.raises(WeightSyncError, check=about("engine-1")):
+            await made.sync.publish(3)
     else:
-        assert (await sync.publish(3)).probe_gap == pytest.approx(largest)
-
-
-async def test_an_engine_that_hangs_ends_the_run_at_the_deadline_and_the_others_resume() -> None:
-    fine, hung = ScriptedEngine(), ScriptedEngine(hang=True)
-    with pytest.raises(WeightSyncError, match=r"waited 0\.2 s for weights of version 3 to reach 2 engines"):
-        await make_sync(fine, hung, deadline_s=0.2).publish(3)
-    assert fine.calls[-1] == "resume"
+        assert (await made.sync.publish(3)).probe_gap == pytest.approx(largest)

@@ -1,4 +1,4 @@
-"""A whole small run with other settings of the Buffer and the tasks."""
+"""A whole small run with other settings of the Buffer and the tasks, and a weight transport of one's own."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.reader import read_state
 from rayrft.config import load_config
 from rayrft.monitor.records import NoteRecord, StepRecord, read_records
+from tests.conftest import ROOT
 from tests.e2e.conftest import WITHOUT_VLLM, small_config
 
 
@@ -34,6 +35,8 @@ def finished(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> tupl
         "tasks.epochs": 1,
         "tasks.sources.0.size": 160,
         "trainer.ranks": 2,
+        "weight_sync.backend": "shared_file",  # every digest is verified, or the run would end
+        "plugins": [*config["plugins"], str(ROOT / "tests" / "samples" / "shared_file.py")],
     }
     run = rayrft.start(config, say=lambda _: None, **overrides)
     return run, run.result()

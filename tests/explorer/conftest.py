@@ -11,20 +11,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rayrft.weights.buckets import Digest, empty_bucket, fill_bucket, plan_buckets
-from rayrft.weights.group import WeightGroup, open_store
-from rayrft.weights.messages import Adapter, GroupPlan, Parcel, TensorMeta
+from rayrft.weights.buckets import empty_bucket, fill_bucket, plan_buckets
+from rayrft.weights.channel import WeightChannel, open_store
+from rayrft.weights.messages import Adapter, Link, Parcel, TensorMeta
 
 BUCKET = 16 << 10
 
 
 @dataclass
 class EngineUnderTest:
-    """An engine actor, the model it was started from, and the trainer's end of its weight group."""
+    """An engine actor, the model it was started from, and the trainer's end of its link."""
 
     actor: Any
     folder: Path
-    group: WeightGroup
+    channel: WeightChannel
+    transfers: int = 0
 
     def model(self, seed: int | None = None) -> nn.Module:
         """The model on disk; with a seed, its weights replaced by random ones."""
@@ -38,19 +39,26 @@ class EngineUnderTest:
                     parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
         return model
 
-    def parcel(self, tensors: dict[str, Tensor], adapter: Adapter | None = None) -> Parcel:
-        return Parcel([TensorMeta.of(name, tensor, torch.float32) for name, tensor in tensors.items()], adapter)
+    def update(self, tensors: dict[str, Tensor], version: int, adapter: Adapter | None = None) -> tuple[str, Any, int]:
+        """A whole round as the weight sync makes it; gives the digest sent, what the engine holds, and the bytes."""
+        import ray
 
-    def send(self, tensors: dict[str, Tensor]) -> str:
-        """Broadcast tensors; gives their digest."""
-        digest = Digest()
-        for bucket in plan_buckets(self.parcel(tensors).metas, BUCKET):
-            buffer = empty_bucket(bucket, "cpu")
-            with torch.no_grad():
-                fill_bucket(buffer, bucket, [tensors[meta.name] for meta in bucket])
-            digest.update(buffer)
-            self.group.broadcast(buffer)
-        return digest.value
+        parcel = Parcel(
+            [TensorMeta.of(name, tensor, torch.float32) for name, tensor in tensors.items()], BUCKET, adapter
+        )
+        ray.get(self.actor.pause.remote())
+        self.transfers += 1
+        receiving = self.actor.receive.remote(self.transfers, version)
+        sent = self.channel.send(self.transfers, parcel, _buckets(parcel, tensors))
+        return sent, ray.get(receiving), parcel.nbytes
+
+
+@torch.no_grad()
+def _buckets(parcel: Parcel, tensors: dict[str, Tensor]) -> Iterator[Tensor]:
+    for bucket in plan_buckets(parcel.metas, parcel.bucket_bytes):
+        buffer = empty_bucket(bucket, "cpu")
+        fill_bucket(buffer, bucket, [tensors[meta.name] for meta in bucket])
+        yield buffer
 
 
 @pytest.fixture(scope="session")
@@ -67,10 +75,10 @@ def engine(ray_cluster: Any, tiny_model: Path, tmp_path_factory: pytest.TempPath
     )
     ray.get(actor.start.remote(str(tiny_model), EngineConfig(), max_length=64, dtype="float32", seed=0))
     host = "127.0.0.1"
-    store = open_store(host)
-    plan = GroupPlan("gloo", host, store.port, world_size=2, generation=1, timeout_s=60)
-    joining = actor.join.remote(plan, 1)
-    group = WeightGroup(plan, 0, torch.device("cpu"))
-    ray.get(joining)
-    yield EngineUnderTest(actor, tiny_model, group)
+    store = open_store(host, 60)
+    link = Link("gloo", host, store.port, number=1, senders=1, receivers=1, timeout_s=60)
+    connecting = actor.connect.remote(link, 0)
+    channel = WeightChannel(link, sends=True, index=0, device=torch.device("cpu"), store=store)
+    ray.get(connecting)
+    yield EngineUnderTest(actor, tiny_model, channel)
     ray.kill(actor)

@@ -13,12 +13,13 @@ from torch import nn
 
 from rayrft.algorithms import token_logprobs
 from rayrft.data.tokenizer import ChatTokenizer
-from rayrft.errors import RequestRefused
+from rayrft.errors import ModelError, RequestRefused
 from rayrft.explorer.engine import Completion, Sampling
-from rayrft.explorer.router import Router
+from rayrft.explorer.engine_pool import EngineClient, EnginePool, Member
+from rayrft.waits import Waits
 from tests.errors import about
-from tests.explorer.conftest import BUCKET, EngineUnderTest
-from tests.scripted import handle
+from tests.explorer.conftest import EngineUnderTest
+from tests.scripted import handle, remote
 
 PROMPT = [5, 40, 41, 42, 43, 3]
 
@@ -40,12 +41,7 @@ def recomputed(model: nn.Module, completion: Completion, temperature: float) -> 
 
 def update(engine: EngineUnderTest, model: nn.Module, version: int) -> tuple[str, Any]:
     """A whole round as the weight sync does it; gives the digest sent and what the engine holds."""
-    ray.get(engine.actor.pause.remote())
-    tensors = dict(model.named_parameters())
-    receiving = engine.actor.receive.remote(engine.parcel(tensors), BUCKET, version, None)
-    sent = engine.send(tensors)
-    held = ray.get(receiving)
-    ray.get(engine.actor.resume.remote())
+    sent, held, _ = engine.update(dict(model.named_parameters()), version)
     return sent, held
 
 
@@ -69,26 +65,49 @@ def test_an_answer_ends_with_its_stop_token_or_at_the_limit(engine: EngineUnderT
             assert len(completion.token_ids) == 40 and eos not in completion.token_ids
 
 
+async def client_of(engine: EngineUnderTest) -> EngineClient:
+    pool = EnginePool()
+    await pool.join([Member(handle(engine.actor, "engine-0"), 0)])
+    return EngineClient(remote(pool, "engine_pool"), Waits("test"))
+
+
 @pytest.mark.parametrize(
-    ("prompt", "n"), [([10**6], 1), ([-1], 1), (PROMPT, 0), ([5] * 200, 1), ([], 1)], ids=lambda each: str(each)[:12]
+    "request_",
+    [
+        pytest.param({"prompt": [10**6]}, id="outside the vocabulary"),
+        pytest.param({"prompt": [-1]}, id="negative token"),
+        pytest.param({"prompt": [5] * 200}, id="too long"),
+        pytest.param({"prompt": []}, id="empty"),
+        pytest.param({"n": 0}, id="n 0"),
+        pytest.param({"n": -1}, id="n -1"),
+        pytest.param({"max_tokens": 0}, id="max_tokens 0"),
+        pytest.param({"max_tokens": -3}, id="max_tokens -3"),
+        pytest.param({"temperature": float("nan")}, id="temperature NaN"),
+        pytest.param({"temperature": -1.0}, id="temperature -1"),
+        pytest.param({"images": ("/no/such/picture.png",)}, id="image"),
+    ],
 )
 async def test_a_request_that_cannot_be_is_refused_and_others_are_answered(
-    engine: EngineUnderTest, prompt: list[int], n: int
+    engine: EngineUnderTest, request_: dict[str, Any]
 ) -> None:
-    router = Router([handle(engine.actor)])
-    with pytest.raises(RequestRefused, check=about("request")):
-        await router.generate(prompt, n, sampling())
-    assert len(await router.generate(PROMPT, 2, sampling())) == 2
+    client = await client_of(engine)
+    given = {"prompt": PROMPT, "n": 1, "temperature": 1.0, "max_tokens": 12, "images": (), **request_}
+    asked = Sampling(given["temperature"], given["max_tokens"], ())
+    # A model without images says so itself, before the picture is looked at.
+    kind, field = (ModelError, "model") if given["images"] else (RequestRefused, "request")
+    with pytest.raises(kind, check=about(field)):
+        await client.generate(given["prompt"], given["n"], asked, given["images"])
+    assert len(await client.generate(PROMPT, 2, sampling())) == 2
 
 
 async def test_answer_k_of_a_request_with_a_seed_is_that_of_a_request_with_the_seed_plus_k(
     engine: EngineUnderTest,
 ) -> None:
-    seed, router = 3, Router([handle(engine.actor)])
-    together = await router.generate(PROMPT, 3, replace(sampling(), seed=seed))
-    apart = [(await router.generate(PROMPT, 1, replace(sampling(), seed=seed + k)))[0] for k in range(3)]
-    assert [each.token_ids for each in together] == [each.token_ids for each in apart]
-    assert len({each.token_ids for each in together}) == 3
+    seed, client = 3, await client_of(engine)
+    together = await client.generate(PROMPT, 3, replace(sampling(), seed=seed))
+    apart = [(await client.generate(PROMPT, 1, replace(sampling(), seed=seed + k)))[0] for k in range(3)]
+    assert [answer.token_ids for answer in together] == [answer.token_ids for answer in apart]
+    assert len({answer.token_ids for answer in together}) == 3
 
 
 def test_broadcast_weights_arrive_whole_and_the_engine_computes_with_them(engine: EngineUnderTest) -> None:

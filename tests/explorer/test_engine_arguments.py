@@ -83,3 +83,35 @@ async def test_an_engine_whose_core_is_killed_says_so_whatever_is_asked_of_it(mo
         await asyncio.wait_for(watching, 30)
     assert died.value.field == "engine-1"
     cores[0].kill()
+
+
+class PausableCore:
+    """vLLM's client, in which pausing takes until it is told to end."""
+
+    def __init__(self) -> None:
+        self.paused, self.drained = False, asyncio.Event()
+
+    async def pause_generation(self, **_: Any) -> None:
+        await self.drained.wait()
+        self.paused = True
+
+    async def resume_generation(self) -> None:
+        self.paused = False
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[str]:
+        raise ConnectionError("the sender is gone")
+
+
+async def test_an_engine_is_not_left_paused_by_a_transfer_that_fails_nor_by_a_resume_that_is_early() -> None:
+    engine, core = RolloutEngine(), PausableCore()
+    engine._engine = core
+    pausing, resuming = asyncio.ensure_future(engine.pause()), asyncio.ensure_future(engine.resume())
+    await asyncio.sleep(0)  # both have begun
+    core.drained.set()
+    await asyncio.gather(pausing, resuming)
+    assert not core.paused
+    await engine.pause()
+    assert core.paused
+    with pytest.raises(ConnectionError):
+        await engine.receive(1, 7)
+    assert not core.paused

@@ -19,6 +19,7 @@ from rayrft.data.task_sampler import TaskSet
 from rayrft.errors import ActorDied, RayrftError
 from rayrft.experience import Task
 from rayrft.explorer.engine import Completion, Sampling
+from rayrft.explorer.engine_pool import EnginePool, Member, Membership
 from rayrft.explorer.explorer import Explorer
 from rayrft.explorer.rollout import BusyClock
 from rayrft.explorer.workflow import register_workflow, workflows
@@ -92,7 +93,9 @@ def make_explorer(
     config: RunConfig, model: Path, engine: Any, buffer: Buffer, rewards: Any, words: int = 50
 ) -> Explorer:
     tasks = spelling(words)
-    explorer = Explorer(config, str(model), [remote(engine, "engine-0")], remote(buffer), tasks, tasks[:5], None)
+    pool = EnginePool()
+    pool._membership = Membership(1, (Member(remote(engine, "engine-0"), 0),))
+    explorer = Explorer(config, str(model), remote(pool, "engine_pool"), remote(buffer), tasks, tasks[:5], None)
     explorer._rewards = rewards
     return explorer
 

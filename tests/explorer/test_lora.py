@@ -14,7 +14,7 @@ from rayrft.trainer.lora import Lora
 from rayrft.trainer.model import load_hf, load_policy, named_weights, write_hf
 from rayrft.trainer.policy import Policy
 from rayrft.weights.messages import Adapter
-from tests.explorer.conftest import BUCKET, EngineUnderTest
+from tests.explorer.conftest import EngineUnderTest
 
 ROWS = [[5, 40, 41, 42, 43, 3, 50, 51, 12], [5, 60, 3, 44]]
 
@@ -35,17 +35,12 @@ def update(engine: EngineUnderTest, policy: Policy, version: int) -> tuple[int, 
     """
     assert policy.lora is not None
     factors = dict(named_weights(policy))
-    parcel = engine.parcel(factors, Adapter(policy.lora.base, policy.lora.scale))
-    ray.get(engine.actor.pause.remote())
-    receiving = engine.actor.receive.remote(parcel, BUCKET, version, None)
-    sent = engine.send(factors)
-    held = ray.get(receiving)
-    ray.get(engine.actor.resume.remote())
+    sent, held, nbytes = engine.update(factors, version, Adapter(policy.lora.base, policy.lora.scale))
     assert (held.version, held.digests) == (version, (sent,))
     ours = Learner(policy, micro_batch_tokens=64, temperature=1.0, device=torch.device("cpu")).score(ROWS)
     theirs = ray.get([engine.actor.score.remote(row) for row in ROWS])
     pairs = [pair for a, b in zip(ours, theirs, strict=True) for pair in zip(a, b, strict=True)]
-    return parcel.nbytes, max(abs(a - b) for a, b in pairs)
+    return nbytes, max(abs(a - b) for a, b in pairs)
 
 
 @pytest.fixture

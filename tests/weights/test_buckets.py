@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayrft.weights.buckets import Digest, empty_bucket, fill_bucket, plan_buckets, read_bucket
-from rayrft.weights.messages import TensorMeta, from_wire, to_wire
+from rayrft.weights.messages import TensorMeta
 
 TENSORS = {
     "a": torch.arange(5, dtype=torch.float32),
@@ -21,9 +21,8 @@ METAS = [TensorMeta.of(name, tensor, tensor.dtype) for name, tensor in TENSORS.i
 
 @pytest.mark.parametrize("bucket_bytes", [1, 64, 1 << 20])
 def test_tensors_come_back_as_they_went_in_whatever_the_bucket_size(bucket_bytes: int) -> None:
-    metas, got = from_wire(to_wire(METAS)), {}
-    assert metas == METAS
-    for bucket in plan_buckets(metas, bucket_bytes):
+    got: dict[str, torch.Tensor] = {}
+    for bucket in plan_buckets(METAS, bucket_bytes):
         buffer = empty_bucket(bucket, "cpu")
         fill_bucket(buffer, bucket, [TENSORS[meta.name] for meta in bucket])
         got |= dict(read_bucket(buffer, bucket))

@@ -1,0 +1,95 @@
+"""Broadcast from the first trainer rank to all engine workers: gloo between CPUs, nccl between whole GPUs.
+
+The process group is separate from the default group of either side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from rayrft.errors import ConfigError
+from rayrft.weights.transport import FIELD, Endpoint, Layout, WeightTransport, register_transport
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Broadcast(WeightTransport):
+    """The first sender has rank 0 in the group, the receivers follow; the other senders are not in it."""
+
+    _group: Any = None
+
+    def connect(self, end: Endpoint) -> None:
+        self._device = end.device
+        if not end.sends or end.index == 0:
+            rank = 0 if end.sends else 1 + end.index
+            self._group = self._form(end, rank, 1 + end.receivers, timedelta(seconds=end.timeout_s))
+
+    def send(self, buckets: Iterable[Tensor]) -> None:
+        for buffer in buckets:
+            if self._group is not None:
+                self._broadcast(buffer)
+
+    def receive(self, sizes: Sequence[int]) -> Iterator[Tensor]:
+        import torch
+
+        for size in sizes:
+            buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+            self._broadcast(buffer)
+            yield buffer
+
+    def close(self) -> None:
+        self._group = None
+
+    def _form(self, end: Endpoint, rank: int, size: int, timeout: timedelta) -> Any:
+        """Return the process group; blocks until all members have joined, or raises after the timeout."""
+        raise NotImplementedError
+
+    def _broadcast(self, buffer: Tensor) -> None:
+        """Send (rank 0) or receive (others) one buffer in place; return when it has arrived."""
+        import torch
+        import torch.distributed as dist
+
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        self._group.broadcast([buffer], options).wait()
+        if buffer.is_cuda:
+            torch.cuda.current_stream().synchronize()
+
+
+@register_transport("gloo")
+class Gloo(Broadcast):
+    @classmethod
+    def check(cls, layout: Layout) -> None:
+        if layout.engine_gpus:
+            raise ConfigError("is for CPU engines", field=FIELD, value="gloo", remedy="use nccl, ipc or auto")
+
+    def _form(self, end: Endpoint, rank: int, size: int, timeout: timedelta) -> Any:
+        import torch.distributed as dist
+
+        return dist.ProcessGroupGloo(end.store, rank, size, timeout)
+
+
+@register_transport("nccl")
+class Nccl(Broadcast):
+    @classmethod
+    def check(cls, layout: Layout) -> None:
+        if not layout.engine_gpus:
+            problem = "needs explorer.engine.gpus and trainer.gpus above 0"
+            raise ConfigError(problem, field=FIELD, value="nccl", remedy="use gloo or auto")
+        if layout.engine_gpus < 1 or layout.rank_gpus < 1:
+            problem = "does not support two ranks on one GPU"
+            remedy = "give whole GPUs to each side, or use ipc"
+            raise ConfigError(problem, field=FIELD, value="nccl", remedy=remedy)
+
+    def _form(self, end: Endpoint, rank: int, size: int, timeout: timedelta) -> Any:
+        import torch
+        import torch.distributed as dist
+
+        torch.cuda.set_device(end.device)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(end.store, rank, size, options)

@@ -1,0 +1,85 @@
+"""One end of a link between trainer and engines: the part of a transfer that all transports share.
+
+The first sender announces the parcel in the link's store; then its buckets go through the transport. Both ends digest
+the buckets: equal digests show that every byte arrived in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from rayrft.registry import load_plugins
+from rayrft.weights.buckets import Digest, bucket_bytes, plan_buckets, read_bucket
+from rayrft.weights.messages import Link, Parcel
+from rayrft.weights.transport import Endpoint, transports
+
+
+def open_store(host: str, timeout_s: float = 300.0) -> TCPStore:
+    """Open the store of a future link or group at a free port (`TCPStore.port`), in the process of its first member.
+
+    It listens at once: a port that is only found to be free may be taken before the members meet. A later store of this
+    process at the same port with ``multi_tenant`` shares the listener; keep this one until then.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    return TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False, multi_tenant=True)
+
+
+class WeightChannel:
+    """An end of a link: ``sends`` on a trainer rank, receives on an engine worker; ``index`` among those.
+
+    The first sender gives the ``store`` that it opened.
+    """
+
+    def __init__(
+        self, link: Link, *, sends: bool, index: int, device: torch.device, store: TCPStore | None = None
+    ) -> None:
+        load_plugins(Path(path) for path in link.plugins)
+        timeout = timedelta(seconds=link.timeout_s)
+        tcp = store or TCPStore(link.host, link.port, is_master=False, wait_for_workers=False, timeout=timeout)
+        self._announces = sends and index == 0
+        self._announced: list[str] = []
+        self._store = PrefixStore(f"rayrft/{link.number}", tcp)
+        self._transport = transports.get(link.transport)()
+        store_of_transport = PrefixStore("transport", self._store)
+        self._transport.connect(
+            Endpoint(sends, index, link.senders, link.receivers, device, store_of_transport, link.timeout_s)
+        )
+
+    def send(self, number: int, parcel: Parcel, buckets: Iterable[Tensor]) -> str:
+        """Send the buckets of a parcel as transfer ``number``; return their digest, on the first sender."""
+        digest = Digest()
+        if self._announces:
+            for read in self._announced:  # by all receivers: the transfer before has ended everywhere
+                self._store.delete_key(read)
+            self._announced = [f"parcel/{number}"]
+            self._store.set(self._announced[0], parcel.to_json())
+            buckets = _digested(buckets, digest)
+        self._transport.send(buckets)
+        return digest.value
+
+    def announced(self, number: int) -> Parcel:
+        """Wait for the announcement of transfer ``number``."""
+        return Parcel.from_json(self._store.get(f"parcel/{number}"))
+
+    def receive(self, parcel: Parcel, digest: Digest) -> Iterator[list[tuple[str, Tensor]]]:
+        """Iterate over the buckets as names and tensors, and add them to the digest."""
+        buckets = plan_buckets(parcel.metas, parcel.bucket_bytes)
+        arriving = self._transport.receive([bucket_bytes(metas) for metas in buckets])
+        for metas, buffer in zip(buckets, arriving, strict=True):
+            digest.update(buffer)
+            yield list(read_bucket(buffer, metas))
+
+    def close(self) -> None:
+        self._transport.close()
+
+
+def _digested(buckets: Iterable[Tensor], digest: Digest) -> Iterator[Tensor]:
+    for buffer in buckets:
+        digest.update(buffer)
+        yield buffer

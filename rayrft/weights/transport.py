@@ -1,0 +1,109 @@
+"""WeightTransport: how buckets of weights get from trainer ranks to engine workers, and the registry of ways.
+
+Without torch at import: the config asks a transport whether it fits the run before anything starts.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from rayrft.errors import ConfigError
+from rayrft.registry import Registry
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+FIELD = "weight_sync.backend"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a transport has to connect: engines and trainer ranks, and the GPUs of one of either."""
+
+    engines: int
+    engine_gpus: float
+    ranks: int
+    rank_gpus: float
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """One end of a link. Senders are the trainer's ranks, receivers the engines' workers."""
+
+    sends: bool
+    index: int
+    """Among the senders, or among the receivers."""
+    senders: int
+    receivers: int
+    device: torch.device
+    store: Any
+    """A key-value store that all ends share (`torch.distributed.Store`): ``get`` and ``wait`` end when a key is set, or
+    with an error after ``timeout_s``."""
+    timeout_s: float
+
+
+class WeightTransport(ABC):
+    """One end of a way to transfer buckets. All ends send or receive the same buckets, in the same order.
+
+    A way of your own is a subclass in one file, registered by a name that ``weight_sync.backend`` gives:
+    ``@register_transport("name")``, in a file that the config's ``plugins`` name.
+    """
+
+    colocated: ClassVar[bool] = False
+    """Whether each engine shares a GPU, and so a placement bundle, with a trainer rank."""
+
+    @classmethod
+    @abstractmethod
+    def check(cls, layout: Layout) -> None:
+        """Raise ConfigError if the transport does not fit the layout."""
+
+    @abstractmethod
+    def connect(self, end: Endpoint) -> None:
+        """Connect this end; return when the others have connected, too, if a transfer needs that."""
+
+    @abstractmethod
+    def send(self, buckets: Iterable[Tensor]) -> None:
+        """Send flat buffers of bytes (uint8, on the endpoint's device); return when all have arrived.
+
+        Runs on every sender, which must take all buckets: making one is a collective of the senders.
+        """
+
+    @abstractmethod
+    def receive(self, sizes: Sequence[int]) -> Iterator[Tensor]:
+        """Iterate over the buckets, of so many bytes. What is yielded belongs to the receiver."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free what `connect` made."""
+
+
+transports: Registry[type[WeightTransport]] = Registry("weight transport")
+register_transport = transports.register
+
+
+def choose_transport(name: str, layout: Layout) -> str:
+    """Return the name of the transport to use: ``name``, or if that is ``auto`` the first registered one that fits.
+
+    Raises ConfigError, on ``weight_sync.backend``, if it is unknown or does not fit, or if none does.
+    """
+    if name != "auto":
+        transports.get(name, FIELD).check(layout)
+        return name
+    problems = []
+    for candidate in transports:
+        try:
+            transports.get(candidate).check(layout)
+        except ConfigError as error:
+            problems.append(f"{candidate} {error.problem}")
+        else:
+            return candidate
+    raise ConfigError(
+        f"no weight transport fits: {'; '.join(problems)}",
+        field=FIELD,
+        value=name,
+        remedy="change explorer.engine.gpus, trainer.gpus, explorer.engine.count or trainer.ranks",
+    )

@@ -1,0 +1,226 @@
+"""Every transport carries the same bytes to every receiver, transfer after transfer; and fits where it says."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rayrft.config import RunConfig, load_config
+from rayrft.errors import ConfigError
+from rayrft.weights import Endpoint, ipc, transports
+from rayrft.weights.broadcast import Nccl
+from rayrft.weights.buckets import Digest, empty_bucket, fill_bucket, plan_buckets
+from rayrft.weights.channel import WeightChannel, open_store
+from rayrft.weights.messages import Adapter, Link, Parcel, TensorMeta
+from tests.config.test_load import base
+from tests.conftest import ROOT
+from tests.errors import about
+
+HOST = "127.0.0.1"
+CPU = torch.device("cpu")
+SHARED_FILE = ROOT / "tests" / "samples" / "shared_file.py"
+
+
+@pytest.fixture(autouse=True)
+def only_built_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What plugins and examples register is not there before and after a test."""
+    monkeypatch.setattr(transports, "_pieces", {name: transports.get(name) for name in ("gloo", "nccl", "ipc")})
+    yield
+    for name in [name for name in sys.modules if name.startswith("rayrft_plugin_shared_file")]:
+        del sys.modules[name]
+
+
+def weights(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {f"w{index}": torch.randn(40, 3 + index, generator=generator) for index in range(5)}
+
+
+def parcel(tensors: dict[str, Tensor]) -> Parcel:
+    return Parcel([TensorMeta.of(name, tensor, tensor.dtype) for name, tensor in tensors.items()], 1200)
+
+
+def buckets(tensors: dict[str, Tensor]) -> Iterator[Tensor]:
+    for metas in plan_buckets(parcel(tensors).metas, 1200):
+        buffer = empty_bucket(metas, CPU)
+        fill_bucket(buffer, metas, [tensors[meta.name] for meta in metas])
+        yield buffer
+        buffer.zero_()  # what the sender does with a bucket afterwards is no longer the receiver's concern
+
+
+class Ends:
+    """All ends of a link, each in a thread of its own."""
+
+    def __init__(self, transport: str, senders: int, receivers: int, plugins: tuple[str, ...] = ()) -> None:
+        store = open_store(HOST, 30)
+        link = Link(transport, HOST, store.port, 1, senders, receivers, 30, plugins)
+        self._pool = ThreadPoolExecutor(senders + receivers)
+        ends = [(True, index) for index in range(senders)] + [(False, index) for index in range(receivers)]
+
+        def connect(end: tuple[bool, int]) -> WeightChannel:
+            sends, index = end
+            device = torch.device("cuda", index) if transport == "ipc" else CPU
+            own = store if end == (True, 0) else None
+            return WeightChannel(link, sends=sends, index=index, device=device, store=own)
+
+        channels = list(self._pool.map(connect, ends))
+        self.senders, self.receivers = channels[:senders], channels[senders:]
+
+    def transfer(self, number: int, tensors: dict[str, Tensor]) -> tuple[str, list[tuple[str, dict[str, Tensor]]]]:
+        """Return the digest sent, and of every receiver the digest and tensors that it got."""
+
+        def receive(channel: WeightChannel) -> tuple[str, dict[str, Tensor]]:
+            digest = Digest()
+            got = [pair for bucket in channel.receive(channel.announced(number), digest) for pair in bucket]
+            return digest.value, dict(got)
+
+        sending = [self._pool.submit(end.send, number, parcel(tensors), buckets(tensors)) for end in self.senders]
+        receiving = [self._pool.submit(receive, end) for end in self.receivers]
+        got = [future.result(60) for future in receiving]
+        return next(future.result(60) for future in sending), got
+
+    def close(self) -> None:
+        for channel in (*self.senders, *self.receivers):
+            channel.close()
+        self._pool.shutdown()
+
+
+@pytest.fixture
+def exported(monkeypatch: pytest.MonkeyPatch) -> dict[bytes, Tensor]:
+    """CPU memory in the place of GPUs': the handle to a buffer leads to the buffer."""
+    exported: dict[bytes, Tensor] = {}
+
+    def export(buffer: Tensor) -> bytes:
+        handle = str(len(exported)).encode()
+        exported[handle] = buffer
+        return handle
+
+    monkeypatch.setattr(ipc, "gpu_uuid", lambda device: f"gpu-{device.index}")
+    monkeypatch.setattr(ipc, "export_buffer", export)
+    monkeypatch.setattr(ipc, "open_buffer", lambda handle, device: exported[handle])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    return exported
+
+
+@pytest.mark.parametrize(
+    ("transport", "senders", "receivers"),
+    [("gloo", 1, 2), ("gloo", 2, 1), ("ipc", 2, 2), ("ipc", 2, 1), ("shared_file", 2, 2)],
+)
+def test_every_receiver_gets_the_same_bytes_transfer_after_transfer(
+    transport: str,
+    senders: int,
+    receivers: int,
+    exported: dict[bytes, Tensor],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SHARED_FOLDER", str(tmp_path))
+    ends = Ends(transport, senders, receivers, (str(SHARED_FILE),))
+    for number in (1, 2):
+        tensors = weights(number)
+        sent, got = ends.transfer(number, tensors)
+        assert len(got) == receivers
+        for digest, received in got:
+            assert digest == sent
+            assert list(received) == list(tensors)
+            assert all(torch.equal(received[name], tensor) for name, tensor in tensors.items())
+    ends.close()
+    assert not list(tmp_path.iterdir())
+    if transport == "ipc":  # what nobody maps would never be freed
+        assert len(exported) == 2 * receivers * len(list(buckets(weights(1))))
+
+
+@pytest.mark.usefixtures("exported")
+def test_an_engine_on_the_gpu_of_no_rank_is_refused_when_it_connects() -> None:
+    store = open_store(HOST, 30)
+    store.set("sender/0", "gpu-0")
+    with pytest.raises(RuntimeError, match="gpu-1"):
+        ipc.CudaIpc().connect(Endpoint(False, 0, 1, 1, torch.device("cuda", 1), store, 30))
+
+
+def test_nccl_forms_its_group_of_the_first_rank_and_the_workers_on_their_devices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    formed: list[tuple[Any, ...]] = []
+
+    class Group:
+        class Options:
+            _timeout: Any = None
+
+        def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
+            formed.append((store, rank, size, options._timeout.total_seconds()))
+
+    devices: list[torch.device] = []
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Group, raising=False)
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    for sends, index in ((True, 0), (True, 1), (False, 0), (False, 1)):
+        end = Endpoint(sends, index, 2, 2, torch.device("cuda", index), "store", 7.0)
+        transport = Nccl()
+        transport.connect(end)
+        if (sends, index) == (True, 1):  # gathers with the first, and sends nothing
+            taken: list[Tensor] = []
+            transport.send(taken.append(buffer) or buffer for buffer in [torch.zeros(4)])  # type: ignore[func-returns-value]
+            assert len(taken) == 1
+    assert formed == [("store", 0, 3, 7.0), ("store", 1, 3, 7.0), ("store", 2, 3, 7.0)]
+    assert [device.index for device in devices] == [0, 0, 1]
+
+
+def test_a_port_that_was_given_out_cannot_be_taken_before_the_ends_meet() -> None:
+    store = open_store(HOST, 30)
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind((HOST, store.port))
+
+
+def test_what_is_announced_is_what_arrives() -> None:
+    sent = Parcel(parcel(weights(0)).metas, 77, Adapter("a/folder", 1.5))
+    assert Parcel.from_json(sent.to_json()) == sent
+    assert Parcel.from_json(parcel(weights(0)).to_json()).adapter is None
+
+
+def config(backend: str, engine_gpus: float, rank_gpus: float, engines: int = 2, **overrides: Any) -> RunConfig:
+    devices = {"explorer.engine.gpus": engine_gpus, "trainer.gpus": rank_gpus, "explorer.engine.count": engines}
+    return load_config(base(), {"weight_sync.backend": backend, **devices, **overrides})
+
+
+@pytest.mark.parametrize(
+    ("backend", "engine_gpus", "rank_gpus", "engines"),
+    [
+        ("gloo", 1, 1, 2),
+        ("nccl", 0, 0, 2),
+        ("nccl", 1, 0.5, 2),  # two ranks on a GPU
+        ("ipc", 0, 0, 2),
+        ("ipc", 0.5, 0.6, 2),  # more than a GPU
+        ("ipc", 0.4, 0.5, 3),  # three engines, two ranks
+        ("ipc", 0.2, 0.3, 2),  # two pairs on a GPU
+        ("auto", 0.5, 0.6, 2),
+        ("ippc", 0, 0, 2),
+    ],
+)
+def test_a_transport_that_does_not_fit_is_refused_with_its_rule(
+    backend: str, engine_gpus: float, rank_gpus: float, engines: int
+) -> None:
+    with pytest.raises(ConfigError, check=about("weight_sync.backend", backend)):
+        config(backend, engine_gpus, rank_gpus, engines)
+
+
+def test_a_transport_of_ones_own_is_chosen_by_the_config() -> None:
+    assert len(SHARED_FILE.read_text().splitlines()) < 60
+    chosen = config("shared_file", 0.5, 0.6, plugins=[str(SHARED_FILE)])
+    assert (chosen.sync_backend, chosen.colocated) == ("shared_file", False)
+    assert config("auto", 0.5, 0.6).sync_backend == "shared_file", "the first that fits"
+    assert config("auto", 0, 0).sync_backend == "gloo"
+
+
+def test_all_that_is_registered_can_be_asked_without_torch() -> None:
+    code = "import rayrft.weights, sys; print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert result.stdout.strip() == "False", result.stderr
