@@ -346,5 +346,9 @@ class Buffer:
 
     def _may_admit(self) -> bool:
         # A step that waits for new groups must get them even if the Buffer is full: it then frees room.
-        full = self._store.config.when_full == "wait" and self._retention.full and not self._state.needs_admission
+        full = (
+            self._store.config.when_full == "wait"
+            and self._retention.full
+            and not self._state.meta.schedule.needs_admission
+        )
         return self._state.capacity > 0 and not full

@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from rayrft.buffer import events as e
 from rayrft.buffer.entries import Entry, Receipt, group_key, shard_of
+from rayrft.buffer.groups import GroupStatus
 from rayrft.buffer.log.shard import Appended, Shard
 from rayrft.buffer.retention import Retention
 from rayrft.buffer.store import Store
@@ -54,6 +55,7 @@ _ROOM_DEADLINE_S = 600.0
 _OTHER_ROWS = "the group came before with other rows"
 _USED_ID = "another group has its group_id"
 _OF_A_FAULTY_GROUP = "another row of its group is faulty"
+_NO_STEP = "no step of the stage can take the group: it is too old, or groups with tickets have all places"
 
 
 class Arrivals:
@@ -81,6 +83,8 @@ class Arrivals:
         if used := [i for i, entry in enumerate(entries) if entry.sequence in state.meta.outstanding]:
             await self._store.commit(*(_refused(entries[i], keys[i], {_USED_ID: entries[i].rows}) for i in used))
             faults |= {i: [Fault(entries[i].group_id, _USED_ID)] for i in used}
+        for i in self._dropped(entries, keys):
+            faults.setdefault(i, [Fault(entries[i].group_id, _NO_STEP)])
         return [Receipt(entry.group_id, tuple(faults.get(i, ()))) for i, entry in enumerate(entries)]
 
     async def _store_groups(
@@ -106,6 +110,12 @@ class Arrivals:
                 found[_OF_A_FAULTY_GROUP] = entries[i].rows - found.total()
             events.append(_refused(entries[i], keys[i], found))
         return events, {i: found for i, found in done.faults.items() if i in wanted}
+
+    def _dropped(self, entries: list[Entry], keys: list[int]) -> list[int]:
+        """Return the indices of groups without a ticket that were dropped when they arrived."""
+        groups = self._store.state.groups
+        slots = [groups.find(key) if entry.ticket is None else None for entry, key in zip(entries, keys, strict=True)]
+        return [i for i, slot in enumerate(slots) if slot is not None and groups.status[slot] == GroupStatus.DROPPED]
 
     def _changed(self, entries: list[Entry], keys: list[int]) -> list[int]:
         """Return the indices of groups that are stored with other rows."""

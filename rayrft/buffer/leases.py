@@ -15,7 +15,6 @@ from rayrft.buffer.entries import group_key
 from rayrft.buffer.events import GroupReport
 from rayrft.buffer.expert_rows import ExpertBlocks
 from rayrft.buffer.log.shard import Ref
-from rayrft.buffer.schedule import ReplaySchedule, Schedule
 from rayrft.buffer.scores import check_scores
 from rayrft.buffer.state import LeaseRecord
 from rayrft.buffer.store import Store
@@ -217,19 +216,11 @@ class Leasing:
         state, meta = self._store.state, self._store.state.meta
         plan = meta.plan
         assert plan is not None  # checked by the caller
-        slots: list[int] | None = []
-        weights: list[float] = []
-        if plan.groups and isinstance(meta.schedule, Schedule):
-            slots = state.choose(step)
-            weights = [1.0] * len(slots or [])
-        elif plan.groups:
-            if isinstance(meta.schedule, ReplaySchedule) and not meta.schedule.may_draw(state.eligible):
+        slots, weights = list[int](), list[float]()
+        if plan.groups:
+            if (draw := state.choose(step, plan.groups)) is None:
                 return None
-            draw = state.pool.draw(plan.groups, max(step, state.clock), meta.draws)
-            slots = None if draw is None else draw.slots.tolist()
-            weights = [] if draw is None else draw.weights.tolist()
-        if slots is None:
-            return None
+            slots, weights = draw.slots.tolist(), draw.weights.tolist()
         expert = meta.experts[plan.demonstrations].peek(plan.expert_rows) if plan.demonstrations else []
         return e.Leased(step, slots, weights, expert)
 
@@ -239,7 +230,7 @@ class Leasing:
         if not meta.open:
             return "stage_closed"
         # Outstanding groups of an earlier stage, or too late ones, cannot fill a batch.
-        awaited = meta.outstanding.keys() & meta.schedule.running.keys() if meta.schedule is not None else ()
+        awaited = meta.outstanding.keys() & meta.schedule.running.keys()
         return None if awaited else meta.ended
 
     def _ended(self, reason: str, step: int, what: str) -> LeaseEnded:
@@ -255,14 +246,11 @@ class Leasing:
     def _ready(self) -> int:
         """Return the number of groups that are ready."""
         state = self._store.state
-        return len(state.meta.schedule.ready) if isinstance(state.meta.schedule, Schedule) else state.eligible
+        return state.meta.schedule.ready_count(state.eligible)
 
     def _available(self) -> str:
         """Describe the groups available for the next step."""
-        meta = self._store.state.meta
-        if isinstance(meta.schedule, Schedule):
-            return f"{self._ready()} ready, {len(meta.schedule.running)} running"
-        return f"{self._ready()} in the pool, {len(meta.outstanding)} running"
+        return f"{self._ready()} ready, {len(self._store.state.meta.schedule.running)} running"
 
     def _dropped(self) -> str:
         ledger = self._store.state.meta.ledger

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
@@ -19,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayrft.buffer.groups import GroupStatus, GroupTable
+from rayrft.buffer.schedule import Draw
 from rayrft.buffer.scores import check_scores
 from rayrft.config.buffer import SamplerConfig
 from rayrft.registry import Registry
@@ -34,15 +34,6 @@ _RANGE = 960
 _NEVER = np.iinfo(np.int64).max
 _GROUP = np.dtype([("score", np.float64), ("version", np.int64), ("uses", np.int64), ("due", np.int64)])
 """Record of a group; ``due`` is the first step at which it may be drawn."""
-
-
-@dataclass(frozen=True, eq=False)
-class Draw:
-    """The groups of one batch. ``slots``: ``[n]`` int64, distinct. ``weights``: ``[n]`` float32, at most 1: importance
-    weight of every group's loss."""
-
-    slots: Ints
-    weights: NDArray[np.float32]
 
 
 class Sampler(Protocol):

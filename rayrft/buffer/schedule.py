@@ -15,14 +15,21 @@ schedule.md beside this file for the proof and an example.
 
 With ``over_sampling`` > 1 more groups than needed are in flight, a step takes the first P that are ready, and groups
 that can no longer be in time expire, to be dropped and counted.
+
+That is `WindowedSchedule`. A stage whose groups are used more than once has a `ReplaySchedule`, and one whose producers
+need no tickets an `OpenSchedule`; both draw from the sampler's pool.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import ClassVar, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
@@ -58,9 +65,84 @@ class Ticket:
     task: int | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class Draw:
+    """The groups of one batch. ``slots``: ``[n]`` int64, distinct. ``weights``: ``[n]`` float32, at most 1: importance
+    weight of every group's loss."""
+
+    slots: NDArray[np.int64]
+    weights: NDArray[np.float32]
+
+
+class Schedule(Protocol):
+    """When groups may start and which ready groups a step takes, as pure bookkeeping. Ready groups are known by their
+    slots in the group table."""
+
+    pooled: ClassVar[bool]
+    """Whether ready groups wait in the sampler's pool, not in the schedule."""
+    max_staleness: int
+    next_sequence: int
+    running: dict[int, Ticket]
+    """Groups that were admitted and have not arrived, by the sequence number of their ticket."""
+
+    def capacity(self, eligible: int) -> int:
+        """Return the number of groups that may be admitted now, with ``eligible`` groups in the pool."""
+
+    @property
+    def needs_admission(self) -> bool:
+        """Whether the next step waits for new groups that are not admitted yet, even if the Buffer is full."""
+
+    @property
+    def oldest(self) -> int:
+        """Oldest version whose groups the next step may take."""
+
+    def admit(self, count: int) -> list[Ticket]:
+        """Issue up to ``count`` tickets at the current version; the caller has checked `capacity`."""
+
+    def release(self, sequence: int) -> None:
+        """Free the place of a group that failed or was filtered."""
+
+    def finish(self, ticket: Ticket, slot: int) -> bool:
+        """Make an admitted group ready; return False if it is too late."""
+
+    def offer(self, slot: int, version: int) -> bool:
+        """Make a group ready that came without a ticket; return False if it is too old or there is no place for it.
+        ``version`` is the oldest of its tokens. A group that is ready remains so."""
+
+    def ready_count(self, eligible: int) -> int:
+        """Return the number of ready groups, with ``eligible`` groups in the pool."""
+
+    def choose(self, step: int, draw: Callable[[], Draw | None]) -> Draw | None:
+        """Return the groups that step ``step`` consumes, or None if it has to wait; ``draw`` draws from the pool."""
+
+    def take(self, slots: list[int]) -> None:
+        """Record that a step has leased these groups."""
+
+    def give_back(self, groups: dict[int, Ticket]) -> None:
+        """Make leased groups ready again, by slot."""
+
+    def remove(self, slot: int) -> None:
+        """Remove a ready group."""
+
+    def advance(self, version: int) -> list[int]:
+        """Set the published version; return the slots of ready groups that can no longer be in time, now removed.
+        Raises ValueError for an older version."""
+
+    def adjust(self, plan: StagePlan, fresh: int) -> list[int]:
+        """Continue with the plan's numbers; return the slots of ready groups that are too old for them, now removed."""
+
+
+def make_schedule(plan: StagePlan, fresh: int, next_sequence: int, *, replays: bool) -> AnySchedule:
+    """Make the schedule of a stage. ``fresh``: new groups per step; ``replays``: whether groups are used repeatedly."""
+    if not plan.groups or not plan.scheduled:
+        return OpenSchedule(next_sequence)
+    numbers = plan.max_staleness, plan.over_sampling, plan.version, next_sequence
+    return ReplaySchedule(plan.groups, fresh, *numbers) if replays else WindowedSchedule(plan.groups, *numbers)
+
+
 @dataclass
-class Schedule:
-    """Schedule of a stage whose groups are used once, as pure bookkeeping. Raises ValueError for invalid numbers."""
+class WindowedSchedule:
+    """Schedule of a stage whose groups are used once. Raises ValueError for invalid numbers."""
 
     groups_per_step: int
     max_staleness: int
@@ -69,90 +151,103 @@ class Schedule:
     next_sequence: int = 0
     running: dict[int, Ticket] = field(default_factory=dict)
     ready: dict[int, Ticket] = field(default_factory=dict)
+    """By slot."""
     taken: int = 0
-    kind: Literal["fifo"] = "fifo"
+    kind: Literal["windowed"] = "windowed"
+    pooled: ClassVar[bool] = False
+    needs_admission: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.groups_per_step < 1 or self.max_staleness < 0 or self.over_sampling < 1:
             raise ValueError("groups_per_step >= 1, max_staleness >= 0 and over_sampling >= 1 are required")
 
     @property
-    def capacity(self) -> int:
-        """Groups that may be admitted now; with ``max_staleness`` 0 none during a step, as they would be late."""
+    def oldest(self) -> int:
+        return self.version - self.max_staleness
+
+    def capacity(self, eligible: int = 0) -> int:
+        """See `Schedule`. With ``max_staleness`` 0 none is admitted during a step, as it would be late."""
         if self.max_staleness == 0 and self.taken:
             return 0
         limit = math.ceil(self.over_sampling * (self.max_staleness + 1) * self.groups_per_step)
         return max(0, limit - len(self.running) - len(self.ready) - self.taken)
 
     def admit(self, count: int) -> list[Ticket]:
-        """Issue up to ``count`` tickets at the current version."""
-        tickets = []
-        for _ in range(min(count, self.capacity)):
-            ticket = Ticket(self.next_sequence, self.version, self.version + self.max_staleness)
-            self.running[ticket.sequence] = ticket
-            self.next_sequence += 1
-            tickets.append(ticket)
+        tickets = _tickets(self, min(count, self.capacity()))
+        self.running.update({ticket.sequence: ticket for ticket in tickets})
         return tickets
 
-    def finish(self, ticket: Ticket) -> bool:
-        """Mark a group as ready; return False if it is too late."""
-        if self.running.pop(ticket.sequence, None) is None or ticket.deadline < self.version:
-            return False
-        self.ready[ticket.sequence] = ticket
-        return True
-
     def release(self, sequence: int) -> None:
-        """A group failed or was filtered: its place is free."""
         self.running.pop(sequence, None)
 
-    def choose(self, step: int) -> list[int] | None:
-        """Return the sequence numbers of the P groups that step ``step`` consumes; None if it has to wait."""
+    def finish(self, ticket: Ticket, slot: int) -> bool:
+        if self.running.pop(ticket.sequence, None) is None or ticket.deadline < self.version:
+            return False
+        self.ready[slot] = ticket
+        return True
+
+    def offer(self, slot: int, version: int) -> bool:
+        """See `Schedule`. A group is accepted only if all others still have room by their deadlines."""
+        if slot in self.ready:
+            return True
+        ticket = Ticket(self.next_sequence, version, version + self.max_staleness)
+        if ticket.deadline < self.version or not self.capacity():
+            return False
+        self.ready[slot] = ticket
+        if self.over_sampling == 1.0 and not self._room_after(self.version - (not self.taken), set()):
+            del self.ready[slot]
+            return False
+        self.next_sequence += 1
+        return True
+
+    def ready_count(self, eligible: int) -> int:
+        return len(self.ready)
+
+    def choose(self, step: int, draw: Callable[[], Draw | None]) -> Draw | None:
         if len(self.ready) < self.groups_per_step:
             return None
-        by_deadline = sorted(self.ready.values(), key=lambda ticket: (ticket.deadline, ticket.sequence))
-        chosen = [ticket.sequence for ticket in by_deadline[: self.groups_per_step]]
-        wait = self.over_sampling == 1.0 and self.running and not self._room_after(step, set(chosen))
-        return None if wait else chosen
+        by_deadline = sorted(self.ready, key=lambda slot: (self.ready[slot].deadline, self.ready[slot].sequence))
+        chosen = by_deadline[: self.groups_per_step]
+        if self.over_sampling == 1.0 and self.running and not self._room_after(step, set(chosen)):
+            return None
+        return Draw(np.array(chosen, np.int64), np.ones(len(chosen), np.float32))
 
-    def take(self, sequences: list[int]) -> None:
-        """Mark groups as leased; their places become free once the step's weights are published."""
-        for sequence in sequences:
-            del self.ready[sequence]
-        self.taken = len(sequences)
+    def take(self, slots: list[int]) -> None:
+        """See `Schedule`. Their places become free once the step's weights are published."""
+        for slot in slots:
+            del self.ready[slot]
+        self.taken = len(slots)
 
-    def give_back(self, tickets: list[Ticket]) -> None:
-        """Make leased groups ready again."""
-        self.ready.update({ticket.sequence: ticket for ticket in tickets})
-        self.taken = max(0, self.taken - len(tickets))
+    def give_back(self, groups: dict[int, Ticket]) -> None:
+        self.ready.update(groups)
+        self.taken = max(0, self.taken - len(groups))
+
+    def remove(self, slot: int) -> None:
+        self.ready.pop(slot, None)
 
     def advance(self, version: int) -> list[int]:
-        """Set the published version; return the ready groups that can no longer be in time, now expired."""
-        if version < self.version:
-            raise ValueError(f"versions only grow: {version} after {self.version}")
+        _check_version(self.version, version)
         self.version = version
         self.taken = 0
-        late = [sequence for sequence, ticket in self.ready.items() if ticket.deadline < version]
-        for sequence in late:
-            del self.ready[sequence]
-        self.running = {s: ticket for s, ticket in self.running.items() if ticket.deadline >= version}
+        late = [slot for slot, ticket in self.ready.items() if ticket.deadline < version]
+        for slot in late:
+            del self.ready[slot]
+        self.running = _in_time(self.running, version)
         return late
 
-    def adjust(self, groups_per_step: int, max_staleness: int, over_sampling: float) -> list[int]:
-        """Continue with other numbers; return the ready groups that are too old for them, now expired."""
-        fewer, taken = max(0, self.max_staleness - max_staleness), self.taken
-        self.groups_per_step, self.max_staleness, self.over_sampling = groups_per_step, max_staleness, over_sampling
-        self.running, self.ready = (
-            {sequence: replace(ticket, deadline=ticket.deadline - fewer) for sequence, ticket in tickets.items()}
-            for tickets in (self.running, self.ready)
-        )
+    def adjust(self, plan: StagePlan, fresh: int) -> list[int]:
+        fewer, taken = max(0, self.max_staleness - plan.max_staleness), self.taken
+        self.groups_per_step, self.max_staleness = plan.groups, plan.max_staleness
+        self.over_sampling = plan.over_sampling
+        self.running, self.ready = _due_earlier(self.running, fewer), _due_earlier(self.ready, fewer)
         late = self.advance(self.version)
         self.taken = taken
         return late
 
     def _room_after(self, step: int, taken: set[int]) -> bool:
         """Return whether steps from ``step + 1`` on have room for all other active groups by their deadlines."""
-        active = [*self.running.values(), *self.ready.values()]
-        due = Counter(ticket.deadline for ticket in active if ticket.sequence not in taken)
+        due = Counter(ticket.deadline for ticket in self.running.values())
+        due.update(ticket.deadline for slot, ticket in self.ready.items() if slot not in taken)
         waiting = 0
         for deadline in sorted(due):
             waiting += due[deadline]
@@ -175,57 +270,133 @@ class ReplaySchedule:
     fresh_ready: int = 0
     """New groups that have arrived and are not counted for a step yet."""
     kind: Literal["replay"] = "replay"
+    pooled: ClassVar[bool] = True
+
+    @property
+    def needs_admission(self) -> bool:
+        return self.fresh_ready + len(self.running) < self.fresh
+
+    @property
+    def oldest(self) -> int:
+        return self.version - self.max_staleness
 
     def capacity(self, eligible: int) -> int:
-        """Return the number of groups that may be admitted now, with ``eligible`` groups in the pool."""
         limit = math.ceil(self.over_sampling * (self.max_staleness + 1) * self.fresh)
         return max(0, max(limit - self.fresh_ready, self.groups - eligible) - len(self.running))
 
     def admit(self, count: int) -> list[Ticket]:
-        """Issue ``count`` tickets at the current version; the caller has checked `capacity`."""
-        tickets = []
-        for _ in range(count):
-            ticket = Ticket(self.next_sequence, self.version, self.version + self.max_staleness)
-            self.running[ticket.sequence] = ticket
-            self.next_sequence += 1
-            tickets.append(ticket)
+        tickets = _tickets(self, count)
+        self.running.update({ticket.sequence: ticket for ticket in tickets})
         return tickets
 
-    def finish(self, ticket: Ticket) -> bool:
-        """Count a group as ready; return False if it is too late."""
+    def release(self, sequence: int) -> None:
+        self.running.pop(sequence, None)
+
+    def finish(self, ticket: Ticket, slot: int) -> bool:
         if self.running.pop(ticket.sequence, None) is None or ticket.deadline < self.version:
             return False
         self.fresh_ready += 1
         return True
 
-    def release(self, sequence: int) -> None:
-        """A group failed or was filtered: its place is free."""
-        self.running.pop(sequence, None)
+    def offer(self, slot: int, version: int) -> bool:
+        return version >= self.oldest
 
-    def adjust(self, groups: int, fresh: int, max_staleness: int, over_sampling: float) -> None:
-        """Continue with other numbers."""
-        self.groups, self.fresh, self.max_staleness, self.over_sampling = groups, fresh, max_staleness, over_sampling
+    def ready_count(self, eligible: int) -> int:
+        return eligible
 
-    @property
-    def needs_admission(self) -> bool:
-        """Whether the next step waits for new groups that are not admitted yet."""
-        return self.fresh_ready + len(self.running) < self.fresh
+    def choose(self, step: int, draw: Callable[[], Draw | None]) -> Draw | None:
+        return draw() if self.fresh_ready >= self.fresh else None
 
-    def may_draw(self, eligible: int) -> bool:
-        """Return whether a step has enough eligible groups, and enough new ones."""
-        return self.fresh_ready >= self.fresh and eligible >= self.groups
-
-    def drawn(self) -> None:
-        """Record that a step has drawn its batch."""
+    def take(self, slots: list[int]) -> None:
         self.fresh_ready -= self.fresh
 
-    def give_back(self) -> None:
-        """Record that a step has returned its batch."""
+    def give_back(self, groups: dict[int, Ticket]) -> None:
         self.fresh_ready += self.fresh
 
-    def advance(self, version: int) -> None:
-        """Set the published version, and expire running groups that can no longer be in time."""
-        if version < self.version:
-            raise ValueError(f"versions only grow: {version} after {self.version}")
+    def remove(self, slot: int) -> None:
+        pass
+
+    def advance(self, version: int) -> list[int]:
+        _check_version(self.version, version)
         self.version = version
-        self.running = {s: ticket for s, ticket in self.running.items() if ticket.deadline >= version}
+        self.running = _in_time(self.running, version)
+        return []
+
+    def adjust(self, plan: StagePlan, fresh: int) -> list[int]:
+        self.running = _due_earlier(self.running, max(0, self.max_staleness - plan.max_staleness))
+        self.groups, self.fresh = plan.groups, fresh
+        self.max_staleness, self.over_sampling = plan.max_staleness, plan.over_sampling
+        return []
+
+
+@dataclass
+class OpenSchedule:
+    """Schedule of a stage without tickets: producers put groups at any time, and groups of any age are drawn."""
+
+    next_sequence: int = 0
+    """For the next stage."""
+    kind: Literal["open"] = "open"
+    running: dict[int, Ticket] = field(default_factory=dict)
+    pooled: ClassVar[bool] = True
+    max_staleness: ClassVar[int] = 0
+    needs_admission: ClassVar[bool] = False
+    oldest: ClassVar[int] = 0
+
+    def capacity(self, eligible: int) -> int:
+        return 0
+
+    def admit(self, count: int) -> list[Ticket]:
+        return []
+
+    def release(self, sequence: int) -> None:
+        pass
+
+    def finish(self, ticket: Ticket, slot: int) -> bool:
+        return False
+
+    def offer(self, slot: int, version: int) -> bool:
+        return True
+
+    def ready_count(self, eligible: int) -> int:
+        return eligible
+
+    def choose(self, step: int, draw: Callable[[], Draw | None]) -> Draw | None:
+        return draw()
+
+    def take(self, slots: list[int]) -> None:
+        pass
+
+    def give_back(self, groups: dict[int, Ticket]) -> None:
+        pass
+
+    def remove(self, slot: int) -> None:
+        pass
+
+    def advance(self, version: int) -> list[int]:
+        return []
+
+    def adjust(self, plan: StagePlan, fresh: int) -> list[int]:
+        return []
+
+
+AnySchedule = WindowedSchedule | ReplaySchedule | OpenSchedule
+
+
+def _tickets(schedule: WindowedSchedule | ReplaySchedule, count: int) -> list[Ticket]:
+    """Number the next tickets of a schedule."""
+    first, version = schedule.next_sequence, schedule.version
+    schedule.next_sequence += count
+    return [Ticket(first + index, version, version + schedule.max_staleness) for index in range(count)]
+
+
+def _in_time(tickets: dict[int, Ticket], version: int) -> dict[int, Ticket]:
+    return {key: ticket for key, ticket in tickets.items() if ticket.deadline >= version}
+
+
+def _due_earlier(tickets: dict[int, Ticket], versions: int) -> dict[int, Ticket]:
+    return {key: replace(ticket, deadline=ticket.deadline - versions) for key, ticket in tickets.items()}
+
+
+def _check_version(old: int, new: int) -> None:
+    if new < old:
+        raise ValueError(f"versions only grow: {new} after {old}")

@@ -19,7 +19,7 @@ from rayrft.buffer.groups import GroupStatus, GroupTable
 from rayrft.buffer.ledger import ExpertDraws, Ledger
 from rayrft.buffer.log.segments import Extent
 from rayrft.buffer.samplers import Pool, Sampler
-from rayrft.buffer.schedule import ReplaySchedule, Schedule, StagePlan, Ticket
+from rayrft.buffer.schedule import AnySchedule, Draw, OpenSchedule, StagePlan, Ticket
 from rayrft.config.buffer import SamplerConfig
 from rayrft.data.task_sampler import TaskSet
 from rayrft.errors import StorageError
@@ -135,7 +135,7 @@ class Metadata:
     step: int = 0
     """The latest leased step."""
     plan: StagePlan | None = None
-    schedule: Annotated[Schedule | ReplaySchedule, Field(discriminator="kind")] | None = None
+    schedule: Annotated[AnySchedule, Field(discriminator="kind")] = field(default_factory=OpenSchedule)
     replaying: bool = False
     """Whether the trainer repeats earlier steps: no groups are admitted until its weights have caught up."""
     checkpointed_step: int = 0
@@ -157,7 +157,6 @@ class Metadata:
     """Lives of the trainer and of the run that began with a rollback."""
     opened: dict[str, int] = field(default_factory=dict)
     """First version of the stages that this life of the run opened, by name."""
-    next_sequence: int = 0
     rejected_keys: dict[int, int] = field(default_factory=dict)
     """Latest digest of rejected groups without a ticket, by key."""
     experts: dict[str, ExpertCursor] = field(default_factory=dict)
@@ -187,28 +186,14 @@ class State:
         self.meta = Metadata()
         self.groups = GroupTable()
         self.pool = Pool()
-        self.by_sequence: dict[int, int] = {}
-        """Slots of ready groups by ticket sequence, for the schedule."""
-
-    @property
-    def pooled(self) -> bool:
-        """Whether the current stage draws from the pool."""
-        return not isinstance(self.meta.schedule, Schedule)
 
     @property
     def capacity(self) -> int:
         """Number of groups that may be admitted now."""
         meta = self.meta
-        if not meta.open or meta.schedule is None or meta.replaying:
+        if not meta.open or meta.replaying:
             return 0
-        if isinstance(meta.schedule, Schedule):
-            return meta.schedule.capacity + len(meta.reissued_tickets)
         return meta.schedule.capacity(self.eligible) + len(meta.reissued_tickets)
-
-    @property
-    def needs_admission(self) -> bool:
-        """Whether a step of a replaying stage waits for new groups that are not admitted yet."""
-        return isinstance(self.meta.schedule, ReplaySchedule) and self.meta.schedule.needs_admission
 
     @property
     def eligible(self) -> int:
@@ -232,11 +217,9 @@ class State:
         awaited = sequence is None or sequence in self.meta.outstanding
         return awaited and self.groups.find(key) is None
 
-    def choose(self, step: int) -> list[int] | None:
-        """Return the slots of the groups that the schedule chooses for a step; None if it has to wait."""
-        assert isinstance(self.meta.schedule, Schedule)
-        sequences = self.meta.schedule.choose(step)
-        return None if sequences is None else [self.by_sequence[sequence] for sequence in sequences]
+    def choose(self, step: int, groups: int) -> Draw | None:
+        """Return the groups that the schedule chooses for a step; None if it has to wait."""
+        return self.meta.schedule.choose(step, lambda: self.pool.draw(groups, max(step, self.clock), self.meta.draws))
 
     def ledger(self, *, recount: bool = False) -> Ledger:
         """Return the ledger; with ``recount``, held rows are recounted for it. Raises AssertionError unless it
@@ -265,7 +248,7 @@ class State:
 
     def fill_pool(self, build: Callable[[], Sampler]) -> None:
         """Create the pool's sampler: after a journal was read, and when a stage opens."""
-        if self.pooled:
+        if self.meta.schedule.pooled:
             self.pool.fill(build, self.groups, self.clock)
 
     def to_snapshot(self) -> pa.Buffer:
@@ -291,9 +274,6 @@ class State:
             ) from None
         if self.tasks is not None:
             self.tasks.restore(self.meta.tasks)
-        if isinstance(self.meta.schedule, Schedule):
-            ready = {int(self.groups.sequence[slot]): slot for slot in self.groups.where(GroupStatus.READY).tolist()}
-            self.by_sequence = {sequence: slot for sequence, slot in ready.items() if sequence >= 0}
 
 
 Rule = Callable[[State, Any], Any]

@@ -283,7 +283,7 @@ class Twins(RuleBasedStateMachine):
         assert dataclasses.replace(a.meta, tasks={}) == dataclasses.replace(b.meta, tasks={})
         assert all(np.array_equal(getattr(a.groups, name), getattr(b.groups, name)) for name in _COLUMNS)
         assert a.tasks is not None and b.tasks is not None and a.tasks.state() == b.tasks.state()
-        assert a.by_sequence == b.by_sequence and a.capacity == b.capacity
+        assert a.meta.schedule == b.meta.schedule and a.capacity == b.capacity
 
     def _held(self) -> list[str]:
         return list({row.split("/")[0]: None for row, _ in self.twin.held()})

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayrft.buffer.schedule import ReplaySchedule, Schedule, Ticket
+from rayrft.buffer.schedule import Draw, ReplaySchedule, Ticket, WindowedSchedule
 
 
-def take(schedule: Schedule, step: int) -> list[int] | None:
-    chosen = schedule.choose(step)
-    if chosen is not None:
-        schedule.take(chosen)
-    return chosen
+def take(schedule: WindowedSchedule, step: int) -> list[int] | None:
+    draw = schedule.choose(step, no_pool)
+    if draw is None:
+        return None
+    schedule.take(draw.slots.tolist())
+    return draw.slots.tolist()
+
+
+def no_pool() -> Draw:
+    raise AssertionError("there is none")
+
+
+def finish(schedule: WindowedSchedule | ReplaySchedule, ticket: Ticket) -> bool:
+    """Groups are stored in the slot of their ticket's number."""
+    return schedule.finish(ticket, ticket.sequence)
 
 
 @settings(max_examples=300, deadline=None)
@@ -21,7 +32,7 @@ def take(schedule: Schedule, step: int) -> list[int] | None:
 def test_no_group_is_consumed_staler_than_the_bound_whatever_the_completion_order(
     data: st.DataObject, groups: int, staleness: int
 ) -> None:
-    schedule = Schedule(groups, staleness)
+    schedule = WindowedSchedule(groups, staleness)
     running: dict[int, Ticket] = {}
     tickets: dict[int, Ticket] = {}
 
@@ -38,7 +49,7 @@ def test_no_group_is_consumed_staler_than_the_bound_whatever_the_completion_orde
             if data.draw(st.booleans(), label="filtered"):
                 schedule.release(ticket.sequence)
             else:
-                assert schedule.finish(ticket)
+                assert finish(schedule, ticket)
         taken = take(schedule, step)
         if taken is None:
             continue
@@ -54,22 +65,22 @@ def test_no_group_is_consumed_staler_than_the_bound_whatever_the_completion_orde
 def test_a_step_is_never_stuck_once_everything_admitted_has_finished(
     data: st.DataObject, groups: int, staleness: int
 ) -> None:
-    schedule = Schedule(groups, staleness)
+    schedule = WindowedSchedule(groups, staleness)
     for step in range(8):
         tickets = schedule.admit(100)
         order = data.draw(st.permutations(tickets))
         for ticket in order:
-            schedule.finish(ticket)
+            finish(schedule, ticket)
         assert take(schedule, step) is not None
         schedule.advance(step + 1)
 
 
 def test_synchronous_means_no_group_starts_before_the_weights_it_is_for_are_published() -> None:
-    schedule = Schedule(2, 0)
+    schedule = WindowedSchedule(2, 0)
     first = schedule.admit(10)
     assert len(first) == 2
     for ticket in first:
-        schedule.finish(ticket)
+        finish(schedule, ticket)
     assert take(schedule, 0) is not None
     assert schedule.admit(10) == []
     schedule.advance(1)
@@ -77,96 +88,132 @@ def test_synchronous_means_no_group_starts_before_the_weights_it_is_for_are_publ
 
 
 def test_one_step_off_admits_the_next_batch_while_this_one_trains() -> None:
-    schedule = Schedule(2, 1)
+    schedule = WindowedSchedule(2, 1)
     tickets = schedule.admit(10)
     assert len(tickets) == 4
     for ticket in tickets[:2]:
-        schedule.finish(ticket)
+        finish(schedule, ticket)
     assert take(schedule, 0) == [0, 1]
     assert len(schedule.running) == 2
 
 
 def test_a_step_waits_for_a_straggler_that_is_due() -> None:
-    schedule = Schedule(1, 1)
+    schedule = WindowedSchedule(1, 1)
     straggler, quick = schedule.admit(2)
-    schedule.finish(quick)
+    finish(schedule, quick)
     assert take(schedule, 0) == [quick.sequence]
     schedule.advance(1)
     [later] = schedule.admit(1)
-    schedule.finish(later)
+    finish(schedule, later)
     assert take(schedule, 1) is None, "the straggler is due at step 1; taking another would make it too old"
-    schedule.finish(straggler)
+    finish(schedule, straggler)
     assert take(schedule, 1) == [straggler.sequence]
 
 
 def test_a_filtered_group_gives_its_place_to_another() -> None:
-    schedule = Schedule(1, 0)
+    schedule = WindowedSchedule(1, 0)
     [ticket] = schedule.admit(5)
-    assert schedule.capacity == 0
+    assert schedule.capacity() == 0
     schedule.release(ticket.sequence)
     assert len(schedule.admit(5)) == 1
 
 
 def test_over_sampling_takes_the_first_ready_and_expires_the_rest() -> None:
-    schedule = Schedule(2, 0, over_sampling=2.0)
+    schedule = WindowedSchedule(2, 0, over_sampling=2.0)
     tickets = schedule.admit(10)
     assert len(tickets) == 4
     for ticket in tickets[1:]:
-        schedule.finish(ticket)
+        finish(schedule, ticket)
     assert take(schedule, 0) == [1, 2]
     assert schedule.advance(1) == [3]
-    assert not schedule.finish(tickets[0]), "it finished after its deadline"
+    assert not finish(schedule, tickets[0]), "it finished after its deadline"
 
 
 def test_versions_only_grow() -> None:
-    schedule = Schedule(1, 0, version=5)
+    schedule = WindowedSchedule(1, 0, version=5)
     with pytest.raises(ValueError, match="versions only grow"):
         schedule.advance(4)
 
 
 def test_a_group_with_older_tokens_than_its_ticket_promised_is_due_earlier() -> None:
-    schedule = Schedule(1, 2, version=3)
+    schedule = WindowedSchedule(1, 2, version=3)
     first, second, _ = schedule.admit(3)
-    assert schedule.finish(first)
-    assert schedule.finish(Ticket(second.sequence, 2, 4))
+    assert finish(schedule, first)
+    assert finish(schedule, Ticket(second.sequence, 2, 4))
     assert take(schedule, 3) == [second.sequence]
 
 
 def test_a_step_does_not_wait_for_nobody() -> None:
-    schedule = Schedule(1, 1)
+    schedule = WindowedSchedule(1, 1)
     for ticket in schedule.admit(2):
-        assert schedule.finish(Ticket(ticket.sequence, 0, 0))
+        assert finish(schedule, Ticket(ticket.sequence, 0, 0))
     assert take(schedule, 0) == [0], "both are due now: one will be late whatever is done, and nobody is under way"
     assert schedule.advance(1) == [1]
 
 
 def test_what_was_taken_can_be_given_back() -> None:
-    schedule = Schedule(2, 0)
+    schedule = WindowedSchedule(2, 0)
     tickets = schedule.admit(2)
     for ticket in tickets:
-        schedule.finish(ticket)
+        finish(schedule, ticket)
     assert take(schedule, 0) == [0, 1]
-    schedule.give_back(tickets)
-    assert schedule.capacity == 0
+    schedule.give_back({ticket.sequence: ticket for ticket in tickets})
+    assert schedule.capacity() == 0
     assert take(schedule, 0) == [0, 1]
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), groups=st.integers(1, 3), staleness=st.integers(0, 3))
+def test_groups_without_a_ticket_take_free_places_and_make_no_admitted_group_late(
+    data: st.DataObject, groups: int, staleness: int
+) -> None:
+    schedule = WindowedSchedule(groups, staleness)
+    running: list[Ticket] = []
+    versions: dict[int, int] = {}
+    slot = 1000
+    for step in range(12):
+        for _ in range(data.draw(st.integers(0, 4), label="offers")):
+            version = data.draw(st.integers(0, step), label="version")
+            if schedule.offer(slot, version):
+                versions[slot] = version
+                assert schedule.offer(slot, version), "asked again"
+            slot += 1
+        assert not schedule.offer(slot, step - staleness - 1)
+        for ticket in schedule.admit(data.draw(st.integers(0, 8), label="admitted")):
+            versions[ticket.sequence] = ticket.version
+            running.append(ticket)
+        taken = None
+        for ticket in data.draw(st.permutations(running)):
+            assert finish(schedule, ticket)
+            running.remove(ticket)
+            if (taken := take(schedule, step)) is not None:
+                break
+        else:
+            taken = take(schedule, step)
+        assert all(step - versions[slot] <= staleness for slot in taken or ())
+        assert schedule.advance(step + 1) == [] or taken is None, "a step that trains makes nothing late"
 
 
 class TestReplay:
     """The pace of a run that draws from a pool: new groups for every step, and the first step filled."""
+
+    @staticmethod
+    def ready(schedule: ReplaySchedule) -> bool:
+        pool = Draw(np.zeros(0, np.int64), np.zeros(0, np.float32))
+        return schedule.choose(0, lambda: pool) is pool
 
     def test_a_first_step_gets_a_whole_batch_and_later_ones_ask_for_what_is_new(self) -> None:
         schedule = ReplaySchedule(groups=4, fresh=2, max_staleness=0)
         tickets = schedule.admit(schedule.capacity(eligible=0))
         assert len(tickets) == 4
         for count, ticket in enumerate(tickets, start=1):
-            assert not schedule.may_draw(eligible=count - 1)
-            assert schedule.finish(ticket)
-        assert schedule.may_draw(eligible=4)
-        schedule.drawn()
-        assert schedule.capacity(eligible=4) == 0, "two of the four are not paid for by a step yet"
-        assert schedule.may_draw(eligible=4)
-        schedule.drawn()
-        assert not schedule.may_draw(eligible=4)
+            assert finish(schedule, ticket)
+            assert self.ready(schedule) == (count >= 2)
+        schedule.take([])
+        assert schedule.capacity(eligible=4) == 0, "two of the four are not counted for a step yet"
+        assert self.ready(schedule)
+        schedule.take([])
+        assert not self.ready(schedule)
         assert schedule.capacity(eligible=4) == 2
 
     def test_groups_that_were_lost_are_replaced(self) -> None:
@@ -179,5 +226,5 @@ class TestReplay:
         schedule = ReplaySchedule(groups=1, fresh=1, max_staleness=1)
         old, _ = schedule.admit(schedule.capacity(0))
         schedule.advance(2)
-        assert not schedule.finish(old)
-        assert not schedule.may_draw(eligible=5)
+        assert not finish(schedule, old) and not self.ready(schedule)
+        assert not schedule.offer(9, 0) and schedule.offer(9, 1)

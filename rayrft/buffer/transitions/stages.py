@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from dataclasses import replace
 
 import numpy as np
 
 from rayrft.buffer import events as e
 from rayrft.buffer.groups import GroupStatus
-from rayrft.buffer.schedule import ReplaySchedule, Schedule, StagePlan, Ticket
+from rayrft.buffer.schedule import StagePlan, Ticket, make_schedule
 from rayrft.buffer.state import ExpertCursor, Outstanding, State, rule
 from rayrft.buffer.transitions.steps import drop_stale
 from rayrft.errors import StorageError
@@ -19,10 +19,7 @@ from rayrft.errors import StorageError
 def evicted(state: State, event: e.Evicted) -> None:
     state.pool.leave(event.slots)
     for slot in event.slots:
-        if isinstance(state.meta.schedule, Schedule):
-            sequence = int(state.groups.sequence[slot])
-            state.meta.schedule.ready.pop(sequence, None)
-            state.by_sequence.pop(sequence, None)
+        state.meta.schedule.remove(slot)
         state.retire(slot, event.reason)
 
 
@@ -79,17 +76,10 @@ def stage_opened(state: State, event: e.StageOpened) -> None:
     meta.reissued_tickets = []
     # A late request of the previous stage must not be taken for one of this stage.
     meta.calls = {producer: (call, []) for producer, (call, _) in meta.calls.items()}
-    if meta.schedule is not None:
-        # A late group of the previous stage must not be taken for one of this stage.
-        meta.next_sequence = meta.schedule.next_sequence
-    common = {"over_sampling": plan.over_sampling, "version": plan.version, "next_sequence": meta.next_sequence}
-    if not plan.groups or not plan.scheduled:
-        meta.schedule = None
-    elif state.config.name == "fifo":
-        meta.schedule = Schedule(plan.groups, plan.max_staleness, **common)  # type: ignore[arg-type]
-    else:
-        meta.schedule = ReplaySchedule(plan.groups, _fresh(state, plan), plan.max_staleness, **common)  # type: ignore[arg-type]
-    state.by_sequence = {}
+    # The numbers of tickets continue: a late group of the previous stage must not be taken for one of this stage.
+    sequence, replays = meta.schedule.next_sequence, state.config.name != "fifo"
+    meta.schedule = make_schedule(plan, _fresh(state, plan), sequence, replays=replays)
+    _offer_ready(state)
 
 
 @rule(e.StageResumed)
@@ -98,29 +88,25 @@ def stage_resumed(state: State, event: e.StageResumed) -> None:
     meta.plan, meta.open = plan, True
     meta.opened[plan.name] = plan.version
     meta.ended = None if plan.scheduled else meta.ended
-    if meta.schedule is not None:
-        _adjust(state, plan)
-        # Free the places of tickets whose groups arrived after the stage was closed.
-        held = meta.outstanding.keys() | {ticket.sequence for ticket in meta.reissued_tickets}
-        for sequence in set(meta.schedule.running) - held:
-            meta.schedule.release(sequence)
+    fewer = max(0, meta.schedule.max_staleness - plan.max_staleness)
+    for slot in meta.schedule.adjust(plan, _fresh(state, plan)):
+        state.retire(slot, "stale")
+    _offer_ready(state)
+    tickets = [replace(ticket, deadline=ticket.deadline - fewer) for ticket in meta.reissued_tickets]
+    meta.reissued_tickets = [ticket for ticket in tickets if ticket.deadline >= meta.version]
+    # Free the places of tickets whose groups arrived after the stage was closed.
+    held = meta.outstanding.keys() | {ticket.sequence for ticket in meta.reissued_tickets}
+    for sequence in set(meta.schedule.running) - held:
+        meta.schedule.release(sequence)
 
 
-def _adjust(state: State, plan: StagePlan) -> None:
-    """Continue the stage with the plan's numbers, and remove what is too old for them."""
-    meta = state.meta
-    if isinstance(meta.schedule, Schedule):
-        fewer = max(0, meta.schedule.max_staleness - plan.max_staleness)
-        meta.reissued_tickets = [
-            dataclasses.replace(ticket, deadline=ticket.deadline - fewer) for ticket in meta.reissued_tickets
-        ]
-        late = meta.schedule.adjust(plan.groups, plan.max_staleness, plan.over_sampling)
-        for sequence in late:
-            state.retire(state.by_sequence.pop(sequence), "stale")
-    elif meta.schedule is not None:
-        meta.schedule.adjust(plan.groups, _fresh(state, plan), plan.max_staleness, plan.over_sampling)
-        drop_stale(state, plan.max_staleness)
-    meta.reissued_tickets = [ticket for ticket in meta.reissued_tickets if ticket.deadline >= meta.version]
+def _offer_ready(state: State) -> None:
+    """Offer the stage the groups that came without a ticket before it opened; drop what is too old for it."""
+    drop_stale(state)
+    if not state.meta.schedule.pooled:
+        for slot in state.groups.where(GroupStatus.READY).tolist():
+            if not state.meta.schedule.offer(slot, int(state.groups.version[slot])):
+                state.retire(slot, "late")
 
 
 def _fresh(state: State, plan: StagePlan) -> int:
@@ -137,13 +123,13 @@ def stage_closed(state: State, event: e.StageClosed) -> None:
 def admitted(state: State, event: e.Admitted) -> list[Ticket]:
     meta = state.meta
     schedule = meta.schedule
-    if not event.count or schedule is None:  # the stage is closed, or the tasks are exhausted
+    if not event.count:  # the stage is closed, or the tasks are exhausted
         meta.calls[event.producer] = (event.call, [])
         return []
     tickets, meta.reissued_tickets = meta.reissued_tickets[: event.count], meta.reissued_tickets[event.count :]
     fresh = schedule.admit(event.count - len(tickets))
     tasks = _tasks(state, event.tasks[len(tickets) :], len(fresh))
-    tickets += [dataclasses.replace(ticket, task=task) for ticket, task in zip(fresh, tasks, strict=False)]
+    tickets += [replace(ticket, task=task) for ticket, task in zip(fresh, tasks, strict=False)]
     for ticket in fresh[len(tasks) :]:
         schedule.release(ticket.sequence)
     for ticket in tickets:
@@ -166,7 +152,7 @@ def abandoned(state: State, event: e.Abandoned) -> None:
     schedule = state.meta.schedule
     for ticket in held:
         del state.meta.outstanding[ticket.sequence]
-        if schedule is not None and ticket.sequence in schedule.running:
+        if ticket.sequence in schedule.running:
             state.meta.reissued_tickets.append(ticket)
     state.meta.calls.pop(event.producer, None)
     state.meta.gone.add(event.producer)
@@ -190,11 +176,9 @@ def stored(state: State, event: e.Stored) -> None:
         meta.arrivals += 1
         meta.ledger.sampled += group.rows - group.masked
         ticket = _report(state, group.sequence, group.dropped, group.report)
-        if ticket is not None and not _in_time(state, ticket, group.version):
+        if not _finish(state, ticket, slot, group.version):
             state.retire(slot, "late")
-        elif ticket is not None and not state.pooled:
-            state.by_sequence[ticket.sequence] = slot
-        else:
+        elif meta.schedule.pooled:
             pooled.append(slot)
     state.pool.add(pooled, state.groups)
 
@@ -208,7 +192,7 @@ def dropped(state: State, event: e.Dropped) -> None:
             return
         state.meta.rejected_keys[event.key] = event.digest
     _report(state, event.sequence, event.dropped, event.report)
-    if event.sequence is not None and state.meta.schedule is not None:
+    if event.sequence is not None:
         state.meta.schedule.release(event.sequence)
 
 
@@ -216,8 +200,7 @@ def dropped(state: State, event: e.Dropped) -> None:
 def task_failed(state: State, event: e.TaskFailed) -> None:
     if state.meta.outstanding.pop(event.sequence, None) is not None:
         state.meta.ledger.dropped_tasks[event.reason] += 1
-        if state.meta.schedule is not None:
-            state.meta.schedule.release(event.sequence)
+        state.meta.schedule.release(event.sequence)
 
 
 def _tasks(state: State, recorded: list[int | None], count: int) -> list[int | None]:
@@ -243,10 +226,13 @@ def _report(state: State, sequence: int | None, dropped: dict[str, int], report:
     return ticket
 
 
-def _in_time(state: State, ticket: Ticket, version: int) -> bool:
+def _finish(state: State, ticket: Ticket | None, slot: int, version: int) -> bool:
+    """Make a group ready that arrived; return False if it is too late."""
     meta = state.meta
-    if meta.schedule is None or meta.plan is None or not meta.open:
+    if ticket is None:  # while no stage is open, it waits for the next one
+        return not meta.open or meta.schedule.offer(slot, version)
+    if meta.plan is None or not meta.open:
         return False
     # A token older than the ticket's version makes the group due earlier.
     deadline = min(ticket.deadline, version + meta.plan.max_staleness)
-    return meta.schedule.finish(dataclasses.replace(ticket, deadline=deadline))
+    return meta.schedule.finish(replace(ticket, deadline=deadline), slot)

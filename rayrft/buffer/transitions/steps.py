@@ -5,7 +5,7 @@ from __future__ import annotations
 from rayrft.buffer import events as e
 from rayrft.buffer.groups import GroupStatus
 from rayrft.buffer.log.segments import Extent
-from rayrft.buffer.schedule import Schedule, Ticket
+from rayrft.buffer.schedule import Ticket
 from rayrft.buffer.state import LeaseRecord, State, rule
 
 
@@ -16,15 +16,8 @@ def leased(state: State, event: e.Leased) -> LeaseRecord:
         groups.set_status(slot, GroupStatus.LEASED)
         groups.pending[slot] += 1
         groups.last_step[slot] = event.step
-    if isinstance(meta.schedule, Schedule):
-        sequences = groups.sequence[event.slots].tolist()
-        meta.schedule.take(sequences)
-        for sequence in sequences:
-            del state.by_sequence[sequence]
-    else:
-        if meta.schedule is not None:
-            meta.schedule.drawn()
-        state.pool.leave(event.slots)
+    meta.schedule.take(event.slots)
+    state.pool.leave(event.slots)
     meta.step = max(meta.step, event.step)
     name = meta.plan.demonstrations if meta.plan and event.expert else None
     extent, unit = Extent(0), 1
@@ -119,16 +112,16 @@ def requeued(state: State, event: e.Requeued) -> None:
     for slot in record.slots:
         state.groups.pending[slot] -= 1
     ready = _make_ready(state, [slot for slot in record.slots if state.groups.pending[slot] == 0])
-    if isinstance(state.meta.schedule, Schedule):
-        sequences, versions = state.groups.sequence[ready].tolist(), state.groups.version[ready].tolist()
-        state.by_sequence.update(zip(sequences, ready, strict=True))
-        bound = state.meta.schedule.max_staleness
-        state.meta.schedule.give_back([Ticket(s, v, v + bound) for s, v in zip(sequences, versions, strict=True)])
-    else:
-        if state.meta.schedule is not None:
-            state.meta.schedule.give_back()
-        # Refilled in order of arrival, since the returned groups are older than others in the pool.
-        state.pool.refill(state.groups, state.clock)
+    schedule = state.meta.schedule
+    tickets = zip(state.groups.sequence[ready].tolist(), state.groups.version[ready].tolist(), strict=True)
+    schedule.give_back(
+        {
+            slot: Ticket(sequence, version, version + schedule.max_staleness)
+            for slot, (sequence, version) in zip(ready, tickets, strict=True)
+        }
+    )
+    # Refilled in order of arrival, since the returned groups are older than others in the pool.
+    state.pool.refill(state.groups, state.clock)
 
 
 @rule(e.RolledBack)
@@ -160,18 +153,18 @@ def advanced(state: State, event: e.Advanced) -> None:
         return  # a repeated step publishes an old version again
     meta.version = event.version
     meta.reissued_tickets = [ticket for ticket in meta.reissued_tickets if ticket.deadline >= event.version]
-    if isinstance(meta.schedule, Schedule):
-        for sequence in meta.schedule.advance(event.version):
-            state.retire(state.by_sequence.pop(sequence), "stale")
-    elif meta.plan is not None and meta.schedule is not None:
-        meta.schedule.advance(event.version)
-        drop_stale(state, meta.plan.max_staleness)
+    for slot in meta.schedule.advance(event.version):
+        state.retire(slot, "stale")
+    drop_stale(state)
 
 
-def drop_stale(state: State, max_staleness: int) -> None:
+def drop_stale(state: State) -> None:
     """Remove groups from the pool that are too old for the next step."""
+    schedule = state.meta.schedule
+    if not schedule.pooled or schedule.oldest <= 0:
+        return
     ready = state.groups.where(GroupStatus.READY)
-    old = ready[state.groups.version[ready] < state.meta.version - max_staleness]
+    old = ready[state.groups.version[ready] < schedule.oldest]
     state.pool.leave(old.tolist())
     for slot in old.tolist():
         state.retire(slot, "stale")
@@ -179,10 +172,9 @@ def drop_stale(state: State, max_staleness: int) -> None:
 
 def _make_ready(state: State, slots: list[int]) -> list[int]:
     """Make leased groups ready again, and remove those that have become too old; return the ready ones."""
-    meta, ready = state.meta, []
-    oldest = meta.version - meta.schedule.max_staleness if meta.schedule is not None else None
+    ready = []
     for slot in slots:
-        if oldest is not None and state.groups.version[slot] < oldest:
+        if state.groups.version[slot] < state.meta.schedule.oldest:
             state.retire(slot, "stale")
         else:
             state.groups.set_status(slot, GroupStatus.READY)
