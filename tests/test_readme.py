@@ -15,6 +15,7 @@ from rayrft.rewards import RewardResult, build_reward
 from tests.conftest import ROOT
 from tests.explorer.test_explorer import config
 from tests.explorer.test_rollout import Engines
+from tests.reference import PAGES
 
 READMES = [ROOT / "README.md", *sorted((ROOT / "rayrft").glob("*/README.md")), ROOT / "tests" / "bench" / "README.md"]
 TASK = Task.create("test", "Spell this word backward: horse", "esroh")
@@ -28,6 +29,11 @@ def examples(readme: Path) -> list[str]:
 
 def test_the_readme_is_short() -> None:
     assert len(READMES[0].read_text().splitlines()) <= 130
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_references_are_those_of_the_models_and_registries(page: Path) -> None:
+    assert page.read_text() == PAGES[page](), "stale: run `python -m tests.reference`"
 
 
 @pytest.mark.parametrize("readme", READMES, ids=lambda path: str(path.relative_to(ROOT)))

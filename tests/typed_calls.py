@@ -7,7 +7,7 @@ from rayrft.buffer.buffer import Buffer
 from rayrft.core.placement import PlacedClass
 from rayrft.handle import Handle, TrackedHandle, fetch
 from rayrft.rewards.worker import RewardWorker
-from rayrft.trainer.commands import Describe, Train
+from rayrft.trainer.commands import Score, Train
 from rayrft.trainer.trainer import Trainer
 from rayrft.waits import Waits
 
@@ -18,7 +18,7 @@ async def calls(buffer: Handle[Buffer], trainer: Handle[Trainer]) -> None:
     await buffer.call(Buffer.ack, 0, version=1)  # type: ignore[call-arg]  # a name that it does not have
     await buffer.call(Trainer.pid)  # type: ignore[call-overload]  # a method of another actor
     name: str = await buffer.call(Buffer.pid)  # type: ignore[call-overload]  # its answer for another type
-    digest: str = (await trainer.call(Trainer.command, Describe()))[0]  # type: ignore[assignment]
+    digest: str = (await trainer.call(Trainer.command, Score([[1, 2]])))[0]  # type: ignore[assignment]
     await trainer.call(Trainer.command, Train)  # type: ignore[call-overload]  # a class for a command
     TrackedHandle(buffer, Waits("a"), endless=[Trainer.watch])  # type: ignore[list-item]
     del name, digest
