@@ -15,7 +15,7 @@ from ray.exceptions import ObjectLostError
 from rayrft.config.trainer import TrainerConfig
 from rayrft.errors import ActorDied
 from rayrft.trainer import rank as rank_module
-from rayrft.trainer.commands import Describe, Train
+from rayrft.trainer.commands import Score, Train
 from rayrft.trainer.trainer import Trainer
 from tests.trainer.ranks import on_ranks
 
@@ -73,13 +73,13 @@ def test_rank_0_listens_at_the_port_that_ray_train_tells_the_ranks(monkeypatch: 
 
 async def test_ranks_that_have_not_answered_are_named(tmp_path: Path) -> None:
     trainer = Trainer(TrainerConfig(ranks=3), None)
-    training = asyncio.ensure_future(trainer.command(Describe()))
+    training = asyncio.ensure_future(trainer.command(Score([])))
     writing = asyncio.ensure_future(trainer.written(tmp_path))
     await trainer.next_command(0)
     await trainer.answer(1, 0, "done")
     await trainer.wrote(0, tmp_path, None)
     assert {(wait.target, wait.what) for wait in (await trainer.waiting()).waits} == {
-        ("Describe of ranks", "0, 2"),
+        ("Score of ranks", "0, 2"),
         ("part of a checkpoint of ranks", "1, 2"),
     }
     for rank in range(3):
