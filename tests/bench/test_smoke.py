@@ -14,6 +14,7 @@ from tests.conftest import ROOT
 SMALLEST = {
     "bench_head": "--tokens 64 --hidden 32 --vocabulary 512 --rounds 1",
     "bench_lease": "--sizes 4000 --leases 2",
+    "bench_loop": "--rounds 1 --steps 1 --engines 1",
     "bench_priority": "--rounds 2",
     "bench_put": "--seconds 0.5 --rounds 1 --producers 1",
     "bench_trainer": "--rounds 1 --hidden 64 --layers 2 --vocabulary 512 --rows 8",

@@ -187,17 +187,22 @@ class Twins(RuleBasedStateMachine):
         assert not self.scheduled or max(came[4]) <= self.staleness
         if self.sampler == "fifo":
             ready = sorted((set(self._held()) | set(lent)) - busy, key=self._turn)
-            ready = [name for name in ready if self.scheduled == (self.groups[name].ticket is not None)]
-            assert lent == sorted(ready[: len(lent)], key=lambda name: self.groups[name].arrival)
+            if self.scheduled:  # groups with and without tickets, by deadline
+                latest = max(self._turn(name) for name in lent)
+                assert all(self._turn(name) >= latest for name in set(ready) - set(lent))
+            else:
+                ready = [name for name in ready if self.groups[name].ticket is None]
+                assert lent == sorted(ready[: len(lent)], key=lambda name: self.groups[name].arrival)
         self.leases[self.step] = Lent(lent, came)
         self.step += 1
 
-    def _turn(self, name: str) -> tuple[int, int]:
+    def _turn(self, name: str) -> int:
+        """Number by which a group is taken: its deadline, or that of its arrival where nothing is scheduled."""
         known = self.groups[name]
-        if known.ticket is None:
-            return known.arrival, 0
-        oldest = min(row.oldest_version for row in known.rows)
-        return min(known.ticket.deadline, oldest + self.staleness), known.ticket.sequence
+        if not self.scheduled:
+            return known.arrival
+        due = min(row.oldest_version for row in known.rows) + self.staleness
+        return due if known.ticket is None else min(known.ticket.deadline, due)
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
