@@ -36,7 +36,7 @@ from rayrft.buffer.validation import Limits, find_faults
 from rayrft.config.buffer import BufferConfig
 from rayrft.data.task_sampler import TaskSet
 from rayrft.errors import DataError, StorageError
-from rayrft.experience import unpack
+from rayrft.experience import Task, unpack
 from rayrft.handle import Handle, Watched
 from rayrft.waits import WaitReport
 
@@ -190,6 +190,30 @@ class Buffer:
             tickets = apply(self._state, event)
             await self._store.record(replace(event, tasks=[ticket.task for ticket in tickets]))
         return tickets
+
+    async def add_tasks(self, tasks: list[Task], source: int) -> int:
+        """Add tasks to a source of the task set, by index; return how many are new by their id, the others are skipped.
+        A stage that has ended because its tasks were exhausted does not continue.
+
+        Raises DataError if the run draws no tasks, if there is no such source, or if the task sampler needs a
+        difficulty that a task lacks.
+        """
+        known = self._state.tasks
+        if known is None or not 0 <= source < known.sources:
+            raise DataError(
+                "the run has no such source of tasks",
+                field="source",
+                value=source,
+                remedy="the sources are those of tasks.sources, counted from 0",
+            )
+        new = list({task.id: task for task in tasks if task.id not in known}.values())
+        known.check([task.difficulty for task in new], source)
+        await self._store.commit(*([e.TasksAdded(new, source)] if new else []))
+        return len(new)
+
+    async def added_tasks(self, after: int) -> list[Task]:
+        """Return the tasks by which the task set has grown, in order, without the first ``after``."""
+        return self._state.meta.added_tasks[after:]
 
     async def attach(self, producer: str, actor: Handle[Watched]) -> None:
         """Watch a producer. If it dies, its tickets are reissued; if it was the last one, a lease that cannot be

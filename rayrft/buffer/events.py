@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Field, TypeAdapter
 
 from rayrft.buffer.log.segments import Extent
 from rayrft.buffer.schedule import StagePlan
+from rayrft.experience import Task
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,17 @@ class Admitted:
     producer: str
     call: int
     count: int
-    tasks: list[int | None]
+    tasks: list[str | None]
     event: Literal["admitted"] = "admitted"
+
+
+@dataclass(frozen=True)
+class TasksAdded:
+    """The task set has grown: these tasks belong to its source ``source``, by index."""
+
+    tasks: list[Task]
+    source: int
+    event: Literal["tasks_added"] = "tasks_added"
 
 
 @dataclass(frozen=True)
@@ -261,6 +271,7 @@ Event = (
     | StageResumed
     | StageClosed
     | Admitted
+    | TasksAdded
     | Abandoned
     | Stored
     | Dropped

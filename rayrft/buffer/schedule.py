@@ -56,13 +56,13 @@ class StagePlan:
 class Ticket:
     """Permission to start one group. ``deadline`` is the last step at which it may be consumed.
 
-    ``task`` is the index of the task, or None if the Buffer has no task set.
+    ``task`` is the id of the task, or None if the Buffer has no task set.
     """
 
     sequence: int
     version: int
     deadline: int
-    task: int | None = None
+    task: str | None = None
 
 
 @dataclass(frozen=True, eq=False)

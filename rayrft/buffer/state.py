@@ -23,6 +23,7 @@ from rayrft.buffer.schedule import AnySchedule, Draw, OpenSchedule, StagePlan, T
 from rayrft.config.buffer import SamplerConfig
 from rayrft.data.task_sampler import TaskSet
 from rayrft.errors import StorageError
+from rayrft.experience import Task
 
 
 @dataclass
@@ -169,6 +170,8 @@ class Metadata:
     arrivals: int = 0
     draws: int = 0
     late_feedback: list[FeedbackNoted] = field(default_factory=list)
+    added_tasks: list[Task] = field(default_factory=list)
+    """Tasks by which the task set has grown, in order."""
     tasks: dict[str, Any] = field(default_factory=dict)
     """State of the task set; set only in a snapshot."""
 

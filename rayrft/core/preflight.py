@@ -205,6 +205,7 @@ def _task_set(config: RunConfig, splits: TaskSplits) -> Callable[[], TaskSet] | 
         return None
     make = partial(
         TaskSet,
+        [task.id for task in splits.train],
         splits.sources,
         [source.weight for source in tasks.sources],
         sampler=tasks.sampler,

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     import ray.data
 
-    from rayrft.experience import Experience
+    from rayrft.experience import Experience, Task
 
 
 ANSWER_S = 60.0
@@ -75,6 +75,13 @@ class RunData:
         from rayrft.buffer.dataset import load_dataset
 
         return load_dataset(self._buffer(), rows, name)
+
+    def add_tasks(self, tasks: list[Task], source: int = 0) -> int:
+        """Add tasks to a source of the run's task set, by index, while it is running; return how many are new by their
+        id. Raises DataError if the run draws no tasks, or lacks what its task sampler needs."""
+        from rayrft.buffer.dataset import answer
+
+        return answer(self._buffer().call(Buffer.add_tasks, tasks, source))
 
     def put(self, rows: list[Experience]) -> None:
         """Put whole groups of own rows into a run in mode ``train``; return when they are in its log.

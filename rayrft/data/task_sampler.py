@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from typing import Any, Protocol
@@ -48,6 +48,29 @@ class Interleave:
         if self._turn == self._round or self._counts[source] == self._limits[source]:
             self._begin_round()
         return source
+
+    def extend(self, source: int, limit: int | None) -> None:
+        """Set another limit for a source. If it had ended, it takes part again."""
+        self._limits[source] = limit
+        if source not in self._open:
+            self._begin_round()
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for `restore`, as JSON."""
+        return {
+            "counts": self._counts,
+            "limits": self._limits,
+            "open": self._open,
+            "taken": self._taken,
+            "turn": self._turn,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a state."""
+        self._counts, self._limits, self._open, self._taken = (
+            list(state[name]) for name in ("counts", "limits", "open", "taken")
+        )
+        self._turn, self._round = state["turn"], sum(self._weights[i] for i in self._open)
 
     def seek(self, position: int) -> None:
         """Move to the state after ``position`` turns from the start, or to the end if it comes first.
@@ -166,12 +189,26 @@ def near_half(view: TaskView, k: int) -> int:
     return _choose(view, k, 4 * rates * (1 - rates))
 
 
-class TaskSet:
-    """Draws tasks 0..n-1 and keeps their statistics; deterministic for equal seed and statistics.
+@dataclass
+class _Source:
+    """Tasks of one source with their statistics; arrays grow with it."""
 
-    sources: source index by task. weights: share of the draws by source, exact to one draw at any time (see
-    `Interleave`). epochs: a source of m tasks ends after ``epochs * m`` draws and the others continue; None: no end.
-    difficulties: by task, None if unknown; empty if all are unknown.
+    epochs: int | None
+    """Epochs from ``began`` on; None: no end."""
+    began: int = 0
+    """Draws of the source before its present epochs."""
+    numbers: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    difficulties: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    tries: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    passes: np.ndarray = field(default_factory=lambda: np.zeros(0))
+
+
+class TaskSet:
+    """Draws tasks by id and keeps their statistics; deterministic for equal seed and statistics. It may grow.
+
+    ids: of the tasks, without duplicates. sources: source index by task. weights: share of the draws by source, exact
+    to one draw at any time (see `Interleave`). epochs: a source of m tasks ends after ``epochs * m`` draws and the
+    others continue; None: no end. difficulties: by task, None if unknown; empty if all are unknown.
 
     Raises ConfigError if there is no such sampler, DataError if a source has no task or the sampler needs unknown
     difficulties.
@@ -179,6 +216,7 @@ class TaskSet:
 
     def __init__(
         self,
+        ids: Sequence[str],
         sources: Sequence[int],
         weights: Sequence[float],
         *,
@@ -188,92 +226,140 @@ class TaskSet:
         difficulties: Sequence[float | None] = (),
     ) -> None:
         self._pick = task_samplers.get(sampler, "tasks.sampler")
-        sizes = np.bincount(sources, minlength=len(weights))
-        if len(sizes) != len(weights) or not sizes.all():
-            raise DataError(f"{len(weights)} sources hold {sizes.tolist()} tasks", field="tasks.sources")
-        # Statistics are ordered by source, so that a view is a slice of them.
-        order = np.argsort(sources, kind="stable")
-        self._slots = np.argsort(order)
-        self._tries, self._passes = np.zeros(len(order), dtype=np.int64), np.zeros(len(order))
-        known = np.array(difficulties or [None] * len(order), dtype=np.float64)[order]
-        ends = np.cumsum(sizes)
-        self._views = [
-            TaskView(source, seed, *(_read_only(array[part]) for array in (order, known, self._tries, self._passes)))
-            for source, part in enumerate(map(slice, ends - sizes, ends))
-        ]
-        self._turns = Interleave(weights, [None if epochs is None else epochs * int(size) for size in sizes])
+        self._seed = seed
+        sizes = np.bincount(sources, minlength=len(weights)).tolist()
+        if len(sizes) != len(weights) or not all(sizes):
+            raise DataError(f"{len(weights)} sources hold {sizes} tasks", field="tasks.sources")
+        self._ids: list[str] = []
+        self._places: dict[str, tuple[int, int]] = {}
+        self._sources = [_Source(epochs=epochs) for _ in weights]
+        self._views: list[TaskView] = []
+        self._added: list[tuple[str, int, float | None]] = []
+        known = list(difficulties) or [None] * len(ids)
+        for source in range(len(weights)):
+            numbers = [number for number, of in enumerate(sources) if of == source]
+            self._insert([(number, ids[number], known[number]) for number in numbers], source)
+        self._ids = list(ids)
+        if len(self._places) < len(self._ids):
+            twice = next(id for number, id in enumerate(ids) if id in ids[:number])
+            raise DataError("two tasks have one id", field="tasks.sources", value=twice, remedy="remove one of them")
+        self._turns = Interleave(weights, [None if epochs is None else epochs * size for size in sizes])
         for view in self._views:
             # A sampler that does not support these tasks raises now, not at its first draw.
             self._choose(view, 0)
+
+    def __contains__(self, id: str) -> bool:
+        return id in self._places
+
+    @property
+    def sources(self) -> int:
+        """Number of sources."""
+        return len(self._sources)
 
     @property
     def position(self) -> int:
         """Draws so far."""
         return sum(self._turns.counts)
 
-    @property
-    def tries(self) -> np.ndarray:
-        """Number of tries by task, ``[n]``."""
-        return self._tries[self._slots]
-
-    @property
-    def passes(self) -> np.ndarray:
-        """Sum of successes by task, ``[n]``."""
-        return self._passes[self._slots]
-
-    def draw(self) -> int | None:
-        """Return the index of the next task; None at the end of the last epoch."""
-        source = self._turns.next()
-        if source is None:
+    def draw(self) -> str | None:
+        """Return the id of the next task; None at the end of the last epoch."""
+        number = self._turns.next()
+        if number is None:
             return None
-        return self._choose(self._views[source], self._turns.counts[source] - 1)
+        source = self._sources[number]
+        return self._ids[self._choose(self._views[number], self._turns.counts[number] - 1 - source.began)]
 
-    def record(self, index: int, tries: int, passes: float) -> None:
+    def check(self, difficulties: Sequence[float | None], source: int) -> None:
+        """Raise DataError if the sampler needs difficulties that are unknown."""
+        held, more = self._sources[source], len(difficulties)
+        known = np.append(held.difficulties, np.array(difficulties, dtype=np.float64))
+        counts = np.append(held.tries, np.zeros(more, np.int64)), np.append(held.passes, np.zeros(more))
+        self._choose(TaskView(source, self._seed, np.arange(len(known)), known, *map(_read_only, counts)), 0)
+
+    def add(self, ids: Sequence[str], source: int, difficulties: Sequence[float | None]) -> None:
+        """Add tasks to a source; their ids must be new, and their difficulties pass `check`. A new epoch of the source
+        begins, over all of its tasks, in place of the running one."""
+        grown = self._sources[source]
+        drawn = self._turns.counts[source]
+        if grown.epochs is not None:
+            grown.epochs = max(1, grown.epochs - (drawn - grown.began) // len(grown.tries))
+        grown.began = drawn
+        self._append(list(zip(ids, [source] * len(ids), difficulties, strict=True)))
+        limit = None if grown.epochs is None else drawn + grown.epochs * len(grown.tries)
+        self._turns.extend(source, limit)
+
+    def record(self, id: str, tries: int, passes: float) -> None:
         """Count ``tries`` answers to a task, of which ``passes`` (or a sum of rewards in 0..1) were right.
 
         Raises DataError if passes are not within 0..tries.
         """
         if not 0 <= passes <= tries:
-            raise DataError(f"{tries} tries cannot have {passes} passes", field=f"task {index}")
-        self._tries[self._slots[index]] += tries
-        self._passes[self._slots[index]] += passes
+            raise DataError(f"{tries} tries cannot have {passes} passes", field=f"task {id}")
+        number, position = self._places[id]
+        self._sources[number].tries[position] += tries
+        self._sources[number].passes[position] += passes
 
-    def pass_rate(self, index: int) -> float | None:
-        """Return passes / tries; None for an untried task."""
-        tries = self._tries[self._slots[index]]
-        return float(self._passes[self._slots[index]] / tries) if tries else None
-
-    def seek(self, position: int) -> None:
-        """Move to the state after ``position`` draws from the start, or to the end if it comes first.
-
-        Statistics stay unchanged; for the cost see `Interleave.seek`.
-        """
-        self._turns.seek(position)
+    def statistics(self, id: str) -> tuple[int, float]:
+        """Return the number of tries of a task, and the sum of its successes."""
+        number, position = self._places[id]
+        return int(self._sources[number].tries[position]), float(self._sources[number].passes[position])
 
     def state(self) -> dict[str, Any]:
-        """Return the state for `restore`, as JSON: the position, and statistics of the tasks that were tried."""
-        tries, passes = self.tries, self.passes
-        tried = np.flatnonzero(tries)
+        """Return the state for `restore`, as JSON: the turns, the tasks that were added, and the statistics of all that
+        were tried."""
+        tried = [
+            [self._ids[source.numbers[position]], int(source.tries[position]), float(source.passes[position])]
+            for source in self._sources
+            for position in np.flatnonzero(source.tries).tolist()
+        ]
         return {
-            "size": len(tries),
-            "position": self.position,
-            "tasks": tried.tolist(),
-            "tries": tries[tried].tolist(),
-            "passes": passes[tried].tolist(),
+            "size": len(self._ids) - len(self._added),
+            "added": [list(task) for task in self._added],
+            "turns": self._turns.state(),
+            "epochs": [source.epochs for source in self._sources],
+            "began": [source.began for source in self._sources],
+            "tried": tried,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a state with the same draws. Raises DataError if the task set has changed."""
-        if state["size"] != len(self._slots):
+        """Continue from a state with the same draws, in a set of the same tasks as the one that was saved was created
+        with. Raises DataError if they have changed."""
+        size = len(self._ids) - len(self._added)
+        known = self._places.keys() | {id for id, *_ in state["added"]}
+        if state["size"] != size or not {id for id, *_ in state["tried"]} <= known:
             raise DataError(
-                f"the saved statistics are of {state['size']} tasks and the task set holds {len(self._slots)}",
+                f"the saved statistics are not of these tasks: of {state['size']}, where the task set holds {size}",
                 field="tasks.sources",
                 remedy="resume with the tasks that the run was started with",
             )
-        slots = self._slots[np.array(state["tasks"], dtype=np.int64)]
-        self._tries[:], self._passes[:] = 0, 0
-        self._tries[slots], self._passes[slots] = state["tries"], state["passes"]
-        self.seek(state["position"])
+        self._append([(id, source, difficulty) for id, source, difficulty in state["added"] if id not in self])
+        self._turns.restore(state["turns"])
+        for source, epochs, began in zip(self._sources, state["epochs"], state["began"], strict=True):
+            source.epochs, source.began = epochs, began
+            source.tries[:], source.passes[:] = 0, 0
+        for id, tries, passes in state["tried"]:
+            self.record(id, tries, passes)
+
+    def _append(self, tasks: list[tuple[str, int, float | None]]) -> None:
+        """Append tasks with their sources and difficulties."""
+        for source in {source for _, source, _ in tasks}:
+            numbered = enumerate(tasks, start=len(self._ids))
+            self._insert([(number, id, hard) for number, (id, of, hard) in numbered if of == source], source)
+        self._ids += [id for id, *_ in tasks]
+        self._added += tasks
+
+    def _insert(self, tasks: list[tuple[int, str, float | None]], source: int) -> None:
+        """Append tasks, with their numbers in the set, to the statistics of a source."""
+        grown = self._sources[source]
+        for position, (_, id, _) in enumerate(tasks, start=len(grown.tries)):
+            self._places[id] = source, position
+        grown.numbers = np.append(grown.numbers, [number for number, _, _ in tasks]).astype(np.int64)
+        grown.difficulties = np.append(grown.difficulties, np.array([hard for *_, hard in tasks], dtype=np.float64))
+        grown.tries = np.append(grown.tries, np.zeros(len(tasks), np.int64))
+        grown.passes = np.append(grown.passes, np.zeros(len(tasks)))
+        arrays = grown.numbers, grown.difficulties, grown.tries, grown.passes
+        view = TaskView(source, self._seed, *map(_read_only, arrays))
+        self._views[source : source + 1] = [view]
 
     def _choose(self, view: TaskView, k: int) -> int:
         position = self._pick(view, k)

@@ -56,7 +56,9 @@ class Explorer:
         self._waits = Waits("explorer")
         self._buffer = TrackedHandle(buffer, self._waits, endless=[Buffer.admit, Buffer.closed, Buffer.leased])
         self._writer = BufferWriter(self._buffer, config.buffer.shards)
-        self._tasks = tasks
+        self._tasks = {task.id: task for task in tasks}
+        self._added = 0
+        """Number of tasks that were added to the task set, and are known here."""
         self._name, self._calls = f"explorer-{uuid.uuid4().hex}", 0
         self._held_out = held_out
         self._rewards = RewardPool(config.reward, create_worker)
@@ -138,8 +140,7 @@ class Explorer:
 
     async def _group(self, stage: StageConfig, algorithm: Algorithm, ticket: Ticket) -> None:
         """Roll out, score and store one group. The ticket is always used or returned."""
-        assert ticket.task is not None  # the Buffer was given the tasks
-        task = self._tasks[ticket.task]
+        task = await self._task(ticket)
         group_id = f"{self._config.name}/{stage.name}/{ticket.sequence}/{task.id}"
         temperature = self._config.explorer.sampling.temperature
         workflow = task.workflow or self._config.explorer.workflow
@@ -179,6 +180,15 @@ class Explorer:
             self._count_failure(f"reward {self._config.reward.name!r}: {scored.unknown}")
         else:
             self._failures = 0
+
+    async def _task(self, ticket: Ticket) -> Task:
+        """Return the ticket's task; fetch those that were added to the task set meanwhile, if it is among them."""
+        assert ticket.task is not None  # the Buffer was given the tasks
+        if ticket.task not in self._tasks:
+            added = await self._buffer.call(Buffer.added_tasks, self._added)
+            self._added += len(added)
+            self._tasks.update({task.id: task for task in added})
+        return self._tasks[ticket.task]
 
     async def _drop_surplus(self) -> None:
         """Abandon the groups that over-sampling started for a step once it has been leased, since decoding them further

@@ -16,6 +16,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -237,9 +238,10 @@ class World:
             sampler=self.setting.sampler,
         )  # fmt: skip
         tasks = self.setting.tasks
-        make_tasks = (
-            None if tasks is None else lambda: TaskSet([0] * tasks, [1.0], sampler="shuffled", seed=0, epochs=1)
-        )
+        make_tasks = None
+        if tasks is not None:
+            ids = [str(number) for number in range(tasks)]
+            make_tasks = partial(TaskSet, ids, [0] * tasks, [1.0], sampler="shuffled", seed=0, epochs=1)
         self._open = lambda: Buffer("run", str(folder), config, 0, make_tasks)
 
     # The Buffer's process.

@@ -118,7 +118,7 @@ def half_broken(ticket: Ticket) -> list[Experience]:
 SIZES = {"segment_bytes": 6000, "log_bytes": 12000, "memory_bytes": 8000, "max_bytes": 1 << 30}
 FULL = {**SIZES, "max_rows": 24, "when_full": "evict_oldest"}
 ROOMY = small(**SIZES, max_rows=1000, fsync="always")
-TASKS = partial(TaskSet, [0] * 11, [1.0], sampler="shuffled", seed=0, epochs=1)
+TASKS = partial(TaskSet, [str(number) for number in range(11)], [0] * 11, [1.0], sampler="shuffled", seed=0, epochs=1)
 BAD_DISK = partial(OSError, errno.EIO, "Input/output error")
 REPLAYED = small(**FULL, sampler={"name": "priority", "max_uses": 3})
 

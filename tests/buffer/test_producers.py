@@ -179,17 +179,17 @@ def test_tickets_of_a_dead_producer_go_to_another(buffer: Any) -> None:
 
 
 def test_the_end_of_the_tasks_ends_the_lease_that_cannot_be_filled(start: Start) -> None:
-    tasks = partial(TaskSet, [0, 0, 0], [1.0], sampler="sequential", seed=0, epochs=1)
+    tasks = partial(TaskSet, ["a", "b", "c"], [0, 0, 0], [1.0], sampler="sequential", seed=0, epochs=1)
     buffer = start(tasks=tasks)
     ray.get(buffer.open_stage.remote(plan(2)))
     tickets = ray.get(admit(buffer))
-    assert [ticket.task for ticket in tickets] == [0, 1]
+    assert [ticket.task for ticket in tickets] == ["a", "b"]
     for ticket in tickets:
         put(buffer, ticket)
     ray.get(buffer.lease.remote(0, 1, 5))
     ray.get([buffer.ack.remote(0), buffer.advance.remote(1)])
     [last] = ray.get(admit(buffer))
-    assert last.task == 2
+    assert last.task == "c"
     waiting = buffer.lease.remote(1, 1, 60)
     assert ray.get(admit(buffer)) == []
     put(buffer, last)
@@ -199,11 +199,11 @@ def test_the_end_of_the_tasks_ends_the_lease_that_cannot_be_filled(start: Start)
 
 
 def test_what_rollouts_say_of_a_task_reaches_the_task_sampler(start: Start) -> None:
-    buffer = start(tasks=partial(TaskSet, [0, 0], [1.0], sampler="tests.buffer.rows:hardest", seed=0))
+    buffer = start(tasks=partial(TaskSet, ["a", "b"], [0, 0], [1.0], sampler="tests.buffer.rows:hardest", seed=0))
     ray.get(buffer.open_stage.remote(plan(1)))
     [first] = ray.get(admit(buffer))
     put(buffer, first, scored=2, reward_sum=2.0)
     ray.get(buffer.lease.remote(0, 1, 5))
     ray.get([buffer.ack.remote(0), buffer.advance.remote(1)])
     [second] = ray.get(admit(buffer))
-    assert {first.task, second.task} == {0, 1}
+    assert {first.task, second.task} == {"a", "b"}

@@ -31,11 +31,13 @@ from rayrft.buffer.groups import _COLUMNS
 from rayrft.buffer.log import journal
 from rayrft.buffer.schedule import Ticket
 from rayrft.data.task_sampler import TaskSet
-from rayrft.experience import Experience
+from rayrft.experience import Experience, Task
 from tests.buffer.in_process import LocalBuffer, ObjectTable, small
 from tests.buffer.rows import group, plan
 
-TASKS = partial(TaskSet, [0] * 6 + [1] * 3, [2.0, 1.0], sampler="failure", seed=1, epochs=4)
+TASKS = partial(
+    TaskSet, [str(number) for number in range(9)], [0] * 6 + [1] * 3, [2.0, 1.0], sampler="failure", seed=1, epochs=4
+)
 FAULT = "rejected: an own row needs a reward"
 SAMPLERS: dict[str, dict[str, Any]] = {
     "fifo": {"name": "fifo"},
@@ -111,6 +113,15 @@ class Twins(RuleBasedStateMachine):
             tickets = self.both("do", "admit", "producer", self.calls, count)
             assert self.both("do", "admit", "producer", self.calls, count) == tickets
             self.tickets |= {ticket.sequence: ticket for ticket in tickets}
+
+    @precondition(lambda self: self.scheduled)
+    @rule(source=st.integers(0, 1), numbers=st.lists(st.integers(5, 20), min_size=1, max_size=3, unique=True))
+    def add_tasks(self, source: int, numbers: list[int]) -> None:
+        tasks = [Task(str(number), "question", "answer") for number in numbers]
+        self.both("do", "add_tasks", tasks, source)
+        assert self.both("do", "add_tasks", tasks, 1 - source) == 0, "they are known by their ids"
+        known = [task.id for task in self.both("do", "added_tasks", 0)]
+        assert len(known) == len(set(known)) and {str(number) for number in numbers if number > 8} <= set(known)
 
     @precondition(lambda self: self.scheduled)
     @rule(data=st.data())

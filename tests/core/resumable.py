@@ -125,7 +125,7 @@ class ScriptedExplorer:
         return 0.0, 0.0
 
     async def _group(self, stage: StageConfig, ticket: Ticket) -> None:
-        chance = np.random.default_rng([ticket.task or 0, ticket.sequence])
+        chance = np.random.default_rng([int(ticket.task or 0), ticket.sequence])
         name = f"{stage.name}/{ticket.sequence}/{ticket.task}"
         if chance.random() < 0.2:
             return await self._buffer.call(Buffer.drop, ticket, {"zero_variance": 2}, GroupReport(rows=2))
@@ -186,7 +186,9 @@ async def _run(config: RunConfig, pipe: Connection, poisoned: int | None) -> Non
     if progress is None:
         progress = Progress("run")
         checkpoints.mark_beginning(progress)
-    tasks: Callable[[], TaskSet] = partial(TaskSet, [0] * TASKS, [1.0], sampler="shuffled", seed=3)
+    tasks: Callable[[], TaskSet] = partial(
+        TaskSet, [str(number) for number in range(TASKS)], [0] * TASKS, [1.0], sampler="shuffled", seed=3
+    )
     try:
         buffer = remote(Buffer("run", config.buffer_location, config.buffer, 0, tasks, logged=progress.logged))
     except StorageError as error:

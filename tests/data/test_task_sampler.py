@@ -29,21 +29,35 @@ def make(sizes: Sequence[int], weights: Sequence[float] = (), sampler: str = "sh
     sources = layout(sizes)
     difficulties = [float((i * 13) % 5) for i in range(len(sources))]
     values = {"seed": 0, "difficulties": difficulties, **rest}
-    return TaskSet(sources, weights or [1.0] * len(sizes), sampler=sampler, **values)
+    return task_set(sources, weights or [1.0] * len(sizes), sampler=sampler, **values)
+
+
+def task_set(sources: Sequence[int], weights: Sequence[float], **rest: Any) -> TaskSet:
+    """Tasks whose ids are their numbers."""
+    return TaskSet([str(number) for number in range(len(sources))], sources, weights, **rest)
+
+
+def draw(tasks: TaskSet) -> int | None:
+    id = tasks.draw()
+    return None if id is None else int(id)
 
 
 def draws(tasks: TaskSet, count: int) -> list[int | None]:
-    return [tasks.draw() for _ in range(count)]
+    return [draw(tasks) for _ in range(count)]
 
 
 def play(tasks: TaskSet, count: int) -> list[int | None]:
     """Draw, and let statistics flow back from every task drawn."""
     drawn = []
     for number in range(count):
-        drawn.append(index := tasks.draw())
+        drawn.append(index := draw(tasks))
         if index is not None:
-            tasks.record(index, 4, (index * 5 + number) % 5 * 0.8)
+            tasks.record(str(index), 4, (index * 5 + number) % 5 * 0.8)
     return drawn
+
+
+def statistics(tasks: TaskSet, count: int) -> list[tuple[int, float]]:
+    return [tasks.statistics(str(number)) for number in range(count)]
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
@@ -55,7 +69,7 @@ class TestAnySampler:
         weights = data.draw(st.lists(st.floats(0.1, 10), min_size=len(sizes), max_size=len(sizes)))
         tasks, sources, counts = make(sizes, weights, sampler), layout(sizes), [0] * len(sizes)
         for number in range(1, 60):
-            index = tasks.draw()
+            index = draw(tasks)
             assert index is not None
             counts[sources[index]] += 1
             shares = [number * weight / sum(weights) for weight in weights]
@@ -77,24 +91,14 @@ class TestAnySampler:
         play(other, data.draw(st.integers(0, 10)))
         other.restore(json.loads(json.dumps(tasks.state())))
         assert other.state() == tasks.state()
-        assert (other.tries == tasks.tries).all() and (other.passes == tasks.passes).all()
+        assert statistics(other, sum(sizes)) == statistics(tasks, sum(sizes))
         assert play(other, 60) == play(tasks, 60)
-
-    def test_seeking_equals_drawing(self, sampler: str) -> None:
-        for position in (0, 1, 49, 50, 51, 777):
-            drawn, jumped = (make([30, 20], [1, 2], sampler) for _ in range(2))
-            draws(drawn, position)
-            jumped.seek(position)
-            assert jumped.position == drawn.position == position
-            assert draws(jumped, 120) == draws(drawn, 120)
 
     def test_epochs_end_and_the_position_stays(self, sampler: str) -> None:
         tasks = make([5, 3], [1, 4], sampler, epochs=2)
         drawn = draws(tasks, 20)
         assert None not in drawn[:16] and drawn[16:] == [None] * 4
         assert tasks.position == 16
-        tasks.seek(1000)
-        assert tasks.position == 16 and tasks.draw() is None
 
     def test_without_epochs_there_is_no_end(self, sampler: str) -> None:
         assert None not in draws(make([3, 2], sampler=sampler), 500)
@@ -106,7 +110,7 @@ def test_every_epoch_has_each_task_once(sampler: str, sizes: list[int], epochs: 
     tasks = make(sizes, [1.0, 2.0, 3.5, 0.3][: len(sizes)], sampler, epochs=epochs)
     sources = layout(sizes)
     by_source: dict[int, list[int]] = {i: [] for i in range(len(sizes))}
-    while (index := tasks.draw()) is not None:
+    while (index := draw(tasks)) is not None:
         by_source[sources[index]].append(index)
     for source, drawn in by_source.items():
         size, members = sizes[source], [i for i, each in enumerate(sources) if each == source]
@@ -115,7 +119,7 @@ def test_every_epoch_has_each_task_once(sampler: str, sizes: list[int], epochs: 
 
 
 def test_shuffled_epochs_and_sources_have_orders_of_their_own() -> None:
-    tasks = TaskSet([0] * 50 + [1] * 50, [1, 1], sampler="shuffled", seed=0)
+    tasks = task_set([0] * 50 + [1] * 50, [1, 1], sampler="shuffled", seed=0)
     drawn = [index for index in draws(tasks, 200) if index is not None]
     orders = {tuple(i % 50 for i in drawn[start:100:2]) for start in (0, 1)}
     orders |= {tuple(i % 50 for i in drawn[100 + start :: 2]) for start in (0, 1)}
@@ -123,20 +127,20 @@ def test_shuffled_epochs_and_sources_have_orders_of_their_own() -> None:
 
 
 def test_sequential_keeps_the_order_of_the_tasks() -> None:
-    tasks = TaskSet([1, 0, 1, 0, 1], [1, 1], sampler="sequential", seed=9, epochs=1)
+    tasks = task_set([1, 0, 1, 0, 1], [1, 1], sampler="sequential", seed=9, epochs=1)
     drawn = draws(tasks, 5)
     assert [i for i in drawn if i in (1, 3)] == [1, 3] and [i for i in drawn if i in (0, 2, 4)] == [0, 2, 4]
 
 
 def test_easy_tasks_come_before_hard_ones_and_ties_by_number() -> None:
-    tasks = TaskSet([0] * 6, [1], sampler="easy_to_hard", seed=0, difficulties=[3, 1, 2, 1, 0.5, 3])
+    tasks = task_set([0] * 6, [1], sampler="easy_to_hard", seed=0, difficulties=[3, 1, 2, 1, 0.5, 3])
     assert draws(tasks, 8) == [4, 1, 3, 2, 0, 5, 4, 1]
 
 
 @pytest.mark.parametrize("difficulties", [(), [1.0, None, 2.0]])
 def test_easy_to_hard_without_difficulties_is_refused_before_the_first_draw(difficulties: list[float | None]) -> None:
     with pytest.raises(DataError, match=r"tasks\.sources\.0\.difficulty: [13] of 3 tasks have no difficulty"):
-        TaskSet([0] * 3, [1], sampler="easy_to_hard", seed=0, difficulties=difficulties)
+        task_set([0] * 3, [1], sampler="easy_to_hard", seed=0, difficulties=difficulties)
 
 
 RECORDS = {0: (20, 20.0), 1: (20, 10.0), 2: (20, 0.0), 3: (8, 2.0)}
@@ -152,9 +156,9 @@ RECORDS = {0: (20, 20.0), 1: (20, 10.0), 2: (20, 0.0), 3: (8, 2.0)}
     ],
 )
 def test_draws_follow_the_statistics(sampler: str, weights: list[float]) -> None:
-    tasks = TaskSet([0] * 5, [1], sampler=sampler, seed=0)
+    tasks = task_set([0] * 5, [1], sampler=sampler, seed=0)
     for index, (tries, passes) in RECORDS.items():
-        tasks.record(index, tries, passes)
+        tasks.record(str(index), tries, passes)
     counts = Counter(draws(tasks, 8000))
     for index, weight in enumerate(weights):
         share = weight / sum(weights)
@@ -172,7 +176,7 @@ def test_statistics_of_one_source_do_not_change_the_draws_of_another() -> None:
     plain, told = (make([10, 10], sampler="failure") for _ in range(2))
     sources = [view.indices for view in plain._views]
     for index in sources[0]:
-        told.record(int(index), 10, 10)
+        told.record(str(index), 10, 10)
     first, second = (
         [index for index in draws(tasks, 400) if index in set(sources[1].tolist())] for tasks in (plain, told)
     )
@@ -180,32 +184,74 @@ def test_statistics_of_one_source_do_not_change_the_draws_of_another() -> None:
 
 
 def test_statistics_belong_to_the_task_they_were_recorded_for() -> None:
-    tasks = TaskSet([1, 0, 1, 0], [1, 1], sampler="sequential", seed=0)
-    tasks.record(2, 4, 1.0)
-    tasks.record(2, 4, 0.5)
-    tasks.record(1, 2, 2)
-    assert tasks.tries.tolist() == [0, 2, 8, 0] and tasks.passes.tolist() == [0, 2, 1.5, 0]
-    assert [tasks.pass_rate(i) for i in range(4)] == [None, 1.0, 0.1875, None]
-    assert tasks.state()["tasks"] == [1, 2], "only what was tried is written"
+    tasks = task_set([1, 0, 1, 0], [1, 1], sampler="sequential", seed=0)
+    tasks.record("2", 4, 1.0)
+    tasks.record("2", 4, 0.5)
+    tasks.record("1", 2, 2)
+    assert statistics(tasks, 4) == [(0, 0.0), (2, 2.0), (8, 1.5), (0, 0.0)]
+    assert {id for id, *_ in tasks.state()["tried"]} == {"1", "2"}, "only what was tried is written"
 
 
 @pytest.mark.parametrize(("tries", "passes"), [(1, 2.0), (1, -0.5), (-1, 0.0), (1, float("nan"))])
 def test_passes_that_are_no_share_of_the_tries_are_refused(tries: int, passes: float) -> None:
     tasks = make([3])
     with pytest.raises(DataError, check=about("task 1")):
-        tasks.record(1, tries, passes)
+        tasks.record("1", tries, passes)
     assert tasks.state() == make([3]).state()
 
 
 def test_a_state_of_another_task_set_is_refused() -> None:
-    with pytest.raises(DataError, match="of 3 tasks and the task set holds 4"):
+    with pytest.raises(DataError, check=about("tasks.sources")):
         make([4]).restore(make([3]).state())
 
 
 @pytest.mark.parametrize(("sources", "weights"), [([0, 0], [1.0, 1.0]), ([0, 1], [1.0]), ([], [1.0])])
 def test_a_source_without_tasks_or_weight_is_refused(sources: list[int], weights: list[float]) -> None:
     with pytest.raises(DataError, check=about("tasks.sources")):
-        TaskSet(sources, weights, sampler="sequential", seed=0)
+        task_set(sources, weights, sampler="sequential", seed=0)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@given(SIZES, st.data(), st.none() | st.integers(1, 3))
+def test_a_set_that_grows_draws_the_new_tasks_and_is_restored_with_them(
+    sampler: str, sizes: list[int], data: st.DataObject, epochs: int | None
+) -> None:
+    grown, restored = (make(sizes, sampler=sampler, epochs=epochs) for _ in range(2))
+    count, seen = sum(sizes), set[int | None]()
+    for _ in range(data.draw(st.integers(1, 3))):
+        seen |= set(play(grown, data.draw(st.integers(0, 20))))
+        source, more = data.draw(st.integers(0, len(sizes) - 1)), data.draw(st.integers(1, 4))
+        grown.add([str(count + number) for number in range(more)], source, [2.5] * more)
+        count += more
+    restored.restore(json.loads(json.dumps(grown.state())))
+    assert restored.state() == grown.state()
+    drawn = play(grown, 400)
+    assert play(restored, 400) == drawn
+    if sampler in ("sequential", "shuffled", "easy_to_hard"):
+        assert set(range(sum(sizes), count)) <= seen | set(drawn), (
+            "every new task is drawn in the epoch that began with it"
+        )
+    assert (None in drawn) == (epochs is not None)
+
+
+def test_a_source_that_had_ended_takes_part_again_when_it_grows() -> None:
+    tasks = make([2, 3], sampler="sequential", epochs=1)
+    assert None not in draws(tasks, 5) and tasks.draw() is None
+    tasks.add(["5"], 0, [None])
+    assert sorted(draws(tasks, 3)) == sorted([*(i for i, s in enumerate(layout([2, 3])) if s == 0), 5])
+    assert tasks.draw() is None
+
+
+def test_new_tasks_have_the_difficulty_that_the_sampler_needs() -> None:
+    tasks = make([3], sampler="easy_to_hard")
+    with pytest.raises(DataError, check=about("tasks.sources.0.difficulty")):
+        tasks.check([None], 0)
+    assert tasks.state() == make([3], sampler="easy_to_hard").state()
+
+
+def test_two_tasks_of_one_id_are_refused() -> None:
+    with pytest.raises(DataError, check=about("tasks.sources", "a")):
+        TaskSet(["a", "b", "a"], [0, 0, 0], [1.0], sampler="sequential", seed=0)
 
 
 def least_tried(view: TaskView, k: int) -> int:
@@ -225,8 +271,8 @@ def test_a_sampler_of_ones_own_sees_the_statistics_as_they_are_now() -> None:
     tasks = make([3], sampler=f"{__name__}:least_tried")
     drawn = []
     for _ in range(6):
-        drawn.append(index := tasks.draw() or 0)
-        tasks.record(index, 1, 0)
+        drawn.append(index := draw(tasks) or 0)
+        tasks.record(str(index), 1, 0)
     assert drawn == [0, 1, 2, 0, 1, 2]
 
 

@@ -85,7 +85,8 @@ def spelling(words: int) -> list[Task]:
 
 
 def make_buffer(folder: Path, words: int = 50, sampler: str = "shuffled") -> Buffer:
-    tasks = partial(TaskSet, [0] * words, [1.0], sampler=sampler, seed=0)
+    ids = [task.id for task in spelling(words)]
+    tasks = partial(TaskSet, ids, [0] * words, [1.0], sampler=sampler, seed=0)
     return Buffer("run", str(folder), BufferConfig(), 0, tasks)
 
 
@@ -200,12 +201,14 @@ async def test_an_engine_that_holds_its_answers_is_named_with_the_lease_that_wai
     assert (await buffer.waiting()).waits == []
 
 
-async def test_a_prompt_over_the_limit_is_dropped_counted_and_replaced(
+async def test_tasks_that_are_added_are_drawn_and_a_prompt_over_the_limit_is_dropped_and_replaced(
     tmp_path: Path, tiny_model: Path, cleanup: list[asyncio.Task[Any]]
 ) -> None:
-    settings, engine, buffer = config(), ScriptedEngine(0), make_buffer(tmp_path, sampler="sequential")
-    explorer = make_explorer(settings, tiny_model, engine, buffer, ScriptedRewards(1))
-    explorer._tasks[:4] = [Task.create("test", "x" * 100 + str(i), "x") for i in range(4)]
+    settings, engine, buffer = config(), ScriptedEngine(0), make_buffer(tmp_path, words=2, sampler="sequential")
+    explorer = make_explorer(settings, tiny_model, engine, buffer, ScriptedRewards(1), words=2)
+    long = [Task.create("test", "x" * 100 + str(i), "x") for i in range(2)]
+    short = Task.create("test", "Spell this word backward: 777", "x")
+    assert await buffer.add_tasks([long[0], short, long[1], *spelling(2)], 0) == 3
     await buffer.open_stage(plan(settings))
     cleanup.append(asyncio.create_task(explorer.explore(settings.stages[0])))
     lease = asyncio.create_task(buffer.lease(0, 1, 30))
@@ -213,7 +216,8 @@ async def test_a_prompt_over_the_limit_is_dropped_counted_and_replaced(
     while not lease.done():
         await asyncio.wait({lease, asyncio.create_task(engine.answer_one())}, return_when=asyncio.FIRST_COMPLETED)
     assert (await lease).usual_rows == 8
-    assert (await buffer.stats()).ledger.dropped_tasks == {"prompt_too_long": 4}
+    assert (await buffer.stats()).ledger.dropped_tasks["prompt_too_long"] >= 2
+    assert explorer._tasks.keys() == {task.id for task in [*spelling(2), *long, short]}
 
 
 async def test_a_dead_engine_ends_exploring_with_its_name(tmp_path: Path, tiny_model: Path) -> None:

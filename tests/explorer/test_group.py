@@ -86,7 +86,7 @@ async def explored(tiny_model: Path, engine: Engine, rewards: Rewards, algorithm
     explorer: Explorer = make_explorer(settings, tiny_model, engine, taken, rewards)  # type: ignore[arg-type]
     explorer._writer = taken  # type: ignore[assignment]
     stage = settings.stages[0]
-    await explorer._group(stage, stage.algorithm.build(), Ticket(0, 0, 0, 0))
+    await explorer._group(stage, stage.algorithm.build(), Ticket(0, 0, 0, next(iter(explorer._tasks))))
     return taken
 
 

@@ -146,6 +146,14 @@ def admitted(state: State, event: e.Admitted) -> list[Ticket]:
     return tickets
 
 
+@rule(e.TasksAdded)
+def tasks_added(state: State, event: e.TasksAdded) -> None:
+    state.meta.added_tasks += event.tasks
+    if state.tasks is not None:
+        ids, difficulties = [task.id for task in event.tasks], [task.difficulty for task in event.tasks]
+        state.tasks.add(ids, event.source, difficulties)
+
+
 @rule(e.Abandoned)
 def abandoned(state: State, event: e.Abandoned) -> None:
     held = [entry.ticket for entry in state.meta.outstanding.values() if entry.producer == event.producer]
@@ -203,7 +211,7 @@ def task_failed(state: State, event: e.TaskFailed) -> None:
         state.meta.schedule.release(event.sequence)
 
 
-def _tasks(state: State, recorded: list[int | None], count: int) -> list[int | None]:
+def _tasks(state: State, recorded: list[str | None], count: int) -> list[str | None]:
     """Draw tasks for ``count`` tickets, fewer if they are exhausted; the ``recorded`` ones if there is no task set."""
     if state.tasks is None:
         return recorded or [None] * count
