@@ -55,7 +55,7 @@ _ROOM_DEADLINE_S = 600.0
 _OTHER_ROWS = "the group came before with other rows"
 _USED_ID = "another group has its group_id"
 _OF_A_FAULTY_GROUP = "another row of its group is faulty"
-_NO_STEP = "no step of the stage can take the group: it is too old, or groups with tickets have all places"
+_NO_STEP = "the group was dropped: it is too old, or the stage has no place for it"
 
 
 class Arrivals:

@@ -43,6 +43,13 @@ class MeasuredExplorer(Explorer):
         return time.process_time()
 
 
+class LabelledEngine(RolloutEngine):
+    """An engine that labels its tokens with a version that brings no weights."""
+
+    async def label(self, version: int) -> None:
+        await self._engine.update_weight_version(str(version))
+
+
 class Sides:
     """Both sides, on the same engines."""
 
@@ -51,7 +58,7 @@ class Sides:
         self._stage: StageConfig = config.stages[-1]
         self._in_flight = int(over_sampling * (staleness + 1) * self._stage.groups)
         self._prepared: Prepared = prepare(config, "bench")
-        self._engines = [actor(RolloutEngine, f"engine-{number}") for number in range(engines)]
+        self._engines = [actor(LabelledEngine, f"engine-{number}") for number in range(engines)]
         self._pool = actor(EnginePool, "engine_pool")
         self._buffer = actor(
             Buffer, "buffer", "bench", config.buffer_location, config.buffer, 0, self._prepared.task_set, [],
@@ -113,6 +120,7 @@ class Sides:
             else:
                 answers += lease.usual_rows
             await buffer.call(Buffer.ack, step)
+            await asyncio.gather(*(engine.call(LabelledEngine.label, step + 1) for engine in self._engines))
             await buffer.call(Buffer.advance, step + 1)
         seconds = time.perf_counter() - began
         used = await self._explorer.call(MeasuredExplorer.cpu_s) - cpu

@@ -17,7 +17,7 @@ from rayrft.buffer.validation import Limits
 from rayrft.errors import DataError
 from rayrft.experience import Experience, VersionSpan, pack, to_batch
 from tests.buffer.in_process import LocalBuffer, ObjectTable, small
-from tests.buffer.rows import expert_rows, group, plan
+from tests.buffer.rows import expert_rows, group, plan, trained_ids
 from tests.scripted import remote
 
 ROOMY = small(max_rows=1000, max_bytes=1 << 30, memory_bytes=1 << 30, log_bytes=1 << 30, segment_bytes=6000)
@@ -130,6 +130,36 @@ def test_a_reward_that_advantages_need_is_asked_for_before_anything_is_put(
         hand_in(buffer, rows, algorithm)
     assert (raised.value.field, raised.value.value) == (missing, "1")
     assert ledger(buffer)[0] == 0
+
+
+def test_a_group_without_a_ticket_takes_a_free_place_of_a_scheduled_stage(buffer: LocalBuffer) -> None:
+    buffer.do("open_stage", plan(2))
+    hand_in(buffer, group(1))
+    [ticket] = buffer.do("admit", "explorer", 1, 4)
+    buffer.put([(group(2), ticket)])
+    buffer.restart()
+    assert trained_ids(buffer.do("lease", 0, 1, 5)) == [10, 11, 20, 21]
+
+
+def test_a_group_without_a_ticket_is_refused_where_a_scheduled_stage_has_no_place_for_it(buffer: LocalBuffer) -> None:
+    buffer.do("open_stage", plan(1))
+    [ticket] = buffer.do("admit", "explorer", 1, 4)
+    for _ in range(2):
+        [reason] = set(refused(buffer, group(1)).values())
+        assert reason == "the group was dropped: it is too old, or the stage has no place for it"
+        buffer.restart()
+    assert ledger(buffer) == (2, 0, {"late": 2})
+    buffer.put([(group(2), ticket)])
+    assert trained_ids(buffer.do("lease", 0, 1, 5)) == [20, 21]
+
+
+def test_a_group_that_waits_for_a_stage_is_scheduled_or_dropped_when_one_opens(buffer: LocalBuffer) -> None:
+    hand_in(buffer, group(1))
+    hand_in(buffer, group(2))
+    assert ledger(buffer) == (4, 4, {})
+    buffer.do("open_stage", plan(1))
+    assert ledger(buffer) == (4, 2, {"late": 2})
+    assert trained_ids(buffer.do("lease", 0, 1, 5)) == [10, 11]
 
 
 def test_a_group_of_masked_rows_alone_is_refused(buffer: LocalBuffer) -> None:
