@@ -124,6 +124,7 @@ def test_over_sampling_takes_the_first_ready_and_expires_the_rest() -> None:
     assert len(tickets) == 4
     for ticket in tickets[1:]:
         finish(schedule, ticket)
+    assert not schedule.offer(9, 0), "all places are taken"
     assert take(schedule, 0) == [1, 2]
     assert schedule.advance(1) == [3]
     assert not finish(schedule, tickets[0]), "it finished after its deadline"
