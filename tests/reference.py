@@ -1,6 +1,7 @@
 """Reference pages of config keys and of algorithms, generated from the models and registries.
 
-``python -m tests.reference`` writes them; `tests/test_readme.py` fails when they are stale.
+``python -m tests.reference`` writes them (below a folder, if one is given); `tests/test_readme.py` fails when they are
+stale.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import sys
 import textwrap
 import types
 import typing
@@ -72,10 +74,7 @@ def algorithm_reference() -> str:
 
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below", "min_length": "of at least"}
 
-PAGES = {
-    ROOT / "rayrft" / "config" / "REFERENCE.md": config_reference,
-    ROOT / "rayrft" / "algorithms" / "REFERENCE.md": algorithm_reference,
-}
+PAGES = {"rayrft/config/REFERENCE.md": config_reference, "rayrft/algorithms/REFERENCE.md": algorithm_reference}
 
 
 def _piece(piece: Piece[Any]) -> str:
@@ -150,11 +149,8 @@ def _cell(text: str) -> str:
     return " ".join(text.replace("``", "`").split()).replace("|", "\\|")
 
 
-def write(page: Path) -> None:
-    """Write one of `PAGES`."""
-    page.write_text(PAGES[page]())
-
-
 if __name__ == "__main__":
-    for page in PAGES:
-        write(page)
+    folder = Path(sys.argv[1]) if sys.argv[1:] else ROOT
+    for page, generate in PAGES.items():
+        (folder / page).parent.mkdir(parents=True, exist_ok=True)
+        (folder / page).write_text(generate())

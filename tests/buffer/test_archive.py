@@ -139,7 +139,7 @@ def test_a_log_of_several_shards_is_one(start: Start, tmp_path: Path) -> None:
 
 
 def test_a_run_with_tasks_is_read_without_them_even_behind_their_end(start: Start, tmp_path: Path) -> None:
-    tasks = partial(TaskSet, [0] * 5, [1.0], sampler="shuffled", seed=0, epochs=1)
+    tasks = partial(TaskSet, list("abcde"), [0] * 5, [1.0], sampler="shuffled", seed=0, epochs=1)
     buffer = start(tmp_path, tasks=tasks)
     call, numbers = 0, iter(range(100))
     for stage in range(3):

@@ -31,7 +31,7 @@ from tests.chaos.mortal import MortalBuffer, MortalShard
 from tests.scripted import handle
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
-TASKS = partial(TaskSet, [0] * 50, [1.0], sampler="failure", seed=0)
+TASKS = partial(TaskSet, [str(number) for number in range(50)], [0] * 50, [1.0], sampler="failure", seed=0)
 SIZES = {"segment_bytes": 50_000, "log_bytes": 500_000, "memory_bytes": 200_000, "max_bytes": 1 << 30}
 CONFIG = small(**SIZES, max_rows=100, fsync="interval", fsync_s=0.05)
 FOREVER = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
