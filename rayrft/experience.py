@@ -7,10 +7,9 @@ record batch with :data:`SCHEMA`: ragged one-dimensional lists, no padding.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -162,37 +161,55 @@ SCHEMA = pa.schema(
 
 _LISTS = [f.name for f in SCHEMA if pa.types.is_list(f.type) and pa.types.is_primitive(f.type.value_type)]
 _MAPS = [f.name for f in SCHEMA if pa.types.is_map(f.type)]
-_WHOLE_NUMBERS = ("token_ids", "prompt_length", "action_mask")
+_ROW = pa.struct(list(SCHEMA))
 
 
 def to_batch(experiences: list[Experience]) -> pa.RecordBatch:
     """Convert experiences to one record batch of :data:`SCHEMA`. Raises DataError, which names the column, for a value
     that does not fit it."""
-    batch = pa.RecordBatch.from_arrays([_column(f, experiences) for f in SCHEMA], schema=SCHEMA)
+    try:
+        rows = []
+        for experience in experiences:
+            rows.append(row := vars(experience).copy())
+            for name, convert in _CONVERT.items():
+                row[name] = convert(row[name])
+        columns = pa.array(rows, _ROW).flatten()  # one call takes a third of the time of a call per column
+    except _MISFITS:
+        for f in SCHEMA:
+            _check_column(f, experiences)
+        raise
+    batch = pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
     check_filled(batch)
     return batch
 
 
-def _column(f: pa.Field, experiences: list[Experience]) -> pa.Array:
+def _check_column(f: pa.Field, experiences: list[Experience]) -> None:
+    convert = _CONVERT.get(f.name, lambda value: value)
     try:
-        values = [getattr(experience, f.name) for experience in experiences]
-        if f.name in _MAPS:
-            values = [list(value.items()) for value in values]
-        elif f.name == "turns":
-            values = [[list(turn.items()) for turn in value] for value in values]
-        elif f.name == "weight_versions":
-            values = [[dataclasses.asdict(span) for span in value] for value in values]
-        elif f.name in _WHOLE_NUMBERS and any(
-            array.size and array.dtype.kind == "f" for array in map(np.asarray, values)
-        ):
-            raise TypeError("floating-point numbers, which Arrow would truncate")
-        return pa.array(values, f.type)
-    except (pa.ArrowException, TypeError, ValueError, AttributeError, OverflowError) as error:
+        pa.array([convert(getattr(experience, f.name)) for experience in experiences], f.type)
+    except _MISFITS as error:
         raise DataError(
             f"a row holds what is no {f.type}: {str(error).splitlines()[0]}",
             field=f.name,
             remedy="see the fields of Experience for its type",
         ) from None
+
+
+def _whole(values: Any) -> Any:
+    array = np.asarray(values)
+    if array.dtype.kind == "f" and array.size:
+        raise TypeError("floating-point numbers, which Arrow would truncate")
+    return values
+
+
+_MISFITS = (pa.ArrowException, TypeError, ValueError, AttributeError, OverflowError)
+_CONVERT: dict[str, Callable[[Any], Any]] = {
+    **{name: lambda value: list(value.items()) for name in _MAPS},
+    **dict.fromkeys(["token_ids", "prompt_length", "action_mask"], _whole),
+    "turns": lambda value: [list(turn.items()) for turn in value],
+    "weight_versions": lambda value: [vars(span) for span in value],
+}
+"""Fields whose values Arrow does not convert, or check, by itself."""
 
 
 def from_batch(batch: pa.RecordBatch) -> list[Experience]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import re
 from functools import cached_property
 from pathlib import Path
@@ -42,6 +44,8 @@ class ChatTokenizer:
                 remedy="set tokenizer.eos_token and save the tokenizer again",
             )
         self.eos_id: int = self.hf.eos_token_id
+        # All repeats of a group have one prompt.
+        self._prompt = functools.lru_cache(maxsize=64)(self._encode_prompt)
 
     @cached_property
     def images(self) -> ImageReader:
@@ -53,7 +57,7 @@ class ChatTokenizer:
 
         Raises DataError if the chat template rejects the messages, ModelError if the model takes no images.
         """
-        ids = self._encode(self._render(self._with_images(messages, images), add_generation_prompt=True)[0])
+        ids = list(self._prompt(json.dumps(self._with_images(messages, images))))
         return _repeat(ids, self.images.repeats(ids, images)) if images else ids
 
     def observation(
@@ -120,6 +124,10 @@ class ChatTokenizer:
     def decode(self, token_ids: list[int]) -> str:
         """Decode an answer without special tokens."""
         return str(self.hf.decode(token_ids, skip_special_tokens=True))
+
+    def _encode_prompt(self, messages: str) -> tuple[int, ...]:
+        """Return token ids of messages (JSON), without those of images, up to the start of the assistant's turn."""
+        return tuple(self._encode(self._render(json.loads(messages), add_generation_prompt=True)[0]))
 
     def _encode(self, text: str) -> list[int]:
         return list(self.hf.encode(text, add_special_tokens=False))

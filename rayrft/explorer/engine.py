@@ -8,6 +8,7 @@ under the new weights.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import uuid
 from dataclasses import dataclass
@@ -104,6 +105,8 @@ class RolloutEngine:
         )
         await self._engine.update_weight_version("0")
         self._watch_core()
+        gc.collect()
+        gc.freeze()  # vLLM's core does the same: what lives as long as the actor is not traversed again and again
 
     async def generate(
         self, prompt: list[int], n: int, sampling: Sampling, images: tuple[str, ...] = ()

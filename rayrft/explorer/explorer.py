@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -70,6 +71,8 @@ class Explorer:
         """Start the reward workers."""
         with self._waits.on(f"reward {self._config.reward.name!r}", "ready"):
             await self._rewards.open()
+        gc.collect()
+        gc.freeze()  # what lives as long as the actor (modules, tasks) is not traversed again for every few groups
 
     async def explore(self, stage: StageConfig) -> None:
         """Fill the Buffer until the stage is closed; then abandon the groups in flight.
