@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
+import os
+import signal
+import sys
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -59,6 +63,7 @@ class BucketReceiver(WeightTransferEngine[LinkInfo, TransferInfo]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        end_with_parent()
         self.digest = ""
         self._channel: WeightChannel | None = None
 
@@ -108,6 +113,19 @@ class BucketReceiver(WeightTransferEngine[LinkInfo, TransferInfo]):
             method: Any = getattr(head, "quant_method", None) if name.endswith("lm_head") else None
             if self.device.type == "cpu" and hasattr(method, "process_weights_after_loading"):
                 method.process_weights_after_loading(head)
+
+
+def end_with_parent() -> None:
+    """Let the kernel kill this process when its parent dies, on Linux.
+
+    Otherwise an engine's core whose actor is killed together with Ray's daemons would wait for requests for ever, and
+    keep its memory.
+    """
+    if sys.platform == "linux":
+        parent, set_parent_death_signal = os.getppid(), 1
+        ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL)
+        if os.getppid() != parent:  # it died meanwhile
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class WorkerExtension:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -164,3 +166,19 @@ def test_an_engine_leaves_no_semaphore_behind_that_only_it_would_remove(engine: 
     actor = psutil.Process(ray.get(engine.actor.pid.remote()))
     for process in (actor, *actor.children(recursive=True)):
         assert not [each.path for each in process.memory_maps() if each.path.startswith("/dev/shm/sem.")]
+
+
+def test_a_core_ends_with_its_actor_even_if_nobody_is_left_to_end_it() -> None:
+    script = """
+import os, signal
+from rayrft.explorer.weight_plugin import end_with_parent
+if not os.fork():
+    end_with_parent()
+    print(os.getpid(), flush=True)
+signal.pause()
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as actor:
+        assert actor.stdout is not None
+        core = psutil.Process(int(actor.stdout.readline()))
+        actor.kill()
+        core.wait(timeout=60)  # raises if it is still there
