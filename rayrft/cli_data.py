@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import json
-import operator
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -16,8 +14,6 @@ from rayrft.core.checkpoints import find_folder
 from rayrft.errors import RunNotFound
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-
     from rayrft.buffer.reader import Archive, Found
 
 app = typer.Typer(no_args_is_help=True, help="Inspect, export and import the experiences of a run.")
@@ -26,7 +22,7 @@ _Run = Annotated[str, typer.Argument(help="a run folder, or the name of a run in
 _Storage = Annotated[Path, typer.Option(help="the folder of run folders")]
 _Store = Annotated[str, typer.Option(help="usual (own rows) or expert/NAME")]
 _Where = Annotated[
-    list[str] | None, typer.Option(help="COLUMN OP VALUE, OP one of = != < <= > >= contains; all given must hold")
+    str | None, typer.Option(metavar="CONDITION", help="SQL over the columns: reward > 0.5 and stop_reason = 'stop'")
 ]
 _SkipDamaged = Annotated[bool, typer.Option(help="skip files that cannot be read, and list them")]
 _RUNS = Path("runs")
@@ -52,13 +48,12 @@ def head(
     from rich.table import Table
 
     from rayrft.buffer.export import glance
-    from rayrft.buffer.reader import ARCHIVE_SCHEMA
     from rayrft.experience import from_batch
 
     archive = _archive(run, storage)
     table = Table("id", "group_status", "reward", "tokens", "version", "uses", box=None, pad_edge=False, expand=True)
     table.add_column("answer", no_wrap=True, ratio=1)  # what room the others leave
-    for batch in archive.rows(store, where=_condition(where, ARCHIVE_SCHEMA), skip_damaged=skip_damaged):
+    for batch in archive.rows(store, where=where, skip_damaged=skip_damaged):
         part = batch.slice(0, count - table.row_count)
         for row, group_status in zip(from_batch(part), part.column("group_status").to_pylist(), strict=True):
             seen = glance(row)
@@ -94,12 +89,13 @@ def export(
 
     A JSONL file can also be used as demonstrations: {path: OUT.jsonl, messages: turns} in a config.
     """
-    from rayrft.buffer.export import Selection, write_file
+    from rayrft.buffer.export import write_file
     from rayrft.buffer.reader import ARCHIVE_SCHEMA
+    from rayrft.buffer.selection import Selection
 
     archive = _archive(run, storage)
     names = columns.split(",") if columns else None
-    rows = archive.rows(store, columns=names, where=_condition(where, ARCHIVE_SCHEMA), skip_damaged=skip_damaged)
+    rows = archive.rows(store, columns=names, where=where, skip_damaged=skip_damaged)
     written = write_file(out, Selection(ARCHIVE_SCHEMA, names).schema, rows)
     print(f"{written} rows in {out}")
     _report(archive)
@@ -117,9 +113,8 @@ def import_rows(
     from rayrft.buffer.export import read_file
     from rayrft.config import load_config
     from rayrft.core.launch import attach
-    from rayrft.experience import SCHEMA
 
-    rows = read_file(file, _condition(where, SCHEMA))
+    rows = read_file(file, where)
     folder = find_folder(run, storage)
     try:
         live = attach(load_config(folder / "config.yaml").name)
@@ -139,13 +134,6 @@ def _archive(run: str, storage: Path) -> Archive:
     from rayrft.buffer.reader import Archive
 
     return Archive.of_run(find_folder(run, storage))
-
-
-def _condition(where: list[str] | None, schema: pa.Schema) -> Any:
-    from rayrft.buffer.export import parse_condition
-
-    parsed = [parse_condition(text, schema) for text in where or []]
-    return functools.reduce(operator.and_, parsed) if parsed else None
 
 
 def _report(archive: Archive) -> None:

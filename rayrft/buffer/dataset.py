@@ -16,8 +16,9 @@ from ray.data.datasource import Datasource, ReadTask
 from ray.exceptions import RayActorError, RayTaskError
 
 from rayrft.buffer.buffer import Buffer
-from rayrft.buffer.export import Selection, conform, expert_message
+from rayrft.buffer.export import conform, expert_message
 from rayrft.buffer.log.shard import Ref
+from rayrft.buffer.selection import Selection
 from rayrft.errors import ActorDied, DataError, RayrftError
 from rayrft.experience import SCHEMA, Experience, from_batch, to_batch, unpack
 from rayrft.handle import Handle, fetch
@@ -31,13 +32,13 @@ _Parts = list[tuple[Ref, np.ndarray]]
 
 
 def dataset(
-    buffer: Handle[Buffer], store: str = "usual", *, columns: Sequence[str] | None = None, where: Any = None
+    buffer: Handle[Buffer], store: str = "usual", *, columns: Sequence[str] | None = None, where: str | None = None
 ) -> ray.data.Dataset:
     """Return the current rows of a store as a lazy Ray Dataset with columns of ``experience.SCHEMA``.
 
     ``store`` is ``usual`` (own rows that wait for training or are being trained) or
-    ``expert/<name>``; ``columns`` are those to read, all by default; ``where`` is a ``pyarrow.compute.Expression``
-    over scalar columns, selected or not. Later changes of the store do not change the dataset, which keeps its blocks
+    ``expert/<name>``; ``columns`` are those to read, all by default; ``where`` is a condition in SQL: see
+    `Selection`. Later changes of the store do not change the dataset, which keeps its blocks
     in the object store as long as it and the Buffer live. Reading reserves no CPU of the cluster; other operations of
     Ray Data do, and wait until ``num_cpus`` are free beside the run.
 

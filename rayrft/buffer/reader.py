@@ -14,12 +14,12 @@ import pyarrow as pa
 from rayrft.buffer.entries import group_key
 from rayrft.buffer.events import FeedbackNoted
 from rayrft.buffer.expert_rows import expert_file
-from rayrft.buffer.export import Selection
 from rayrft.buffer.groups import GroupStatus, GroupTable
 from rayrft.buffer.ledger import ArchiveStats
 from rayrft.buffer.log.journal import Journal, Recovered
 from rayrft.buffer.log.segments import read_rows, segment_name
 from rayrft.buffer.log.storage import Storage
+from rayrft.buffer.selection import Selection
 from rayrft.buffer.state import State
 from rayrft.buffer.transitions import apply
 from rayrft.config import load_config
@@ -180,14 +180,14 @@ class Archive:
         store: str = "usual",
         *,
         columns: Sequence[str] | None = None,
-        where: Any = None,
+        where: str | None = None,
         skip_damaged: bool = False,
     ) -> Iterator[pa.RecordBatch]:
         """Iterate over the rows of a store on disk, with any status, file by file.
 
-        ``columns`` are some of :data:`ARCHIVE_SCHEMA`; ``where`` is a ``pyarrow.compute.Expression`` over scalar
-        columns. Raises DataError for an unknown store or column, and StorageError, which names the file, if one is
-        missing or damaged; with ``skip_damaged`` it is skipped and recorded in `damaged`.
+        ``columns`` are some of :data:`ARCHIVE_SCHEMA`; ``where`` is a condition in SQL: see `Selection`.
+        Raises DataError for an unknown store or column and an invalid condition, and StorageError, which names the
+        file, if one is missing or damaged; with ``skip_damaged`` it is skipped and recorded in `damaged`.
         """
         selection = Selection(ARCHIVE_SCHEMA, columns, where)
         if store not in self.stores:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rayrft.buffer.buffer import Buffer
 from rayrft.core.master import Master
@@ -47,7 +47,7 @@ class RunData:
     folder: Path
 
     def dataset(
-        self, store: str = "usual", *, columns: Sequence[str] | None = None, where: Any = None
+        self, store: str = "usual", *, columns: Sequence[str] | None = None, where: str | None = None
     ) -> ray.data.Dataset:
         """Return the current rows of a store (``usual`` or ``expert/<name>``): see `rayrft.buffer.dataset`."""
         from rayrft.buffer.dataset import dataset

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pytest
 import ray
 
@@ -92,20 +91,18 @@ def test_feedback_shows_in_the_next_dataset_and_once(buffer: Any) -> None:
 
 def test_columns_and_a_condition_on_a_column_that_is_not_selected(buffer: Any) -> None:
     put(buffer, group(1, rows=5), group(2, rows=5))
-    made = dataset(handle(buffer), columns=["experience_id", "token_ids"], where=pc.field("reward") >= 3)
+    made = dataset(handle(buffer), columns=["experience_id", "token_ids"], where="reward >= 3")
     assert made.schema().names == ["experience_id", "token_ids"]
     assert ids(made) == ["1/3", "1/4", "2/3", "2/4"]
     assert made.count() == 4
-    assert dataset(handle(buffer), where=pc.field("reward") > 100).count() == 0
+    assert dataset(handle(buffer), where="reward > 100").count() == 0
 
 
 def test_rows_keep_their_order_under_a_condition(buffer: Any) -> None:
     many = [replace(row, reward=float(n % 3)) for n, row in enumerate(group(1, rows=70_000, length=2))]
     put(buffer, many)
-    kept = dataset(handle(buffer), columns=["experience_id"], where=pc.field("reward") == 1).to_pandas()[
-        "experience_id"
-    ]
-    assert kept.tolist() == [row.experience_id for row in many if row.reward == 1]
+    kept = dataset(handle(buffer), columns=["experience_id"], where="reward = 1").to_pandas()
+    assert kept["experience_id"].tolist() == [row.experience_id for row in many if row.reward == 1]
 
 
 def test_expert_rows_are_a_store_of_their_own(buffer: Any) -> None:
@@ -119,17 +116,8 @@ def test_expert_rows_are_a_store_of_their_own(buffer: Any) -> None:
     ("asked", "problem"),
     [
         ({"store": "expert/gld"}, r"store: no such store \(found 'expert/gld'\).*usual"),
-        (
-            {"columns": ["reward", "tokens_ids"]},
-            r"columns: no such column \(found 'tokens_ids'\). Did you mean 'token_i",
-        ),
-        (
-            {"where": pc.field("rewards") > 1},
-            r"where: no such column to filter by \(found 'rewards'\). Did you mean 'rew",
-        ),
-        ({"where": pc.field("labels") == "x"}, r"where: no such column to filter by \(found 'labels'\)"),
-        ({"where": pc.field("reward") + 1}, "where: not a valid condition: .*must evaluate to bool"),
-        ({"where": pc.field("source") > 1}, "where: not a valid condition: .*no kernel"),
+        ({"columns": ["tokens_ids"]}, r"columns: no such column \(found 'tokens_ids'\). Did you mean 'token_ids"),
+        ({"where": "rewards > 1"}, r"where: not a valid condition: .*\(found 'rewards > 1'\).*\"reward\""),
     ],
 )
 def test_what_cannot_be_read_is_refused_before_anything_is_read(
@@ -145,7 +133,7 @@ def test_rows_can_be_looked_at_while_a_run_has_every_cpu(buffer: Any) -> None:
     ray.get(everything.ready(), timeout=30)
     try:
         assert ids(dataset(handle(buffer))) == ["1/0", "1/1"] and dataset(handle(buffer)).count() == 2
-        assert len(dataset(handle(buffer), where=pc.field("reward") == 1).to_pandas()) == 1
+        assert len(dataset(handle(buffer), where="reward = 1").to_pandas()) == 1
         assert load_dataset(handle(buffer), dataset(handle(buffer)), "found") == 2
         assert len(newest(handle(buffer), 5)) == 2
     finally:
@@ -154,7 +142,7 @@ def test_rows_can_be_looked_at_while_a_run_has_every_cpu(buffer: Any) -> None:
 
 def test_what_a_run_found_can_be_imitated(buffer: Any) -> None:
     put(buffer, group(1, rows=4), group(2, rows=4))
-    assert load_dataset(handle(buffer), dataset(handle(buffer), where=pc.field("reward") >= 2), "found") == 4
+    assert load_dataset(handle(buffer), dataset(handle(buffer), where="reward >= 2"), "found") == 4
     ray.get(buffer.open_stage.remote(plan(0, expert_rows=4, demonstrations="found")))
     lease = ray.get(buffer.lease.remote(0, 1, 5))
     rows = [row for share in lease.shares for row in fetch_rows(share, build("sft"))]

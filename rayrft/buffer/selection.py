@@ -1,0 +1,91 @@
+"""Selection of columns by name, and of rows by a condition in SQL that DuckDB evaluates on Arrow memory."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+
+from rayrft.errors import DataError, nearest
+
+if TYPE_CHECKING:
+    import duckdb
+
+_CANDIDATES = "Candidate bindings: "
+
+
+class Selection:
+    """A selection of columns (all by default) and rows (all by default) from batches of ``schema``.
+
+    ``where`` is a condition in DuckDB's SQL over any columns of ``schema``, selected or not, such as
+    ``reward > 0.5 and labels['quality'] = 'good'``; it can neither read nor write files. Rows for which it is null are
+    not selected. Raises DataError for an unknown column, and for an invalid condition.
+    """
+
+    def __init__(self, schema: pa.Schema, columns: Sequence[str] | None = None, where: str | None = None) -> None:
+        names = schema.names if columns is None else list(columns)
+        for name in names:
+            if name not in schema.names:
+                raise DataError("no such column", field="columns", value=name, remedy=nearest(name, schema.names))
+        self.schema = pa.schema([schema.field(name) for name in names], schema.metadata)
+        self._where = where
+        if where is not None:
+            # One row, because without any DuckDB would not convert the constants.
+            _met(where, pa.RecordBatch.from_arrays([pa.nulls(1, field.type) for field in schema], schema.names))
+
+    @property
+    def filters(self) -> bool:
+        """Whether there is a condition."""
+        return self._where is not None
+
+    def apply(self, batch: pa.RecordBatch, rows: np.ndarray | None = None) -> pa.RecordBatch:
+        """Return the selected columns of those ``rows`` (ascending; all by default) that meet the condition.
+
+        Raises DataError if the condition fails on a value, such as a text that is cast to a number.
+        """
+        if self._where is not None:
+            met = _met(self._where, batch)
+            rows = np.flatnonzero(met) if rows is None else rows[met[rows]]
+        selected = batch.select(self.schema.names)
+        return selected if rows is None or len(rows) == batch.num_rows else selected.take(pa.array(rows))
+
+
+def _met(where: str, batch: pa.RecordBatch) -> np.ndarray:
+    """Return whether each row meets the condition, as booleans of shape ``[rows]``; null counts as not met."""
+    import duckdb
+
+    try:
+        with _database().cursor() as connection:
+            condition = duckdb.SQLExpression(where)
+            rows = connection.from_arrow(batch)
+            rows.filter(condition)  # refuses aggregates and window functions, which a select would take
+            met = rows.select(condition)
+            if met.types != [duckdb.sqltypes.BOOLEAN]:
+                raise _invalid(where, f"its values are {met.types[0]}, not BOOLEAN")
+            return met.to_arrow_table().column(0).fill_null(False).to_numpy()
+    except duckdb.Error as error:
+        raise _invalid(where, str(error)) from None
+
+
+@functools.cache
+def _database() -> duckdb.DuckDBPyConnection:
+    """Open this process's empty database. Every thread needs a cursor of its own."""
+    import duckdb
+
+    # No access to files, extensions and Python's variables. One thread, because a fork would lose a pool of them.
+    return duckdb.connect(config={"enable_external_access": False, "threads": 1, "lock_configuration": True})
+
+
+def _invalid(where: str, problem: str) -> DataError:
+    first, *others = problem.splitlines()
+    near = [line.removeprefix(_CANDIDATES) for line in others if line.startswith(_CANDIDATES)]
+    remedy = f"columns of a like name: {near[0]}; text stands in single quotes" if near else ""
+    return DataError(
+        f"not a valid condition: {first}",
+        field="where",
+        value=where,
+        remedy=remedy or "write DuckDB's SQL, such as reward > 0.5 and stop_reason = 'stop'",
+    )
