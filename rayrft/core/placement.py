@@ -70,7 +70,7 @@ def plan_placement(config: RunConfig) -> list[Part]:
             replace(ranks, note="FSDP2 under Ray Train, each beside an engine") if pairs else None,
         ),
         *([] if runs_inline(config.reward.name) else [rewards]),
-        Part("buffer", config.buffer.shards, 0.1, 0, 0.25, "experiences"),
+        Part("buffer", 1, 0.1, 0, 0.25, "experiences"),
         Part("engine_pool", 1, 0.05, 0, 0.25, "which engines take requests"),
         Part("trainer", 1, 0.05, 0, 0.25, "commands the ranks"),
         *([] if pairs else [ranks]),
