@@ -96,9 +96,7 @@ class Store:
     async def flush(self) -> Position:
         """Force all writes to disk, regardless of the fsync policy, so that what they replace may be deleted; return
         the journal position."""
-        position = self._journal.position
-        await self._log.sync()
-        return position
+        return await self._log.sync()
 
     async def wake(self) -> None:
         async with self._changed:

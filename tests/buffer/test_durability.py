@@ -20,6 +20,7 @@ from rayrft.buffer.client import BufferWriter
 from rayrft.buffer.events import Event
 from rayrft.buffer.ledger import ExpertDraws
 from rayrft.buffer.log import journal
+from rayrft.buffer.log.journal import Position
 from rayrft.buffer.schedule import Ticket
 from rayrft.errors import DataError, StorageError
 from rayrft.experience import Experience, pack, to_batch
@@ -189,8 +190,8 @@ class TestOrder:
 
         real = buffer.buffer._store._journal.sync
 
-        def sync() -> None:
-            real()
+        def sync(position: Position) -> None:
+            real(position)
             monkeypatch.setattr(buffer.buffer._store._journal, "sync", real)
             asyncio.run_coroutine_threadsafe(buffer.buffer.fail(TICKET, "meanwhile"), buffer.loop).result()
 
@@ -248,6 +249,23 @@ class TestPower:
                 assert held(buffer) == list(range(number)) and buffer.do("stats").sizes.torn_bytes > 0
                 put(buffer, number)
         assert held(buffer) == list(range(8))
+
+    def test_a_group_that_comes_between_the_sync_of_rows_and_of_the_journal_is_not_said_to_be_on_the_disk(
+        self, buffer: LocalBuffer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        put(buffer, 1)
+        log, real = buffer.buffer._store._log, buffer.buffer._store._log._sync_rows
+
+        async def sync_rows() -> None:
+            await real()
+            await BufferWriter(remote(buffer.buffer)).put(to_batch(group(2)))
+
+        monkeypatch.setattr(log, "_sync_rows", sync_rows)
+        buffer.do("flush")
+        buffer.kill()
+        self.rows_lost(tmp_path / "buffer")
+        buffer.open()
+        assert held(buffer) == [1]
 
     def test_a_lost_segment_is_an_error_and_not_a_loss_of_all_that_came_after(
         self, buffer: LocalBuffer, tmp_path: Path

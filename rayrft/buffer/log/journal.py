@@ -76,12 +76,14 @@ class GroupCommit:
             self._flusher = asyncio.create_task(self._flush())
         await done
 
-    async def sync(self) -> None:
-        """Sync all rows and all written events to disk. Raises StorageError."""
+    async def sync(self) -> Position:
+        """Sync all rows and all written events to disk; return the position up to which. Raises StorageError."""
+        position = self._journal.position  # the rows of events written meanwhile may not be on disk
         try:
             await self._sync_rows()
             async with self._syncing:  # the file must not be closed by a snapshot meanwhile
-                await asyncio.to_thread(self._journal.sync)
+                await asyncio.to_thread(self._journal.sync, position)
+            return position
         except Exception as error:  # any error must also be raised by the next write
             self._error = _storage_error(error)
             raise self._error from None
@@ -111,7 +113,7 @@ class GroupCommit:
     def _append(self, events: list[Event]) -> None:
         self._journal.append(events)
         if self._config.fsync == "always":
-            self._journal.sync()
+            self._journal.sync(self._journal.position)
 
     async def _begin(self) -> None:
         # Taken before any await, so that it has the events of this batch and no later ones.
@@ -221,12 +223,11 @@ class Journal:
         self._file.append(b"".join(map(_line, events)))
         self.position = Position(self.position.number, self._file.size)
 
-    def sync(self) -> None:
-        """Sync all appended events to disk."""
+    def sync(self, position: Position) -> None:
+        """Sync all appended events to disk; the rows of those up to ``position`` are there."""
         assert self._file is not None
-        position = self.position  # events appended during the sync may not be on disk
         self._file.sync()
-        self._note_synced(position)
+        self._note_synced(max(position, Position(self.position.number)))
 
     def begin(self, snapshot: pa.Buffer) -> None:
         """Start a new journal with a snapshot of the state, then delete the old one."""
