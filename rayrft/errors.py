@@ -78,7 +78,7 @@ class Stalled(RayrftError):
 
 
 class LeaseEnded(RayrftError):
-    """No batch can be leased; ``value``: ``deadline``, ``end_of_data``, ``producer_died`` or ``stage_closed``."""
+    """No batch can be leased; ``value``: ``deadline``, ``end_of_data`` or ``stage_closed``."""
 
 
 class RowsFailed(RayrftError):

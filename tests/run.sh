@@ -3,9 +3,9 @@
 #
 #   bash tests/run.sh [--all] [argument of pytest …]
 #
-#   --all    also what is marked slow: 100 kills of the Buffer and 50 of Buffer and shard instead of 30 and 10, PPO and
-#            DPO from three seeds instead of one, the quickstart as shipped at more than twice the length, a resumed run
-#            with engines beside one without a fault, and every bench at its smallest
+#   --all    also what is marked slow: 150 kills of the Buffer instead of 40, PPO and DPO from three seeds instead of
+#            one, the quickstart as shipped at more than twice the length, a resumed run with engines beside one without
+#            a fault, and every bench at its smallest
 #
 # Two lanes run side by side: whole runs, and everything else (see tests/conftest.py).
 set -euo pipefail

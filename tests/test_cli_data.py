@@ -215,7 +215,7 @@ def test_a_run_that_ended_takes_no_rows_and_says_what_to_do(live: Path, tmp_path
 def test_damaged_files_are_passed_over_only_when_told_to(live: Path, tmp_path: Path) -> None:
     copy = tmp_path / "tool"
     shutil.copytree(live, copy)
-    [segment] = copy.glob("buffer/shard-0/segment-*")
+    [segment] = copy.glob("buffer/segment-*")
     segment.write_bytes(segment.read_bytes()[:-1] + b"?")
     for command in (("head", copy), ("export", copy, tmp_path / "out.jsonl")):
         with pytest.raises(StorageError, match=r"segment-00000000\.arrow: the file was changed"):

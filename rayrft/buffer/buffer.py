@@ -1,10 +1,10 @@
 """The Buffer actor: admits groups, keeps them, and leases every step its batch.
 
-It decides on metadata; rows are passed by reference and stored in shards. All calls are idempotent, since a caller that
-lost the connection, or whose Buffer died, retries without knowing whether the first call was executed. So every call
-names its subject (a producer's life and request, a group, a ticket, a step's draw, a life of the trainer or of the run,
-a stage), and a call about an outdated subject changes nothing. Every wait is woken by a change of state, has a
-deadline, and reports what it waited for.
+It decides on metadata; rows are passed by reference, and read and written in a thread. All calls are idempotent, since
+a caller that lost the connection, or whose Buffer died, retries without knowing whether the first call was executed. So
+every call names its subject (a producer's life and request, a group, a ticket, a step's draw, a life of the run, a
+stage), and a call about an outdated subject changes nothing. Every wait is woken by a change of state, has a deadline,
+and reports what it waited for.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import asyncio
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,11 +24,11 @@ from rayrft.buffer.entries import Entry, Receipt
 from rayrft.buffer.expert_rows import ExpertBlocks, are_pairs, check_pairs
 from rayrft.buffer.feedback import Feedback
 from rayrft.buffer.groups import GroupStatus
-from rayrft.buffer.ingest import Arrivals, Producers
+from rayrft.buffer.ingest import Arrivals
 from rayrft.buffer.leases import Lease, Leasing
 from rayrft.buffer.ledger import BufferStats, Ledger, Resumed
 from rayrft.buffer.log.journal import Position
-from rayrft.buffer.log.shard import Ref, Shard
+from rayrft.buffer.log.row_log import Ref
 from rayrft.buffer.retention import Retention
 from rayrft.buffer.schedule import StagePlan, Ticket
 from rayrft.buffer.store import Store
@@ -37,30 +38,27 @@ from rayrft.config.buffer import BufferConfig
 from rayrft.data.task_sampler import TaskSet
 from rayrft.errors import DataError, StorageError
 from rayrft.experience import Task, unpack
-from rayrft.handle import Handle, Watched
 from rayrft.waits import WaitReport
 
 
 class Buffer:
     """Stores ``usual`` (own rows, in whole groups) and ``expert`` (demonstrations, by name), and the task cursor.
 
-    ``run`` is the id of the run whose log is at ``location``; ``tasks`` creates the task set; ``others`` are the actors
-    of the shards after the first; ``limits`` are those of the run's model; ``logged`` is the result of `flush` in
-    the checkpoint that the run resumes from.
+    ``run`` is the id of the run whose log is in ``folder``; ``tasks`` creates the task set; ``limits`` are those of the
+    run's model; ``logged`` is the result of `flush` in the checkpoint that the run resumes from.
     """
 
     def __init__(
         self,
         run: str,
-        location: str,
+        folder: Path,
         config: BufferConfig,
         seed: int,
         tasks: Callable[[], TaskSet] | None = None,
-        others: list[Handle[Shard]] | None = None,
         limits: Limits = Limits(),  # noqa: B008 - frozen
         logged: Sequence[int] = (0, 0),
     ) -> None:
-        self._store = Store(run, location, config, seed, tasks() if tasks else None, others or [], Position(*logged))
+        self._store = Store(run, folder, config, seed, tasks() if tasks else None, Position(*logged))
         self._state = self._store.state
         self._experts = ExpertBlocks(self._store.storage, self._state.meta)
         self._leasing = Leasing(self._store, self._experts)
@@ -68,7 +66,6 @@ class Buffer:
         self._feedback = Feedback(self._store)
         self._limits = limits
         self._arrivals = Arrivals(self._store, self._retention, limits)
-        self._producers = Producers(self._store)
 
     # Stages and admission.
 
@@ -122,17 +119,14 @@ class Buffer:
         if known < step:
             raise StorageError(
                 f"the log ends after {known} steps, before the checkpoint of step {step} that the run resumes from",
-                field=self._store.storage.location,
+                field=str(self._store.storage.folder),
                 value=known,
                 remedy="restore the log from a backup, or resume from an older checkpoint",
             )
         gone = sorted({outstanding.producer for outstanding in meta.outstanding.values()} | set(meta.calls))
-        events: list[e.Event] = [
-            *(e.Abandoned(producer) for producer in gone),
-            e.RolledBack(step, life, whole_run=True),
-        ]
+        events: list[e.Event] = [*(e.Abandoned(producer) for producer in gone), e.RolledBack(step, life)]
         await self._store.commit(*([] if life in meta.lives else events))
-        return Resumed(self._state.ledger(), (await self._store.sizes()).torn_bytes)
+        return Resumed(self._state.ledger(), self._store.sizes().torn_bytes)
 
     async def close_stage(self, name: str | None = None) -> None:
         """Admit no more groups; pending `admit` calls return none. ``name`` restricts it to the stage of that name."""
@@ -172,7 +166,7 @@ class Buffer:
         def answered() -> bool:
             return producer in meta.gone or (producer in meta.calls and meta.calls[producer][0] >= call)
 
-        await self._store.wait_for(lambda: answered() or not meta.open or bool(meta.ended) or self._may_admit())
+        await self._store.wait_for(lambda: answered() or not meta.open or meta.ended or self._may_admit())
         if producer in meta.gone:
             raise DataError(
                 "the producer was abandoned because it died or the run was resumed",
@@ -215,14 +209,9 @@ class Buffer:
         """Return the tasks by which the task set has grown, in order, without the first ``after``."""
         return self._state.meta.added_tasks[after:]
 
-    async def attach(self, producer: str, actor: Handle[Watched]) -> None:
-        """Watch a producer. If it dies, its tickets are reissued; if it was the last one, a lease that cannot be
-        filled ends with ``producer_died``. A restarted Buffer has no attached producers."""
-        self._producers.attach(producer, actor)
-
-    async def detach(self, producer: str) -> None:
-        """Detach a finished producer. After the last one, a lease that cannot be filled ends with ``end_of_data``."""
-        await self._producers.detach(producer)
+    async def finish(self) -> None:
+        """Record that no more groups will be put: a lease that cannot be filled then ends with ``end_of_data``."""
+        await self._store.commit(e.ProducersEnded())
 
     # Results of a ticket.
 
@@ -298,13 +287,6 @@ class Buffer:
         record = self._state.meta.leases.get(step)
         await self._store.commit(*([e.Requeued(step)] if record is not None and record.draw == draw else []))
 
-    async def rollback(self, step: int, life: str) -> None:
-        """Roll the trainer back to ``step``: leases from there on are trained again, with the same rows.
-
-        ``life`` identifies the trainer's new life: a late repeat of the call changes nothing.
-        """
-        await self._store.commit(*([] if life in self._state.meta.lives else [e.RolledBack(step, life)]))
-
     async def advance(self, version: int) -> None:
         """Record that weights of this version are published, which admits new groups."""
         await self._store.commit(e.Advanced(version))
@@ -347,13 +329,12 @@ class Buffer:
 
     async def stats(self) -> BufferStats:
         """Return the ledger of own rows, the draws of demonstrations, and memory and disk use."""
-        sizes = await self._store.sizes()
         return BufferStats(
             ledger=self._state.ledger(recount=True),
             expert=self._state.expert_draws(),
             tasks_drawn=self._state.tasks.position if self._state.tasks is not None else None,
             late_feedback=len(self._state.meta.late_feedback),
-            sizes=sizes,
+            sizes=self._store.sizes(),
         )
 
     async def waiting(self) -> WaitReport:

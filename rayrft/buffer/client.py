@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from rayrft.buffer.buffer import Buffer
-from rayrft.buffer.entries import Entry, Receipt, shard_of
+from rayrft.buffer.entries import Entry, Receipt
 from rayrft.buffer.events import GroupReport
 from rayrft.buffer.schedule import Ticket
 from rayrft.errors import DataError
@@ -36,9 +36,8 @@ class BufferWriter:
     Groups that are put while a call is in flight are sent together in the next one.
     """
 
-    def __init__(self, buffer: Handle[Buffer], shards: int = 1) -> None:
+    def __init__(self, buffer: Handle[Buffer]) -> None:
         self._buffer = buffer
-        self._shards = shards
         self._waiting: list[_Waiting] = []
         self._sender: asyncio.Task[None] | None = None
 
@@ -69,21 +68,22 @@ class BufferWriter:
     async def _send(self) -> None:
         """Send one call at a time, so that groups arrive in order. A full call is packed while another is in flight;
         smaller ones wait for more groups."""
-        call: asyncio.Future[Any] | None = None
+        call: asyncio.Task[None] | None = None
         while self._waiting:
             if call is not None and sum(entry.nbytes for entry, _, _ in self._waiting) < _CALL_BYTES:
                 await call
-            packed = [(part, self._pack(part)) for part in self._next()]
+            sent = self._next()
+            payload = self._pack(sent)
             if call is not None:
                 await call
-            call = asyncio.gather(*(self._call(part, payload) for part, payload in packed))
+            call = asyncio.create_task(self._call(sent, payload))
             await asyncio.sleep(0)  # send the call before packing the next one
             if not self._waiting:
                 await call
 
-    def _next(self) -> list[list[_Waiting]]:
-        """Return the groups of the next call by shard: all waiting ones up to `_CALL_BYTES`, and up to a group id that
-        occurs twice, since groups of one id cannot be told apart in one message."""
+    def _next(self) -> list[_Waiting]:
+        """Return the groups of the next call: all waiting ones up to `_CALL_BYTES`, and up to a group id that occurs
+        twice, since groups of one id cannot be told apart in one message."""
         count, nbytes, names = 0, 0, set[str]()
         while count < len(self._waiting) and nbytes < _CALL_BYTES:
             entry = self._waiting[count][0]
@@ -93,10 +93,7 @@ class BufferWriter:
             nbytes += entry.nbytes
             count += 1
         sent, self._waiting = self._waiting[:count], self._waiting[count:]
-        by_shard: dict[int, list[_Waiting]] = {}
-        for waiting in sent:
-            by_shard.setdefault(shard_of(waiting[0].group_id, self._shards), []).append(waiting)
-        return list(by_shard.values())
+        return sent
 
     def _pack(self, sent: list[_Waiting]) -> list[Any]:
         import ray
@@ -118,9 +115,7 @@ class BufferWriter:
                     done.set_result(receipt)
 
 
-def put_groups(
-    buffer: Handle[Buffer], shards: int, rows: list[Experience], algorithms: list[Algorithm], group_size: int
-) -> None:
+def put_groups(buffer: Handle[Buffer], rows: list[Experience], algorithms: list[Algorithm], group_size: int) -> None:
     """Put rows, grouped by their group ids; return when they are in the log.
 
     Raises DataError, and puts nothing, if a row does not fit its columns' types or lacks a reward that advantages of
@@ -136,7 +131,7 @@ def put_groups(
         check_group(group, algorithms, group_size)
 
     async def put() -> list[Receipt]:
-        writer = BufferWriter(buffer, shards)
+        writer = BufferWriter(buffer)
         return await asyncio.gather(*(writer.put(to_batch(group), _report(group)) for group in groups))
 
     with ThreadPoolExecutor(1) as thread:  # in a notebook this thread already runs an event loop

@@ -42,8 +42,3 @@ class Receipt:
 def group_key(group_id: str) -> int:
     """Hash a group id to the 64-bit key that the Buffer uses."""
     return int.from_bytes(hashlib.blake2b(group_id.encode(), digest_size=8).digest(), "little")
-
-
-def shard_of(group_id: str, shards: int) -> int:
-    """Return the index of the shard that stores a group."""
-    return group_key(group_id) % shards

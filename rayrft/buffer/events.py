@@ -117,9 +117,8 @@ class Abandoned:
 
 @dataclass(frozen=True)
 class Stored:
-    """Groups were stored in the segment of shard ``shard`` that now has this extent."""
+    """Groups were stored in the segment that now has this extent."""
 
-    shard: int
     extent: Extent
     groups: list[StoredGroup]
     event: Literal["stored"] = "stored"
@@ -193,12 +192,11 @@ class Requeued:
 
 @dataclass(frozen=True)
 class RolledBack:
-    """The trainer restarts at ``step``: leases from there on are trained again."""
+    """The run resumes at ``step``: leases from there on are trained again."""
 
     step: int
     life: str
-    """Life of the trainer, or with ``whole_run`` of the run."""
-    whole_run: bool = False
+    """Life of the run."""
     event: Literal["rolled_back"] = "rolled_back"
 
 
@@ -219,7 +217,6 @@ class Evicted:
 class Moved:
     """Groups were rewritten contiguously from row ``row`` of the extent's segment."""
 
-    shard: int
     extent: Extent
     slots: list[int]
     row: int
@@ -230,7 +227,6 @@ class Moved:
 
 @dataclass(frozen=True)
 class Deleted:
-    shard: int
     segments: list[int]
     event: Literal["deleted"] = "deleted"
 
@@ -261,7 +257,6 @@ class Loaded:
 class ProducersEnded:
     """No more groups will arrive."""
 
-    reason: str
     event: Literal["producers_ended"] = "producers_ended"
 
 

@@ -6,18 +6,16 @@ A replacement is written to another file, because earlier leases still need the 
 from __future__ import annotations
 
 import asyncio
-import zlib
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 
-from rayrft.buffer.log.segments import Extent, read_rows
-from rayrft.buffer.log.shard import Ref
+from rayrft.buffer.log.row_log import Ref
+from rayrft.buffer.log.segments import Extent, read_rows, with_schema
 from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.state import Metadata
 from rayrft.errors import DataError
-from rayrft.experience import SCHEMA
 
 
 @dataclass(frozen=True)
@@ -38,8 +36,8 @@ class ExpertBlocks:
 
     async def write(self, name: str, batch: pa.RecordBatch) -> Extent:
         """Write demonstrations to their file."""
-        data = SCHEMA.serialize().to_pybytes() + batch.serialize().to_pybytes()
-        extent = Extent(0, batch.num_rows, len(data), zlib.crc32(data))
+        data = with_schema(batch.serialize())
+        extent = Extent(0).grown(batch.num_rows, data)
         await asyncio.to_thread(self._storage.write, expert_file(name, extent), data)
         return extent
 

@@ -9,7 +9,6 @@ import numpy as np
 from rayrft.buffer import events as e
 from rayrft.buffer.entries import group_key
 from rayrft.buffer.groups import GroupStatus
-from rayrft.buffer.log.shard import Shard
 from rayrft.buffer.store import Store
 from rayrft.buffer.validation import find_faults
 from rayrft.errors import DataError, FeedbackRefused
@@ -57,15 +56,13 @@ class Feedback:
     async def _rewrite(
         self, slot: int, experience_id: str, reward: float | None, labels: dict[str, str]
     ) -> list[e.Event]:
-        shard = int(self._store.state.groups.shard[slot])
-        batch = await self._store.shards.call(shard, Shard.read, [self._store.span(slot)])
-        before = from_batch(batch)
+        store = self._store
+        before = from_batch(await store.in_row_thread(store.rows.read, [store.span(slot)]))
         rows = change(before, experience_id, reward, labels)
         if rows is before:
             return []
-        sync = self._store.config.fsync == "always"
-        done = await self._store.shards.call(shard, Shard.append, to_batch(rows).serialize(), sync=sync)
-        return [e.Moved(shard, done.extent, [slot], done.row, score=float(done.scores[0]))]
+        done = await store.in_row_thread(store.rows.append, to_batch(rows).serialize())
+        return [e.Moved(done.extent, [slot], done.row, score=float(done.scores[0]))]
 
     async def _refuse(self, slot: int, experience_id: str, reward: float | None, labels: dict[str, str]) -> None:
         groups = self._store.state.groups

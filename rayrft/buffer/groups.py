@@ -29,7 +29,6 @@ _COLUMNS: dict[str, type] = {
     "digest": np.uint32,  # of a group put without a ticket
     "sequence": np.int64,  # of its ticket, or -1
     "order": np.int64,  # of its arrival
-    "shard": np.int16,
     "segment": np.int32,
     "row": np.int64,
     "rows": np.int32,
@@ -52,7 +51,6 @@ class GroupTable:
     digest: np.ndarray
     sequence: np.ndarray
     order: np.ndarray
-    shard: np.ndarray
     segment: np.ndarray
     row: np.ndarray
     rows: np.ndarray
@@ -72,8 +70,8 @@ class GroupTable:
         self._slots: dict[int, int] = {}
         self.held_rows = 0
         self.held_bytes = 0
-        self.live: Counter[tuple[int, int]] = Counter()
-        """Held groups by shard and segment."""
+        self.live: Counter[int] = Counter()
+        """Held groups by segment."""
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -82,7 +80,7 @@ class GroupTable:
         """Return the slot of a group whose rows are on disk, or None."""
         return self._slots.get(key)
 
-    def add(self, group: StoredGroup, shard: int, segment: int, order: int) -> int:
+    def add(self, group: StoredGroup, segment: int, order: int) -> int:
         """Add a group; return its slot, the lowest free one, so that replaying the journal gives the same slots."""
         if not self._free:
             self._grow()
@@ -92,14 +90,14 @@ class GroupTable:
         self.key[slot], self.digest[slot] = group.key, group.digest
         self.sequence[slot] = -1 if group.sequence is None else group.sequence
         self.order[slot] = order
-        self.shard[slot], self.segment[slot], self.row[slot] = shard, segment, group.row
+        self.segment[slot], self.row[slot] = segment, group.row
         self.rows[slot], self.masked[slot] = group.rows, group.masked
         self.tokens[slot], self.nbytes[slot] = group.tokens, group.nbytes
         self.version[slot], self.score[slot] = group.version, group.score
         self.uses[slot], self.pending[slot], self.last_step[slot] = 0, 0, -1
         self.held_rows += self.trainable(slot)
         self.held_bytes += group.nbytes
-        self.live[shard, segment] += 1
+        self.live[segment] += 1
         return slot
 
     def set_status(self, slot: int, status: GroupStatus) -> None:
@@ -109,22 +107,22 @@ class GroupTable:
         self.status[slot] = status
         self.held_rows += (now - was) * self.trainable(slot)
         self.held_bytes += (now - was) * int(self.nbytes[slot])
-        self.live[self.place(slot)] += now - was
+        self.live[int(self.segment[slot])] += now - was
 
     def trainable(self, slots: int | list[int] | np.ndarray) -> int:
         """Return the number of rows of these groups without the masked ones, as the ledger counts."""
         return int((self.rows[slots] - self.masked[slots]).sum())
 
-    def place(self, slot: int) -> tuple[int, int]:
-        """Return the shard and segment of a group's rows."""
-        return int(self.shard[slot]), int(self.segment[slot])
+    def segments_of(self, slots: list[int]) -> set[int]:
+        """Return the segments that hold these groups' rows."""
+        return set(self.segment[slots].tolist())
 
-    def move(self, slot: int, shard: int, segment: int, row: int) -> None:
+    def move(self, slot: int, segment: int, row: int) -> None:
         """Update the location of a group's rows."""
         held = int(self.status[slot] in (GroupStatus.READY, GroupStatus.LEASED))
-        self.live[self.place(slot)] -= held
-        self.shard[slot], self.segment[slot], self.row[slot] = shard, segment, row
-        self.live[shard, segment] += held
+        self.live[int(self.segment[slot])] -= held
+        self.segment[slot], self.row[slot] = segment, row
+        self.live[segment] += held
 
     def forget(self, slots: np.ndarray) -> None:
         """Remove groups whose rows were deleted from disk."""
@@ -163,7 +161,7 @@ class GroupTable:
         self._slots = dict(zip(self.key[taken].tolist(), taken.tolist(), strict=True))
         held = np.isin(self.status, (GroupStatus.READY, GroupStatus.LEASED))
         self.held_rows, self.held_bytes = self.trainable(held), int(self.nbytes[held].sum())
-        self.live = Counter(zip(self.shard[held].tolist(), self.segment[held].tolist(), strict=True))
+        self.live = Counter(self.segment[held].tolist())
         return self
 
     def _grow(self) -> None:

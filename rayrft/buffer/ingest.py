@@ -1,9 +1,7 @@
-"""Ingestion of groups: their producers, validation, and receipts."""
+"""Ingestion of groups: room, validation, and receipts."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -11,45 +9,12 @@ from typing import Any
 import pyarrow as pa
 
 from rayrft.buffer import events as e
-from rayrft.buffer.entries import Entry, Receipt, group_key, shard_of
+from rayrft.buffer.entries import Entry, Receipt, group_key
 from rayrft.buffer.groups import GroupStatus
-from rayrft.buffer.log.shard import Appended, Shard
+from rayrft.buffer.log.row_log import Appended
 from rayrft.buffer.retention import Retention
 from rayrft.buffer.store import Store
 from rayrft.buffer.validation import Fault, Limits
-from rayrft.handle import Handle, Watched
-
-
-class Producers:
-    """The attached producers by name."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._watching: dict[str, asyncio.Task[None]] = {}
-
-    def attach(self, producer: str, actor: Handle[Watched]) -> None:
-        """Start watching a producer by its handle."""
-        if (watching := self._watching.pop(producer, None)) is not None:
-            watching.cancel()
-        self._watching[producer] = asyncio.create_task(self._watch(producer, actor))
-
-    async def detach(self, producer: str) -> None:
-        """Detach a finished producer; after the last one no more rows are expected."""
-        if (watching := self._watching.pop(producer, None)) is not None:
-            watching.cancel()
-        if not self._watching:
-            await self._store.commit(e.ProducersEnded("end_of_data"))
-
-    async def _watch(self, producer: str, actor: Handle[Watched]) -> None:
-        from ray.exceptions import RayActorError
-
-        with contextlib.suppress(RayActorError):
-            await actor.call(Watched.watch)
-        del self._watching[producer]
-        await self._store.commit(e.Abandoned(producer))
-        if not self._watching:
-            await self._store.commit(e.ProducersEnded("producer_died"))
-
 
 _ROOM_DEADLINE_S = 600.0
 _OTHER_ROWS = "the group came before with other rows"
@@ -92,18 +57,17 @@ class Arrivals:
     ) -> tuple[list[e.Event], dict[int, list[Fault]]]:
         """Write the rows of the wanted groups; return their events for the journal, and their faults."""
         # Room for a group with a ticket was reserved at its admission.
-        if self._store.config.when_full != "wait" or any(entries[i].ticket is None for i in wanted):
+        store = self._store
+        if store.config.when_full != "wait" or any(entries[i].ticket is None for i in wanted):
             rows, nbytes = sum(entries[i].rows for i in wanted), sum(entries[i].nbytes for i in wanted)
             await self._retention.make_room(rows, nbytes, _ROOM_DEADLINE_S)
-        shard = shard_of(entries[0].group_id, len(self._store.shards))
-        message = payload[0] if shard or isinstance(payload[0], pa.Buffer) else await payload[0]
+        message = payload[0] if isinstance(payload[0], pa.Buffer) else await payload[0]
         # Groups with tickets may lose invalid rows; other producers fix a group and put it again, so it must be whole.
         whole = [i for i in wanted if entries[i].ticket is None]
-        limits = replace(self._limits, version=self._store.state.newest_version)
-        sync = self._store.config.fsync == "always"
-        done = await self._store.shards.call(shard, Shard.take, message, wanted, whole, len(entries), limits, sync=sync)
+        limits = replace(self._limits, version=store.state.newest_version)
+        done = await store.in_row_thread(store.rows.take, message, wanted, whole, len(entries), limits)
         stored = [_stored_group(entries[i], keys[i], done, place) for place, i in enumerate(done.groups)]
-        events: list[e.Event] = [e.Stored(shard, done.extent, stored)] if stored else []
+        events: list[e.Event] = [e.Stored(done.extent, stored)] if stored else []
         for i in sorted(set(wanted) - set(done.groups)):
             found = Counter(fault.reason for fault in done.faults[i])
             if i in whole and found.total() < entries[i].rows:

@@ -14,7 +14,7 @@ from rayrft.buffer import events as e
 from rayrft.buffer.entries import group_key
 from rayrft.buffer.events import GroupReport
 from rayrft.buffer.expert_rows import ExpertBlocks
-from rayrft.buffer.log.shard import Ref
+from rayrft.buffer.log.row_log import Ref
 from rayrft.buffer.scores import check_scores
 from rayrft.buffer.state import LeaseRecord
 from rayrft.buffer.store import Store
@@ -124,7 +124,6 @@ _REMEDIES = {
     "deadline": "check why rollouts do not arrive: engines too slow, or every group filtered (no reward variance, "
     "prompts too long)",
     "end_of_data": "the tasks are exhausted or the producers have finished: raise tasks.epochs, or train fewer steps",
-    "producer_died": "restart the producer; the groups it put are kept",
     "stage_closed": "the stage ended while a step waited",
 }
 
@@ -231,7 +230,7 @@ class Leasing:
             return "stage_closed"
         # Outstanding groups of an earlier stage, or too late ones, cannot fill a batch.
         awaited = meta.outstanding.keys() & meta.schedule.running.keys()
-        return None if awaited else meta.ended
+        return "end_of_data" if meta.ended and not awaited else None
 
     def _ended(self, reason: str, step: int, what: str) -> LeaseEnded:
         meta = self._store.state.meta
@@ -262,7 +261,10 @@ class Leasing:
         # In order of arrival, which does not change when the store is reopened or groups are moved.
         slots = sorted(record.slots, key=lambda slot: int(groups.order[slot]))
         blocks = await self._store.blocks(slots)
-        parts = [_rows_of(*blocks[slot], weights[slot], alone=slot in record.blamed) for slot in slots]
+        parts = [
+            _rows_of(*block, weights[slot], alone=slot in record.blamed)
+            for slot, block in zip(slots, blocks, strict=True)
+        ]
         usual_rows = sum(map(len, parts))
         if record.demonstrations is not None:
             expert = await self._experts.get(record.demonstrations, record.extent)

@@ -17,7 +17,7 @@ from rayrft.buffer.expert_rows import expert_file
 from rayrft.buffer.groups import GroupStatus, GroupTable
 from rayrft.buffer.ledger import ArchiveStats
 from rayrft.buffer.log.journal import Journal, Recovered
-from rayrft.buffer.log.segments import read_rows, segment_name
+from rayrft.buffer.log.segments import read_rows, segment_name, segment_sizes
 from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.selection import Selection
 from rayrft.buffer.state import State
@@ -52,12 +52,12 @@ def read_state(storage: Storage, sampler: SamplerConfig, seed: int) -> Reading:
         apply(state, event)
     if not state.meta.run:
         raise StorageError(
-            "no Buffer has written here", field=storage.location, remedy="give the folder of a started run"
+            "no Buffer has written here", field=str(storage.folder), remedy="give the folder of a started run"
         )
     if state.meta.schema != SCHEMA_VERSION:
         raise StorageError(
             f"the log has schema version {state.meta.schema}; this rayrft reads {SCHEMA_VERSION}",
-            field=storage.location,
+            field=str(storage.folder),
             remedy="read it with the version of rayrft that wrote it; its segments are plain Arrow files",
         )
     return Reading(state, recovered.torn_bytes + _uncommitted_bytes(storage, state))
@@ -79,7 +79,7 @@ def _read_journal(storage: Storage) -> Recovered:
             return recovered
     raise StorageError(
         f"a new journal was begun each of the {_ATTEMPTS} times that it was read",
-        field=storage.location,
+        field=str(storage.folder),
         remedy="read it again",
     )
 
@@ -90,13 +90,8 @@ def _snapshots(storage: Storage) -> list[str]:
 
 def _uncommitted_bytes(storage: Storage, state: State) -> int:
     """Count the bytes of segments that are not in the journal."""
-    total = 0
-    for shard in {0, *state.meta.extents}:
-        extents = state.meta.extents.get(shard, {})
-        committed = {segment_name(number): extent.nbytes for number, extent in extents.items()}
-        for name, size in storage.folder(f"shard-{shard}").files().items():
-            total += max(0, size - committed.get(name, 0))
-    return total
+    committed = {number: extent.nbytes for number, extent in state.meta.extents.items()}
+    return sum(max(0, size - committed.get(number, 0)) for number, size in segment_sizes(storage).items())
 
 
 ARCHIVE_SCHEMA = pa.schema(
@@ -125,14 +120,14 @@ class Found:
 
 
 class Archive:
-    """The contents of the log at ``location`` when this was created; nothing in it is changed or locked.
+    """The contents of the log in ``folder`` when this was created; nothing in it is changed or locked.
 
     ``sampler`` and ``seed`` are those in the run's config. Raises StorageError if there is no log, it has another
     schema version, or its journal is damaged.
     """
 
-    def __init__(self, location: str, sampler: SamplerConfig, seed: int = 0) -> None:
-        self._storage = Storage(location)
+    def __init__(self, folder: Path, sampler: SamplerConfig, seed: int = 0) -> None:
+        self._storage = Storage(folder)
         self._sampler = sampler
         self._seed = seed
         self._reading = read_state(self._storage, sampler, seed)
@@ -143,8 +138,8 @@ class Archive:
     def of_run(cls, folder: Path) -> Archive:
         """Open the log of the run in this folder, which may have been moved. Raises ConfigError, too."""
         config = load_config(folder / "config.yaml")
-        location = config.buffer_location if config.buffer.storage else str(folder / "buffer")
-        return cls(location, config.buffer.sampler, config.seed)
+        log = config.buffer_folder if config.buffer.storage else folder / "buffer"
+        return cls(log, config.buffer.sampler, config.seed)
 
     @property
     def stores(self) -> list[str]:
@@ -158,7 +153,7 @@ class Archive:
         for status, rows in zip(groups.status.tolist(), groups.rows.tolist(), strict=True):
             if status != GroupStatus.FREE:
                 counted[GroupStatus(status).name.lower()] += rows
-        log_bytes = sum(extent.nbytes for shard in meta.extents.values() for extent in shard.values())
+        log_bytes = sum(extent.nbytes for extent in meta.extents.values())
         experts = {
             f"expert/{name}": {"rows": cursor.extent.rows, "bytes": cursor.extent.nbytes, "drawn": cursor.drawn}
             for name, cursor in meta.experts.items()
@@ -220,12 +215,12 @@ class Archive:
         given: set[int] = set()
         while True:
             state = self._state
-            for (shard, segment), slots in _by_segment(state.groups, given):
+            for segment, slots in _by_segment(state.groups, given):
                 try:
-                    batch = self._segment(state, shard, segment, slots)
+                    batch = self._segment(state, segment, slots)
                 except StorageError as error:
                     self._read_again()
-                    if segment not in self._state.meta.extents.get(shard, {}):
+                    if segment not in self._state.meta.extents:
                         break  # deleted by a live Buffer, which has moved the groups it kept
                     self._pass_over(error, int(state.groups.rows[slots].sum()), skip_damaged)
                 else:
@@ -234,16 +229,16 @@ class Archive:
             else:
                 return
 
-    def _segment(self, state: State, shard: int, segment: int, slots: np.ndarray) -> pa.RecordBatch:
+    def _segment(self, state: State, segment: int, slots: np.ndarray) -> pa.RecordBatch:
         groups, name = state.groups, segment_name(segment)
-        batch = read_rows(self._storage.folder(f"shard-{shard}"), name, state.meta.extents[shard][segment])
+        batch = read_rows(self._storage, name, state.meta.extents[segment])
         counts = groups.rows[slots]
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         batch = batch.take(pa.array(np.repeat(groups.row[slots], counts) + within))
         uses = np.repeat(groups.uses[slots], counts)
         statuses = np.array([status.name.lower() for status in GroupStatus], dtype=object)[groups.status[slots]]
         steps = pa.array(np.repeat(groups.last_step[slots], counts), mask=uses == 0)
-        return _extended(batch, f"shard-{shard}/{name}", np.repeat(statuses, counts), steps, uses)
+        return _extended(batch, name, np.repeat(statuses, counts), steps, uses)
 
     def _expert(self, store: str, skip_damaged: bool) -> Iterator[pa.RecordBatch]:
         name = store.removeprefix("expert/")
@@ -266,7 +261,7 @@ class Archive:
         state, parts = self._state, experience_id.split("/")
         for length in range(len(parts), 0, -1):
             if (slot := state.groups.find(group_key("/".join(parts[:length])))) is not None:
-                yield "usual", self._segment(state, *state.groups.place(slot), np.array([slot]))
+                yield "usual", self._segment(state, int(state.groups.segment[slot]), np.array([slot]))
         for store in self.stores[1:]:
             for batch in self._expert(store, skip_damaged=False):
                 yield store, batch
@@ -280,15 +275,14 @@ class Archive:
         self._reading = read_state(self._storage, self._sampler, self._seed)
 
 
-def _by_segment(groups: GroupTable, given: set[int]) -> Iterator[tuple[tuple[int, int], np.ndarray]]:
-    """Iterate over the slots of groups whose keys are not in ``given``, by shard and segment, ordered by row."""
+def _by_segment(groups: GroupTable, given: set[int]) -> Iterator[tuple[int, np.ndarray]]:
+    """Iterate over the slots of groups whose keys are not in ``given``, by segment, ordered by row."""
     left = (groups.status != GroupStatus.FREE) & ~np.isin(groups.key, np.fromiter(given, np.uint64))
     slots = np.flatnonzero(left)
-    slots = slots[np.lexsort((groups.row[slots], groups.segment[slots], groups.shard[slots]))]
-    places = np.stack([groups.shard[slots], groups.segment[slots]], axis=1)
-    for part in np.split(slots, np.flatnonzero((places[1:] != places[:-1]).any(axis=1)) + 1):
+    slots = slots[np.lexsort((groups.row[slots], groups.segment[slots]))]
+    for part in np.split(slots, np.flatnonzero(np.diff(groups.segment[slots])) + 1):
         if len(part):
-            yield groups.place(int(part[0])), part
+            yield int(groups.segment[part[0]]), part
 
 
 def _extended(batch: pa.RecordBatch, segment: str, group_status: Any, trained_step: Any, uses: Any) -> pa.RecordBatch:

@@ -6,7 +6,6 @@ import numpy as np
 
 from rayrft.buffer import events as e
 from rayrft.buffer.groups import GroupStatus
-from rayrft.buffer.log.shard import Shard
 from rayrft.buffer.store import Store
 from rayrft.errors import RayrftError
 
@@ -48,10 +47,8 @@ class Retention:
     async def release(self, slots: list[int]) -> None:
         """Free the object-store blocks of segments in which no group is held any more."""
         groups = self._store.state.groups
-        done = {groups.place(slot) for slot in slots}
-        for shard, segment in done:
-            if not groups.live[shard, segment]:
-                await self._store.shards.call(shard, Shard.release, [segment])
+        done = [segment for segment in groups.segments_of(slots) if not groups.live[segment]]
+        await self._store.in_row_thread(self._store.rows.release, done)
 
     async def trim(self) -> None:
         """Bring the log within its bound: delete unneeded segments, oldest first; then rewrite sparse ones."""
@@ -62,13 +59,6 @@ class Retention:
             if self._store.log_bytes > self._store.config.log_bytes:
                 await self._rewrite_sparse()
                 await self._delete_dead()
-
-    async def move(self, shard: int, slots: list[int]) -> None:
-        """Rewrite groups at the end of the log."""
-        spans = [self._store.span(slot) for slot in slots]
-        sync = self._store.config.fsync == "always"
-        extent, row = await self._store.shards.call(shard, Shard.rewrite, spans, sync=sync)
-        await self._store.commit(e.Moved(shard, extent, slots, row))
 
     def _excess(self, rows: int, nbytes: int) -> float:
         """Return by how much held rows and bytes plus these exceed a bound, as a share of it."""
@@ -100,34 +90,32 @@ class Retention:
         used = groups.uses[slots] * np.log(sampler.use_decay)
         return sampler.alpha * np.log(np.maximum(groups.score[slots], 1e-6)) + used + age
 
-    def _needed(self) -> set[tuple[int, int]]:
-        """Return the segments with groups that are held, or that a restarted trainer would lease again."""
-        groups, meta = self._store.state.groups, self._store.state.meta
-        held = {place for place, count in groups.live.items() if count}
-        return held | {groups.place(slot) for lease in meta.leases.values() for slot in lease.slots}
+    def _leased(self) -> set[int]:
+        """Return the segments with groups that a restarted trainer would lease again."""
+        state = self._store.state
+        return state.groups.segments_of([slot for lease in state.meta.leases.values() for slot in lease.slots])
 
     async def _delete_dead(self) -> None:
-        needed, extents = self._needed(), self._store.state.meta.extents
+        state, dead = self._store.state, list[int]()
+        needed = self._leased() | {segment for segment, count in state.groups.live.items() if count}
         excess = self._store.log_bytes - self._store.config.log_bytes
-        for shard, segments in list(extents.items()):
-            newest = max(segments)
-            dead = []
-            for segment in sorted(segments):
-                if excess > 0 and segment != newest and (shard, segment) not in needed:
-                    dead.append(segment)
-                    excess -= segments[segment].nbytes
-            if dead:
-                await self._store.commit(e.Deleted(shard, dead))
-                await self._store.flush()
-                await self._store.shards.call(shard, Shard.delete, dead)
+        for segment in sorted(state.meta.extents)[:-1]:
+            if excess > 0 and segment not in needed:
+                dead.append(segment)
+                excess -= state.meta.extents[segment].nbytes
+        if dead:
+            await self._store.commit(e.Deleted(dead))
+            await self._store.flush()
+            await self._store.in_row_thread(self._store.rows.delete, dead)
 
     async def _rewrite_sparse(self) -> None:
-        groups, extents = self._store.state.groups, self._store.state.meta.extents
-        kept = {groups.place(slot) for lease in self._store.state.meta.leases.values() for slot in lease.slots}
-        for shard, segments in list(extents.items()):
-            for segment in sorted(segments)[:-1]:
-                held = groups.where(GroupStatus.READY)
-                held = held[(groups.shard[held] == shard) & (groups.segment[held] == segment)]
-                share = groups.rows[held].sum() / segments[segment].rows
-                if len(held) and share < _SPARSE and (shard, segment) not in kept:
-                    await self.move(shard, held.tolist())
+        store, groups, extents = self._store, self._store.state.groups, self._store.state.meta.extents
+        kept = self._leased()
+        for segment in sorted(extents)[:-1]:
+            held = groups.where(GroupStatus.READY)
+            held = held[groups.segment[held] == segment]
+            share = groups.rows[held].sum() / extents[segment].rows
+            if len(held) and share < _SPARSE and segment not in kept:
+                slots = held.tolist()
+                extent, row = await store.in_row_thread(store.rows.rewrite, [store.span(slot) for slot in slots])
+                await store.commit(e.Moved(extent, slots, row))

@@ -143,8 +143,8 @@ class Metadata:
     """Batches of steps before this one are deleted."""
     open: bool = False
     """Whether the stage admits groups."""
-    ended: str | None = None
-    """Why no more groups will arrive."""
+    ended: bool = False
+    """Whether no more groups will arrive: the tasks are exhausted, or the producers have finished."""
     ledger: RowCounts = field(default_factory=RowCounts)
     leases: dict[int, LeaseRecord] = field(default_factory=dict)
     outstanding: dict[int, Outstanding] = field(default_factory=dict)
@@ -155,14 +155,14 @@ class Metadata:
     gone: set[str] = field(default_factory=set)
     """Abandoned producers."""
     lives: set[str] = field(default_factory=set)
-    """Lives of the trainer and of the run that began with a rollback."""
+    """Lives of the run that resumed it."""
     opened: dict[str, int] = field(default_factory=dict)
     """First version of the stages that this life of the run opened, by name."""
     rejected_keys: dict[int, int] = field(default_factory=dict)
     """Latest digest of rejected groups without a ticket, by key."""
     experts: dict[str, ExpertCursor] = field(default_factory=dict)
-    extents: dict[int, dict[int, Extent]] = field(default_factory=dict)
-    """By shard and segment."""
+    extents: dict[int, Extent] = field(default_factory=dict)
+    """By segment."""
     greatest_error: float = 0.0
     """Largest value error of a group that the trainer has reported."""
     reports: GroupReport = field(default_factory=GroupReport)

@@ -9,15 +9,17 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from functools import partial
+from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 
 from rayrft.buffer import events as e
 from rayrft.buffer.ledger import StoreSizes
 from rayrft.buffer.log.journal import GroupCommit, Journal, Position
-from rayrft.buffer.log.segments import Extent, segment_name
-from rayrft.buffer.log.shard import NotOpen, Ref, RowSpan, Shard
+from rayrft.buffer.log.row_log import Ref, RowLog, RowSpan
+from rayrft.buffer.log.segments import segment_sizes
 from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.samplers import Sampler, samplers
 from rayrft.buffer.state import State
@@ -26,71 +28,13 @@ from rayrft.config.buffer import BufferConfig
 from rayrft.data.task_sampler import TaskSet
 from rayrft.errors import StorageError
 from rayrft.experience import SCHEMA_VERSION
-from rayrft.handle import Handle
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_ATTEMPTS = 5
-
-
-class Shards:
-    """The shards that store rows. ``committed`` returns the extents of a shard that are in the journal.
-
-    A shard executes one call at a time. Ray restarts a dead one; it is reopened at its committed extents, which
-    truncates rows whose write was not acknowledged, and the call is repeated.
-    """
-
-    def __init__(self, first: Shard, others: list[Handle[Shard]], committed: Callable[[int], list[Extent]]) -> None:
-        self._first = first
-        self._others = others
-        self._committed = committed
-        self._thread = ThreadPoolExecutor(1, "shard")
-        self._locks = [asyncio.Lock() for _ in range(1 + len(others))]
-        self._opened: set[int] = set()
-        self.torn_bytes = 0
-        """Bytes truncated when shards were opened."""
-
-    def __len__(self) -> int:
-        return len(self._locks)
-
-    async def call(
-        self, shard: int, method: Callable[Concatenate[Shard, P], R], /, *args: P.args, **kwargs: P.kwargs
-    ) -> R:
-        """Call a method of a shard. Raises StorageError if it dies `_ATTEMPTS` times in a row."""
-        from ray.exceptions import RayActorError
-
-        async with self._locks[shard]:
-            for _ in range(_ATTEMPTS):
-                try:
-                    if shard not in self._opened:
-                        self.torn_bytes += await self._do(shard, Shard.open, self._committed(shard))
-                        self._opened.add(shard)
-                    return await self._do(shard, method, *args, **kwargs)
-                except (RayActorError, NotOpen) as error:
-                    self._opened.discard(shard)
-                    died = error
-        raise StorageError(
-            f"died {_ATTEMPTS} times in a row: {type(died).__name__}",
-            field=f"buffer.shard-{shard}",
-            remedy="see its log in the Ray dashboard",
-        )
-
-    async def all(self, method: Callable[[Shard], R]) -> list[R]:
-        """Call a method of every shard."""
-        return await asyncio.gather(*(self.call(shard, method) for shard in range(len(self))))
-
-    async def _do(
-        self, shard: int, method: Callable[Concatenate[Shard, P], R], /, *args: P.args, **kwargs: P.kwargs
-    ) -> R:
-        if shard:
-            return await self._others[shard - 1].call(method, *args, **kwargs)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, lambda: method(self._first, *args, **kwargs))
-
 
 class Store:
-    """Opens or creates the log of ``run`` at ``location``, whose journal must reach at least ``least``.
+    """Opens or creates the log of ``run`` in ``folder``, whose journal must reach at least ``least``.
 
     Raises StorageError if the log is another run's, of another schema version, damaged, or locked by another process.
     """
@@ -98,16 +42,15 @@ class Store:
     def __init__(
         self,
         run: str,
-        location: str,
+        folder: Path,
         config: BufferConfig,
         seed: int,
         tasks: TaskSet | None,
-        others: list[Handle[Shard]],
         least: Position,
     ) -> None:
         started = time.perf_counter()
         self.config = config
-        self.storage = Storage(location)
+        self.storage = Storage(folder)
         self.storage.create()
         self.storage.lock()
         self._seed = seed
@@ -119,21 +62,20 @@ class Store:
                 self.state.restore(recovered.snapshot)
             for event in recovered.events:
                 apply(self.state, event)
-            self._check_run(run, location)
+            self._check_run(run)
+            self.rows = RowLog(self.storage, config, list(self.state.meta.extents.values()))
         except StorageError:
             self.storage.unlock()
             raise
         self.state.fill_pool(self.new_pool)
-        self.shards = Shards(
-            Shard(self.storage.folder("shard-0"), config),
-            others,
-            lambda shard: list(self.state.meta.extents.get(shard, {}).values()),
+        self._row_thread = ThreadPoolExecutor(1, "rows")
+        self._log = GroupCommit(
+            self._journal, config, self.state.to_snapshot, lambda: self.in_row_thread(self.rows.sync)
         )
-        self._log = GroupCommit(self._journal, config, self.state.to_snapshot, self._sync_rows)
         self.move_lock = asyncio.Lock()
         """Held while rows are moved or segments deleted, from reading their locations until the event is committed."""
         self._changed = asyncio.Condition()
-        self._torn_bytes = recovered.torn_bytes
+        self._torn_bytes = recovered.torn_bytes + self.rows.torn_bytes
         self.recovery_s = time.perf_counter() - started
 
     async def commit(self, *events: e.Event) -> None:
@@ -154,9 +96,7 @@ class Store:
     async def flush(self) -> Position:
         """Force all writes to disk, regardless of the fsync policy, so that what they replace may be deleted; return
         the journal position."""
-        position = self._journal.position
-        await self._log.sync()
-        return position
+        return await self._log.sync()
 
     async def wake(self) -> None:
         async with self._changed:
@@ -172,70 +112,62 @@ class Store:
         return samplers.get(self.config.sampler.name, "buffer.sampler.name")(self.config.sampler, self._seed)
 
     def span(self, slot: int) -> RowSpan:
-        """Return the location of a group's rows in its shard."""
+        """Return the location of a group's rows."""
         groups = self.state.groups
         return RowSpan(int(groups.segment[slot]), int(groups.row[slot]), int(groups.rows[slot]))
 
-    def by_shard(self, slots: list[int]) -> dict[int, list[int]]:
-        """Group slots by the shard that stores their rows."""
-        found: dict[int, list[int]] = {}
-        for slot in slots:
-            found.setdefault(int(self.state.groups.shard[slot]), []).append(slot)
-        return found
+    async def in_row_thread(self, method: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call a method of `rows` in its thread, one call after another, while the event loop goes on.
 
-    async def blocks(self, slots: list[int]) -> dict[int, tuple[Ref, int, np.ndarray]]:
+        Callers resume in the order of their calls. So an event that follows at once has its place in the journal: the
+        extents of a segment only grow.
+        """
+        call = partial(method, *args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self._row_thread, call)
+
+    async def blocks(self, slots: list[int]) -> list[tuple[Ref, int, np.ndarray]]:
         """Return the block of every group's rows, the index of the first row in it, and the tokens of the rows, 0 for
         masked ones."""
-        found: dict[int, tuple[Ref, int, np.ndarray]] = {}
-        for shard, of_shard in self.by_shard(slots).items():
-            refs = await self.shards.call(shard, Shard.refs, [self.span(slot) for slot in of_shard])
-            found.update(zip(of_shard, refs, strict=True))
-        return found
+        return await self.in_row_thread(self.rows.refs, [self.span(slot) for slot in slots])
 
-    async def rows_by_block(self, slots: list[int]) -> list[tuple[Any, np.ndarray]]:
+    async def rows_by_block(self, slots: list[int]) -> list[tuple[Ref, np.ndarray]]:
         """Return the blocks of these groups with the sorted indices of their rows."""
         groups = self.state.groups
-        rows: dict[Any, list[np.ndarray]] = {}
-        for slot, (ref, row, _) in (await self.blocks(slots)).items():
+        rows: dict[Ref, list[np.ndarray]] = {}
+        for slot, (ref, row, _) in zip(slots, await self.blocks(slots), strict=True):
             rows.setdefault(ref, []).append(np.arange(row, row + int(groups.rows[slot])))
         return [(ref, np.sort(np.concatenate(parts))) for ref, parts in rows.items()]
 
-    async def sizes(self) -> StoreSizes:
+    def sizes(self) -> StoreSizes:
         """Return memory and disk use, and the duration and truncated bytes of the recovery."""
-        memory = await self.shards.all(Shard.memory)
         return StoreSizes(
             groups=len(self.state.groups),
-            row_bytes_in_memory=sum(memory),
+            row_bytes_in_memory=self.rows.memory(),
             metadata_bytes=self.state.groups.nbytes_in_memory,
             log_bytes=self.log_bytes,
-            torn_bytes=self._torn_bytes + self.shards.torn_bytes,
+            torn_bytes=self._torn_bytes,
             recovery_s=round(self.recovery_s, 3),
         )
 
     @property
     def log_bytes(self) -> int:
         """Bytes of all segments."""
-        return sum(extent.nbytes for shard in self.state.meta.extents.values() for extent in shard.values())
-
-    async def _sync_rows(self) -> None:
-        await self.shards.all(Shard.sync)
+        return sum(extent.nbytes for extent in self.state.meta.extents.values())
 
     def _survived(self) -> Callable[[e.Event], bool]:
         """Return a function that tells whether an event's rows are on disk. A power failure may truncate the newest
         segment if it was not synced, and invalidates the journal from there; full segments are always synced."""
-        files = {}
-        if self.config.fsync != "always" and self.storage.grows:
-            files = {shard: self.storage.folder(f"shard-{shard}").files() for shard in range(self.config.shards)}
+        sizes = segment_sizes(self.storage) if self.config.fsync != "always" else {}
+        newest = max(sizes, default=-1)
 
         def survived(event: e.Event) -> bool:
-            if not isinstance(event, e.Stored | e.Moved) or not files.get(event.shard):
+            if not isinstance(event, e.Stored | e.Moved) or event.extent.segment != newest:
                 return True
-            newest, size = list(files[event.shard].items())[-1]
-            return newest != segment_name(event.extent.segment) or size >= event.extent.nbytes
+            return event.extent.nbytes <= sizes[newest]
 
         return survived
 
-    def _check_run(self, run: str, location: str) -> None:
+    def _check_run(self, run: str) -> None:
         meta = self.state.meta
         if not meta.run:
             first = e.Began(run, SCHEMA_VERSION)
@@ -244,12 +176,12 @@ class Store:
         elif meta.run != run:
             raise StorageError(
                 f"the log belongs to run {meta.run!r}",
-                field=location,
+                field=str(self.storage.folder),
                 remedy="choose another name or buffer.storage",
             )
         elif meta.schema != SCHEMA_VERSION:
             raise StorageError(
                 f"the log has schema version {meta.schema}; this rayrft writes {SCHEMA_VERSION}",
-                field=location,
+                field=str(self.storage.folder),
                 remedy="continue with the version of rayrft that wrote it; its segments are plain Arrow files",
             )

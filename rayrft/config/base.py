@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -21,3 +22,16 @@ def invalid(field: str, problem: str, *, value: Any = None, remedy: str = "") ->
     `load_config` prepends the path of the section and raises ConfigError.
     """
     return ValueError(ConfigError(problem, field=field, value=value, remedy=remedy))
+
+
+def local_folder(value: Any) -> Any:
+    """Return the absolute path of a folder, since actors do not share the driver's working directory; refuse a URI.
+
+    For sections to validate a field with before its type is.
+    """
+    if not isinstance(value, str | Path):
+        return value
+    if "://" in str(value):
+        remedy = "give a folder, local or mounted on every node, such as /mnt/runs"
+        raise invalid("", "is a URI, and a run is kept in a folder", value=value, remedy=remedy)
+    return Path(value).expanduser().absolute()

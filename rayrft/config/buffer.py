@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rayrft.config.base import Section, invalid
+from rayrft.config.base import Section, invalid, local_folder
 
 
 class SamplerConfig(Section):
@@ -53,10 +53,8 @@ class SamplerConfig(Section):
 class BufferConfig(Section):
     """Storage, capacity and durability of experiences."""
 
-    storage: str | None = None
-    """A folder or a URI that `pyarrow.fs` knows (``s3://bucket/path``); the run's folder by default."""
-    shards: int = Field(1, ge=1)
-    """Actors over which rows are distributed. A single one runs inside the Buffer's process."""
+    storage: Path | None = None
+    """A folder, local or mounted: the log is in ``<storage>/<name>``. By default it is in the run's folder."""
     sampler: SamplerConfig = SamplerConfig()
     max_rows: int = Field(1_000_000, ge=1)
     max_bytes: int = Field(32 << 30, ge=1 << 20)
@@ -76,11 +74,7 @@ class BufferConfig(Section):
     written with ``never``; never the data that a checkpoint needs."""
     fsync_s: float = Field(1.0, gt=0)
 
-    @field_validator("storage")
-    @classmethod
-    def _absolute(cls, storage: str | None) -> str | None:
-        # Actors do not share the driver's working directory.
-        return storage if storage is None or "://" in storage else str(Path(storage).expanduser().absolute())
+    _local_storage = field_validator("storage", mode="before")(local_folder)
 
     @property
     def needs_scores(self) -> bool:
@@ -97,9 +91,3 @@ class BufferConfig(Section):
                 remedy=f"give at least {2 * self.segment_bytes}, or lower segment_bytes",
             )
         return self
-
-
-def join(location: str, name: str) -> str:
-    """Append ``name`` to the path or URI of a folder, before the options after the ``?`` of a URI."""
-    path, mark, options = location.partition("?") if "://" in location else (location, "", "")
-    return f"{path.rstrip('/')}/{name}{mark}{options}"

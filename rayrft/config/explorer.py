@@ -16,8 +16,8 @@ class EngineConfig(Section):
     cpus: float = Field(0.35, gt=0)
     gpus: float = Field(0.0, ge=0)
     """GPUs of one engine; a fraction shares the GPU with a trainer rank (weight_sync.backend: ipc)."""
-    memory_gib: float = Field(2.0, gt=0)
-    """CPU memory reserved for one engine: its actor and vLLM's core, 0.7 and 1.3 GiB with a model of no size."""
+    memory_gib: float = Field(1.8, gt=0)
+    """CPU memory reserved for one engine. With a tiny model its actor takes 0.5 GiB and vLLM's core 1.2 GiB."""
     tensor_parallel: int = Field(1, ge=1)
     kv_cache_mib: int = Field(64, ge=8)
     """KV cache of a CPU engine."""

@@ -7,8 +7,8 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rayrft.config.base import Section, invalid
-from rayrft.config.buffer import BufferConfig, join
+from rayrft.config.base import Section, invalid, local_folder
+from rayrft.config.buffer import BufferConfig
 from rayrft.config.demonstrations import DemonstrationsConfig
 from rayrft.config.explorer import ExplorerConfig
 from rayrft.config.model import ModelConfig
@@ -47,11 +47,7 @@ class RunConfig(Section):
     """Python files that register your own losses, advantages, rewards, workflows or weight transports, at paths that
     every node can read. The Buffer does not load them: name its samplers and scores by ``package.module:attribute``."""
 
-    @field_validator("storage")
-    @classmethod
-    def _absolute(cls, storage: Path) -> Path:
-        # Actors do not share the driver's working directory.
-        return storage.expanduser().absolute()
+    _local_storage = field_validator("storage", mode="before")(local_folder)
 
     @field_validator("plugins")
     @classmethod
@@ -63,9 +59,9 @@ class RunConfig(Section):
         return self.storage / self.name
 
     @property
-    def buffer_location(self) -> str:
-        """Path or URI of the Buffer's log."""
-        return join(self.buffer.storage, self.name) if self.buffer.storage else str(self.folder / "buffer")
+    def buffer_folder(self) -> Path:
+        """The folder of the Buffer's log."""
+        return self.buffer.storage / self.name if self.buffer.storage else self.folder / "buffer"
 
     @property
     def rolls_out(self) -> bool:

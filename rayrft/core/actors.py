@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from rayrft.buffer.buffer import Buffer
-from rayrft.buffer.log.shard import Shard
-from rayrft.buffer.log.storage import Storage
 from rayrft.config import RunConfig
 from rayrft.config.reward import RewardConfig
 from rayrft.core.placement import PlacedClass, Placement, plan_placement
@@ -39,8 +37,6 @@ class Actors:
     engine_pool: Handle[EnginePool] | None
     engines: list[Handle[RolloutEngine]]
     """As they were created; which of them take requests the ``engine_pool`` knows."""
-    shards: list[Handle[Shard]]
-    """Of the Buffer, besides the first."""
 
     def watches(self) -> dict[str, Awaitable[Any]]:
         """Return by actor a call that ends only when the actor fails."""
@@ -73,31 +69,23 @@ class Actors:
             asks["engine_pool"] = lambda: pool.call(EnginePool.pid)
         return asks | {engine.name: partial(engine.call, RolloutEngine.pid) for engine in self.engines}
 
-    def kill_restartable(self) -> None:
-        """Kill the actors that Ray would restart: it would try forever once their placement group is removed."""
-        self.buffer.kill()
-        for shard in self.shards:
-            shard.kill()
-
 
 def create_actors(config: RunConfig, prepared: Prepared, placement: Placement, logged: list[int]) -> Actors:
     """Create the actors; they are not started yet, but can be watched. ``logged``: see `Buffer`."""
     import ray
 
-    shards = _create_shards(config, placement)
-    buffer = placement.actor(Buffer, "buffer", name="buffer", bundle=0, restarts=True, retries=-1).create(
+    buffer = placement.actor(Buffer, "buffer", name="buffer", restarts=True, retries=-1).create(
         prepared.run_id,
-        config.buffer_location,
+        config.buffer_folder,
         config.buffer,
         config.seed,
         prepared.task_set,
-        shards,
         prepared.limits,
         logged,
     )
     trainer = placement.actor(Trainer, "trainer", name="trainer").create(config.trainer, placement.ranks)
     if "explorer" not in {part.name for part in plan_placement(config)}:
-        return Actors(buffer, trainer, None, None, [], shards)
+        return Actors(buffer, trainer, None, None, [])
     engine = config.explorer.engine
     engines = [
         placement.actor(RolloutEngine, "engines", name=f"engine-{index}", bundle=index).create()
@@ -119,17 +107,7 @@ def create_actors(config: RunConfig, prepared: Prepared, placement: Placement, l
         ray.put(prepared.held_out),
         create_worker,
     )
-    return Actors(buffer, trainer, explorer, engine_pool, engines, shards)
-
-
-def _create_shards(config: RunConfig, placement: Placement) -> list[Handle[Shard]]:
-    """Create the Buffer's shards besides the first, which is in its own process."""
-    return [
-        placement.actor(Shard, "buffer", name=f"shard-{number}", bundle=number, restarts=True, retries=-1).create(
-            Storage(config.buffer_location).folder(f"shard-{number}"), config.buffer
-        )
-        for number in range(1, config.buffer.shards)
-    ]
+    return Actors(buffer, trainer, explorer, engine_pool, engines)
 
 
 async def start_actors(actors: Actors, config: RunConfig, prepared: Prepared, waits: Waits) -> str | None:

@@ -66,7 +66,7 @@ class Master:
                 self._status, error = "failed", error or root_cause(failure, "buffer")
         finally:
             if self._actors is not None:
-                self._actors.kill_restartable()
+                self._actors.buffer.kill()  # Ray would try forever to restart it without its placement group
             placement.remove()
         self._summary = self._summarise(error, stats)
         try:

@@ -58,7 +58,7 @@ def plan_placement(config: RunConfig) -> list[Part]:
     pairs = config.rolls_out and config.colocated
     rewards = Part("reward", config.reward.workers, 0.1, 0, 0.25, f"reward workers: {config.reward.name}")
     parts = [
-        Part("master", 1, 0.05, 0, 0.25, "paces and supervises"),
+        Part("master", 1, 0.05, 0, 0.3, "paces and supervises"),
         Part("explorer", 1, config.explorer.cpus, 0, 0.5, "tasks, workflows"),
         Part(
             "engines",
@@ -70,9 +70,9 @@ def plan_placement(config: RunConfig) -> list[Part]:
             replace(ranks, note="FSDP2 under Ray Train, each beside an engine") if pairs else None,
         ),
         *([] if runs_inline(config.reward.name) else [rewards]),
-        Part("buffer", config.buffer.shards, 0.1, 0, 0.25, "experiences"),
+        Part("buffer", 1, 0.1, 0, 0.25, "experiences"),
         Part("engine_pool", 1, 0.05, 0, 0.25, "which engines take requests"),
-        Part("trainer", 1, 0.05, 0, 0.25, "commands the ranks"),
+        Part("trainer", 1, 0.05, 0, 0.3, "commands the ranks"),
         *([] if pairs else [ranks]),
     ]
     idle = () if config.rolls_out else ("explorer", "engines", "reward", "engine_pool")

@@ -92,7 +92,7 @@ class Prepared:
     """Checked and loaded inputs that the actors are started with."""
 
     run_id: str
-    """Unique id, which tells this run from others of its name, such as one whose log has the same location."""
+    """Unique id, which tells this run from others of its name, such as one whose log is in the same folder."""
     model: str
     tasks: list[Task]
     task_set: Callable[[], TaskSet] | None
@@ -219,12 +219,12 @@ def _task_set(config: RunConfig, splits: TaskSplits) -> Callable[[], TaskSet] | 
 
 def _check_log(config: RunConfig) -> None:
     """Raise unless the Buffer's storage is writable and holds no other run's log."""
-    storage = Storage(config.buffer_location)
+    storage = Storage(config.buffer_folder)
     if any(name.startswith(("journal", "snapshot")) for name in storage.files()):
         raise ConfigError(
-            "the location contains the log of an earlier run",
+            "the folder contains the log of an earlier run",
             field="buffer.storage",
-            value=config.buffer_location,
+            value=str(config.buffer_folder),
             remedy="choose another name or buffer.storage, or move the old log away",
         )
     storage.create()

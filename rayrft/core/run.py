@@ -106,13 +106,13 @@ class RunData:
                 remedy="give a stage an algorithm that trains on own rows",
             )
         algorithms = [stage.algorithm.build() for stage in stages]
-        put_groups(self._buffer(), config.buffer.shards, rows, algorithms, stages[0].group_size)
+        put_groups(self._buffer(), rows, algorithms, stages[0].group_size)
 
     def finish(self) -> None:
         """Declare that no more groups will be put: a step that cannot be filled then ends the run's stage."""
         from rayrft.buffer.dataset import answer
 
-        answer(self._buffer().call(Buffer.detach, "put"))
+        answer(self._buffer().call(Buffer.finish))
 
     def _buffer(self) -> Handle[Buffer]:
         import ray

@@ -172,7 +172,7 @@ def summarise_from_folder(folder: Path, status: str, error: str) -> Summary:
 def rows_in_log(folder: Path) -> RowStats | None:
     """Return the statistics of a run's rows from the log of its Buffer; None if the log is damaged."""
     try:
-        if not Storage(load_config(folder / "config.yaml").buffer_location).files():  # it ended before its Buffer began
+        if not Storage(load_config(folder / "config.yaml").buffer_folder).files():  # it ended before its Buffer began
             return RowStats(Ledger(), {})
         return Archive.of_run(folder).stats()
     except (RayrftError, OSError):

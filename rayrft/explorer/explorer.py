@@ -56,7 +56,7 @@ class Explorer:
         self._config = config
         self._waits = Waits("explorer")
         self._buffer = TrackedHandle(buffer, self._waits, endless=[Buffer.admit, Buffer.closed, Buffer.leased])
-        self._writer = BufferWriter(self._buffer, config.buffer.shards)
+        self._writer = BufferWriter(self._buffer)
         self._tasks = {task.id: task for task in tasks}
         self._added = 0
         """Number of tasks that were added to the task set, and are known here."""

@@ -37,7 +37,7 @@ ROWS = 256
 def start(folder: Path) -> Any:
     sampler = {"name": "priority", "tau": 50, "max_uses": 30000, "score": "reward_deviation"}
     config = BufferConfig.model_validate({"sampler": sampler, "max_rows": 10**8, "max_bytes": 1 << 40})
-    return ray.remote(Buffer).options(num_cpus=0, max_concurrency=1000).remote("bench", str(folder), config, 0)
+    return ray.remote(Buffer).options(num_cpus=0, max_concurrency=1000).remote("bench", folder, config, 0)
 
 
 async def fill(buffer: Any, rows: int, group: int, tokens: int) -> None:

@@ -61,7 +61,7 @@ class Sides:
         self._engines = [actor(LabelledEngine, f"engine-{number}") for number in range(engines)]
         self._pool = actor(EnginePool, "engine_pool")
         self._buffer = actor(
-            Buffer, "buffer", "bench", config.buffer_location, config.buffer, 0, self._prepared.task_set, [],
+            Buffer, "buffer", "bench", config.buffer_folder, config.buffer, 0, self._prepared.task_set,
             self._prepared.limits,
         )  # fmt: skip
         tasks, held_out = ray.put(self._prepared.tasks), ray.put(self._prepared.held_out)

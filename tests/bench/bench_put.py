@@ -151,7 +151,7 @@ def measure(kind: str, rows: int, producers: int, seconds: float) -> float:
     folder = Path(tempfile.mkdtemp(prefix="bench-"))
     if kind == "buffer":
         config = BufferConfig(max_rows=10**9, max_bytes=1 << 40, memory_bytes=2 << 30, log_bytes=1 << 40)
-        store = ray.remote(Buffer).options(num_cpus=0, max_concurrency=1000).remote("b", str(folder), config, 0)
+        store = ray.remote(Buffer).options(num_cpus=0, max_concurrency=1000).remote("b", folder, config, 0)
         ray.get(store.stats.remote())
     elif kind == "queue":
         store = Queue(actor_options={"num_cpus": 0})

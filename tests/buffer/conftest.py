@@ -22,7 +22,7 @@ def start(tmp_path: Path, ray_cluster: Any) -> Iterator[Start]:
     def begin(tasks: Any = None, folder: str = "buffer", **settings: Any) -> Any:
         config = BufferConfig.model_validate(settings)
         actor = ray.remote(Buffer).options(num_cpus=0, max_concurrency=100)
-        actors.append(actor.remote("run", str(tmp_path / folder), config, 0, tasks))
+        actors.append(actor.remote("run", tmp_path / folder, config, 0, tasks))
         return actors[-1]
 
     yield begin

@@ -11,7 +11,7 @@ import pytest
 
 from rayrft.buffer.log import storage
 
-_CHANGES = ("write", "pwrite", "fsync", "fdatasync", "replace", "truncate", "ftruncate", "unlink")
+_CHANGES = ("makedirs", "write", "pwrite", "fsync", "fdatasync", "replace", "truncate", "ftruncate", "unlink")
 
 
 class Killed(BaseException):
@@ -29,10 +29,7 @@ class Disk:
         self.calls: list[tuple[str, str]] = []
         self.stop(None)
         self._names: dict[int, str] = {}
-        self._folder_calls = {name: getattr(storage.Storage, name) for name in ("delete", "create")}
         monkeypatch.setattr(storage, "os", self)
-        for name, real in self._folder_calls.items():
-            monkeypatch.setattr(storage.Storage, name, self._watched(name, real))
 
     def stop(self, left: int | None, failure: BaseException | None = None) -> None:
         self._left, self._failure = left, failure or Killed()
@@ -61,27 +58,18 @@ class Disk:
         if name not in _CHANGES:
             return real
 
-        def call(target: Any, *rest: Any) -> Any:
+        def call(target: Any, *rest: Any, **named: Any) -> Any:
             file = self._names[target] if isinstance(target, int) else Path(target).name
             if name in ("fsync", "fdatasync"):
                 return self._change(name, file)  # that it is made is what counts here
             self._change(name, file, lambda: name == "write" and os.write(target, rest[0][: len(rest[0]) // 2]))
-            return real(target, *rest)
+            return real(target, *rest, **named)
 
         return call
 
     @property
     def killed(self) -> bool:
         return self.failed and isinstance(self._failure, Killed)
-
-    def _watched(self, name: str, real: Callable[..., None]) -> Callable[..., None]:
-        def call(folder: storage.Storage, *file: str) -> None:
-            [name_of] = file or [Path(folder.location).name]
-            with folder._errors(name_of):
-                self._change(name, name_of)
-            real(folder, *file)
-
-        return call
 
     def _change(self, name: str, file: str, half: Callable[[], Any] = lambda: None) -> None:
         if self.killed:

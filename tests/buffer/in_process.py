@@ -16,6 +16,7 @@ from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.client import BufferWriter
 from rayrft.buffer.events import GroupReport
 from rayrft.buffer.leases import BlockRows, Lease
+from rayrft.buffer.ledger import Ledger, Resumed
 from rayrft.buffer.schedule import Ticket
 from rayrft.config.buffer import BufferConfig
 from rayrft.data.task_sampler import TaskSet
@@ -54,7 +55,7 @@ class LocalBuffer:
         run: str = "run",
         **named: Any,
     ) -> None:
-        self._arguments, self.named = (run, str(folder), config, 0, tasks), named
+        self._arguments, self.named = (run, folder, config, 0, tasks), named
         self.open()
 
     def open(self) -> None:
@@ -67,7 +68,7 @@ class LocalBuffer:
             task.cancel()
         self.loop.run_until_complete(asyncio.wait([*tasks, self.loop.create_task(_threads_end(self.loop))]))
         self.loop.close()
-        self.buffer._store.shards._thread.shutdown()
+        self.buffer._store._row_thread.shutdown()
         self.buffer._store.storage.unlock()
 
     def restart(self) -> None:
@@ -106,6 +107,11 @@ class LocalBuffer:
         shares = [[row for part in share.parts for row in _rows(part)] for share in lease.shares]
         return lease.step, shares, lease.usual_rows, lease.expert_rows, lease.staleness, lease.rollouts
 
+    def resume(self, step: int, life: str) -> Ledger:
+        """What a resumed run is told, except how the log was mended for it."""
+        resumed: Resumed = self.run(self.buffer.resume(step, life))
+        return resumed.ledger
+
     def held(self) -> list[tuple[str, float | None]]:
         """Id and reward of every held row."""
         found: list[tuple[str, float | None]] = []
@@ -117,7 +123,7 @@ class LocalBuffer:
     def may_admit(self) -> bool:
         """Whether a request for tickets is answered at once."""
         meta = self.buffer._state.meta
-        return not meta.open or bool(meta.ended) or self.buffer._may_admit()
+        return not meta.open or meta.ended or self.buffer._may_admit()
 
     def standing(self) -> dict[str, Any]:
         """Everything that a restart must not change."""

@@ -14,8 +14,6 @@ import ray
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.client import BufferWriter
 from rayrft.buffer.ledger import Ledger
-from rayrft.buffer.log.shard import Shard
-from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.schedule import Ticket
 from rayrft.config import dump_config, load_config
 from rayrft.config.buffer import BufferConfig
@@ -34,13 +32,8 @@ def buffers() -> Iterator[Callable[..., Any]]:
 
     def start(folder: Path, *, tasks: Any = None, name: str | None = None, **settings: Any) -> Any:
         config = BufferConfig.model_validate(settings)
-        shards = [
-            handle(ray.remote(Shard).options(num_cpus=0).remote(Storage(f"{folder}/shard-{number}"), config))
-            for number in range(1, config.shards)
-        ]
         actor = ray.remote(Buffer).options(num_cpus=0, max_concurrency=100, name=name)
-        actors.extend(shard.actor for shard in shards)
-        actors.append(actor.remote("run", str(folder), config, 0, tasks, shards))
+        actors.append(actor.remote("run", folder, config, 0, tasks))
         return actors[-1]
 
     yield start
@@ -48,9 +41,9 @@ def buffers() -> Iterator[Callable[..., Any]]:
         ray.kill(actor)
 
 
-def put(buffer: Any, *groups: list[Experience], ticket: Ticket | None = None, shards: int = 1) -> None:
+def put(buffer: Any, *groups: list[Experience], ticket: Ticket | None = None) -> None:
     for rows in groups:
-        asyncio.run(BufferWriter(handle(buffer), shards).put(to_batch(rows), ticket=ticket))
+        asyncio.run(BufferWriter(handle(buffer)).put(to_batch(rows), ticket=ticket))
 
 
 TURNS = ({"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "It is\n2."})
@@ -82,16 +75,16 @@ def live_run(storage: Path, name: str) -> Iterator[Path]:
         ray.kill(master)
 
 
-def history(buffer: Any, *, length: int = 4, shards: int = 1) -> dict[str, list[int]]:
+def history(buffer: Any, *, length: int = 4) -> dict[str, list[int]]:
     """Groups by status, of two rows each: 0 and 1 trained at step 0, 2 and 3 leased, 4 ready, 9 dropped; row 4/0 with
     the reward 7 and feedback in time, row 0/1 with feedback too late; five demonstrations ``gold``."""
     ray.get(buffer.load.remote("gold", [pack(to_batch(expert_rows(5)))]))
     ray.get(buffer.open_stage.remote(plan(1)))
     [ticket] = ray.get(buffer.admit.remote("test", 1, 1))
-    put(buffer, group(9, length=length), ticket=ticket, shards=shards)
+    put(buffer, group(9, length=length), ticket=ticket)
     ray.get(buffer.open_stage.remote(plan(2, scheduled=False)))
     *others, last = (group(number, length=length) for number in range(5))
-    put(buffer, *others, [replace(last[0], reward=7.0), last[1]], shards=shards)
+    put(buffer, *others, [replace(last[0], reward=7.0), last[1]])
     ray.get(buffer.lease.remote(0, 1, 5))
     ray.get(buffer.ack.remote(0))
     ray.get(buffer.lease.remote(1, 1, 5))

@@ -9,12 +9,14 @@ event loop, which includes just before and just after each write to the journal.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import heapq
 import json
 import random
 from collections import Counter
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,8 +32,8 @@ from rayrft.buffer.entries import Entry
 from rayrft.buffer.events import GroupReport
 from rayrft.buffer.leases import Lease
 from rayrft.buffer.log import journal
+from rayrft.buffer.log.row_log import Appended, RowSpan
 from rayrft.buffer.log.segments import Extent
-from rayrft.buffer.log.shard import Appended, RowSpan
 from rayrft.buffer.schedule import StagePlan, Ticket
 from rayrft.buffer.validation import GroupNumbers, Limits
 from rayrft.data.task_sampler import TaskSet
@@ -56,8 +58,10 @@ class Life:
 class SimulatedLoop(asyncio.BaseEventLoop):
     """An event loop whose clock jumps to the next timer. What belongs to a dead process is not run any more."""
 
-    def __init__(self) -> None:
+    def __init__(self, rng: random.Random) -> None:
         super().__init__()
+        self._rng = rng
+        self._threads: dict[Executor, asyncio.Lock] = {}
         self.now = 0.0
         self.turns = 0
         self.after_turn: Callable[[], None] = lambda: None
@@ -84,6 +88,18 @@ class SimulatedLoop(asyncio.BaseEventLoop):
             self.turns += 1
             self.after_turn()
 
+    def run_in_executor(self, executor: Any, function: Any, *arguments: Any) -> asyncio.Task[Any]:  # type: ignore[override]
+        return self.create_task(self._in_thread(executor, function, arguments))
+
+    async def _in_thread(self, executor: Executor | None, function: Callable[..., Any], arguments: Any) -> Any:
+        """Stands for a thread: it takes a while before and after. The thread of rows does one thing at a time."""
+        alone = contextlib.nullcontext() if executor is None else self._threads.setdefault(executor, asyncio.Lock())
+        async with alone:
+            await asyncio.sleep(self._rng.uniform(0, 0.01))
+            result = function(*arguments)
+            await asyncio.sleep(self._rng.uniform(0, 0.01))
+        return result
+
     def throw_away(self) -> None:
         """End what still waits, much of it in processes that were killed, without running it any further."""
         for task in self.tasks:
@@ -105,31 +121,13 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
 
 class Rows:
-    """Stands for the shards: groups in a list, of which a Buffer that opens keeps what its journal speaks of."""
+    """Stands for the `RowLog`: groups in a list, of which a Buffer that opens keeps what its journal speaks of."""
 
     torn_bytes = 0
 
-    def __init__(self, world: World, committed: Callable[[int], list[Extent]]) -> None:
+    def __init__(self, world: World, committed: list[Extent]) -> None:
         self._world = world
-        self._committed = committed
-        self._open = False
-        self._lock = asyncio.Lock()
-
-    def __len__(self) -> int:
-        return 1
-
-    async def call(self, shard: int, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        async with self._lock:
-            return await self._world.in_thread(self._do, method.__name__, arguments)
-
-    async def all(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
-        return [await self.call(0, method, *arguments)]
-
-    def _do(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        if not self._open:
-            self._open = True
-            del self._world.disk[max((extent.rows for extent in self._committed(0)), default=0) :]
-        return getattr(self, method)(*arguments)
+        del world.disk[max((extent.rows for extent in committed), default=0) :]
 
     def take(self, message: pa.Buffer, wanted: list[int], whole: list[int], announced: int, limits: Limits) -> Appended:
         groups = [group for place, group in enumerate(json.loads(message.to_pybytes())) if place in wanted]
@@ -209,7 +207,7 @@ class Setting:
             rng.randint(1, 3),
             rng.choice([None, None, 12]),
             rng.randint(0, 6),
-            rng.choice([0, 0, 1, 2]),
+            rng.choice([0, 0, 1, 2, 3]),
             rng.choice([0.05, 0.2]),
             rng.choice([1500, 1 << 30]),
         )
@@ -221,9 +219,9 @@ class World:
     def __init__(self, rng: random.Random, folder: Path, setting: Setting) -> None:
         self.rng = rng
         self.setting = setting
-        self.loop = SimulatedLoop()
+        self.loop = SimulatedLoop(rng)
         self.disk: list[str] = []
-        """Ids of the groups in the shard's file."""
+        """Ids of the groups in the file of rows."""
         self.trained: dict[int, list[str]] = {}
         """What each step was given to train on."""
         self.checkpoint = Checkpoint()
@@ -242,7 +240,7 @@ class World:
         if tasks is not None:
             ids = [str(number) for number in range(tasks)]
             make_tasks = partial(TaskSet, ids, [0] * tasks, [1.0], sampler="shuffled", seed=0, epochs=1)
-        self._open = lambda: Buffer("run", str(folder), config, 0, make_tasks)
+        self._open = lambda: Buffer("run", folder, config, 0, make_tasks)
 
     # The Buffer's process.
 
@@ -296,13 +294,6 @@ class World:
         self.loop.after_turn = lambda: None
         self._buffer._store._journal.close()
         self._buffer._store.storage.unlock()
-
-    async def in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Stands for a thread: it takes a while before and after."""
-        await asyncio.sleep(self.rng.uniform(0, 0.01))
-        result = function(*arguments)
-        await asyncio.sleep(self.rng.uniform(0, 0.01))
-        return result
 
     # Calls.
 
@@ -396,14 +387,13 @@ class Checkpoint:
 class Run:
     """One life of the run: it opens the stages and trains step after step, as the Master and the trainer do.
 
-    Now and then the trainer gives a batch back, or starts again a few steps before.
+    Now and then the trainer gives a batch back.
     """
 
     def __init__(self, world: World, life: str) -> None:
         self._world, self._life = world, life
         self._producers = [Producer(world, f"{life}.{number}") for number in range(world.setting.producers)]
         self._published = 0
-        self._rollbacks = 0
         self._draw = 0
 
     async def run(self, at: Checkpoint) -> None:
@@ -437,23 +427,11 @@ class Run:
         assert world.trained.setdefault(step, batch) == batch, "the same batch as before"
         await self._finish(step)
         at.step += 1
-        if plan.groups:
+        if plan.groups or rng.random() < 0.3:  # an evaluation publishes weights, too
             self._published = at.step
         await world.advance.remote(self._published)
         if rng.random() < 0.3:
             await self._save(at)
-        if step - at.began > 3 and step >= world.checkpoint.step and rng.random() < 0.1:
-            await self._start_again(max(world.checkpoint.step, step - rng.randint(0, 2)), step)
-
-    async def _start_again(self, first: int, last: int) -> None:
-        world, publishes = self._world, self._world.rng.random() < 0.5
-        self._rollbacks += 1
-        await world.rollback.remote(first, f"{self._life}.{self._rollbacks}")
-        for step in range(first, last + 1):
-            assert await self._lease(step) == world.trained[step], "the same batch as before"
-            await self._finish(step)
-            if publishes and self._published:
-                await world.advance.remote(step + 1)
 
     async def _save(self, at: Checkpoint) -> None:
         self._world.checkpoint = replace(at)
@@ -480,8 +458,7 @@ def run_history(seed: int, folder: Path, patch: pytest.MonkeyPatch) -> World:
     worlds: list[World] = []
     patch.setattr(journal, "_SNAPSHOT_BYTES", setting.snapshot_bytes)
     patch.setattr(journal, "_SNAPSHOT_RATIO", 0)
-    patch.setattr(store, "Shards", lambda first, others, committed: Rows(worlds[0], committed))
-    patch.setattr(asyncio, "to_thread", lambda *work: worlds[0].in_thread(*work))
+    patch.setattr(store, "RowLog", lambda storage, config, committed: Rows(worlds[0], committed))
     world = World(rng, folder, setting)
     worlds.append(world)
     world.start()

@@ -50,7 +50,7 @@ def log(ended: Ended, tmp_path: Path) -> Path:
 
 
 def archive(folder: Path, **sampler: Any) -> Archive:
-    return Archive(str(folder), SamplerConfig(**sampler))
+    return Archive(folder, SamplerConfig(**sampler))
 
 
 def rows(of: Archive, store: str = "usual", **asked: Any) -> list[dict[str, Any]]:
@@ -72,7 +72,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def segments(folder: Path) -> list[Path]:
-    return sorted(folder.glob("shard-*/segment-*.arrow"))
+    return sorted(folder.glob("segment-*.arrow"))
 
 
 def damage(path: Path) -> None:
@@ -127,14 +127,6 @@ def test_what_a_crash_left_behind_is_reported_and_does_not_count(ended: Ended, l
     seen = archive(log)
     assert group_statuses(seen) == ended[1] and seen.stats().torn_bytes == 44
     assert contents(log) == before
-
-
-def test_a_log_of_several_shards_is_one(start: Start, tmp_path: Path) -> None:
-    buffer = start(tmp_path, shards=3)
-    expected = history(buffer, shards=3)
-    assert len({path.parent for path in segments(tmp_path)}) > 1
-    assert group_statuses(archive(tmp_path)) == expected
-    assert archive(tmp_path).find("3/1").experience.token_ids[0] == 31
 
 
 def test_a_run_with_tasks_is_read_without_them_even_behind_their_end(start: Start, tmp_path: Path) -> None:

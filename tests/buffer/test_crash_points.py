@@ -68,12 +68,12 @@ def with_tickets(script: Script) -> None:
     script("put", [(rows(h), h), (rows(i), i)])
     script("lease", 3)
     script("do", "ack", 3)
-    script("do", "rollback", 3, "second")
+    script("resume", 3, "second")
     script("lease", 3)
     script("do", "ack", 3)
     script("do", "cover", 4)
     script("do", "advance", 4)
-    assert script("do", "admit", "producer", 4, 10) == []
+    assert script("do", "admit", "another", 1, 10) == []
     assert script("lease", 4) == ("LeaseEnded", "end_of_data")
     script("do", "close_stage")
     script("do", "open_stage", plan(1, version=4))
@@ -90,7 +90,7 @@ def from_a_pool(script: Script, groups: int = 3) -> None:
         if step != 3:
             script("do", "ack", step)
         if step == 5:
-            script("do", "rollback", 4, "second")
+            script("resume", 4, "second")
             script("do", "ack", 4)
             script("do", "ack", 5)
         script("put", [(group(40 + step), None)])
@@ -201,7 +201,7 @@ def test_a_run_goes_on_as_if_nothing_had_been(
     twin.restart()
     standing, changes = twin.standing(), disk.calls.copy()
     kinds = {(call, file.split("-")[0]) for call, file in changes}
-    assert kinds >= {("write", "segment"), ("delete", "segment"), ("replace", ".snapshot"), ("delete", "journal")}
+    assert kinds >= {("write", "segment"), ("unlink", "segment"), ("replace", ".snapshot"), ("unlink", "journal")}
     for number, change in enumerate(changes):
         disk.stop(number, failure())
         buffer = Mortal(disk, tmp_path / str(number), config, tasks)

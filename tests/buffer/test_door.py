@@ -38,7 +38,7 @@ def buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalBuf
 
 def hand_in(buffer: LocalBuffer, rows: list[Experience], algorithm: str = "grpo", group_size: int = 2) -> None:
     """As `Run.put` does."""
-    put_groups(remote(buffer.buffer), 1, rows, [build(algorithm)], group_size)
+    put_groups(remote(buffer.buffer), rows, [build(algorithm)], group_size)
 
 
 def refused(buffer: LocalBuffer, rows: list[Experience], **how: Any) -> dict[str, str]:

@@ -170,7 +170,7 @@ def test_a_trainer_that_starts_again_gets_the_same_batches_in_the_same_order(buf
             ray.get([buffer.ack.remote(step), buffer.advance.remote(step + 1)])
         if step == 1:
             ray.get(buffer.cover.remote(1))
-    ray.get(buffer.rollback.remote(1, "again"))
+    ray.get(buffer.resume.remote(1, "again"))
     assert ledger(buffer).trained == 2, "only step 0 is in the checkpoint"
     for step in (1, 2, 3):
         lease = ray.get(buffer.lease.remote(step, 1, 5))

@@ -12,8 +12,8 @@ import pytest
 from rayrft.buffer import events as e
 from rayrft.buffer.log import segments
 from rayrft.buffer.log.journal import Journal
+from rayrft.buffer.log.row_log import RowLog, RowSpan
 from rayrft.buffer.log.segments import Extent, segment_name
-from rayrft.buffer.log.shard import NotOpen, RowSpan, Shard
 from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.state import State
 from rayrft.errors import StorageError
@@ -32,13 +32,17 @@ def objects(monkeypatch: pytest.MonkeyPatch) -> ObjectTable:
 
 def journal_of(folder: Path, events: list[e.Event]) -> Path:
     """A journal with these events; gives its file."""
-    journal = Journal(Storage(str(folder)))
+    journal = Journal(Storage(folder))
     journal.open()
     for event in events:
         journal.append([event])
     journal.close()
     [file] = folder.glob("journal*")
     return file
+
+
+def opened(folder: Path, committed: list[Extent] | None = None) -> RowLog:
+    return RowLog(Storage(folder), CONFIG, committed or [])
 
 
 class TestJournal:
@@ -48,7 +52,7 @@ class TestJournal:
         start = whole.rindex(b"\n", 0, -1) + 1
         for end in range(start, len(whole)):
             file.write_bytes(whole[:end])
-            journal = Journal(Storage(str(tmp_path)))
+            journal = Journal(Storage(tmp_path))
             recovered = journal.open()
             assert (recovered.events, recovered.torn_bytes) == (EVENTS[:-1], end - start)
             journal.append(EVENTS[-1:])
@@ -62,7 +66,7 @@ class TestJournal:
         file = journal_of(tmp_path, EVENTS)
         whole = file.read_bytes()
         file.write_bytes(whole + garbage)
-        recovered = Journal(Storage(str(tmp_path))).open()
+        recovered = Journal(Storage(tmp_path)).open()
         assert (recovered.events, recovered.torn_bytes) == (EVENTS, len(garbage))
         assert file.read_bytes() == whole
 
@@ -77,7 +81,7 @@ class TestJournal:
             damaged[place] ^= 1 << place % 8
             file.write_bytes(damaged)
             with pytest.raises(StorageError, match=r"journal-00000000\.jsonl, line 2: the line was changed since"):
-                Journal(Storage(str(tmp_path))).open()
+                Journal(Storage(tmp_path)).open()
             assert file.read_bytes() == damaged
 
     def test_a_line_of_another_rayrft_is_an_error_that_says_so(self, tmp_path: Path) -> None:
@@ -88,7 +92,7 @@ class TestJournal:
             StorageError,
             match=r"line 5: this version of rayrft cannot read .*Continue with the version .* wrote it",
         ):
-            Journal(Storage(str(tmp_path))).open()
+            Journal(Storage(tmp_path)).open()
 
     def test_a_snapshot_of_another_rayrft_is_an_error_that_says_so(self) -> None:
         state = State(small().sampler, 0, None)
@@ -101,7 +105,7 @@ class TestJournal:
         assert raised.value.field == "snapshot"
 
     def test_any_change_of_a_snapshot_is_an_error_that_names_it(self, tmp_path: Path) -> None:
-        journal = Journal(Storage(str(tmp_path)))
+        journal = Journal(Storage(tmp_path))
         journal.open()
         journal.begin(pa.py_buffer(b"the state"))
         [file] = tmp_path.glob("snapshot*")
@@ -110,30 +114,29 @@ class TestJournal:
             damaged[place] ^= 1
             file.write_bytes(damaged)
             with pytest.raises(StorageError, match=rf"{file.name}: the snapshot was changed"):
-                Journal(Storage(str(tmp_path))).open()
+                Journal(Storage(tmp_path)).open()
 
     def test_looking_at_a_torn_journal_changes_nothing(self, tmp_path: Path) -> None:
         file = journal_of(tmp_path, EVENTS)
         torn = file.read_bytes() + b"torn"
         file.write_bytes(torn)
-        recovered = Journal(Storage(str(tmp_path))).read()
+        recovered = Journal(Storage(tmp_path)).read()
         assert (recovered.events, recovered.torn_bytes, file.read_bytes()) == (EVENTS, 4, torn)
 
 
-class TestSegments:
-    def written(self, folder: Path, groups: int = 6) -> tuple[Shard, list[Extent], list[RowSpan]]:
-        """A shard with one group after another, the extents of its segments, and where each group lies."""
-        shard = Shard(Storage(str(folder)), CONFIG)
-        shard.open([])
+class TestRowLog:
+    def written(self, folder: Path, groups: int = 6) -> tuple[RowLog, list[Extent], list[RowSpan]]:
+        """One group after another, the extents of their segments, and where each group lies."""
+        rows = opened(folder)
         extents, spans = {}, []
         for number in range(groups):
-            done = shard.append(pack(to_batch(group(number))))
+            done = rows.append(pack(to_batch(group(number))))
             extents[done.extent.segment] = done.extent
             spans.append(RowSpan(done.extent.segment, done.row, 2))
-        return shard, list(extents.values()), spans
+        return rows, list(extents.values()), spans
 
     def test_a_byte_changed_anywhere_names_the_segment_and_leaves_the_others_readable(self, tmp_path: Path) -> None:
-        shard, extents, spans = self.written(tmp_path)
+        rows, extents, spans = self.written(tmp_path)
         assert len(extents) > 1
         file = tmp_path / segment_name(extents[0].segment)
         whole = file.read_bytes()
@@ -142,8 +145,8 @@ class TestSegments:
             damaged[place] ^= 1 << place % 8
             file.write_bytes(damaged)
             with pytest.raises(StorageError, match=rf"{file.name}: the file was changed since it was written"):
-                shard.read(spans[:1])
-        assert shard.read(spans[-1:]).column("group_id").to_pylist() == ["5", "5"]
+                rows.read(spans[:1])
+        assert rows.read(spans[-1:]).column("group_id").to_pylist() == ["5", "5"]
 
     @pytest.mark.parametrize("behind", ["half a message", "a whole message", "another segment"])
     def test_what_the_journal_does_not_speak_of_is_cut_off_and_counted(self, tmp_path: Path, behind: str) -> None:
@@ -153,27 +156,29 @@ class TestSegments:
         last = extents[-1].segment + (behind == "another segment")
         with (tmp_path / segment_name(last)).open("ab") as file:
             file.write(torn)
-        shard = Shard(Storage(str(tmp_path)), CONFIG)
-        assert shard.open(extents) == len(torn)
-        assert shard.read(spans).column("group_id").to_pylist() == [str(i // 2) for i in range(12)]
+        rows = opened(tmp_path, extents)
+        assert rows.torn_bytes == len(torn)
+        assert rows.read(spans).column("group_id").to_pylist() == [str(i // 2) for i in range(12)]
         assert {each.name: each.stat().st_size for each in tmp_path.iterdir()} == {
             segment_name(each.segment): each.nbytes for each in extents
         }
 
-    def test_a_shard_that_is_opened_again_goes_on_in_the_segment_where_it_stood(self, tmp_path: Path) -> None:
+    def test_a_log_that_is_opened_again_goes_on_in_the_segment_where_it_stood(self, tmp_path: Path) -> None:
         straight, interrupted = tmp_path / "straight", tmp_path / "interrupted"
+        straight.mkdir()
         _, extents, spans = self.written(straight, 9)
-        shard, known = Shard(Storage(str(interrupted)), CONFIG), {}
+        interrupted.mkdir()
+        known: dict[int, Extent] = {}
         for number in range(9):
-            shard.open(list(known.values()))
-            shard.append(pack(to_batch(group(90))))  # nobody hears of it
-            shard.open(list(known.values()))
-            done = shard.append(pack(to_batch(group(number))))
+            rows = opened(interrupted, list(known.values()))
+            rows.append(pack(to_batch(group(90))))  # nobody hears of it
+            rows = opened(interrupted, list(known.values()))
+            done = rows.append(pack(to_batch(group(number))))
             known[done.extent.segment] = done.extent
-            blocks = shard.refs(spans[: number + 1])
+            blocks = rows.refs(spans[: number + 1])
             assert [self.first_row(*block) for block in blocks] == list(range(0, 10 * number + 1, 10))
         assert list(known.values()) == extents
-        assert shard.read(spans).equals(Shard.read(self.reopened(straight, extents), spans))
+        assert rows.read(spans).equals(opened(straight, extents).read(spans))
 
     def first_row(self, ref: int, row: int, tokens: np.ndarray) -> int:
         import ray
@@ -181,45 +186,26 @@ class TestSegments:
         batch = pa.ipc.read_record_batch(ray.get([ref])[0], SCHEMA)
         return int(batch.column("token_ids")[row].as_py()[0])
 
-    def reopened(self, folder: Path, extents: list[Extent]) -> Shard:
-        shard = Shard(Storage(str(folder)), CONFIG)
-        shard.open(extents)
-        return shard
-
-    def test_a_shard_that_was_started_again_says_so_before_it_does_anything(self, tmp_path: Path) -> None:
-        _, _, spans = self.written(tmp_path)
-        before = {each.name: each.stat().st_size for each in tmp_path.iterdir()}
-        shard = Shard(Storage(str(tmp_path)), CONFIG)
-        for call in (
-            lambda: shard.append(pack(to_batch(group(9)))),
-            lambda: shard.refs(spans),
-            lambda: shard.read(spans),
-        ):
-            with pytest.raises(NotOpen):
-                call()
-        assert {each.name: each.stat().st_size for each in tmp_path.iterdir()} == before
-
     def test_a_missing_segment_is_named(self, tmp_path: Path) -> None:
-        shard, extents, spans = self.written(tmp_path)
+        rows, extents, spans = self.written(tmp_path)
         (tmp_path / segment_name(0)).unlink()
         with pytest.raises(StorageError, match=r"segment-00000000\.arrow: the file is gone"):
-            shard.read(spans[:1])
+            rows.read(spans[:1])
         with pytest.raises(StorageError, match=r"segment-00000000\.arrow: \d+ bytes were written and 0 are there"):
-            self.reopened(tmp_path, extents)
+            opened(tmp_path, extents)
 
     def test_rows_of_another_schema_are_not_read(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(segments, "SCHEMA", SCHEMA.with_metadata({"rayrft.schema": "0"}))
-        shard, _, spans = self.written(tmp_path)
+        rows, _, spans = self.written(tmp_path)
         monkeypatch.undo()
         with pytest.raises(StorageError, match=r"the rows have schema version 0; this rayrft reads \d+"):
-            shard.read(spans)
+            rows.read(spans)
 
     def test_blocks_that_memory_has_no_room_for_come_back_from_the_disk(self, tmp_path: Path) -> None:
-        shard = Shard(Storage(str(tmp_path)), CONFIG.model_copy(update={"memory_bytes": 1}))
-        shard.open([])
-        done = [shard.append(pack(to_batch(group(number)))) for number in range(8)]
+        rows = RowLog(Storage(tmp_path), CONFIG.model_copy(update={"memory_bytes": 1}), [])
+        done = [rows.append(pack(to_batch(group(number)))) for number in range(8)]
         spans = [RowSpan(each.extent.segment, each.row, 2) for each in done]
         for _ in range(2):
-            blocks = shard.refs(spans)
+            blocks = rows.refs(spans)
             assert [self.first_row(*block) for block in blocks] == list(range(0, 80, 10))
-            assert shard.memory() < 6000, "at most the segment that grows"
+            assert rows.memory() < 6000, "at most the segment that grows"

@@ -27,7 +27,7 @@ def pairs(count: int) -> list[Experience]:
 @pytest.fixture
 def buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     ObjectTable(monkeypatch)
-    local = LocalBuffer(tmp_path, small(shards=1, max_rows=10_000, max_bytes=1 << 30, memory_bytes=1 << 30))
+    local = LocalBuffer(tmp_path, small(max_rows=10_000, max_bytes=1 << 30, memory_bytes=1 << 30))
     yield local
     local.kill()
 

@@ -18,7 +18,6 @@ from rayrft.experience import Experience, pack, to_batch
 from tests.buffer.actor import Start, admit, ledger, put
 from tests.buffer.rows import expert_rows, group, plan, trained_ids
 from tests.errors import about
-from tests.scripted import handle
 
 
 def test_admission_waits_for_new_weights_and_is_woken_by_them(buffer: Any) -> None:
@@ -138,8 +137,8 @@ def test_no_group_starts_while_the_trainer_repeats_steps(buffer: Any) -> None:
         put(buffer, ticket)
         ray.get(buffer.lease.remote(step, 1, 5))
         ray.get([buffer.ack.remote(step), buffer.advance.remote(step + 1)])
-    ray.get(buffer.rollback.remote(0, "again"))
-    waiting = admit(buffer)
+    ray.get(buffer.resume.remote(0, "again"))
+    waiting = buffer.admit.remote("of the resumed run", 1, 10)
     for step in range(2):
         assert ray.wait([waiting], timeout=0)[0] == []
         ray.get(buffer.lease.remote(step, 1, 5))
@@ -147,35 +146,13 @@ def test_no_group_starts_while_the_trainer_repeats_steps(buffer: Any) -> None:
     assert ray.get(waiting, timeout=120)[0].version == 2
 
 
-def test_a_dead_producer_wakes_the_lease_that_waits_for_it_alone(buffer: Any) -> None:
-    class Producer:
-        async def watch(self) -> None:
-            await asyncio.Event().wait()
-
-    producer = ray.remote(Producer).options(num_cpus=0, max_concurrency=2).remote()
+def test_tickets_of_the_life_before_go_to_the_next(buffer: Any) -> None:
     ray.get(buffer.open_stage.remote(plan(1)))
-    ray.get(buffer.attach.remote("test", handle(producer)))
-    ray.get(admit(buffer))
-    waiting = buffer.lease.remote(0, 1, 60)
-    ray.kill(producer)
-    with pytest.raises(LeaseEnded) as caught:
-        ray.get(waiting, timeout=120)
-    assert caught.value.cause.value == "producer_died"
-
-
-def test_tickets_of_a_dead_producer_go_to_another(buffer: Any) -> None:
-    class Producer:
-        async def watch(self) -> None:
-            await asyncio.Event().wait()
-
-    one, two = (ray.remote(Producer).options(num_cpus=0, max_concurrency=2).remote() for _ in range(2))
-    ray.get(buffer.open_stage.remote(plan(1)))
-    ray.get([buffer.attach.remote("one", handle(one)), buffer.attach.remote("two", handle(two))])
     first = ray.get(buffer.admit.remote("one", 1, 1))
-    waiting = buffer.admit.remote("two", 1, 1)
-    ray.kill(one)
-    assert ray.get(waiting, timeout=120) == first
-    ray.kill(two)
+    ray.get(buffer.resume.remote(0, "again"))
+    assert ray.get(buffer.admit.remote("two", 1, 1)) == first
+    with pytest.raises(DataError, check=about("producer", "one")):
+        ray.get(buffer.admit.remote("one", 2, 1))
 
 
 def test_the_end_of_the_tasks_ends_the_lease_that_cannot_be_filled(start: Start) -> None:

@@ -110,8 +110,8 @@ class Twins(RuleBasedStateMachine):
     def admit(self, count: int) -> None:
         if self.both("may_admit"):
             self.calls += 1
-            tickets = self.both("do", "admit", "producer", self.calls, count)
-            assert self.both("do", "admit", "producer", self.calls, count) == tickets
+            tickets = self.both("do", "admit", f"producer {self.lives}", self.calls, count)
+            assert self.both("do", "admit", f"producer {self.lives}", self.calls, count) == tickets
             self.tickets |= {ticket.sequence: ticket for ticket in tickets}
 
     @precondition(lambda self: self.scheduled)
@@ -254,10 +254,13 @@ class Twins(RuleBasedStateMachine):
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
-    def roll_back(self, data: st.DataObject) -> None:
-        step = data.draw(st.sampled_from(sorted(self.leases)))
+    def resume(self, data: st.DataObject) -> None:
+        """The run goes on from a checkpoint; tickets of its former life are issued again."""
+        trained = self.twin.buffer._state.newest_version
+        step = data.draw(st.sampled_from(sorted(s for s in self.leases if s <= trained) or [0]))
         self.lives += 1
-        self.both("do", "rollback", step, str(self.lives))
+        self.both("resume", step, str(self.lives))
+        self.tickets = {}
         for lent in (lease for s, lease in self.leases.items() if s >= step and lease.acked):
             lent.acked = False
             for name in lent.groups:

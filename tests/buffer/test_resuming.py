@@ -120,7 +120,7 @@ def test_tickets_of_a_stage_before_keep_no_step_waiting_for_tasks_that_have_ende
     assert len(buffer.do("admit", "explorer", 0, 2)) == 2, "they are abandoned when the stage is closed"
     buffer.do("close_stage")
     buffer.do("open_stage", plan(1, name="second", max_staleness=1))
-    buffer.do("detach", "explorer")
+    buffer.do("finish")
     assert buffer.do("lease", 0, 1, 60) == ("LeaseEnded", "end_of_data")
 
 
@@ -128,7 +128,7 @@ def test_that_no_more_groups_will_be_put_is_known_after_a_restart(buffer: LocalB
     filling = plan(1, name="fill", scheduled=False)
     buffer.do("open_stage", filling)
     buffer.put([(group(0), None)])
-    buffer.do("detach", "put")
+    buffer.do("finish")
     buffer.restart()
     buffer.do("resume", 0, "again")
     buffer.do("open_stage", filling)
@@ -207,7 +207,7 @@ def test_a_file_whose_sync_failed_takes_no_more(tmp_path: Path, monkeypatch: pyt
     from rayrft.buffer.log.storage import Storage
     from rayrft.errors import StorageError
 
-    file = Storage(str(tmp_path)).open("file")
+    file = Storage(tmp_path).open("file")
     file.append(b"one")
     with monkeypatch.context() as broken:
         broken.setattr("os.fdatasync", lambda descriptor: (_ for _ in ()).throw(OSError(5, "Input/output error")))

@@ -1,4 +1,4 @@
-"""A Buffer and a shard whose processes say when they begin and when they are ready, to whoever wants to kill them."""
+"""A Buffer whose process says when it begins and when it is ready, to whoever wants to kill it."""
 
 from __future__ import annotations
 
@@ -8,26 +8,19 @@ from typing import Any
 
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.log import journal
-from rayrft.buffer.log.shard import Shard
 
 
-def tell(door: str, name: str, what: str) -> None:
+def tell(door: str, what: str) -> None:
     with socket.socket(socket.AF_UNIX) as there:
         there.connect(door)
-        there.sendall(f"{name} {what} {os.getpid()}".encode())
+        there.sendall(f"{what} {os.getpid()}".encode())
 
 
 class MortalBuffer(Buffer):
     """Takes a snapshot every few steps, too."""
 
     def __init__(self, door: str, *arguments: Any) -> None:
-        tell(door, "buffer", "begins")
+        tell(door, "begins")
         journal._SNAPSHOT_BYTES, journal._SNAPSHOT_RATIO = 20_000, 0
         super().__init__(*arguments)
-        tell(door, "buffer", "is ready")
-
-
-class MortalShard(Shard):
-    def __init__(self, door: str, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        tell(door, "shard", "is ready")
+        tell(door, "is ready")

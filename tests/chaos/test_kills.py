@@ -1,4 +1,4 @@
-"""Buffer and shards are killed again and again, at any moment, while producers put and a trainer takes."""
+"""The Buffer is killed again and again, at any moment, while producers put and a trainer takes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ from ray.exceptions import ObjectLostError
 
 from rayrft.buffer.client import BufferWriter
 from rayrft.buffer.events import GroupReport
-from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.schedule import Ticket
 from rayrft.data.task_sampler import TaskSet
 from rayrft.errors import LeaseEnded
 from rayrft.experience import to_batch, unpack
 from tests.buffer.in_process import small
 from tests.buffer.rows import group, plan
-from tests.chaos.mortal import MortalBuffer, MortalShard
+from tests.chaos.mortal import MortalBuffer
 from tests.scripted import handle
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -40,8 +39,8 @@ FOREVER = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
 class Reaper:
     """Kills processes that report at its door, a random while after they began or were ready, as often as it shall."""
 
-    def __init__(self, chance: random.Random, kills: dict[str, int]) -> None:
-        self._chance, self._left = chance, Counter(kills)
+    def __init__(self, chance: random.Random, kills: int) -> None:
+        self._chance, self._left = chance, kills
         self._doomed: set[int] = set()
         self.door = f"{tempfile.mkdtemp()}/door"
         self.done = asyncio.Event()
@@ -54,23 +53,24 @@ class Reaper:
         self._server.close()
 
     async def _opened(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        name, *what, number = (await reader.read()).decode().split()
+        *what, number = (await reader.read()).decode().split()
         writer.close()
         pid, ready = int(number), what == ["is", "ready"]
-        if pid in self._doomed or not self._left[name] or (not ready and self._chance.random() < 0.8):
+        if pid in self._doomed or not self._left or (not ready and self._chance.random() < 0.8):
             return
         self._doomed.add(pid)
         await asyncio.sleep(self._chance.uniform(0, 0.4 if ready else 0.1))
         os.kill(pid, signal.SIGKILL)
-        self._left[name] -= 1
-        if not self._left.total():
+        self._left -= 1
+        if not self._left:
             self.done.set()
 
 
 class Trainer:
-    """Takes step after step, now and then one twice, and now and then starts again a few steps before.
+    """Takes step after step, and now and then one twice.
 
     ``returns``: now and then it gives a step's groups back before it trains on them, which changes their order.
+    Otherwise it now and then resumes from a few steps before, which takes the tickets of producers that have any.
     """
 
     def __init__(self, buffer: Any, chance: random.Random, *, returns: bool = False) -> None:
@@ -99,8 +99,8 @@ class Trainer:
                 self.enough.set()
             await self._buffer.advance.remote(step + 1)
             await self._buffer.cover.remote(step - 3)
-            if step > 3 and self._chance.random() < 0.1:
-                await self._buffer.rollback.remote(step - 2, f"again-{step}")
+            if not self._returns and step > 3 and self._chance.random() < 0.1:
+                await self._buffer.resume.remote(step - 2, f"again-{step}")
                 for again in range(step - 2, step + 1):
                     assert await self._take(again) == self.trained[again]
                     await self._buffer.ack.remote(again)
@@ -122,9 +122,9 @@ class Trainer:
 class Producer:
     """Puts groups of two rows, small and large, and remembers which the Buffer has acknowledged."""
 
-    def __init__(self, name: str, buffer: Any, chance: random.Random, shards: int) -> None:
+    def __init__(self, name: str, buffer: Any, chance: random.Random) -> None:
         self._name, self._buffer, self._chance = name, buffer, chance
-        self._writer = BufferWriter(handle(buffer), shards)
+        self._writer = BufferWriter(handle(buffer))
         self.put: list[str] = []
         self.dropped = self.failed = 0
 
@@ -185,16 +185,20 @@ def actors() -> Iterator[list[Any]]:
         ray.kill(actor)
 
 
+def begin(reaper: Reaper, folder: Path, *arguments: Any) -> Any:
+    """A Buffer that Ray starts again whenever the reaper has killed it."""
+    options = {**FOREVER, "max_concurrency": 1000, "name": f"mortal:{folder.name}"}
+    return ray.remote(MortalBuffer).options(**options).remote(reaper.door, "run", folder, CONFIG, 0, *arguments)
+
+
 @pytest.mark.parametrize("kills", [30, pytest.param(100, marks=pytest.mark.slow)])
 async def test_kills_of_the_buffer_lose_no_ticket_and_no_group(tmp_path: Path, actors: list[Any], kills: int) -> None:
     chance = random.Random(0)
-    async with Reaper(chance, {"buffer": kills}) as reaper:
-        options = {**FOREVER, "max_concurrency": 1000, "name": f"mortal:buffer-{kills}"}
-        buffer = ray.remote(MortalBuffer).options(**options).remote(reaper.door, "run", str(tmp_path), CONFIG, 0, TASKS)
-        actors.append(buffer)
+    async with Reaper(chance, kills) as reaper:
+        actors.append(buffer := begin(reaper, tmp_path, TASKS))
         await buffer.open_stage.remote(plan(3, max_staleness=1))
         trainer = Trainer(buffer, chance, returns=True)
-        producers = [Producer(name, buffer, chance, 1) for name in "ab"]
+        producers = [Producer(name, buffer, chance) for name in "ab"]
         working = [asyncio.create_task(each) for each in (trainer.train(), *(p.with_tickets() for p in producers))]
         for event in (reaper.done, trainer.enough):
             await asyncio.wait({*working, asyncio.create_task(event.wait())}, return_when=asyncio.FIRST_COMPLETED)
@@ -204,20 +208,14 @@ async def test_kills_of_the_buffer_lose_no_ticket_and_no_group(tmp_path: Path, a
         assert trainer.stale <= 1
 
 
-@pytest.mark.parametrize("kills", [5, pytest.param(25, marks=pytest.mark.slow)])
-async def test_kills_of_the_buffer_and_of_a_shard_keep_the_order(tmp_path: Path, actors: list[Any], kills: int) -> None:
+@pytest.mark.parametrize("kills", [10, pytest.param(50, marks=pytest.mark.slow)])
+async def test_kills_of_the_buffer_keep_the_order(tmp_path: Path, actors: list[Any], kills: int) -> None:
     chance = random.Random(1)
-    async with Reaper(chance, {"buffer": kills, "shard": kills}) as reaper:
-        storage = Storage(str(tmp_path)).folder("shard-1")
-        options = {**FOREVER, "name": f"mortal:shard-{kills}"}
-        shard = ray.remote(MortalShard).options(**options).remote(reaper.door, storage, CONFIG)
-        options = {**FOREVER, "max_concurrency": 1000, "name": f"mortal:sharded-buffer-{kills}"}
-        arguments = ("run", str(tmp_path), CONFIG, 0, None, [handle(shard)])
-        buffer = ray.remote(MortalBuffer).options(**options).remote(reaper.door, *arguments)
-        actors += [buffer, shard]
+    async with Reaper(chance, kills) as reaper:
+        actors.append(buffer := begin(reaper, tmp_path))
         await buffer.open_stage.remote(plan(3, scheduled=False))
         trainer = Trainer(buffer, chance)
-        producers = [Producer(name, buffer, chance, 2) for name in "ab"]
+        producers = [Producer(name, buffer, chance) for name in "ab"]
         training = asyncio.create_task(trainer.train())
         events = (reaper.done, trainer.enough)
         producing = [asyncio.create_task(producer.without(events)) for producer in producers]

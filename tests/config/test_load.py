@@ -216,3 +216,16 @@ def test_how_closely_engine_and_trainer_must_agree_follows_from_the_precision(
 def test_every_config_that_is_shipped_is_valid(path: Path) -> None:
     config: RunConfig = load_config(path)
     assert config.storage.is_absolute()
+
+
+@pytest.mark.parametrize("key", ["storage", "buffer.storage"])
+def test_a_uri_in_place_of_a_folder_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError, check=about(key, "s3://bucket/runs"), match="Give a folder, local or mounted"):
+        load_config(base(), {key: "s3://bucket/runs"})
+
+
+def test_a_folder_that_is_not_absolute_is_the_drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load_config(base(), {"storage": "runs"})
+    assert (config.folder, config.buffer_folder) == (tmp_path / "runs/a", tmp_path / "runs/a/buffer")
+    assert load_config(base(), {"buffer.storage": "logs"}).buffer_folder == tmp_path / "logs/a"

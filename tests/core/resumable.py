@@ -190,14 +190,14 @@ async def _run(config: RunConfig, pipe: Connection, poisoned: int | None) -> Non
         TaskSet, [str(number) for number in range(TASKS)], [0] * TASKS, [1.0], sampler="shuffled", seed=3
     )
     try:
-        buffer = remote(Buffer("run", config.buffer_location, config.buffer, 0, tasks, logged=progress.logged))
+        buffer = remote(Buffer("run", config.buffer_folder, config.buffer, 0, tasks, logged=progress.logged))
     except StorageError as error:
         return pipe.send(type(error).__name__)
     local = OneRank(config, pipe)
     trainer = remote(local)
     explorer = remote(ScriptedExplorer(buffer, trainer, pipe, poisoned))
     await buffer.call(Buffer.load, "gold", [pack(to_batch(demonstrations()))])
-    actors = Actors(buffer, trainer, explorer, None, [], [])
+    actors = Actors(buffer, trainer, explorer, None, [])
     loop = TrainLoop(config, actors, Recorder(config, progress.records), progress, asyncio.Event())
     await loop.restore()
     pipe.send("up")

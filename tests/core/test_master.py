@@ -20,6 +20,7 @@ from rayrft.core.master import Master
 from rayrft.core.preflight import Prepared
 from rayrft.core.summary import Summary, read_summary
 from rayrft.errors import ActorDied, DataError, RayrftError, StorageError
+from rayrft.handle import Handle
 from rayrft.monitor import sinks
 from rayrft.monitor.records import NoteRecord
 from rayrft.waits import WaitReport
@@ -74,11 +75,9 @@ def master(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Master, Act
     (config.folder / "config.yaml").write_text(dump_config(config))
     trainer, buffer = Actor(), remote(Actor())
     monkeypatch.setattr(module, "Placement", Groups)
-    monkeypatch.setattr(
-        module, "create_actors", lambda *_: Actors(buffer, remote(trainer, "trainer"), None, None, [], [])
-    )
+    monkeypatch.setattr(module, "create_actors", lambda *_: Actors(buffer, remote(trainer, "trainer"), None, None, []))
     monkeypatch.setattr("rayrft.core.actors._until_dead_for_good", lambda actor: actor.call(Buffer.watch))
-    monkeypatch.setattr(Actors, "kill_restartable", lambda self: None)
+    monkeypatch.setattr(Handle, "kill", lambda self: None)
     monkeypatch.setattr(sinks.RayMetrics, "write", lambda *_: None)
     return Master(config, Progress("id")), trainer
 

@@ -87,7 +87,7 @@ def spelling(words: int) -> list[Task]:
 def make_buffer(folder: Path, words: int = 50, sampler: str = "shuffled") -> Buffer:
     ids = [task.id for task in spelling(words)]
     tasks = partial(TaskSet, ids, [0] * words, [1.0], sampler=sampler, seed=0)
-    return Buffer("run", str(folder), BufferConfig(), 0, tasks)
+    return Buffer("run", folder, BufferConfig(), 0, tasks)
 
 
 def make_explorer(

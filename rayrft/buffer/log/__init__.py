@@ -1,1 +1,1 @@
-"""The durable log: events in a journal, rows in segments, on any file system."""
+"""The durable log: events in a journal, rows in segments, in one folder."""

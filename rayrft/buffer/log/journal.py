@@ -27,7 +27,7 @@ from pydantic import ValidationError
 
 from rayrft.buffer.events import Event, decode, encode
 from rayrft.buffer.log.storage import Appender, Storage
-from rayrft.config.buffer import BufferConfig, join
+from rayrft.config.buffer import BufferConfig
 from rayrft.errors import StorageError
 
 _SNAPSHOT_BYTES = 8 << 20
@@ -76,12 +76,14 @@ class GroupCommit:
             self._flusher = asyncio.create_task(self._flush())
         await done
 
-    async def sync(self) -> None:
-        """Sync all rows and all written events to disk. Raises StorageError."""
+    async def sync(self) -> Position:
+        """Sync all rows and all written events to disk; return the position up to which. Raises StorageError."""
+        position = self._journal.position  # the rows of events written meanwhile may not be on disk
         try:
             await self._sync_rows()
             async with self._syncing:  # the file must not be closed by a snapshot meanwhile
-                await asyncio.to_thread(self._journal.sync)
+                await asyncio.to_thread(self._journal.sync, position)
+            return position
         except Exception as error:  # any error must also be raised by the next write
             self._error = _storage_error(error)
             raise self._error from None
@@ -90,7 +92,7 @@ class GroupCommit:
         while self._waiting:
             batch, self._waiting = self._waiting, []
             try:
-                if self._journal.size > max(_SNAPSHOT_BYTES, _SNAPSHOT_RATIO * self._snapshot_bytes):
+                if self._journal.position.nbytes > max(_SNAPSHOT_BYTES, _SNAPSHOT_RATIO * self._snapshot_bytes):
                     await self._begin()
                 elif events := [event for part, _ in batch for event in part]:
                     await asyncio.to_thread(self._append, events)
@@ -111,7 +113,7 @@ class GroupCommit:
     def _append(self, events: list[Event]) -> None:
         self._journal.append(events)
         if self._config.fsync == "always":
-            self._journal.sync()
+            self._journal.sync(self._journal.position)
 
     async def _begin(self) -> None:
         # Taken before any await, so that it has the events of this batch and no later ones.
@@ -139,7 +141,8 @@ def _storage_error(error: Exception) -> StorageError:
     )
 
 
-_NAME = re.compile(r"(?:snapshot-(\d{8})-([0-9a-f]{8})\.arrow|journal-(\d{8})\.jsonl(?:\.(\d{8}))?)$")
+_SNAPSHOT = re.compile(r"snapshot-(\d{8})-([0-9a-f]{8})\.arrow$")
+_JOURNAL = "journal-{:08d}.jsonl"
 _SYNCED = "synced"
 _DAMAGED = (
     "the file was corrupted by a disk fault or a manual edit: restore it from a backup; the segments beside it are "
@@ -164,23 +167,9 @@ class Recovered:
 
     snapshot: pa.Buffer | None
     events: list[Event]
-    torn_bytes: int
-
-
-@dataclass
-class _Piece:
-    """A file or object of the journal, with its events and their end offsets."""
-
-    name: str
-    events: list[Event]
     ends: list[int]
     """End offset of every event."""
-    size: int
-
-    @property
-    def whole(self) -> int:
-        """Bytes before the torn tail."""
-        return self.ends[-1] if self.ends else 0
+    torn_bytes: int
 
 
 class Journal:
@@ -188,7 +177,6 @@ class Journal:
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
-        self._number = 0
         self._file: Appender | None = None
         self.position = Position()
         """End of the journal."""
@@ -200,60 +188,55 @@ class Journal:
         Raises StorageError, and changes no file, if anything before the tail is damaged, or if the tail starts before
         the synced position or before ``least``, the position of the checkpoint that the run resumes from.
         """
-        snapshot, pieces = self._read()
-        ends, synced = Position(self._number, sum(piece.whole for piece in pieces)), self._synced()
-        self._check_end(ends, "its synced position", synced)
-        self._check_end(ends, "the position of the checkpoint that the run resumes from", least)
-        forced = max(synced, least)
-        torn = before = 0
-        for piece in pieces:
-            lost = (
-                Position(self._number, before + end) > forced and not survived(event)
-                for event, end in zip(piece.events, piece.ends, strict=True)
-            )
-            kept = 0 if torn else next((i for i, gone in enumerate(lost) if gone), len(piece.events))
-            before += piece.whole
-            del piece.events[kept:], piece.ends[kept:]
-            if piece.whole < piece.size:
-                torn += piece.size - piece.whole
-                self._storage.cut(piece.name, piece.whole)
-        self.position = Position(self._number, sum(piece.whole for piece in pieces))
-        self._file = self._storage.open(self._journal, self.position.nbytes, len(pieces))
-        return Recovered(snapshot, [event for piece in pieces for event in piece.events], torn)
+        found, synced = self.read(), self._synced()
+        self._check_end("its synced position", synced)
+        self._check_end("the position of the checkpoint that the run resumes from", least)
+        number, forced = self.position.number, max(synced, least)
+        lost = (
+            Position(number, end) > forced and not survived(event)
+            for event, end in zip(found.events, found.ends, strict=True)
+        )
+        kept = next((i for i, gone in enumerate(lost) if gone), len(found.events))
+        end = found.ends[kept - 1] if kept else 0
+        torn = found.torn_bytes + self.position.nbytes - end
+        if torn:
+            self._storage.cut(_JOURNAL.format(number), end)
+        self.position = Position(number, end)
+        self._file = self._storage.open(_JOURNAL.format(number), end)
+        return Recovered(found.snapshot, found.events[:kept], found.ends[:kept], torn)
 
     def read(self) -> Recovered:
         """Read the journal without its torn tail; change no file."""
-        snapshot, pieces = self._read()
-        torn = sum(piece.size - piece.whole for piece in pieces)
-        return Recovered(snapshot, [event for piece in pieces for event in piece.events], torn)
+        names = self._storage.files()
+        snapshots = {int(m[1]): name for name in names if (m := _SNAPSHOT.match(name))}
+        number = max(snapshots, default=0)
+        snapshot = self._read_snapshot(snapshots[number]) if snapshots else None
+        name = _JOURNAL.format(number)
+        data = self._storage.read(name).to_pybytes() if name in names else b""
+        events, ends = _parse(data, name)
+        self.position = Position(number, ends[-1] if ends else 0)
+        return Recovered(snapshot, events, ends, len(data) - self.position.nbytes)
 
     def append(self, events: list[Event]) -> None:
         """Append events atomically. Raises StorageError; then none of them is in the journal."""
         assert self._file is not None  # open() comes first
         self._file.append(b"".join(map(_line, events)))
-        self.position = Position(self._number, self._file.size)
+        self.position = Position(self.position.number, self._file.size)
 
-    def sync(self) -> None:
-        """Sync all appended events to disk."""
+    def sync(self, position: Position) -> None:
+        """Sync all appended events to disk; the rows of those up to ``position`` are there."""
         assert self._file is not None
-        position = self.position  # events appended during the sync may not be on disk
         self._file.sync()
-        self._note_synced(position)
-
-    @property
-    def size(self) -> int:
-        """Bytes since the last snapshot."""
-        return self._file.size if self._file is not None else 0
+        self._note_synced(max(position, Position(self.position.number)))
 
     def begin(self, snapshot: pa.Buffer) -> None:
         """Start a new journal with a snapshot of the state, then delete the old one."""
-        old = [name for name in self._storage.files() if _NAME.match(name)]
-        self._storage.write(f"snapshot-{self._number + 1:08d}-{zlib.crc32(snapshot):08x}.arrow", snapshot)
-        self._number += 1
-        file = self._storage.open(self._journal)
+        old = [name for name in self._storage.files() if name.startswith(("snapshot-", "journal-"))]
+        number = self.position.number + 1
+        self._storage.write(f"snapshot-{number:08d}-{zlib.crc32(snapshot):08x}.arrow", snapshot)
+        file = self._storage.open(_JOURNAL.format(number))
         self.close()
-        self._file = file
-        self.position = Position(self._number)
+        self._file, self.position = file, Position(number)
         self._note_synced(self.position)
         for name in old:
             self._storage.delete(name)
@@ -263,13 +246,13 @@ class Journal:
             self._file.close()
             self._file = None
 
-    def _check_end(self, ends: Position, what: str, known: Position) -> None:
+    def _check_end(self, what: str, known: Position) -> None:
         """Raise StorageError if the journal ends before a position that it once reached."""
-        if ends < known:
+        if self.position < known:
             raise StorageError(
-                f"the journal ends at {ends}, before {what}: {known}",
-                field=join(self._storage.location, self._journal),
-                value=ends.nbytes,
+                f"the journal ends at {self.position}, before {what}: {known}",
+                field=str(self._storage.folder / _JOURNAL.format(self.position.number)),
+                value=self.position.nbytes,
                 remedy="the end of the file was lost: restore it and its snapshot from a backup; no file was changed, "
                 "and the segments with the rows are plain Arrow files",
             )
@@ -287,52 +270,35 @@ class Journal:
         text = b"%08d %020d" % (position.number, position.nbytes)
         self._storage.overwrite(_SYNCED, b"%s %08x\n" % (text, zlib.crc32(text)))
 
-    def _read(self) -> tuple[pa.Buffer | None, list[_Piece]]:
-        """Return the latest snapshot and the pieces of its journal. Only the last piece may have a torn tail."""
-        names = self._storage.files()
-        snapshots = {int(m[1]): name for name in names if (m := _NAME.match(name)) and m[1]}
-        self._number = max(snapshots, default=0)
-        snapshot = self._snapshot(snapshots[self._number]) if snapshots else None
-        pieces = [self._piece(name) for name in names if (m := _NAME.match(name)) and m[3] == f"{self._number:08d}"]
-        for number, piece in enumerate(pieces):
-            if not self._storage.grows and piece.name != f"{self._journal}.{number:08d}":
-                raise StorageError("is gone", field=f"{self._journal}.{number:08d}", remedy="restore it from a backup")
-            if piece is not pieces[-1] and piece.whole < piece.size:
-                raise StorageError("the end of it is damaged", field=piece.name, remedy=_DAMAGED)
-        return snapshot, pieces
-
-    def _snapshot(self, name: str) -> pa.Buffer:
-        snapshot, match = self._storage.read(name), _NAME.match(name)
+    def _read_snapshot(self, name: str) -> pa.Buffer:
+        snapshot, match = self._storage.read(name), _SNAPSHOT.match(name)
         if match is None or zlib.crc32(snapshot) != int(match[2], 16):
             raise StorageError("the snapshot was changed since it was written", field=name, remedy=_DAMAGED)
         return snapshot
 
-    def _piece(self, name: str) -> _Piece:
-        data = self._storage.read(name).to_pybytes()
-        lines = data.split(b"\n")[:-1]
-        bodies = [_body(line) for line in lines]
-        while bodies and bodies[-1] is None:
-            bodies.pop()  # the torn tail
-        events: list[Event] = []
-        ends: list[int] = []
-        for number, (line, body) in enumerate(zip(lines, bodies, strict=False), start=1):
-            where = f"{name}, line {number}"
-            if body is None:
-                raise StorageError("the line was changed since it was written", field=where, remedy=_DAMAGED)
-            try:
-                events.append(decode(body))
-            except ValidationError as error:
-                raise StorageError(
-                    f"this version of rayrft cannot read the line: {error.errors()[0]['msg']}",
-                    field=where,
-                    remedy="continue with the version of rayrft that wrote it",
-                ) from None
-            ends.append((ends[-1] if ends else 0) + len(line) + 1)
-        return _Piece(name, events, ends, len(data))
 
-    @property
-    def _journal(self) -> str:
-        return f"journal-{self._number:08d}.jsonl"
+def _parse(data: bytes, name: str) -> tuple[list[Event], list[int]]:
+    """Return the events before the torn tail, and their end offsets. Raises StorageError, which names the line."""
+    lines = data.split(b"\n")[:-1]
+    bodies = [_body(line) for line in lines]
+    while bodies and bodies[-1] is None:
+        bodies.pop()  # the torn tail
+    events: list[Event] = []
+    ends: list[int] = []
+    for number, (line, body) in enumerate(zip(lines, bodies, strict=False), start=1):
+        where = f"{name}, line {number}"
+        if body is None:
+            raise StorageError("the line was changed since it was written", field=where, remedy=_DAMAGED)
+        try:
+            events.append(decode(body))
+        except ValidationError as error:
+            raise StorageError(
+                f"this version of rayrft cannot read the line: {error.errors()[0]['msg']}",
+                field=where,
+                remedy="continue with the version of rayrft that wrote it",
+            ) from None
+        ends.append((ends[-1] if ends else 0) + len(line) + 1)
+    return events, ends
 
 
 def _line(event: Event) -> bytes:

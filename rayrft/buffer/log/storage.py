@@ -1,13 +1,8 @@
-"""Folder of the log, on a local disk or any file system that `pyarrow.fs` supports.
-
-Local files can be appended to; object stores have only whole objects. There, every append becomes a numbered object
-``<file>.<number>``, and a reader concatenates them.
-"""
+"""The folder of the log, local or mounted: atomic writes and appends, and a lock."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import errno
 import fcntl
 import os
@@ -15,9 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.fs as pafs
 
-from rayrft.config.buffer import join
 from rayrft.errors import StorageError
 
 _REMEDY = {
@@ -31,53 +24,28 @@ _REMEDY = {
 
 
 class Storage:
-    """The folder at a path or URI; ``filesystem`` is for one without a URI.
+    """The log's folder. Every method raises StorageError with the file and a remedy."""
 
-    Every method raises StorageError with the file and a remedy.
-    """
-
-    def __init__(self, location: str, filesystem: pafs.FileSystem | None = None) -> None:
-        self.location = location
-        try:
-            if filesystem is None and "://" in location:
-                filesystem, location = pafs.FileSystem.from_uri(location)
-            self._fs = filesystem or pafs.LocalFileSystem()
-        except (pa.ArrowInvalid, OSError) as error:
-            raise StorageError(
-                f"no such file system: {error}",
-                field="buffer.storage",
-                value=location,
-                remedy="give a folder, or a URI that pyarrow.fs supports, such as s3://bucket/path",
-            ) from None
-        self.grows = isinstance(self._fs, pafs.LocalFileSystem)
-        """Whether files can be appended to."""
-        self._root = str(Path(location).expanduser().absolute()) if self.grows else location.rstrip("/")
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self._lock: int | None = None
-
-    def folder(self, name: str) -> Storage:
-        """Return a subfolder."""
-        inner = copy.copy(self)
-        inner.location, inner._root, inner._lock = join(self.location, name), self._path(name), None
-        return inner
 
     def create(self) -> None:
         """Create the folder if it does not exist."""
         with self._errors(""):
-            self._fs.create_dir(self._root, recursive=True)
+            os.makedirs(self.folder, exist_ok=True)
 
     def lock(self) -> None:
-        """Lock the folder against other writers until this process ends. Object stores have no locks."""
-        if not self.grows:
-            return
+        """Lock the folder against other writers until this process ends."""
         with self._errors("lock"):
-            descriptor = os.open(self._path("lock"), os.O_CREAT | os.O_RDWR, 0o644)
+            descriptor = os.open(self.folder / "lock", os.O_CREAT | os.O_RDWR, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(descriptor)
             raise StorageError(
                 "another process writes here",
-                field=self.location,
+                field=str(self.folder),
                 remedy="end the run that uses it, or choose another name or buffer.storage",
             ) from None
         self._lock = descriptor
@@ -89,18 +57,18 @@ class Storage:
 
     def files(self) -> dict[str, int]:
         """Return the size of every file by name, sorted; empty if there is no folder."""
-        with self._errors(""):
-            found = self._fs.get_file_info(pafs.FileSelector(self._root, allow_not_found=True))
-        return {info.base_name: info.size for info in sorted(found, key=lambda info: info.path) if info.is_file}
+        found = {}
+        with self._errors(""), contextlib.suppress(FileNotFoundError), os.scandir(self.folder) as entries:
+            for entry in sorted(entries, key=lambda entry: entry.name):
+                with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                    if entry.is_file():
+                        found[entry.name] = entry.stat().st_size
+        return found
 
     def write(self, name: str, data: bytes | pa.Buffer) -> None:
         """Write a file atomically: a crash leaves the previous file."""
+        partial = self.folder / f".{name}.partial"
         with self._errors(name):
-            if not self.grows:
-                with self._fs.open_output_stream(self._path(name)) as stream:
-                    stream.write(data)
-                return
-            partial = self._path(f".{name}.partial")
             try:
                 descriptor = os.open(partial, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o644)
                 try:
@@ -108,7 +76,7 @@ class Storage:
                     os.fsync(descriptor)
                 finally:
                     os.close(descriptor)
-                os.replace(partial, self._path(name))
+                os.replace(partial, self.folder / name)
             except OSError:
                 with contextlib.suppress(OSError):
                     os.unlink(partial)  # on a full disk every byte counts
@@ -116,55 +84,42 @@ class Storage:
             self._sync_folder()
 
     def read(self, name: str) -> pa.Buffer:
-        """Return the bytes of a file, memory-mapped if it is local. Raises FileNotFoundError if there is none."""
-        with self._errors(name, absent=True):
-            if self.grows:
-                with pa.memory_map(self._path(name)) as mapped:
-                    return mapped.read_buffer()
-            with self._fs.open_input_file(self._path(name)) as file:
-                return file.read_buffer()
+        """Return the bytes of a file, memory-mapped. Raises FileNotFoundError if there is none."""
+        with self._errors(name, absent=True), pa.memory_map(str(self.folder / name)) as mapped:
+            return mapped.read_buffer()
 
     def delete(self, name: str) -> None:
         with self._errors(name), contextlib.suppress(FileNotFoundError):
-            self._fs.delete_file(self._path(name))
+            os.unlink(self.folder / name)
 
     def cut(self, name: str, size: int) -> None:
         """Truncate a file to ``size`` bytes."""
-        if not self.grows:
-            return self.write(name, self.read(name)[:size])
         with self._errors(name):
-            os.truncate(self._path(name), size)
+            os.truncate(self.folder / name, size)
 
     def overwrite(self, name: str, data: bytes) -> None:
-        """Overwrite a small file in place without syncing it; does nothing on object stores."""
-        if not self.grows:
-            return
+        """Overwrite a small file in place without syncing it."""
         with self._errors(name):
-            descriptor = os.open(self._path(name), os.O_CREAT | os.O_WRONLY, 0o644)
+            descriptor = os.open(self.folder / name, os.O_CREAT | os.O_WRONLY, 0o644)
             try:
                 os.pwrite(descriptor, data, 0)
             finally:
                 os.close(descriptor)
 
-    def open(self, name: str, size: int = 0, parts: int = 0) -> Appender:
-        """Open a file for appending: a new one, or one of this size and, on an object store, number of parts."""
+    def open(self, name: str, size: int = 0) -> Appender:
+        """Open a file for appending: a new one, or one of this size."""
         with self._errors(name):
-            if not self.grows:
-                return Appender(self, name, None, size, parts)
-            descriptor = os.open(self._path(name), os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o644)
+            descriptor = os.open(self.folder / name, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o644)
             self._sync_folder()
             return Appender(self, name, descriptor, size)
 
     def _sync_folder(self) -> None:
         # The name of a new file is as durable as its folder.
-        descriptor = os.open(self._root, os.O_RDONLY)
+        descriptor = os.open(self.folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-    def _path(self, name: str) -> str:
-        return f"{self._root}/{name}"
 
     @contextlib.contextmanager
     def _errors(self, name: str, *, absent: bool = False) -> Iterator[None]:
@@ -176,19 +131,18 @@ class Storage:
                 raise
             raise StorageError(
                 f"cannot be written or read: {error.strerror or error}",
-                field=join(self.location, name) if name else self.location,
+                field=str(self.folder / name),
                 remedy=_REMEDY.get(error.errno or 0, "check the storage"),
             ) from None
 
 
 class Appender:
-    """A file for atomic appends; on an object store, a sequence of objects ``<name>.<number>``."""
+    """A file for atomic appends."""
 
-    def __init__(self, storage: Storage, name: str, descriptor: int | None, size: int, parts: int = 0) -> None:
+    def __init__(self, storage: Storage, name: str, descriptor: int, size: int) -> None:
         self._storage = storage
-        self.name = name
+        self._name = name
         self._descriptor = descriptor
-        self._parts = parts
         self._failed: StorageError | None = None
         self.size = size
 
@@ -196,17 +150,13 @@ class Appender:
         """Append data. Raises StorageError; a failed write is truncated again, so that the file stays intact."""
         if self._failed is not None:
             raise self._failed
-        if self._descriptor is None:
-            self._storage.write(f"{self.name}.{self._parts:08d}", data)
-            self._parts += 1
-        else:
-            try:
-                with self._storage._errors(self.name):
-                    _write(self._descriptor, data)
-            except StorageError:
-                with contextlib.suppress(OSError):
-                    os.ftruncate(self._descriptor, self.size)
-                raise
+        try:
+            with self._storage._errors(self._name):
+                _write(self._descriptor, data)
+        except StorageError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._descriptor, self.size)
+            raise
         self.size += len(data)
 
     def sync(self) -> None:
@@ -214,18 +164,15 @@ class Appender:
         data that it could not write, and later appends would follow a hole."""
         if self._failed is not None:
             raise self._failed
-        if self._descriptor is not None:
-            try:
-                with self._storage._errors(self.name):
-                    os.fdatasync(self._descriptor)
-            except StorageError as error:
-                self._failed = error
-                raise
+        try:
+            with self._storage._errors(self._name):
+                os.fdatasync(self._descriptor)
+        except StorageError as error:
+            self._failed = error
+            raise
 
     def close(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        os.close(self._descriptor)
 
 
 def _write(descriptor: int, data: bytes | pa.Buffer) -> None:

@@ -25,10 +25,10 @@ def evicted(state: State, event: e.Evicted) -> None:
 
 @rule(e.Moved)
 def moved(state: State, event: e.Moved) -> None:
-    state.meta.extents.setdefault(event.shard, {})[event.extent.segment] = event.extent
+    state.meta.extents[event.extent.segment] = event.extent
     row = event.row
     for slot in event.slots:
-        state.groups.move(slot, event.shard, event.extent.segment, row)
+        state.groups.move(slot, event.extent.segment, row)
         row += int(state.groups.rows[slot])
         if event.score is not None:
             state.set_score(slot, event.score)
@@ -39,10 +39,9 @@ def moved(state: State, event: e.Moved) -> None:
 def deleted(state: State, event: e.Deleted) -> None:
     groups = state.groups
     for segment in event.segments:
-        del state.meta.extents[event.shard][segment]
-        groups.live.pop((event.shard, segment), None)
-    in_segments = (groups.shard == event.shard) & np.isin(groups.segment, event.segments)
-    groups.forget(np.flatnonzero(in_segments & (groups.status != GroupStatus.FREE)))
+        del state.meta.extents[segment]
+        groups.live.pop(segment, None)
+    groups.forget(np.flatnonzero(np.isin(groups.segment, event.segments) & (groups.status != GroupStatus.FREE)))
 
 
 @rule(e.FeedbackNoted)
@@ -71,8 +70,7 @@ def stage_opened(state: State, event: e.StageOpened) -> None:
             state.retire(slot, "stage_ended")
     meta.plan, meta.version, meta.open = plan, plan.version, True
     meta.opened[plan.name] = plan.version
-    # Producers without tickets may have ended before.
-    meta.ended = None if plan.scheduled else meta.ended
+    meta.ended = meta.ended and not plan.scheduled  # producers without tickets may have finished before
     meta.reissued_tickets = []
     # A late request of the previous stage must not be taken for one of this stage.
     meta.calls = {producer: (call, []) for producer, (call, _) in meta.calls.items()}
@@ -87,7 +85,7 @@ def stage_resumed(state: State, event: e.StageResumed) -> None:
     plan, meta = event.plan, state.meta
     meta.plan, meta.open = plan, True
     meta.opened[plan.name] = plan.version
-    meta.ended = None if plan.scheduled else meta.ended
+    meta.ended = meta.ended and not plan.scheduled
     fewer = max(0, meta.schedule.max_staleness - plan.max_staleness)
     for slot in meta.schedule.adjust(plan, _fresh(state, plan)):
         state.retire(slot, "stale")
@@ -136,7 +134,7 @@ def admitted(state: State, event: e.Admitted) -> list[Ticket]:
         meta.outstanding[ticket.sequence] = Outstanding(ticket, event.producer)
     meta.calls[event.producer] = (event.call, tickets)
     if not tickets:
-        meta.ended = meta.ended or "end_of_data"
+        meta.ended = True
     if event.tasks and event.tasks != [ticket.task for ticket in tickets]:
         raise StorageError(
             "the tasks drawn now differ from those in the log",
@@ -168,18 +166,18 @@ def abandoned(state: State, event: e.Abandoned) -> None:
 
 @rule(e.ProducersEnded)
 def producers_ended(state: State, event: e.ProducersEnded) -> None:
-    state.meta.ended = event.reason
+    state.meta.ended = True
 
 
 @rule(e.Stored)
 def stored(state: State, event: e.Stored) -> None:
     meta = state.meta
-    meta.extents.setdefault(event.shard, {})[event.extent.segment] = event.extent
+    meta.extents[event.extent.segment] = event.extent
     pooled = []
     for group in event.groups:
         if not state.expects(group.key, group.sequence):
             continue
-        slot = state.groups.add(group, event.shard, event.extent.segment, meta.arrivals)
+        slot = state.groups.add(group, event.extent.segment, meta.arrivals)
         state.set_score(slot, group.score)
         meta.arrivals += 1
         meta.ledger.sampled += group.rows - group.masked

@@ -127,8 +127,7 @@ def requeued(state: State, event: e.Requeued) -> None:
 @rule(e.RolledBack)
 def rolled_back(state: State, event: e.RolledBack) -> None:
     state.meta.lives.add(event.life)
-    if event.whole_run:
-        state.meta.opened = {}
+    state.meta.opened = {}
     for record in state.meta.leases.values():
         if record.step < event.step or not record.acked:
             continue

@@ -1,4 +1,4 @@
-"""The rows of a shard: segments on disk, and blocks of rows in the object store.
+"""The rows of the Buffer: segments on disk, and blocks of rows in the object store.
 
 A block is one Arrow message of many rows, so that a lease gathers from few blocks. Rows of small messages are kept in
 memory until their segment is full or a lease needs them, and are then merged into one block. Blocks are freed if their
@@ -9,19 +9,18 @@ the segment's file.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from rayrft.buffer.log.segments import Extent, Segments
-from rayrft.buffer.log.storage import Storage
+from rayrft.buffer.log.segments import Extent, read_rows, segment_name, segment_sizes, with_schema
+from rayrft.buffer.log.storage import Appender, Storage
 from rayrft.buffer.scores import scores
 from rayrft.buffer.validation import Fault, GroupNumbers, Limits, find_faults, group_numbers, group_starts, is_masked
 from rayrft.config.buffer import BufferConfig
-from rayrft.errors import DataError
+from rayrft.errors import DataError, StorageError
 from rayrft.experience import unpack
 
 Ref = Any
@@ -71,49 +70,37 @@ class _Block:
 class _Segment:
     extent: Extent
     blocks: list[_Block] = field(default_factory=list)
-    sealed: bool = True
     used: int = 0
+    """Time of the last use, in calls of `RowLog.refs`."""
 
 
-class NotOpen(Exception):
-    """The shard was restarted, and must be opened with the journal's extents first."""
+class RowLog:
+    """The rows in a folder. Opening it truncates what is not ``committed``, the extents in the journal, and reads no
+    rows.
 
+    Its methods block, and are called one at a time. Raises StorageError if a segment is missing or shorter than its
+    committed extent.
+    """
 
-class Shard:
-    """The rows of one shard. Call ``open`` first. ``put`` puts a packed block into the object store."""
-
-    def __init__(self, storage: Storage, config: BufferConfig, put: Callable[[pa.Buffer], Ref] | None = None) -> None:
+    def __init__(self, storage: Storage, config: BufferConfig, committed: list[Extent]) -> None:
         self._storage = storage
         self._config = config
-        self._opened: Segments | None = None
-        self._put = put or _ray_put
         self._score = scores.get(config.sampler.score, "buffer.sampler.score") if config.needs_scores else None
-        self._rows: dict[int, _Segment] = {}
+        self._segments = {extent.segment: _Segment(extent) for extent in committed}
+        self._newest = max(self._segments, default=-1)
+        self._file: Appender | None = None
+        """File of the newest segment, while that is growing."""
         self._pending: list[pa.Buffer] = []
         self._pending_row = 0
         self._pending_bytes = 0
         self._block_bytes = 0
         self._clock = 0
+        self.torn_bytes = self._truncate()
+        """Bytes truncated when it was opened."""
+        if committed and (extent := self._segments[self._newest].extent).nbytes < config.segment_bytes:
+            self._file = storage.open(segment_name(self._newest), extent.nbytes)
 
-    def open(self, committed: list[Extent]) -> int:
-        """Open the segments at their committed extents; return the bytes of torn tails truncated. Reads no rows.
-
-        A shard that outlived its Buffer is opened again, which discards rows the Buffer has not committed.
-        """
-        if self._opened is not None:
-            self._opened.close()
-        self._storage.create()
-        self._rows = {extent.segment: _Segment(extent) for extent in committed}
-        self._pending, self._pending_bytes, self._block_bytes = [], 0, 0
-        self._opened = Segments(self._storage, self._config.segment_bytes)
-        torn = self._opened.open(committed)
-        if (growing := self._opened.growing) is not None:
-            self._rows[growing].sealed = False
-        return torn
-
-    def take(
-        self, message: pa.Buffer, wanted: list[int], whole: list[int], announced: int, limits: Limits, sync: bool
-    ) -> Appended:
+    def take(self, message: pa.Buffer, wanted: list[int], whole: list[int], announced: int, limits: Limits) -> Appended:
         """Write the groups at the indices ``wanted`` of a message, without invalid rows; a group in ``whole`` with an
         invalid row is not written at all.
 
@@ -141,11 +128,11 @@ class Shard:
         if not groups:
             empty = np.zeros(0, dtype=np.int64)
             return Appended(Extent(-1), 0, [], GroupNumbers(*[empty] * 5), empty, empty, faults)
-        return replace(self._write(message, batch, sync), groups=groups, faults=faults)
+        return replace(self._write(message, batch), groups=groups, faults=faults)
 
-    def append(self, message: pa.Buffer, *, sync: bool = False) -> Appended:
+    def append(self, message: pa.Buffer) -> Appended:
         """Write a message of groups that were validated before."""
-        return self._write(message, unpack(message), sync)
+        return self._write(message, unpack(message))
 
     def refs(self, spans: list[RowSpan]) -> list[tuple[Ref, int, np.ndarray]]:
         """Return the block of every group, the index of the group's first row in it, and the tokens of its rows, 0 for
@@ -153,7 +140,7 @@ class Shard:
         self._clock += 1
         found = []
         for span in spans:
-            segment = self._segment(span.segment)
+            segment = self._segments[span.segment]
             segment.used = self._clock
             self._bring(segment, span.row)
             at = bisect_right(segment.blocks, span.row, key=lambda block: block.row) - 1
@@ -165,69 +152,89 @@ class Shard:
 
     def read(self, spans: list[RowSpan]) -> pa.RecordBatch:
         """Read rows from disk, for feedback and compaction."""
-        batches = {s: self._segments.read(self._segment(s).extent) for s in {span.segment for span in spans}}
+        batches = {number: self._read(self._segments[number]) for number in {span.segment for span in spans}}
         return pa.concat_batches([batches[span.segment].slice(span.row, span.rows) for span in spans])
 
-    def rewrite(self, spans: list[RowSpan], *, sync: bool = False) -> tuple[Extent, int]:
+    def rewrite(self, spans: list[RowSpan]) -> tuple[Extent, int]:
         """Rewrite groups at the end of the log; return the new extent and first row."""
-        done = self.append(self.read(spans).serialize(), sync=sync)
+        done = self.append(self.read(spans).serialize())
         return done.extent, done.row
 
     def release(self, segments: list[int]) -> None:
         """Free the blocks of segments that will not be trained on."""
         for number in segments:
-            if (segment := self._rows.get(number)) is not None and segment.sealed:
+            if (segment := self._segments.get(number)) is not None and not self._grows(segment):
                 self._drop_blocks(segment)
 
     def delete(self, segments: list[int]) -> None:
         """Delete segments from disk."""
         for number in segments:
-            if (segment := self._rows.pop(number, None)) is not None:
-                self._drop_blocks(segment)
-            self._segments.delete(number)
+            self._drop_blocks(self._segments.pop(number))
+            self._storage.delete(segment_name(number))
 
     def sync(self) -> None:
         """Sync all rows to disk."""
-        self._segments.sync()
+        if self._file is not None:
+            self._file.sync()
 
     def memory(self) -> int:
         """Return the bytes of row data in the object store and pending in this process."""
         return self._block_bytes + self._pending_bytes
 
-    @property
-    def _segments(self) -> Segments:
-        if self._opened is None:
-            raise NotOpen
-        return self._opened
+    def _truncate(self) -> int:
+        """Truncate segments at their committed extents; return the number of bytes truncated."""
+        found, torn = segment_sizes(self._storage), 0
+        for number, segment in self._segments.items():
+            if found.get(number, 0) < segment.extent.nbytes:
+                raise StorageError(
+                    f"{segment.extent.nbytes} bytes were written and {found.get(number, 0)} are there",
+                    field=segment_name(number),
+                    remedy="the file was damaged, or the machine lost power with buffer.fsync 'never' or 'interval': "
+                    "restore it from a backup",
+                )
+        for number, size in found.items():
+            committed = self._segments[number].extent.nbytes if number in self._segments else 0
+            torn += size - committed
+            if committed == 0:
+                self._storage.delete(segment_name(number))
+            elif committed < size:
+                self._storage.cut(segment_name(number), committed)
+        return torn
 
-    def _segment(self, number: int) -> _Segment:
-        if self._opened is None:
-            raise NotOpen
-        return self._rows[number]
+    def _grows(self, segment: _Segment) -> bool:
+        return self._file is not None and segment.extent.segment == self._newest
 
-    def _write(self, message: pa.Buffer, batch: pa.RecordBatch, sync: bool) -> Appended:
+    def _write(self, message: pa.Buffer, batch: pa.RecordBatch) -> Appended:
         starts = group_starts(batch)
         numbers = group_numbers(batch, starts)
         score = np.ones(len(starts)) if self._score is None else self._score(batch, starts)
-        extent = self._segments.append(message, batch.num_rows)
-        row = extent.rows - batch.num_rows
-        segment = self._rows.setdefault(extent.segment, _Segment(extent, sealed=False))
-        segment.extent = extent
+        if self._file is None:
+            self._file = self._storage.open(segment_name(self._newest + 1))
+            self._newest += 1
+            self._segments[self._newest] = _Segment(Extent(self._newest))
+        segment = self._segments[self._newest]
+        row, data = segment.extent.rows, message if segment.extent.nbytes else with_schema(message)
+        self._file.append(data)
+        segment.extent = segment.extent.grown(batch.num_rows, data)
         if not self._pending:
             self._pending_row = row
         self._pending.append(message)
         self._pending_bytes += len(message)
         if len(message) * _MOST_BLOCKS >= self._config.segment_bytes:
             self._gather(segment)  # large enough for a block, without a copy
-        if sync:
-            self._segments.sync()
-        if self._segments.full:
+        full = segment.extent.nbytes >= self._config.segment_bytes
+        if full or self._config.fsync == "always":
+            self._file.sync()
+        if full:
             self._gather(segment)
-            self._segments.seal()
-            segment.sealed = True
+            self._file.close()
+            self._file = None
             self._spill()
         nbytes = (len(message) * numbers.rows) // batch.num_rows
-        return Appended(extent, row, list(range(len(starts))), numbers, score, nbytes)
+        return Appended(segment.extent, row, list(range(len(starts))), numbers, score, nbytes)
+
+    def _read(self, segment: _Segment) -> pa.RecordBatch:
+        return read_rows(self._storage, segment_name(segment.extent.segment), segment.extent)
 
     def _gather(self, segment: _Segment) -> None:
         """Merge the pending rows into one block."""
@@ -240,20 +247,22 @@ class Shard:
 
     def _bring(self, segment: _Segment, row: int) -> None:
         """Ensure that a block with this row is in the object store."""
-        growing = not segment.sealed
-        if growing and self._pending and row >= self._pending_row:
+        grows = self._grows(segment)
+        if grows and self._pending and row >= self._pending_row:
             self._gather(segment)
-        elif not segment.blocks or segment.blocks[0].row or (segment.sealed and len(segment.blocks) > _MOST_BLOCKS):
-            if growing:
+        elif not segment.blocks or segment.blocks[0].row or (not grows and len(segment.blocks) > _MOST_BLOCKS):
+            if grows:
                 self._gather(segment)
             self._drop_blocks(segment)
-            segment.blocks = [self._block(self._segments.read(segment.extent).serialize(), 0)]
+            segment.blocks = [self._block(self._read(segment).serialize(), 0)]
 
     def _block(self, message: pa.Buffer, row: int) -> _Block:
+        import ray
+
         self._block_bytes += len(message)
         batch = unpack(message)
         lengths = batch.column("token_ids").value_lengths().to_numpy(zero_copy_only=False)
-        return _Block(row, len(message), self._put(message), np.where(is_masked(batch), 0, lengths))
+        return _Block(row, len(message), ray.put(message), np.where(is_masked(batch), 0, lengths))
 
     def _drop_blocks(self, segment: _Segment) -> None:
         self._block_bytes -= sum(block.nbytes for block in segment.blocks)
@@ -263,14 +272,8 @@ class Shard:
         """Free blocks, least recently used first, until the rest fits in memory. They stay in their segments' files."""
         if self.memory() <= self._config.memory_bytes:
             return
-        held = [segment for segment in self._rows.values() if segment.sealed and segment.blocks]
+        held = [segment for segment in self._segments.values() if segment.blocks and not self._grows(segment)]
         for segment in sorted(held, key=lambda segment: segment.used):
             if self.memory() <= self._config.memory_bytes:
                 return
             self._drop_blocks(segment)
-
-
-def _ray_put(message: pa.Buffer) -> Ref:
-    import ray
-
-    return ray.put(message)
