@@ -12,7 +12,7 @@ from rayrft.config.base import Section
 class EngineConfig(Section):
     """vLLM engines. Without GPUs they run on the CPU."""
 
-    count: int = Field(1, ge=1)
+    count: int = Field(2, ge=1)
     cpus: float = Field(0.35, gt=0)
     gpus: float = Field(0.0, ge=0)
     """GPUs of one engine; a fraction shares the GPU with a trainer rank (weight_sync.backend: ipc)."""

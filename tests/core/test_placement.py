@@ -45,7 +45,7 @@ def test_the_plan_names_every_group_and_the_totals() -> None:
     ("override", "message"),
     [
         ({"explorer.engine.cpus": 4}, r"needs 9\.15 CPU and the cluster has 2 free"),
-        ({"explorer.engine.memory_gib": 40}, r"needs 83\.9 GiB memory and the cluster has 8 GiB free"),
+        ({"explorer.engine.memory_gib": 40}, r"needs 84 GiB memory and the cluster has 8 GiB free"),
         ({"explorer.engine.gpus": 1, "trainer.gpus": 1}, r"needs 4 GPU and the cluster has 0 free"),
     ],
 )
@@ -102,7 +102,7 @@ def test_engines_and_ranks_that_share_gpus_share_their_bundles() -> None:
     config = load_config(base(), {**SHARED, "explorer.engine.count": 2, "trainer.ranks": 2})
     parts = {part.name: part for part in plan_placement(config)}
     assert "ranks" not in parts and parts["engines"].count == 2
-    assert parts["engines"].bundle == {"CPU": 0.3, "GPU": 0.7, "memory": 2.4 * GIB}
+    assert parts["engines"].bundle == {"CPU": 0.3, "GPU": 0.7, "memory": 3.0 * GIB}
     assert "a:ranks" in show_plan("a", list(parts.values()))
 
 
