@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from rayrft.algorithms.pieces import NONE, Coefficient, Need, Piece, Trait
@@ -105,11 +106,11 @@ class Recipe:
     def needs_candidates(self) -> bool:
         return "teacher_candidates" in self.needs()
 
-    @property
+    @cached_property  # asked for every group
     def needs_turns(self) -> bool:
         return bool({"turns", "states"} & set(self.needs()))
 
-    @property
+    @cached_property  # asked for every group
     def needs_greedy_baseline(self) -> bool:
         return "greedy_baseline" in self.needs()
 
@@ -137,7 +138,7 @@ class Recipe:
     def needs_entropy_gradient(self) -> bool:
         return "entropy" in self.terms
 
-    @property
+    @cached_property  # asked for every group
     def zero_advantage_is_noop(self) -> bool:
         """Whether own rows with zero advantage contribute no gradient, so that dropping them loses nothing.
 

@@ -99,7 +99,7 @@ class BufferWriter:
         import ray
 
         batches = [batch for _, batch, _ in sent]
-        message = pack(pa.concat_batches(batches) if len(batches) > 1 else batches[0])
+        message = (pa.concat_batches(batches) if len(batches) > 1 else batches[0]).serialize()  # its schema was checked
         return [message if len(message) <= _INLINE_BYTES else ray.put(message)]
 
     async def _call(self, sent: list[_Waiting], payload: list[Any]) -> None:

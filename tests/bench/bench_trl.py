@@ -43,6 +43,7 @@ from typing import Any
 import numpy as np
 
 from rayrft.experience import Task
+from rayrft.rewards import inline
 from tests.bench.local_ray import start_ray
 from tests.bench.workload import OPTIMIZER
 
@@ -51,6 +52,7 @@ SKIPPED = 3
 LR = 1e-6
 
 
+@inline
 def vowels() -> Callable[[Task, str], float]:
     """A reward that costs nothing: the share of vowels in the answer."""
     return lambda task, response: share_of_vowels(response)
