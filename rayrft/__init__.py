@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rayrft.core.run import Run
     from rayrft.errors import RayrftError
     from rayrft.experience import Experience, Task
+    from rayrft.explorer.environment import Environment, Step, register_environment
     from rayrft.explorer.trajectory import Model, Trajectory
     from rayrft.explorer.workflow import Workflow, register_workflow
     from rayrft.rewards import RewardResult, register_reward
@@ -29,6 +30,9 @@ _HOME = {
     "resume": "rayrft.core.launch",
     "start": "rayrft.core.launch",
     "RayrftError": "rayrft.errors",
+    "Environment": "rayrft.explorer.environment",
+    "Step": "rayrft.explorer.environment",
+    "register_environment": "rayrft.explorer.environment",
     "Model": "rayrft.explorer.trajectory",
     "Trajectory": "rayrft.explorer.trajectory",
     "Workflow": "rayrft.explorer.workflow",
@@ -39,17 +43,20 @@ _HOME = {
     "register_transport": "rayrft.weights",
 }
 __all__ = [
+    "Environment",
     "Experience",
     "Model",
     "RayrftError",
     "RewardResult",
     "Run",
     "RunConfig",
+    "Step",
     "Task",
     "Trajectory",
     "WeightTransport",
     "Workflow",
     "attach",
+    "register_environment",
     "register_reward",
     "register_transport",
     "register_workflow",

@@ -52,13 +52,15 @@ async def test_the_examples_of_a_reward_and_a_workflow_run(tiny_model: Path) -> 
         exec(compile(block, "README", "exec"), {})
     workflows = [name for block in found for name in re.findall(r'register_workflow\("(\w+)"\)', block)]
     rewards = [name for block in found for name in re.findall(r'register_reward\("(\w+)"\)', block)]
-    assert len(workflows) >= 2 and len(rewards) >= 2
+    assert len(workflows) >= 3 and len(rewards) >= 2
 
     async def score(task: Task, responses: list[str]) -> list[RewardResult]:
         return [RewardResult(1.0)] * len(responses)
 
     for name in workflows:
         settings: dict[str, Any] = {"explorer.workflow": name}
+        if name == "in_environment":
+            settings["explorer.environment"] = "counting"
         rollout = await Runner(config(**settings), ChatTokenizer(tiny_model), Engines(), score).run(TASK, "g", 2, 1.0)
         assert len(rollout.rows) == 2 and not rollout.failed
         assert [turn["role"] for turn in rollout.rows[0].turns] == ["user", "assistant", "user", "assistant"]

@@ -48,6 +48,9 @@ class ExplorerConfig(Section):
     """How tasks are acted on that do not name a workflow of their own."""
     workflow_options: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Options of workflows, by the workflow's name."""
+    environment: str | None = None
+    """The environment that workflows act in, if they need one."""
+    environment_options: dict[str, Any] = Field(default_factory=dict)
     deadline_s: float = Field(600.0, gt=0)
     """Seconds that one attempt at a task may take from its start; what takes longer is dropped and counted."""
     cpus: float = Field(0.2, gt=0)

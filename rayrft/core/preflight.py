@@ -25,6 +25,7 @@ from rayrft.data.task_splits import TaskSplits, load_tasks
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ConfigError, DataError, ModelError
 from rayrft.experience import Experience, Task
+from rayrft.explorer.environment import environment_factory
 from rayrft.explorer.workflow import build_workflow
 from rayrft.files import sync
 from rayrft.rewards import build_reward
@@ -114,6 +115,8 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepare
     """
     options = config.explorer.workflow_options
     build_workflow(config.explorer.workflow, options.get(config.explorer.workflow, {}))
+    if config.explorer.environment is not None:
+        environment_factory(config.explorer.environment, config.explorer.environment_options)
     samplers.get(config.buffer.sampler.name, "buffer.sampler.name")
     scores.get(config.buffer.sampler.score, "buffer.sampler.score")
     splits = TaskSplits([], [], [], {})

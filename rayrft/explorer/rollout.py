@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import time
 import traceback
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ActorDied, ModelError
 from rayrft.experience import Experience, Task
 from rayrft.explorer.engine import Completion, Sampling
+from rayrft.explorer.environment import Environment, environment_factory
 from rayrft.explorer.trajectory import ContextFull, Generate, Model, PromptTooLong, Trajectory
 from rayrft.explorer.workflow import Workflow, build_workflow
 from rayrft.rewards import RewardResult
@@ -84,6 +86,10 @@ class Runner:
         self._logged: set[tuple[str, str]] = set()
         self.rolling, self.scoring = BusyClock(), BusyClock()
         self._workflow(config.explorer.workflow)
+        explorer = config.explorer
+        self._create_environment = (
+            environment_factory(explorer.environment, explorer.environment_options) if explorer.environment else None
+        )
 
     async def run(self, task: Task, name: str, n: int, temperature: float) -> Rollout:
         """Attempt a task ``n`` times concurrently, and score the rows without a reward by their last turn.
@@ -114,7 +120,8 @@ class Runner:
         workflow = task.workflow or self._config.explorer.workflow
         try:
             async with asyncio.timeout(self._config.explorer.deadline_s):
-                made = await self._workflow(workflow).run(task, model)
+                async with self._environment() as env:
+                    made = await self._workflow(workflow).run(task, model, env)
             return _rows(made, task, name, model.repeat)
         except ContextFull:
             ended = [trajectory for trajectory in model.started if trajectory.answers]
@@ -133,6 +140,19 @@ class Runner:
         except Exception as error:  # a user's workflow may raise anything: only the repeat fails
             problem = f"{type(error).__name__}: {error}"
             return self._failure(workflow, task, "workflow_error", problem, traceback.format_exc())
+
+    @contextlib.asynccontextmanager
+    async def _environment(self) -> AsyncIterator[Environment | None]:
+        """Create the environment of one attempt, and close it in the end, within another ``explorer.deadline_s``."""
+        if self._create_environment is None:
+            yield None
+            return
+        env = self._create_environment()
+        try:
+            yield env
+        finally:
+            async with asyncio.timeout(self._config.explorer.deadline_s):
+                await env.close()
 
     def _failure(self, workflow: str, task: Task, reason: str, problem: str, trace: str) -> _Failure:
         """Log a failure, the first of its kind with its traceback, and return it."""

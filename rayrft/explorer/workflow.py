@@ -7,15 +7,17 @@ from typing import Any, Protocol
 
 from rayrft.errors import ConfigError
 from rayrft.experience import Task
+from rayrft.explorer.environment import Environment
 from rayrft.explorer.trajectory import Model, Trajectory
 from rayrft.registry import Registry
 
 
 class Workflow(Protocol):
     """One attempt at a task: starts a trajectory, lets the model act, and appends observations. Several trajectories
-    are rows of one attempt, such as its turns as separate rows. One instance serves all tasks of a run."""
+    are rows of one attempt, such as its turns as separate rows. One instance serves all tasks of a run; ``env`` is the
+    attempt's own, if the config names an environment."""
 
-    async def run(self, task: Task, model: Model, env: Any = None) -> Trajectory | list[Trajectory]: ...
+    async def run(self, task: Task, model: Model, env: Environment | None = None) -> Trajectory | list[Trajectory]: ...
 
 
 workflows: Registry[Callable[..., Workflow]] = Registry("workflow")
@@ -44,7 +46,7 @@ def build_workflow(name: str, options: dict[str, Any], field: str = "explorer.wo
 class SingleTurn:
     """One question, one answer."""
 
-    async def run(self, task: Task, model: Model, env: Any = None) -> Trajectory:
+    async def run(self, task: Task, model: Model, env: Environment | None = None) -> Trajectory:
         trajectory = model.start(task.messages, task.images)
         await trajectory.act()
         return trajectory

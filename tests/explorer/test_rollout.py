@@ -15,6 +15,7 @@ from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ActorDied, ConfigError, RequestRefused
 from rayrft.experience import Task
 from rayrft.explorer.engine import Completion, Sampling
+from rayrft.explorer.environment import Environment, Step
 from rayrft.explorer.rollout import Rollout, Runner
 from rayrft.explorer.trajectory import Model, Trajectory
 from rayrft.explorer.workflow import register_workflow
@@ -102,6 +103,81 @@ async def test_a_repeat_that_fails_costs_itself_and_is_told_with_workflow_and_ta
     first, second = (record.getMessage() for record in caplog.records)
     assert all("'troubled'" in message and TASK.id in message for message in (first, second))
     assert "Traceback" in first and "Traceback" not in second
+
+
+class Room:
+    """An environment in which trouble may come at any point, and which says in `opened` how many are open."""
+
+    opened = 0
+
+    def __init__(self, trouble: str = "") -> None:
+        self._trouble = trouble
+        if trouble == "create":
+            raise OSError("no room")
+        Room.opened += 1
+
+    async def reset(self, task: Task) -> str:
+        if self._trouble == "reset":
+            raise ValueError("no key")
+        if self._trouble == "hang":
+            await asyncio.Event().wait()
+        return task.question
+
+    async def step(self, action: str) -> Step:
+        return Step(action, reward=0.5, done=True)
+
+    async def close(self) -> None:
+        Room.opened -= 1
+        if self._trouble == "close":
+            raise OSError("stuck")
+        if self._trouble == "hang":
+            await asyncio.Event().wait()
+
+
+class Visit:
+    """Acts once in its environment."""
+
+    async def run(self, task: Task, model: Model, env: Environment | None = None) -> Trajectory:
+        assert env is not None
+        trajectory = model.start([{"role": "user", "content": await env.reset(task)}])
+        trajectory.reward((await env.step(await trajectory.act())).reward)
+        return trajectory
+
+
+def visit(trouble: str, name: str = "Room") -> dict[str, Any]:
+    here = "tests.explorer.test_rollout"
+    return {
+        "explorer.workflow": f"{here}:Visit",
+        "explorer.environment": f"{here}:{name}",
+        "explorer.environment_options": {"trouble": trouble},
+        "explorer.deadline_s": 0.2,
+    }
+
+
+async def test_every_attempt_acts_in_an_environment_of_its_own(tiny_model: Path) -> None:
+    rollout = await run(tiny_model, Engines(), n=3, **visit(""))
+    assert [row.reward for row in rollout.rows] == [0.5] * 3 and Room.opened == 0
+
+
+@pytest.mark.parametrize("trouble", ["create", "reset", "close", "hang"])
+async def test_an_environment_in_trouble_costs_its_attempt_and_is_closed(trouble: str, tiny_model: Path) -> None:
+    rollout = await run(tiny_model, Engines(), n=2, **visit(trouble))
+    reason = "timeout" if trouble == "hang" else "workflow_error"
+    assert rollout.rows == [] and rollout.failed == {reason: 2} and Room.opened == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        (visit("", name="Cellar"), "explorer.environment"),
+        (visit("") | {"explorer.environment_options": {"windows": 2}}, "explorer.environment_options"),
+    ],
+)
+async def test_an_environment_that_cannot_be_created_is_refused_at_once(
+    settings: dict[str, Any], field: str, tiny_model: Path
+) -> None:
+    with pytest.raises(ConfigError, check=about(field)):
+        await run(tiny_model, Engines(), **settings)
 
 
 async def test_a_repeat_that_hangs_ends_at_its_deadline(tiny_model: Path) -> None:
