@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +43,6 @@ class ChatTokenizer:
                 remedy="set tokenizer.eos_token and save the tokenizer again",
             )
         self.eos_id: int = self.hf.eos_token_id
-        # All repeats of a group have one prompt.
-        self._prompt = functools.lru_cache(maxsize=64)(self._encode_prompt)
 
     @cached_property
     def images(self) -> ImageReader:
@@ -57,7 +54,7 @@ class ChatTokenizer:
 
         Raises DataError if the chat template rejects the messages, ModelError if the model takes no images.
         """
-        ids = list(self._prompt(json.dumps(self._with_images(messages, images))))
+        ids = list(_encode_prompt(self, json.dumps(self._with_images(messages, images)), self._template))
         return _repeat(ids, self.images.repeats(ids, images)) if images else ids
 
     def observation(
@@ -125,16 +122,16 @@ class ChatTokenizer:
         """Decode an answer without special tokens."""
         return str(self.hf.decode(token_ids, skip_special_tokens=True))
 
-    def _encode_prompt(self, messages: str) -> tuple[int, ...]:
-        """Return token ids of messages (JSON), without those of images, up to the start of the assistant's turn."""
-        return tuple(self._encode(self._render(json.loads(messages), add_generation_prompt=True)[0]))
+    @property
+    def _template(self) -> str:
+        return self.hf.get_chat_template() if self.hf.chat_template else ""
 
     def _encode(self, text: str) -> list[int]:
         return list(self.hf.encode(text, add_special_tokens=False))
 
     def _with_images(self, messages: list[dict[str, str]], images: tuple[str, ...]) -> list[dict[str, Any]]:
         """Return the messages with their images, in the form of chat templates."""
-        if images and not self.hf.chat_template:
+        if images and not self._template:
             raise ModelError(
                 "the tokenizer has no chat template, which images need",
                 field="model.path",
@@ -145,24 +142,22 @@ class ChatTokenizer:
 
     def _render(self, messages: list[dict[str, Any]], **options: bool) -> tuple[str, list[tuple[int, int]]]:
         """Render the messages as text; also return the spans between the template's markers, if requested."""
-        if not self.hf.chat_template:
+        if not self._template:
             ends = {"assistant": self.hf.eos_token}
             return "".join(message["content"] + ends.get(message["role"], "\n") for message in messages), []
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        template = self.hf.get_chat_template()
         try:
             texts, marked = render_jinja_template(
-                [messages], chat_template=template, **options, **self.hf.special_tokens_map
+                [messages], chat_template=self._template, **options, **self.hf.special_tokens_map
             )
         except TemplateError as error:
             raise DataError(f"the chat template rejects the messages: {error}") from None
         return texts[0], marked[0] if marked else []
 
     def _has_markers(self) -> bool:
-        template = self.hf.get_chat_template() if self.hf.chat_template else ""
-        return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
+        return re.search(r"\{%-?\s*generation\s*-?%\}", self._template) is not None
 
     def _marked_turns(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
         """Return the conversation as text, and the spans between the template's markers."""
@@ -194,6 +189,16 @@ class ChatTokenizer:
         eos = self.hf.eos_token
         at = text.rfind(eos, start, end + len(eos))
         return end if at < 0 else at + len(eos)
+
+
+@lru_cache(maxsize=64)
+def _encode_prompt(tokenizer: ChatTokenizer, messages: str, template: str) -> tuple[int, ...]:
+    """Return token ids of messages (JSON) up to the start of the assistant's turn, without those of images.
+
+    All repeats of a group have one prompt. ``template`` is only part of the cache's key. The cache is no attribute of
+    the tokenizer, which travels between processes.
+    """
+    return tuple(tokenizer._encode(tokenizer._render(json.loads(messages), add_generation_prompt=True)[0]))
 
 
 def _repeat(values: list[int], times: list[int]) -> list[int]:

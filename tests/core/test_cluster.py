@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -177,16 +176,17 @@ def test_workers_find_a_python_whose_path_has_a_space(
 
 def test_a_ray_of_its_own_ends_with_the_process_and_runs_beside_another(ray_cluster: Any, home: Path) -> None:
     code = """
-import signal
+import sys
 from rayrft.core.cluster import connect
 connect()
 print("ready", flush=True)
-signal.pause()
+sys.stdin.read()
 """
     mark = uuid.uuid4().hex
     process = subprocess.Popen(
         [sys.executable, "-c", code],
         env={**os.environ, "RAY_ADDRESS": "local", "RAYRFT_TEST_MARK": mark},
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -194,7 +194,6 @@ signal.pause()
     assert process.stdout is not None
     line = process.stdout.readline()
     started = [each for each in psutil.process_iter() if marked(each, mark)]
-    process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert line == "ready\n", errors
     assert str(home / ".ray/auth_token") in errors and "RAY_ADDRESS=" in errors
