@@ -21,6 +21,9 @@ from rayrft.buffer.store import Store
 from rayrft.errors import LeaseEnded, RayrftError
 from rayrft.waits import Waits
 
+_PIECES = 4
+"""A share consists of at least so many pieces of groups."""
+
 
 def balance(sizes: list[int], parts: int) -> list[list[int]]:
     """Partition items into ``parts`` lists of nearly equal total size: every item, largest first, goes to the smallest
@@ -97,13 +100,30 @@ class Unit:
 def deal(batches: list[list[Unit]], world_size: int) -> tuple[BatchShare, ...]:
     """Split the units of the mini-batches into shares of nearly equal tokens, keeping their order within a share.
 
-    Every mini-batch is balanced separately.
+    Every mini-batch is balanced separately. The rows of a group stay together as far as that keeps the shares even, for
+    a rank computes the prompt of its rows once.
     """
     dealt: list[list[list[Unit]]] = [[] for _ in range(world_size)]
     for units in batches:
-        for rank, items in enumerate(balance([unit.tokens for unit in units], world_size)):
-            dealt[rank].append([units[item] for item in items])
+        pieces = _pieces(units, world_size)
+        for rank, items in enumerate(balance([sum(unit.tokens for unit in piece) for piece in pieces], world_size)):
+            dealt[rank].append([unit for item in items for unit in pieces[item]])
     return tuple(_share(rank) for rank in dealt)
+
+
+def _pieces(units: list[Unit], world_size: int) -> list[list[Unit]]:
+    """Cut the groups into pieces of at most 1 / `_PIECES` of a share's tokens, or one unit."""
+    most = sum(unit.tokens for unit in units) / (world_size * _PIECES)
+    pieces: list[list[Unit]] = []
+    for (_, group), members in groupby(units, key=lambda unit: (unit.ref, unit.group)):
+        tokens = most
+        for unit in members:
+            if tokens + unit.tokens > most or not group[1]:
+                pieces.append([])
+                tokens = 0
+            pieces[-1].append(unit)
+            tokens += unit.tokens
+    return pieces if len(pieces) >= world_size else [[unit] for unit in units]
 
 
 def _share(mini_batches: list[list[Unit]]) -> BatchShare:

@@ -16,7 +16,11 @@ from rayrft.algorithms import Algorithm, TokenBatch
 from rayrft.buffer.leases import BatchShare, BlockRows
 from rayrft.data.turns import group_advantages
 from rayrft.experience import from_batch, list_column, unpack
-from rayrft.trainer.packing import Packing
+from rayrft.trainer.packing import Packing, common_prefix, shared_prefixes
+
+_SHARED = 16
+"""What a layer keeps for a computed token takes about so many times the memory of a key and a value, which are all that
+it keeps for a token whose state belongs to another row."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class MicroBatch:
 
     token_ids: Tensor
     lengths: tuple[int, ...]
+    packing: Packing
     tokens: TokenBatch
     candidates: Tensor | None = None
     """``[A, K]`` int64: further tokens to score at the position of each predicted token."""
@@ -58,11 +63,6 @@ class MicroBatch:
     """Group id of every row."""
     experiences: tuple[str, ...] = ()
     """Experience ids of the rows."""
-
-    @cached_property
-    def packing(self) -> Packing:
-        """Row boundaries and positions."""
-        return Packing.of(list(self.lengths), self.token_ids.device)
 
     @cached_property
     def predicted(self) -> Tensor:
@@ -143,17 +143,25 @@ def _advantages(batch: pa.RecordBatch, groups: np.ndarray, algorithm: Algorithm)
 def micro_batches(
     rows: list[TrainRow], max_tokens: int, device: torch.device, *, padded: bool = False
 ) -> list[MicroBatch]:
-    """Split rows into the fewest micro-batches of at most ``max_tokens`` tokens; if ``padded``, padding counts too.
+    """Split rows into micro-batches of at most ``max_tokens`` tokens; if ``padded``, padding counts too, else a token
+    that is computed for another row counts 1 / `_SHARED`.
 
-    A longer row, and one marked ``alone``, gets its own; the sides of a pair stay together. Packed micro-batches have
-    nearly equal sizes, padded ones hold rows of nearly equal length. The result does not depend on the order of rows.
+    A longer row, and one marked ``alone``, gets its own; the sides of a pair stay together, and so do packed rows of a
+    group as far as they fit. Packed micro-batches have nearly equal sizes, padded ones hold rows of nearly equal
+    length, and are the fewest. The result does not depend on the order of rows.
     """
     units = [list(unit) for _, unit in groupby(rows, key=lambda row: (row.pair, id(row) if row.pair is None else 0))]
-    size = _padded if padded else _tokens
-    units.sort(key=lambda unit: (-size(unit), [(row.token_ids.tobytes(), row.images) for row in unit]))
-    bins = [unit for unit in units if size(unit) > max_tokens or unit[0].alone]
-    fit = [unit for unit in units if size(unit) <= max_tokens and not unit[0].alone]
-    bins += _fill_in_order(fit, max_tokens) if padded else _balance(fit, max_tokens)
+    if not padded:
+        units = _merge_groups(units, max_tokens)
+    size = _padded if padded else _packed
+    sizes = [size(unit) for unit in units]
+    order = sorted(range(len(units)), key=lambda unit: (-sizes[unit], [_content(row) for row in units[unit]]))
+    bins = [units[unit] for unit in order if sizes[unit] > max_tokens or units[unit][0].alone]
+    fit = [unit for unit in order if sizes[unit] <= max_tokens and not units[unit][0].alone]
+    if padded:
+        bins += _fill_in_order([units[unit] for unit in fit], max_tokens)
+    else:
+        bins += _balance([(sizes[unit], units[unit]) for unit in fit], max_tokens)
     return [_flatten(members, device) for members in bins]
 
 
@@ -163,8 +171,40 @@ def empty_batch(device: torch.device) -> MicroBatch:
     return _flatten([TrainRow(zeros.astype(np.int32), zeros, zeros, zeros, expert=False)], device)
 
 
-def _tokens(unit: list[TrainRow]) -> int:
-    return sum(len(row.token_ids) for row in unit)
+def _merge_groups(units: list[list[TrainRow]], max_tokens: int) -> list[list[TrainRow]]:
+    """Merge the rows of a group, which begin alike, into units of at most ``max_tokens``, as `_packed` counts them."""
+    merged: list[list[TrainRow]] = []
+    groups: dict[str, list[TrainRow]] = {}
+    for unit in units:
+        if len(unit) > 1 or unit[0].alone or not unit[0].group:
+            merged.append(unit)
+        else:
+            groups.setdefault(unit[0].group, []).append(unit[0])
+    for rows in groups.values():
+        tokens = max_tokens
+        rows.sort(key=_content)
+        for before, row in zip([None, *rows], rows, strict=False):
+            length = len(row.token_ids)
+            shared = common_prefix(before.token_ids, row.token_ids) if before else 0
+            if tokens + _cost(length, shared) > max_tokens:
+                merged.append([])
+                tokens, shared = 0, 0
+            merged[-1].append(row)
+            tokens += _cost(length, shared)
+    return merged
+
+
+def _content(row: TrainRow) -> tuple[bytes, tuple[str, ...]]:
+    return row.token_ids.tobytes(), row.images
+
+
+def _packed(unit: list[TrainRow]) -> int:
+    rows = [row.token_ids for row in unit]
+    return sum(_cost(len(rows[row]), shared) for row, _, shared in shared_prefixes(rows))
+
+
+def _cost(length: int, shared: int) -> int:
+    return length - shared + shared // _SHARED
 
 
 def _padded(unit: list[TrainRow]) -> int:
@@ -181,18 +221,18 @@ def _fill_in_order(units: list[list[TrainRow]], max_tokens: int) -> list[list[Tr
     return bins
 
 
-def _balance(units: list[list[TrainRow]], max_tokens: int) -> list[list[TrainRow]]:
-    """Put every unit, longest first, into the emptiest bin (longest processing time first, Graham 1969), with the
-    smallest number of bins for which none overflows."""
-    count = -(-sum(map(_tokens, units)) // max_tokens)
+def _balance(units: list[tuple[int, list[TrainRow]]], max_tokens: int) -> list[list[TrainRow]]:
+    """Put every unit, with its tokens and largest first, into the emptiest bin (longest processing time first, Graham
+    1969), with the smallest number of bins for which none overflows."""
+    count = -(-sum(tokens for tokens, _ in units) // max_tokens)
     while True:
         bins: list[list[TrainRow]] = [[] for _ in range(count)]
         heap = [(0, number) for number in range(count)]
-        for unit in units:
-            tokens, number = heap[0]
+        for tokens, unit in units:
+            held, number = heap[0]
             bins[number] += unit
-            heapq.heapreplace(heap, (tokens + _tokens(unit), number))
-        if all(tokens <= max_tokens for tokens, _ in heap):
+            heapq.heapreplace(heap, (held + tokens, number))
+        if all(held <= max_tokens for held, _ in heap):
             return bins
         count += 1
 
@@ -218,6 +258,7 @@ def _flatten(rows: list[TrainRow], device: torch.device) -> MicroBatch:
     return MicroBatch(
         token_ids,
         tuple(lengths),
+        Packing.of([row.token_ids for row in rows], device),
         tokens,
         images=images if any(images) else (),
         groups=tuple(row.group for row in rows),

@@ -1,13 +1,15 @@
-"""Sequence packing: several rows in one sequence, without attention between them.
+"""Sequence packing: several rows in one sequence, without attention between them, and equal prefixes only once.
 
-The rows of a micro-batch are concatenated to a sequence of T tokens, so that linear layers see no padding. Only
-attention needs the row boundaries: on a GPU the variable-length kernel takes them; elsewhere rows of nearly the same
-length are batched for attention, which was the fastest way tried on CPUs.
+The rows of a micro-batch are concatenated to one sequence, so that linear layers see no padding. Tokens before the
+first in which two rows differ, such as the prompt of a group, have the same states in both: they are computed for one
+row, and the other attends to these. Only attention needs the row boundaries: on a GPU the variable-length kernel takes
+them; elsewhere rows of nearly the same length are batched for attention, which was the fastest way tried on CPUs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -24,8 +26,8 @@ _BUCKET_SLACK = 8
 
 @dataclass(frozen=True)
 class Bucket:
-    """Rows of nearly the same length, padded to W. ``gather`` ``[rows W]``: sequence index of every token, a row's last
-    one repeated as padding; ``real`` ``[n]``: which of these are tokens."""
+    """Rows of nearly the same length, padded to W. ``gather`` ``[rows W]``: the state of every token, a row's last one
+    repeated as padding; ``real`` ``[n]``: which of these are tokens."""
 
     rows: int
     gather: Tensor
@@ -34,42 +36,100 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Packing:
-    """Row layout: ``positions`` ``[T]`` within rows, ``starts`` ``[N + 1]`` (int32) of rows and the end of the last."""
+    """Layout of N rows with T tokens in all, of which the model computes C states.
+
+    Rows that are equal to another, or to its beginning, have no state of their own; attention has the K others.
+    """
 
     positions: Tensor
-    starts: Tensor
+    """``[T]``: positions within rows."""
     longest: int
+    """Number of tokens of the longest row."""
+    computed: Tensor
+    """``[C]``: the tokens that are computed; those of a row follow each other."""
+    states: Tensor
+    """``[T]``: which of the computed states is that of a token."""
+    query_starts: Tensor
+    """``[K + 1]`` (int32): first computed state of each row, and C."""
+    key_starts: Tensor
+    """``[K + 1]`` (int32): first key of each row, and their number."""
+    keys: Tensor | None
+    """The states of all tokens of the K rows; None if they are the computed ones, in their order."""
     buckets: tuple[Bucket, ...]
     index: Tensor
-    """``[T]``: index of every token in the concatenated outputs of the buckets."""
+    """``[C]``: index of every computed state in the concatenated outputs of the buckets."""
 
     @classmethod
-    def of(cls, lengths: list[int], device: torch.device) -> Packing:
-        """Lay out rows of these lengths (at least 1)."""
-        sizes = np.asarray(lengths)
+    def of(cls, rows: list[np.ndarray], device: torch.device) -> Packing:
+        """Lay out rows of token ids, each of at least one."""
+        sizes = np.array([len(row) for row in rows])
         ends = np.cumsum(sizes)
         starts = ends - sizes
-        positions = np.arange(ends[-1]) - np.repeat(starts, sizes)
+        states = np.empty(ends[-1], np.int64)
+        computed = list[np.ndarray]()
+        count, order, own = 0, list[int](), list[int]()
+        for row, before, shared in shared_prefixes(rows):
+            first, end = starts[row], ends[row]
+            states[first : first + shared] = states[starts[before] : starts[before] + shared]
+            states[first + shared : end] = np.arange(count, count + sizes[row] - shared)
+            if shared < sizes[row]:
+                computed.append(np.arange(first + shared, end))
+                order.append(row)
+                own.append(sizes[row] - shared)
+                count += own[-1]
+        attending = np.array(order)
         buckets, gathered = [], []
-        for members in _length_buckets(sizes):
-            width = np.arange(sizes[members].max())
-            inside = width < sizes[members, None]
-            gather = starts[members, None] + np.minimum(width, sizes[members, None] - 1)
+        for members in _length_buckets(sizes[attending]):
+            of, width = attending[members], np.arange(sizes[attending[members]].max())
+            inside = width < sizes[of, None]
+            gather = starts[of, None] + np.minimum(width, sizes[of, None] - 1)
             buckets.append(
                 Bucket(
                     len(members),
-                    torch.from_numpy(gather.ravel()).to(device),
+                    torch.from_numpy(states[gather.ravel()]).to(device),
                     torch.from_numpy(np.flatnonzero(inside)).to(device),
                 )
             )
             gathered.append(gather[inside])
+        places = np.empty(ends[-1], np.int64)
+        outputs = np.concatenate(gathered)
+        places[outputs] = np.arange(len(outputs))
+        chosen = np.concatenate(computed)
+        keys = np.concatenate([states[starts[row] : ends[row]] for row in order]) if count < len(outputs) else None
         return cls(
-            torch.from_numpy(positions).to(device),
-            torch.from_numpy(np.append(starts, ends[-1]).astype(np.int32)).to(device),
-            int(sizes.max()),
-            tuple(buckets),
-            torch.from_numpy(np.argsort(np.concatenate(gathered))).to(device),
+            positions=torch.from_numpy(np.arange(ends[-1]) - np.repeat(starts, sizes)).to(device),
+            longest=int(sizes.max()),
+            computed=torch.from_numpy(chosen).to(device),
+            states=torch.from_numpy(states).to(device),
+            query_starts=_starts(np.array(own), device),
+            key_starts=_starts(sizes[attending], device),
+            keys=None if keys is None else torch.from_numpy(keys).to(device),
+            buckets=tuple(buckets),
+            index=torch.from_numpy(places[chosen]).to(device),
         )
+
+
+def shared_prefixes(rows: list[np.ndarray]) -> list[tuple[int, int, int]]:
+    """Return for every row an earlier one of the list returned, and how many tokens they share at the beginning: no
+    other earlier row shares more (0 for the first, with itself)."""
+    # Of an order by tokens the neighbours share the most; which order that is does not matter.
+    order = sorted(range(len(rows)), key=lambda row: rows[row].tobytes())
+    first = order[0]
+    return [
+        (first, first, 0),
+        *((row, before, common_prefix(rows[before], rows[row])) for before, row in pairwise(order)),
+    ]
+
+
+def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
+    """Return the number of tokens up to the first in which the rows differ."""
+    length = min(len(one), len(other))
+    differ = np.flatnonzero(one[:length] != other[:length])
+    return int(differ[0]) if len(differ) else length
+
+
+def _starts(lengths: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.append(0, np.cumsum(lengths)).astype(np.int32)).to(device)
 
 
 def register() -> None:
@@ -92,7 +152,7 @@ def packed_attention(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Compute causal attention within rows. query, key, value: ``[1, heads, T, D]``; returns ``[1, T, heads, D]``.
+    """Compute causal attention within rows. query, key, value: ``[1, heads, C, D]``; returns ``[1, C, heads, D]``.
 
     Soft caps, sinks and biases are not supported: `Policy` compares log-probs before it packs. No attention dropout,
     which would distort probability ratios.
@@ -116,12 +176,15 @@ def _kernel(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
+    if packing.keys is not None:
+        key, value = key[packing.keys], value[packing.keys]
+    # Where a row has fewer queries than keys, the last query is that of the last key.
     out = varlen_attn(
         query,
         key,
         value,
-        packing.starts,
-        packing.starts,
+        packing.query_starts,
+        packing.key_starts,
         packing.longest,
         packing.longest,
         scale=scaling,

@@ -16,6 +16,7 @@ from rayrft.trainer import packing
 from rayrft.trainer.batches import MicroBatch
 from rayrft.trainer.blame import blaming
 from rayrft.trainer.head import head_logprobs, head_top_logprobs
+from rayrft.trainer.packing import Packing
 from rayrft.trainer.vision import reject_images, run_model, with_images
 
 if TYPE_CHECKING:
@@ -206,8 +207,9 @@ def model_inputs(batch: MicroBatch, *, packs: bool, images: ImageReader | None) 
         reject_images(batch.images)
     inputs: dict[str, Any]
     if packs:
-        inputs = {"input_ids": batch.token_ids[None], "position_ids": layout.positions[None], "packing": layout}
-        return inputs, batch.predicted - 1
+        ids, positions = batch.token_ids[layout.computed], layout.positions[layout.computed]
+        inputs = {"input_ids": ids[None], "position_ids": positions[None], "packing": layout}
+        return inputs, layout.states[batch.predicted - 1]
     # Padding is on the right and attention is causal, so no real token sees it: no attention mask is needed.
     padded = batch.token_ids.new_zeros(len(batch.lengths), layout.longest)
     padded[batch.tokens.sequence, layout.positions] = batch.token_ids
@@ -241,10 +243,12 @@ def scored_batch(sequences: list[Tensor], images: Sequence[tuple[str, ...]] | No
         advantages=zeros,
         expert=torch.zeros(len(lengths), dtype=torch.bool, device=token_ids.device),
     )
-    return MicroBatch(token_ids, lengths, tokens, images=tuple(images or ()))
+    layout = Packing.of([sequence.numpy(force=True) for sequence in sequences], token_ids.device)
+    return MicroBatch(token_ids, lengths, layout, tokens, images=tuple(images or ()))
 
 
 def _sample(vocabulary: int, device: torch.device) -> MicroBatch:
-    """Return rows of several lengths, the same in every process."""
+    """Return rows of several lengths, the same in every process; three of them begin alike, and two are equal."""
     generator = torch.Generator().manual_seed(0)
-    return scored_batch([torch.randint(vocabulary, (n,), generator=generator).to(device) for n in (24, 5, 2, 17)])
+    rows = [torch.randint(vocabulary, (n,), generator=generator).to(device) for n in (24, 5, 2, 17)]
+    return scored_batch([*rows, torch.cat([rows[0][:15], rows[3]]), torch.cat([rows[0][:9], rows[1]]), rows[1]])

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from rayrft.weights.messages import TensorMeta
 
-_CHUNK = 1 << 20
+_CHUNK = 1 << 19
+"""Words that are digested at a time."""
 
 
 def plan_buckets(metas: list[TensorMeta], limit: int) -> list[list[TensorMeta]]:
@@ -63,7 +64,7 @@ def _views(buffer: Tensor, metas: list[TensorMeta]) -> Iterator[Tensor]:
 class Digest:
     """A 64-bit digest of a sequence of buffers, computed on their device (CPU or GPU), in bounded memory.
 
-    The polynomial sum of their 32-bit words with position-dependent odd factors, modulo 2**64: a changed, lost or moved
+    The polynomial sum of their 64-bit words with position-dependent odd factors, modulo 2**64: a changed, lost or moved
     word changes it. It detects faults, not forgery.
     """
 
@@ -72,12 +73,12 @@ class Digest:
         self._factors: Tensor | None = None
 
     def update(self, buffer: Tensor) -> None:
-        """Add a buffer of bytes, whose length is a multiple of 4."""
-        words = buffer.view(torch.int32)
+        """Add a buffer of bytes, whose length is a multiple of 8."""
+        words = buffer.view(torch.int64)
         if self._factors is None or self._factors.device != buffer.device:
             self._factors = torch.arange(_CHUNK, dtype=torch.int64, device=buffer.device) * 0x9E3779B1 * 2 + 1
         for start in range(0, words.numel(), _CHUNK):
-            part = words[start : start + _CHUNK].to(torch.int64)
+            part = words[start : start + _CHUNK]
             total = int((part * self._factors[: part.numel()]).sum())
             self._state = (self._state * 1_000_003 + total + part.numel()) % (1 << 64)
 

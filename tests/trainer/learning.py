@@ -137,7 +137,7 @@ def by_ppo(school: School, steps: int, *, prompts: int = 24, answers: int = 8) -
     return rewards
 
 
-def by_dpo(school: School, steps: int, *, prompts: int = 400, answers: int = 8) -> int:
+def by_dpo(school: School, steps: int, *, prompts: int = 400, answers: int = 16) -> int:
     """Learn from pairs of own answers to the same word, one right and one wrong; gives their number."""
     rows = school.ask(prompts, answers)
     pairs = []
@@ -147,7 +147,7 @@ def by_dpo(school: School, steps: int, *, prompts: int = 400, answers: int = 8) 
         if best.reward > worst.reward:
             sides = {"expert": True, "pair": number}
             pairs.append((replace(best, **sides, chosen=True), replace(worst, **sides)))
-    learner = school.learner("dpo", steps, 1e-4, pieces={"beta": 0.1})
+    learner = school.learner("dpo", steps, 1e-4, pieces={"beta": 0.3})
     for _ in range(steps):
         some = school.chance.choice(len(pairs), min(32, len(pairs)), replace=False)
         learner.step([[side for place in some for side in pairs[place]]])

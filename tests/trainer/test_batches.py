@@ -100,6 +100,27 @@ def test_micro_batches_keep_to_the_budget_and_hold_every_row_once(sizes: list[in
     assert found == shapes([row(n) for n in sizes[::-1]], budget, padded=padded)
 
 
+@given(
+    groups=st.lists(st.tuples(st.integers(1, 30), st.lists(st.integers(1, 10), min_size=1, max_size=6)), max_size=6),
+    budget=st.integers(8, 80),
+)
+def test_the_rows_of_a_group_stay_together_as_far_as_they_fit(groups: list[tuple[int, list[int]]], budget: int) -> None:
+    rows = [
+        replace(
+            row(prompt + answer), group=str(g), token_ids=np.repeat([g, 100 + n], [prompt, answer]).astype(np.int32)
+        )
+        for g, (prompt, answers) in enumerate(groups)
+        for n, answer in enumerate(answers)
+    ]
+    found = micro_batches(rows, budget, CPU)
+    assert sorted(name for micro in found for name in micro.groups) == sorted(each.group for each in rows)
+    for micro in found:
+        assert len(micro.packing.computed) <= budget or len(micro.lengths) == 1
+    for g, (prompt, answers) in enumerate(groups):
+        if prompt + sum(answers) + len(answers) * prompt // 16 <= budget:
+            assert sum(str(g) in micro.groups for micro in found) == 1
+
+
 @given(lengths, st.integers(1, 60), st.booleans())
 def test_the_sides_of_a_pair_stay_together(sizes: list[int], budget: int, padded: bool) -> None:
     rows = [row(n, pair=number, chosen=side) for number, n in enumerate(sizes) for side in (True, False)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM as Auto
@@ -128,6 +129,61 @@ def test_candidates_and_the_likeliest_tokens_are_those_of_the_model(chunked: boo
         assert not found[~batch.tokens.mask].any()
 
 
+def alike() -> list[torch.Tensor]:
+    """Rows that begin like others: a group of three, of which two are equal, a branch, and the beginning of another."""
+    rng = torch.Generator().manual_seed(2)
+    prompt, *rest = (torch.randint(60, (n,), generator=rng) for n in (11, 4, 7, 3, 9))
+    group = [torch.cat([prompt, answer]) for answer in (rest[0], rest[1], rest[0])]
+    return [group[0], rest[3], group[1], torch.cat([group[1], rest[2]]), group[2], prompt[:6]]
+
+
+def test_what_rows_share_at_the_beginning_is_computed_once() -> None:
+    layout = scored_batch(alike()).packing
+    assert len(layout.positions) == 15 + 9 + 18 + 21 + 15 + 6
+    assert len(layout.computed) == 11 + 4 + 9 + 7 + 3
+
+
+@pytest.mark.parametrize("config", PLAIN, ids=lambda config: config.model_type)
+def test_rows_that_begin_alike_have_the_log_probs_and_the_gradient_of_each_alone(config: PreTrainedConfig) -> None:
+    policy = make(config)
+    assert policy.enable_fast_paths(pack=True) is None
+    weight = torch.linspace(-1, 1, sum(map(len, alike())))
+    found = policy.output(scored_batch(alike()), temperature=0.7).logprobs
+    gradient = torch.autograd.grad((found * weight).sum(), list(policy.parameters()), allow_unused=True)
+    alone = [policy.output(scored_batch([row]), temperature=0.7).logprobs for row in alike()]
+    torch.testing.assert_close(found, torch.cat(alone), atol=2e-4, rtol=1e-4)
+    expected = torch.autograd.grad((torch.cat(alone) * weight).sum(), list(policy.parameters()), allow_unused=True)
+    for one, other in zip(gradient, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-3, rtol=1e-3)
+
+
+def varlen_attn(query: Any, key: Any, value: Any, query_starts: Any, key_starts: Any, *_: int, **how: Any) -> Any:
+    """The variable-length kernel (FlashAttention since 2.1) in plain torch: the last query is that of the last key."""
+    left, right = how["window_size"]
+    assert right == 0 and query_starts.dtype == key_starts.dtype == torch.int32
+    out = []
+    for row in range(len(query_starts) - 1):
+        q = query[query_starts[row] : query_starts[row + 1]]
+        k, v = (states[key_starts[row] : key_starts[row + 1]].repeat_interleave(2, 1) for states in (key, value))
+        distance = torch.arange(len(k))[-len(q) :, None] - torch.arange(len(k))
+        seen = (distance >= 0) & (distance <= left if left >= 0 else True)
+        scores = torch.einsum("qhd,khd->hqk", q, k) * how["scale"]
+        out.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v))
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("of", [alike, rows], ids=["rows that begin alike", "others"])
+def test_the_kernel_is_given_the_rows_as_the_buckets_have_them(
+    of: Any, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    layout = scored_batch(of()).packing
+    query, key, value = (torch.randn(len(layout.computed), heads, 8) for heads in (4, 2, 2))
+    found = packing._kernel(query, key, value, layout, 0.3, window)
+    torch.testing.assert_close(found, by_buckets(query, key, value, layout, 0.3, window), atol=1e-5, rtol=1e-4)
+
+
 def by_buckets(query: Any, key: Any, value: Any, packed: Packing, scaling: Any, window: Any) -> torch.Tensor:
     """What the kernel of a GPU gives, in plain torch."""
     parts = [packing._bucket(query, key, value, each, scaling, window) for each in packed.buckets]
@@ -135,7 +191,7 @@ def by_buckets(query: Any, key: Any, value: Any, packed: Packing, scaling: Any, 
 
 
 def leaking(query: Any, key: Any, value: Any, packed: Packing, scaling: Any, window: Any) -> torch.Tensor:
-    whole = Packing.of([len(query)], query.device)
+    whole = Packing.of([np.arange(len(query))], query.device)
     return by_buckets(query, key, value, whole, scaling, window)
 
 

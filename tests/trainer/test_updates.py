@@ -53,10 +53,12 @@ def on_policy(learner: Learner, rows: list[TrainRow]) -> list[TrainRow]:
 
 
 def pairs(count: int = 6) -> list[TrainRow]:
-    """Pairs of rows with the same prompt."""
+    """Pairs of rows with the same prompt. No two pairs begin alike: what is computed for both of two rows is rounded
+    otherwise, for norms compute in float32."""
     made = []
     for number, row in enumerate(own_rows(count)):
         start = int(row.mask.argmax())
+        row.token_ids[0] = number
         ids = np.concatenate([row.token_ids[:start], row.token_ids[start:][::-1], row.token_ids[:2]])
         mask = np.concatenate([row.mask, np.ones(2, np.uint8)])
         zeros = np.zeros(len(ids), np.float32)
