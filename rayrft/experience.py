@@ -112,6 +112,12 @@ class Experience:
     created_at: float = 0.0
     finished_at: float = 0.0
 
+    def with_fields(self, **fields: Any) -> Experience:
+        """Return a copy with these fields, as `dataclasses.replace` does in eight times the time."""
+        copy = object.__new__(Experience)
+        vars(copy).update(vars(self), **fields)
+        return copy
+
     @property
     def repeat(self) -> str:
         """The group's trajectory that it belongs to: ids ``<group_id>/<repeat>`` and ``<group_id>/<repeat>/…`` are one
@@ -160,6 +166,7 @@ SCHEMA = pa.schema(
 )
 
 _LISTS = [f.name for f in SCHEMA if pa.types.is_list(f.type) and pa.types.is_primitive(f.type.value_type)]
+_REQUIRED = [(index, f.name) for index, f in enumerate(SCHEMA) if not f.nullable]
 _MAPS = [f.name for f in SCHEMA if pa.types.is_map(f.type)]
 _ROW = pa.struct(list(SCHEMA))
 
@@ -253,10 +260,10 @@ def check_schema(schema: pa.Schema) -> None:
 
 def check_filled(batch: pa.RecordBatch) -> None:
     """Raise DataError if a required column of :data:`SCHEMA` has a null."""
-    for index, f in enumerate(SCHEMA):
-        if not f.nullable and batch.column(index).null_count:
+    for index, name in _REQUIRED:
+        if batch.column(index).null_count:
             raise DataError(
-                "a row has none", field=f.name, value=None, remedy="give every row one: see the fields of Experience"
+                "a row has none", field=name, value=None, remedy="give every row one: see the fields of Experience"
             )
 
 

@@ -65,9 +65,8 @@ class Handle(Generic[T]):
 class TrackedHandle(Handle[T]):
     """A handle whose calls are recorded as ``waits`` of the caller, for use in its event loop.
 
-    ``endless`` calls are not recorded: they last as long as the run, or block while there is no work. ``cancelled``
-    calls end at the actor, too, when they are cancelled here. ``labels`` name a call from its arguments where the
-    method's name is not enough.
+    ``endless`` calls are not recorded: they last as long as the run, or block while there is no work. ``labels`` name a
+    call from its arguments where the method's name is not enough.
     """
 
     def __init__(
@@ -76,13 +75,11 @@ class TrackedHandle(Handle[T]):
         waits: Waits,
         *,
         endless: Collection[Callable[Concatenate[T, ...], Any]] = (),
-        cancelled: Collection[Callable[Concatenate[T, ...], Any]] = (),
         labels: Mapping[Callable[Concatenate[T, ...], Any], Callable[..., str]] | None = None,
     ) -> None:
         super().__init__(handle.name, handle.actor)
         self._waits = waits
         self._endless = endless
-        self._cancelled = cancelled
         self._labels = labels or {}
 
     def _start(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Awaitable[Any]:
@@ -90,18 +87,11 @@ class TrackedHandle(Handle[T]):
         if method in self._endless:
             return answer
         label = self._labels[method](*args, **kwargs) if method in self._labels else method.__name__
-        return asyncio.ensure_future(self._wait(label, answer, method in self._cancelled))
+        return asyncio.ensure_future(self._wait(label, answer))
 
-    async def _wait(self, what: str, answer: Awaitable[Any], cancel: bool) -> Any:
+    async def _wait(self, what: str, answer: Awaitable[Any]) -> Any:
         with self._waits.on(self.name, what):
-            try:
-                return await answer
-            except asyncio.CancelledError:
-                import ray
-
-                if cancel and isinstance(answer, ray.ObjectRef):
-                    ray.cancel(answer)
-                raise
+            return await answer
 
 
 def fetch(call: Awaitable[R], who: str = "", deadline_s: float | None = None) -> R:

@@ -10,11 +10,12 @@ import os
 import random
 
 from rayrft.config.explorer import EngineConfig
-from rayrft.explorer.engine import Completion, EngineWeights, Sampling
+from rayrft.explorer.engine import EngineWeights
+from rayrft.explorer.exchange import Answering, Completion, Request, Sampling
 from rayrft.weights.messages import Link
 
 
-class ScriptedEngine:
+class ScriptedEngine(Answering):
     """Answers at once, with tokens of the prompt that are drawn by the request's seed, each with log-prob -1.
 
     It meets the trainer and receives every broadcast as a real engine does, digests it, and forgets it.
@@ -23,11 +24,9 @@ class ScriptedEngine:
     async def start(self, model: str, config: EngineConfig, *, max_length: int, dtype: str, seed: int) -> None:
         self._held = EngineWeights(0, ("",))
 
-    async def generate(
-        self, prompt: list[int], n: int, sampling: Sampling, images: tuple[str, ...] = ()
-    ) -> list[Completion]:
-        chance = random.Random(sampling.seed)
-        return [self._answer(prompt, sampling, chance) for _ in range(n)]
+    async def generate(self, request: Request) -> list[Completion]:
+        rng = random.Random(request.sampling.seed)
+        return [self._answer(request.prompt, request.sampling, rng) for _ in range(request.n)]
 
     async def score(self, token_ids: list[int], images: tuple[str, ...] = ()) -> list[float]:
         return [-1.0] * (len(token_ids) - 1)
@@ -56,10 +55,10 @@ class ScriptedEngine:
     async def pid(self) -> int:
         return os.getpid()
 
-    def _answer(self, prompt: list[int], sampling: Sampling, chance: random.Random) -> Completion:
+    def _answer(self, prompt: list[int], sampling: Sampling, rng: random.Random) -> Completion:
         ordinary = sorted(set(prompt) - set(sampling.stop_token_ids))
-        length = chance.randrange(1, sampling.max_tokens)
-        ids = (*chance.choices(ordinary, k=length), sampling.stop_token_ids[0])
+        length = rng.randrange(1, sampling.max_tokens)
+        ids = (*rng.choices(ordinary, k=length), sampling.stop_token_ids[0])
         return Completion(ids, (-1.0,) * len(ids), ((0, len(ids), self._held.version),), "stop")
 
     def _receive(self, number: int) -> str:

@@ -55,7 +55,7 @@ class BufferWriter:
         """
         check_schema(batch.schema)
         check_filled(batch)
-        rows, nbytes = batch.num_rows, batch.nbytes
+        rows, nbytes = batch.num_rows, batch.get_total_buffer_size()
         report = GroupReport(rows=rows) if report is None else report
         digest = zlib.crc32(pack(batch)) if ticket is None else 0
         entry = Entry(batch.column("group_id")[0].as_py(), ticket, report, dropped or {}, rows, nbytes, digest)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import pickle
 import re
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -54,7 +54,7 @@ class ChatTokenizer:
 
         Raises DataError if the chat template rejects the messages, ModelError if the model takes no images.
         """
-        ids = list(_encode_prompt(self, json.dumps(self._with_images(messages, images)), self._template))
+        ids = list(_encode_prompt(self, pickle.dumps(self._with_images(messages, images)), self._template))
         return _repeat(ids, self.images.repeats(ids, images)) if images else ids
 
     def observation(
@@ -192,13 +192,13 @@ class ChatTokenizer:
 
 
 @lru_cache(maxsize=64)
-def _encode_prompt(tokenizer: ChatTokenizer, messages: str, template: str) -> tuple[int, ...]:
-    """Return token ids of messages (JSON) up to the start of the assistant's turn, without those of images.
+def _encode_prompt(tokenizer: ChatTokenizer, messages: bytes, template: str) -> tuple[int, ...]:
+    """Return token ids of pickled messages up to the start of the assistant's turn, without those of images.
 
     All repeats of a group have one prompt. ``template`` is only part of the cache's key. The cache is no attribute of
     the tokenizer, which travels between processes.
     """
-    return tuple(tokenizer._encode(tokenizer._render(json.loads(messages), add_generation_prompt=True)[0]))
+    return tuple(tokenizer._encode(tokenizer._render(pickle.loads(messages), add_generation_prompt=True)[0]))
 
 
 def _repeat(values: list[int], times: list[int]) -> list[int]:

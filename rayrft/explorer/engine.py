@@ -17,32 +17,12 @@ from typing import TYPE_CHECKING, Any
 from rayrft.config.explorer import EngineConfig
 from rayrft.data.images import ImageReader, takes_images
 from rayrft.errors import ActorDied, ModelError, RequestRefused
+from rayrft.explorer.exchange import Answering, Completion, Request
 from rayrft.weights.messages import Link
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.outputs import RequestOutput
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How to sample; ``temperature`` 0 is greedy."""
-
-    temperature: float
-    max_tokens: int
-    stop_token_ids: tuple[int, ...]
-    seed: int | None = None
-    """If set, the answers do not depend on the engine's other requests."""
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One answer. ``logprobs`` has an entry per token; ``versions`` are (start, end, version) over the answer."""
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    versions: tuple[tuple[int, int, int], ...]
-    stop_reason: str
 
 
 @dataclass(frozen=True)
@@ -53,10 +33,11 @@ class EngineWeights:
     digests: tuple[str, ...]
 
 
-class RolloutEngine:
+class RolloutEngine(Answering):
     """The actor. ``start`` starts vLLM and must be called first."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._core_ended = asyncio.Event()
         self._pausing = asyncio.Lock()  # a resume must not overtake a pause that is not complete
 
@@ -108,30 +89,29 @@ class RolloutEngine:
         gc.collect()
         gc.freeze()  # vLLM's core does the same: what lives as long as the actor is not traversed again and again
 
-    async def generate(
-        self, prompt: list[int], n: int, sampling: Sampling, images: tuple[str, ...] = ()
-    ) -> list[Completion]:
-        """Sample ``n`` answers to one prompt.
+    async def generate(self, request: Request) -> list[Completion]:
+        """Sample the answers to a request.
 
-        Raises RequestRefused if vLLM rejects the request, and vLLM's EngineDeadError if its core has died.
+        Raises RequestRefused if vLLM rejects it, and vLLM's EngineDeadError if its core has died.
         """
         from vllm.exceptions import VLLMClientError
 
         vocabulary = self._engine.model_config.get_vocab_size()
-        if not all(0 <= token < vocabulary for token in prompt):  # vLLM checks too late and its core dies
+        if not all(0 <= token < vocabulary for token in request.prompt):  # vLLM checks too late and its core dies
             raise _refused("the prompt has token ids outside the vocabulary", vocabulary)
+        sampling = request.sampling
         try:
             params = self._params(
-                n=n,
+                n=request.n,
                 temperature=sampling.temperature,
                 max_tokens=sampling.max_tokens,
                 stop_token_ids=list(sampling.stop_token_ids),
                 logprobs=0,
                 seed=sampling.seed,
             )
-            output = await self._run(prompt, images, params)
+            output = await self._run(request.prompt, request.images, params)
         except (VLLMClientError, ValueError, TypeError) as error:
-            raise _refused(str(error).strip().splitlines()[0], len(prompt)) from None
+            raise _refused(str(error).strip().splitlines()[0], len(request.prompt)) from None
         return [
             Completion(
                 token_ids=tuple(answer.token_ids),

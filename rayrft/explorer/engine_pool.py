@@ -13,8 +13,9 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from rayrft.errors import ActorDied, RayrftError, WeightSyncError
-from rayrft.explorer.engine import Completion, RolloutEngine, Sampling
+from rayrft.errors import ActorDied, WeightSyncError
+from rayrft.explorer.engine import RolloutEngine
+from rayrft.explorer.exchange import Completion, Request, Requester
 from rayrft.handle import Handle, TrackedHandle
 from rayrft.waits import Waits
 
@@ -117,15 +118,13 @@ class EngineClient:
     def __init__(self, pool: Handle[EnginePool], waits: Waits) -> None:
         self._pool = TrackedHandle(pool, waits, endless=[EnginePool.members])
         self._waits = waits
-        self._engines: dict[str, Handle[RolloutEngine]] = {}
+        self._engines: dict[str, Requester] = {}
         self._outstanding: Counter[str] = Counter()
         self._has_members = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
 
-    async def generate(
-        self, prompt: list[int], n: int, sampling: Sampling, images: tuple[str, ...] = ()
-    ) -> list[Completion]:
-        """Sample ``n`` answers on one engine.
+    async def generate(self, request: Request) -> list[Completion]:
+        """Sample the answers to a request on one engine.
 
         Raises ActorDied, naming the engine, if it or its core has died, RequestRefused, and DataError for images that
         cannot be read.
@@ -133,18 +132,16 @@ class EngineClient:
         from ray.exceptions import RayActorError, RayTaskError
 
         name = await self._least_loaded()
-        self._outstanding[name] += n
+        self._outstanding[name] += request.n
         try:
-            return await self._engines[name].call(RolloutEngine.generate, prompt, n, sampling, images)
+            return await self._engines[name].ask(request)
         except (RayActorError, RayTaskError) as error:
             cause = getattr(error, "cause", None) or error
-            if isinstance(cause, RayrftError):  # such as a request that is too long: the engine is alive
-                raise cause from None
             [text, *_] = str(cause).strip().splitlines() or ["no message"]
             reason = f"{type(cause).__name__}: {text}"
             raise await self._pool.call(EnginePool.died, name, reason) from None
         finally:
-            self._outstanding[name] -= n
+            self._outstanding[name] -= request.n
 
     async def _least_loaded(self) -> str:
         """Return the name of the member with the fewest outstanding answers; wait until there is a member."""
@@ -174,8 +171,7 @@ class EngineClient:
             except RayActorError as error:
                 raise ActorDied(f"the actor died: {error}", field="engine_pool") from None
             self._engines = {
-                member.name: TrackedHandle(member.handle, self._waits, cancelled=[RolloutEngine.generate])
-                for member in membership.members
+                member.name: Requester(TrackedHandle(member.handle, self._waits)) for member in membership.members
             }
             if self._engines:
                 self._has_members.set()

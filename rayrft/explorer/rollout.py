@@ -9,16 +9,16 @@ import logging
 import time
 import traceback
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rayrft.config import RunConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ActorDied, ModelError
 from rayrft.experience import Experience, Task
-from rayrft.explorer.engine import Completion, Sampling
 from rayrft.explorer.environment import Environment, environment_factory
+from rayrft.explorer.exchange import Completion, Request, Sampling
 from rayrft.explorer.trajectory import ContextFull, Generate, Model, PromptTooLong, Trajectory
 from rayrft.explorer.workflow import Workflow, build_workflow
 from rayrft.rewards import RewardResult
@@ -27,11 +27,9 @@ log = logging.getLogger(__name__)
 
 
 class Engines(Protocol):
-    """Anything that samples ``n`` continuations of one token sequence."""
+    """Anything that answers requests."""
 
-    async def generate(
-        self, prompt: list[int], n: int, sampling: Sampling, images: tuple[str, ...] = ()
-    ) -> list[Completion]: ...
+    async def generate(self, request: Request) -> list[Completion]: ...
 
 
 Score = Callable[[Task, list[str]], Awaitable[list[RewardResult]]]
@@ -97,8 +95,9 @@ class Runner:
         ``name`` is the group's id, from which the ids of its rows and the seeds of its requests are derived. An error
         in a workflow fails that repeat only. Raises ActorDied if an engine has died.
         """
-        merger = _RequestMerger(self._engines, n)
-        models = [self._model(name, repeat, temperature, merger) for repeat in range(n)]
+        seed = derive_seed(self._config.seed, name) if self._config.seeds_requests else None
+        merger = _RequestMerger(self._engines, n, temperature, (self._tokenizer.eos_id,), seed)
+        models = [self._model(repeat, merger) for repeat in range(n)]
         attempts = [asyncio.create_task(self._attempt(task, model, name)) for model in models]
         rows, failed, problem = list[Experience](), Counter[str](), None
         try:
@@ -177,13 +176,12 @@ class Runner:
                 log.warning("reward %r of task %s is unknown: %s", self._config.reward.name, task.id, result.reason)
         return results
 
-    def _model(self, name: str, repeat: int, temperature: float, merger: _RequestMerger) -> Model:
+    def _model(self, repeat: int, merger: _RequestMerger) -> Model:
         sampling = self._config.explorer.sampling
-        seed = derive_seed(self._config.seed, name) if self._config.seeds_requests else None
         return Model(
-            merger.of(repeat, seed),
+            merger.of(repeat),
             self._tokenizer,
-            Sampling(temperature, sampling.max_tokens, (self._tokenizer.eos_id,)),
+            max_tokens=sampling.max_tokens,
             max_prompt_tokens=sampling.max_prompt_tokens,
             max_length=self._config.model.max_length,
             repeat=repeat,
@@ -205,62 +203,66 @@ class _RequestMerger:
     """Merges the first requests of a group's n repeats into one if they are equal and arrive together.
 
     Answer k of a request with a seed equals the one answer to a request with the seed plus k, so the samples do not
-    depend on whether requests were merged.
+    depend on whether requests were merged. The requests' seeds are derived from that of the group.
     """
 
-    def __init__(self, engines: Engines, n: int) -> None:
+    def __init__(
+        self, engines: Engines, n: int, temperature: float, stop_token_ids: tuple[int, ...], seed: int | None
+    ) -> None:
         self._engines = engines
         self._n = n
-        self._waiting: dict[int, tuple[list[int], Sampling, tuple[str, ...], asyncio.Future[Completion]]] = {}
+        self._temperature = temperature
+        self._stop_token_ids = stop_token_ids
+        self._seed = seed
+        self._waiting: dict[int, tuple[list[int], int, tuple[str, ...], asyncio.Future[Completion]]] = {}
         self.in_flight: set[asyncio.Future[None]] = set()
 
-    def of(self, repeat: int, seed: int | None) -> Generate:
-        """Return the `Generate` function of one repeat; ``seed`` is the group's."""
+    def of(self, repeat: int) -> Generate:
+        """Return the `Generate` function of one repeat."""
         calls = 0
 
-        async def generate(prompt: list[int], sampling: Sampling, images: tuple[str, ...]) -> Completion:
+        async def generate(prompt: list[int], max_tokens: int, images: tuple[str, ...]) -> Completion:
             nonlocal calls
             calls += 1
-            seeded = replace(sampling, seed=None if seed is None else derive_seed(seed, str(calls)) + repeat)
             if calls == 1 and self._n > 1:
-                return await self._first(repeat, prompt, seeded, images)
-            [completion] = await self._engines.generate(prompt, 1, seeded, images)
+                return await self._first(repeat, prompt, max_tokens, images)
+            request = self._request(prompt, 1, max_tokens, images, call=calls, repeat=repeat)
+            [completion] = await self._engines.generate(request)
             return completion
 
         return generate
 
-    async def _first(self, repeat: int, prompt: list[int], sampling: Sampling, images: tuple[str, ...]) -> Completion:
+    def _request(
+        self, prompt: list[int], n: int, max_tokens: int, images: tuple[str, ...], *, call: int, repeat: int
+    ) -> Request:
+        seed = None if self._seed is None else derive_seed(self._seed, str(call)) + repeat
+        return Request(prompt, n, Sampling(self._temperature, max_tokens, self._stop_token_ids, seed), images)
+
+    async def _first(self, repeat: int, prompt: list[int], max_tokens: int, images: tuple[str, ...]) -> Completion:
         loop = asyncio.get_running_loop()
         if not self._waiting:
             loop.call_soon(self._send)  # after all repeats that are ready have run
-        self._waiting[repeat] = (prompt, sampling, images, loop.create_future())
+        self._waiting[repeat] = (prompt, max_tokens, images, loop.create_future())
         return await self._waiting[repeat][-1]
 
     def _send(self) -> None:
         waiting, self._waiting = self._waiting, {}
-        prompt, sampling, images, _ = waiting[min(waiting)]
-        requests = [(ids, params.max_tokens, paths) for ids, params, paths, _ in waiting.values()]
-        futures = [waiting[repeat][-1] for repeat in sorted(waiting)]
-        if len(waiting) == self._n and all(request == requests[0] for request in requests):
-            self._begin(self._answer(futures, prompt, sampling, images))
+        repeats = sorted(waiting)
+        asked = [waiting[repeat][:-1] for repeat in repeats]
+        if len(repeats) == self._n and all(each == asked[0] for each in asked):
+            groups = [repeats]
         else:
-            for prompt, sampling, images, future in waiting.values():
-                self._begin(self._answer([future], prompt, sampling, images))
+            groups = [[repeat] for repeat in repeats]
+        for group in groups:
+            prompt, max_tokens, images, _ = waiting[group[0]]
+            request = self._request(prompt, len(group), max_tokens, images, call=1, repeat=group[0])
+            task = asyncio.ensure_future(self._answer([waiting[repeat][-1] for repeat in group], request))
+            self.in_flight.add(task)  # the event loop keeps only weak references
+            task.add_done_callback(self.in_flight.discard)
 
-    def _begin(self, answering: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(answering)
-        self.in_flight.add(task)  # the event loop keeps only weak references
-        task.add_done_callback(self.in_flight.discard)
-
-    async def _answer(
-        self,
-        futures: list[asyncio.Future[Completion]],
-        prompt: list[int],
-        sampling: Sampling,
-        images: tuple[str, ...],
-    ) -> None:
+    async def _answer(self, futures: list[asyncio.Future[Completion]], request: Request) -> None:
         try:
-            completions = await self._engines.generate(prompt, len(futures), sampling, images)
+            completions = await self._engines.generate(request)
         except Exception as error:  # raised in the repeats that wait for the answers
             for future in futures:
                 if not future.done():

@@ -54,13 +54,13 @@ def apply_rewards(
             penalty = overlong_penalty(row, max_tokens, config.overlong_buffer) if config.overlong_buffer else 0.0
         unpunished.append(value)
         reward, components = value + penalty, result.components
-        kept.append(replace(row, reward=reward, reward_components=components, error=result.reason))
+        kept.append(row.with_fields(reward=reward, reward_components=components, error=result.reason))
     values = [row.reward for row in kept if row.reward is not None]
     report = GroupReport(
         rows=len(rows),
         reward_sum=sum(values),
         scored=len(values),
-        tokens=sum(int(row.action_mask.sum()) for row in rows),
+        tokens=sum(int(np.count_nonzero(row.action_mask)) for row in rows),
         truncated=sum(row.stop_reason == "length" for row in rows),
     )
     dropped = Counter(reward_unknown=len(rows) - len(kept)) if len(kept) < len(rows) else Counter[str]()
@@ -83,7 +83,7 @@ def overlong_penalty(row: Experience, max_tokens: int, buffer: int) -> float:
 def mask_truncated(group: ScoredGroup) -> ScoredGroup:
     """Exclude truncated answers from training (overlong filtering): their rewards still count in the group's
     advantages. Without another answer, all rows are dropped."""
-    rows = [replace(row, status=MASKED) if row.stop_reason == "length" else row for row in group.rows]
+    rows = [row.with_fields(status=MASKED) if row.stop_reason == "length" else row for row in group.rows]
     masked = sum(row.status == MASKED for row in rows)
     dropped = group.dropped + Counter(truncated=masked)
     return replace(group, rows=rows if masked < len(rows) else [], dropped=dropped)
@@ -93,7 +93,7 @@ def with_baseline(group: ScoredGroup, greedy: ScoredGroup) -> ScoredGroup:
     """Set the greedy baseline, the mean reward of the greedy answer's rows; without one, drop all rows."""
     if greedy.rewards:
         reward = sum(greedy.rewards) / len(greedy.rewards)
-        return replace(group, rows=[replace(row, greedy_reward=reward) for row in group.rows])
+        return replace(group, rows=[row.with_fields(greedy_reward=reward) for row in group.rows])
     dropped = group.dropped + Counter(baseline_unknown=len(group.rows))
     return replace(group, rows=[], rewards=[], dropped=dropped, unknown=greedy.unknown)
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.experience import Experience, Task, VersionSpan
-from rayrft.explorer.engine import Completion, Sampling
+from rayrft.explorer.exchange import Completion
 
-Generate = Callable[[list[int], Sampling, tuple[str, ...]], Awaitable[Completion]]
-"""Sample one continuation of a token sequence, which has placeholders for the images at the given paths."""
+Generate = Callable[[list[int], int, tuple[str, ...]], Awaitable[Completion]]
+"""Sample one continuation, of at most so many tokens, of a sequence with placeholders for the images at the paths."""
 
 
 class PromptTooLong(Exception):
@@ -31,14 +30,14 @@ class Model:
         self,
         generate: Generate,
         tokenizer: ChatTokenizer,
-        sampling: Sampling,
         *,
+        max_tokens: int,
         max_prompt_tokens: int,
         max_length: int,
         repeat: int = 0,
     ) -> None:
         self._generate = generate
-        self._sampling = sampling
+        self._max_tokens = max_tokens
         self._max_prompt_tokens = max_prompt_tokens
         self._max_length = max_length
         self.tokenizer = tokenizer
@@ -64,8 +63,7 @@ class Model:
         room = self._max_length - len(token_ids)
         if room <= 0:
             raise ContextFull(f"{len(token_ids)} tokens, at most {self._max_length} with the answer")
-        limit = min(max_tokens or self._sampling.max_tokens, room)
-        return await self._generate(token_ids, replace(self._sampling, max_tokens=limit), images)
+        return await self._generate(token_ids, min(max_tokens or self._max_tokens, room), images)
 
 
 class Trajectory:

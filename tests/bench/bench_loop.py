@@ -22,8 +22,9 @@ from rayrft.buffer.schedule import StagePlan
 from rayrft.config import RunConfig, StageConfig, load_config
 from rayrft.core.preflight import Prepared, prepare
 from rayrft.data.tokenizer import ChatTokenizer
-from rayrft.explorer.engine import RolloutEngine, Sampling
+from rayrft.explorer.engine import RolloutEngine
 from rayrft.explorer.engine_pool import EngineClient, EnginePool, Member
+from rayrft.explorer.exchange import Request, Sampling
 from rayrft.explorer.explorer import Explorer
 from rayrft.handle import Handle
 from rayrft.waits import Waits
@@ -94,7 +95,7 @@ class Sides:
 
         async def loop() -> None:
             for prompt in waiting:
-                await client.generate(prompt, n, asked)
+                await client.generate(Request(prompt, n, asked))
 
         began = time.perf_counter()
         await asyncio.gather(*(loop() for _ in range(self._in_flight)))

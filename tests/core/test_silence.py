@@ -10,7 +10,7 @@ import pytest
 
 from rayrft.core.supervision import Silence, quiet_waits
 from rayrft.errors import Stalled
-from rayrft.handle import Handle, TrackedHandle
+from rayrft.handle import TrackedHandle
 from rayrft.waits import Wait, WaitReport, Waits
 from tests.errors import about
 from tests.scripted import remote
@@ -130,28 +130,3 @@ async def test_calls_that_may_rest_are_no_waits() -> None:
     call = TrackedHandle(remote(asleep, "buffer"), waits, endless=[Part.work]).call(Part.work)
     assert waits.report().waits == []
     asyncio.ensure_future(call).cancel()
-
-
-@pytest.mark.usefixtures("ray_cluster")
-async def test_a_call_that_is_cancelled_ends_at_its_actor_where_that_is_asked_for() -> None:
-    import ray
-
-    class Slow:
-        def __init__(self) -> None:
-            self.begun, self.ended = asyncio.Event(), asyncio.Event()
-
-        async def work(self) -> None:
-            self.begun.set()
-            try:
-                await asyncio.Event().wait()
-            finally:
-                self.ended.set()
-
-        async def seen(self, event: str) -> None:
-            await getattr(self, event).wait()
-
-    slow = Handle[Slow]("slow", ray.remote(num_cpus=0)(Slow).remote())
-    working = TrackedHandle(slow, Waits("test"), cancelled=[Slow.work]).call(Slow.work)
-    await slow.call(Slow.seen, "begun")
-    asyncio.ensure_future(working).cancel()
-    await asyncio.wait_for(slow.call(Slow.seen, "ended"), 60)

@@ -16,8 +16,8 @@ from torch import nn
 from rayrft.algorithms import token_logprobs
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ModelError, RequestRefused
-from rayrft.explorer.engine import Completion, Sampling
 from rayrft.explorer.engine_pool import EngineClient, EnginePool, Member
+from rayrft.explorer.exchange import Completion, Request, Sampling
 from rayrft.waits import Waits
 from tests.errors import about
 from tests.explorer.conftest import EngineUnderTest
@@ -31,7 +31,7 @@ def sampling(temperature: float = 1.0, max_tokens: int = 12, stop: tuple[int, ..
 
 
 def generate(engine: EngineUnderTest, n: int = 4, **options: Any) -> list[Completion]:
-    return ray.get(engine.actor.generate.remote(PROMPT, n, sampling(**options)))
+    return ray.get(engine.actor.generate.remote(Request(PROMPT, n, sampling(**options))))
 
 
 @torch.no_grad()
@@ -98,16 +98,16 @@ async def test_a_request_that_cannot_be_is_refused_and_others_are_answered(
     # A model without images says so itself, before the picture is looked at.
     kind, field = (ModelError, "model") if given["images"] else (RequestRefused, "request")
     with pytest.raises(kind, check=about(field)):
-        await client.generate(given["prompt"], given["n"], asked, given["images"])
-    assert len(await client.generate(PROMPT, 2, sampling())) == 2
+        await client.generate(Request(given["prompt"], given["n"], asked, given["images"]))
+    assert len(await client.generate(Request(PROMPT, 2, sampling()))) == 2
 
 
 async def test_answer_k_of_a_request_with_a_seed_is_that_of_a_request_with_the_seed_plus_k(
     engine: EngineUnderTest,
 ) -> None:
     seed, client = 3, await client_of(engine)
-    together = await client.generate(PROMPT, 3, replace(sampling(), seed=seed))
-    apart = [(await client.generate(PROMPT, 1, replace(sampling(), seed=seed + k)))[0] for k in range(3)]
+    together = await client.generate(Request(PROMPT, 3, replace(sampling(), seed=seed)))
+    apart = [(await client.generate(Request(PROMPT, 1, replace(sampling(), seed=seed + k))))[0] for k in range(3)]
     assert [answer.token_ids for answer in together] == [answer.token_ids for answer in apart]
     assert len({answer.token_ids for answer in together}) == 3
 
@@ -137,7 +137,7 @@ def test_the_output_layer_that_is_tied_to_the_embedding_is_not_left_stale(engine
 
 def test_requests_in_flight_survive_an_update_and_say_which_weights_gave_each_token(engine: EngineUnderTest) -> None:
     update(engine, engine.model(), 20)
-    running = [engine.actor.generate.remote(PROMPT, 16, sampling(max_tokens=50)) for _ in range(8)]
+    running = [engine.actor.generate.remote(Request(PROMPT, 16, sampling(max_tokens=50))) for _ in range(8)]
     update(engine, engine.model(seed=3), 21)
     completions = [completion for each in ray.get(running) for completion in each]
     assert len(completions) == 128

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from rayrft.errors import ActorDied, WeightSyncError
-from rayrft.explorer.engine import Completion, Sampling
 from rayrft.explorer.engine_pool import EngineClient, EnginePool, Member, Membership
+from rayrft.explorer.exchange import Answering, Completion, Request, Sampling
 from rayrft.waits import Waits
 from tests.errors import about
 from tests.scripted import remote
@@ -19,18 +19,19 @@ SAMPLING = Sampling(1.0, 8, (1,))
 ANSWER = Completion((5, 1), (-0.5, -0.5), ((0, 2, 0),), "stop")
 
 
-class HeldEngine:
+class HeldEngine(Answering):
     """Holds its requests until it is released; ``arrived`` counts them."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.asked: list[int] = []
         self.arrived, self.released = asyncio.Semaphore(0), asyncio.Event()
 
-    async def generate(self, prompt: list[int], n: int, *_: Any) -> list[Completion]:
-        self.asked.append(n)
+    async def generate(self, request: Request) -> list[Completion]:
+        self.asked.append(request.n)
         self.arrived.release()
         await self.released.wait()
-        return [ANSWER] * n
+        return [ANSWER] * request.n
 
     async def has_one_more(self) -> None:
         """Wait until one more request than at the last call has come."""
@@ -62,7 +63,7 @@ class Subject:
         return engine
 
     def ask(self, n: int = 1) -> asyncio.Task[list[Completion]]:
-        self._requests.append(asyncio.create_task(self.client.generate([5], n, SAMPLING)))
+        self._requests.append(asyncio.create_task(self.client.generate(Request([5], n, SAMPLING))))
         return self._requests[-1]
 
     async def known(self) -> None:
@@ -159,8 +160,8 @@ async def test_requests_wait_for_an_engine_to_join_and_the_wait_is_named(subject
 async def test_a_dead_engine_ends_its_requests_with_its_name_and_leaves_the_pool(subject: Subject) -> None:
     from ray.exceptions import RayActorError
 
-    class DeadEngine:
-        async def generate(self, *_: Any) -> list[Completion]:
+    class DeadEngine(Answering):
+        async def generate(self, request: Request) -> list[Completion]:
             raise RayActorError()
 
     await subject.join("engine-7", DeadEngine())

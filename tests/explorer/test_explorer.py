@@ -18,8 +18,8 @@ from rayrft.config.buffer import BufferConfig
 from rayrft.data.task_sampler import TaskSet
 from rayrft.errors import ActorDied, RayrftError
 from rayrft.experience import Task
-from rayrft.explorer.engine import Completion, Sampling
 from rayrft.explorer.engine_pool import EnginePool, Member, Membership
+from rayrft.explorer.exchange import Answering, Completion, Request
 from rayrft.explorer.explorer import Explorer
 from rayrft.explorer.rollout import BusyClock
 from rayrft.explorer.workflow import register_workflow, workflows
@@ -31,19 +31,18 @@ from tests.scripted import remote
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
-class ScriptedEngine:
+class ScriptedEngine(Answering):
     """Holds every request until it is told to answer one, chosen at random: the worst order there can be."""
 
     def __init__(self, seed: int) -> None:
+        super().__init__()
         self.version = 0
         self.random = random.Random(seed)
         self.waiting: list[asyncio.Event] = []
         self.arrived = asyncio.Event()
         self.abandoned, self.gave_up = 0, asyncio.Event()
 
-    async def generate(
-        self, prompt: list[int], n: int, sampling: Sampling, images: tuple[str, ...]
-    ) -> list[Completion]:
+    async def generate(self, request: Request) -> list[Completion]:
         version, told = self.version, asyncio.Event()
         self.waiting.append(told)
         self.arrived.set()
@@ -53,7 +52,7 @@ class ScriptedEngine:
             self.abandoned += 1
             self.gave_up.set()
             raise
-        return [Completion((5, 1), (-0.5, -0.5), ((0, 2, version),), "stop") for _ in range(n)]
+        return [Completion((5, 1), (-0.5, -0.5), ((0, 2, version),), "stop") for _ in range(request.n)]
 
     async def answer_one(self) -> None:
         while not self.waiting:
@@ -192,7 +191,7 @@ async def test_an_engine_that_holds_its_answers_is_named_with_the_lease_that_wai
     [groups] = (await buffer.waiting()).waits
     assert groups.target == "groups" and groups.what.startswith("step 0: 0 ready, 4 running")
     engine_0, workflow = sorted((await explorer.waiting()).waits, key=lambda wait: wait.target)
-    assert (engine_0.target, engine_0.what, engine_0.count) == ("engine-0", "generate", len(engine.waiting))
+    assert (engine_0.target, engine_0.what, engine_0.count) == ("engine-0", "exchange", 1)
     assert workflow.target == f"workflow {settings.explorer.workflow!r}" and workflow.what.startswith("a/grpo/")
     while not lease.done():
         answer = asyncio.ensure_future(engine.answer_one())
@@ -223,8 +222,8 @@ async def test_tasks_that_are_added_are_drawn_and_a_prompt_over_the_limit_is_dro
 async def test_a_dead_engine_ends_exploring_with_its_name(tmp_path: Path, tiny_model: Path) -> None:
     from ray.exceptions import RayActorError
 
-    class DeadEngine:
-        async def generate(self, *_: Any) -> list[Completion]:
+    class DeadEngine(Answering):
+        async def generate(self, request: Request) -> list[Completion]:
             raise RayActorError()
 
     settings, buffer = config(), make_buffer(tmp_path)
@@ -235,11 +234,9 @@ async def test_a_dead_engine_ends_exploring_with_its_name(tmp_path: Path, tiny_m
 
 
 async def test_rewards_that_are_never_known_stop_the_run_with_their_reason(tmp_path: Path, tiny_model: Path) -> None:
-    class PromptEngine:
-        async def generate(
-            self, prompt: list[int], n: int, sampling: Sampling, images: tuple[str, ...]
-        ) -> list[Completion]:
-            return [Completion((5, 1), (-0.5, -0.5), ((0, 2, 0),), "stop")] * n
+    class PromptEngine(Answering):
+        async def generate(self, request: Request) -> list[Completion]:
+            return [Completion((5, 1), (-0.5, -0.5), ((0, 2, 0),), "stop")] * request.n
 
     settings, buffer = config(), make_buffer(tmp_path)
     explorer = make_explorer(settings, tiny_model, PromptEngine(), buffer, ScriptedRewards(unknown=True))

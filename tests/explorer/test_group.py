@@ -14,7 +14,7 @@ from rayrft.buffer.schedule import Ticket
 from rayrft.buffer.validation import find_faults
 from rayrft.data.turns import group_advantages
 from rayrft.experience import Experience, Task, from_batch
-from rayrft.explorer.engine import Completion, Sampling
+from rayrft.explorer.exchange import Answering, Completion, Request
 from rayrft.explorer.explorer import Explorer
 from rayrft.explorer.trajectory import Model, Trajectory
 from rayrft.explorer.workflow import register_workflow
@@ -38,18 +38,17 @@ class TwoTurns:
         return trajectory
 
 
-class Engine:
+class Engine(Answering):
     """Answers at once, and notes what it was asked."""
 
     def __init__(self, stop_reason: str = "stop") -> None:
+        super().__init__()
         self.asked: list[tuple[int, float]] = []
         self.stop_reason = stop_reason
 
-    async def generate(
-        self, prompt: list[int], n: int, sampling: Sampling, images: tuple[str, ...]
-    ) -> list[Completion]:
-        self.asked.append((n, sampling.temperature))
-        return [Completion((5, 6, 1), (-0.5,) * 3, ((0, 3, 0),), self.stop_reason) for _ in range(n)]
+    async def generate(self, request: Request) -> list[Completion]:
+        self.asked.append((request.n, request.sampling.temperature))
+        return [Completion((5, 6, 1), (-0.5,) * 3, ((0, 3, 0),), self.stop_reason) for _ in range(request.n)]
 
 
 class Rewards:

@@ -14,8 +14,8 @@ import pytest
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ActorDied, ConfigError, RequestRefused
 from rayrft.experience import Task
-from rayrft.explorer.engine import Completion, Sampling
 from rayrft.explorer.environment import Environment, Step
+from rayrft.explorer.exchange import Completion, Request, Sampling
 from rayrft.explorer.rollout import Rollout, Runner
 from rayrft.explorer.trajectory import Model, Trajectory
 from rayrft.explorer.workflow import register_workflow
@@ -33,16 +33,15 @@ class Engines:
         self.requests: list[tuple[list[int], int, Sampling]] = []
         self.stop_reason = stop_reason
 
-    async def generate(
-        self, prompt: list[int], n: int, sampling: Sampling, images: tuple[str, ...] = ()
-    ) -> list[Completion]:
-        self.requests.append((prompt, n, sampling))
+    async def generate(self, request: Request) -> list[Completion]:
+        sampling = request.sampling
+        self.requests.append((request.prompt, request.n, sampling))
         seed = sampling.seed or 0
         end = sampling.stop_token_ids[0] if self.stop_reason == "stop" else 6
         ids = (5, 6, end)[: sampling.max_tokens]
         return [
             Completion(ids, (-float((seed + k) % 997),) * len(ids), ((0, len(ids), 7),), self.stop_reason)
-            for k in range(n)
+            for k in range(request.n)
         ]
 
 

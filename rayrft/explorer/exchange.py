@@ -1,0 +1,194 @@
+"""Requests to an engine and their answers, in fewer calls between the actors than there are requests.
+
+A client begins requests whenever it has some, and has one call open that returns what is finished. Requests that come
+together travel together, and so do answers that an engine finishes in one step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rayrft.errors import RayrftError
+from rayrft.handle import Handle
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample; ``temperature`` 0 is greedy."""
+
+    temperature: float
+    max_tokens: int
+    stop_token_ids: tuple[int, ...]
+    seed: int | None = None
+    """If set, the answers do not depend on the engine's other requests."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One answer. ``logprobs`` has an entry per token; ``versions`` are (start, end, version) over the answer."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[tuple[int, int, int], ...]
+    stop_reason: str
+
+
+@dataclass(frozen=True)
+class Request:
+    """``n`` answers to one prompt of token ids and images."""
+
+    prompt: list[int]
+    n: int
+    sampling: Sampling
+    images: tuple[str, ...] = ()
+
+
+Answer = list[Completion] | RayrftError
+"""The n answers to a request, or why it was refused."""
+
+
+class Answering(ABC):
+    """An actor that answers requests, each in its own time."""
+
+    def __init__(self) -> None:
+        self._mailboxes: dict[str, _Mailbox] = {}
+
+    @abstractmethod
+    async def generate(self, request: Request) -> list[Completion]:
+        """Sample the answers to a request. RayrftError refuses it; any other error is the engine's own."""
+
+    async def exchange(self, client: str, requests: dict[int, Request], cancelled: Sequence[int]) -> dict[int, Answer]:
+        """Begin a client's requests, by its numbers, and abort those that are cancelled; return the answers that are
+        finished, as soon as there is one.
+
+        A call ends the call before it of the same client, which then returns none. Raises the engine's own error, which
+        ends all its requests.
+        """
+        mailbox = self._mailboxes.setdefault(client, _Mailbox())
+        for number in cancelled:
+            mailbox.abort(number)
+        for number, request in requests.items():
+            mailbox.begin(number, self.generate(request))
+        return await mailbox.collect()
+
+
+class _Mailbox:
+    """The requests of one client, at the engine."""
+
+    def __init__(self) -> None:
+        self._running: dict[int, asyncio.Future[list[Completion]]] = {}
+        self._finished: dict[int, list[Completion] | BaseException] = {}
+        self._aborted: set[int] = set()
+        """Aborted before they began, or after they had ended."""
+        self._ready = asyncio.Event()
+        """Set when the latest call to collect may return."""
+
+    def begin(self, number: int, answering: Coroutine[Any, Any, list[Completion]]) -> None:
+        if number in self._aborted:
+            return answering.close()
+        self._running[number] = task = asyncio.ensure_future(answering)
+        task.add_done_callback(lambda _: self._end(number))
+
+    def abort(self, number: int) -> None:
+        if number in self._running:
+            self._running.pop(number).cancel()
+        elif self._finished.pop(number, None) is None:
+            self._aborted.add(number)
+
+    async def collect(self) -> dict[int, Answer]:
+        self._ready.set()
+        self._ready = ready = asyncio.Event()
+        if self._running and not self._finished:
+            await ready.wait()
+        if ready is not self._ready:
+            return {}
+        finished, self._finished = self._finished, {}
+        answers: dict[int, Answer] = {}
+        for number, answer in finished.items():
+            if isinstance(answer, BaseException) and not isinstance(answer, RayrftError):
+                raise answer
+            answers[number] = answer
+        return answers
+
+    def _end(self, number: int) -> None:
+        if number in self._running:  # else it was aborted
+            task = self._running.pop(number)
+            self._finished[number] = task.exception() or task.result()
+            self._ready.set()
+
+
+class Requester:
+    """The requests of one client to one engine."""
+
+    def __init__(self, engine: Handle[Any]) -> None:
+        self._engine = engine
+        self._client = uuid.uuid4().hex
+        self._numbers = itertools.count()
+        self._unsent: dict[int, Request] = {}
+        self._cancelled: list[int] = []
+        self._asked: dict[int, asyncio.Future[list[Completion]]] = {}
+        self._calls = 0
+        """Number of open calls."""
+        self._scheduled = False
+
+    async def ask(self, request: Request) -> list[Completion]:
+        """Return the answers to a request; if it is cancelled here, the engine ends it.
+
+        Raises the RayrftError with which the engine refuses it, and the error of the call if the engine has died.
+        """
+        number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._unsent[number], self._asked[number] = request, answer
+        self._schedule()
+        try:
+            completions: list[Completion] = await answer
+            return completions
+        finally:
+            if self._asked.pop(number, None) is not None and self._unsent.pop(number, None) is None:
+                self._cancelled.append(number)
+                self._schedule()
+
+    def _schedule(self) -> None:
+        """Make a call once all that is ready to run has run, so that what is asked together travels together."""
+        if not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._call)
+
+    def _call(self) -> None:
+        self._scheduled = False
+        if not self._unsent and not self._cancelled and (self._calls or not self._asked):
+            return
+        requests, cancelled = self._unsent, self._cancelled
+        self._unsent, self._cancelled = {}, []
+        self._calls += 1
+        call = self._engine.call(Answering.exchange, self._client, requests, cancelled)
+        asyncio.ensure_future(call).add_done_callback(self._receive)
+
+    def _receive(self, call: asyncio.Future[dict[int, Answer]]) -> None:
+        self._calls -= 1
+        if call.cancelled():  # the event loop ends
+            return
+        if error := call.exception():
+            for answer in self._asked.values():
+                _set(answer, error)
+            self._asked.clear()
+            return
+        for number, answered in call.result().items():
+            if number in self._asked:  # else it was cancelled
+                _set(self._asked.pop(number), answered)
+        if self._asked and not self._calls:
+            self._schedule()
+
+
+def _set(future: asyncio.Future[list[Completion]], answer: list[Completion] | BaseException) -> None:
+    if future.done():  # cancelled
+        return
+    if isinstance(answer, BaseException):
+        future.set_exception(answer)
+    else:
+        future.set_result(answer)

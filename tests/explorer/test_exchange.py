@@ -1,0 +1,149 @@
+"""Requests and answers of many groups in few calls: none is lost, none is mixed up, whatever comes between."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayrft.errors import RayrftError, RequestRefused
+from rayrft.explorer.exchange import Answer, Answering, Completion, Request, Requester, Sampling
+from tests.errors import about
+from tests.scripted import remote
+
+SAMPLING = Sampling(1.0, 8, (1,))
+
+
+class Held(Answering):
+    """Answers a request, with its prompt, when its event is set; counts calls and what was aborted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.aborted = 0, list[int]()
+        self.events: dict[int, asyncio.Event] = {}
+        self.problems: dict[int, Exception] = {}
+
+    async def generate(self, request: Request) -> list[Completion]:
+        [number] = request.prompt
+        try:
+            await self.events.setdefault(number, asyncio.Event()).wait()
+        except asyncio.CancelledError:
+            self.aborted.append(number)
+            raise
+        if number in self.problems:
+            raise self.problems[number]
+        return [Completion((number,), (-1.0,), ((0, 1, 0),), "stop")] * request.n
+
+    async def exchange(self, client: str, requests: dict[int, Request], cancelled: Any) -> dict[int, Answer]:
+        self.calls += 1
+        return await super().exchange(client, requests, cancelled)
+
+
+def ask(requester: Requester, number: int) -> asyncio.Task[list[Completion]]:
+    return asyncio.create_task(requester.ask(Request([number], 1, SAMPLING)))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(10_000):  # turns of the event loop
+        if condition():
+            return
+        await asyncio.sleep(0)
+    raise TimeoutError
+
+
+async def test_what_is_asked_together_and_answered_together_travels_together() -> None:
+    engine = Held()
+    requester = Requester(remote(engine))
+    asked = [ask(requester, number) for number in range(100)]
+    await until(lambda: len(engine.events) == 100)
+    assert engine.calls == 1
+    for number in range(50):
+        engine.events[number].set()
+    for number, answer in enumerate(await asyncio.gather(*asked[:50])):
+        assert answer[0].token_ids == (number,)
+    await until(lambda: engine.calls == 2)
+    assert not any(task.done() for task in asked[50:])
+    for task in asked[50:]:
+        task.cancel()
+    await until(lambda: sorted(engine.aborted) == list(range(50, 100)))
+    assert engine.calls == 3
+
+
+async def test_a_refused_request_is_the_error_of_its_own_and_another_error_that_of_all() -> None:
+    engine = Held()
+    requester = Requester(remote(engine))
+    asked = [ask(requester, number) for number in range(3)]
+    await until(lambda: len(engine.events) == 3)
+    engine.problems = {0: RequestRefused("too long", field="request"), 1: RuntimeError("the core is dead")}
+    engine.events[0].set()
+    with pytest.raises(RequestRefused, check=about("request")):
+        await asked[0]
+    assert not asked[1].done() and not asked[2].done()
+    engine.events[1].set()
+    for task in asked[1:]:
+        with pytest.raises(RuntimeError, match="the core is dead"):
+            await task
+
+
+async def test_two_clients_of_an_engine_get_their_own_answers() -> None:
+    engine = Held()
+    clients = [Requester(remote(engine)) for _ in range(2)]
+    asked = [ask(clients[number % 2], number) for number in range(10)]
+    await until(lambda: len(engine.events) == 10)
+    for number in (3, 8, 1, 0, 9, 2, 5, 4, 7, 6):
+        engine.events[number].set()
+        assert (await asked[number])[0].token_ids == (number,)
+
+
+@given(seed=st.integers(0, 10**6), count=st.integers(1, 40))
+def test_in_any_order_every_request_has_its_answer_or_is_aborted(seed: int, count: int) -> None:
+    asyncio.run(history(random.Random(seed), count))
+
+
+async def history(rng: random.Random, count: int) -> None:
+    """Ask, answer, refuse, cancel, and let calls arrive late, in random order."""
+
+    class Late(Held):
+        async def exchange(self, client: str, requests: dict[int, Request], cancelled: Any) -> dict[int, Answer]:
+            for _ in range(rng.choice([0, 0, 1, 3])):
+                await asyncio.sleep(0)
+            return await super().exchange(client, requests, cancelled)
+
+    engine = Late()
+    requester = Requester(remote(engine))
+    asked: dict[int, asyncio.Task[list[Completion]]] = {}
+    cancelled, refused = set[int](), set[int]()
+    while len(asked) < count or not all(number in engine.events or number in cancelled for number in asked):
+        match rng.choice(["ask", "answer", "cancel", "turn"]):
+            case "ask" if len(asked) < count:
+                asked[len(asked)] = ask(requester, len(asked))
+            case "answer" if engine.events:
+                number = rng.choice(list(engine.events))
+                if rng.random() < 0.2 and not engine.events[number].is_set():
+                    engine.problems[number] = RequestRefused("no", field="request")
+                    refused.add(number)
+                engine.events[number].set()
+            case "cancel" if asked and rng.random() < 0.3:
+                number = rng.choice(list(asked))
+                if not asked[number].done():
+                    asked[number].cancel()
+                    cancelled.add(number)
+            case _:
+                await asyncio.sleep(0)
+    for event in engine.events.values():
+        event.set()
+    async with asyncio.timeout(20):
+        found = await asyncio.gather(*asked.values(), return_exceptions=True)
+    for number, answer in enumerate(found):
+        if isinstance(answer, asyncio.CancelledError):
+            assert number in cancelled
+        elif isinstance(answer, RayrftError):
+            assert number in refused
+        else:
+            assert not isinstance(answer, BaseException) and answer[0].token_ids == (number,)
+    await until(lambda: not any(box._running for box in engine._mailboxes.values()))
