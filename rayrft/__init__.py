@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rayrft.experience import Experience, Task
     from rayrft.explorer.environment import Environment, Step, register_environment
     from rayrft.explorer.trajectory import Model, Trajectory
-    from rayrft.explorer.workflow import Workflow, register_workflow
+    from rayrft.explorer.workflows import Workflow, register_workflow
     from rayrft.rewards import RewardResult, register_reward
     from rayrft.weights import WeightTransport, register_transport
 
@@ -35,8 +35,8 @@ _HOME = {
     "register_environment": "rayrft.explorer.environment",
     "Model": "rayrft.explorer.trajectory",
     "Trajectory": "rayrft.explorer.trajectory",
-    "Workflow": "rayrft.explorer.workflow",
-    "register_workflow": "rayrft.explorer.workflow",
+    "Workflow": "rayrft.explorer.workflows",
+    "register_workflow": "rayrft.explorer.workflows",
     "RewardResult": "rayrft.rewards",
     "register_reward": "rayrft.rewards",
     "WeightTransport": "rayrft.weights",

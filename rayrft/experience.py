@@ -22,6 +22,9 @@ Source = Literal["usual", "expert", "human", "synthetic"]
 SOURCES: tuple[str, ...] = ("usual", "expert", "human", "synthetic")
 SCHEMA_VERSION = "3"
 
+TRUNCATED = ("length", "repetition")
+"""Stop reasons of answers that the model did not end."""
+
 MASKED = "masked"
 """Status of a row that is never trained; its reward counts in its group's advantages."""
 

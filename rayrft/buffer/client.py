@@ -15,7 +15,7 @@ from rayrft.buffer.entries import Entry, Receipt
 from rayrft.buffer.events import GroupReport
 from rayrft.buffer.schedule import Ticket
 from rayrft.errors import DataError
-from rayrft.experience import Experience, check_filled, check_schema, from_batch, pack, to_batch
+from rayrft.experience import TRUNCATED, Experience, check_filled, check_schema, from_batch, pack, to_batch
 from rayrft.handle import Handle
 
 if TYPE_CHECKING:
@@ -178,5 +178,5 @@ def _report(group: list[Experience]) -> GroupReport:
         reward_sum=sum(rewards),
         scored=len(rewards),
         tokens=sum(int(row.action_mask.sum()) for row in group),
-        truncated=sum(row.stop_reason == "length" for row in group),
+        truncated=sum(row.stop_reason in TRUNCATED for row in group),
     )

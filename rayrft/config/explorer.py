@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from rayrft.config.base import Section
+from rayrft.config.base import Section, invalid
 
 
 class EngineConfig(Section):
@@ -29,6 +29,22 @@ class EngineConfig(Section):
     """Free an engine's GPU memory while the trainer works (trainer and engine on one GPU)."""
 
 
+class RepetitionConfig(Section):
+    """When an answer goes in circles: it ends in a pattern of tokens, ``count`` times in a row."""
+
+    min_pattern: int = Field(1, ge=1)
+    """Shortest pattern, in tokens."""
+    max_pattern: int = Field(32, ge=1)
+    """Longest pattern, in tokens."""
+    count: int = Field(8, ge=2)
+
+    @model_validator(mode="after")
+    def _bounds(self) -> RepetitionConfig:
+        if self.min_pattern > self.max_pattern:
+            raise invalid("min_pattern", "is greater than max_pattern", remedy="lower it")
+        return self
+
+
 class SamplingConfig(Section):
     """Sampling for training. No top-k or top-p: they truncate the support, so that log-probs would not be those of the
     trained policy."""
@@ -41,6 +57,8 @@ class SamplingConfig(Section):
     on a GPU it costs speed."""
     max_prompt_tokens: int = Field(256, ge=1)
     """A task with a longer prompt is dropped with a reason and counted."""
+    repetition: RepetitionConfig | None = None
+    """Stop an answer that goes in circles, with stop reason ``repetition``; what it earns is said in `reward`."""
 
 
 class ExplorerConfig(Section):

@@ -20,12 +20,14 @@ class RewardConfig(Section):
     """Policy for an answer (with all its rows) whose reward raised or timed out."""
     fallback: float = 0.0
     truncated: Literal["zero", "score", "mask", "soft"] = "zero"
-    """Policy for an answer truncated at max_tokens. ``zero``: its reward is at most 0. ``score``: scored like others.
-    ``mask``: scored and used in its group's statistics, but not trained on (overlong filtering). ``soft``: scored, and
-    every answer loses up to 1 over the last ``overlong_buffer`` tokens before max_tokens (soft overlong punishment).
-    The last two are DAPO's (arXiv:2503.14476)."""
+    """Policy for an answer truncated at max_tokens or for repetition. ``zero``: its reward is at most 0. ``score``:
+    scored like others. ``mask``: scored and used in its group's statistics, but not trained on (overlong filtering).
+    ``soft``: scored, and every answer loses up to 1 over the last ``overlong_buffer`` tokens before max_tokens (soft
+    overlong punishment). The last two are DAPO's (arXiv:2503.14476)."""
     overlong_buffer: int | None = Field(None, ge=1)
     """Tokens over which ``truncated: soft`` grows from 0 to 1; a fifth of max_tokens in the paper."""
+    repetition_penalty: float = Field(0.0, ge=0)
+    """What an answer loses that was stopped for repetition (`explorer.sampling.repetition`)."""
     workers: int = Field(1, ge=1)
 
     @model_validator(mode="after")

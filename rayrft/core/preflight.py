@@ -26,7 +26,7 @@ from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ConfigError, DataError, ModelError
 from rayrft.experience import Experience, Task
 from rayrft.explorer.environment import environment_factory
-from rayrft.explorer.workflow import build_workflow
+from rayrft.explorer.workflows import build_workflow
 from rayrft.files import sync
 from rayrft.rewards import build_reward
 
@@ -113,8 +113,7 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepare
 
     Raises DataError, ModelError or ConfigError. Requires a running Ray only for tasks from files.
     """
-    options = config.explorer.workflow_options
-    build_workflow(config.explorer.workflow, options.get(config.explorer.workflow, {}))
+    build_workflow(config.explorer.workflow, config.explorer)
     if config.explorer.environment is not None:
         environment_factory(config.explorer.environment, config.explorer.environment_options)
     samplers.get(config.buffer.sampler.name, "buffer.sampler.name")
@@ -123,7 +122,7 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepare
     if config.tasks is not None:
         splits = load_tasks(config.tasks, config.demonstrations, config.seed)
         for name in {task.workflow for task in _all_tasks(splits) if task.workflow}:
-            build_workflow(name, options.get(name, {}), "workflow of a task")
+            build_workflow(name, config.explorer, "workflow of a task")
         for source in range(len(config.tasks.sources)):
             _check_reward(config.reward, splits.train[splits.sources.index(source)])
     _check_files(config)

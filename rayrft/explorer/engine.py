@@ -23,6 +23,7 @@ from rayrft.weights.messages import Link
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.outputs import RequestOutput
+    from vllm.sampling_params import RepetitionDetectionParams
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,7 @@ class RolloutEngine(Answering):
                 stop_token_ids=list(sampling.stop_token_ids),
                 logprobs=0,
                 seed=sampling.seed,
+                repetition_detection=_repetition(sampling.repetition),
             )
             output = await self._run(request.prompt, request.images, params)
         except (VLLMClientError, ValueError, TypeError) as error:
@@ -229,6 +231,15 @@ class RolloutEngine(Answering):
         pictures = [self._images.load(path) for path in images]
         ids = self._images.collapse(token_ids, images)
         return {"prompt_token_ids": ids, "multi_modal_data": {"image": pictures}}
+
+
+def _repetition(bounds: tuple[int, int, int] | None) -> RepetitionDetectionParams | None:
+    from vllm.sampling_params import RepetitionDetectionParams
+
+    if bounds is None:
+        return None
+    shortest, longest, count = bounds
+    return RepetitionDetectionParams(max_pattern_size=longest, min_pattern_size=shortest, min_count=count)
 
 
 def _refused(problem: str, value: Any) -> RequestRefused:

@@ -107,12 +107,25 @@ class EnginePool:
         return membership
 
 
+@dataclass
+class Session:
+    """One attempt's requests, each of which begins with those before it."""
+
+    engine: str | None = None
+    """The member that answered last, and holds their prefix in its cache."""
+
+
+_SPILL_ANSWERS, _SPILL_RATIO = 8, 1.5
+"""A session leaves its engine when that owes so many answers, and so many times as many, more than another: decoding
+behind them would take longer than the prefix takes to be computed again."""
+
+
 class EngineClient:
     """Sends requests to the members, and to no other engine, from one process.
 
     The n answers to one prompt are one request, so that they share its prefix; it goes to the member that owes this
-    client the fewest answers. An engine that left finishes the requests that it has. While there is no member, requests
-    wait for one to join.
+    client the fewest answers, or to that of its session. An engine that left finishes the requests that it has. While
+    there is no member, requests wait for one to join.
     """
 
     def __init__(self, pool: Handle[EnginePool], waits: Waits) -> None:
@@ -123,15 +136,18 @@ class EngineClient:
         self._has_members = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
 
-    async def generate(self, request: Request) -> list[Completion]:
-        """Sample the answers to a request on one engine.
+    async def generate(self, request: Request, sessions: Sequence[Session] = ()) -> list[Completion]:
+        """Sample the answers to a request on one engine, that of the first of its ``sessions`` if it has one; the
+        others follow.
 
         Raises ActorDied, naming the engine, if it or its core has died, RequestRefused, and DataError for images that
         cannot be read.
         """
         from ray.exceptions import RayActorError, RayTaskError
 
-        name = await self._least_loaded()
+        name = await self._choose(sessions[0].engine if sessions else None)
+        for session in sessions:
+            session.engine = name
         self._outstanding[name] += request.n
         try:
             return await self._engines[name].ask(request)
@@ -143,8 +159,9 @@ class EngineClient:
         finally:
             self._outstanding[name] -= request.n
 
-    async def _least_loaded(self) -> str:
-        """Return the name of the member with the fewest outstanding answers; wait until there is a member."""
+    async def _choose(self, home: str | None) -> str:
+        """Return ``home`` if it is a member that does not owe many more answers than the one with the fewest, else the
+        latter; wait until there is a member."""
         if self._following is None:
             self._following = asyncio.create_task(self._follow())
         while not self._engines:
@@ -158,7 +175,12 @@ class EngineClient:
                 break
         if self._following.done():  # the pool died, and with it the knowledge of who is a member
             self._following.result()
-        return min(self._engines, key=self._outstanding.__getitem__)
+        least = min(self._engines, key=self._outstanding.__getitem__)
+        if home is None or home not in self._engines:
+            return least
+        fewest = self._outstanding[least]
+        spills = self._outstanding[home] > max(fewest + _SPILL_ANSWERS, fewest * _SPILL_RATIO)
+        return least if spills else home
 
     async def _follow(self) -> None:
         """Keep the members those of the pool. Never returns; raises ActorDied when the pool has died."""

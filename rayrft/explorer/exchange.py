@@ -27,6 +27,8 @@ class Sampling:
     stop_token_ids: tuple[int, ...]
     seed: int | None = None
     """If set, the answers do not depend on the engine's other requests."""
+    repetition: tuple[int, int, int] | None = None
+    """Shortest and longest pattern, and how many times in a row it stops an answer."""
 
 
 @dataclass(frozen=True)

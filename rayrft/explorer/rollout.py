@@ -9,18 +9,19 @@ import logging
 import time
 import traceback
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from rayrft.config import RunConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ActorDied, ModelError
 from rayrft.experience import Experience, Task
+from rayrft.explorer.engine_pool import Session
 from rayrft.explorer.environment import Environment, environment_factory
 from rayrft.explorer.exchange import Completion, Request, Sampling
 from rayrft.explorer.trajectory import ContextFull, Generate, Model, PromptTooLong, Trajectory
-from rayrft.explorer.workflow import Workflow, build_workflow
+from rayrft.explorer.workflows import Workflow, build_workflow
 from rayrft.rewards import RewardResult
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 class Engines(Protocol):
     """Anything that answers requests."""
 
-    async def generate(self, request: Request) -> list[Completion]: ...
+    async def generate(self, request: Request, sessions: Sequence[Session] = ()) -> list[Completion]: ...
 
 
 Score = Callable[[Task, list[str]], Awaitable[list[RewardResult]]]
@@ -96,7 +97,11 @@ class Runner:
         in a workflow fails that repeat only. Raises ActorDied if an engine has died.
         """
         seed = derive_seed(self._config.seed, name) if self._config.seeds_requests else None
-        merger = _RequestMerger(self._engines, n, temperature, (self._tokenizer.eos_id,), seed)
+        sampling = self._config.explorer.sampling
+        circles = sampling.repetition
+        repetition = (circles.min_pattern, circles.max_pattern, circles.count) if circles else None
+        common = Sampling(temperature, sampling.max_tokens, (self._tokenizer.eos_id,), seed, repetition)
+        merger = _RequestMerger(self._engines, n, common)
         models = [self._model(repeat, merger) for repeat in range(n)]
         attempts = [asyncio.create_task(self._attempt(task, model, name)) for model in models]
         rows, failed, problem = list[Experience](), Counter[str](), None
@@ -121,12 +126,12 @@ class Runner:
             async with asyncio.timeout(self._config.explorer.deadline_s):
                 async with self._environment() as env:
                     made = await self._workflow(workflow).run(task, model, env)
-            return _rows(made, task, name, model.repeat)
+            return _rows(made, task, name, model)
         except ContextFull:
             ended = [trajectory for trajectory in model.started if trajectory.answers]
             for trajectory in ended[-1:]:
                 trajectory.end_for_length()
-            return _rows(ended, task, name, model.repeat) if ended else _Failure("prompt_too_long")
+            return _rows(ended, task, name, model) if ended else _Failure("prompt_too_long")
         except PromptTooLong:
             return _Failure("prompt_too_long")
         except TimeoutError:
@@ -176,10 +181,16 @@ class Runner:
                 log.warning("reward %r of task %s is unknown: %s", self._config.reward.name, task.id, result.reason)
         return results
 
+    async def _score_one(self, task: Task, response: str) -> RewardResult:
+        with self.scoring:
+            [result] = await self._score(task, [response])
+        return result
+
     def _model(self, repeat: int, merger: _RequestMerger) -> Model:
         sampling = self._config.explorer.sampling
         return Model(
             merger.of(repeat),
+            self._score_one,
             self._tokenizer,
             max_tokens=sampling.max_tokens,
             max_prompt_tokens=sampling.max_prompt_tokens,
@@ -189,7 +200,7 @@ class Runner:
 
     def _workflow(self, name: str) -> Workflow:
         if name not in self._workflows:
-            self._workflows[name] = build_workflow(name, self._config.explorer.workflow_options.get(name, {}))
+            self._workflows[name] = build_workflow(name, self._config.explorer)
         return self._workflows[name]
 
 
@@ -206,14 +217,12 @@ class _RequestMerger:
     depend on whether requests were merged. The requests' seeds are derived from that of the group.
     """
 
-    def __init__(
-        self, engines: Engines, n: int, temperature: float, stop_token_ids: tuple[int, ...], seed: int | None
-    ) -> None:
+    def __init__(self, engines: Engines, n: int, sampling: Sampling) -> None:
+        """``sampling`` has the seed of the group."""
         self._engines = engines
         self._n = n
-        self._temperature = temperature
-        self._stop_token_ids = stop_token_ids
-        self._seed = seed
+        self._sampling = sampling
+        self._sessions = [Session() for _ in range(n)]
         self._waiting: dict[int, tuple[list[int], int, tuple[str, ...], asyncio.Future[Completion]]] = {}
         self.in_flight: set[asyncio.Future[None]] = set()
 
@@ -227,7 +236,7 @@ class _RequestMerger:
             if calls == 1 and self._n > 1:
                 return await self._first(repeat, prompt, max_tokens, images)
             request = self._request(prompt, 1, max_tokens, images, call=calls, repeat=repeat)
-            [completion] = await self._engines.generate(request)
+            [completion] = await self._engines.generate(request, [self._sessions[repeat]])
             return completion
 
         return generate
@@ -235,8 +244,9 @@ class _RequestMerger:
     def _request(
         self, prompt: list[int], n: int, max_tokens: int, images: tuple[str, ...], *, call: int, repeat: int
     ) -> Request:
-        seed = None if self._seed is None else derive_seed(self._seed, str(call)) + repeat
-        return Request(prompt, n, Sampling(self._temperature, max_tokens, self._stop_token_ids, seed), images)
+        seed = self._sampling.seed
+        seed = None if seed is None else derive_seed(seed, str(call)) + repeat
+        return Request(prompt, n, replace(self._sampling, max_tokens=max_tokens, seed=seed), images)
 
     async def _first(self, repeat: int, prompt: list[int], max_tokens: int, images: tuple[str, ...]) -> Completion:
         loop = asyncio.get_running_loop()
@@ -256,31 +266,34 @@ class _RequestMerger:
         for group in groups:
             prompt, max_tokens, images, _ = waiting[group[0]]
             request = self._request(prompt, len(group), max_tokens, images, call=1, repeat=group[0])
-            task = asyncio.ensure_future(self._answer([waiting[repeat][-1] for repeat in group], request))
+            task = asyncio.ensure_future(self._answer({repeat: waiting[repeat][-1] for repeat in group}, request))
             self.in_flight.add(task)  # the event loop keeps only weak references
             task.add_done_callback(self.in_flight.discard)
 
-    async def _answer(self, futures: list[asyncio.Future[Completion]], request: Request) -> None:
+    async def _answer(self, futures: dict[int, asyncio.Future[Completion]], request: Request) -> None:
         try:
-            completions = await self._engines.generate(request)
+            completions = await self._engines.generate(request, [self._sessions[repeat] for repeat in futures])
         except Exception as error:  # raised in the repeats that wait for the answers
-            for future in futures:
+            for future in futures.values():
                 if not future.done():
                     future.set_exception(error)
         else:
-            for future, completion in zip(futures, completions, strict=True):
+            for future, completion in zip(futures.values(), completions, strict=True):
                 if not future.done():
                     future.set_result(completion)
 
 
-def _rows(made: Trajectory | list[Trajectory], task: Task, name: str, repeat: int) -> list[Experience]:
+def _rows(made: Trajectory | list[Trajectory], task: Task, name: str, model: Model) -> list[Experience]:
     """Convert a workflow's return value to rows. Raises TypeError or ValueError if it is not a valid one."""
     trajectories = made if isinstance(made, list) else [made]
     if not trajectories or not all(isinstance(trajectory, Trajectory) for trajectory in trajectories):
         raise TypeError(f"a workflow must return a Trajectory or a list of them, not {made!r}")
     if not all(trajectory.answers for trajectory in trajectories):
         raise ValueError("the trajectory has no answer of the model: await act() first")
-    ids = [f"{name}/{repeat}"] if len(trajectories) == 1 else [f"{name}/{repeat}/{k}" for k in range(len(trajectories))]
+    if any(trajectory not in model.started for trajectory in trajectories) or len({*trajectories}) < len(trajectories):
+        raise ValueError("a workflow must return trajectories of this attempt, each once")
+    first = f"{name}/{model.repeat}"
+    ids = [first] if len(trajectories) == 1 else [f"{first}/{k}" for k in range(len(trajectories))]
     return [trajectory.to_experience(id, name, task) for trajectory, id in zip(trajectories, ids, strict=True)]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from rayrft.buffer.events import GroupReport
 from rayrft.config.reward import RewardConfig
-from rayrft.experience import MASKED, Experience
+from rayrft.experience import MASKED, TRUNCATED, Experience
 from rayrft.rewards import RewardResult
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class ScoredGroup:
     """The reason why a reward of this group is unknown."""
     rewards: list[float] = field(default_factory=list)
     unpunished: list[float] = field(default_factory=list)
-    """The rewards before the overlong penalty."""
+    """The rewards before the penalties of length and repetition."""
 
 
 def apply_rewards(
@@ -52,6 +52,7 @@ def apply_rewards(
         if row.reward is None:
             value = earned(row.stop_reason, value, config)
             penalty = overlong_penalty(row, max_tokens, config.overlong_buffer) if config.overlong_buffer else 0.0
+            penalty -= config.repetition_penalty * (row.stop_reason == "repetition")
         unpunished.append(value)
         reward, components = value + penalty, result.components
         kept.append(row.with_fields(reward=reward, reward_components=components, error=result.reason))
@@ -61,7 +62,7 @@ def apply_rewards(
         reward_sum=sum(values),
         scored=len(values),
         tokens=sum(int(np.count_nonzero(row.action_mask)) for row in rows),
-        truncated=sum(row.stop_reason == "length" for row in rows),
+        truncated=sum(row.stop_reason in TRUNCATED for row in rows),
     )
     dropped = Counter(reward_unknown=len(rows) - len(kept)) if len(kept) < len(rows) else Counter[str]()
     return ScoredGroup(kept, dropped, report, unknown[-1] if unknown else None, values, unpunished)
@@ -69,7 +70,7 @@ def apply_rewards(
 
 def earned(stop_reason: str | None, value: float, config: RewardConfig) -> float:
     """Return the reward of an answer scored ``value``: with ``reward.truncated: zero``, at most 0 if truncated."""
-    return min(0.0, value) if stop_reason == "length" and config.truncated == "zero" else value
+    return min(0.0, value) if stop_reason in TRUNCATED and config.truncated == "zero" else value
 
 
 def overlong_penalty(row: Experience, max_tokens: int, buffer: int) -> float:
@@ -83,7 +84,7 @@ def overlong_penalty(row: Experience, max_tokens: int, buffer: int) -> float:
 def mask_truncated(group: ScoredGroup) -> ScoredGroup:
     """Exclude truncated answers from training (overlong filtering): their rewards still count in the group's
     advantages. Without another answer, all rows are dropped."""
-    rows = [row.with_fields(status=MASKED) if row.stop_reason == "length" else row for row in group.rows]
+    rows = [row.with_fields(status=MASKED) if row.stop_reason in TRUNCATED else row for row in group.rows]
     masked = sum(row.status == MASKED for row in rows)
     dropped = group.dropped + Counter(truncated=masked)
     return replace(group, rows=rows if masked < len(rows) else [], dropped=dropped)
@@ -108,7 +109,7 @@ def drop_zero_variance(group: ScoredGroup, algorithm: Algorithm) -> ScoredGroup:
     """Drop all rows if the algorithm learns nothing from them: all their advantages are 0, and such rows contribute no
     gradient.
 
-    The test uses rewards before the overlong penalty, so that wrong answers are not kept for differing in length (DAPO,
+    The test uses rewards before penalties, so that wrong answers are not kept for differing in length (DAPO,
     Yu et al. 2025, arXiv:2503.14476, eq. 11, filters by correctness).
     """
     if not group.rows or not algorithm.zero_advantage_is_noop:

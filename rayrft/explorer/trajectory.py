@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -10,9 +11,14 @@ import numpy as np
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.experience import Experience, Task, VersionSpan
 from rayrft.explorer.exchange import Completion
+from rayrft.rewards import RewardResult
 
 Generate = Callable[[list[int], int, tuple[str, ...]], Awaitable[Completion]]
 """Sample one continuation, of at most so many tokens, of a sequence with placeholders for the images at the paths."""
+
+
+Score = Callable[[Task, str], Awaitable[RewardResult]]
+"""Score an answer to a task."""
 
 
 class PromptTooLong(Exception):
@@ -29,6 +35,7 @@ class Model:
     def __init__(
         self,
         generate: Generate,
+        score: Score,
         tokenizer: ChatTokenizer,
         *,
         max_tokens: int,
@@ -37,6 +44,7 @@ class Model:
         repeat: int = 0,
     ) -> None:
         self._generate = generate
+        self._score = score
         self._max_tokens = max_tokens
         self._max_prompt_tokens = max_prompt_tokens
         self._max_length = max_length
@@ -52,6 +60,10 @@ class Model:
             raise PromptTooLong(f"{len(prompt)} tokens, at most {self._max_prompt_tokens}")
         self.started.append(Trajectory(self, messages, tuple(images), prompt))
         return self.started[-1]
+
+    async def score(self, task: Task, response: str) -> RewardResult:
+        """Score an answer by the run's reward, for workflows that go on according to it."""
+        return await self._score(task, response)
 
     async def generate(
         self, token_ids: list[int], images: tuple[str, ...] = (), max_tokens: int | None = None
@@ -81,6 +93,7 @@ class Trajectory:
         self._metrics: dict[str, float] = {}
         self._components: dict[str, float] = {}
         self._value: float | None = None
+        self._error: str | None = None
         self._started = time.time()
         self._answered = 0
         """Number of messages up to the last answer."""
@@ -110,10 +123,12 @@ class Trajectory:
         self.messages += messages
         self.images += tuple(images)
 
-    def reward(self, value: float, components: dict[str, float] | None = None) -> None:
-        """Set the reward of the trajectory; without one, the run's reward scores it."""
-        self._value = float(value)
-        self._components = {name: float(part) for name, part in (components or {}).items()}
+    def reward(self, value: float | RewardResult, components: dict[str, float] | None = None) -> None:
+        """Set the reward of the trajectory, which may be an unknown result; without one, the run's reward scores it."""
+        result = value if isinstance(value, RewardResult) else RewardResult(float(value), components or {})
+        self._value = math.nan if result.value is None else result.value
+        self._components = {name: float(part) for name, part in result.components.items()}
+        self._error = result.reason
 
     def step_reward(self, value: float, state: float | None = None) -> None:
         """Set the reward of the last answer alone and a key of the state before it (equal states, equal keys), for
@@ -155,6 +170,7 @@ class Trajectory:
             weight_versions=tuple(versions),
             reward=self._value,
             reward_components=self._components,
+            error=self._error,
             stop_reason=self.stop_reason,
             turns=tuple(self.messages[: self._answered]),
             images=self.images,

@@ -25,7 +25,7 @@ class RewardResult:
         """Create a result; a value that is not finite makes it unknown."""
         if math.isfinite(value):
             return cls(value, components, reason)
-        return cls(None, components, reason=f"the reward is {value}")
+        return cls(None, components, reason=reason or f"the reward is {value}")
 
 
 class Reward(Protocol):

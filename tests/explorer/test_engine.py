@@ -67,6 +67,17 @@ def test_an_answer_ends_with_its_stop_token_or_at_the_limit(engine: EngineUnderT
             assert len(completion.token_ids) == 40 and eos not in completion.token_ids
 
 
+def test_an_answer_that_goes_in_circles_is_stopped_with_its_own_reason(engine: EngineUnderTest) -> None:
+    circles = Sampling(0.0, 40, (), repetition=(1, 4, 3))
+    [stopped] = ray.get(engine.actor.generate.remote(Request(PROMPT, 1, circles)))
+    [whole] = ray.get(engine.actor.generate.remote(Request(PROMPT, 1, replace(circles, repetition=None))))
+    ids = stopped.token_ids
+    assert stopped.stop_reason == "repetition" and whole.stop_reason == "length"
+    assert ids == whole.token_ids[: len(ids)] and len(ids) < len(whole.token_ids)
+    assert any(ids[-3 * size :] == ids[-size:] * 3 for size in range(1, 5))
+    assert not any(ids[-3 * size - 1 : -1] == ids[-size - 1 : -1] * 3 for size in range(1, 5))
+
+
 async def client_of(engine: EngineUnderTest) -> EngineClient:
     pool = EnginePool()
     await pool.join([Member(handle(engine.actor, "engine-0"), 0)])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rayrft.errors import ActorDied, WeightSyncError
-from rayrft.explorer.engine_pool import EngineClient, EnginePool, Member, Membership
+from rayrft.explorer.engine_pool import EngineClient, EnginePool, Member, Membership, Session
 from rayrft.explorer.exchange import Answering, Completion, Request, Sampling
 from rayrft.waits import Waits
 from tests.errors import about
@@ -62,8 +62,8 @@ class Subject:
         await self.pool.join([Member(remote(engine, name), 0)])
         return engine
 
-    def ask(self, n: int = 1) -> asyncio.Task[list[Completion]]:
-        self._requests.append(asyncio.create_task(self.client.generate(Request([5], n, SAMPLING))))
+    def ask(self, n: int = 1, *sessions: Session) -> asyncio.Task[list[Completion]]:
+        self._requests.append(asyncio.create_task(self.client.generate(Request([5], n, SAMPLING), sessions)))
         return self._requests[-1]
 
     async def known(self) -> None:
@@ -128,6 +128,29 @@ async def test_requests_go_to_the_engine_that_owes_the_fewest_answers(subject: S
     for _ in range(3):  # what has been answered no longer counts
         await asyncio.wait_for(subject.ask(1), 20)
     assert first.asked == [4, 2, 1, 1, 1]
+
+
+async def test_a_session_stays_with_its_engine_until_that_owes_too_much_or_leaves(subject: Subject) -> None:
+    first, group = await subject.join("engine-0", HeldEngine()), [Session(), Session()]
+    subject.ask(2, *group)
+    await first.has_one_more()
+    second = await subject.join("engine-1", HeldEngine())
+    await subject.known()
+    for session in group:
+        subject.ask(1, session)
+        await first.has_one_more()
+    assert (first.asked, second.asked) == ([2, 1, 1], []), "it holds their prefix, though the other owes fewer"
+    subject.ask(5, Session(engine="engine-0"))
+    await first.has_one_more()
+    subject.ask(1, group[0])
+    await second.has_one_more()
+    assert [session.engine for session in group] == ["engine-1", "engine-0"]
+    first.released.set()
+    await subject.pool.leave("engine-0", "scaled down")
+    await subject.known()
+    subject.ask(1, group[1])
+    await second.has_one_more()
+    assert group[1].engine == "engine-1"
 
 
 async def test_an_engine_that_left_gets_no_new_request_and_finishes_what_it_has(subject: Subject) -> None:

@@ -22,7 +22,7 @@ from rayrft.explorer.engine_pool import EnginePool, Member, Membership
 from rayrft.explorer.exchange import Answering, Completion, Request
 from rayrft.explorer.explorer import Explorer
 from rayrft.explorer.rollout import BusyClock
-from rayrft.explorer.workflow import register_workflow, workflows
+from rayrft.explorer.workflows import register_workflow, workflows
 from rayrft.rewards import RewardResult
 from tests.config.test_load import base
 from tests.errors import about

@@ -17,7 +17,7 @@ from rayrft.experience import Experience, Task, from_batch
 from rayrft.explorer.exchange import Answering, Completion, Request
 from rayrft.explorer.explorer import Explorer
 from rayrft.explorer.trajectory import Model, Trajectory
-from rayrft.explorer.workflow import register_workflow
+from rayrft.explorer.workflows import register_workflow
 from rayrft.rewards import RewardResult
 from tests.explorer.test_explorer import config, make_explorer
 

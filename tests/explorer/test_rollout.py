@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ import pytest
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ActorDied, ConfigError, RequestRefused
 from rayrft.experience import Task
+from rayrft.explorer.engine_pool import Session
 from rayrft.explorer.environment import Environment, Step
 from rayrft.explorer.exchange import Completion, Request, Sampling
 from rayrft.explorer.rollout import Rollout, Runner
 from rayrft.explorer.trajectory import Model, Trajectory
-from rayrft.explorer.workflow import register_workflow
+from rayrft.explorer.workflows import register_workflow
 from rayrft.rewards import RewardResult
 from tests.errors import about
 from tests.explorer.test_explorer import config
@@ -33,7 +35,7 @@ class Engines:
         self.requests: list[tuple[list[int], int, Sampling]] = []
         self.stop_reason = stop_reason
 
-    async def generate(self, request: Request) -> list[Completion]:
+    async def generate(self, request: Request, sessions: Sequence[Session] = ()) -> list[Completion]:
         sampling = request.sampling
         self.requests.append((request.prompt, request.n, sampling))
         seed = sampling.seed or 0
@@ -51,11 +53,13 @@ class Troubled:
 
     def __init__(self, trouble: str = "") -> None:
         self._trouble = trouble
+        self._of_repeat_0: list[Trajectory] = []
 
     async def run(self, task: Task, model: Model, env: Any = None) -> Any:
         trajectory = model.start(task.messages)
         if model.repeat == 0:
             await trajectory.act()
+            self._of_repeat_0.append(trajectory)
             return trajectory
         match self._trouble:
             case "raises":
@@ -66,6 +70,12 @@ class Troubled:
                 return None
             case "never acts":
                 return trajectory
+            case "another's":
+                await trajectory.act()
+                return self._of_repeat_0
+            case "twice":
+                await trajectory.act()
+                return [trajectory, trajectory]
             case "no number":
                 trajectory.reward("good")  # type: ignore[arg-type]
             case "refused":
@@ -92,7 +102,7 @@ def troubled(trouble: str) -> dict[str, Any]:
     return {"explorer.workflow": "troubled", "explorer.workflow_options": {"troubled": {"trouble": trouble}}}
 
 
-@pytest.mark.parametrize("trouble", ["raises", "none", "never acts", "no number", "refused"])
+@pytest.mark.parametrize("trouble", ["raises", "none", "never acts", "another's", "twice", "no number", "refused"])
 async def test_a_repeat_that_fails_costs_itself_and_is_told_with_workflow_and_task(
     trouble: str, tiny_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -221,6 +231,15 @@ async def test_what_is_sampled_does_not_depend_on_whether_first_requests_came_to
     assert all(n == 1 for _, n, _ in apart.requests)
     seeds = [row.logprobs[row.prompt_length] for row in first.rows]
     assert seeds == [row.logprobs[row.prompt_length] for row in second.rows] and len(set(seeds)) == 3
+
+
+async def test_every_request_says_when_an_answer_goes_in_circles(tiny_model: Path) -> None:
+    circles = {"explorer.sampling.repetition": {"max_pattern": 4, "count": 3}}
+    engines = Engines()
+    await run(tiny_model, engines, **circles, **troubled(""))
+    assert {sampling.repetition for _, _, sampling in engines.requests} == {(1, 4, 3)}
+    with pytest.raises(ConfigError, check=about("explorer.sampling.repetition.min_pattern")):
+        config(**{"explorer.sampling.repetition": {"min_pattern": 5, "max_pattern": 4}})
 
 
 async def test_a_task_is_acted_on_by_the_workflow_that_it_names(tiny_model: Path) -> None:

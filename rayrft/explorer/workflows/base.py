@@ -1,10 +1,11 @@
-"""Workflows: one attempt at a task. The runner (`rayrft.explorer.rollout`) repeats it and scores the trajectories."""
+"""The workflow protocol and its registry."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
+from rayrft.config.explorer import ExplorerConfig
 from rayrft.errors import ConfigError
 from rayrft.experience import Task
 from rayrft.explorer.environment import Environment
@@ -15,7 +16,8 @@ from rayrft.registry import Registry
 class Workflow(Protocol):
     """One attempt at a task: starts a trajectory, lets the model act, and appends observations. Several trajectories
     are rows of one attempt, such as its turns as separate rows. One instance serves all tasks of a run; ``env`` is the
-    attempt's own, if the config names an environment."""
+    attempt's own, if the config names an environment. A workflow that cannot do without one says so by a class
+    attribute ``needs_environment = True``."""
 
     async def run(self, task: Task, model: Model, env: Environment | None = None) -> Trajectory | list[Trajectory]: ...
 
@@ -25,14 +27,15 @@ workflows: Registry[Callable[..., Workflow]] = Registry("workflow")
 register_workflow = workflows.register
 
 
-def build_workflow(name: str, options: dict[str, Any], field: str = "explorer.workflow") -> Workflow:
+def build_workflow(name: str, config: ExplorerConfig, field: str = "explorer.workflow") -> Workflow:
     """Create the workflow with that registered name, or of the class at ``package.module:attribute``.
 
-    Raises ConfigError for ``field`` if there is none, or for ``explorer.workflow_options`` if it rejects them.
+    Raises ConfigError for ``field`` if there is none, for ``explorer.workflow_options`` if it rejects them, and for
+    ``explorer.environment`` if it needs one and none is configured.
     """
-    factory = workflows.get(name, field)
+    factory, options = workflows.get(name, field), config.workflow_options.get(name, {})
     try:
-        return factory(**options)
+        workflow = factory(**options)
     except TypeError as error:
         raise ConfigError(
             f"workflow {name!r} rejects its options: {error}",
@@ -40,13 +43,11 @@ def build_workflow(name: str, options: dict[str, Any], field: str = "explorer.wo
             value=options,
             remedy="see the parameters of the workflow",
         ) from None
-
-
-@register_workflow("single_turn")
-class SingleTurn:
-    """One question, one answer."""
-
-    async def run(self, task: Task, model: Model, env: Environment | None = None) -> Trajectory:
-        trajectory = model.start(task.messages, task.images)
-        await trajectory.act()
-        return trajectory
+    if getattr(workflow, "needs_environment", False) and config.environment is None:
+        raise ConfigError(
+            f"workflow {name!r} acts in an environment",
+            field="explorer.environment",
+            value=None,
+            remedy="name one, or choose another workflow",
+        )
+    return workflow

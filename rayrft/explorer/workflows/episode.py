@@ -1,0 +1,63 @@
+"""The loop of model and environment."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from rayrft.experience import Task
+from rayrft.explorer.environment import Environment
+from rayrft.explorer.trajectory import Model, Trajectory
+from rayrft.explorer.workflows.base import register_workflow
+
+
+@register_workflow("episode")
+class Episode:
+    """Acts in the environment until it is done, at most ``max_steps`` times; a user's message is an observation.
+
+    ``rows``: the episode is one row, or each step is a row that begins with the conversation up to it, of which only
+    the last ``history`` steps are kept if it is given.
+
+    ``credit``: every row has the sum of the episode's rewards, or, for algorithms with advantages by turn (`step_wise`,
+    `gigpo`), every turn has that of its step. Where the context is full, the rewards so far count.
+    """
+
+    needs_environment = True
+
+    def __init__(
+        self,
+        max_steps: int = 20,
+        rows: Literal["episode", "step"] = "episode",
+        credit: Literal["episode", "step"] = "episode",
+        history: int | None = None,
+    ) -> None:
+        for name, value in {"rows": rows, "credit": credit}.items():
+            if value not in ("episode", "step"):
+                raise TypeError(f"{name} is {value!r}, not 'episode' or 'step'")
+        if history is not None and rows == "episode":
+            raise TypeError("history is for rows: step")
+        self._max_steps, self._rows, self._credit, self._history = max_steps, rows, credit, history
+
+    async def run(self, task: Task, model: Model, env: Environment | None = None) -> list[Trajectory]:
+        assert env is not None  # checked when the workflow is built
+        system = [{"role": "system", "content": task.system}] if task.system else []
+        messages = [{"role": "user", "content": await env.reset(task)}]
+        trajectories = [model.start([*system, *messages])]
+        total = 0.0
+        for number in range(1, self._max_steps + 1):
+            action = await trajectories[-1].act()
+            step = await env.step(action)
+            total += step.reward
+            if self._credit == "step":
+                trajectories[-1].step_reward(step.reward)
+            for trajectory in trajectories:
+                trajectory.reward(total if self._credit == "episode" else 0.0)
+            if step.done or number == self._max_steps:
+                break
+            observation = {"role": "user", "content": step.observation}
+            messages += [{"role": "assistant", "content": action}, observation]
+            if self._rows == "episode":
+                trajectories[-1].observe([observation])
+            else:
+                kept = messages if self._history is None else messages[-2 * self._history - 1 :]
+                trajectories.append(model.start([*system, *kept]))
+        return trajectories
