@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import uuid
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.client import BufferWriter
@@ -34,6 +34,8 @@ from rayrft.waits import WaitReport, Waits
 
 if TYPE_CHECKING:
     from rayrft.algorithms import Algorithm
+
+T = TypeVar("T")
 
 _FAILURES_IN_A_ROW = 32
 """Consecutive groups that may fail, in a workflow or its reward, before the run is stopped."""
@@ -79,30 +81,16 @@ class Explorer:
 
         Raises ActorDied if an engine has died, and RayrftError if too many consecutive groups fail.
         """
-        running: set[asyncio.Task[None]] = set()
-        algorithm = stage.algorithm.build()
-        surplus = asyncio.create_task(self._drop_surplus())
-        admit = self._admit(stage)
+        groups, algorithm = _Tasks(), stage.algorithm.build()
+        groups.start(self._drop_surplus())
         try:
-            while True:
-                waiting: set[asyncio.Future[Any]] = {admit, surplus, *running}
-                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                for task in [task for task in running if task.done()]:
-                    running.remove(task)
-                    task.result()
-                if surplus.done():
-                    surplus.result()
-                if not admit.done():
-                    continue
-                if not (tickets := admit.result()):
-                    return await self._finish(running)
+            while tickets := await groups.unless_failed(self._admit(stage)):
                 for ticket in tickets:
-                    running.add(asyncio.create_task(self._group(stage, algorithm, ticket)))
-                admit = self._admit(stage)
+                    groups.start(self._group(stage, algorithm, ticket))
+            # After the last ticket the running groups finish, until the stage is closed.
+            await groups.unless_failed(asyncio.ensure_future(self._buffer.call(Buffer.closed)))
         finally:
-            for task in (surplus, *running):
-                task.cancel()
-            await asyncio.gather(surplus, *running, return_exceptions=True)
+            await groups.cancel()
 
     async def evaluate(self, temperature: float) -> Evaluation:
         """Attempt every held-out task once, as in training. Raises ActorDied if an engine has died."""
@@ -127,15 +115,6 @@ class Explorer:
     async def watch(self) -> None:
         """Never return: a caller that awaits it learns at once when this actor dies."""
         await asyncio.Event().wait()
-
-    async def _finish(self, running: set[asyncio.Task[None]]) -> None:
-        """Finish the running groups after the last ticket, until the stage is closed."""
-        closed = asyncio.ensure_future(self._buffer.call(Buffer.closed))
-        while running and not closed.done():
-            done, _ = await asyncio.wait({closed, *running}, return_when=asyncio.FIRST_COMPLETED)
-            for task in done & running:
-                running.remove(task)
-                task.result()
 
     def _admit(self, stage: StageConfig) -> asyncio.Future[list[Ticket]]:
         self._calls += 1
@@ -226,3 +205,36 @@ class Explorer:
                 field="explorer",
                 remedy="fix the workflow or reward; try it on a single task first",
             )
+
+
+class _Tasks:
+    """Concurrent tasks. Nobody waits for them one by one: the first failure wakes who waits for something else."""
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Task[None]] = set()
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(coroutine)
+        self._running.add(task)
+        task.add_done_callback(self._end)
+
+    async def unless_failed(self, future: asyncio.Future[T]) -> T:
+        """Wait for the future; raise the error of the first task that fails before."""
+        waiting: set[asyncio.Future[Any]] = {future, self._failed}
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if self._failed.done():
+            self._failed.result()
+        return future.result()
+
+    async def cancel(self) -> None:
+        """Cancel what is running, and wait until it has ended."""
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+        self._failed.cancel()  # an error that nobody waited for would be logged as lost
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and not self._failed.done():
+            self._failed.set_exception(error)
