@@ -167,8 +167,12 @@ class Requester:
             return
         requests, cancelled = self._unsent, self._cancelled
         self._unsent, self._cancelled = {}, []
+        try:
+            call = self._engine.call(Answering.exchange, self._client, requests, cancelled)
+        except Exception as error:  # such as a request that cannot be pickled: raised in the callers of `ask`
+            self._fail(error)
+            return
         self._calls += 1
-        call = self._engine.call(Answering.exchange, self._client, requests, cancelled)
         asyncio.ensure_future(call).add_done_callback(self._receive)
 
     def _receive(self, call: asyncio.Future[dict[int, Answer]]) -> None:
@@ -176,15 +180,18 @@ class Requester:
         if call.cancelled():  # the event loop ends
             return
         if error := call.exception():
-            for answer in self._asked.values():
-                _set(answer, error)
-            self._asked.clear()
+            self._fail(error)
             return
         for number, answered in call.result().items():
             if number in self._asked:  # else it was cancelled
                 _set(self._asked.pop(number), answered)
         if self._asked and not self._calls:
             self._schedule()
+
+    def _fail(self, error: BaseException) -> None:
+        for answer in self._asked.values():
+            _set(answer, error)
+        self._asked.clear()
 
 
 def _set(future: asyncio.Future[list[Completion]], answer: list[Completion] | BaseException) -> None:

@@ -90,6 +90,14 @@ async def test_a_refused_request_is_the_error_of_its_own_and_another_error_that_
             await task
 
 
+async def test_a_call_that_cannot_be_made_is_the_error_of_who_asked() -> None:
+    class Broken(Held):
+        exchange = property()  # type: ignore[assignment]
+
+    with pytest.raises(AttributeError):
+        await ask(Requester(remote(Broken())), 0)
+
+
 async def test_two_clients_of_an_engine_get_their_own_answers() -> None:
     engine = Held()
     clients = [Requester(remote(engine)) for _ in range(2)]
