@@ -116,7 +116,10 @@ class Experience:
     finished_at: float = 0.0
 
     def with_fields(self, **fields: Any) -> Experience:
-        """Return a copy with these fields, as `dataclasses.replace` does in eight times the time."""
+        """Return a copy with these fields, as `dataclasses.replace` does, in an eighth of its time. Raises TypeError
+        if there is none of a name."""
+        if unknown := fields.keys() - vars(self).keys():
+            raise TypeError(f"an experience has no {', '.join(sorted(unknown))}")
         copy = object.__new__(Experience)
         vars(copy).update(vars(self), **fields)
         return copy

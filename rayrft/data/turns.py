@@ -24,7 +24,7 @@ def group_advantages(
     greedy answer whose reward is missing.
     """
     if rewards is not None:
-        rows = [replace(row, reward=reward) for row, reward in zip(rows, rewards, strict=True)]
+        rows = [row.with_fields(reward=reward) for row, reward in zip(rows, rewards, strict=True)]
     if algorithm.needs_turns:
         turns = Turns.of(rows)
         known = replace(turns.group, greedy_reward=rows[0].greedy_reward)

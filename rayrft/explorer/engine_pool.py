@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from rayrft.errors import ActorDied, WeightSyncError
 from rayrft.explorer.engine import RolloutEngine
-from rayrft.explorer.exchange import Completion, Request, Requester
+from rayrft.explorer.exchange import Completion, Request, Requester, Session
 from rayrft.handle import Handle, TrackedHandle
 from rayrft.waits import Waits
 
@@ -105,14 +105,6 @@ class EnginePool:
         async with self._changed:
             self._changed.notify_all()
         return membership
-
-
-@dataclass
-class Session:
-    """One attempt's requests, each of which begins with those before it."""
-
-    engine: str | None = None
-    """The member that answered last, and holds their prefix in its cache."""
 
 
 _SPILL_ANSWERS, _SPILL_RATIO = 8, 1.5

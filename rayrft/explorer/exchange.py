@@ -51,6 +51,14 @@ class Request:
     images: tuple[str, ...] = ()
 
 
+@dataclass
+class Session:
+    """One attempt's requests, each of which begins with those before it."""
+
+    engine: str | None = None
+    """The member that answered last, and holds their prefix in its cache."""
+
+
 Answer = list[Completion] | RayrftError
 """The n answers to a request, or why it was refused."""
 
@@ -121,7 +129,8 @@ class _Mailbox:
     def _end(self, number: int) -> None:
         if number in self._running:  # else it was aborted
             task = self._running.pop(number)
-            self._finished[number] = task.exception() or task.result()
+            cancelled = RuntimeError("the engine cancelled a request") if task.cancelled() else None
+            self._finished[number] = cancelled or task.exception() or task.result()
             self._ready.set()
 
 

@@ -17,9 +17,8 @@ from rayrft.config import RunConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ActorDied, ModelError
 from rayrft.experience import Experience, Task
-from rayrft.explorer.engine_pool import Session
 from rayrft.explorer.environment import Environment, environment_factory
-from rayrft.explorer.exchange import Completion, Request, Sampling
+from rayrft.explorer.exchange import Completion, Request, Sampling, Session
 from rayrft.explorer.trajectory import ContextFull, Generate, Model, PromptTooLong, Trajectory
 from rayrft.explorer.workflows import Workflow, build_workflow
 from rayrft.rewards import RewardResult
@@ -127,13 +126,11 @@ class Runner:
                 async with self._environment() as env:
                     made = await self._workflow(workflow).run(task, model, env)
             return _rows(made, task, name, model)
-        except ContextFull:
+        except (ContextFull, PromptTooLong):
             ended = [trajectory for trajectory in model.started if trajectory.answers]
             for trajectory in ended[-1:]:
                 trajectory.end_for_length()
             return _rows(ended, task, name, model) if ended else _Failure("prompt_too_long")
-        except PromptTooLong:
-            return _Failure("prompt_too_long")
         except TimeoutError:
             seconds = self._config.explorer.deadline_s
             return self._failure(

@@ -22,7 +22,8 @@ Score = Callable[[Task, str], Awaitable[RewardResult]]
 
 
 class PromptTooLong(Exception):
-    """The first prompt exceeds ``explorer.sampling.max_prompt_tokens``: the task is dropped and counted."""
+    """A prompt exceeds ``explorer.sampling.max_prompt_tokens``. The attempt ends with what it has; without an answer,
+    the task is dropped and counted."""
 
 
 class ContextFull(Exception):

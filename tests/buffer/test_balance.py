@@ -48,7 +48,7 @@ def test_every_row_is_dealt_once_and_no_share_is_larger_than_it_must(rows: list[
     shares = deal([units], ranks)
     assert sorted(row for share in shares for part in share.parts for row in part.rows) == [u.row for u in units]
     total, largest = sum(unit.tokens for unit in units), max(unit.tokens for unit in units)
-    assert max(share.tokens for share in shares) <= total / ranks + max(largest, total / ranks / 8)
+    assert max(share.tokens for share in shares) <= total / ranks + max(largest, total / ranks / 4)
     assert all(share.rows[0] for share in shares) or len(units) < ranks
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from rayrft.errors import ActorDied, WeightSyncError
-from rayrft.explorer.engine_pool import EngineClient, EnginePool, Member, Membership, Session
-from rayrft.explorer.exchange import Answering, Completion, Request, Sampling
+from rayrft.explorer.engine_pool import EngineClient, EnginePool, Member, Membership
+from rayrft.explorer.exchange import Answering, Completion, Request, Sampling, Session
 from rayrft.waits import Waits
 from tests.errors import about
 from tests.scripted import remote

@@ -98,6 +98,15 @@ async def test_a_call_that_cannot_be_made_is_the_error_of_who_asked() -> None:
         await ask(Requester(remote(Broken())), 0)
 
 
+async def test_a_request_that_the_engine_itself_cancels_has_an_end() -> None:
+    engine = Held()
+    engine.problems = {0: asyncio.CancelledError()}  # type: ignore[dict-item]
+    engine.events[0] = asyncio.Event()
+    engine.events[0].set()
+    with pytest.raises(RuntimeError, match="cancelled"):
+        await asyncio.wait_for(ask(Requester(remote(engine)), 0), 20)
+
+
 async def test_two_clients_of_an_engine_get_their_own_answers() -> None:
     engine = Held()
     clients = [Requester(remote(engine)) for _ in range(2)]

@@ -15,9 +15,8 @@ import pytest
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ActorDied, ConfigError, RequestRefused
 from rayrft.experience import Task
-from rayrft.explorer.engine_pool import Session
 from rayrft.explorer.environment import Environment, Step
-from rayrft.explorer.exchange import Completion, Request, Sampling
+from rayrft.explorer.exchange import Completion, Request, Sampling, Session
 from rayrft.explorer.rollout import Rollout, Runner
 from rayrft.explorer.trajectory import Model, Trajectory
 from rayrft.explorer.workflows import register_workflow

@@ -11,9 +11,8 @@ import pytest
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ConfigError
 from rayrft.experience import Task
-from rayrft.explorer.engine_pool import Session
 from rayrft.explorer.environment import Step
-from rayrft.explorer.exchange import Completion, Request
+from rayrft.explorer.exchange import Completion, Request, Session
 from rayrft.explorer.rollout import Rollout, Runner
 from rayrft.rewards import RewardResult
 from tests.errors import about
@@ -186,6 +185,14 @@ async def test_a_full_context_ends_an_episode_with_what_it_earned(tiny_model: Pa
     rollout, _ = await run(tiny_model, "episode", lambda _: "up", {"max_steps": 99}, **where, **small)
     [row] = rollout.rows
     assert row.stop_reason == "length" and earned(rollout) == [float(len(said(rollout)[0]))]
+
+
+async def test_steps_end_with_what_they_have_where_the_next_prompt_is_too_long(tiny_model: Path) -> None:
+    where = {"explorer.environment": f"{__name__}:Corridor", "explorer.environment_options": {"length": 99}}
+    small = {"explorer.sampling.max_prompt_tokens": 60}
+    rollout, _ = await run(tiny_model, "episode", lambda _: "up", {"max_steps": 99, "rows": "step"}, **where, **small)
+    assert 1 < len(rollout.rows) < 99 and earned(rollout) == [float(len(rollout.rows))] * len(rollout.rows)
+    assert [row.stop_reason for row in rollout.rows] == ["stop"] * (len(rollout.rows) - 1) + ["length"]
 
 
 @pytest.mark.parametrize(

@@ -60,15 +60,20 @@ class SelfVerification:
     async def run(self, task: Task, model: Model, env: Environment | None = None) -> Trajectory:
         trajectory = model.start(task.messages, task.images)
         result = await model.score(task, await trajectory.act())
-        trajectory.reward(result)
+        self._reward(trajectory, result, 0.0)  # where the context has no room for a verdict
         trajectory.observe(self._question)
         said = re.findall(r"\b(yes|no)\b", (await trajectory.act()).lower())
         if result.value is not None:
             right = "yes" if result.value >= self._enough else "no"
-            verdict = float(said[-1:] == [right])
-            value = (1 - self._weight) * result.value + self._weight * verdict
-            trajectory.reward(value, {"answer": result.value, "verdict": verdict})
+            self._reward(trajectory, result, float(said[-1:] == [right]))
         return trajectory
+
+    def _reward(self, trajectory: Trajectory, answer: RewardResult, verdict: float) -> None:
+        if answer.value is None:
+            trajectory.reward(answer)
+        else:
+            value = (1 - self._weight) * answer.value + self._weight * verdict
+            trajectory.reward(value, {"answer": answer.value, "verdict": verdict})
 
 
 @register_workflow("best_of_n")
