@@ -30,7 +30,7 @@ class EngineConfig(Section):
 
 
 class RepetitionConfig(Section):
-    """When an answer goes in circles: it ends in a pattern of tokens, ``count`` times in a row."""
+    """When an answer repeats itself: it ends in a pattern of tokens, ``count`` times in a row."""
 
     min_pattern: int = Field(1, ge=1)
     """Shortest pattern, in tokens."""
@@ -58,7 +58,7 @@ class SamplingConfig(Section):
     max_prompt_tokens: int = Field(256, ge=1)
     """A task with a longer prompt is dropped with a reason and counted."""
     repetition: RepetitionConfig | None = None
-    """Stop an answer that goes in circles, with stop reason ``repetition``; what it earns is said in `reward`."""
+    """Stop an answer that repeats itself, with stop reason ``repetition``; what it earns is said in `reward`."""
 
 
 class ExplorerConfig(Section):

@@ -14,7 +14,7 @@ import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rayrft.config.explorer import EngineConfig
+from rayrft.config.explorer import EngineConfig, RepetitionConfig
 from rayrft.data.images import ImageReader, takes_images
 from rayrft.errors import ActorDied, ModelError, RequestRefused
 from rayrft.explorer.exchange import Answering, Completion, Request
@@ -40,6 +40,8 @@ class RolloutEngine(Answering):
     def __init__(self) -> None:
         super().__init__()
         self._core_ended = asyncio.Event()
+        self._names: dict[int, str] = {}
+        """vLLM's names of the requests that are running, by identity."""
         self._pausing = asyncio.Lock()  # a resume must not overtake a pause that is not complete
 
     async def start(self, model: str, config: EngineConfig, *, max_length: int, dtype: str, seed: int) -> None:
@@ -111,9 +113,12 @@ class RolloutEngine(Answering):
                 seed=sampling.seed,
                 repetition_detection=_repetition(sampling.repetition),
             )
-            output = await self._run(request.prompt, request.images, params)
+            name = self._names[id(request)] = uuid.uuid4().hex
+            output = await self._run(request.prompt, request.images, params, name)
         except (VLLMClientError, ValueError, TypeError) as error:
             raise _refused(str(error).strip().splitlines()[0], len(request.prompt)) from None
+        finally:
+            self._names.pop(id(request), None)
         return [
             Completion(
                 token_ids=tuple(answer.token_ids),
@@ -126,9 +131,14 @@ class RolloutEngine(Answering):
             for answer in output.outputs
         ]
 
+    async def interrupt(self, request: Request) -> None:
+        if name := self._names.get(id(request)):
+            await self._engine.abort(name)  # vLLM then returns what was sampled, with stop reason `INTERRUPTED`
+
     async def score(self, token_ids: list[int], images: tuple[str, ...] = ()) -> list[float]:
         """Return the log-prob at temperature 1 of every token but the first, given its prefix."""
-        output = await self._run(token_ids, images, self._params(max_tokens=1, temperature=0.0, prompt_logprobs=0))
+        params = self._params(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        output = await self._run(token_ids, images, params, uuid.uuid4().hex)
         scores = (output.prompt_logprobs or [])[1:]
         return [at[token].logprob for at, token in zip(scores, token_ids[1:], strict=True) if at]
 
@@ -203,10 +213,12 @@ class RolloutEngine(Answering):
 
         return SamplingParams(detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, **values)
 
-    async def _run(self, token_ids: list[int], images: tuple[str, ...], params: SamplingParams) -> RequestOutput:
+    async def _run(
+        self, token_ids: list[int], images: tuple[str, ...], params: SamplingParams, name: str
+    ) -> RequestOutput:
         prompt = await asyncio.to_thread(self._with_images, token_ids, images) if images else None
         last: Any = None
-        async for output in self._engine.generate(prompt or {"prompt_token_ids": token_ids}, params, uuid.uuid4().hex):
+        async for output in self._engine.generate(prompt or {"prompt_token_ids": token_ids}, params, name):
             last = output
         assert last is not None  # a request that does not finish raises
         if images and list(last.prompt_token_ids) != token_ids:
@@ -233,13 +245,14 @@ class RolloutEngine(Answering):
         return {"prompt_token_ids": ids, "multi_modal_data": {"image": pictures}}
 
 
-def _repetition(bounds: tuple[int, int, int] | None) -> RepetitionDetectionParams | None:
+def _repetition(config: RepetitionConfig | None) -> RepetitionDetectionParams | None:
     from vllm.sampling_params import RepetitionDetectionParams
 
-    if bounds is None:
+    if config is None:
         return None
-    shortest, longest, count = bounds
-    return RepetitionDetectionParams(max_pattern_size=longest, min_pattern_size=shortest, min_count=count)
+    return RepetitionDetectionParams(
+        max_pattern_size=config.max_pattern, min_pattern_size=config.min_pattern, min_count=config.count
+    )
 
 
 def _refused(problem: str, value: Any) -> RequestRefused:

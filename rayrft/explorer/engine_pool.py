@@ -142,7 +142,7 @@ class EngineClient:
             session.engine = name
         self._outstanding[name] += request.n
         try:
-            return await self._engines[name].ask(request)
+            return await self._engines[name].ask(request, sessions[0] if sessions else None)
         except (RayActorError, RayTaskError) as error:
             cause = getattr(error, "cause", None) or error
             [text, *_] = str(cause).strip().splitlines() or ["no message"]

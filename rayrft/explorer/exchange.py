@@ -7,15 +7,19 @@ together travel together, and so do answers that an engine finishes in one step.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from rayrft.config.explorer import RepetitionConfig
 from rayrft.errors import RayrftError
 from rayrft.handle import Handle
+
+INTERRUPTED = "abort"
 
 
 @dataclass(frozen=True)
@@ -27,13 +31,14 @@ class Sampling:
     stop_token_ids: tuple[int, ...]
     seed: int | None = None
     """If set, the answers do not depend on the engine's other requests."""
-    repetition: tuple[int, int, int] | None = None
-    """Shortest and longest pattern, and how many times in a row it stops an answer."""
+    repetition: RepetitionConfig | None = None
+    """When an answer repeats itself, and is stopped."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One answer. ``logprobs`` has an entry per token; ``versions`` are (start, end, version) over the answer."""
+    """One answer. ``logprobs`` has an entry per token; ``versions`` are (start, end, version) over the answer.
+    ``stop_reason`` is `INTERRUPTED` if it was interrupted."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -57,6 +62,23 @@ class Session:
 
     engine: str | None = None
     """The member that answered last, and holds their prefix in its cache."""
+    _interrupts: set[Callable[[], None]] = field(default_factory=set)
+    """What interrupts its requests in flight."""
+
+    def interrupt(self) -> None:
+        """End the requests in flight: they are answered with the tokens that were sampled until then. Those that are
+        not at the engine yet are answered in full."""
+        for interrupt in self._interrupts:
+            interrupt()
+
+    @contextlib.contextmanager
+    def interruptible(self, interrupt: Callable[[], None]) -> Iterator[None]:
+        """Let `interrupt` call this function meanwhile."""
+        self._interrupts.add(interrupt)
+        try:
+            yield
+        finally:
+            self._interrupts.discard(interrupt)
 
 
 Answer = list[Completion] | RayrftError
@@ -73,9 +95,15 @@ class Answering(ABC):
     async def generate(self, request: Request) -> list[Completion]:
         """Sample the answers to a request. RayrftError refuses it; any other error is the engine's own."""
 
-    async def exchange(self, client: str, requests: dict[int, Request], cancelled: Sequence[int]) -> dict[int, Answer]:
-        """Begin a client's requests, by its numbers, and abort those that are cancelled; return the answers that are
-        finished, as soon as there is one.
+    async def interrupt(self, request: Request) -> None:
+        """End a request with what was sampled until now. Nothing happens if it is not running, or the engine cannot."""
+        return
+
+    async def exchange(
+        self, client: str, requests: dict[int, Request], cancelled: Sequence[int], interrupted: Sequence[int] = ()
+    ) -> dict[int, Answer]:
+        """Begin a client's requests, by its numbers, abort those that are cancelled, and end the interrupted ones with
+        what they have; return the answers that are finished, as soon as there is one.
 
         A call ends the call before it of the same client, which then returns none. Raises the engine's own error, which
         ends all its requests.
@@ -84,7 +112,10 @@ class Answering(ABC):
         for number in cancelled:
             mailbox.abort(number)
         for number, request in requests.items():
-            mailbox.begin(number, self.generate(request))
+            mailbox.begin(number, request, self.generate(request))
+        for number in interrupted:
+            if (running := mailbox.running(number)) is not None:
+                await self.interrupt(running)
         return await mailbox.collect()
 
 
@@ -93,20 +124,26 @@ class _Mailbox:
 
     def __init__(self) -> None:
         self._running: dict[int, asyncio.Future[list[Completion]]] = {}
+        self._requests: dict[int, Request] = {}
         self._finished: dict[int, list[Completion] | BaseException] = {}
         self._aborted: set[int] = set()
         """Aborted before they began, or after they had ended."""
         self._ready = asyncio.Event()
         """Set when the latest call to collect may return."""
 
-    def begin(self, number: int, answering: Coroutine[Any, Any, list[Completion]]) -> None:
+    def begin(self, number: int, request: Request, answering: Coroutine[Any, Any, list[Completion]]) -> None:
         if number in self._aborted:
             return answering.close()
+        self._requests[number] = request
         self._running[number] = task = asyncio.ensure_future(answering)
         task.add_done_callback(lambda _: self._end(number))
 
+    def running(self, number: int) -> Request | None:
+        return self._requests.get(number)
+
     def abort(self, number: int) -> None:
         if number in self._running:
+            del self._requests[number]
             self._running.pop(number).cancel()
         elif self._finished.pop(number, None) is None:
             self._aborted.add(number)
@@ -128,6 +165,7 @@ class _Mailbox:
 
     def _end(self, number: int) -> None:
         if number in self._running:  # else it was aborted
+            del self._requests[number]
             task = self._running.pop(number)
             cancelled = RuntimeError("the engine cancelled a request") if task.cancelled() else None
             self._finished[number] = cancelled or task.exception() or task.result()
@@ -143,13 +181,15 @@ class Requester:
         self._numbers = itertools.count()
         self._unsent: dict[int, Request] = {}
         self._cancelled: list[int] = []
+        self._interrupted: list[int] = []
         self._asked: dict[int, asyncio.Future[list[Completion]]] = {}
         self._calls = 0
         """Number of open calls."""
         self._scheduled = False
 
-    async def ask(self, request: Request) -> list[Completion]:
-        """Return the answers to a request; if it is cancelled here, the engine ends it.
+    async def ask(self, request: Request, session: Session | None = None) -> list[Completion]:
+        """Return the answers to a request; if it is cancelled here, the engine ends it. Its ``session`` may interrupt
+        it.
 
         Raises the RayrftError with which the engine refuses it, and the error of the call if the engine has died.
         """
@@ -157,12 +197,17 @@ class Requester:
         self._unsent[number], self._asked[number] = request, answer
         self._schedule()
         try:
-            completions: list[Completion] = await answer
-            return completions
+            with (session or Session()).interruptible(lambda: self._interrupt(number)):
+                completions: list[Completion] = await answer
+                return completions
         finally:
             if self._asked.pop(number, None) is not None and self._unsent.pop(number, None) is None:
                 self._cancelled.append(number)
                 self._schedule()
+
+    def _interrupt(self, number: int) -> None:
+        self._interrupted.append(number)
+        self._schedule()
 
     def _schedule(self) -> None:
         """Make a call once all that is ready to run has run, so that what is asked together travels together."""
@@ -172,12 +217,12 @@ class Requester:
 
     def _call(self) -> None:
         self._scheduled = False
-        if not self._unsent and not self._cancelled and (self._calls or not self._asked):
+        requests, cancelled, interrupted = self._unsent, self._cancelled, self._interrupted
+        if not requests and not cancelled and not interrupted and (self._calls or not self._asked):
             return
-        requests, cancelled = self._unsent, self._cancelled
-        self._unsent, self._cancelled = {}, []
+        self._unsent, self._cancelled, self._interrupted = {}, [], []
         try:
-            call = self._engine.call(Answering.exchange, self._client, requests, cancelled)
+            call = self._engine.call(Answering.exchange, self._client, requests, cancelled, interrupted)
         except Exception as error:  # such as a request that cannot be pickled: raised in the callers of `ask`
             self._fail(error)
             return

@@ -97,9 +97,7 @@ class Runner:
         """
         seed = derive_seed(self._config.seed, name) if self._config.seeds_requests else None
         sampling = self._config.explorer.sampling
-        circles = sampling.repetition
-        repetition = (circles.min_pattern, circles.max_pattern, circles.count) if circles else None
-        common = Sampling(temperature, sampling.max_tokens, (self._tokenizer.eos_id,), seed, repetition)
+        common = Sampling(temperature, sampling.max_tokens, (self._tokenizer.eos_id,), seed, sampling.repetition)
         merger = _RequestMerger(self._engines, n, common)
         models = [self._model(repeat, merger) for repeat in range(n)]
         attempts = [asyncio.create_task(self._attempt(task, model, name)) for model in models]

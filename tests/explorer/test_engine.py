@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from rayrft.algorithms import token_logprobs
+from rayrft.config.explorer import RepetitionConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ModelError, RequestRefused
 from rayrft.explorer.engine_pool import EngineClient, EnginePool, Member
-from rayrft.explorer.exchange import Completion, Request, Sampling
+from rayrft.explorer.exchange import INTERRUPTED, Completion, Request, Sampling
 from rayrft.waits import Waits
 from tests.errors import about
 from tests.explorer.conftest import EngineUnderTest
@@ -67,15 +68,31 @@ def test_an_answer_ends_with_its_stop_token_or_at_the_limit(engine: EngineUnderT
             assert len(completion.token_ids) == 40 and eos not in completion.token_ids
 
 
-def test_an_answer_that_goes_in_circles_is_stopped_with_its_own_reason(engine: EngineUnderTest) -> None:
-    circles = Sampling(0.0, 40, (), repetition=(1, 4, 3))
-    [stopped] = ray.get(engine.actor.generate.remote(Request(PROMPT, 1, circles)))
-    [whole] = ray.get(engine.actor.generate.remote(Request(PROMPT, 1, replace(circles, repetition=None))))
+def test_an_answer_that_repeats_itself_is_stopped_with_its_own_reason(engine: EngineUnderTest) -> None:
+    repeats = Sampling(0.0, 40, (), repetition=RepetitionConfig(max_pattern=4, count=3))
+    [stopped] = ray.get(engine.actor.generate.remote(Request(PROMPT, 1, repeats)))
+    [whole] = ray.get(engine.actor.generate.remote(Request(PROMPT, 1, replace(repeats, repetition=None))))
     ids = stopped.token_ids
     assert stopped.stop_reason == "repetition" and whole.stop_reason == "length"
     assert ids == whole.token_ids[: len(ids)] and len(ids) < len(whole.token_ids)
     assert any(ids[-3 * size :] == ids[-size:] * 3 for size in range(1, 5))
     assert not any(ids[-3 * size - 1 : -1] == ids[-size - 1 : -1] * 3 for size in range(1, 5))
+
+
+def test_an_interrupted_request_keeps_every_token_that_was_sampled(engine: EngineUnderTest) -> None:
+    update(engine, engine.model(), 1)
+    found: list[Completion] = []
+    for number in range(20):
+        begun = engine.actor.exchange.remote("client", {number: Request(PROMPT, 3, sampling(max_tokens=40))}, [])
+        ended = ray.get(engine.actor.exchange.remote("client", {}, [], [number]))
+        found += ended.get(number) or ray.get(begun)[number]
+    for completion in found:
+        ids = completion.token_ids
+        assert completion.stop_reason == (INTERRUPTED if len(ids) < 40 else "length")
+        assert completion.logprobs == pytest.approx(recomputed(engine.model(), completion, 1.0), abs=1e-4)
+        assert completion.versions == ((0, len(ids), 1),)[: len(ids)]
+    assert any(completion.stop_reason == INTERRUPTED and completion.token_ids for completion in found)
+    assert len(generate(engine, n=1, max_tokens=5)[0].token_ids) == 5
 
 
 async def client_of(engine: EngineUnderTest) -> EngineClient:

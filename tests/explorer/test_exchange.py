@@ -12,7 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayrft.errors import RayrftError, RequestRefused
-from rayrft.explorer.exchange import Answer, Answering, Completion, Request, Requester, Sampling
+from rayrft.explorer.exchange import (
+    INTERRUPTED,
+    Answer,
+    Answering,
+    Completion,
+    Request,
+    Requester,
+    Sampling,
+    Session,
+)
 from tests.errors import about
 from tests.scripted import remote
 
@@ -24,7 +33,7 @@ class Held(Answering):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls, self.aborted = 0, list[int]()
+        self.calls, self.aborted, self.interrupted = 0, list[int](), list[int]()
         self.events: dict[int, asyncio.Event] = {}
         self.problems: dict[int, Exception] = {}
 
@@ -37,11 +46,16 @@ class Held(Answering):
             raise
         if number in self.problems:
             raise self.problems[number]
-        return [Completion((number,), (-1.0,), ((0, 1, 0),), "stop")] * request.n
+        reason = INTERRUPTED if number in self.interrupted else "stop"
+        return [Completion((number,), (-1.0,), ((0, 1, 0),), reason)] * request.n
 
-    async def exchange(self, client: str, requests: dict[int, Request], cancelled: Any) -> dict[int, Answer]:
+    async def interrupt(self, request: Request) -> None:
+        self.interrupted.append(request.prompt[0])
+        self.events[request.prompt[0]].set()
+
+    async def exchange(self, client: str, requests: dict[int, Request], *lists: Any) -> dict[int, Answer]:
         self.calls += 1
-        return await super().exchange(client, requests, cancelled)
+        return await super().exchange(client, requests, *lists)
 
 
 def ask(requester: Requester, number: int) -> asyncio.Task[list[Completion]]:
@@ -107,6 +121,29 @@ async def test_a_request_that_the_engine_itself_cancels_has_an_end() -> None:
         await asyncio.wait_for(ask(Requester(remote(engine)), 0), 20)
 
 
+async def test_an_interrupted_session_has_what_its_requests_have_and_others_go_on() -> None:
+    engine, session = Held(), Session()
+    requester = Requester(remote(engine))
+    cut = [asyncio.create_task(requester.ask(Request([number], 1, SAMPLING), session)) for number in range(3)]
+    other = ask(requester, 3)
+    await until(lambda: len(engine.events) == 4)
+    engine.events[1].set()
+    await cut[1]
+    session.interrupt()
+    assert [answer.stop_reason for task in cut for answer in await task] == [INTERRUPTED, "stop", INTERRUPTED]
+    assert engine.interrupted == [0, 2] and not engine.aborted and not other.done()
+    session.interrupt()  # nothing is in flight
+    engine.events[3].set()
+    assert (await other)[0].stop_reason == "stop"
+
+
+async def test_an_abort_that_overtakes_its_request_leaves_nothing_running() -> None:
+    engine = Held()
+    assert await engine.exchange("client", {}, [7]) == {}
+    assert await engine.exchange("client", {7: Request([7], 1, SAMPLING)}, []) == {}
+    assert not engine.events and not engine._mailboxes["client"]._running
+
+
 async def test_two_clients_of_an_engine_get_their_own_answers() -> None:
     engine = Held()
     clients = [Requester(remote(engine)) for _ in range(2)]
@@ -126,10 +163,10 @@ async def history(rng: random.Random, count: int) -> None:
     """Ask, answer, refuse, cancel, and let calls arrive late, in random order."""
 
     class Late(Held):
-        async def exchange(self, client: str, requests: dict[int, Request], cancelled: Any) -> dict[int, Answer]:
+        async def exchange(self, client: str, requests: dict[int, Request], *lists: Any) -> dict[int, Answer]:
             for _ in range(rng.choice([0, 0, 1, 3])):
                 await asyncio.sleep(0)
-            return await super().exchange(client, requests, cancelled)
+            return await super().exchange(client, requests, *lists)
 
     engine = Late()
     requester = Requester(remote(engine))

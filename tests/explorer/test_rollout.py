@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rayrft.config.explorer import RepetitionConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ActorDied, ConfigError, RequestRefused
 from rayrft.experience import Task
@@ -232,11 +233,11 @@ async def test_what_is_sampled_does_not_depend_on_whether_first_requests_came_to
     assert seeds == [row.logprobs[row.prompt_length] for row in second.rows] and len(set(seeds)) == 3
 
 
-async def test_every_request_says_when_an_answer_goes_in_circles(tiny_model: Path) -> None:
-    circles = {"explorer.sampling.repetition": {"max_pattern": 4, "count": 3}}
+async def test_every_request_says_when_an_answer_repeats_itself(tiny_model: Path) -> None:
+    repeats = {"explorer.sampling.repetition": {"max_pattern": 4, "count": 3}}
     engines = Engines()
-    await run(tiny_model, engines, **circles, **troubled(""))
-    assert {sampling.repetition for _, _, sampling in engines.requests} == {(1, 4, 3)}
+    await run(tiny_model, engines, **repeats, **troubled(""))
+    assert {sampling.repetition for _, _, sampling in engines.requests} == {RepetitionConfig(max_pattern=4, count=3)}
     with pytest.raises(ConfigError, check=about("explorer.sampling.repetition.min_pattern")):
         config(**{"explorer.sampling.repetition": {"min_pattern": 5, "max_pattern": 4}})
 

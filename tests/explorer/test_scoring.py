@@ -142,7 +142,7 @@ def test_a_masked_answer_keeps_its_reward_and_counts_as_dropped() -> None:
     assert cut.rows == [] and cut.dropped == {"truncated": 2}, "nothing would be left to train"
 
 
-def test_an_answer_in_circles_is_truncated_and_loses_the_penalty_but_not_in_the_eyes_of_filters() -> None:
+def test_an_answer_that_repeats_itself_is_truncated_and_loses_the_penalty_but_not_in_the_eyes_of_filters() -> None:
     results = [RewardResult(1.0), RewardResult(1.0)]
     scored = score(rows("stop", "repetition"), results, config(truncated="score", repetition_penalty=0.25))
     assert scored.rewards == [1.0, 0.75] and scored.unpunished == [1.0, 1.0] and scored.report.truncated == 1
