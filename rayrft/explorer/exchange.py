@@ -62,7 +62,7 @@ class Session:
 
     engine: str | None = None
     """The member that answered last, and holds their prefix in its cache."""
-    _interrupts: set[Callable[[], None]] = field(default_factory=set)
+    _interrupts: dict[Callable[[], None], None] = field(default_factory=dict)
     """What interrupts its requests in flight."""
 
     def interrupt(self) -> None:
@@ -74,11 +74,11 @@ class Session:
     @contextlib.contextmanager
     def interruptible(self, interrupt: Callable[[], None]) -> Iterator[None]:
         """Let `interrupt` call this function meanwhile."""
-        self._interrupts.add(interrupt)
+        self._interrupts[interrupt] = None
         try:
             yield
         finally:
-            self._interrupts.discard(interrupt)
+            del self._interrupts[interrupt]
 
 
 Answer = list[Completion] | RayrftError

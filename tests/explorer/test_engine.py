@@ -88,7 +88,7 @@ def test_an_interrupted_request_keeps_every_token_that_was_sampled(engine: Engin
         found += ended.get(number) or ray.get(begun)[number]
     for completion in found:
         ids = completion.token_ids
-        assert completion.stop_reason == (INTERRUPTED if len(ids) < 40 else "length")
+        assert completion.stop_reason in (INTERRUPTED, "stop") or len(ids) == 40
         assert completion.logprobs == pytest.approx(recomputed(engine.model(), completion, 1.0), abs=1e-4)
         assert completion.versions == ((0, len(ids), 1),)[: len(ids)]
     assert any(completion.stop_reason == INTERRUPTED and completion.token_ids for completion in found)
