@@ -84,6 +84,8 @@ def test_an_interrupted_request_keeps_every_token_that_was_sampled(engine: Engin
     found: list[Completion] = []
     for number in range(20):
         begun = engine.actor.exchange.remote("client", {number: Request(PROMPT, 3, sampling(max_tokens=40))}, [])
+        if number % 2:
+            generate(engine, n=1, max_tokens=5)  # meanwhile the other answers have grown, too
         ended = ray.get(engine.actor.exchange.remote("client", {}, [], [number]))
         found += ended.get(number) or ray.get(begun)[number]
     for completion in found:
