@@ -166,24 +166,25 @@ class Buffer:
         def answered() -> bool:
             return producer in meta.gone or (producer in meta.calls and meta.calls[producer][0] >= call)
 
-        await self._store.wait_for(lambda: answered() or not meta.open or meta.ended or self._may_admit())
-        if producer in meta.gone:
-            raise DataError(
-                "the producer was abandoned because it died or the run was resumed",
-                field="producer",
-                value=producer,
-                remedy="restart it under another name",
+        while True:
+            await self._store.wait_for(
+                lambda: answered() or not meta.open or self._state.exhausted or self._may_admit()
             )
-        if answered():
-            number, given = meta.calls[producer]
-            tickets = given if number == call else []
-            await self._store.commit()
-        else:
-            wanted = min(count, self._state.capacity) if meta.open and not meta.ended else 0
+            if producer in meta.gone:
+                raise DataError(
+                    "the producer was abandoned because it died or the run was resumed",
+                    field="producer",
+                    value=producer,
+                    remedy="restart it under another name",
+                )
+            if answered():
+                await self._store.commit()
+                number, given = meta.calls[producer]
+                return given if number == call else []
+            wanted = min(count, self._state.capacity) if meta.open and not self._state.exhausted else 0
             event = e.Admitted(producer, call, wanted, [])
             tickets = apply(self._state, event)
             await self._store.record(replace(event, tasks=[ticket.task for ticket in tickets]))
-        return tickets
 
     async def add_tasks(self, tasks: list[Task], source: int) -> int:
         """Add tasks to a source of the task set, by index; return how many are new by their id, the others are skipped.
@@ -224,6 +225,16 @@ class Buffer:
         dropped. Called by `BufferWriter`.
         """
         return await self._arrivals.put(entries, payload)
+
+    async def park(self, entry: Entry, payload: list[Any]) -> None:
+        """Store the calls of a group's unfinished attempts; its ticket will be issued again, before others. Raises
+        DataError for invalid rows."""
+        await self._arrivals.park(entry, payload)
+
+    async def parked(self, ticket: Ticket) -> list[tuple[Ref, np.ndarray]]:
+        """Return the blocks and rows of the calls that a group resumes from, which was parked."""
+        async with self._store.move_lock:
+            return await self._store.rows_by_block([self._state.meta.begun[ticket.sequence]])
 
     async def drop(self, ticket: Ticket, dropped: dict[str, int], report: e.GroupReport) -> None:
         """Record that a whole group was filtered, with its rows by reason; its place becomes free."""

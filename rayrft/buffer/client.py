@@ -65,6 +65,12 @@ class BufferWriter:
             self._sender = asyncio.create_task(self._send())
         return await done
 
+    async def park(self, batch: pa.RecordBatch, ticket: Ticket) -> None:
+        """Store the calls of a group's unfinished attempts; return when they are in the log."""
+        rows, nbytes = batch.num_rows, batch.get_total_buffer_size()
+        entry = Entry(batch.column("group_id")[0].as_py(), ticket, GroupReport(), {}, rows, nbytes)
+        await self._buffer.call(Buffer.park, entry, [_payload(pack(batch))])
+
     async def _send(self) -> None:
         """Send one call at a time, so that groups arrive in order. A full call is packed while another is in flight;
         smaller ones wait for more groups."""
@@ -96,11 +102,9 @@ class BufferWriter:
         return sent
 
     def _pack(self, sent: list[_Waiting]) -> list[Any]:
-        import ray
-
         batches = [batch for _, batch, _ in sent]
         message = (pa.concat_batches(batches) if len(batches) > 1 else batches[0]).serialize()  # its schema was checked
-        return [message if len(message) <= _INLINE_BYTES else ray.put(message)]
+        return [_payload(message)]
 
     async def _call(self, sent: list[_Waiting], payload: list[Any]) -> None:
         try:
@@ -113,6 +117,12 @@ class BufferWriter:
             for (_, _, done), receipt in zip(sent, receipts, strict=True):
                 if not done.done():
                     done.set_result(receipt)
+
+
+def _payload(message: pa.Buffer) -> Any:
+    import ray
+
+    return message if len(message) <= _INLINE_BYTES else ray.put(message)
 
 
 def put_groups(buffer: Handle[Buffer], rows: list[Experience], algorithms: list[Algorithm], group_size: int) -> None:

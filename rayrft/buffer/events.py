@@ -125,6 +125,16 @@ class Stored:
 
 
 @dataclass(frozen=True)
+class Parked:
+    """The calls of a group's unfinished attempts were stored in the segment that now has this extent. Its ticket will
+    be issued again."""
+
+    extent: Extent
+    group: StoredGroup
+    event: Literal["parked"] = "parked"
+
+
+@dataclass(frozen=True)
 class Dropped:
     """A group was dropped without storing any row."""
 
@@ -269,6 +279,7 @@ Event = (
     | TasksAdded
     | Abandoned
     | Stored
+    | Parked
     | Dropped
     | TaskFailed
     | Leased

@@ -67,6 +67,10 @@ class Feedback:
     async def _refuse(self, slot: int, experience_id: str, reward: float | None, labels: dict[str, str]) -> None:
         groups = self._store.state.groups
         version, status = int(groups.last_step[slot]), GroupStatus(int(groups.status[slot]))
+        if status == GroupStatus.PARKED:
+            raise FeedbackRefused(
+                "the attempt is not finished", field=experience_id, remedy="give feedback when its group is complete"
+            )
         await self._store.commit(e.FeedbackNoted(experience_id, reward, labels, version))
         if status == GroupStatus.DROPPED:
             raise FeedbackRefused(

@@ -13,7 +13,7 @@ from rayrft.buffer.events import StoredGroup
 
 
 class GroupStatus(IntEnum):
-    """Status of a slot's group. Ready and leased groups are held."""
+    """Status of a slot's group; see `HELD`."""
 
     FREE = 0
     """The slot is empty."""
@@ -21,6 +21,11 @@ class GroupStatus(IntEnum):
     LEASED = 2
     TRAINED = 3
     DROPPED = 4
+    PARKED = 5
+    """Unfinished: the rows are the model's calls until it was parked."""
+
+
+HELD = (GroupStatus.READY, GroupStatus.LEASED, GroupStatus.PARKED)
 
 
 _COLUMNS: dict[str, type] = {
@@ -102,8 +107,7 @@ class GroupTable:
 
     def set_status(self, slot: int, status: GroupStatus) -> None:
         """Change the status of a group, and update the sums over held groups."""
-        was = int(self.status[slot] in (GroupStatus.READY, GroupStatus.LEASED))
-        now = int(status in (GroupStatus.READY, GroupStatus.LEASED))
+        was, now = int(self.status[slot] in HELD), int(status in HELD)
         self.status[slot] = status
         self.held_rows += (now - was) * self.trainable(slot)
         self.held_bytes += (now - was) * int(self.nbytes[slot])
@@ -119,13 +123,13 @@ class GroupTable:
 
     def move(self, slot: int, segment: int, row: int) -> None:
         """Update the location of a group's rows."""
-        held = int(self.status[slot] in (GroupStatus.READY, GroupStatus.LEASED))
+        held = int(self.status[slot] in HELD)
         self.live[int(self.segment[slot])] -= held
         self.segment[slot], self.row[slot] = segment, row
         self.live[segment] += held
 
     def forget(self, slots: np.ndarray) -> None:
-        """Remove groups whose rows were deleted from disk."""
+        """Remove groups whose rows were deleted from disk, or are not needed any more."""
         for slot in slots.tolist():
             del self._slots[int(self.key[slot])]
             self.status[slot] = GroupStatus.FREE
@@ -138,7 +142,7 @@ class GroupTable:
 
     def rows_held(self) -> int:
         """Recount the held rows, which must equal `held_rows`."""
-        return self.trainable(np.isin(self.status, (GroupStatus.READY, GroupStatus.LEASED)))
+        return self.trainable(np.isin(self.status, HELD))
 
     @property
     def nbytes_in_memory(self) -> int:
@@ -159,7 +163,7 @@ class GroupTable:
         taken = np.flatnonzero(self.status != GroupStatus.FREE)
         self._free = np.flatnonzero(self.status == GroupStatus.FREE).tolist()  # sorted: a heap
         self._slots = dict(zip(self.key[taken].tolist(), taken.tolist(), strict=True))
-        held = np.isin(self.status, (GroupStatus.READY, GroupStatus.LEASED))
+        held = np.isin(self.status, HELD)
         self.held_rows, self.held_bytes = self.trainable(held), int(self.nbytes[held].sum())
         self.live = Counter(self.segment[held].tolist())
         return self

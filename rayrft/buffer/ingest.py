@@ -15,6 +15,7 @@ from rayrft.buffer.log.row_log import Appended
 from rayrft.buffer.retention import Retention
 from rayrft.buffer.store import Store
 from rayrft.buffer.validation import Fault, Limits
+from rayrft.errors import DataError
 
 _ROOM_DEADLINE_S = 600.0
 _OTHER_ROWS = "the group came before with other rows"
@@ -51,6 +52,20 @@ class Arrivals:
         for i in self._dropped(entries, keys):
             faults.setdefault(i, [Fault(entries[i].group_id, _NO_STEP)])
         return [Receipt(entry.group_id, tuple(faults.get(i, ()))) for i, entry in enumerate(entries)]
+
+    async def park(self, entry: Entry, payload: list[Any]) -> None:
+        """See `Buffer.park`."""
+        state, key = self._store.state, group_key(entry.group_id)
+        events: list[e.Event] = []
+        if state.expects(key, entry.sequence):
+            message = payload[0] if isinstance(payload[0], pa.Buffer) else await payload[0]
+            limits = replace(self._limits, version=state.newest_version)
+            done = await self._store.in_row_thread(self._store.rows.take, message, [0], [0], 1, limits)
+            if not done.groups:
+                [fault, *_] = done.faults[0]
+                raise DataError(fault.reason, field=fault.experience_id, remedy="park the calls as they were made")
+            events = [e.Parked(done.extent, _stored_group(entry, key, done, 0))]
+        await self._store.commit(*events)
 
     async def _store_groups(
         self, entries: list[Entry], keys: list[int], wanted: list[int], payload: list[Any]

@@ -250,7 +250,7 @@ class Leasing:
             return "stage_closed"
         # Outstanding groups of an earlier stage, or too late ones, cannot fill a batch.
         awaited = meta.outstanding.keys() & meta.schedule.running.keys()
-        return "end_of_data" if meta.ended and not awaited else None
+        return "end_of_data" if meta.ended and not awaited and not meta.parked else None
 
     def _ended(self, reason: str, step: int, what: str) -> LeaseEnded:
         meta = self._store.state.meta
@@ -269,7 +269,9 @@ class Leasing:
 
     def _available(self) -> str:
         """Describe the groups available for the next step."""
-        return f"{self._ready()} ready, {len(self._store.state.meta.schedule.running)} running"
+        meta = self._store.state.meta
+        parked = f", {len(meta.parked)} parked" if meta.parked else ""
+        return f"{self._ready()} ready, {len(meta.schedule.running)} running{parked}"
 
     def _dropped(self) -> str:
         ledger = self._store.state.meta.ledger

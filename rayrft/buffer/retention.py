@@ -112,7 +112,7 @@ class Retention:
         store, groups, extents = self._store, self._store.state.groups, self._store.state.meta.extents
         kept = self._leased()
         for segment in sorted(extents)[:-1]:
-            held = groups.where(GroupStatus.READY)
+            held = groups.where(GroupStatus.READY, GroupStatus.PARKED)
             held = held[groups.segment[held] == segment]
             share = groups.rows[held].sum() / extents[segment].rows
             if len(held) and share < _SPARSE and segment not in kept:

@@ -50,19 +50,29 @@ class StagePlan:
     mini_batches: int = 1
     scheduled: bool = True
     """Whether groups need tickets. Otherwise producers put groups at any time, and steps draw from the pool."""
+    parks: Literal["train", "mask"] | None = None
+    """Whether producers may park unfinished groups, and whether the tokens of before are to be trained if they are not
+    too old when the group is resumed."""
+
+    @property
+    def most_parked(self) -> int:
+        """Number of parked groups from which on these go on before others are begun: as many as may be running."""
+        return math.ceil(self.over_sampling * (self.max_staleness + 1) * self.groups)
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """Permission to start one group. ``deadline`` is the last step at which it may be consumed.
+    """Permission to start or resume one group. ``deadline`` is the last step at which it may be consumed.
 
-    ``task`` is the id of the task, or None if the Buffer has no task set.
+    ``task`` is the id of the task, or None if the Buffer has no task set. ``resumes``: the group was parked, and its
+    attempts go on from what `Buffer.parked` returns.
     """
 
     sequence: int
     version: int
     deadline: int
     task: str | None = None
+    resumes: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +110,12 @@ class Schedule(Protocol):
         """Issue up to ``count`` tickets at the current version; the caller has checked `capacity`."""
 
     def release(self, sequence: int) -> None:
-        """Free the place of a group that failed or was filtered."""
+        """Free the place of a group that failed, was filtered or is parked."""
+
+    def resume(self, ticket: Ticket, parks: Literal["train", "mask"]) -> Ticket:
+        """Return the ticket of a parked group with a new deadline, and give it a place; the caller has checked
+        `capacity`. Tokens that are too old for the deadline cannot be trained: it is as early as there is room if they
+        are to be."""
 
     def finish(self, ticket: Ticket, slot: int) -> bool:
         """Make an admitted group ready; return False if it is too late."""
@@ -179,6 +194,15 @@ class WindowedSchedule:
 
     def release(self, sequence: int) -> None:
         self.running.pop(sequence, None)
+
+    def resume(self, ticket: Ticket, parks: Literal["train", "mask"]) -> Ticket:
+        latest = self.version + self.max_staleness
+        earliest = latest if parks == "mask" else max(self.version, ticket.deadline)
+        for deadline in range(earliest, latest + 1):
+            self.running[ticket.sequence] = _resumed(ticket, self.version, deadline)
+            if self.over_sampling > 1.0 or self._room_after(self.version - (not self.taken), set()):
+                break
+        return self.running[ticket.sequence]
 
     def finish(self, ticket: Ticket, slot: int) -> bool:
         if self.running.pop(ticket.sequence, None) is None or ticket.deadline < self.version:
@@ -292,6 +316,12 @@ class ReplaySchedule:
     def release(self, sequence: int) -> None:
         self.running.pop(sequence, None)
 
+    def resume(self, ticket: Ticket, parks: Literal["train", "mask"]) -> Ticket:
+        latest = self.version + self.max_staleness
+        deadline = latest if parks == "mask" else max(self.version, ticket.deadline)
+        self.running[ticket.sequence] = resumed = _resumed(ticket, self.version, deadline)
+        return resumed
+
     def finish(self, ticket: Ticket, slot: int) -> bool:
         if self.running.pop(ticket.sequence, None) is None or ticket.deadline < self.version:
             return False
@@ -351,6 +381,9 @@ class OpenSchedule:
     def release(self, sequence: int) -> None:
         pass
 
+    def resume(self, ticket: Ticket, parks: Literal["train", "mask"]) -> Ticket:
+        return ticket
+
     def finish(self, ticket: Ticket, slot: int) -> bool:
         return False
 
@@ -387,6 +420,10 @@ def _tickets(schedule: WindowedSchedule | ReplaySchedule, count: int) -> list[Ti
     first, version = schedule.next_sequence, schedule.version
     schedule.next_sequence += count
     return [Ticket(first + index, version, version + schedule.max_staleness) for index in range(count)]
+
+
+def _resumed(ticket: Ticket, version: int, deadline: int) -> Ticket:
+    return replace(ticket, version=version, deadline=deadline, resumes=True)
 
 
 def _in_time(tickets: dict[int, Ticket], version: int) -> dict[int, Ticket]:

@@ -124,6 +124,14 @@ class Outstanding:
     producer: str
 
 
+@dataclass(frozen=True)
+class Waiting:
+    """The ticket of a parked group. It may be issued again once there are newer weights than ``version``."""
+
+    ticket: Ticket
+    version: int
+
+
 @dataclass
 class Metadata:
     """All state except the groups. ``run`` is the id of the run that the log belongs to, empty for a new log."""
@@ -150,6 +158,12 @@ class Metadata:
     outstanding: dict[int, Outstanding] = field(default_factory=dict)
     reissued_tickets: list[Ticket] = field(default_factory=list)
     """Tickets of abandoned producers, to be issued again."""
+    parked: dict[int, Waiting] = field(default_factory=dict)
+    """Parked groups whose tickets are to be issued again, by sequence number."""
+    begun: dict[int, int] = field(default_factory=dict)
+    """Slots of the calls of groups that were parked, until the group has ended, by sequence number."""
+    first_sequence: int = 0
+    """Of the stage's tickets."""
     calls: dict[str, tuple[int, list[Ticket]]] = field(default_factory=dict)
     """Number and tickets of the last request by producer."""
     gone: set[str] = field(default_factory=set)
@@ -196,7 +210,25 @@ class State:
         meta = self.meta
         if not meta.open or meta.replaying:
             return 0
-        return meta.schedule.capacity(self.eligible) + len(meta.reissued_tickets)
+        room = meta.schedule.capacity(self.eligible)
+        return (min(room, len(self.resumable)) if meta.ended else room) + len(meta.reissued_tickets)
+
+    @property
+    def resumable(self) -> list[Waiting]:
+        """Parked groups that may go on now, the oldest first: under new weights, unless so many are parked that no
+        other is begun, or there is no other."""
+        meta = self.meta
+        waiting = [meta.parked[sequence] for sequence in sorted(meta.parked)]
+        if meta.ended or (meta.plan is not None and len(waiting) >= meta.plan.most_parked):
+            return waiting
+        return [each for each in waiting if each.version < meta.version]
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether no more tickets will be issued in this stage."""
+        meta = self.meta
+        parks = meta.plan is not None and meta.plan.parks is not None
+        return meta.ended and not meta.parked and not (parks and meta.outstanding.keys() & meta.schedule.running.keys())
 
     @property
     def eligible(self) -> int:
@@ -217,8 +249,9 @@ class State:
 
     def expects(self, key: int, sequence: int | None) -> bool:
         """Return whether a group is new, not a repeat of one that arrived before."""
-        awaited = sequence is None or sequence in self.meta.outstanding
-        return awaited and self.groups.find(key) is None
+        if sequence is None:
+            return self.groups.find(key) is None
+        return sequence in self.meta.outstanding and self.groups.find(key) == self.meta.begun.get(sequence)
 
     def choose(self, step: int, groups: int) -> Draw | None:
         """Return the groups that the schedule chooses for a step; None if it has to wait."""
@@ -248,6 +281,14 @@ class State:
         else:
             self.meta.ledger.drop(rows, reason)
             self.groups.set_status(slot, GroupStatus.DROPPED)
+
+    def discard_calls(self, sequence: int | None) -> None:
+        """Remove the calls of a group that was parked: it has gone on, or ended."""
+        slot = None if sequence is None else self.meta.begun.pop(sequence, None)
+        if slot is not None:
+            self.meta.ledger.sampled -= self.groups.trainable(slot)
+            self.groups.set_status(slot, GroupStatus.DROPPED)
+            self.groups.forget(np.array([slot]))
 
     def fill_pool(self, build: Callable[[], Sampler]) -> None:
         """Create the pool's sampler: after a journal was read, and when a stage opens."""

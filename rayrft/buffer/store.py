@@ -161,7 +161,7 @@ class Store:
         newest = max(sizes, default=-1)
 
         def survived(event: e.Event) -> bool:
-            if not isinstance(event, e.Stored | e.Moved) or event.extent.segment != newest:
+            if not isinstance(event, e.Stored | e.Parked | e.Moved) or event.extent.segment != newest:
                 return True
             return event.extent.nbytes <= sizes[newest]
 

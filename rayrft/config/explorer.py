@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -45,6 +45,19 @@ class RepetitionConfig(Section):
         return self
 
 
+class PartialConfig(Section):
+    """Partial rollouts (Kimi k1.5, arXiv:2501.12599, 2.6.2): groups with unfinished answers are parked in the Buffer with
+    the tokens that they have, and go on from there under the next weights, before others are begun. A parked attempt
+    runs its workflow again up to where it was, with the answers that it got: an environment must answer them as before,
+    or the attempt samples anew from there on."""
+
+    budget: int | None = Field(None, ge=1)
+    """Tokens that an attempt may sample until it is parked; by default, only groups that over-sampling leaves over when
+    a step is leased are parked, instead of abandoned."""
+    old_tokens: Literal["train", "mask"] = "mask"
+    """Whether tokens from before a group was parked are trained, as far as ``max_staleness`` allows, or never."""
+
+
 class SamplingConfig(Section):
     """Sampling for training. No top-k or top-p: they truncate the support, so that log-probs would not be those of the
     trained policy."""
@@ -78,6 +91,7 @@ class ExplorerConfig(Section):
     """Drop a group whose advantages are all 0 (equal rewards, apart from an overlong punishment) if it has no gradient;
     another task replaces it. With a KL, an entropy term, a critic, or advantages normalised over the batch it has one,
     and is kept. (The dynamic sampling of other systems drops it also with a KL.)"""
+    partial: PartialConfig | None = None
     over_sampling: float = Field(1.0, ge=1.0, le=8.0)
     """Ratio of groups in flight to groups needed. Above 1 a step does not wait for stragglers; the groups that it
     leaves over are abandoned once it is leased, or dropped if they come too late, and counted."""

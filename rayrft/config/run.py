@@ -205,6 +205,26 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _partial(self) -> RunConfig:
+        partial = self.explorer.partial
+        if partial is None:
+            return self
+        if partial.budget is None and self.explorer.over_sampling == 1.0:
+            raise invalid(
+                "explorer.partial.budget",
+                "without it, groups are parked only if more are in flight than a step takes",
+                remedy="give a budget in tokens, or raise explorer.over_sampling",
+            )
+        if partial.old_tokens == "train" and self.max_staleness == 0:
+            raise invalid(
+                "explorer.partial.old_tokens",
+                "are older than max_staleness 0 allows",
+                value="train",
+                remedy="raise max_staleness, or give mask",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _devices(self) -> RunConfig:
         engine, trainer = self.explorer.engine, self.trainer
         if (engine.gpus > 0) != (trainer.gpus > 0):

@@ -188,6 +188,7 @@ class TrainLoop:
         await self._recorder.note(f"stage {stage.name!r}: {message}", stage.name, progress.step)
         if not resumed and (progress.step == 0 or stage.start_from):
             await self._evaluate(stage)
+        partial = self._config.explorer.partial
         plan = StagePlan(
             stage.groups,
             stage.group_size,
@@ -200,6 +201,7 @@ class TrainLoop:
             name=stage.name,
             pairs=algorithm.needs_pairs,
             mini_batches=stage.update.mini_batches,
+            parks=partial.old_tokens if partial else None,
         )
         await self._actors.buffer.call(Buffer.open_stage, plan)
 

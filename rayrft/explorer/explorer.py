@@ -8,13 +8,16 @@ import uuid
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import pyarrow as pa
+
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.client import BufferWriter
 from rayrft.buffer.schedule import Ticket
 from rayrft.config import RunConfig, StageConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import RayrftError
-from rayrft.experience import Task, to_batch
+from rayrft.experience import Experience, Task, from_batch, to_batch, unpack
+from rayrft.explorer.calls import Parking
 from rayrft.explorer.engine_pool import EngineClient, EnginePool
 from rayrft.explorer.evaluation import Evaluation
 from rayrft.explorer.rollout import Rollout, Runner
@@ -22,6 +25,7 @@ from rayrft.explorer.scoring import (
     apply_rewards,
     drop_zero_variance,
     earned,
+    mask_old,
     mask_truncated,
     with_baseline,
     with_failures,
@@ -67,6 +71,7 @@ class Explorer:
         self._rewards = RewardPool(config.reward, create_worker)
         self._runner = Runner(config, ChatTokenizer(model), EngineClient(engine_pool, self._waits), self._reward)
         self._rolling: dict[Ticket, asyncio.Future[list[Rollout]]] = {}
+        self._partial = config.explorer.partial
         self._failures = 0
 
     async def start(self) -> None:
@@ -82,7 +87,7 @@ class Explorer:
         Raises ActorDied if an engine has died, and RayrftError if too many consecutive groups fail.
         """
         groups, algorithm = _Tasks(), stage.algorithm.build()
-        groups.start(self._drop_surplus())
+        groups.start(self._end_surplus(stage))
         try:
             while tickets := await groups.unless_failed(self._admit(stage)):
                 for ticket in tickets:
@@ -123,11 +128,12 @@ class Explorer:
     async def _group(self, stage: StageConfig, algorithm: Algorithm, ticket: Ticket) -> None:
         """Roll out, score and store one group. The ticket is always used or returned."""
         task = await self._task(ticket)
-        group_id = f"{self._config.name}/{stage.name}/{ticket.sequence}/{task.id}"
+        group_id = self._group_id(stage, ticket)
+        parking = await self._parking(ticket)
         temperature = self._config.explorer.sampling.temperature
         workflow = task.workflow or self._config.explorer.workflow
         with self._waits.on(f"workflow {workflow!r}", group_id, internal=True):
-            rolling = [self._runner.run(task, group_id, stage.group_size, temperature)]
+            rolling = [self._runner.run(task, group_id, stage.group_size, temperature, parking)]
             if algorithm.needs_greedy_baseline:
                 # One greedy answer as the baseline: it is never trained on, and does not count as sampled.
                 rolling.append(self._runner.run(task, group_id, 1, 0.0))
@@ -140,8 +146,12 @@ class Explorer:
                 return await self._buffer.call(Buffer.fail, ticket, "surplus")
             finally:
                 self._rolling.pop(ticket, None)
+        if rollout.parked:
+            return await self._writer.park(to_batch(rollout.parked), ticket)
         if not rollout.rows:
-            [reason] = rollout.failed.keys() if len(rollout.failed) == 1 else ["workflow_error"]
+            # Without a failure it was parked before a token was sampled.
+            reasons = list(rollout.failed) or ["surplus"]
+            reason = reasons[0] if len(reasons) == 1 else "workflow_error"
             await self._buffer.call(Buffer.fail, ticket, reason)
             return self._count_failure(rollout.problem)
         rules, max_tokens = self._config.reward, self._config.explorer.sampling.max_tokens
@@ -152,6 +162,8 @@ class Explorer:
             scored = drop_zero_variance(scored, algorithm)
         if rules.truncated == "mask":
             scored = mask_truncated(scored)
+        if ticket.resumes:
+            scored = mask_old(scored, ticket.deadline - self._config.max_staleness)
         scored = with_failures(scored, rollout.failed)
         if scored.rows:
             batch = to_batch(scored.rows)
@@ -172,14 +184,29 @@ class Explorer:
             self._tasks.update({task.id: task for task in added})
         return self._tasks[ticket.task]
 
-    async def _drop_surplus(self) -> None:
-        """Abandon the groups that over-sampling started for a step once it has been leased, since decoding them further
-        would be wasted. Never returns."""
+    def _group_id(self, stage: StageConfig, ticket: Ticket) -> str:
+        return f"{self._config.name}/{stage.name}/{ticket.sequence}/{ticket.task}"
+
+    async def _parking(self, ticket: Ticket) -> Parking | None:
+        """Return how the ticket's group may be parked, with the calls that it resumes from."""
+        if self._partial is None:
+            return None
+        begun: list[Experience] = []
+        for ref, rows in await self._buffer.call(Buffer.parked, ticket) if ticket.resumes else ():
+            begun += from_batch(unpack(await ref).take(pa.array(rows)))
+        return Parking(self._partial.budget, begun)
+
+    async def _end_surplus(self, stage: StageConfig) -> None:
+        """Park or abandon the groups that over-sampling started for a step once it has been leased, since decoding them
+        further would be wasted. Never returns."""
         step = -1
         while True:
             step = await self._buffer.call(Buffer.leased, step)
             for ticket in [ticket for ticket in self._rolling if ticket.deadline <= step]:
-                self._rolling.pop(ticket).cancel()
+                if self._partial is None:
+                    self._rolling.pop(ticket).cancel()
+                else:
+                    self._runner.park(self._group_id(stage, ticket))
 
     async def _evaluate_one(self, task: Task, temperature: float) -> float | None:
         """Return the reward of one attempt, the mean over its rows, or None if it is unknown."""

@@ -4,32 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import time
 import traceback
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
 
 from rayrft.config import RunConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ActorDied, ModelError
 from rayrft.experience import Experience, Task
+from rayrft.explorer.calls import Engines, GroupCalls, Parking, derive_seed
 from rayrft.explorer.environment import Environment, environment_factory
-from rayrft.explorer.exchange import Completion, Request, Sampling, Session
-from rayrft.explorer.trajectory import ContextFull, Generate, Model, PromptTooLong, Trajectory
+from rayrft.explorer.exchange import Sampling
+from rayrft.explorer.trajectory import ContextFull, Model, PromptTooLong, Trajectory
 from rayrft.explorer.workflows import Workflow, build_workflow
 from rayrft.rewards import RewardResult
 
 log = logging.getLogger(__name__)
-
-
-class Engines(Protocol):
-    """Anything that answers requests."""
-
-    async def generate(self, request: Request, sessions: Sequence[Session] = ()) -> list[Completion]: ...
 
 
 Score = Callable[[Task, list[str]], Awaitable[list[RewardResult]]]
@@ -46,6 +39,8 @@ class Rollout:
     """Repeats without a row, by reason: ``prompt_too_long``, ``timeout``, ``workflow_error``."""
     problem: str | None = None
     """The last error of a workflow, in one line."""
+    parked: list[Experience] = field(default_factory=list)
+    """The calls of the group, if it was parked: it has no rows then."""
 
 
 class BusyClock:
@@ -82,6 +77,7 @@ class Runner:
         self._score = score
         self._workflows: dict[str, Workflow] = {}
         self._logged: set[tuple[str, str]] = set()
+        self._parkable: dict[str, GroupCalls] = {}
         self.rolling, self.scoring = BusyClock(), BusyClock()
         self._workflow(config.explorer.workflow)
         explorer = config.explorer
@@ -89,26 +85,33 @@ class Runner:
             environment_factory(explorer.environment, explorer.environment_options) if explorer.environment else None
         )
 
-    async def run(self, task: Task, name: str, n: int, temperature: float) -> Rollout:
+    async def run(self, task: Task, name: str, n: int, temperature: float, parking: Parking | None = None) -> Rollout:
         """Attempt a task ``n`` times concurrently, and score the rows without a reward by their last turn.
 
-        ``name`` is the group's id, from which the ids of its rows and the seeds of its requests are derived. An error
-        in a workflow fails that repeat only. Raises ActorDied if an engine has died.
+        ``name`` is the group's id, from which the ids of its rows and the seeds of its requests are derived. With
+        ``parking`` it may end unfinished. An error in a workflow fails that repeat only. Raises ActorDied if an engine
+        has died.
         """
         seed = derive_seed(self._config.seed, name) if self._config.seeds_requests else None
         sampling = self._config.explorer.sampling
         common = Sampling(temperature, sampling.max_tokens, (self._tokenizer.eos_id,), seed, sampling.repetition)
-        merger = _RequestMerger(self._engines, n, common)
-        models = [self._model(repeat, merger) for repeat in range(n)]
-        attempts = [asyncio.create_task(self._attempt(task, model, name)) for model in models]
+        calls = GroupCalls(self._engines, n, common, parking)
+        attempts = [asyncio.create_task(self._attempt(task, repeat, calls, name)) for repeat in range(n)]
+        for repeat, attempt in enumerate(attempts):
+            calls.on_park(repeat, attempt.cancel)
         rows, failed, problem = list[Experience](), Counter[str](), None
+        if parking is not None:
+            self._parkable[name] = calls
         try:
             with self.rolling:
                 outcomes = await asyncio.gather(*attempts)
         finally:
-            unfinished: list[asyncio.Future[Any]] = [*attempts, *merger.in_flight]
-            for future in unfinished:
-                future.cancel()
+            self._parkable.pop(name, None)
+            for attempt in attempts:
+                attempt.cancel()
+            calls.cancel()
+        if calls.parked:
+            return Rollout([], [], parked=calls.to_rows(name, task.id))
         for outcome in outcomes:
             if isinstance(outcome, _Failure):
                 failed[outcome.reason] += 1
@@ -117,8 +120,13 @@ class Runner:
                 rows += outcome
         return Rollout(rows, await self._results(task, rows), failed, problem)
 
-    async def _attempt(self, task: Task, model: Model, name: str) -> list[Experience] | _Failure:
-        workflow = task.workflow or self._config.explorer.workflow
+    def park(self, name: str) -> None:
+        """Park the group of that id, which runs with ``parking``; nothing happens if it is not running."""
+        if name in self._parkable:
+            self._parkable[name].park()
+
+    async def _attempt(self, task: Task, repeat: int, calls: GroupCalls, name: str) -> list[Experience] | _Failure:
+        workflow, model = task.workflow or self._config.explorer.workflow, self._model(repeat, calls)
         try:
             async with asyncio.timeout(self._config.explorer.deadline_s):
                 async with self._environment() as env:
@@ -134,7 +142,11 @@ class Runner:
             return self._failure(
                 workflow, task, "timeout", f"not finished within explorer.deadline_s, {seconds:g} s", ""
             )
-        except (ActorDied, ModelError, asyncio.CancelledError):
+        except asyncio.CancelledError:
+            if calls.is_parked(repeat):
+                return []
+            raise
+        except (ActorDied, ModelError):
             raise
         except Exception as error:  # a user's workflow may raise anything: only the repeat fails
             problem = f"{type(error).__name__}: {error}"
@@ -181,10 +193,10 @@ class Runner:
             [result] = await self._score(task, [response])
         return result
 
-    def _model(self, repeat: int, merger: _RequestMerger) -> Model:
+    def _model(self, repeat: int, calls: GroupCalls) -> Model:
         sampling = self._config.explorer.sampling
         return Model(
-            merger.of(repeat),
+            calls.of(repeat),
             self._score_one,
             self._tokenizer,
             max_tokens=sampling.max_tokens,
@@ -205,79 +217,6 @@ class _Failure:
     problem: str | None = None
 
 
-class _RequestMerger:
-    """Merges the first requests of a group's n repeats into one if they are equal and arrive together.
-
-    Answer k of a request with a seed equals the one answer to a request with the seed plus k, so the samples do not
-    depend on whether requests were merged. The requests' seeds are derived from that of the group.
-    """
-
-    def __init__(self, engines: Engines, n: int, sampling: Sampling) -> None:
-        """``sampling`` has the seed of the group."""
-        self._engines = engines
-        self._n = n
-        self._sampling = sampling
-        self._sessions = [Session() for _ in range(n)]
-        self._waiting: dict[int, tuple[list[int], int, tuple[str, ...], asyncio.Future[Completion]]] = {}
-        self.in_flight: set[asyncio.Future[None]] = set()
-
-    def of(self, repeat: int) -> Generate:
-        """Return the `Generate` function of one repeat."""
-        calls = 0
-
-        async def generate(prompt: list[int], max_tokens: int, images: tuple[str, ...]) -> Completion:
-            nonlocal calls
-            calls += 1
-            if calls == 1 and self._n > 1:
-                return await self._first(repeat, prompt, max_tokens, images)
-            request = self._request(prompt, 1, max_tokens, images, call=calls, repeat=repeat)
-            [completion] = await self._engines.generate(request, [self._sessions[repeat]])
-            return completion
-
-        return generate
-
-    def _request(
-        self, prompt: list[int], n: int, max_tokens: int, images: tuple[str, ...], *, call: int, repeat: int
-    ) -> Request:
-        seed = self._sampling.seed
-        seed = None if seed is None else derive_seed(seed, str(call)) + repeat
-        return Request(prompt, n, replace(self._sampling, max_tokens=max_tokens, seed=seed), images)
-
-    async def _first(self, repeat: int, prompt: list[int], max_tokens: int, images: tuple[str, ...]) -> Completion:
-        loop = asyncio.get_running_loop()
-        if not self._waiting:
-            loop.call_soon(self._send)  # after all repeats that are ready have run
-        self._waiting[repeat] = (prompt, max_tokens, images, loop.create_future())
-        return await self._waiting[repeat][-1]
-
-    def _send(self) -> None:
-        waiting, self._waiting = self._waiting, {}
-        repeats = sorted(waiting)
-        asked = [waiting[repeat][:-1] for repeat in repeats]
-        if len(repeats) == self._n and all(each == asked[0] for each in asked):
-            groups = [repeats]
-        else:
-            groups = [[repeat] for repeat in repeats]
-        for group in groups:
-            prompt, max_tokens, images, _ = waiting[group[0]]
-            request = self._request(prompt, len(group), max_tokens, images, call=1, repeat=group[0])
-            task = asyncio.ensure_future(self._answer({repeat: waiting[repeat][-1] for repeat in group}, request))
-            self.in_flight.add(task)  # the event loop keeps only weak references
-            task.add_done_callback(self.in_flight.discard)
-
-    async def _answer(self, futures: dict[int, asyncio.Future[Completion]], request: Request) -> None:
-        try:
-            completions = await self._engines.generate(request, [self._sessions[repeat] for repeat in futures])
-        except Exception as error:  # raised in the repeats that wait for the answers
-            for future in futures.values():
-                if not future.done():
-                    future.set_exception(error)
-        else:
-            for future, completion in zip(futures.values(), completions, strict=True):
-                if not future.done():
-                    future.set_result(completion)
-
-
 def _rows(made: Trajectory | list[Trajectory], task: Task, name: str, model: Model) -> list[Experience]:
     """Convert a workflow's return value to rows. Raises TypeError or ValueError if it is not a valid one."""
     trajectories = made if isinstance(made, list) else [made]
@@ -290,8 +229,3 @@ def _rows(made: Trajectory | list[Trajectory], task: Task, name: str, model: Mod
     first = f"{name}/{model.repeat}"
     ids = [first] if len(trajectories) == 1 else [f"{first}/{k}" for k in range(len(trajectories))]
     return [trajectory.to_experience(id, name, task) for trajectory, id in zip(trajectories, ids, strict=True)]
-
-
-def derive_seed(seed: int, name: str) -> int:
-    """Derive a seed from a base seed and a name."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=4).digest(), "little") >> 1

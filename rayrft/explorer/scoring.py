@@ -90,6 +90,29 @@ def mask_truncated(group: ScoredGroup) -> ScoredGroup:
     return replace(group, rows=rows if masked < len(rows) else [], dropped=dropped)
 
 
+def mask_old(group: ScoredGroup, oldest: int) -> ScoredGroup:
+    """Exclude the tokens that were sampled under weights before version ``oldest`` from training. A row without others
+    is kept for its reward alone; without another row, all are dropped."""
+    rows, dropped = [], 0
+    for row in group.rows:
+        old = [span for span in row.weight_versions if span.version < oldest]
+        if old and row.status != MASKED:
+            mask, logprobs = row.action_mask.copy(), row.logprobs.copy()
+            for span in old:
+                mask[span.start : span.end], logprobs[span.start : span.end] = 0, 0.0
+            if mask.any():
+                versions = tuple(span for span in row.weight_versions if span.version >= oldest)
+                row = row.with_fields(action_mask=mask, logprobs=logprobs, weight_versions=versions)
+            else:
+                row = row.with_fields(status=MASKED)
+                dropped += 1
+        rows.append(row)
+    if not dropped:
+        return replace(group, rows=rows)
+    trainable = any(row.status != MASKED for row in rows)
+    return replace(group, rows=rows if trainable else [], dropped=group.dropped + Counter(old_tokens=dropped))
+
+
 def with_baseline(group: ScoredGroup, greedy: ScoredGroup) -> ScoredGroup:
     """Set the greedy baseline, the mean reward of the greedy answer's rows; without one, drop all rows."""
     if greedy.rewards:

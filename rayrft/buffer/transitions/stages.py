@@ -10,7 +10,7 @@ import numpy as np
 from rayrft.buffer import events as e
 from rayrft.buffer.groups import GroupStatus
 from rayrft.buffer.schedule import StagePlan, Ticket, make_schedule
-from rayrft.buffer.state import ExpertCursor, Outstanding, State, rule
+from rayrft.buffer.state import ExpertCursor, Outstanding, State, Waiting, rule
 from rayrft.buffer.transitions.steps import drop_stale
 from rayrft.errors import StorageError
 
@@ -68,6 +68,9 @@ def stage_opened(state: State, event: e.StageOpened) -> None:
     for slot in state.groups.where(GroupStatus.READY).tolist():
         if state.groups.sequence[slot] >= 0:
             state.retire(slot, "stage_ended")
+    for slot in meta.begun.values():
+        state.retire(slot, "stage_ended")
+    meta.begun, meta.parked = {}, {}
     meta.plan, meta.version, meta.open = plan, plan.version, True
     meta.opened[plan.name] = plan.version
     meta.ended = meta.ended and not plan.scheduled  # producers without tickets may have finished before
@@ -76,6 +79,7 @@ def stage_opened(state: State, event: e.StageOpened) -> None:
     meta.calls = {producer: (call, []) for producer, (call, _) in meta.calls.items()}
     # The numbers of tickets continue: a late group of the previous stage must not be taken for one of this stage.
     sequence, replays = meta.schedule.next_sequence, state.config.name != "fifo"
+    meta.first_sequence = sequence
     meta.schedule = make_schedule(plan, _fresh(state, plan), sequence, replays=replays)
     _offer_ready(state)
 
@@ -125,16 +129,21 @@ def admitted(state: State, event: e.Admitted) -> list[Ticket]:
         meta.calls[event.producer] = (event.call, [])
         return []
     tickets, meta.reissued_tickets = meta.reissued_tickets[: event.count], meta.reissued_tickets[event.count :]
-    fresh = schedule.admit(event.count - len(tickets))
+    if meta.plan is not None and meta.plan.parks is not None:
+        for waiting in state.resumable[: event.count - len(tickets)]:
+            del meta.parked[waiting.ticket.sequence]
+            tickets.append(schedule.resume(waiting.ticket, meta.plan.parks))
+    fresh = [] if meta.ended else schedule.admit(event.count - len(tickets))
     tasks = _tasks(state, event.tasks[len(tickets) :], len(fresh))
     tickets += [replace(ticket, task=task) for ticket, task in zip(fresh, tasks, strict=False)]
     for ticket in fresh[len(tasks) :]:
         schedule.release(ticket.sequence)
     for ticket in tickets:
         meta.outstanding[ticket.sequence] = Outstanding(ticket, event.producer)
-    meta.calls[event.producer] = (event.call, tickets)
     if not tickets:
         meta.ended = True
+    if tickets or state.exhausted:  # else the producer waits for a parked group
+        meta.calls[event.producer] = (event.call, tickets)
     if event.tasks and event.tasks != [ticket.task for ticket in tickets]:
         raise StorageError(
             "the tasks drawn now differ from those in the log",
@@ -158,7 +167,10 @@ def abandoned(state: State, event: e.Abandoned) -> None:
     schedule = state.meta.schedule
     for ticket in held:
         del state.meta.outstanding[ticket.sequence]
-        if ticket.sequence in schedule.running:
+        if ticket.sequence in state.meta.begun:
+            state.meta.parked[ticket.sequence] = Waiting(ticket, -1)
+            schedule.release(ticket.sequence)
+        elif ticket.sequence in schedule.running:
             state.meta.reissued_tickets.append(ticket)
     state.meta.calls.pop(event.producer, None)
     state.meta.gone.add(event.producer)
@@ -177,6 +189,7 @@ def stored(state: State, event: e.Stored) -> None:
     for group in event.groups:
         if not state.expects(group.key, group.sequence):
             continue
+        state.discard_calls(group.sequence)
         slot = state.groups.add(group, event.extent.segment, meta.arrivals)
         state.set_score(slot, group.score)
         meta.arrivals += 1
@@ -189,6 +202,26 @@ def stored(state: State, event: e.Stored) -> None:
     state.pool.add(pooled, state.groups)
 
 
+@rule(e.Parked)
+def parked(state: State, event: e.Parked) -> None:
+    meta, group = state.meta, event.group
+    meta.extents[event.extent.segment] = event.extent
+    sequence = group.sequence
+    if sequence is None or not state.expects(group.key, sequence):
+        return
+    state.discard_calls(sequence)
+    slot = state.groups.add(group, event.extent.segment, meta.arrivals)
+    state.groups.set_status(slot, GroupStatus.PARKED)
+    meta.arrivals += 1
+    meta.ledger.sampled += state.groups.trainable(slot)
+    ticket = meta.outstanding.pop(sequence).ticket
+    meta.schedule.release(sequence)
+    if sequence < meta.first_sequence:
+        state.retire(slot, "late")
+    else:
+        meta.begun[sequence], meta.parked[sequence] = slot, Waiting(ticket, meta.version)
+
+
 @rule(e.Dropped)
 def dropped(state: State, event: e.Dropped) -> None:
     if event.sequence is not None and event.sequence not in state.meta.outstanding:
@@ -197,6 +230,7 @@ def dropped(state: State, event: e.Dropped) -> None:
         if state.meta.rejected_keys.get(event.key) == event.digest:
             return
         state.meta.rejected_keys[event.key] = event.digest
+    state.discard_calls(event.sequence)
     _report(state, event.sequence, event.dropped, event.report)
     if event.sequence is not None:
         state.meta.schedule.release(event.sequence)
@@ -205,6 +239,7 @@ def dropped(state: State, event: e.Dropped) -> None:
 @rule(e.TaskFailed)
 def task_failed(state: State, event: e.TaskFailed) -> None:
     if state.meta.outstanding.pop(event.sequence, None) is not None:
+        state.discard_calls(event.sequence)
         state.meta.ledger.dropped_tasks[event.reason] += 1
         state.meta.schedule.release(event.sequence)
 
