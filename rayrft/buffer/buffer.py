@@ -234,7 +234,8 @@ class Buffer:
     async def parked(self, ticket: Ticket) -> list[tuple[Ref, np.ndarray]]:
         """Return the blocks and rows of the calls that a group resumes from, which was parked."""
         async with self._store.move_lock:
-            return await self._store.rows_by_block([self._state.meta.begun[ticket.sequence]])
+            begun = self._state.meta.begun.get(ticket.sequence)
+            return await self._store.rows_by_block([] if begun is None else [begun])
 
     async def drop(self, ticket: Ticket, dropped: dict[str, int], report: e.GroupReport) -> None:
         """Record that a whole group was filtered, with its rows by reason; its place becomes free."""

@@ -131,6 +131,8 @@ class Parked:
 
     extent: Extent
     group: StoredGroup
+    resumes: int
+    """Of the ticket."""
     event: Literal["parked"] = "parked"
 
 

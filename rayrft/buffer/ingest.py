@@ -57,6 +57,7 @@ class Arrivals:
         """See `Buffer.park`."""
         state, key = self._store.state, group_key(entry.group_id)
         events: list[e.Event] = []
+        assert entry.ticket is not None  # only groups with tickets are parked
         if state.expects(key, entry.sequence):
             message = payload[0] if isinstance(payload[0], pa.Buffer) else await payload[0]
             limits = replace(self._limits, version=state.newest_version)
@@ -64,7 +65,7 @@ class Arrivals:
             if not done.groups:
                 [fault, *_] = done.faults[0]
                 raise DataError(fault.reason, field=fault.experience_id, remedy="park the calls as they were made")
-            events = [e.Parked(done.extent, _stored_group(entry, key, done, 0))]
+            events = [e.Parked(done.extent, _stored_group(entry, key, done, 0), entry.ticket.resumes)]
         await self._store.commit(*events)
 
     async def _store_groups(

@@ -64,15 +64,15 @@ class StagePlan:
 class Ticket:
     """Permission to start or resume one group. ``deadline`` is the last step at which it may be consumed.
 
-    ``task`` is the id of the task, or None if the Buffer has no task set. ``resumes``: the group was parked, and its
-    attempts go on from what `Buffer.parked` returns.
+    ``task`` is the id of the task, or None if the Buffer has no task set. ``resumes`` counts how often the group was
+    parked: its attempts go on from what `Buffer.parked` returns.
     """
 
     sequence: int
     version: int
     deadline: int
     task: str | None = None
-    resumes: bool = False
+    resumes: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -423,7 +423,7 @@ def _tickets(schedule: WindowedSchedule | ReplaySchedule, count: int) -> list[Ti
 
 
 def _resumed(ticket: Ticket, version: int, deadline: int) -> Ticket:
-    return replace(ticket, version=version, deadline=deadline, resumes=True)
+    return replace(ticket, version=version, deadline=deadline, resumes=ticket.resumes + 1)
 
 
 def _in_time(tickets: dict[int, Ticket], version: int) -> dict[int, Ticket]:

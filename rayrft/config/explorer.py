@@ -46,10 +46,11 @@ class RepetitionConfig(Section):
 
 
 class PartialConfig(Section):
-    """Partial rollouts (Kimi k1.5, arXiv:2501.12599, 2.6.2): groups with unfinished answers are parked in the Buffer with
-    the tokens that they have, and go on from there under the next weights, before others are begun. A parked attempt
-    runs its workflow again up to where it was, with the answers that it got: an environment must answer them as before,
-    or the attempt samples anew from there on."""
+    """Partial rollouts (Kimi k1.5, arXiv:2501.12599, 2.6.2): groups with unfinished answers are parked in the Buffer
+    with the tokens that they have, and go on from there under the next weights, before others are begun.
+
+    A parked attempt runs its workflow again up to where it was, with the answers that it got: an environment must
+    answer them as before, or the attempt samples anew from there on."""
 
     budget: int | None = Field(None, ge=1)
     """Tokens that an attempt may sample until it is parked; by default, only groups that over-sampling leaves over when

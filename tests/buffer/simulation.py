@@ -189,14 +189,17 @@ class Setting:
     """Of everything else at once; the Buffer is killed with it, and the run resumed from its last checkpoint."""
     fails: float
     """How often a group fails, and how often it is filtered."""
+    parks: float
+    """How often a group is parked."""
     snapshot_bytes: int
 
     @classmethod
     def draw(cls, rng: random.Random) -> Setting:
         staleness, over = rng.randint(0, 2), rng.choice([1.0, 1.0, 1.5])
+        parks = rng.choice([None, "mask", "train"] if staleness else [None, "mask"])
         groups = rng.choice([(2,), (3,), (1,), (2, 3), (2, 0, 2), (0, 1)])
         stages = [
-            StagePlan(count, max_staleness=staleness, over_sampling=over, name=f"stage-{number}")
+            StagePlan(count, max_staleness=staleness, over_sampling=over, name=f"stage-{number}", parks=parks)
             for number, count in enumerate(groups)
         ]
         replayed = {"name": "uniform", "max_uses": 2, "replay_ratio": rng.choice([1, 2])}
@@ -209,6 +212,7 @@ class Setting:
             rng.randint(0, 6),
             rng.choice([0, 0, 1, 2, 3]),
             rng.choice([0.05, 0.2]),
+            rng.choice([0.1, 0.5, 0.9]) if parks else 0.0,
             rng.choice([1500, 1 << 30]),
         )
 
@@ -367,11 +371,21 @@ class Producer:
         elif draw < 2 * world.setting.fails:
             await world.drop.remote(ticket, {"zero_variance": 1}, GroupReport(rows=1))
             world.known["filtered"].add((stage, ticket.sequence))
+        elif rng.random() < world.setting.parks:
+            name = f"{stage}/{ticket.sequence}"
+            if ticket.resumes:
+                rows = [row for _, rows in await world.parked.remote(ticket) for row in rows]
+                assert [world.disk[row] for row in rows] in ([f"{name} parked"], []), "what was parked"
+            payload = [pa.py_buffer(json.dumps([[f"{name} parked", ticket.version]]).encode())]
+            await world.park.remote(Entry(name, ticket, GroupReport(), {}, 1, 1), payload)
         else:
             name = f"{stage}/{ticket.sequence}"
             entry = Entry(name, ticket, GroupReport(rows=1, reward_sum=1.0, scored=1), {}, 1, 1)
             world.known["sent"].add(name)
-            await world.put.remote([entry], [pa.py_buffer(json.dumps([[name, ticket.version]]).encode())])
+            plan = world.setting.stages[0]
+            kept = ticket.deadline - plan.max_staleness if plan.parks == "train" and ticket.resumes else ticket.version
+            oldest = min(ticket.version, kept)
+            await world.put.remote([entry], [pa.py_buffer(json.dumps([[name, oldest]]).encode())])
             world.known["put"].add(name)
 
 
@@ -493,10 +507,13 @@ async def check(world: World) -> None:
     assert {*uses, *held} <= sent and len(set(held)) == len(held)
     assert max(uses.values(), default=0) <= world.setting.sampler.get("max_uses", 1), "trained too often"
     dropped = dict(stats.ledger.dropped)
+    parked = len(world._buffer._state.meta.begun)
+    assert len(held) + parked == stats.ledger.held
+    dropped.pop("unfinished", 0)
     filtered, failed = dropped.pop("zero_variance", 0), stats.ledger.dropped_tasks.get("workflow_error", 0)
     left = len({*uses, *held})
     assert stats.ledger.closes
-    assert stats.ledger.trained + stats.ledger.held == left
+    assert stats.ledger.trained + len(held) == left
     if world.setting.crashes:  # what had no answer when all died may have been executed, or not
         assert len(put) <= left + sum(dropped.values()) <= len(sent)
         assert filtered >= len(world.known["filtered"]) and failed >= len(world.known["failed"])

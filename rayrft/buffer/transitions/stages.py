@@ -69,7 +69,7 @@ def stage_opened(state: State, event: e.StageOpened) -> None:
         if state.groups.sequence[slot] >= 0:
             state.retire(slot, "stage_ended")
     for slot in meta.begun.values():
-        state.retire(slot, "stage_ended")
+        state.retire(slot, "unfinished")
     meta.begun, meta.parked = {}, {}
     meta.plan, meta.version, meta.open = plan, plan.version, True
     meta.opened[plan.name] = plan.version
@@ -209,6 +209,8 @@ def parked(state: State, event: e.Parked) -> None:
     sequence = group.sequence
     if sequence is None or not state.expects(group.key, sequence):
         return
+    if meta.outstanding[sequence].ticket.resumes != event.resumes:
+        return  # a late repeat: the group has been resumed since
     state.discard_calls(sequence)
     slot = state.groups.add(group, event.extent.segment, meta.arrivals)
     state.groups.set_status(slot, GroupStatus.PARKED)
@@ -217,7 +219,7 @@ def parked(state: State, event: e.Parked) -> None:
     ticket = meta.outstanding.pop(sequence).ticket
     meta.schedule.release(sequence)
     if sequence < meta.first_sequence:
-        state.retire(slot, "late")
+        state.retire(slot, "unfinished")
     else:
         meta.begun[sequence], meta.parked[sequence] = slot, Waiting(ticket, meta.version)
 
