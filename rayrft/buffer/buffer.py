@@ -227,8 +227,7 @@ class Buffer:
         return await self._arrivals.put(entries, payload)
 
     async def park(self, entry: Entry, payload: list[Any]) -> None:
-        """Store the calls of a group's unfinished attempts; its ticket will be issued again, before others. Raises
-        DataError for invalid rows."""
+        """Store the calls of a group's unfinished attempts; its ticket will be issued again, before others."""
         await self._arrivals.park(entry, payload)
 
     async def parked(self, ticket: Ticket) -> list[tuple[Ref, np.ndarray]]:

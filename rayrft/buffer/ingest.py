@@ -15,7 +15,6 @@ from rayrft.buffer.log.row_log import Appended
 from rayrft.buffer.retention import Retention
 from rayrft.buffer.store import Store
 from rayrft.buffer.validation import Fault, Limits
-from rayrft.errors import DataError
 
 _ROOM_DEADLINE_S = 600.0
 _OTHER_ROWS = "the group came before with other rows"
@@ -60,11 +59,7 @@ class Arrivals:
         assert entry.ticket is not None  # only groups with tickets are parked
         if state.expects(key, entry.sequence):
             message = payload[0] if isinstance(payload[0], pa.Buffer) else await payload[0]
-            limits = replace(self._limits, version=state.newest_version)
-            done = await self._store.in_row_thread(self._store.rows.take, message, [0], [0], 1, limits)
-            if not done.groups:
-                [fault, *_] = done.faults[0]
-                raise DataError(fault.reason, field=fault.experience_id, remedy="park the calls as they were made")
+            done = await self._store.in_row_thread(self._store.rows.append, message)  # the finished group is validated
             events = [e.Parked(done.extent, _stored_group(entry, key, done, 0), entry.ticket.resumes)]
         await self._store.commit(*events)
 

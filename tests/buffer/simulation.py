@@ -139,6 +139,9 @@ class Rows:
         extent = Extent(0, len(self._world.disk), len(self._world.disk))
         return Appended(extent, row, wanted, numbers, np.ones(len(groups)), ones)
 
+    def append(self, message: pa.Buffer) -> Appended:
+        return self.take(message, [0], [], 1, Limits())
+
     def refs(self, spans: list[RowSpan]) -> list[tuple[Any, int, np.ndarray]]:
         return [("rows", span.row, np.ones(span.rows, dtype=np.int64)) for span in spans]
 

@@ -1,4 +1,5 @@
-"""A run with real engines that lost its Master, resumed: nothing is lost, and nothing is trained twice."""
+"""A run with real engines and partial rollouts that lost its Master, resumed: nothing is lost, and nothing is trained
+twice."""
 
 from __future__ import annotations
 
@@ -31,6 +32,7 @@ def make_config(storage: Path, steps: int) -> dict[str, Any]:
     config = small_config(storage, "lives", checkpoint={"every": 3}, evaluation={"enabled": False})
     config["stages"][1]["steps"] = steps
     config["stages"][1]["algorithm"]["kl"] = "k3"
+    config["explorer"]["partial"] = {"budget": 4}  # of at most 6 tokens of an answer
     return config
 
 
@@ -79,15 +81,27 @@ def test_the_ledger_closes_and_every_step_is_counted_once(resumed: Resumed) -> N
     assert summary.status == "finished" and summary.steps == 3 + resumed.steps
     ledger = summary.ledger
     assert ledger.closes
-    assert ledger.trained == resumed.steps * 16
+    assert ledger.trained + ledger.dropped["old_tokens"] == resumed.steps * 16
     steps = [record.step for record in read_records(resumed.folder) if isinstance(record, StepRecord)]
     assert steps == list(range(1, 4 + resumed.steps))
+
+
+def test_parked_answers_went_on_and_only_their_new_tokens_are_trained(resumed: Resumed) -> None:
+    old = 0
+    for batch in Archive.of_run(resumed.folder).rows(where="group_status = 'trained' and status <> 'masked'"):
+        for row in batch.to_pylist():
+            [span] = row["weight_versions"]
+            assert span["version"] == row["trained_step"]
+            actions = [place for place, action in enumerate(row["action_mask"]) if action]
+            assert actions == list(range(span["start"], span["end"]))
+            old += span["start"] - row["prompt_length"]
+    assert old > 0
 
 
 @pytest.mark.slow
 def test_it_trained_on_what_the_run_without_a_fault_trained_on(resumed: Resumed, whole: Path) -> None:
     rows = [_trained(folder) for folder in (whole, resumed.folder)]
-    assert rows[0].keys() == rows[1].keys() and len(rows[0]) == resumed.steps * 16
+    assert rows[0].keys() == rows[1].keys() and len(rows[0]) == resumed.steps * 16  # with those kept for their reward
     assert rows[0] == rows[1]
 
 
