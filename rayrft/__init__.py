@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rayrft.core.run import Run
     from rayrft.errors import RayrftError
     from rayrft.experience import Experience, Task
-    from rayrft.explorer.environment import Environment, Step, register_environment
+    from rayrft.explorer.environments import Environment, Step, register_environment
     from rayrft.explorer.trajectory import Model, Trajectory
     from rayrft.explorer.workflows import Workflow, register_workflow
     from rayrft.rewards import RewardResult, register_reward
@@ -30,9 +30,9 @@ _HOME = {
     "resume": "rayrft.core.launch",
     "start": "rayrft.core.launch",
     "RayrftError": "rayrft.errors",
-    "Environment": "rayrft.explorer.environment",
-    "Step": "rayrft.explorer.environment",
-    "register_environment": "rayrft.explorer.environment",
+    "Environment": "rayrft.explorer.environments",
+    "Step": "rayrft.explorer.environments",
+    "register_environment": "rayrft.explorer.environments",
     "Model": "rayrft.explorer.trajectory",
     "Trajectory": "rayrft.explorer.trajectory",
     "Workflow": "rayrft.explorer.workflows",

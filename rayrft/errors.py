@@ -85,6 +85,14 @@ class AnswerTooLarge(CallFailed):
     """The answer exceeds the limit, and the process was killed; ``value`` is its size in bytes."""
 
 
+class EnvironmentFailed(RayrftError):
+    """The environment of one attempt failed, or what it returned is not valid."""
+
+
+class EnvironmentTimeout(EnvironmentFailed):
+    """The environment did not answer within its deadline."""
+
+
 class StorageError(RayrftError):
     """The Buffer's log cannot be written or read; ``field`` names the file. Earlier data stays readable."""
 

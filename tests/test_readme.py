@@ -60,7 +60,7 @@ async def test_the_examples_of_a_reward_and_a_workflow_run(tiny_model: Path) -> 
     for name in workflows:
         settings: dict[str, Any] = {"explorer.workflow": name}
         if name == "in_environment":
-            settings["explorer.environment"] = "counting"
+            settings["explorer.environment.name"] = "counting"
         rollout = await Runner(config(**settings), ChatTokenizer(tiny_model), Engines(), score).run(TASK, "g", 2, 1.0)
         assert len(rollout.rows) == 2 and not rollout.failed
         assert [turn["role"] for turn in rollout.rows[0].turns] == ["user", "assistant", "user", "assistant"]

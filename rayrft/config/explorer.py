@@ -75,14 +75,36 @@ class SamplingConfig(Section):
     """Stop an answer that repeats itself, with stop reason ``repetition``; what it earns is said in `reward`."""
 
 
+class EnvironmentConfig(Section):
+    """What workflows act in. Every attempt has an environment of its own, in a process of its own if it may block."""
+
+    name: str
+    """gymnasium, reasoning_gym, verifiers, openenv, one that a plugin registers, or ``package.module:attribute``."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Parameters of its class."""
+    deadline_s: float = Field(30.0, gt=0)
+    """Seconds for its creation, for ``reset`` and for each ``step``, from when they begin. What takes longer fails the
+    attempt, which is counted as ``timeout``."""
+    observation_limit: int = Field(20_000, ge=1)
+    """Longest observation, in characters; a longer one fails the attempt."""
+    same_episode: bool = True
+    """Whether all attempts of a group have the same seed, and so the same episode: advantages that compare them need
+    it. Seeds are derived from the run's."""
+    processes: int = Field(64, ge=1)
+    """Environments that may be in processes at once, in each Explorer; further attempts wait for one to end."""
+    spares: int = Field(2, ge=0)
+    """Processes with an environment that are started before an attempt asks for them."""
+    reset_retries: int = Field(2, ge=0)
+    """How often another process is tried where one dies before the first action."""
+
+
 class ExplorerConfig(Section):
     workflow: str = "single_turn"
     """How tasks are acted on that do not name a workflow of their own."""
     workflow_options: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Options of workflows, by the workflow's name."""
-    environment: str | None = None
-    """The environment that workflows act in, if they need one."""
-    environment_options: dict[str, Any] = Field(default_factory=dict)
+    environment: EnvironmentConfig | None = None
+    """What workflows act in, if they need it."""
     deadline_s: float = Field(600.0, gt=0)
     """Seconds that one attempt at a task may take from its start; what takes longer is dropped and counted."""
     cpus: float = Field(0.2, gt=0)

@@ -17,9 +17,10 @@ class TaskSourceConfig(Section):
     name: str | None = None
     """Name for overrides (``tasks.sources.gsm8k.size``); its number always works."""
     source: str
-    """reasoning_gym, datasets, file, squares, or ``package.module:attribute``."""
+    """reasoning_gym, datasets, file, squares, gymnasium, verifiers, or ``package.module:attribute``."""
     dataset: str | None = None
-    """reasoning_gym: the name of the data set. datasets: its id on the Hugging Face hub, or a folder with a copy."""
+    """reasoning_gym: the name of the data set. datasets: its id on the Hugging Face hub, or a folder with a copy.
+    gymnasium, verifiers: the id of the environment."""
     config: str | None = None
     """datasets: the config (subset), if it has several."""
     split: str = "train"
@@ -27,7 +28,8 @@ class TaskSourceConfig(Section):
     eval_split: str | None = None
     """datasets: a split of held-out tasks, used like those of ``eval_path``."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """reasoning_gym: options of the data set."""
+    """reasoning_gym: options of the data set. gymnasium: of random maps, or of the environment. verifiers: arguments of
+    the environment."""
     size: int | None = Field(None, ge=1)
     """Number of rows to take before duplicates are removed; all of a file or a split by default."""
     path: Path | None = None
@@ -53,9 +55,11 @@ class TaskSourceConfig(Section):
 
     @model_validator(mode="after")
     def _source_fields(self) -> TaskSourceConfig:
-        if self.source == "reasoning_gym" and (self.dataset is None or self.size is None):
+        if self.source in ("reasoning_gym", "gymnasium") and (self.dataset is None or self.size is None):
             key = "dataset" if self.dataset is None else "size"
-            raise invalid(key, "source 'reasoning_gym' needs 'dataset' (its name) and 'size' (how many tasks to make)")
+            raise invalid(key, f"source {self.source!r} needs 'dataset' (its name) and 'size' (how many tasks to make)")
+        if self.source == "verifiers" and self.dataset is None:
+            raise invalid("dataset", "source 'verifiers' needs 'dataset' (the id of an environment)")
         if self.source == "datasets" and (self.dataset is None or self.path is not None):
             key = "dataset" if self.dataset is None else "path"
             raise invalid(key, "source 'datasets' needs 'dataset' (an id on the hub, or a folder), and takes no 'path'")

@@ -25,7 +25,7 @@ from rayrft.data.task_splits import TaskSplits, load_tasks
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ConfigError, DataError, ModelError
 from rayrft.experience import Experience, Task
-from rayrft.explorer.environment import environment_factory
+from rayrft.explorer.environments import environment_factory
 from rayrft.explorer.workflows import build_workflow
 from rayrft.files import sync
 from rayrft.rewards import build_reward
@@ -115,7 +115,7 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepare
     """
     build_workflow(config.explorer.workflow, config.explorer)
     if config.explorer.environment is not None:
-        environment_factory(config.explorer.environment, config.explorer.environment_options)
+        environment_factory(config.explorer.environment)
     samplers.get(config.buffer.sampler.name, "buffer.sampler.name")
     scores.get(config.buffer.sampler.score, "buffer.sampler.score")
     splits = TaskSplits([], [], [], {})

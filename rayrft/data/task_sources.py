@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rayrft.config.tasks import TaskSourceConfig
+from rayrft.data.episodes import read_gymnasium, read_verifiers
 from rayrft.data.images import image_paths
 from rayrft.data.squares import draw_squares
 from rayrft.errors import DataError, nearest
@@ -62,6 +63,8 @@ def read_reasoning_gym(config: TaskSourceConfig, field: str) -> list[Task]:
 
 
 task_sources.register("squares")(draw_squares)
+task_sources.register("gymnasium")(read_gymnasium)
+task_sources.register("verifiers")(read_verifiers)
 
 
 @task_sources.register("file")

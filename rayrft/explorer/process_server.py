@@ -7,8 +7,10 @@ however that may be, its end of the control socket closes, and the template kill
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import gc
+import inspect
 import os
 import pickle
 import select
@@ -53,7 +55,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Blueprint:
-    """What the template imports: plugins first, then the pickled factory."""
+    """What the template imports: plugins first, then the pickled factory with what is called once before it."""
 
     plugins: tuple[Path, ...]
     create: bytes
@@ -69,7 +71,9 @@ def main(control_fd: int, blueprint_fd: int) -> None:
         with open(blueprint_fd, "rb") as file:
             blueprint: Blueprint = pickle.load(file)
         load_plugins(blueprint.plugins)
-        create = pickle.loads(blueprint.create)
+        create, warm_up = pickle.loads(blueprint.create)
+        if warm_up is not None:
+            warm_up()
     except BaseException:  # a user's module may raise anything
         control.send(RECORD.pack(b"x", 0) + traceback.format_exc()[-8000:].encode())
         return
@@ -155,20 +159,28 @@ class _Template:
 
 def _serve(connection: socket.socket, create: Callable[[], Any]) -> None:
     """Create an object and call its methods, as the parent says, until the parent closes the connection."""
-    requests = connection.makefile("rb")
+    requests, loop = connection.makefile("rb"), asyncio.Runner()
     instance, method, arguments = None, RENEW, ()
+
+    def call(method: str, *arguments: Any) -> Any:
+        """Call a method of the object, be it a coroutine function."""
+        returned = getattr(instance, method)(*arguments)
+        return loop.run(returned) if inspect.iscoroutine(returned) else returned
+
     while True:
         try:
             if method == RENEW:
-                if (close := getattr(instance, "close", None)) is not None:
-                    close()
+                if hasattr(instance, "close"):
+                    call("close")
                 instance = None
+                loop.close()
+                loop = asyncio.Runner()
                 if leaks := _leaks():
                     answer = Answer("leaks", problem=leaks)
                 else:
                     instance, answer = create(), Answer("value")
             else:
-                answer = Answer("value", getattr(instance, method)(*arguments))
+                answer = Answer("value", call(method, *arguments))
             message = pickle.dumps(answer, pickle.HIGHEST_PROTOCOL)
         except BaseException as error:  # a user's code may raise anything, and what it returns may be no pickle
             problem = f"{type(error).__name__}: {error}"[:2000]

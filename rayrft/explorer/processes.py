@@ -96,7 +96,7 @@ class Worker:
             data = await self._reader.readexactly(size)
         except (asyncio.IncompleteReadError, ConnectionError):
             self.kill()  # it may have closed its socket and live on
-            await self.ended
+            await asyncio.wait([self.ended])  # awaited itself, it would be cancelled with this call
             raise self._died(method) from None
         try:
             answer = pickle.loads(data)
@@ -134,8 +134,11 @@ class ProcessPool:
     """Up to ``processes`` objects that ``create`` makes, each in a process of its own, ``spares`` of them in advance.
 
     ``create`` and the arguments and answers of calls are pickled; ``plugins`` are loaded before it. An answer has at
-    most ``answer_limit`` bytes. A process that is well after a lease, with neither threads nor processes left behind by
-    the object that it closed (``close()``, if there is one), has another object created in it; others are replaced.
+    most ``answer_limit`` bytes, and an object is created within ``start_s``. ``warm_up`` is called once, before
+    processes are forked, for imports that all need.
+
+    A process that is well after a lease, with neither threads nor processes left behind by the object that it closed
+    (``close()``, if there is one), has another object created in it; others are replaced.
     """
 
     def __init__(
@@ -147,8 +150,9 @@ class ProcessPool:
         spares: int = 1,
         answer_limit: int = 1 << 20,
         start_s: float = 60.0,
+        warm_up: Callable[[], None] | None = None,
     ) -> None:
-        self._blueprint = Blueprint(tuple(plugins), cloudpickle.dumps(create))
+        self._blueprint = Blueprint(tuple(plugins), cloudpickle.dumps((create, warm_up)))
         self._processes, self._spares = processes, min(spares, processes)
         self._answer_limit, self._start_s = answer_limit, start_s
         self._template: _Template | None = None

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 from rayrft.config import RunConfig
 from rayrft.data.tokenizer import ChatTokenizer
-from rayrft.errors import ActorDied, ModelError
+from rayrft.errors import ActorDied, EnvironmentFailed, EnvironmentTimeout, ModelError
 from rayrft.experience import Experience, Task
 from rayrft.explorer.calls import Engines, GroupCalls, Parking, derive_seed
-from rayrft.explorer.environment import Environment, environment_factory
+from rayrft.explorer.environments import EnvironmentClient, Environments
 from rayrft.explorer.exchange import Sampling
 from rayrft.explorer.trajectory import ContextFull, Model, PromptTooLong, Trajectory
 from rayrft.explorer.workflows import Workflow, build_workflow
@@ -36,9 +36,9 @@ class Rollout:
     rows: list[Experience]
     results: list[RewardResult]
     failed: Counter[str] = field(default_factory=Counter)
-    """Repeats without a row, by reason: ``prompt_too_long``, ``timeout``, ``workflow_error``."""
+    """Repeats without a row, by reason: ``prompt_too_long``, ``timeout``, ``environment_error``, ``workflow_error``."""
     problem: str | None = None
-    """The last error of a workflow, in one line."""
+    """The last error of a workflow or environment, in one line."""
     parked: list[Experience] = field(default_factory=list)
     """The calls of the group, if it was parked: it has no rows then."""
 
@@ -80,10 +80,8 @@ class Runner:
         self._parkable: dict[str, GroupCalls] = {}
         self.rolling, self.scoring = BusyClock(), BusyClock()
         self._workflow(config.explorer.workflow)
-        explorer = config.explorer
-        self._create_environment = (
-            environment_factory(explorer.environment, explorer.environment_options) if explorer.environment else None
-        )
+        environment = config.explorer.environment
+        self._environments = Environments(environment, config.plugins) if environment else None
 
     async def run(self, task: Task, name: str, n: int, temperature: float, parking: Parking | None = None) -> Rollout:
         """Attempt a task ``n`` times concurrently, and score the rows without a reward by their last turn.
@@ -128,8 +126,8 @@ class Runner:
     async def _attempt(self, task: Task, repeat: int, calls: GroupCalls, name: str) -> list[Experience] | _Failure:
         workflow, model = task.workflow or self._config.explorer.workflow, self._model(repeat, calls)
         try:
-            async with asyncio.timeout(self._config.explorer.deadline_s):
-                async with self._environment() as env:
+            async with self._environment(name, model.repeat) as env:
+                async with asyncio.timeout(self._config.explorer.deadline_s):
                     made = await self._workflow(workflow).run(task, model, env)
             return _rows(made, task, name, model)
         except (ContextFull, PromptTooLong):
@@ -137,6 +135,9 @@ class Runner:
             for trajectory in ended[-1:]:
                 trajectory.end_for_length()
             return _rows(ended, task, name, model) if ended else _Failure("prompt_too_long")
+        except EnvironmentFailed as error:
+            reason = "timeout" if isinstance(error, EnvironmentTimeout) else "environment_error"
+            return self._failure(workflow, task, reason, str(error), "\n".join(getattr(error, "__notes__", [])))
         except TimeoutError:
             seconds = self._config.explorer.deadline_s
             return self._failure(
@@ -153,17 +154,12 @@ class Runner:
             return self._failure(workflow, task, "workflow_error", problem, traceback.format_exc())
 
     @contextlib.asynccontextmanager
-    async def _environment(self) -> AsyncIterator[Environment | None]:
-        """Create the environment of one attempt, and close it in the end, within another ``explorer.deadline_s``."""
-        if self._create_environment is None:
+    async def _environment(self, name: str, repeat: int) -> AsyncIterator[EnvironmentClient | None]:
+        if self._environments is None:
             yield None
-            return
-        env = self._create_environment()
-        try:
-            yield env
-        finally:
-            async with asyncio.timeout(self._config.explorer.deadline_s):
-                await env.close()
+        else:
+            async with self._environments.attempt(episode_seed(self._config, name, repeat)) as env:
+                yield env
 
     def _failure(self, workflow: str, task: Task, reason: str, problem: str, trace: str) -> _Failure:
         """Log a failure, the first of its kind with its traceback, and return it."""
@@ -229,3 +225,9 @@ def _rows(made: Trajectory | list[Trajectory], task: Task, name: str, model: Mod
     first = f"{name}/{model.repeat}"
     ids = [first] if len(trajectories) == 1 else [f"{first}/{k}" for k in range(len(trajectories))]
     return [trajectory.to_experience(id, name, task) for trajectory, id in zip(trajectories, ids, strict=True)]
+
+
+def episode_seed(config: RunConfig, name: str, repeat: int) -> int:
+    """Return the seed of the environment for an attempt of a group."""
+    same = config.explorer.environment is None or config.explorer.environment.same_episode
+    return derive_seed(config.seed, f"{name}/episode" if same else f"{name}/episode/{repeat}")

@@ -139,6 +139,10 @@ class Trajectory:
         if state is not None:
             self._metrics[f"turn_state_{step}"] = float(state)
 
+    def count(self, name: str, value: float = 1.0) -> None:
+        """Add to a metric of the row."""
+        self._metrics[name] = self._metrics.get(name, 0.0) + float(value)
+
     def end_for_length(self) -> None:
         """Mark the trajectory as truncated because the context is full."""
         self.stop_reason = "length"

@@ -11,7 +11,7 @@ import pytest
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ConfigError
 from rayrft.experience import Task
-from rayrft.explorer.environment import Step
+from rayrft.explorer.environments import Step
 from rayrft.explorer.exchange import Completion, Request, Session
 from rayrft.explorer.rollout import Rollout, Runner
 from rayrft.rewards import RewardResult
@@ -35,7 +35,13 @@ class Speaker:
 
 
 async def run(
-    model: Path, name: str, says: Callable[[str], str], options: dict[str, Any] | None = None, n: int = 1, **more: Any
+    model: Path,
+    name: str,
+    says: Callable[[str], str],
+    options: dict[str, Any] | None = None,
+    n: int = 1,
+    failures: bool = False,
+    **more: Any,
 ) -> tuple[Rollout, Speaker]:
     """Answers are right if they are the task's, and of unknown reward if they are "odd"."""
 
@@ -48,7 +54,7 @@ async def run(
     settings = config(**{**ROOM, "explorer.workflow": name, "explorer.workflow_options": {name: options or {}}, **more})
     speaker = Speaker(tokenizer, says)
     rollout = await Runner(settings, tokenizer, speaker, score).run(task, "group", n, 1.0)
-    assert not rollout.failed, rollout.problem
+    assert failures or not rollout.failed, rollout.problem
     return rollout, speaker
 
 
@@ -136,7 +142,7 @@ class Corridor:
     def __init__(self, length: int = 3) -> None:
         self.length, self.at = length, 0
 
-    async def reset(self, task: Task) -> str:
+    async def reset(self, task: Task, seed: int) -> str:
         return "You are at 0"
 
     async def step(self, action: str) -> Step:
@@ -148,7 +154,7 @@ class Corridor:
 
 
 async def episode(model: Path, options: dict[str, Any], says: str = "up") -> tuple[Rollout, Speaker]:
-    where = {"explorer.environment": f"{__name__}:Corridor"}
+    where = {"explorer.environment.name": f"{__name__}:Corridor"}
     return await run(model, "episode", lambda _: says, options, **where)
 
 
@@ -180,7 +186,7 @@ async def test_credit_by_step_is_given_to_turns_and_not_twice(tiny_model: Path) 
 
 
 async def test_a_full_context_ends_an_episode_with_what_it_earned(tiny_model: Path) -> None:
-    where = {"explorer.environment": f"{__name__}:Corridor", "explorer.environment_options": {"length": 99}}
+    where = {"explorer.environment": {"name": f"{__name__}:Corridor", "options": {"length": 99}}}
     small = {"model.max_length": 64, "explorer.sampling.max_prompt_tokens": 40, "explorer.sampling.max_tokens": 8}
     rollout, _ = await run(tiny_model, "episode", lambda _: "up", {"max_steps": 99}, **where, **small)
     [row] = rollout.rows
@@ -188,7 +194,7 @@ async def test_a_full_context_ends_an_episode_with_what_it_earned(tiny_model: Pa
 
 
 async def test_steps_end_with_what_they_have_where_the_next_prompt_is_too_long(tiny_model: Path) -> None:
-    where = {"explorer.environment": f"{__name__}:Corridor", "explorer.environment_options": {"length": 99}}
+    where = {"explorer.environment": {"name": f"{__name__}:Corridor", "options": {"length": 99}}}
     small = {"explorer.sampling.max_prompt_tokens": 60}
     rollout, _ = await run(tiny_model, "episode", lambda _: "up", {"max_steps": 99, "rows": "step"}, **where, **small)
     assert 1 < len(rollout.rows) < 99 and earned(rollout) == [float(len(rollout.rows))] * len(rollout.rows)

@@ -8,7 +8,7 @@ from typing import Protocol
 from rayrft.config.explorer import ExplorerConfig
 from rayrft.errors import ConfigError
 from rayrft.experience import Task
-from rayrft.explorer.environment import Environment
+from rayrft.explorer.environments import EnvironmentClient
 from rayrft.explorer.trajectory import Model, Trajectory
 from rayrft.registry import Registry
 
@@ -19,7 +19,9 @@ class Workflow(Protocol):
     attempt's own, if the config names an environment. A workflow that cannot do without one says so by a class
     attribute ``needs_environment = True``."""
 
-    async def run(self, task: Task, model: Model, env: Environment | None = None) -> Trajectory | list[Trajectory]: ...
+    async def run(
+        self, task: Task, model: Model, env: EnvironmentClient | None = None
+    ) -> Trajectory | list[Trajectory]: ...
 
 
 workflows: Registry[Callable[..., Workflow]] = Registry("workflow")

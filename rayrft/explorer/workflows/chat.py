@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rayrft.experience import Task
-from rayrft.explorer.environment import Environment
+from rayrft.explorer.environments import EnvironmentClient
 from rayrft.explorer.trajectory import Model, Trajectory
 from rayrft.explorer.workflows.base import register_workflow
 
@@ -14,7 +14,7 @@ from rayrft.explorer.workflows.base import register_workflow
 class SingleTurn:
     """One question, one answer."""
 
-    async def run(self, task: Task, model: Model, env: Environment | None = None) -> Trajectory:
+    async def run(self, task: Task, model: Model, env: EnvironmentClient | None = None) -> Trajectory:
         trajectory = model.start(task.messages, task.images)
         await trajectory.act()
         return trajectory
@@ -28,7 +28,7 @@ class MultiTurn:
     def __init__(self, turns: Sequence[str] = ()) -> None:
         self._turns = tuple(turns)
 
-    async def run(self, task: Task, model: Model, env: Environment | None = None) -> Trajectory:
+    async def run(self, task: Task, model: Model, env: EnvironmentClient | None = None) -> Trajectory:
         trajectory = model.start(task.messages, task.images)
         await trajectory.act()
         for message in task.metadata.get("turns", self._turns):

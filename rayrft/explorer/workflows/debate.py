@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from rayrft.experience import Task
-from rayrft.explorer.environment import Environment
+from rayrft.explorer.environments import EnvironmentClient
 from rayrft.explorer.trajectory import Model, Trajectory
 from rayrft.explorer.workflows.base import register_workflow
 
@@ -20,7 +20,7 @@ class Debate:
     ) -> None:
         self._rounds, self._prompt = rounds, prompt
 
-    async def run(self, task: Task, model: Model, env: Environment | None = None) -> list[Trajectory]:
+    async def run(self, task: Task, model: Model, env: EnvironmentClient | None = None) -> list[Trajectory]:
         debaters = [model.start(task.messages, task.images) for _ in range(2)]
         answers = await asyncio.gather(*(debater.act() for debater in debaters))
         for _ in range(self._rounds):

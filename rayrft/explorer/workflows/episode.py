@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Literal
 
 from rayrft.experience import Task
-from rayrft.explorer.environment import Environment
+from rayrft.explorer.environments import EnvironmentClient, as_messages
 from rayrft.explorer.trajectory import Model, Trajectory
 from rayrft.explorer.workflows.base import register_workflow
 
@@ -18,7 +19,8 @@ class Episode:
     the last ``history`` steps are kept if it is given.
 
     ``credit``: every row has the sum of the episode's rewards, or, for algorithms with advantages by turn (`step_wise`,
-    `gigpo`), every turn has that of its step. Where the context is full, the rewards so far count.
+    `gigpo`), every turn has that of its step. Where the context is full, the rewards so far count. Numbers in steps'
+    ``info`` are added up as metrics of the row.
     """
 
     needs_environment = True
@@ -37,11 +39,13 @@ class Episode:
             raise TypeError("history is for rows: step")
         self._max_steps, self._rows, self._credit, self._history = max_steps, rows, credit, history
 
-    async def run(self, task: Task, model: Model, env: Environment | None = None) -> list[Trajectory]:
+    async def run(self, task: Task, model: Model, env: EnvironmentClient | None = None) -> list[Trajectory]:
         assert env is not None  # checked when the workflow is built
         system = [{"role": "system", "content": task.system}] if task.system else []
-        messages = [{"role": "user", "content": await env.reset(task)}]
-        trajectories = [model.start([*system, *messages])]
+        parts = [as_messages(await env.reset(task))]
+        if parts[0][0]["role"] == "system":
+            system, parts[0] = parts[0][:1], parts[0][1:]
+        trajectories = [model.start([*system, *parts[0]])]
         total = 0.0
         for number in range(1, self._max_steps + 1):
             action = await trajectories[-1].act()
@@ -49,15 +53,17 @@ class Episode:
             total += step.reward
             if self._credit == "step":
                 trajectories[-1].step_reward(step.reward)
+            for name, value in step.info.items():
+                if isinstance(value, int | float):
+                    trajectories[-1].count(name, value)
             for trajectory in trajectories:
                 trajectory.reward(total if self._credit == "episode" else 0.0)
             if step.done or number == self._max_steps:
                 break
-            observation = {"role": "user", "content": step.observation}
-            messages += [{"role": "assistant", "content": action}, observation]
+            parts += [[{"role": "assistant", "content": action}], as_messages(step.observation)]
             if self._rows == "episode":
-                trajectories[-1].observe([observation])
+                trajectories[-1].observe(parts[-1])
             else:
-                kept = messages if self._history is None else messages[-2 * self._history - 1 :]
-                trajectories.append(model.start([*system, *kept]))
+                kept = parts if self._history is None else parts[-2 * self._history - 1 :]
+                trajectories.append(model.start([*system, *chain.from_iterable(kept)]))
         return trajectories

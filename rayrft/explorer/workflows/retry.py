@@ -7,7 +7,7 @@ import math
 import re
 
 from rayrft.experience import Task
-from rayrft.explorer.environment import Environment
+from rayrft.explorer.environments import EnvironmentClient
 from rayrft.explorer.trajectory import Model, Trajectory
 from rayrft.explorer.workflows.base import register_workflow
 from rayrft.rewards import RewardResult
@@ -30,7 +30,7 @@ class ReflectAndRetry:
     ) -> None:
         self._attempts, self._hint, self._enough, self._discount = attempts, hint, enough, discount
 
-    async def run(self, task: Task, model: Model, env: Environment | None = None) -> Trajectory:
+    async def run(self, task: Task, model: Model, env: EnvironmentClient | None = None) -> Trajectory:
         trajectory = model.start(task.messages, task.images)
         for retries in range(self._attempts):
             if retries:
@@ -57,7 +57,7 @@ class SelfVerification:
     ) -> None:
         self._question, self._weight, self._enough = question, weight, enough
 
-    async def run(self, task: Task, model: Model, env: Environment | None = None) -> Trajectory:
+    async def run(self, task: Task, model: Model, env: EnvironmentClient | None = None) -> Trajectory:
         trajectory = model.start(task.messages, task.images)
         result = await model.score(task, await trajectory.act())
         self._reward(trajectory, result, 0.0)  # where the context has no room for a verdict
@@ -83,7 +83,7 @@ class BestOfN:
     def __init__(self, n: int = 4) -> None:
         self._n = n
 
-    async def run(self, task: Task, model: Model, env: Environment | None = None) -> Trajectory:
+    async def run(self, task: Task, model: Model, env: EnvironmentClient | None = None) -> Trajectory:
         candidates = [model.start(task.messages, task.images) for _ in range(self._n)]
 
         async def act(candidate: Trajectory) -> RewardResult:

@@ -1,0 +1,87 @@
+"""Tasks to act on in environments: maps and starts of Gymnasium, rows of `verifiers` environments."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+import threading
+from typing import TYPE_CHECKING, Any
+
+from rayrft.errors import DataError
+from rayrft.experience import Task
+
+if TYPE_CHECKING:
+    from rayrft.config.tasks import TaskSourceConfig
+
+
+def read_gymnasium(config: TaskSourceConfig, field: str) -> list[Task]:
+    """Make tasks for environment `gymnasium`: random maps of FrozenLake that can be crossed, or else episodes' seeds.
+
+    ``options`` of FrozenLake are those of ``generate_random_map``: ``size`` of the map, and ``p`` of ice. Equal maps,
+    and seeds that start in the same state, are duplicates, so that held-out tasks differ from those trained on.
+    """
+    if importlib.util.find_spec("gymnasium") is None:
+        raise DataError(
+            "needs a package that is not installed: gymnasium",
+            field=f"{field}.source",
+            remedy="pip install 'rayrft[gymnasium]'",
+        )
+    import gymnasium
+
+    id, size = str(config.dataset), config.size or 0
+    try:
+        if id.startswith("FrozenLake"):
+            from gymnasium.envs.toy_text.frozen_lake import generate_random_map
+
+            maps = [generate_random_map(**{"size": 4, **config.options}, seed=seed) for seed in range(size)]
+            return [_episode(config, id, "\n".join(desc), {"desc": desc}) for desc in maps]
+        env = gymnasium.make(id, disable_env_checker=True, **config.options)
+    except gymnasium.error.Error as error:
+        remedy = "see gymnasium.pprint_registry()"
+        raise DataError(str(error), field=f"{field}.dataset", value=id, remedy=remedy) from None
+    except TypeError as error:
+        raise DataError(f"Gymnasium refuses the options: {error}", field=f"{field}.options") from None
+    starts = [env.reset(seed=seed)[0] for seed in range(size)]
+    env.close()
+    return [_episode(config, id, f"start {start}", {"seed": seed}) for seed, start in enumerate(starts)]
+
+
+def _episode(config: TaskSourceConfig, id: str, start: str, own: dict[str, Any]) -> Task:
+    metadata = {"environment": {"id": id, **own}}
+    return Task.create(f"gymnasium/{id}", f"{id}\n{start}", "", system=config.system, metadata=metadata)
+
+
+def read_verifiers(config: TaskSourceConfig, field: str) -> list[Task]:
+    """Read the training rows of a `verifiers` environment, for environment `verifiers`; ``options`` are its arguments.
+
+    A task is a row: its question is the text of the prompt, and its metadata the row.
+    """
+    id = str(config.dataset)
+    for module, key, remedy in [
+        ("verifiers", "source", "pip install 'rayrft[verifiers]'"),
+        (id.replace("-", "_").split("/")[-1], "dataset", "install the environment's package (prime env install …)"),
+    ]:
+        if importlib.util.find_spec(module) is None:
+            problem = f"needs a package that is not installed: {module}"
+            raise DataError(problem, field=f"{field}.{key}", value=id, remedy=remedy)
+    import verifiers
+
+    # An environment takes these signals for itself, which a main thread alone can do.
+    taken = [signal.SIGINT, signal.SIGTERM] if threading.current_thread() is threading.main_thread() else []
+    handlers = {number: signal.getsignal(number) for number in taken}
+    try:
+        rows = verifiers.load_environment(id, **config.options).get_dataset(n=config.size or -1).to_list()
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"verifiers cannot load it: {error}", field=f"{field}.dataset", value=id) from None
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return [
+        Task.create(
+            f"verifiers/{id}",
+            "\n\n".join(str(message["content"]) for message in row["prompt"] if message["role"] != "system"),
+            str(row.get("answer", "")),
+            metadata={name: row[name] for name in ("prompt", "example_id", "task", "answer", "info") if name in row},
+        )
+        for row in rows
+    ]

@@ -1,0 +1,97 @@
+"""The protocol of environments, their registry, and what a workflow sees of the one that it acts in."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+from rayrft.config.explorer import EnvironmentConfig
+from rayrft.errors import ConfigError
+from rayrft.experience import Task
+from rayrft.registry import Registry
+
+Observation = str | list[dict[str, str]]
+"""One user message, or messages in chat form."""
+
+
+def as_messages(observation: Observation) -> list[dict[str, str]]:
+    """Return an observation in chat form."""
+    return [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
+
+
+@dataclass(frozen=True)
+class Step:
+    """An environment's answer to an action; after ``done`` it takes no more of them.
+
+    ``info`` is not shown to the model. The `episode` workflow adds up its numbers as metrics of the row.
+    """
+
+    observation: Observation
+    reward: float = 0.0
+    done: bool = False
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+class Environment(Protocol):
+    """Something to act in by text, made for an attempt at a task and closed however that ends.
+
+    If the class's ``step`` is a coroutine function, it lives in the Explorer's event loop; if it is a plain one, which
+    may block, or the class has an attribute ``blocking = True``, in a process of its own. What it does depends on task,
+    seed and actions alone. Two static methods are called with the options if they are there: ``check`` before the run
+    starts, to raise ConfigError for what cannot be, and ``prepare`` before processes are forked, to import or load what
+    they share.
+    """
+
+    def reset(self, task: Task, seed: int) -> Observation | Awaitable[Observation]:
+        """Start an episode on a task; return the first observation."""
+
+    def step(self, action: str) -> Step | Awaitable[Step]:
+        """Act."""
+
+    def close(self) -> Awaitable[None] | None:
+        """Free what it holds."""
+
+
+environments: Registry[Callable[..., Environment]] = Registry("environment")
+"""Name to class or factory, which is called with ``explorer.environment.options``."""
+register_environment = environments.register
+
+
+def environment_factory(config: EnvironmentConfig) -> partial[Environment]:
+    """Return what creates environments of the registered name, or of the class at ``package.module:attribute``.
+
+    Raises ConfigError for ``explorer.environment.name`` if there is none or a package is missing that it needs, or for
+    ``explorer.environment.options`` if it does not take them.
+    """
+    factory = environments.get(config.name, "explorer.environment.name")
+    try:
+        inspect.signature(factory).bind(**config.options)
+    except TypeError as error:
+        raise ConfigError(
+            f"environment {config.name!r} rejects its options: {error}",
+            field="explorer.environment.options",
+            value=config.options,
+            remedy="see the parameters of the environment",
+        ) from None
+    if (check := getattr(factory, "check", None)) is not None:
+        check(**config.options)
+    return partial(factory, **config.options)
+
+
+def runs_in_event_loop(create: partial[Environment]) -> bool:
+    """Whether it is a class whose ``step`` is a coroutine function; of what a function creates nothing is known."""
+    coroutine = inspect.iscoroutinefunction(getattr(create.func, "step", None))
+    return coroutine and not getattr(create.func, "blocking", False)
+
+
+def extra_needed(extra: str, error: ImportError) -> ConfigError:
+    """Create the error of an environment whose package is not installed."""
+    return ConfigError(
+        f"needs a package that is not installed: {error}",
+        field="explorer.environment.name",
+        value=extra,
+        remedy=f"pip install 'rayrft[{extra}]'",
+    )

@@ -1,0 +1,203 @@
+"""Environments for attempts: where they live, their deadlines and limits, and what becomes of their failures."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import traceback
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from rayrft.config.explorer import EnvironmentConfig
+from rayrft.errors import ActorDied, CallFailed, CallTimeout, EnvironmentFailed, EnvironmentTimeout, ProcessDied
+from rayrft.experience import Task
+from rayrft.explorer.environments.base import (
+    Environment,
+    Observation,
+    Step,
+    environment_factory,
+    runs_in_event_loop,
+)
+from rayrft.explorer.processes import ProcessPool
+
+log = logging.getLogger(__name__)
+
+_CREATE_S = 60.0
+"""Seconds in which a process must have created its environment, if a step has not more."""
+_INFO_BYTES = 64 << 10
+"""Room for a step's ``info`` beside its observation, in the answer of a process."""
+
+
+class _Callee(Protocol):
+    async def call(self, method: str, *arguments: Any, deadline_s: float) -> Any: ...
+
+
+class EnvironmentClient:
+    """The environment of one attempt, as its workflow sees it. ``seed`` is that of the episode."""
+
+    def __init__(self, environments: Environments, seed: int, leases: contextlib.AsyncExitStack) -> None:
+        self._environments = environments
+        self._leases = leases
+        self._callee: _Callee | None = None
+        self.seed = seed
+
+    async def reset(self, task: Task) -> Observation:
+        """Start an episode on the task, and return the first observation.
+
+        Where the environment's process dies on it, another one is tried. Raises EnvironmentFailed.
+        """
+        config = self._environments.config
+        retries_left = config.reset_retries
+        while True:
+            try:
+                if self._callee is None:
+                    await self.lease()
+                assert self._callee is not None
+                observation = await self._callee.call("reset", task, self.seed, deadline_s=config.deadline_s)
+                return self._checked(observation)
+            except CallFailed as error:
+                if not isinstance(error, ProcessDied) or not retries_left:
+                    raise _failure(error) from error
+                retries_left -= 1
+                self._callee = None
+                await self._leases.aclose()
+
+    async def lease(self) -> None:
+        """Have an environment to oneself. Raises CallFailed if none can be created."""
+        self._callee = await self._leases.enter_async_context(self._environments.lease())
+
+    async def step(self, action: str) -> Step:
+        """Act. Raises EnvironmentFailed."""
+        if self._callee is None:
+            raise EnvironmentFailed("reset() has not been awaited", field="step")
+        try:
+            step = await self._callee.call("step", action, deadline_s=self._environments.config.deadline_s)
+        except CallFailed as error:
+            raise _failure(error) from error
+        if not isinstance(step, Step):
+            raise EnvironmentFailed(f"step() returned {type(step).__name__}, not a Step", field="step")
+        if not isinstance(step.reward, int | float) or not math.isfinite(step.reward):
+            raise EnvironmentFailed("the reward is no finite number", field="step", value=step.reward)
+        self._checked(step.observation)
+        return step
+
+    def _checked(self, observation: Any) -> Observation:
+        """Return an observation. Raises EnvironmentFailed if it is none, or longer than what the config allows."""
+        if isinstance(observation, str):
+            size = len(observation)
+        elif isinstance(observation, list) and all(isinstance(message, dict) for message in observation):
+            size = sum(len(str(text)) for message in observation for text in message.values())
+        else:
+            raise EnvironmentFailed(f"an observation is text or messages, not {type(observation).__name__}")
+        limit = self._environments.config.observation_limit
+        if size > limit:
+            remedy = "shorten it, or raise explorer.environment.observation_limit"
+            raise EnvironmentFailed(
+                f"an observation has more than {limit} characters", field="observation", value=size, remedy=remedy
+            )
+        return observation
+
+
+class Environments:
+    """Gives each attempt an environment of its own: in this event loop, or in a process of a pool."""
+
+    def __init__(self, config: EnvironmentConfig, plugins: Sequence[Path] = ()) -> None:
+        """Raises ConfigError if such environments cannot be created."""
+        self.config = config
+        self._create = environment_factory(config)
+        self._pool: ProcessPool | None = None
+        if not runs_in_event_loop(self._create):
+            prepare = getattr(self._create.func, "prepare", None)
+            self._pool = ProcessPool(
+                self._create,
+                processes=config.processes,
+                spares=config.spares,
+                plugins=plugins,
+                answer_limit=4 * config.observation_limit + _INFO_BYTES,  # UTF-8 has at most 4 bytes for a character
+                start_s=max(config.deadline_s, _CREATE_S),
+                warm_up=partial(prepare, **config.options) if prepare else None,
+            )
+
+    @contextlib.asynccontextmanager
+    async def attempt(self, seed: int) -> AsyncIterator[EnvironmentClient]:
+        """The environment for one attempt, closed in the end. Waits until a process is free, if it takes one.
+
+        Raises EnvironmentFailed if it cannot be created.
+        """
+        async with contextlib.AsyncExitStack() as leases:
+            client = EnvironmentClient(self, seed, leases)
+            try:
+                await client.lease()
+            except ProcessDied:
+                pass  # reset() tries again
+            except CallFailed as error:
+                raise _failure(error) from error
+            yield client
+
+    @contextlib.asynccontextmanager
+    async def lease(self) -> AsyncIterator[_Callee]:
+        """An environment that nobody has acted in. Raises CallFailed if it cannot be created."""
+        if self._pool is not None:
+            async with self._pool.lease() as worker:
+                yield worker
+            return
+        local = _Local(self._create, self.config.deadline_s)
+        try:
+            yield local
+        finally:
+            await local.close()
+
+    async def close(self) -> None:
+        """End the processes."""
+        if self._pool is not None:
+            await self._pool.close()
+
+
+class _Local:
+    """An environment in this event loop, called like one in a process."""
+
+    def __init__(self, create: Callable[[], Environment], deadline_s: float) -> None:
+        try:
+            self._environment = create()
+        except Exception as error:  # a user's class may raise anything
+            raise _raised("create", error) from error
+        self._deadline_s = deadline_s
+
+    async def call(self, method: str, *arguments: Any, deadline_s: float) -> Any:
+        deadline = asyncio.timeout(deadline_s)
+        try:
+            async with deadline:
+                return await getattr(self._environment, method)(*arguments)
+        except ActorDied:
+            raise
+        except Exception as error:  # a user's environment may raise anything
+            if deadline.expired():
+                raise CallTimeout(f"not done within {deadline_s:g} s", field=method) from None
+            raise _raised(method, error) from error
+
+    async def close(self) -> None:
+        """Close it. What has been acted in it is as good as before, so a failure is only logged."""
+        try:
+            await self.call("close", deadline_s=self._deadline_s)
+        except CallFailed as error:
+            log.warning("environment: %s", error)
+
+
+def _raised(method: str, error: Exception) -> CallFailed:
+    failure = CallFailed(f"{type(error).__name__}: {error}", field=method)
+    failure.add_note("".join(traceback.format_exception(error)))
+    return failure
+
+
+def _failure(error: CallFailed) -> EnvironmentFailed:
+    """Convert the failure of a call to that of the environment, with the traceback from where it was raised."""
+    kind = EnvironmentTimeout if isinstance(error, CallTimeout) else EnvironmentFailed
+    remedy = "raise explorer.environment.deadline_s" if kind is EnvironmentTimeout else error.remedy
+    failure = kind(error.problem, field=f"environment.{error.field}", value=error.value, remedy=remedy)
+    for note in getattr(error, "__notes__", []):
+        failure.add_note(note)
+    return failure

@@ -1,0 +1,251 @@
+"""Gymnasium environments with a few named actions, told in text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from rayrft.errors import ConfigError
+from rayrft.experience import Task
+from rayrft.explorer.environments.base import Step, extra_needed, register_environment
+
+if TYPE_CHECKING:
+    import gymnasium
+
+_COLOURED = re.compile(r"\x1b\[[\d;]*m(.*?)\x1b\[0m", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Telling:
+    """How an environment is told: its rules, its map and its state, and by which words an action can be named."""
+
+    rules: str
+    actions: tuple[tuple[str, ...], ...]
+    """By number, the words for each, of which the first is shown."""
+    map: Callable[[Any], str]
+    """The map of an environment in its present state; empty if there is none."""
+    state: Callable[[Any], str]
+
+
+@register_environment("gymnasium")
+class GymnasiumEnvironment:
+    """An environment of Gymnasium whose actions are discrete, by its ``id``.
+
+    FrozenLake, Taxi and CliffWalking have a text of their own; others are told by what they render as text, or else by
+    their observation, and ``actions`` names theirs. ``options`` go to ``gymnasium.make``; the ice of FrozenLake is not
+    slippery unless they say so. ``show_map``: with every observation or with the first alone.
+
+    An action is found by its last mention in the answer, or in its ``<answer>`` if it has one. An answer without any
+    does nothing, earns ``invalid_reward`` and counts as metric ``invalid_actions``.
+
+    A task may have options of its own, such as a map, in ``metadata["environment"]``: ``desc: [SFF, FHF, FFG]``. Its
+    ``seed`` there fixes the start of the episode.
+    """
+
+    def __init__(
+        self,
+        id: str = "FrozenLake-v1",
+        options: dict[str, Any] | None = None,
+        actions: list[str] | None = None,
+        invalid_reward: float = 0.0,
+        show_map: Literal["every", "first"] = "every",
+    ) -> None:
+        self._id, self._options, self._actions = id, options or {}, actions
+        self._invalid_reward, self._show_map = invalid_reward, show_map
+        self._env: gymnasium.Env[Any, Any] | None = None
+
+    @staticmethod
+    def check(id: str = "FrozenLake-v1", **_: Any) -> None:
+        """Raise ConfigError unless Gymnasium is installed and knows the environment."""
+        try:
+            import gymnasium
+        except ImportError as error:
+            raise extra_needed("gymnasium", error) from None
+        try:
+            gymnasium.spec(id)
+        except gymnasium.error.Error as error:
+            field = "explorer.environment.options.id"
+            raise ConfigError(str(error), field=field, value=id, remedy="see gymnasium.pprint_registry()") from None
+
+    prepare = check
+
+    def reset(self, task: Task, seed: int) -> str:
+        import gymnasium
+
+        own = dict(task.metadata.get("environment", {}))
+        seed, id = own.pop("seed", seed), own.pop("id", self._id)
+        options = {**self._options, **own}
+        if id.startswith("FrozenLake"):
+            options = {"is_slippery": False, **options}
+        self.close()
+        self._env = _make(id, options)
+        if not isinstance(self._env.action_space, gymnasium.spaces.Discrete):
+            raise TypeError(f"the actions of {id} are {self._env.action_space}, not discrete")
+        self._first = int(self._env.action_space.start)
+        self._telling = _telling(self._env, id, self._actions)
+        self._observation, _ = self._env.reset(seed=seed)
+        parts = [self._telling.rules, self._named_actions, self._map(first=True), self._state()]
+        return "\n".join(filter(None, parts))
+
+    def step(self, action: str) -> Step:
+        assert self._env is not None, "reset() comes first"
+        number = find_action(action, self._telling.actions)
+        if number is None:
+            parts = ["That is no action.", self._named_actions, self._map(), self._state()]
+            text = "\n".join(filter(None, parts))
+            return Step(text, reward=self._invalid_reward, info={"invalid_actions": 1})
+        self._observation, reward, terminated, truncated, _ = self._env.step(self._first + number)
+        text = "\n".join(filter(None, [self._map(), self._state()]))
+        return Step(text, reward=float(reward), done=bool(terminated or truncated))
+
+    def close(self) -> None:
+        if self._env is not None:
+            self._env.close()
+            self._env = None
+
+    @property
+    def _named_actions(self) -> str:
+        return f"Actions: {', '.join(words[0] for words in self._telling.actions)}."
+
+    def _map(self, *, first: bool = False) -> str:
+        assert self._env is not None
+        return self._telling.map(self._env) if first or self._show_map == "every" else ""
+
+    def _state(self) -> str:
+        assert self._env is not None
+        return self._telling.state(self._env) or f"Observation: {self._observation}"
+
+
+def find_action(answer: str, actions: tuple[tuple[str, ...], ...]) -> int | None:
+    """Return the number of the action that the answer mentions last, in its ``<answer>`` if it has one."""
+    tagged = re.findall(r"<answer>(.*?)(?:</answer>|$)", answer, re.DOTALL | re.IGNORECASE)
+    text = (tagged[-1] if tagged else answer).lower()
+    last = [
+        (found.end(), len(word), number)  # "pick up" is no "up"
+        for number, words in enumerate(actions)
+        for word in words
+        for found in re.finditer(rf"(?<![\w-]){re.escape(word.lower())}(?!\w)", text)
+    ]
+    return max(last)[2] if last else None
+
+
+def _make(id: str, options: dict[str, Any]) -> Any:
+    import gymnasium
+
+    env = gymnasium.make(id, disable_env_checker=True, **options)
+    if _known(id) is None and "ansi" in env.metadata.get("render_modes", []):
+        env.close()
+        env = gymnasium.make(id, disable_env_checker=True, **{"render_mode": "ansi", **options})
+    return env
+
+
+def _known(id: str) -> Telling | None:
+    """The telling of ``FrozenLake8x8-v1`` is that of FrozenLake."""
+    return next((telling for name, telling in _TELLINGS.items() if id.rpartition("/")[2].startswith(name)), None)
+
+
+def _telling(env: Any, id: str, actions: list[str] | None) -> Telling:
+    known = _known(id)
+    if actions is None and known is not None:
+        return known
+    size = int(env.action_space.n)
+    names = actions or [str(number) for number in range(size)]
+    if len(names) != size:
+        raise ValueError(f"{id} has {size} actions, and {len(names)} are named")
+    words = tuple((name,) for name in names)
+    return Telling(known.rules, words, known.map, known.state) if known else Telling("", words, _rendered, lambda _: "")
+
+
+def _rendered(env: Any) -> str:
+    """What it renders as text; what is coloured, such as where the player is, stands in brackets."""
+    if env.render_mode != "ansi":
+        return ""
+    return _COLOURED.sub(lambda found: f"[{found[1]}]", str(env.render())).strip("\n")
+
+
+def _grid(rows: list[list[str]]) -> str:
+    return "\n".join("".join(row) for row in rows)
+
+
+def _at(row: int, column: int) -> str:
+    return f"row {row + 1}, column {column + 1}"
+
+
+def _lake_map(env: Any) -> str:
+    rows = [[tile.decode() for tile in row] for row in env.unwrapped.desc]
+    row, column = divmod(int(env.unwrapped.s), len(rows[0]))
+    rows[row][column] = "P"
+    return _grid(rows)
+
+
+def _lake_state(env: Any) -> str:
+    lake = env.unwrapped
+    row, column = divmod(int(lake.s), lake.ncol)
+    end = {b"H": " You fell into a hole.", b"G": " You reached the goal."}.get(lake.desc[row, column], "")
+    return f"You are at {_at(row, column)}.{end}"
+
+
+def _cliff_map(env: Any) -> str:
+    cliff = env.unwrapped
+    rows = [["C" if cell else "." for cell in row] for row in cliff._cliff]
+    rows[-1][-1] = "G"
+    row, column = divmod(int(cliff.s), cliff.shape[1])
+    rows[row][column] = "P"
+    return _grid(rows)
+
+
+def _cliff_state(env: Any) -> str:
+    row, column = divmod(int(env.unwrapped.s), env.unwrapped.shape[1])
+    return f"You are at {_at(row, column)}."
+
+
+_STANDS = ("Red", "Green", "Yellow", "Blue")
+
+
+def _taxi_map(env: Any) -> str:
+    taxi = env.unwrapped
+    row, column, _, _ = taxi.decode(taxi.s)
+    rows = [[cell.decode() for cell in line] for line in taxi.desc]
+    rows[row + 1][2 * column + 1] = "T"
+    return _grid(rows)
+
+
+def _taxi_state(env: Any) -> str:
+    taxi = env.unwrapped
+    row, column, passenger, goal = (int(each) for each in taxi.decode(taxi.s))
+    where = f"at {_STANDS[passenger]} ({_at(*taxi.locs[passenger])})" if passenger < 4 else "in the taxi"
+    target = f"{_STANDS[goal]} ({_at(*taxi.locs[goal])})"
+    return f"The taxi is at {_at(row, column)}. The passenger is {where} and wants to go to {target}."
+
+
+_TELLINGS = {
+    "FrozenLake": Telling(
+        "You are on a frozen lake, at P. Walk over the ice (S, F) to the goal (G), and not into a hole (H).",
+        (("left", "west"), ("down", "south"), ("right", "east"), ("up", "north")),
+        _lake_map,
+        _lake_state,
+    ),
+    "CliffWalking": Telling(
+        "You are at P. Walk to the goal (G). Who steps off the cliff (C) is back at the start.",
+        (("up", "north"), ("right", "east"), ("down", "south"), ("left", "west")),
+        _cliff_map,
+        _cliff_state,
+    ),
+    "Taxi": Telling(
+        "You drive a taxi (T). Go to the passenger, pick them up, and drop them off where they want to go. Stands are "
+        "R(ed), G(reen), Y(ellow) and B(lue); you can pass : and not |.",
+        (
+            ("south", "down"),
+            ("north", "up"),
+            ("east", "right"),
+            ("west", "left"),
+            ("pickup", "pick up", "pick-up"),
+            ("dropoff", "drop off", "drop-off"),
+        ),
+        _taxi_map,
+        _taxi_state,
+    ),
+}
+"""By what their ids begin with."""

@@ -1,0 +1,70 @@
+"""Environments of tests; it imports little, as processes that they live in begin with it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+from rayrft.experience import Task
+from rayrft.explorer.environments import Step
+
+
+class Blocking:
+    """Every step says who it is; its actions are troubles."""
+
+    def __init__(self, flag: str = "") -> None:
+        self._flag = Path(flag) if flag else None
+        self._steps = 0
+
+    def reset(self, task: Task, seed: int) -> str:
+        self._rng = random.Random(seed)
+        if self._flag is not None:  # dies as often as the file has letters
+            text = self._flag.read_text()
+            self._flag.write_text(text[1:])
+            if text:
+                os._exit(1)
+        return f"{self._rng.random()}"
+
+    def step(self, action: str) -> Any:
+        self._steps += 1
+        match action:
+            case "die":
+                os._exit(1)
+            case "hang":
+                time.sleep(1000)
+            case "shout":
+                return Step("x" * (10 << 20))
+            case "talk":
+                return Step("x" * 2000)
+            case "raise":
+                raise ValueError("no way")
+            case "nothing":
+                return None
+            case "nan":
+                return Step("fine", reward=float("nan"))
+        return Step(f"{self._rng.random()} {os.getpid()}", 0.1, done=self._steps == 3, info={"slips": 2, "note": "no"})
+
+    def close(self) -> None:
+        pass
+
+
+class Async(Blocking):
+    async def reset(self, task: Task, seed: int) -> str:  # type: ignore[override]
+        return super().reset(task, seed)
+
+    async def step(self, action: str) -> Any:
+        if action == "hang":
+            await asyncio.Event().wait()
+        return super().step(action)
+
+    async def close(self) -> None:  # type: ignore[override]
+        pass
+
+
+def make_async() -> Async:
+    """Of what it returns nothing is known in advance."""
+    return Async()
