@@ -13,8 +13,8 @@ from rayrft.errors import DataError
 from tests.errors import about
 
 
-def source(id: str, size: int, **options: Any) -> TaskSourceConfig:
-    return TaskSourceConfig(source="gymnasium", dataset=id, size=size, options=options)
+def source(id: str, count: int, **options: Any) -> TaskSourceConfig:
+    return TaskSourceConfig(source="gymnasium", dataset=id, size=count, options=options)
 
 
 def test_held_out_maps_are_none_of_those_trained_on() -> None:
