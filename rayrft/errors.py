@@ -69,6 +69,22 @@ class RequestRefused(RayrftError):
     """An engine does not take a request, such as one that is too long; the engine is well, and others are answered."""
 
 
+class CallFailed(RayrftError):
+    """A call to an object in a process of its own failed; the object raised, or one of the errors below."""
+
+
+class ProcessDied(CallFailed):
+    """The process ended; ``value`` is how."""
+
+
+class CallTimeout(CallFailed):
+    """The deadline has passed, and the process was killed."""
+
+
+class AnswerTooLarge(CallFailed):
+    """The answer exceeds the limit, and the process was killed; ``value`` is its size in bytes."""
+
+
 class StorageError(RayrftError):
     """The Buffer's log cannot be written or read; ``field`` names the file. Earlier data stays readable."""
 

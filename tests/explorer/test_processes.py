@@ -1,0 +1,277 @@
+"""Objects in processes of their own: whatever they do, the parent goes on, and nothing of them stays."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayrft.errors import AnswerTooLarge, CallFailed, CallTimeout, ProcessDied
+from rayrft.explorer.processes import ProcessPool
+from tests.conftest import ROOT
+from tests.explorer.in_processes import Troublemaker
+
+
+@asynccontextmanager
+async def pool_of(create: Callable[[], Any] = Troublemaker, **options: Any) -> AsyncIterator[ProcessPool]:
+    pool = ProcessPool(create, **{"processes": 2, "spares": 0, "start_s": 20.0, **options})
+    try:
+        yield pool
+    finally:
+        await pool.close()
+
+
+async def gone(pid: int) -> None:
+    """Wait for the end of a process that is not a child of this one."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    assert await asyncio.to_thread(poll.poll, 20_000), f"process {pid} lives on"
+    os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "error", "says"),
+    [
+        ("exit", (3,), ProcessDied, "exit code 3"),
+        ("exit", (0,), ProcessDied, "exit code 0"),
+        ("signal", (signal.SIGSEGV,), ProcessDied, "SIGSEGV"),
+        ("signal", (signal.SIGKILL,), ProcessDied, "SIGKILL"),
+        ("hang", (), CallTimeout, "0.3 s"),
+        ("large", (10 << 20,), AnswerTooLarge, "found 10485"),
+        ("close_its_socket", (), ProcessDied, "SIGKILL"),
+        ("close_its_socket", (b"\xff" * 8,), AnswerTooLarge, "found 18446744073709551615"),
+        ("close_its_socket", (b"\x04" + bytes(7) + b"\x80\x04N.",), CallFailed, "no answer"),
+        ("returns_bomb", (), CallFailed, "cannot be unpickled"),
+    ],
+)
+async def test_a_process_that_cannot_be_trusted_any_more_is_replaced(
+    method: str, arguments: tuple[Any, ...], error: type[CallFailed], says: str
+) -> None:
+    async with pool_of(processes=1) as pool:
+        async with pool.lease() as worker:
+            pid = await worker.call("pid", deadline_s=20)
+            with pytest.raises(CallFailed, match=says) as raised:
+                await worker.call(method, *arguments, deadline_s=0.3 if method == "hang" else 20)
+            assert type(raised.value) is error and method in str(raised.value)
+            with pytest.raises(ProcessDied, match="earlier"):
+                await worker.call("pid", deadline_s=20)
+            await gone(pid)
+        async with pool.lease() as worker:
+            assert await worker.call("pid", deadline_s=20) != pid
+
+
+@pytest.mark.parametrize(("method", "says"), [("raises", "Unpicklable: noway"), ("returns_unpicklable", "pickle")])
+async def test_what_an_object_raises_is_told_and_its_process_goes_on(method: str, says: str) -> None:
+    async with pool_of(processes=1) as pool:
+        async with pool.lease() as worker:
+            pid = await worker.call("pid", deadline_s=20)
+            with pytest.raises(CallFailed, match=says) as raised:
+                await worker.call(method, deadline_s=20)
+            assert "Traceback" in raised.value.__notes__[0]
+            assert await worker.call("count", deadline_s=20) == 1
+        async with pool.lease() as worker:
+            assert await worker.call("pid", deadline_s=20) == pid
+            assert await worker.call("count", deadline_s=20) == 1, "an object of its own"
+
+
+async def test_what_a_process_prints_or_imports_is_its_own_affair() -> None:
+    async with pool_of() as pool, pool.lease() as worker:
+        assert await worker.call("print_garbage", deadline_s=20) == "fine"
+        assert await worker.call("count", deadline_s=20) == 1
+        assert len(await worker.call("sockets", deadline_s=20)) == 1, "a process has no socket but its own"
+        assert await worker.call("modules", deadline_s=20) == []
+
+
+@pytest.mark.parametrize("leak", ["leak_thread", "leak_process", "leak_daemon"])
+async def test_who_leaves_threads_or_processes_behind_is_replaced_with_them(leak: str) -> None:
+    async with pool_of(processes=1) as pool:
+        async with pool.lease() as worker:
+            pid, leaked = await worker.call("pid", deadline_s=20), await worker.call(leak, deadline_s=20)
+        async with pool.lease() as worker:
+            assert await worker.call("pid", deadline_s=20) != pid
+        for each in filter(None, [pid, leaked]):
+            await gone(each)
+
+
+@pytest.mark.parametrize("leak", ["leak_process", "leak_daemon"])
+async def test_what_a_process_has_started_dies_with_it(leak: str) -> None:
+    async with pool_of() as pool, pool.lease() as worker:
+        leaked = await worker.call(leak, deadline_s=20)
+        with pytest.raises(ProcessDied):
+            await worker.call("exit", 1, deadline_s=20)
+        await gone(leaked)
+
+
+async def test_a_cancelled_call_costs_its_process_and_no_other() -> None:
+    async with pool_of(processes=1) as pool:
+        async with pool.lease() as worker:
+            pid = await worker.call("pid", deadline_s=20)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await worker.call("hang", deadline_s=20)
+            await gone(pid)
+        async with pool.lease() as worker:
+            assert await worker.call("count", deadline_s=20) == 1
+
+
+@pytest.mark.parametrize(("trouble", "says"), [("die", "exit code 5"), ("raise", "no room"), ("hang", "0.3 s")])
+async def test_an_object_that_cannot_be_created_fails_every_lease_that_waits(trouble: str, says: str) -> None:
+    async with pool_of(partial(Troublemaker, trouble), spares=2, start_s=0.3 if trouble == "hang" else 20.0) as pool:
+
+        async def lease() -> None:
+            async with pool.lease():
+                pass
+
+        outcomes = await asyncio.gather(*(lease() for _ in range(5)), return_exceptions=True)
+        assert all(isinstance(outcome, CallFailed) and says in str(outcome) for outcome in outcomes)
+
+
+async def test_a_factory_that_cannot_be_imported_is_told(tmp_path: Path) -> None:
+    plugin = tmp_path / "broken.py"
+    plugin.write_text("1 / 0")
+    async with pool_of(plugins=[plugin]) as pool:
+        for _ in range(2):
+            with pytest.raises(CallFailed, match="division by zero"):
+                async with pool.lease():
+                    pass
+
+
+async def test_classes_of_plugins_are_known_in_the_processes(tmp_path: Path) -> None:
+    from rayrft.registry import load_plugins
+
+    plugin = tmp_path / "own.py"
+    plugin.write_text("class Own:\n    def name(self):\n        return __name__\n")
+    load_plugins([plugin])
+    [module] = [module for name, module in sys.modules.items() if name.startswith("rayrft_plugin_own")]
+    async with pool_of(module.Own, plugins=[plugin]) as pool, pool.lease() as worker:
+        assert await worker.call("name", deadline_s=20) == module.__name__
+
+
+async def test_many_calls_on_few_processes_all_end() -> None:
+    most, running = 0, 0
+    async with pool_of(processes=4) as pool:
+
+        async def attempt(number: int) -> str:
+            nonlocal most, running
+            async with pool.lease() as worker:
+                running += 1
+                most = max(most, running)
+                try:
+                    assert await worker.call("count", deadline_s=20) == 1
+                    if number % 7 == 0:
+                        await worker.call("exit", 1, deadline_s=20)
+                except ProcessDied:
+                    return "died"
+                finally:
+                    running -= 1
+                return "fine"
+
+        outcomes = await asyncio.gather(*map(attempt, range(200)))
+    assert outcomes == ["died" if number % 7 == 0 else "fine" for number in range(200)] and most == 4
+
+
+async def test_who_stops_waiting_for_a_process_takes_none() -> None:
+    async with pool_of(processes=1) as pool:
+        async with pool.lease():
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.05), pool.lease():
+                    pass
+        async with pool.lease() as worker:
+            assert await worker.call("count", deadline_s=20) == 1
+
+
+class Announced:
+    """Writes its pid into a pipe when it is created."""
+
+    def __init__(self, fifo: Path) -> None:
+        with open(fifo, "a") as file:
+            file.write(f"{os.getpid()}\n")
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+async def test_a_spare_is_there_before_it_is_asked_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "created")
+    async with pool_of(partial(Announced, tmp_path / "created"), processes=2, spares=1) as pool:
+        with os.fdopen(os.open(tmp_path / "created", os.O_RDWR)) as created:
+
+            async def next_one() -> int:
+                return int(await asyncio.wait_for(asyncio.to_thread(created.readline), 20))
+
+            async with pool.lease() as first:
+                both = {await next_one(), await next_one()}
+                pid = await first.call("pid", deadline_s=20)
+                async with pool.lease() as second:
+                    assert {pid, await second.call("pid", deadline_s=20)} == both
+
+
+async def test_the_end_of_the_template_ends_its_processes_and_another_takes_its_place() -> None:
+    async with pool_of() as pool:
+        async with pool.lease() as worker:
+            pid = await worker.call("pid", deadline_s=20)
+            os.kill(await worker.call("parent", deadline_s=20), signal.SIGKILL)
+            await gone(pid)
+            with pytest.raises(ProcessDied):
+                await worker.call("pid", deadline_s=20)
+        async with pool.lease() as worker:
+            assert await worker.call("count", deadline_s=20) == 1
+
+
+PARENT = """
+import asyncio, sys
+from rayrft.explorer.processes import ProcessPool
+from tests.explorer.in_processes import Troublemaker
+
+async def main():
+    pool = ProcessPool(Troublemaker, processes=2)
+    async with pool.lease() as worker:
+        leaked = await worker.call("leak_daemon", deadline_s=20)
+        print(await worker.call("pid", deadline_s=20), leaked, flush=True)
+        await worker.call("hang", deadline_s=1000)
+
+asyncio.run(main())
+"""
+
+
+async def test_nothing_outlives_a_parent_that_is_killed() -> None:
+    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", PARENT, cwd=ROOT, stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    pids = [int(pid) for pid in (await parent.stdout.readline()).split()]
+    assert len(pids) == 2
+    parent.kill()
+    await parent.wait()
+    for pid in pids:
+        await gone(pid)
+
+
+async def test_a_closed_pool_has_no_processes_and_gives_none() -> None:
+    pool = ProcessPool(Troublemaker, processes=1)
+
+    async def lease() -> None:
+        async with pool.lease():
+            pass
+
+    async with pool.lease() as worker:
+        pid = await worker.call("pid", deadline_s=20)
+        waiting = asyncio.ensure_future(lease())
+        await asyncio.sleep(0)
+        await pool.close()
+        await gone(pid)
+        for call in (worker.call("pid", deadline_s=20), waiting, lease()):
+            with pytest.raises(ProcessDied):
+                await call
