@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 
-from rayrft.data.tokenizer import ChatTokenizer
+from rayrft.data.tokenizer import ChatTokenizer, Tools
 from rayrft.experience import Experience, Task, VersionSpan
 from rayrft.explorer.exchange import Completion
 from rayrft.rewards import RewardResult
@@ -53,13 +53,13 @@ class Model:
         self.repeat = repeat
         self.started: list[Trajectory] = []
 
-    def start(self, messages: list[dict[str, str]], images: Sequence[str] = ()) -> Trajectory:
-        """Start a trajectory from messages and images. Raises PromptTooLong, and DataError if the chat template rejects
-        the messages."""
-        prompt = self.tokenizer.prompt(messages, tuple(images))
+    def start(self, messages: list[dict[str, str]], images: Sequence[str] = (), tools: Tools = ()) -> Trajectory:
+        """Start a trajectory from messages, images, and the JSON schemas of the tools that the chat template is to
+        show. Raises PromptTooLong, and DataError if the template rejects the messages."""
+        prompt = self.tokenizer.prompt(messages, tuple(images), tools)
         if len(prompt) > self._max_prompt_tokens:
             raise PromptTooLong(f"{len(prompt)} tokens, at most {self._max_prompt_tokens}")
-        self.started.append(Trajectory(self, messages, tuple(images), prompt))
+        self.started.append(Trajectory(self, messages, tuple(images), tools, prompt))
         return self.started[-1]
 
     async def score(self, task: Task, response: str) -> RewardResult:
@@ -84,9 +84,15 @@ class Trajectory:
     of the last answer."""
 
     def __init__(
-        self, model: Model, messages: list[dict[str, str]], images: tuple[str, ...], prompt: list[int]
+        self,
+        model: Model,
+        messages: list[dict[str, str]],
+        images: tuple[str, ...],
+        tools: Tools,
+        prompt: list[int],
     ) -> None:
         self._model = model
+        self._tools = tools
         self._ids = list(prompt)
         self._prompt_length = len(prompt)
         self._actions: list[tuple[int, Completion]] = []
@@ -120,7 +126,9 @@ class Trajectory:
         """
         messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
         closed = self._ids[-1] == self._model.tokenizer.eos_id
-        self._ids += self._model.tokenizer.observation(self.messages, messages, tuple(images), closed=closed)
+        self._ids += self._model.tokenizer.observation(
+            self.messages, messages, tuple(images), self._tools, closed=closed
+        )
         self.messages += messages
         self.images += tuple(images)
 
@@ -138,6 +146,10 @@ class Trajectory:
         self._metrics[f"turn_reward_{step}"] = float(value)
         if state is not None:
             self._metrics[f"turn_state_{step}"] = float(state)
+
+    def count(self, name: str, by: float = 1.0) -> None:
+        """Add to a metric of the row."""
+        self._metrics[name] = self._metrics.get(name, 0.0) + by
 
     def end_for_length(self) -> None:
         """Mark the trajectory as truncated because the context is full."""
