@@ -81,7 +81,7 @@ class RowEncoder:
         if isinstance(row, str):
             raise DataError(row)
         experiences = []
-        images = image_paths(row.get(self.form.images), self.base)
+        images = image_paths(row.get(self.form.images), self.base, self.form.images_folder)
         tools = tool_schemas(row.get(self.form.tools), self.form.tools)
         for chosen, messages in conversations(row, self.form):
             questions = [message["content"] for message in messages if message["role"] == "user"]
