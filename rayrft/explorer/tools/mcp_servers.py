@@ -105,8 +105,11 @@ class McpServer:
             async with self._open() as client:
                 ready.set_result(client)
                 await asyncio.Event().wait()
-        except ConfigError as error:
-            ready.set_exception(error)
+        except Exception as error:  # a transport may fail in any way; calls in flight fail by themselves
+            if not ready.done():
+                ready.set_exception(error)
+        finally:
+            ready.cancel()  # whoever waits still is not left waiting
 
     @contextlib.asynccontextmanager
     async def _open(self) -> AsyncIterator[Client]:
