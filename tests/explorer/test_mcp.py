@@ -15,8 +15,8 @@ import pytest
 import pytest_asyncio
 
 from rayrft.errors import ConfigError
-from rayrft.explorer.tools.calls import Call
 from rayrft.explorer.tools.mcp_servers import McpServer
+from rayrft.explorer.tools.parsing import ToolCall
 from rayrft.explorer.tools.toolbox import Limits, Outcome, Toolbox
 
 SERVER = [sys.executable, str(Path(__file__).with_name("mcp_server.py"))]
@@ -32,7 +32,7 @@ async def toolbox(tmp_path: Path) -> AsyncIterator[Toolbox]:
 
 async def run(toolbox: Toolbox, *calls: tuple[str, dict[str, Any]]) -> list[Outcome]:
     async with toolbox.session() as session:
-        return await session.run([Call(*call) for call in calls])
+        return await session.run([ToolCall(*call) for call in calls])
 
 
 async def test_a_server_s_tools_are_listed_checked_and_called(toolbox: Toolbox) -> None:

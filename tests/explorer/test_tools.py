@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 
 from rayrft.errors import ConfigError
 from rayrft.explorer.tools.base import as_text, function_tool
-from rayrft.explorer.tools.calls import Call, Malformed, parse_calls
+from rayrft.explorer.tools.parsing import Malformed, ToolCall, parse_calls
 from rayrft.explorer.tools.toolbox import Limits, Outcome, Toolbox
 from tests.explorer import sample_tools
 
 HERE = "tests.explorer.sample_tools"
 ADD = {"name": "add", "arguments": {"a": 1}}
-ADDED = Call("add", {"a": 1})
+ADDED = ToolCall("add", {"a": 1})
 
 
 def block(call: Any) -> str:
@@ -36,13 +36,13 @@ def block(call: Any) -> str:
         ("It is 4.", []),
         ('{"name": "add", "arguments": {"a": 1}}', []),
         (block(ADD), [ADDED]),
-        ("<think>hm</think>I add. " + block(ADD) + "\n" + block({"name": "stop"}), [ADDED, Call("stop", {})]),
+        ("<think>hm</think>I add. " + block(ADD) + "\n" + block({"name": "stop"}), [ADDED, ToolCall("stop", {})]),
         (block({"name": "add", "parameters": {"a": 1}}), [ADDED]),
         (block({"name": "add", "arguments": '{"a": 1}'}), [ADDED]),
         ("<tool_call>" + json.dumps(ADD), [ADDED]),
     ],
 )
-def test_calls_between_marks_are_read(answer: str, calls: list[Call]) -> None:
+def test_calls_between_marks_are_read(answer: str, calls: list[ToolCall]) -> None:
     assert parse_calls(answer, "hermes") == calls
 
 
@@ -55,14 +55,14 @@ def test_calls_between_marks_are_read(answer: str, calls: list[Call]) -> None:
         ('{"name": "Ada"}', []),
         (json.dumps(ADD), [ADDED]),
         (f"I add.\n```json\n{json.dumps(ADD, indent=2)}\n```\nDone.", [ADDED]),
-        (json.dumps([ADD, {"name": "stop", "parameters": {}}]), [ADDED, Call("stop", {})]),
+        (json.dumps([ADD, {"name": "stop", "parameters": {}}]), [ADDED, ToolCall("stop", {})]),
         (f"{json.dumps(ADD)}; {json.dumps(ADD)}", [ADDED, ADDED]),
         (json.dumps({"arguments": {"a": 1}, "name": "add"}), [ADDED]),
         (json.dumps({"type": "function", "function": ADD}), [ADDED]),
-        (json.dumps({"name": "run", "arguments": ADD}), [Call("run", ADD)]),
+        (json.dumps({"name": "run", "arguments": ADD}), [ToolCall("run", ADD)]),
     ],
 )
-def test_calls_in_plain_json_are_read(answer: str, calls: list[Call]) -> None:
+def test_calls_in_plain_json_are_read(answer: str, calls: list[ToolCall]) -> None:
     assert parse_calls(answer, "json") == calls
 
 
@@ -163,7 +163,7 @@ async def toolbox(tmp_path: Path) -> AsyncIterator[Toolbox]:
 
 async def run(toolbox: Toolbox, *calls: tuple[str, dict[str, Any]]) -> list[Outcome]:
     async with toolbox.session() as session:
-        return await session.run([Call(*call) for call in calls])
+        return await session.run([ToolCall(*call) for call in calls])
 
 
 async def test_a_call_in_trouble_costs_itself_alone(toolbox: Toolbox) -> None:
@@ -201,7 +201,7 @@ async def test_async_tools_in_trouble_cost_themselves_alone(toolbox: Toolbox) ->
 async def test_calls_that_cannot_be_made_are_told_with_what_can(toolbox: Toolbox) -> None:
     async with toolbox.session() as session:
         unknown, wrong, malformed = await session.run(
-            [Call("divide", {}), Call("multiply", {"a": "x" * 5000}), Malformed("the call is not JSON")]
+            [ToolCall("divide", {}), ToolCall("multiply", {"a": "x" * 5000}), Malformed("the call is not JSON")]
         )
     assert unknown.error == "unknown" and "'divide'" in unknown.text and "multiply, hang" in unknown.text
     assert wrong.error == "arguments" and "a: Input should be a valid integer" in wrong.text
@@ -219,12 +219,12 @@ async def test_every_attempt_has_objects_of_its_own_which_are_closed(toolbox: To
     closed.bind(str(tmp_path / "closed"))
     closed.setblocking(False)
     async with toolbox.session() as one, toolbox.session() as other:
-        assert [each.text for each in await one.run([Call("add", {}), Call("add", {"by": 5})])] == ["11", "16"]
-        assert [each.text for each in await other.run([Call("add", {})])] == ["11"]
-        [died] = await other.run([Call("crash", {})])
+        assert [each.text for each in await one.run([ToolCall("add", {}), ToolCall("add", {"by": 5})])] == ["11", "16"]
+        assert [each.text for each in await other.run([ToolCall("add", {})])] == ["11"]
+        [died] = await other.run([ToolCall("crash", {})])
         assert died.error == "failed" and "exit code 7" in died.text
-        assert [each.text for each in await other.run([Call("add", {})])] == ["11"], "the next one begins anew"
-        assert [each.text for each in await one.run([Call("add", {})])] == ["17"], "another's is not affected"
+        assert [each.text for each in await other.run([ToolCall("add", {})])] == ["11"], "the next one begins anew"
+        assert [each.text for each in await one.run([ToolCall("add", {})])] == ["17"], "another's is not affected"
     receive = asyncio.get_running_loop().sock_recv
     assert sorted([await receive(closed, 10) for _ in range(2)]) == [b"11", b"17"]
     closed.close()

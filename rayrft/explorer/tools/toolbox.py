@@ -13,8 +13,8 @@ from typing import Any
 from rayrft.errors import CallFailed, CallTimeout, ConfigError
 from rayrft.explorer.processes import ProcessPool, Worker
 from rayrft.explorer.tools.base import TOOLS, Tool, ToolFailed, ToolHost, as_text, find_tool, function_tool, methods
-from rayrft.explorer.tools.calls import Call, Malformed
 from rayrft.explorer.tools.mcp_servers import McpServer
+from rayrft.explorer.tools.parsing import Malformed, ToolCall
 from rayrft.registry import loaded_plugins
 
 
@@ -140,7 +140,7 @@ class ToolSession:
         self._toolbox = toolbox
         self._objects = _Objects(objects)
 
-    async def run(self, calls: Sequence[Call | Malformed]) -> list[Outcome]:
+    async def run(self, calls: Sequence[ToolCall | Malformed]) -> list[Outcome]:
         """Run the calls of one answer concurrently; return their outcomes in order. Those of objects run one after
         another, and those beyond the limit not at all."""
         return await asyncio.gather(*(self._run(call, number) for number, call in enumerate(calls)))
@@ -148,7 +148,7 @@ class ToolSession:
     async def close(self) -> None:
         await self._objects.close()
 
-    async def _run(self, call: Call | Malformed, number: int) -> Outcome:
+    async def _run(self, call: ToolCall | Malformed, number: int) -> Outcome:
         tools, limits = self._toolbox.tools, self._toolbox.limits
         if isinstance(call, Malformed):
             return Outcome(f"Error: {call.problem}", "malformed")

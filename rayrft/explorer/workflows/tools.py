@@ -9,8 +9,8 @@ from typing import Any, get_args
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.experience import TRUNCATED, Task
 from rayrft.explorer.environment import Environment
-from rayrft.explorer.tools.calls import INSTRUCTIONS, CallForm, parse_calls
 from rayrft.explorer.tools.mcp_servers import McpServer
+from rayrft.explorer.tools.parsing import INSTRUCTIONS, CallForm, parse_calls
 from rayrft.explorer.tools.toolbox import Limits, Outcome, Toolbox
 from rayrft.explorer.trajectory import Model, Trajectory
 from rayrft.explorer.workflows.base import register_workflow

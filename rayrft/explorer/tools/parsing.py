@@ -20,7 +20,7 @@ INSTRUCTIONS: dict[CallForm, str] = {
 
 
 @dataclass(frozen=True)
-class Call:
+class ToolCall:
     """A call as it is written. Its ``arguments`` may not fit the tool, nor may there be one of this ``name``."""
 
     name: str
@@ -34,7 +34,7 @@ class Malformed:
     problem: str
 
 
-def parse_calls(answer: str, form: CallForm) -> list[Call | Malformed]:
+def parse_calls(answer: str, form: CallForm) -> list[ToolCall | Malformed]:
     """Return the calls in an answer, in their order; none if it makes no attempt at one."""
     if form == "json":
         return list(_json_calls(answer))
@@ -42,7 +42,7 @@ def parse_calls(answer: str, form: CallForm) -> list[Call | Malformed]:
     return [_call(_decoded(text.strip())) for text in re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", answer, re.S)]
 
 
-def _json_calls(answer: str) -> Iterator[Call | Malformed]:
+def _json_calls(answer: str) -> Iterator[ToolCall | Malformed]:
     end = 0
     for start in re.finditer(r"\{", answer):
         if start.start() < end:
@@ -67,7 +67,7 @@ def _decoded(text: str) -> Any:
         return Malformed(f"the call is not JSON: {error}")
 
 
-def _call(found: Any) -> Call | Malformed:
+def _call(found: Any) -> ToolCall | Malformed:
     if isinstance(found, Malformed):
         return found
     if not isinstance(found, dict) or not isinstance(found.get("name"), str):
@@ -79,7 +79,7 @@ def _call(found: Any) -> Call | Malformed:
         return arguments
     if not isinstance(arguments, dict):
         return Malformed('"arguments" is not a JSON object')
-    return Call(found["name"], arguments)
+    return ToolCall(found["name"], arguments)
 
 
 def _no_constant(name: str) -> None:
