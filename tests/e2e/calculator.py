@@ -92,7 +92,7 @@ def make_config(folder: Path, seed: int, *, steps: int = 80, controls: bool = Tr
             **sft,
         }
         for rows in ("mixed", "good")
-        for lr in (3e-3, 1e-3, 3e-4)
+        for lr in (1e-3, 3e-4, 1e-4)
     ]
     warmup = {
         "name": "warmup",

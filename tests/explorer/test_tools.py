@@ -166,7 +166,7 @@ async def run(toolbox: Toolbox, *calls: tuple[str, dict[str, Any]]) -> list[Outc
         return await session.run([ToolCall(*call) for call in calls])
 
 
-async def test_a_call_in_trouble_costs_itself_alone(toolbox: Toolbox) -> None:
+async def test_a_call_in_trouble_costs_itself_alone(toolbox: Toolbox, caplog: pytest.LogCaptureFixture) -> None:
     """All at once, with more calls than processes: each is told, and those between them have their results."""
     toolbox.limits = replace(toolbox.limits, timeout_s=4.0)
     found = await run(
@@ -182,6 +182,8 @@ async def test_a_call_in_trouble_costs_itself_alone(toolbox: Toolbox) -> None:
     texts = [outcome.text for outcome in found]
     assert "not done within 4 s" in texts[0] and "exit code 5" in texts[2] and "LookupError: no such key" in texts[4]
     assert (texts[1], texts[5]) == ("42", "42")
+    told = {record.getMessage().partition(":")[0] for record in caplog.records}
+    assert told == {"tool 'hang'", "tool 'leave'", "tool 'fail'"}
     assert texts[3] == f"{'x' * 100}\n[the first 100 of 10,485,760 characters]"
 
 

@@ -59,7 +59,7 @@ class McpServer:
         from mcp import MCPError
         from mcp_types import CONNECTION_CLOSED
 
-        for last in (False, True):
+        for _ in range(2):
             client = await self._connected()
             try:
                 async with asyncio.timeout(timeout_s):
@@ -71,8 +71,6 @@ class McpServer:
                 if error.code != CONNECTION_CLOSED:
                     raise ToolFailed("failed", error.message) from None
                 self._drop(client)
-                if last:
-                    raise ToolFailed("failed", f"the server {self.name!r} died twice") from None
             except Exception as error:  # what a server says may be anything
                 raise ToolFailed("failed", f"{type(error).__name__}: {error}") from None
             else:
@@ -80,7 +78,7 @@ class McpServer:
                 if result.is_error:
                     raise ToolFailed("failed", text)
                 return text
-        raise AssertionError("unreachable")
+        raise ToolFailed("failed", f"the server {self.name!r} died twice")
 
     async def close(self) -> None:
         """End the connection, and a server that was started for it."""

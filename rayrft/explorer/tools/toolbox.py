@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,8 @@ from rayrft.explorer.tools.base import TOOLS, Tool, ToolFailed, ToolHost, as_tex
 from rayrft.explorer.tools.mcp_servers import McpServer
 from rayrft.explorer.tools.parsing import Malformed, ToolCall
 from rayrft.registry import loaded_plugins
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class Toolbox:
         self._functions: dict[str, dict[str, Any]] = {}
         self._classes: dict[str, dict[str, Any]] = {}
         self._methods: set[str] = set()
+        self._failed: set[str] = set()
         self._servers: dict[str, McpServer] = {}
         for path in names:
             self._add(path, options.get(path, {}))
@@ -94,6 +98,12 @@ class Toolbox:
             return await self._await(name, arguments)
         async with self._pool.lease() as worker:
             return await worker.call("call", name, arguments, limits.characters, deadline_s=limits.timeout_s)
+
+    def warn(self, name: str, failure: ToolFailed) -> None:
+        """Log the first failure of every tool: it may be the tool's own fault, of which the model alone would know."""
+        if name not in self._failed:
+            log.warning("tool %r: %s (later failures are in the rows' metrics)", name, failure)
+            self._failed.add(name)
 
     def _add(self, path: str, options: dict[str, Any]) -> None:
         name, piece = find_tool(path)
@@ -168,6 +178,7 @@ class ToolSession:
             failure = ToolFailed("failed", error.problem + (f" ({error.value})" if error.value else ""))
         except ToolFailed as error:
             failure = error
+        self._toolbox.warn(call.name, failure)
         return Outcome(as_text(f"Error: {failure}", limits.characters), failure.kind)
 
 
