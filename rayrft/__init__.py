@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rayrft.errors import RayrftError
     from rayrft.experience import Experience, Task
     from rayrft.explorer.environments import Environment, Step, register_environment
+    from rayrft.explorer.tools import register_tool
     from rayrft.explorer.trajectory import Model, Trajectory
     from rayrft.explorer.workflows import Workflow, register_workflow
     from rayrft.rewards import RewardResult, register_reward
@@ -33,6 +34,7 @@ _HOME = {
     "Environment": "rayrft.explorer.environments",
     "Step": "rayrft.explorer.environments",
     "register_environment": "rayrft.explorer.environments",
+    "register_tool": "rayrft.explorer.tools",
     "Model": "rayrft.explorer.trajectory",
     "Trajectory": "rayrft.explorer.trajectory",
     "Workflow": "rayrft.explorer.workflows",
@@ -58,6 +60,7 @@ __all__ = [
     "attach",
     "register_environment",
     "register_reward",
+    "register_tool",
     "register_transport",
     "register_workflow",
     "resume",

@@ -14,6 +14,9 @@ from rayrft.errors import ConfigError, nearest
 
 T = TypeVar("T")
 
+_PLUGIN = "rayrft_plugin_"
+"""Begins the names of plugins' modules."""
+
 
 class Registry(Generic[T]):
     """A mapping from name to piece; the error for an unknown name suggests the nearest known one."""
@@ -77,6 +80,11 @@ def _origin(piece: Any) -> tuple[str, str] | int:
     return (piece.__module__, piece.__qualname__) if hasattr(piece, "__qualname__") else id(piece)
 
 
+def loaded_plugins() -> tuple[Path, ...]:
+    """Return the files that `load_plugins` has run in this process."""
+    return tuple(Path(str(module.__file__)) for name, module in sorted(sys.modules.items()) if name.startswith(_PLUGIN))
+
+
 def load_plugins(paths: Iterable[Path]) -> None:
     """Run Python files that register pieces. An unchanged file is not run again.
 
@@ -92,7 +100,7 @@ def load_plugins(paths: Iterable[Path]) -> None:
                 value=str(path),
                 remedy="give the path of a Python file that every node can read",
             ) from None
-        name = f"rayrft_plugin_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
+        name = f"{_PLUGIN}{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
         digest = hashlib.blake2b(source).hexdigest()
         if getattr(sys.modules.get(name), "__digest__", None) == digest:
             continue

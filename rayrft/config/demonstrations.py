@@ -24,8 +24,12 @@ class RowFormat(Section):
     chosen: str = "chosen"
     rejected: str = "rejected"
     images: str = "images"
-    """The names of the fields. ``images`` are paths, relative to the folder of the file; they replace ``<image>`` in
-    user messages, else precede the first user text."""
+    tools: str = "tools"
+    """The names of the fields. ``images`` are paths, relative to the folder of the file, or bytes; they replace
+    ``<image>`` in user messages, else precede the first user text. ``tools`` are JSON schemas of functions, a list or
+    its JSON, which the chat template shows."""
+    images_folder: Path | None = None
+    """Where images are kept that are bytes; every node must find it."""
     size: int | None = Field(None, ge=1)
     """Number of rows to take, from the start; all by default. For demonstrations from tasks: number of tasks to
     reserve, which are never sampled for rollouts."""

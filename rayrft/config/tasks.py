@@ -41,7 +41,9 @@ class TaskSourceConfig(Section):
     answer: str = "answer"
     """file, datasets: the fields that hold the question and the ground truth."""
     images: str = "images"
-    """file, datasets: the field with the paths of a task's images, if any; relative to the folder of the file."""
+    """file, datasets: the field with a task's images, if any: paths, relative to the folder of the file, or bytes."""
+    images_folder: Path | None = None
+    """file, datasets: where images are kept that are bytes; every node must find it."""
     answer_after: str | None = None
     """file, datasets: keep only the part of the answer after the last such mark (GSM8K: '####')."""
     difficulty: str | None = None

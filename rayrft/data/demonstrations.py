@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rayrft.config.demonstrations import DemonstrationsConfig, RowFormat
-from rayrft.data.formats import Message, Row, conversations, read_rows
+from rayrft.data.formats import Message, Row, conversations, read_rows, tool_schemas
 from rayrft.data.images import image_paths
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import DataError
@@ -81,12 +81,13 @@ class RowEncoder:
         if isinstance(row, str):
             raise DataError(row)
         experiences = []
-        images = image_paths(row.get(self.form.images), self.base)
+        images = image_paths(row.get(self.form.images), self.base, self.form.images_folder)
+        tools = tool_schemas(row.get(self.form.tools), self.form.tools)
         for chosen, messages in conversations(row, self.form):
             questions = [message["content"] for message in messages if message["role"] == "user"]
             if any(dedup_key(question, images) in self.held_out for question in questions):
                 return "held-out question"
-            ids, mask = self.tokenizer.chat(messages, images)
+            ids, mask = self.tokenizer.chat(messages, images, tools)
             if len(ids) > self.max_length:
                 return "too long"
             side = group + _SIDES[chosen]

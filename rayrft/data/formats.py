@@ -121,6 +121,17 @@ def conversations(row: dict[str, Any], form: RowFormat) -> list[tuple[bool | Non
     return [(None, _joined(prompt, response, form.prompt, form.response))]
 
 
+def tool_schemas(value: Any, field: str) -> tuple[dict[str, Any], ...]:
+    """Return a row's tools: a list of JSON schemas of functions, or its JSON. Raises DataError if it is neither."""
+    try:
+        found = json.loads(value) if isinstance(value, str) else value or []
+    except ValueError:
+        found = value
+    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+        raise DataError(f"{field!r} is no list of JSON schemas")
+    return tuple(found)
+
+
 def _joined(prompt: Any, answer: Any, prompt_field: str, answer_field: str) -> list[Message]:
     """Join prompt and answer. An answer that does not begin with the assistant contains its own prompt."""
     messages = _messages(answer, "assistant", answer_field)

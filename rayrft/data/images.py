@@ -1,13 +1,16 @@
 """Images: their placeholder tokens, and their patches for vision-language models of the Qwen-VL family.
 
-Records hold paths. In a sequence an image is a run of placeholder tokens, as many as the model makes of it; patches are
-read from the file when they are needed.
+Records hold paths; an image that has none is written to a file (`keep_image`). In a sequence an image is a run of
+placeholder tokens, as many as the model makes of it; patches are read from the file when they are needed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import io
 import re
+import uuid
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rayrft.errors import DataError, ModelError
+from rayrft.files import sync
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -119,6 +123,39 @@ class ImageReader:
         return Patches(output["pixel_values"].float(), grid, int(grid.prod()) // self.merge**2)
 
 
+def keep_image(image: str | Path | bytes | Image, folder: Path) -> str:
+    """Return the path of an image: its own, or that of a file in ``folder``, named by the digest of what it holds.
+
+    Equal images are one file, which appears whole or not at all. Raises DataError if bytes are no image.
+    """
+    if isinstance(image, str | Path):
+        return str(image)
+    if not isinstance(image, bytes):
+        drawn = io.BytesIO()
+        image.convert("RGB").save(drawn, "PNG")
+        image = drawn.getvalue()
+    path = folder / f"{hashlib.blake2b(image, digest_size=16).hexdigest()}.{_kind(image)}"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / f".{uuid.uuid4().hex}.partial"
+        partial.write_bytes(image)
+        sync(partial)
+        partial.replace(path)
+    return str(path)
+
+
+def _kind(data: bytes) -> str:
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            return str(image.format).lower()
+    except OSError:
+        raise DataError(
+            f"{len(data)} bytes are no image", field="images", remedy="give the bytes of a PNG or JPEG file"
+        ) from None
+
+
 @contextlib.contextmanager
 def _opened(path: str) -> Iterator[Image]:
     from PIL import Image
@@ -166,17 +203,25 @@ def insert_images(messages: list[dict[str, Any]], count: int) -> list[dict[str, 
     return converted
 
 
-def image_paths(values: Any, base: Path) -> tuple[str, ...]:
+def image_paths(values: Any, base: Path, keep: Path | None = None) -> tuple[str, ...]:
     """Return a row's images as absolute paths; relative ones are relative to the folder ``base``, or that of the file.
 
-    Raises DataError if a value is not a path, or the file does not exist.
+    Bytes, also in the form of the hub's data sets (``{"bytes": …, "path": …}``), are kept in the folder ``keep``.
+    Raises DataError if a value is no image, the file does not exist, or there is no such folder.
     """
     if values is None:
         return ()
     paths = []
     for value in values if isinstance(values, list) else [values]:
+        if isinstance(value, dict):
+            value = value.get("bytes") or value.get("path")
+        if isinstance(value, bytes) and keep is not None:
+            value = keep_image(value, keep)
         if not isinstance(value, str):
-            raise DataError(f"an image is a {type(value).__name__}, not a path", remedy="save it, and give its path")
+            raise DataError(
+                f"an image is {type(value).__name__}, not a path",
+                remedy="name 'images_folder'" if isinstance(value, bytes) else "save it, and give its path",
+            )
         path = ((base if base.is_dir() else base.parent) / value).absolute()
         if not path.is_file():
             raise DataError(f"there is no image {path}", remedy="give paths relative to the file that names them")

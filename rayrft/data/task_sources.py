@@ -168,7 +168,7 @@ def _to_tasks(
         if config.answer_after is not None:
             truth = truth.rpartition(config.answer_after)[2].strip()
         try:
-            images = image_paths(row.get(config.images), base)
+            images = image_paths(row.get(config.images), base, config.images_folder)
         except DataError as error:
             problem = f"row {number} of {origin}: {error.problem}"
             raise DataError(problem, field=rows_field, value=number, remedy=error.remedy) from None

@@ -198,6 +198,7 @@ class Runner:
             max_tokens=sampling.max_tokens,
             max_prompt_tokens=sampling.max_prompt_tokens,
             max_length=self._config.model.max_length,
+            images=self._config.folder / "images",
             repeat=repeat,
         )
 

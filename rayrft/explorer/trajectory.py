@@ -5,13 +5,22 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Union
 
 import numpy as np
 
-from rayrft.data.tokenizer import ChatTokenizer
+from rayrft.data.images import keep_image
+from rayrft.data.tokenizer import ChatTokenizer, Tools
 from rayrft.experience import Experience, Task, VersionSpan
 from rayrft.explorer.exchange import Completion
 from rayrft.rewards import RewardResult
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Picture = Union[str, Path, bytes, "Image"]
+"""The path of an image, the bytes of its file, or what PIL has of it."""
 
 Generate = Callable[[list[int], int, tuple[str, ...]], Awaitable[Completion]]
 """Sample one continuation, of at most so many tokens, of a sequence with placeholders for the images at the paths."""
@@ -42,25 +51,33 @@ class Model:
         max_tokens: int,
         max_prompt_tokens: int,
         max_length: int,
+        images: Path,
         repeat: int = 0,
     ) -> None:
+        """``images`` is the folder of pictures that are given without a path."""
         self._generate = generate
         self._score = score
         self._max_tokens = max_tokens
         self._max_prompt_tokens = max_prompt_tokens
         self._max_length = max_length
+        self._images = images
         self.tokenizer = tokenizer
         self.repeat = repeat
         self.started: list[Trajectory] = []
 
-    def start(self, messages: list[dict[str, str]], images: Sequence[str] = ()) -> Trajectory:
-        """Start a trajectory from messages and images. Raises PromptTooLong, and DataError if the chat template rejects
-        the messages."""
-        prompt = self.tokenizer.prompt(messages, tuple(images))
+    def start(self, messages: list[dict[str, str]], images: Sequence[Picture] = (), tools: Tools = ()) -> Trajectory:
+        """Start a trajectory from messages, images, and the JSON schemas of the tools that the chat template is to
+        show. Raises PromptTooLong, and DataError if the template rejects the messages."""
+        paths = self.keep(images)
+        prompt = self.tokenizer.prompt(messages, paths, tools)
         if len(prompt) > self._max_prompt_tokens:
             raise PromptTooLong(f"{len(prompt)} tokens, at most {self._max_prompt_tokens}")
-        self.started.append(Trajectory(self, messages, tuple(images), prompt))
+        self.started.append(Trajectory(self, messages, paths, tools, prompt))
         return self.started[-1]
+
+    def keep(self, images: Sequence[Picture]) -> tuple[str, ...]:
+        """Return the paths of pictures; those that have none are written to the run's folder first."""
+        return tuple(keep_image(image, self._images) for image in images)
 
     async def score(self, task: Task, response: str) -> RewardResult:
         """Score an answer by the run's reward, for workflows that go on according to it."""
@@ -84,9 +101,15 @@ class Trajectory:
     of the last answer."""
 
     def __init__(
-        self, model: Model, messages: list[dict[str, str]], images: tuple[str, ...], prompt: list[int]
+        self,
+        model: Model,
+        messages: list[dict[str, str]],
+        images: tuple[str, ...],
+        tools: Tools,
+        prompt: list[int],
     ) -> None:
         self._model = model
+        self._tools = tools
         self._ids = list(prompt)
         self._prompt_length = len(prompt)
         self._actions: list[tuple[int, Completion]] = []
@@ -96,8 +119,8 @@ class Trajectory:
         self._value: float | None = None
         self._error: str | None = None
         self._started = time.time()
-        self._answered = 0
-        """Number of messages up to the last answer."""
+        self._answered, self._seen = 0, 0
+        """Numbers of messages and of images up to the last answer."""
         self.messages = list(messages)
         self.images = images
         self.stop_reason: str | None = None
@@ -110,19 +133,21 @@ class Trajectory:
         self._ids += completion.token_ids
         self.stop_reason = completion.stop_reason
         self.messages.append({"role": "assistant", "content": text})
-        self._answered = len(self.messages)
+        self._answered, self._seen = len(self.messages), len(self.images)
         return text
 
-    def observe(self, observation: str | list[dict[str, str]], images: Sequence[str] = ()) -> None:
-        """Append an observation, one user message or several messages, with further images; its tokens are masked.
+    def observe(self, observation: str | list[dict[str, str]], images: Sequence[Picture] = ()) -> None:
+        """Append an observation, one user message or several messages, with further images, which stand where these
+        say ``<image>``, else before the first text of the user; its tokens are masked.
 
         Raises DataError if the chat template cannot place the messages after the answer.
         """
         messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
+        paths = self._model.keep(images)
         closed = self._ids[-1] == self._model.tokenizer.eos_id
-        self._ids += self._model.tokenizer.observation(self.messages, messages, tuple(images), closed=closed)
+        self._ids += self._model.tokenizer.observation(self.messages, messages, paths, self._tools, closed=closed)
         self.messages += messages
-        self.images += tuple(images)
+        self.images += paths
 
     def reward(self, value: float | RewardResult, components: dict[str, float] | None = None) -> None:
         """Set the reward of the trajectory, which may be an unknown result; without one, the run's reward scores it."""
@@ -139,9 +164,9 @@ class Trajectory:
         if state is not None:
             self._metrics[f"turn_state_{step}"] = float(state)
 
-    def count(self, name: str, value: float = 1.0) -> None:
+    def count(self, name: str, by: float = 1.0) -> None:
         """Add to a metric of the row."""
-        self._metrics[name] = self._metrics.get(name, 0.0) + float(value)
+        self._metrics[name] = self._metrics.get(name, 0.0) + by
 
     def end_for_length(self) -> None:
         """Mark the trajectory as truncated because the context is full."""
@@ -178,7 +203,7 @@ class Trajectory:
             error=self._error,
             stop_reason=self.stop_reason,
             turns=tuple(self.messages[: self._answered]),
-            images=self.images,
+            images=self.images[: self._seen],
             metrics=self._metrics,
             created_at=self._started,
             finished_at=time.time(),

@@ -35,6 +35,11 @@ BROKEN: dict[str, tuple[str, str]] = {
         '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": ""}]}',
         "messages[1]: the assistant says nothing",
     ),
+    "tools that are no list": (
+        '{"prompt": "p", "response": "r", "tools": "all"}',
+        "'tools' is no list of JSON schemas",
+    ),
+    "tools for a template without": ('{"prompt": "p", "response": "r", "tools": [{}]}', "shows no tools"),
     "no question": ('{"messages": [{"role": "assistant", "content": "a"}]}', "begins with the assistant"),
     "no answer": ('{"messages": [{"role": "user", "content": "q"}]}', "does not end with the assistant"),
     "half a pair": ('{"prompt": "p", "chosen": "a"}', "needs text in 'prompt' and 'response'"),

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
 from rayrft.config import TasksConfig, TaskSourceConfig
-from rayrft.data.images import insert_images
+from rayrft.data.images import insert_images, keep_image
 from rayrft.data.task_sources import read_source
 from rayrft.data.task_splits import load_tasks
 from rayrft.data.tokenizer import ChatTokenizer
@@ -102,6 +104,41 @@ def test_a_file_that_is_no_image_is_named(tokenizer: ChatTokenizer, tmp_path: Pa
     path.write_text("not an image")
     with pytest.raises(DataError, check=about("images")):
         tokenizer.prompt(ASK, (str(path),))
+
+
+def test_an_image_without_a_path_is_kept_once_by_what_it_holds(tmp_path: Path, pictures: tuple[str, ...]) -> None:
+    folder = tmp_path / "kept"
+    read = Path(pictures[1]).read_bytes()
+    drawn = Image.new("RGBA", (20, 30), (255, 0, 0, 255))
+    kept = [keep_image(image, folder) for image in (read, read, drawn, drawn.copy())]
+    assert kept[0] == kept[1] != kept[2] == kept[3] and sorted(map(str, folder.iterdir())) == sorted({*kept})
+    assert kept[0].endswith(".jpeg") and Path(kept[0]).read_bytes() == read
+    with Image.open(kept[2]) as image:
+        assert (image.size, image.getpixel((0, 0))) == ((20, 30), (255, 0, 0))
+    assert keep_image(pictures[0], folder) == keep_image(Path(pictures[0]), folder) == pictures[0]
+    with pytest.raises(DataError, check=about("images")):
+        keep_image(b"not an image", folder)
+
+
+def test_images_that_are_bytes_are_kept_in_the_folder_named_for_them(
+    tmp_path: Path, pictures: tuple[str, ...], ray_cluster: Any
+) -> None:
+    data = Path(pictures[0]).read_bytes()
+    rows = [
+        {
+            "question": "q",
+            "answer": "a",
+            "images": [{"bytes": data, "path": None}, {"bytes": None, "path": pictures[1]}],
+        }
+    ]
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    source = {"source": "file", "path": path}
+    [task] = read_source(TaskSourceConfig(**source, images_folder=tmp_path / "kept"), "tasks.sources.0")
+    assert Path(task.images[0]).parent == tmp_path / "kept" and Path(task.images[0]).read_bytes() == data
+    assert task.images[1] == pictures[1]
+    with pytest.raises(DataError, match="images_folder"):
+        read_source(TaskSourceConfig(**source), "tasks.sources.0")
 
 
 def test_the_same_question_about_other_images_is_another_task(tmp_path: Path) -> None:

@@ -1,0 +1,214 @@
+"""Execution of calls: each under a deadline, blocking ones in processes that can be killed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from rayrft.errors import CallFailed, CallTimeout, ConfigError
+from rayrft.explorer.processes import ProcessPool, Worker
+from rayrft.explorer.tools.base import TOOLS, Tool, ToolFailed, ToolHost, as_text, find_tool, function_tool, methods
+from rayrft.explorer.tools.mcp_servers import McpServer
+from rayrft.explorer.tools.parsing import Malformed, ToolCall
+from rayrft.registry import loaded_plugins
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the model is told of a call. ``error`` is the kind of its failure: ``malformed``, ``unknown``,
+    ``arguments``, ``timeout`` or ``failed``."""
+
+    text: str
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds that a call may take, characters of a result, calls of one answer, and processes that run functions."""
+
+    timeout_s: float = 30.0
+    characters: int = 4000
+    calls: int = 16
+    processes: int = 4
+
+
+class Toolbox:
+    """All tools of a run. Functions run in a pool of processes, those of an attempt's objects in one of its own, and
+    ``async`` functions in the event loop. Raises ConfigError for a tool that cannot be found, described or built."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        options: Mapping[str, dict[str, Any]],
+        servers: Sequence[McpServer],
+        limits: Limits,
+    ) -> None:
+        self.tools: dict[str, Tool] = {}
+        self.limits = limits
+        self._async: dict[str, Callable[..., Any]] = {}
+        self._functions: dict[str, dict[str, Any]] = {}
+        self._classes: dict[str, dict[str, Any]] = {}
+        self._methods: set[str] = set()
+        self._failed: set[str] = set()
+        self._servers: dict[str, McpServer] = {}
+        for path in names:
+            self._add(path, options.get(path, {}))
+        if unused := options.keys() - set(names):
+            raise ConfigError("has options for a tool that is not among the tools", field=TOOLS, value=sorted(unused))
+        for server in servers:
+            for tool in server.tools.values():
+                self._describe(tool)
+                self._servers[tool.name] = server
+        self.schemas = tuple(tool.schema for tool in self.tools.values())
+        pool = partial(ProcessPool, plugins=loaded_plugins(), answer_limit=8 * limits.characters + (64 << 10))
+        self._pool = pool(partial(ToolHost, self._functions), processes=limits.processes, spares=limits.processes)
+        self._objects = pool(partial(ToolHost, self._classes), processes=_ATTEMPTS)
+
+    @contextlib.asynccontextmanager
+    async def session(self) -> AsyncIterator[ToolSession]:
+        """Open what one attempt calls tools by; its objects are closed in the end."""
+        session = ToolSession(self, self._objects)
+        try:
+            yield session
+        finally:
+            await session.close()
+
+    async def close(self) -> None:
+        """End all processes and servers."""
+        await asyncio.gather(
+            self._pool.close(), self._objects.close(), *(server.close() for server in {*self._servers.values()})
+        )
+
+    async def call(self, name: str, arguments: dict[str, Any], objects: _Objects) -> str:
+        """Call a tool with arguments that fit; return its result as text. Raises ToolFailed, and CallFailed."""
+        limits = self.limits
+        if name in self._servers:
+            return as_text(await self._servers[name].call(name, arguments, limits.timeout_s), limits.characters)
+        if name in self._methods:
+            return await objects.call(name, arguments, limits)
+        if name in self._async:
+            return await self._await(name, arguments)
+        async with self._pool.lease() as worker:
+            return await worker.call("call", name, arguments, limits.characters, deadline_s=limits.timeout_s)
+
+    def warn(self, name: str, failure: ToolFailed) -> None:
+        """Log the first failure of every tool: it may be the tool's own fault, of which the model alone would know."""
+        if name not in self._failed:
+            log.warning("tool %r: %s (later failures are in the rows' metrics)", name, failure)
+            self._failed.add(name)
+
+    def _add(self, path: str, options: dict[str, Any]) -> None:
+        name, piece = find_tool(path)
+        if not inspect.isclass(piece):
+            if options:
+                raise ConfigError("is a function, which has no options", field=TOOLS, value=name)
+            self._describe(function_tool(name, piece))
+            if inspect.iscoroutinefunction(piece):
+                self._async[name] = piece
+            else:
+                self._functions[path] = {}
+            return
+        try:
+            inspect.signature(piece).bind(**options)
+        except TypeError as error:
+            raise ConfigError(f"{name!r} rejects its options: {error}", field=TOOLS, value=options) from None
+        self._classes[path] = options
+        for method, function in methods(piece).items():
+            if inspect.iscoroutinefunction(function):
+                raise ConfigError(f"{name}.{method} is async: make it a plain method", field=TOOLS, value=name)
+            self._describe(function_tool(method, function, bound=False))
+            self._methods.add(method)
+
+    def _describe(self, tool: Tool) -> None:
+        if tool.name in self.tools:
+            raise ConfigError("two tools of one name", field=TOOLS, value=tool.name, remedy="rename one of them")
+        self.tools[tool.name] = tool
+
+    async def _await(self, name: str, arguments: dict[str, Any]) -> str:
+        try:
+            async with asyncio.timeout(self.limits.timeout_s) as deadline:
+                result = await self._async[name](**self.tools[name].check(arguments))
+            return as_text(result, self.limits.characters)
+        except (Exception, SystemExit) as error:  # a user's function may raise anything: only the call fails
+            if deadline.expired():
+                raise _late(self.limits) from None
+            raise ToolFailed("failed", f"{type(error).__name__}: {error}") from None
+
+
+class ToolSession:
+    """The calls of one attempt."""
+
+    def __init__(self, toolbox: Toolbox, objects: ProcessPool) -> None:
+        self._toolbox = toolbox
+        self._objects = _Objects(objects)
+
+    async def run(self, calls: Sequence[ToolCall | Malformed]) -> list[Outcome]:
+        """Run the calls of one answer concurrently; return their outcomes in order. Those of objects run one after
+        another, and those beyond the limit not at all."""
+        return await asyncio.gather(*(self._run(call, number) for number, call in enumerate(calls)))
+
+    async def close(self) -> None:
+        await self._objects.close()
+
+    async def _run(self, call: ToolCall | Malformed, number: int) -> Outcome:
+        tools, limits = self._toolbox.tools, self._toolbox.limits
+        if isinstance(call, Malformed):
+            return Outcome(f"Error: {call.problem}", "malformed")
+        if call.name not in tools:
+            return Outcome(f"Error: there is no tool {call.name[:80]!r}, but {', '.join(tools)}", "unknown")
+        try:
+            tools[call.name].check(call.arguments)
+        except ValueError as error:
+            return Outcome(as_text(f"Error: the arguments of {call.name} do not fit: {error}", 1000), "arguments")
+        if number >= limits.calls:
+            return Outcome(f"Error: not called, as an answer may call at most {limits.calls} tools", "failed")
+        try:
+            return Outcome(await self._toolbox.call(call.name, call.arguments, self._objects))
+        except CallTimeout:
+            failure = _late(limits)
+        except CallFailed as error:
+            failure = ToolFailed("failed", error.problem + (f" ({error.value})" if error.value else ""))
+        except ToolFailed as error:
+            failure = error
+        self._toolbox.warn(call.name, failure)
+        return Outcome(as_text(f"Error: {failure}", limits.characters), failure.kind)
+
+
+class _Objects:
+    """The objects of one attempt, in one process, which is leased when the first of them is called."""
+
+    def __init__(self, pool: ProcessPool) -> None:
+        self._pool = pool
+        self._lock = asyncio.Lock()
+        self._lease = contextlib.AsyncExitStack()
+        self._worker: Worker | None = None
+
+    async def call(self, name: str, arguments: dict[str, Any], limits: Limits) -> str:
+        async with self._lock:
+            if self._worker is None:
+                self._worker = await self._lease.enter_async_context(self._pool.lease())
+            try:
+                return await self._worker.call("call", name, arguments, limits.characters, deadline_s=limits.timeout_s)
+            finally:
+                if not self._worker.at_rest:  # it is no more: the next call begins with fresh objects
+                    await self.close()
+
+    async def close(self) -> None:
+        self._worker = None
+        await self._lease.aclose()
+
+
+_ATTEMPTS = 4096
+"""Attempts whose objects may live at once."""
+
+
+def _late(limits: Limits) -> ToolFailed:
+    return ToolFailed("timeout", f"not done within {limits.timeout_s:g} s")

@@ -1,0 +1,87 @@
+"""The loop of model and tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+from rayrft.data.tokenizer import ChatTokenizer
+from rayrft.experience import TRUNCATED, Task
+from rayrft.explorer.environments import EnvironmentClient
+from rayrft.explorer.tools.mcp_servers import McpServer
+from rayrft.explorer.tools.parsing import INSTRUCTIONS, CallForm, parse_calls
+from rayrft.explorer.tools.toolbox import Limits, Outcome, Toolbox
+from rayrft.explorer.trajectory import Model, Trajectory
+from rayrft.explorer.workflows.base import register_workflow
+
+Message = dict[str, str]
+
+
+@register_workflow("tool_calling")
+class ToolCalling:
+    """Answers, calling ``tools`` and those of ``mcp`` servers until an answer calls none, at most ``max_turns`` answers
+    in all. The last answer is scored. What is wrong with a call is told to the model, and counted in the row's metrics:
+    ``tool_calls``, ``tool_errors``, and ``tool_<kind>`` for the kinds of errors (`Outcome`).
+
+    ``tools`` are registered names or ``package.module:attribute``, with the options of those that are classes in
+    ``tool_options``; ``mcp`` has the parameters of `McpServer` by the server's name; ``form`` is how the model writes
+    calls; the other parameters are the `Limits`.
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[str] = (),
+        tool_options: Mapping[str, dict[str, Any]] | None = None,
+        mcp: Mapping[str, dict[str, Any]] | None = None,
+        form: CallForm = "hermes",
+        max_turns: int = 8,
+        **limits: Any,
+    ) -> None:
+        if form not in get_args(CallForm):
+            raise TypeError(f"form is {form!r}, not 'hermes' or 'json'")
+        servers = [McpServer(name, **options) for name, options in (mcp or {}).items()]
+        self._toolbox = Toolbox(tools, tool_options or {}, servers, Limits(**limits))
+        if not self._toolbox.tools:
+            raise TypeError("there are no tools: name some in 'tools' or 'mcp'")
+        self._form, self._max_turns = form, max_turns
+
+    async def run(self, task: Task, model: Model, env: EnvironmentClient | None = None) -> Trajectory:
+        if model.tokenizer.takes_tools:
+            trajectory = model.start(task.messages, task.images, self._toolbox.schemas)
+        else:
+            trajectory = model.start(self._instructed(task.messages), task.images)
+        async with self._toolbox.session() as session:
+            for _ in range(self._max_turns - 1):
+                calls = parse_calls(await trajectory.act(), self._form)
+                if not calls or trajectory.stop_reason in TRUNCATED:
+                    return trajectory
+                outcomes = await session.run(calls)
+                _count(trajectory, outcomes)
+                trajectory.observe(_told(outcomes, model.tokenizer))
+        await trajectory.act()
+        return trajectory
+
+    def _instructed(self, messages: list[Message]) -> list[Message]:
+        """Return the messages with the tools in the system message, for a chat template that shows none."""
+        lines = [json.dumps(schema["function"], ensure_ascii=False) for schema in self._toolbox.schemas]
+        text = "\n".join(["You may call these tools:", *lines, INSTRUCTIONS[self._form]])
+        if messages[0]["role"] == "system":
+            text, messages = f"{messages[0]['content']}\n\n{text}", messages[1:]
+        return [{"role": "system", "content": text}, *messages]
+
+
+def _told(outcomes: list[Outcome], tokenizer: ChatTokenizer) -> list[Message]:
+    """Return the results as messages: of role ``tool``, or as one of the user where the chat template has no such."""
+    texts = [tokenizer.defuse(outcome.text) for outcome in outcomes]
+    if tokenizer.takes_tools:
+        return [{"role": "tool", "content": text} for text in texts]
+    return [{"role": "user", "content": "\n".join(f"<tool_response>\n{text}\n</tool_response>" for text in texts)}]
+
+
+def _count(trajectory: Trajectory, outcomes: list[Outcome]) -> None:
+    errors = [outcome.error for outcome in outcomes if outcome.error is not None]
+    trajectory.count("tool_calls", len(outcomes))
+    trajectory.count("tool_errors", len(errors))
+    for kind in errors:
+        trajectory.count(f"tool_{kind}")

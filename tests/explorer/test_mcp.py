@@ -1,0 +1,108 @@
+"""Tools of MCP servers: a real server, its deaths, and what cannot be a server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from rayrft.errors import ConfigError
+from rayrft.explorer.tools.mcp_servers import McpServer
+from rayrft.explorer.tools.parsing import ToolCall
+from rayrft.explorer.tools.toolbox import Limits, Outcome, Toolbox
+
+SERVER = [sys.executable, str(Path(__file__).with_name("mcp_server.py"))]
+
+
+@pytest_asyncio.fixture
+async def toolbox(tmp_path: Path) -> AsyncIterator[Toolbox]:
+    server = McpServer("sample", command=SERVER, env={"LIVES": str(tmp_path / "lives")})
+    toolbox = Toolbox([], {}, [server], Limits(timeout_s=60.0, characters=100))
+    yield toolbox
+    await toolbox.close()
+
+
+async def run(toolbox: Toolbox, *calls: tuple[str, dict[str, Any]]) -> list[Outcome]:
+    async with toolbox.session() as session:
+        return await session.run([ToolCall(*call) for call in calls])
+
+
+async def test_a_server_s_tools_are_listed_checked_and_called(toolbox: Toolbox) -> None:
+    tool = toolbox.tools["multiply"]
+    assert tool.description == "Multiply two whole numbers." and tool.parameters["required"] == ["a", "b"]
+    found = await run(
+        toolbox,
+        ("multiply", {"a": 6, "b": 7}),
+        ("multiply", {"a": "6", "b": 7}),
+        ("fail", {"text": "no such key"}),
+        ("flood", {"megabytes": 1}),
+        ("multiply", {"a": 2, "b": 3}),
+    )
+    assert [each.error for each in found] == [None, "arguments", "failed", None, None]
+    assert (found[0].text, found[4].text) == ("42", "6")
+    assert "$.a: '6' is not of type 'integer'" in found[1].text and "Error executing tool fail" in found[2].text
+    assert found[3].text.endswith("[the first 100 of 1,048,576 characters]")
+    [lives] = await run(toolbox, ("lives", {}))
+    assert lives.text == "2", "one to list the tools, and one that has served all calls"
+
+
+@pytest.mark.parametrize(("tool", "lives"), [("wait_forever", "2"), ("block", "3")])
+async def test_a_server_that_answers_nobody_after_a_call_that_hangs_is_replaced(
+    toolbox: Toolbox, tool: str, lives: str
+) -> None:
+    assert (await run(toolbox, ("lives", {}))) == [Outcome("2")]
+    patient, toolbox.limits = toolbox.limits, Limits(timeout_s=1.0)
+    [hung] = await run(toolbox, (tool, {}))
+    assert hung.error == "timeout"
+    toolbox.limits = patient
+    assert (await run(toolbox, ("lives", {}))) == [Outcome(lives)]
+
+
+async def test_a_server_that_dies_is_started_anew(toolbox: Toolbox) -> None:
+    assert (await run(toolbox, ("leave", {"before": 2}))) == [Outcome("stayed")], "the call is tried once more"
+    [left] = await run(toolbox, ("leave", {}))
+    assert left.error == "failed" and "died twice" in left.text
+    assert (await run(toolbox, ("multiply", {"a": 6, "b": 7}))) == [Outcome("42")]
+
+
+async def test_a_server_at_an_address_is_called(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    env = {**os.environ, "LIVES": str(tmp_path / "lives")}
+    process = await asyncio.create_subprocess_exec(*SERVER, str(port), env=env, stderr=subprocess.PIPE)
+    try:
+        assert process.stderr is not None
+        await process.stderr.readuntil(b"running on")
+        server = McpServer("sample", url=f"http://127.0.0.1:{port}/mcp", tools=["multiply"])
+        toolbox = Toolbox([], {}, [server], Limits())
+        assert list(toolbox.tools) == ["multiply"]
+        assert await run(toolbox, ("multiply", {"a": 6, "b": 7})) == [Outcome("42")]
+        await toolbox.close()
+    finally:
+        process.kill()
+        await process.wait()
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({}, "either a command"),
+        ({"command": "python server.py"}, "a list of words"),
+        ({"command": ["/no/such/program"]}, "does not come up.*No such file"),
+        ({"command": [sys.executable, "-c", ""]}, "does not come up"),
+        ({"url": "http://127.0.0.1:9/mcp"}, "does not come up"),
+        ({"command": SERVER, "env": {"LIVES": "/dev/null"}, "tools": ["multipy"]}, "Did you mean 'multiply'"),
+    ],
+)
+def test_what_is_no_server_is_refused_at_once(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        McpServer("sample", **options)
