@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from rayrft.buffer.buffer import Buffer
+from rayrft.buffer.shared import SharedBuffer
 from rayrft.config import RunConfig
 from rayrft.config.reward import RewardConfig
-from rayrft.core.placement import PlacedClass, Placement, plan_placement
+from rayrft.core.placement import PlacedClass, Placement
 from rayrft.core.preflight import Prepared
 from rayrft.experience import pack, to_batch
 from rayrft.explorer.engine import RolloutEngine
@@ -29,20 +30,24 @@ from rayrft.waits import Waits
 
 @dataclass(frozen=True)
 class Actors:
-    """Handles of the actors; ``explorer`` and ``engine_pool`` are None where nothing is rolled out."""
+    """Handles of the actors; ``trainer`` is None where nothing is trained, and there are no ``explorers`` and no
+    ``engine_pool`` where nothing is rolled out."""
 
     buffer: Handle[Buffer]
-    trainer: Handle[Trainer]
-    explorer: Handle[Explorer] | None
+    trainer: Handle[Trainer] | None
+    explorers: list[Handle[Explorer]]
+    """They share the tasks; the first one evaluates."""
     engine_pool: Handle[EnginePool] | None
     engines: list[Handle[RolloutEngine]]
     """As they were created; which of them take requests the ``engine_pool`` knows."""
 
     def watches(self) -> dict[str, Awaitable[Any]]:
         """Return by actor a call that ends only when the actor fails."""
-        watches: dict[str, Awaitable[Any]] = {"trainer": self.trainer.call(Trainer.watch)}
-        if self.explorer is not None and self.engine_pool is not None:
-            watches["explorer"] = self.explorer.call(Explorer.watch)
+        watches: dict[str, Awaitable[Any]] = {}
+        if self.trainer is not None:
+            watches["trainer"] = self.trainer.call(Trainer.watch)
+        watches |= {explorer.name: explorer.call(Explorer.watch) for explorer in self.explorers}
+        if self.engine_pool is not None:
             watches["engine_pool"] = self.engine_pool.call(EnginePool.watch)
         watches |= {engine.name: engine.call(RolloutEngine.watch) for engine in self.engines}
         return {**watches, "buffer": _until_dead_for_good(self.buffer)}
@@ -52,8 +57,10 @@ class Actors:
         return replace(
             self,
             buffer=TrackedHandle(self.buffer, waits),
-            trainer=TrackedHandle(self.trainer, waits, labels={Trainer.command: command_name}),
-            explorer=TrackedHandle(self.explorer, waits, endless=[Explorer.explore]) if self.explorer else None,
+            trainer=TrackedHandle(self.trainer, waits, labels={Trainer.command: command_name})
+            if self.trainer
+            else None,
+            explorers=[TrackedHandle(explorer, waits, endless=[Explorer.explore]) for explorer in self.explorers],
             engine_pool=TrackedHandle(self.engine_pool, waits) if self.engine_pool else None,
             engines=[TrackedHandle(engine, waits) for engine in self.engines],
         )
@@ -61,20 +68,30 @@ class Actors:
     def signs_of_life(self) -> dict[str, Callable[[], Awaitable[Any]]]:
         """Return by actor a call that it answers at once, with its `WaitReport` if it waits for others. An actor comes
         before those that it keeps waiting."""
-        asks: dict[str, Callable[[], Awaitable[Any]]] = {"trainer": lambda: self.trainer.call(Trainer.waiting)}
-        if (explorer := self.explorer) is not None:
-            asks["explorer"] = lambda: explorer.call(Explorer.waiting)
+        asks: dict[str, Callable[[], Awaitable[Any]]] = {}
+        if (trainer := self.trainer) is not None:
+            asks["trainer"] = lambda: trainer.call(Trainer.waiting)
+        asks |= {explorer.name: partial(explorer.call, Explorer.waiting) for explorer in self.explorers}
         asks["buffer"] = lambda: self.buffer.call(Buffer.waiting)
         if (pool := self.engine_pool) is not None:
             asks["engine_pool"] = lambda: pool.call(EnginePool.pid)
         return asks | {engine.name: partial(engine.call, RolloutEngine.pid) for engine in self.engines}
 
 
-def create_actors(config: RunConfig, prepared: Prepared, placement: Placement, logged: list[int]) -> Actors:
-    """Create the actors; they are not started yet, but can be watched. ``logged``: see `Buffer`."""
+def create_actors(
+    config: RunConfig,
+    prepared: Prepared,
+    placement: Placement,
+    logged: list[int],
+    shared: Handle[SharedBuffer] | None = None,
+) -> Actors:
+    """Create the actors; they are not started yet, but can be watched. ``logged``: see `Buffer`. A ``shared`` Buffer
+    is the one that the config names."""
     import ray
 
-    buffer = placement.actor(Buffer, "buffer", name="buffer", restarts=True, retries=-1).create(
+    buffer: Handle[Buffer] = shared or placement.actor(
+        Buffer, "buffer", name="buffer", restarts=True, retries=-1
+    ).create(
         prepared.run_id,
         config.buffer_folder,
         config.buffer,
@@ -83,9 +100,11 @@ def create_actors(config: RunConfig, prepared: Prepared, placement: Placement, l
         prepared.limits,
         logged,
     )
-    trainer = placement.actor(Trainer, "trainer", name="trainer").create(config.trainer, placement.ranks)
-    if "explorer" not in {part.name for part in plan_placement(config)}:
-        return Actors(buffer, trainer, None, None, [])
+    trainer = None
+    if config.trains:
+        trainer = placement.actor(Trainer, "trainer", name="trainer").create(config.trainer, placement.ranks)
+    if not config.rolls_out:
+        return Actors(buffer, trainer, [], None, [])
     engine = config.explorer.engine
     engines = [
         placement.actor(RolloutEngine, "engines", name=f"engine-{index}", bundle=index).create()
@@ -98,32 +117,28 @@ def create_actors(config: RunConfig, prepared: Prepared, placement: Placement, l
         if runs_inline(reward.name)
         else _RewardWorkerFactory(placement.actor(RewardWorker, "reward"), reward, config.plugins)
     )
-    explorer = placement.actor(Explorer, "explorer", name="explorer").create(
-        config,
-        prepared.model,
-        engine_pool,
-        buffer,
-        ray.put(prepared.tasks),
-        ray.put(prepared.held_out),
-        create_worker,
-    )
-    return Actors(buffer, trainer, explorer, engine_pool, engines)
+    tasks, held_out = ray.put(prepared.tasks), ray.put(prepared.held_out)
+    explorers = [
+        placement.actor(Explorer, "explorer", name=f"explorer-{index}", bundle=index).create(
+            config,
+            prepared.model,
+            engine_pool,
+            buffer,
+            tasks,
+            held_out,
+            create_worker,
+            prepared.run_id if config.mode == "explore" else "",
+        )
+        for index in range(config.explorer.count)
+    ]
+    return Actors(buffer, trainer, explorers, engine_pool, engines)
 
 
 async def start_actors(actors: Actors, config: RunConfig, prepared: Prepared, waits: Waits) -> str | None:
     """Start all actors concurrently; return when the run can begin, with the trainer's warning about the model."""
     import ray
 
-    engine = config.explorer.engine
-    setup = RankSetup(
-        actors.trainer,
-        config.trainer,
-        prepared.model,
-        config.model.dtype,
-        config.explorer.sampling.temperature,
-        config.plugins,
-        config.seed,
-    )
+    engine, trainer = config.explorer.engine, actors.trainer
     actors = actors.tracked(waits)
     others: list[Awaitable[Any]] = [
         handle.call(
@@ -136,10 +151,21 @@ async def start_actors(actors: Actors, config: RunConfig, prepared: Prepared, wa
         )
         for index, handle in enumerate(actors.engines)
     ]
-    if actors.explorer is not None:
-        others.append(actors.explorer.call(Explorer.start))
+    others += [explorer.call(Explorer.start) for explorer in actors.explorers]
+    if actors.trainer is None or trainer is None:
+        await asyncio.gather(*others)
+        return None
     for name, rows in prepared.demonstrations.items():
         others.append(actors.buffer.call(Buffer.load, name, [ray.put(pack(to_batch(rows)))]))
+    setup = RankSetup(
+        trainer,
+        config.trainer,
+        prepared.model,
+        config.model.dtype,
+        config.explorer.sampling.temperature,
+        config.plugins,
+        config.seed,
+    )
     warning, *_ = await asyncio.gather(actors.trainer.call(Trainer.start, config.folder, setup), *others)
     return warning
 
