@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from rayrft.config.auxiliary import AuxiliaryConfig
 from rayrft.config.base import Section, invalid, local_folder
 from rayrft.config.buffer import BufferConfig
 from rayrft.config.demonstrations import DemonstrationsConfig
@@ -37,6 +38,10 @@ class RunConfig(Section):
     demonstrations: dict[str, DemonstrationsConfig] = Field(default_factory=dict)
     reward: RewardConfig = RewardConfig()
     explorer: ExplorerConfig = ExplorerConfig()
+    auxiliary: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")], AuxiliaryConfig] = Field(
+        default_factory=dict
+    )
+    """Frozen models for workflows, by name: ``model.auxiliary("judge")``."""
     buffer: BufferConfig = BufferConfig()
     trainer: TrainerConfig = TrainerConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
@@ -235,6 +240,9 @@ class RunConfig(Section):
         partial = self.explorer.partial
         if partial is None:
             return self
+        if self.mode == "explore":
+            problem = "is for groups that go on under newer weights, and mode 'explore' has none"
+            raise invalid("explorer.partial", problem, remedy="leave it out")
         if partial.budget is None and self.explorer.over_sampling == 1.0:
             raise invalid(
                 "explorer.partial.budget",

@@ -5,20 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.shared import SharedBuffer
 from rayrft.config import RunConfig
+from rayrft.config.auxiliary import AuxiliaryConfig
 from rayrft.config.reward import RewardConfig
 from rayrft.core.placement import PlacedClass, Placement
 from rayrft.core.preflight import Prepared
 from rayrft.experience import pack, to_batch
 from rayrft.explorer.engine import RolloutEngine
-from rayrft.explorer.engine_pool import EnginePool
+from rayrft.explorer.engine_pool import EnginePool, Member
 from rayrft.explorer.explorer import Explorer
 from rayrft.handle import Handle, TrackedHandle
 from rayrft.rewards import runs_inline
@@ -26,6 +28,14 @@ from rayrft.rewards.worker import RewardWorker
 from rayrft.trainer.commands import command_name
 from rayrft.trainer.trainer import RankSetup, Trainer
 from rayrft.waits import Waits
+
+
+@dataclass(frozen=True)
+class Auxiliary:
+    """The actors of an auxiliary model."""
+
+    engine_pool: Handle[EnginePool]
+    engines: list[Handle[RolloutEngine]]
 
 
 @dataclass(frozen=True)
@@ -40,6 +50,8 @@ class Actors:
     engine_pool: Handle[EnginePool] | None
     engines: list[Handle[RolloutEngine]]
     """As they were created; which of them take requests the ``engine_pool`` knows."""
+    auxiliary: dict[str, Auxiliary] = field(default_factory=dict)
+    """By the models' names."""
 
     def watches(self) -> dict[str, Awaitable[Any]]:
         """Return by actor a call that ends only when the actor fails."""
@@ -49,7 +61,8 @@ class Actors:
         watches |= {explorer.name: explorer.call(Explorer.watch) for explorer in self.explorers}
         if self.engine_pool is not None:
             watches["engine_pool"] = self.engine_pool.call(EnginePool.watch)
-        watches |= {engine.name: engine.call(RolloutEngine.watch) for engine in self.engines}
+        watches |= {auxiliary.name: auxiliary.call(EnginePool.watch) for auxiliary in self._auxiliary_pools}
+        watches |= {engine.name: engine.call(RolloutEngine.watch) for engine in self.all_engines}
         return {**watches, "buffer": _until_dead_for_good(self.buffer)}
 
     def tracked(self, waits: Waits) -> Actors:
@@ -63,6 +76,12 @@ class Actors:
             explorers=[TrackedHandle(explorer, waits, endless=[Explorer.explore]) for explorer in self.explorers],
             engine_pool=TrackedHandle(self.engine_pool, waits) if self.engine_pool else None,
             engines=[TrackedHandle(engine, waits) for engine in self.engines],
+            auxiliary={
+                name: Auxiliary(
+                    TrackedHandle(each.engine_pool, waits), [TrackedHandle(engine, waits) for engine in each.engines]
+                )
+                for name, each in self.auxiliary.items()
+            },
         )
 
     def signs_of_life(self) -> dict[str, Callable[[], Awaitable[Any]]]:
@@ -75,7 +94,17 @@ class Actors:
         asks["buffer"] = lambda: self.buffer.call(Buffer.waiting)
         if (pool := self.engine_pool) is not None:
             asks["engine_pool"] = lambda: pool.call(EnginePool.pid)
-        return asks | {engine.name: partial(engine.call, RolloutEngine.pid) for engine in self.engines}
+        asks |= {auxiliary.name: partial(auxiliary.call, EnginePool.pid) for auxiliary in self._auxiliary_pools}
+        return asks | {engine.name: partial(engine.call, RolloutEngine.pid) for engine in self.all_engines}
+
+    @property
+    def _auxiliary_pools(self) -> list[Handle[EnginePool]]:
+        return [auxiliary.engine_pool for auxiliary in self.auxiliary.values()]
+
+    @property
+    def all_engines(self) -> list[Handle[RolloutEngine]]:
+        """The engines of the policy and of the auxiliary models."""
+        return [*self.engines, *chain.from_iterable(auxiliary.engines for auxiliary in self.auxiliary.values())]
 
 
 def create_actors(
@@ -111,6 +140,18 @@ def create_actors(
         for index in range(engine.count)
     ]
     engine_pool = placement.actor(EnginePool, "engine_pool", name="engine_pool").create()
+    auxiliary = {
+        name: Auxiliary(
+            placement.actor(EnginePool, "engine_pool", name=f"engine_pool-{name}").create(),
+            [
+                placement.actor(
+                    RolloutEngine, f"auxiliary-{name}", name=f"auxiliary-{name}-{index}", bundle=index
+                ).create()
+                for index in range(each.engine.count)
+            ],
+        )
+        for name, each in config.auxiliary.items()
+    }
     reward = config.reward
     create_worker = (
         None
@@ -128,10 +169,11 @@ def create_actors(
             held_out,
             create_worker,
             prepared.run_id if config.mode == "explore" else "",
+            {name: each.engine_pool for name, each in auxiliary.items()},
         )
         for index in range(config.explorer.count)
     ]
-    return Actors(buffer, trainer, explorers, engine_pool, engines)
+    return Actors(buffer, trainer, explorers, engine_pool, engines, auxiliary)
 
 
 async def start_actors(actors: Actors, config: RunConfig, prepared: Prepared, waits: Waits) -> str | None:
@@ -152,6 +194,7 @@ async def start_actors(actors: Actors, config: RunConfig, prepared: Prepared, wa
         for index, handle in enumerate(actors.engines)
     ]
     others += [explorer.call(Explorer.start) for explorer in actors.explorers]
+    others += [_serve(each, config.auxiliary[name], config.seed) for name, each in actors.auxiliary.items()]
     if actors.trainer is None or trainer is None:
         await asyncio.gather(*others)
         return None
@@ -168,6 +211,23 @@ async def start_actors(actors: Actors, config: RunConfig, prepared: Prepared, wa
     )
     warning, *_ = await asyncio.gather(actors.trainer.call(Trainer.start, config.folder, setup), *others)
     return warning
+
+
+async def _serve(actors: Auxiliary, config: AuxiliaryConfig, seed: int) -> None:
+    """Start the engines of an auxiliary model, and let them take requests."""
+    starting = [
+        handle.call(
+            RolloutEngine.start,
+            config.model,
+            config.engine,
+            max_length=config.max_length,
+            dtype=config.dtype,
+            seed=seed + index,
+        )
+        for index, handle in enumerate(actors.engines)
+    ]
+    await asyncio.gather(*starting)
+    await actors.engine_pool.call(EnginePool.join, [Member(engine, 0) for engine in actors.engines])
 
 
 async def _until_dead_for_good(buffer: Handle[Buffer]) -> None:

@@ -119,7 +119,7 @@ class Master:
         if actors.trainer is not None:
             pids["trainer"] = await actors.trainer.call(Trainer.pid)
         pids |= {explorer.name: await explorer.call(Explorer.pid) for explorer in actors.explorers}
-        return pids | {engine.name: await engine.call(RolloutEngine.pid) for engine in actors.engines}
+        return pids | {engine.name: await engine.call(RolloutEngine.pid) for engine in actors.all_engines}
 
     async def _outcome(self, prepared: Prepared, placement: Placement) -> RayrftError | None:
         """Create the actors and run all stages; return why the run failed, or None if it finished or was stopped."""

@@ -72,9 +72,21 @@ def plan_placement(config: RunConfig) -> list[Part]:
             "vLLM rollout engines, " + (f"weights over {config.sync_backend}" if config.trains else "fixed weights"),
             replace(ranks, note="FSDP2 under Ray Train, each beside an engine") if pairs else None,
         ),
+        *(
+            Part(
+                f"auxiliary-{name}",
+                auxiliary.engine.count,
+                auxiliary.engine.cpus,
+                auxiliary.engine.gpus,
+                auxiliary.engine.memory_gib,
+                f"vLLM engines of {auxiliary.model}",
+            )
+            for name, auxiliary in config.auxiliary.items()
+            if config.rolls_out
+        ),
         *([] if runs_inline(config.reward.name) else [rewards]),
         *([] if config.buffer.name is not None else [BUFFER]),
-        Part("engine_pool", 1, 0.05, 0, 0.25, "which engines take requests"),
+        Part("engine_pool", 1 + len(config.auxiliary), 0.05, 0, 0.25, "which engines take requests"),
         Part("trainer", 1, 0.05, 0, 0.3, "commands the ranks"),
         *([] if pairs else [ranks]),
     ]

@@ -114,7 +114,9 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepare
 
     Raises DataError, ModelError or ConfigError. Requires a running Ray only for tasks from files.
     """
-    build_workflow(config.explorer.workflow, config.explorer)
+    build_workflow(config.explorer.workflow, config.explorer, auxiliary=config.auxiliary)
+    for name, auxiliary in config.auxiliary.items():
+        ChatTokenizer(find_model(auxiliary.model, f"auxiliary.{name}.model"), f"auxiliary.{name}.model")
     if config.explorer.environment is not None:
         environment_factory(config.explorer.environment, config.explorer.environment_options)
     samplers.get(config.buffer.sampler.name, "buffer.sampler.name")
@@ -123,7 +125,7 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepare
     if config.tasks is not None:
         splits = load_tasks(config.tasks, config.demonstrations, config.seed)
         for name in {task.workflow for task in _all_tasks(splits) if task.workflow}:
-            build_workflow(name, config.explorer, "workflow of a task")
+            build_workflow(name, config.explorer, "workflow of a task", auxiliary=config.auxiliary)
         for source in range(len(config.tasks.sources)):
             _check_reward(config.reward, splits.train[splits.sources.index(source)])
     _check_files(config)

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import os
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
@@ -19,6 +19,7 @@ from rayrft.config import RunConfig, StageConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import RayrftError
 from rayrft.experience import Experience, Task, from_batch, to_batch, unpack
+from rayrft.explorer.auxiliary import AuxiliaryModel
 from rayrft.explorer.calls import Parking
 from rayrft.explorer.engine_pool import EngineClient, EnginePool
 from rayrft.explorer.evaluation import Evaluation
@@ -60,8 +61,10 @@ class Explorer:
         held_out: list[Task],
         create_worker: Callable[[], Handle[RewardWorker]] | None,
         feed: str = "",
+        auxiliary: Mapping[str, Handle[EnginePool]] | None = None,
     ) -> None:
-        """``feed`` is that of an explore job, whose Buffer belongs to no run."""
+        """``feed`` is that of an explore job, whose Buffer belongs to no run; ``auxiliary`` has the pools of the
+        auxiliary models."""
         load_plugins(config.plugins)
         self._config = config
         self._waits = Waits("explorer")
@@ -76,7 +79,15 @@ class Explorer:
         self._name, self._calls = f"explorer-{uuid.uuid4().hex}", 0
         self._held_out = held_out
         self._rewards = RewardPool(config.reward, create_worker)
-        self._runner = Runner(config, ChatTokenizer(model), EngineClient(engine_pool, self._waits), self._reward)
+        engines = EngineClient(engine_pool, self._waits)
+        models = {
+            name: AuxiliaryModel(
+                name, described, ChatTokenizer(described.model), EngineClient(pool, self._waits).generate
+            )
+            for name, pool in (auxiliary or {}).items()
+            for described in [config.auxiliary[name]]
+        }
+        self._runner = Runner(config, ChatTokenizer(model), engines, self._reward, models)
         self._rolling: dict[Ticket, asyncio.Future[list[Rollout]]] = {}
         self._partial = config.explorer.partial
         self._failures = 0

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import numpy as np
 
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.experience import Experience, Task, VersionSpan
+from rayrft.explorer.auxiliary import AuxiliaryModel, no_auxiliary
 from rayrft.explorer.exchange import Completion
 from rayrft.rewards import RewardResult
 
@@ -43,12 +44,14 @@ class Model:
         max_prompt_tokens: int,
         max_length: int,
         repeat: int = 0,
+        auxiliary: Mapping[str, AuxiliaryModel] | None = None,
     ) -> None:
         self._generate = generate
         self._score = score
         self._max_tokens = max_tokens
         self._max_prompt_tokens = max_prompt_tokens
         self._max_length = max_length
+        self._auxiliary = auxiliary or {}
         self.tokenizer = tokenizer
         self.repeat = repeat
         self.started: list[Trajectory] = []
@@ -65,6 +68,12 @@ class Model:
     async def score(self, task: Task, response: str) -> RewardResult:
         """Score an answer by the run's reward, for workflows that go on according to it."""
         return await self._score(task, response)
+
+    def auxiliary(self, name: str) -> AuxiliaryModel:
+        """Return an auxiliary model of the config by its name. Raises ConfigError if there is none."""
+        if name not in self._auxiliary:
+            raise no_auxiliary(name, self._auxiliary)
+        return self._auxiliary[name]
 
     async def generate(
         self, token_ids: list[int], images: tuple[str, ...] = (), max_tokens: int | None = None
