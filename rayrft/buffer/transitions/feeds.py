@@ -52,7 +52,9 @@ def admit_to_feed(state: State, event: e.Admitted) -> list[Ticket]:
     known, missing = state.feed_tasks.get(event.feed), event.count - len(tickets)
     tasks = draw_tasks(known, missing) if known is not None else event.tasks[len(tickets) :]
     first, meta.schedule.next_sequence = meta.schedule.next_sequence, meta.schedule.next_sequence + len(tasks)
-    tickets += [Ticket(first + index, meta.version, _NEVER_DUE, task, feed=event.feed) for index, task in enumerate(tasks)]
+    tickets += [
+        Ticket(first + index, meta.version, _NEVER_DUE, task, feed=event.feed) for index, task in enumerate(tasks)
+    ]
     for ticket in tickets:
         meta.outstanding[ticket.sequence] = Outstanding(ticket, event.producer)
     feed.calls[event.producer] = (event.call, tickets)
