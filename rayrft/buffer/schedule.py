@@ -67,8 +67,8 @@ class Ticket:
     """Permission to start or resume one group. ``deadline`` is the last step at which it may be consumed.
 
     ``task`` is the id of the task, or None if the Buffer has no task set. ``resumes`` counts how often the group was
-    parked: its attempts go on from what `Buffer.parked` returns. ``feed`` is the `Feed` that it belongs to; a group of a
-    feed belongs to no stage, and is due at no step.
+    parked: its attempts go on from what `Buffer.parked` returns. ``feed`` is the `Feed` that it belongs to; a group of
+    a feed belongs to no stage, and is due at no step.
     """
 
     sequence: int

@@ -91,7 +91,8 @@ class Actors:
         if (trainer := self.trainer) is not None:
             asks["trainer"] = lambda: trainer.call(Trainer.waiting)
         asks |= {explorer.name: partial(explorer.call, Explorer.waiting) for explorer in self.explorers}
-        asks["buffer"] = lambda: self.buffer.call(Buffer.waiting)
+        # What a Buffer waits for is what a train job waits for, be it another one.
+        asks["buffer"] = partial(self.buffer.call, Buffer.waiting if self.trainer is not None else Buffer.pid)
         if (pool := self.engine_pool) is not None:
             asks["engine_pool"] = lambda: pool.call(EnginePool.pid)
         asks |= {auxiliary.name: partial(auxiliary.call, EnginePool.pid) for auxiliary in self._auxiliary_pools}

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from rayrft.buffer.ledger import Ledger
 from rayrft.buffer.shared import FeedProgress, SharedBuffer
 from rayrft.config import RunConfig
 from rayrft.core.actors import Actors
 from rayrft.core.recorder import Recorder
-from rayrft.core.supervision import Stopped
+from rayrft.core.supervision import unless_stopped
 from rayrft.explorer.engine import RolloutEngine
 from rayrft.explorer.engine_pool import EnginePool, Member
 from rayrft.explorer.explorer import Explorer
@@ -57,23 +56,21 @@ class ExploreLoop:
         exploring = asyncio.gather(
             *(explorer.call(Explorer.explore, self._stage) for explorer in self._actors.explorers)
         )
-        stop, started = asyncio.ensure_future(self._stop.wait()), time.perf_counter()
+        recording = asyncio.ensure_future(self._record_all())
         try:
-            while not exploring.done():
-                wanted = self._progress.groups + self._stage.groups
-                asking = asyncio.ensure_future(self._buffer.call(SharedBuffer.progress, self._feed, wanted))
-                waiting: set[asyncio.Future[Any]] = {asking, exploring, stop}
-                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                if self._stop.is_set():
-                    raise Stopped
-                if exploring.done():
-                    exploring.result()
-                progress = await asking
-                await self._record(progress, time.perf_counter() - started)
-                started = time.perf_counter()
+            await unless_stopped(self._stop, asyncio.gather(exploring, recording))
         finally:
-            stop.cancel()
             exploring.cancel()
+            recording.cancel()
+
+    async def _record_all(self) -> None:
+        """Write a record whenever as many groups as a step takes have come, and one of the last ones."""
+        ended = False
+        while not ended:
+            started, wanted = time.perf_counter(), self._progress.groups + self._stage.groups
+            progress = await self._buffer.call(SharedBuffer.progress, self._feed, wanted)
+            ended = progress.groups < wanted
+            await self._record(progress, time.perf_counter() - started)
 
     async def _record(self, progress: FeedProgress, seconds: float) -> None:
         """Record what has come since the last record."""

@@ -59,7 +59,8 @@ def plan_placement(config: RunConfig) -> list[Part]:
     # An engine and a rank on one GPU must share a bundle: in separate groups Ray may pack two engines on one GPU, or
     # place them on another node than the ranks.
     pairs = config.mode == "both" and config.rolls_out and config.colocated
-    rewards = Part("reward", config.reward.workers, 0.1, 0, 0.25, f"reward workers: {config.reward.name}")
+    workers = config.explorer.count * config.reward.workers
+    rewards = Part("reward", workers, 0.1, 0, 0.25, f"reward workers: {config.reward.name}")
     parts = [
         Part("master", 1, 0.05, 0, 0.3, "paces and supervises"),
         Part("explorer", config.explorer.count, config.explorer.cpus, 0, 0.5, "tasks, workflows"),

@@ -285,7 +285,8 @@ class _Tasks:
 
     async def finished(self) -> None:
         """Wait until all have ended; raise the error of the first that fails."""
-        await asyncio.gather(*self._running)
+        if self._running:
+            await self.unless_failed(asyncio.ensure_future(asyncio.wait(self._running)))
 
     async def cancel(self) -> None:
         """Cancel what is running, and wait until it has ended."""

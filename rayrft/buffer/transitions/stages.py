@@ -171,7 +171,8 @@ def abandoned(state: State, event: e.Abandoned) -> None:
             schedule.release(ticket.sequence)
         elif ticket.sequence in schedule.running:
             state.meta.reissued_tickets.append(ticket)
-    state.meta.calls.pop(event.producer, None)
+    for calls in (state.meta.calls, *(feed.calls for feed in state.meta.feeds.values())):
+        calls.pop(event.producer, None)
     state.meta.gone.add(event.producer)
 
 
