@@ -1,4 +1,4 @@
-"""The command line: ``rayrft run | resume | export | status | stop | watch | data``."""
+"""The command line: ``rayrft run | resume | export | status | stop | watch | data | buffer``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rayrft import cli_data
+from rayrft import cli_buffer, cli_data
 from rayrft.config import load_config, parse_override
 from rayrft.core.checkpoints import find_folder
 from rayrft.errors import RayrftError
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(cli_data.app, name="data")
+app.add_typer(cli_buffer.app, name="buffer")
 
 
 @app.command()
@@ -65,7 +66,8 @@ def export(
 def status(name: Annotated[str | None, typer.Argument(help="a run; all by default")] = None) -> None:
     """Print the status of runs."""
     from rayrft.core.cluster import connect
-    from rayrft.core.launch import attach, running
+    from rayrft.core.launch import attach
+    from rayrft.core.placement import running
 
     connect(start=False)
     names = [name] if name else running()

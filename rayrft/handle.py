@@ -9,7 +9,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, over
 from rayrft.errors import RayrftError
 from rayrft.waits import Waits
 
-T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -21,7 +21,7 @@ class Watched(Protocol):
         """Never return: a caller that awaits it learns at once when the actor dies."""
 
 
-class Handle(Generic[T]):
+class Handle(Generic[T_co]):
     """A handle of an actor of class ``T`` named ``name``; it may be sent to other processes.
 
     ``await handle.call(Buffer.ack, step)`` calls `Buffer.ack` at the actor. ``actor`` is Ray's handle, and ``options``
@@ -35,17 +35,17 @@ class Handle(Generic[T]):
 
     @overload
     def call(
-        self, method: Callable[Concatenate[T, P], Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs
+        self, method: Callable[Concatenate[T_co, P], Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs
     ) -> Awaitable[R]: ...
 
     @overload
-    def call(self, method: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> Awaitable[R]: ...
+    def call(self, method: Callable[Concatenate[T_co, P], R], /, *args: P.args, **kwargs: P.kwargs) -> Awaitable[R]: ...
 
     def call(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Awaitable[Any]:
         """Start the method at the actor, whether or not the result is awaited."""
         return self._start(method, args, kwargs)
 
-    def with_options(self, **options: Any) -> Handle[T]:
+    def with_options(self, **options: Any) -> Handle[T_co]:
         """Return a handle whose calls have these of Ray's options."""
         return Handle(self.name, self.actor, **options)
 
@@ -62,7 +62,7 @@ class Handle(Generic[T]):
         return remote.remote(*args, **kwargs)
 
 
-class TrackedHandle(Handle[T]):
+class TrackedHandle(Handle[T_co]):
     """A handle whose calls are recorded as ``waits`` of the caller, for use in its event loop.
 
     ``endless`` calls are not recorded: they last as long as the run, or block while there is no work. ``labels`` name a
@@ -71,11 +71,11 @@ class TrackedHandle(Handle[T]):
 
     def __init__(
         self,
-        handle: Handle[T],
+        handle: Handle[T_co],
         waits: Waits,
         *,
-        endless: Collection[Callable[Concatenate[T, ...], Any]] = (),
-        labels: Mapping[Callable[Concatenate[T, ...], Any], Callable[..., str]] | None = None,
+        endless: Collection[Callable[Concatenate[T_co, ...], Any]] = (),
+        labels: Mapping[Callable[Concatenate[T_co, ...], Any], Callable[..., str]] | None = None,
     ) -> None:
         super().__init__(handle.name, handle.actor)
         self._waits = waits

@@ -27,7 +27,7 @@ ORDER = [
     ["explorer", "trainer"],
     ["monitor"],
     ["core"],
-    ["cli_data"],
+    ["cli_buffer", "cli_data"],
     ["cli"],
     ["__main__", "__init__"],
 ]

@@ -123,7 +123,9 @@ class Buffer:
                 value=known,
                 remedy="restore the log from a backup, or resume from an older checkpoint",
             )
-        gone = sorted({outstanding.producer for outstanding in meta.outstanding.values()} | set(meta.calls))
+        # A feed's producers are another job's.
+        held = {held.producer for held in meta.outstanding.values() if not held.ticket.feed}
+        gone = sorted(held | set(meta.calls))
         events: list[e.Event] = [*(e.Abandoned(producer) for producer in gone), e.RolledBack(step, life)]
         await self._store.commit(*([] if life in meta.lives else events))
         return Resumed(self._state.ledger(), self._store.sizes().torn_bytes)

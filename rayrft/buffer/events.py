@@ -95,6 +95,8 @@ class Admitted:
     call: int
     count: int
     tasks: list[str | None]
+    feed: str = ""
+    """The feed whose tickets these are."""
     event: Literal["admitted"] = "admitted"
 
 
@@ -266,6 +268,38 @@ class Loaded:
 
 
 @dataclass(frozen=True)
+class ModelTerms:
+    """The model of all jobs that meet at a named Buffer: its limits on rows, and a digest of its tokenizer."""
+
+    vocabulary: int
+    max_length: int
+    tokenizer: str
+
+
+@dataclass(frozen=True)
+class FeedJoined:
+    """A life of the explore job ``job``, whose feed has this id, begins or goes on with it: see `Feed`."""
+
+    feed: str
+    life: str
+    job: str
+    model: ModelTerms
+    in_flight: int
+    group_size: int
+    event: Literal["feed_joined"] = "feed_joined"
+
+
+@dataclass(frozen=True)
+class TrainerJoined:
+    """The train job ``job``, whose run has this id, takes the batches from now on."""
+
+    run: str
+    job: str
+    model: ModelTerms
+    event: Literal["trainer_joined"] = "trainer_joined"
+
+
+@dataclass(frozen=True)
 class ProducersEnded:
     """No more groups will arrive."""
 
@@ -296,6 +330,8 @@ Event = (
     | Deleted
     | FeedbackNoted
     | Loaded
+    | FeedJoined
+    | TrainerJoined
     | ProducersEnded
 )
 

@@ -250,7 +250,9 @@ class Leasing:
             return "stage_closed"
         # Outstanding groups of an earlier stage, or too late ones, cannot fill a batch.
         awaited = meta.outstanding.keys() & meta.schedule.running.keys()
-        return "end_of_data" if meta.ended and not awaited and not meta.parked else None
+        fed = any(held.ticket.feed for held in meta.outstanding.values())
+        ended = meta.ended or (bool(meta.feeds) and all(feed.ended for feed in meta.feeds.values()))
+        return "end_of_data" if ended and not awaited and not meta.parked and not fed else None
 
     def _ended(self, reason: str, step: int, what: str) -> LeaseEnded:
         meta = self._store.state.meta

@@ -138,7 +138,8 @@ class Archive:
     def of_run(cls, folder: Path) -> Archive:
         """Open the log of the run in this folder, which may have been moved. Raises ConfigError, too."""
         config = load_config(folder / "config.yaml")
-        log = config.buffer_folder if config.buffer.storage else folder / "buffer"
+        elsewhere = config.buffer.storage or config.buffer.name
+        log = config.buffer_folder if elsewhere else folder / "buffer"
         return cls(log, config.buffer.sampler, config.seed)
 
     @property

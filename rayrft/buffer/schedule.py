@@ -50,6 +50,8 @@ class StagePlan:
     mini_batches: int = 1
     scheduled: bool = True
     """Whether groups need tickets. Otherwise producers put groups at any time, and steps draw from the pool."""
+    max_age: int | None = None
+    """Not scheduled: the largest number of versions by which a group may be older than the trainer; none: any."""
     parks: Literal["train", "mask"] | None = None
     """Whether producers may park unfinished groups, and whether the tokens of before are to be trained if they are not
     too old when the group is resumed."""
@@ -65,7 +67,8 @@ class Ticket:
     """Permission to start or resume one group. ``deadline`` is the last step at which it may be consumed.
 
     ``task`` is the id of the task, or None if the Buffer has no task set. ``resumes`` counts how often the group was
-    parked: its attempts go on from what `Buffer.parked` returns.
+    parked: its attempts go on from what `Buffer.parked` returns. ``feed`` is the `Feed` that it belongs to; a group of
+    a feed belongs to no stage, and is due at no step.
     """
 
     sequence: int
@@ -73,6 +76,7 @@ class Ticket:
     deadline: int
     task: str | None = None
     resumes: int = 0
+    feed: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +154,7 @@ class Schedule(Protocol):
 def make_schedule(plan: StagePlan, fresh: int, next_sequence: int, *, replays: bool) -> AnySchedule:
     """Make the schedule of a stage. ``fresh``: new groups per step; ``replays``: whether groups are used repeatedly."""
     if not plan.groups or not plan.scheduled:
-        return OpenSchedule(next_sequence)
+        return OpenSchedule(next_sequence, plan.max_age, plan.version)
     numbers = plan.max_staleness, plan.over_sampling, plan.version, next_sequence
     return ReplaySchedule(plan.groups, fresh, *numbers) if replays else WindowedSchedule(plan.groups, *numbers)
 
@@ -361,16 +365,22 @@ class ReplaySchedule:
 
 @dataclass
 class OpenSchedule:
-    """Schedule of a stage without tickets: producers put groups at any time, and groups of any age are drawn."""
+    """Schedule of a stage without tickets: producers put groups at any time, and groups of any age are drawn, or of one
+    up to ``max_age``."""
 
     next_sequence: int = 0
     """For the next stage."""
+    max_age: int | None = None
+    version: int = 0
     kind: Literal["open"] = "open"
     running: dict[int, Ticket] = field(default_factory=dict)
     pooled: ClassVar[bool] = True
     max_staleness: ClassVar[int] = 0
     needs_admission: ClassVar[bool] = False
-    oldest: ClassVar[int] = 0
+
+    @property
+    def oldest(self) -> int:
+        return 0 if self.max_age is None else self.version - self.max_age
 
     def capacity(self, eligible: int) -> int:
         return 0
@@ -388,7 +398,7 @@ class OpenSchedule:
         return False
 
     def offer(self, slot: int, version: int) -> bool:
-        return True
+        return version >= self.oldest
 
     def ready_count(self, eligible: int) -> int:
         return eligible
@@ -406,9 +416,11 @@ class OpenSchedule:
         pass
 
     def advance(self, version: int) -> list[int]:
+        self.version = version
         return []
 
     def adjust(self, plan: StagePlan, fresh: int) -> list[int]:
+        self.max_age = plan.max_age
         return []
 
 

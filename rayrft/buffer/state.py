@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from rayrft.buffer.events import FeedbackNoted, GroupReport
+from rayrft.buffer.events import FeedbackNoted, GroupReport, ModelTerms
 from rayrft.buffer.groups import GroupStatus, GroupTable
 from rayrft.buffer.ledger import ExpertDraws, Ledger
 from rayrft.buffer.log.segments import Extent
@@ -133,6 +133,28 @@ class Waiting:
 
 
 @dataclass
+class Feed:
+    """The groups of an explore job, in a Buffer that belongs to no run. It has tickets of its own, which no stage
+    closes: at most ``in_flight`` groups of ``group_size`` answers are under way."""
+
+    job: str
+    in_flight: int
+    group_size: int
+    calls: dict[str, tuple[int, list[Ticket]]] = field(default_factory=dict)
+    """Number and tickets of the last request by producer."""
+    reissued: list[Ticket] = field(default_factory=list)
+    """Tickets of abandoned producers, to be issued again."""
+    ended: bool = False
+    """Whether its tasks are exhausted."""
+    groups: int = 0
+    """Groups that were stored, dropped, or gave no rows."""
+    report: GroupReport = field(default_factory=GroupReport)
+    """Sum over these groups."""
+    tasks: dict[str, Any] = field(default_factory=dict)
+    """State of its task set; set only in a snapshot."""
+
+
+@dataclass
 class Metadata:
     """All state except the groups. ``run`` is the id of the run that the log belongs to, empty for a new log."""
 
@@ -188,6 +210,14 @@ class Metadata:
     """Tasks by which the task set has grown, in order."""
     tasks: dict[str, Any] = field(default_factory=dict)
     """State of the task set; set only in a snapshot."""
+    feeds: dict[str, Feed] = field(default_factory=dict)
+    """By id."""
+    trainer: str = ""
+    """Id of the run that takes the batches, if the Buffer belongs to none."""
+    trainer_job: str = ""
+    """Its name."""
+    model: ModelTerms | None = None
+    """Known once a job has joined."""
 
 
 _metadata: TypeAdapter[Metadata] = TypeAdapter(Metadata)
@@ -200,6 +230,8 @@ class State:
         self.config = config
         self.seed = seed
         self.tasks = tasks
+        self.feed_tasks: dict[str, TaskSet] = {}
+        """Task sets of the feeds by their ids; a reader of the log has none."""
         self.meta = Metadata()
         self.groups = GroupTable()
         self.pool = Pool()
@@ -257,6 +289,10 @@ class State:
         """Return the groups that the schedule chooses for a step; None if it has to wait."""
         return self.meta.schedule.choose(step, lambda: self.pool.draw(groups, max(step, self.clock), self.meta.draws))
 
+    def in_flight(self, feed: str) -> int:
+        """Return the number of groups of a feed that are under way."""
+        return sum(held.ticket.feed == feed for held in self.meta.outstanding.values())
+
     def ledger(self, *, recount: bool = False) -> Ledger:
         """Return the ledger; with ``recount``, held rows are recounted for it. Raises AssertionError unless it
         closes."""
@@ -298,6 +334,9 @@ class State:
     def to_snapshot(self) -> pa.Buffer:
         """Serialise the state as an Arrow file: the group table, with the metadata in its schema."""
         self.meta.tasks = self.tasks.state() if self.tasks is not None else {}
+        for feed, tasks in self.feed_tasks.items():
+            if feed in self.meta.feeds:  # else its job has not joined yet
+                self.meta.feeds[feed].tasks = tasks.state()
         table = self.groups.to_table().replace_schema_metadata({"rayrft.meta": _metadata.dump_json(self.meta)})
         sink = pa.BufferOutputStream()
         with pa.ipc.new_file(sink, table.schema) as writer:
@@ -318,6 +357,9 @@ class State:
             ) from None
         if self.tasks is not None:
             self.tasks.restore(self.meta.tasks)
+        for feed, tasks in self.feed_tasks.items():
+            if feed in self.meta.feeds:
+                tasks.restore(self.meta.feeds[feed].tasks)
 
 
 Rule = Callable[[State, Any], Any]

@@ -6,9 +6,11 @@ Everything acknowledged is in the journal: killed at any moment and reopened, th
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -25,12 +27,22 @@ from rayrft.buffer.samplers import Sampler, samplers
 from rayrft.buffer.state import State
 from rayrft.buffer.transitions import apply
 from rayrft.config.buffer import BufferConfig
-from rayrft.data.task_sampler import TaskSet
+from rayrft.data.task_sampler import TaskSet, TaskSetSpec
 from rayrft.errors import StorageError
 from rayrft.experience import SCHEMA_VERSION
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+_TASKS = "tasks-"
+
+
+def read_task_sets(storage: Storage) -> dict[str, TaskSet]:
+    """Return the task sets of the feeds as they were at first, by the feeds' ids."""
+    names = [name for name in storage.files() if name.startswith(_TASKS)]
+    specs = {name: TaskSetSpec(**json.loads(storage.read(name).to_pybytes())) for name in names}
+    return {name.removeprefix(_TASKS).removesuffix(".json"): spec() for name, spec in specs.items()}
 
 
 class Store:
@@ -56,6 +68,7 @@ class Store:
         self._seed = seed
         self._journal = Journal(self.storage)
         self.state = State(config.sampler, seed, tasks)
+        self.state.feed_tasks = read_task_sets(self.storage)
         try:
             recovered = self._journal.open(self._survived(), least)
             if recovered.snapshot is not None:
@@ -110,6 +123,19 @@ class Store:
     def new_pool(self) -> Sampler:
         """Create an empty pool of the configured sampler."""
         return samplers.get(self.config.sampler.name, "buffer.sampler.name")(self.config.sampler, self._seed)
+
+    async def add_task_set(self, feed: str, spec: TaskSetSpec) -> None:
+        """Keep the task set of a feed, to be drawn from. Raises StorageError if the feed has another one."""
+        name, data = f"{_TASKS}{feed}.json", json.dumps(asdict(spec)).encode()
+        if feed not in self.state.feed_tasks:
+            await asyncio.to_thread(self.storage.write, name, data)
+            self.state.feed_tasks.setdefault(feed, spec())
+        elif self.storage.read(name).to_pybytes() != data:
+            raise StorageError(
+                "the job's tasks, or their sampler, are not those that it began with",
+                field=str(self.storage.folder / name),
+                remedy="resume it with the tasks that it was started with, or start a new job",
+            )
 
     def span(self, slot: int) -> RowSpan:
         """Return the location of a group's rows."""

@@ -53,8 +53,15 @@ class SamplerConfig(Section):
 class BufferConfig(Section):
     """Storage, capacity and durability of experiences."""
 
+    name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
+    """A Buffer that belongs to no run, at which jobs of modes ``explore`` and ``train`` meet: the first of them starts
+    it, and ``rayrft buffer stop NAME`` ends it. All of them need the same ``buffer`` section and model."""
     storage: Path | None = None
-    """A folder, local or mounted: the log is in ``<storage>/<name>``. By default it is in the run's folder."""
+    """A folder, local or mounted: the log is in ``<storage>/<run>``, by default in the run's folder. That of a Buffer
+    with a ``name`` is in ``<storage>/buffer.<name>``, where ``storage`` is by default that of the run."""
+    max_age: int | None = Field(None, ge=0)
+    """Mode ``train``: versions by which a group may be older than the trainer, dropped as ``stale`` beyond it; none:
+    any."""
     sampler: SamplerConfig = SamplerConfig()
     max_rows: int = Field(1_000_000, ge=1)
     max_bytes: int = Field(32 << 30, ge=1 << 20)

@@ -107,7 +107,10 @@ class ExplorerConfig(Section):
     """What workflows act in, if they need it."""
     deadline_s: float = Field(600.0, gt=0)
     """Seconds that one attempt at a task may take from its start; what takes longer is dropped and counted."""
+    count: int = Field(1, ge=1)
+    """Explorer actors, each with an event loop of its own. They share the tasks; the first one evaluates."""
     cpus: float = Field(0.2, gt=0)
+    """CPUs of one Explorer."""
     sampling: SamplingConfig = SamplingConfig()
     engine: EngineConfig = EngineConfig()
     drop_zero_variance: bool = True

@@ -29,6 +29,7 @@ class RewardConfig(Section):
     repetition_penalty: float = Field(0.0, ge=0)
     """What an answer loses that was stopped for repetition (`explorer.sampling.repetition`)."""
     workers: int = Field(1, ge=1)
+    """Actors that score, for each Explorer; none if the reward runs inline."""
 
     @model_validator(mode="after")
     def _overlong(self) -> RewardConfig:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from rayrft.config.auxiliary import AuxiliaryConfig
 from rayrft.config.base import Section, invalid, local_folder
 from rayrft.config.buffer import BufferConfig
 from rayrft.config.demonstrations import DemonstrationsConfig
@@ -24,8 +25,9 @@ class RunConfig(Section):
     """One run: one YAML file."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
-    mode: Literal["both", "train"] = "both"
-    """``train``: no engines. Stages train on files, or on groups that other jobs put into the run's Buffer."""
+    mode: Literal["both", "train", "explore"] = "both"
+    """``train``: no engines. Stages train on files, or on groups that other jobs put into the Buffer. ``explore``: no
+    trainer. The stage with groups says which groups are sampled for the Buffer ``buffer.name``, with fixed weights."""
     storage: Path = Path("runs")
     """The run folder is ``<storage>/<name>``."""
     seed: int = 0
@@ -36,6 +38,10 @@ class RunConfig(Section):
     demonstrations: dict[str, DemonstrationsConfig] = Field(default_factory=dict)
     reward: RewardConfig = RewardConfig()
     explorer: ExplorerConfig = ExplorerConfig()
+    auxiliary: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")], AuxiliaryConfig] = Field(
+        default_factory=dict
+    )
+    """Frozen models for workflows, by name: ``model.auxiliary("judge")``."""
     buffer: BufferConfig = BufferConfig()
     trainer: TrainerConfig = TrainerConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
@@ -61,12 +67,26 @@ class RunConfig(Section):
     @property
     def buffer_folder(self) -> Path:
         """The folder of the Buffer's log."""
+        if self.buffer.name is not None:
+            return (self.buffer.storage or self.storage) / f"buffer.{self.buffer.name}"
         return self.buffer.storage / self.name if self.buffer.storage else self.folder / "buffer"
 
     @property
     def rolls_out(self) -> bool:
         """Whether the run has engines, to sample groups or to evaluate."""
+        if self.mode == "explore":
+            return True
         return self.mode == "both" and (any(stage.groups for stage in self.stages) or self.evaluation.enabled)
+
+    @property
+    def trains(self) -> bool:
+        """Whether the run has a trainer."""
+        return self.mode != "explore"
+
+    @property
+    def explored_stage(self) -> StageConfig:
+        """Mode ``explore``: the stage that says which groups are sampled."""
+        return next(stage for stage in self.stages if stage.groups)
 
     @property
     def seeds_requests(self) -> bool:
@@ -98,10 +118,21 @@ class RunConfig(Section):
     def _mode(self) -> RunConfig:
         if self.mode == "both" and self.tasks is None:
             raise invalid("tasks", "a required key is missing", remedy="only mode 'train' does without tasks")
+        if self.mode == "explore" and self.buffer.name is None:
+            raise invalid("buffer.name", "mode 'explore' needs it: the Buffer that it fills", remedy="give it a name")
+        if self.mode == "both" and self.buffer.name is not None:
+            remedy = "leave it out, or use modes 'explore' and 'train'"
+            raise invalid("buffer.name", "is for two jobs that meet", value=self.buffer.name, remedy=remedy)
+        if self.buffer.max_age is not None and self.mode == "both":
+            raise invalid("buffer.max_age", "is for mode 'train'", remedy="use max_staleness")
         for stage in self.stages:
-            if self.mode == "train" and stage.evaluate_every:
-                problem = "needs engines, and mode 'train' has none"
+            if self.mode != "both" and stage.evaluate_every:
+                problem = f"is for mode 'both', and not {self.mode!r}"
                 raise invalid(f"stages.{stage.name}.evaluate_every", problem, remedy="leave it out")
+        if self.mode == "explore" and sum(bool(stage.groups) for stage in self.stages) != 1:
+            sampled = [stage.name for stage in self.stages if stage.groups]
+            problem = "mode 'explore' needs one stage that trains on own rows, which says how they are sampled"
+            raise invalid("stages", problem, value=sampled, remedy="leave out the others")
         for name, demonstrations in self.demonstrations.items():
             if demonstrations.path is None and self.tasks is None:
                 problem = "a required key is missing: there are no tasks to take them from"
@@ -209,6 +240,9 @@ class RunConfig(Section):
         partial = self.explorer.partial
         if partial is None:
             return self
+        if self.mode == "explore":
+            problem = "is for groups that go on under newer weights, and mode 'explore' has none"
+            raise invalid("explorer.partial", problem, remedy="leave it out")
         if partial.budget is None and self.explorer.over_sampling == 1.0:
             raise invalid(
                 "explorer.partial.budget",
@@ -227,7 +261,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _devices(self) -> RunConfig:
         engine, trainer = self.explorer.engine, self.trainer
-        if (engine.gpus > 0) != (trainer.gpus > 0):
+        if self.mode == "both" and (engine.gpus > 0) != (trainer.gpus > 0):
             raise invalid(
                 "explorer.engine.gpus",
                 f"engines take {engine.gpus:g} GPUs and trainer ranks {trainer.gpus:g}",
@@ -244,7 +278,7 @@ class RunConfig(Section):
                 remedy="leave it out",
             )
         try:
-            colocated = self.colocated
+            colocated = self.mode == "both" and self.colocated
         except ConfigError as error:
             raise ValueError(error) from None
         if engine.sleep and (not colocated or self.max_staleness or self.explorer.over_sampling > 1):

@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from rayrft.buffer.buffer import Buffer
+from rayrft.buffer.shared import SharedBuffer
 from rayrft.config import RunConfig
+from rayrft.config.auxiliary import AuxiliaryConfig
 from rayrft.config.reward import RewardConfig
-from rayrft.core.placement import PlacedClass, Placement, plan_placement
+from rayrft.core.placement import PlacedClass, Placement
 from rayrft.core.preflight import Prepared
 from rayrft.experience import pack, to_batch
 from rayrft.explorer.engine import RolloutEngine
-from rayrft.explorer.engine_pool import EnginePool
+from rayrft.explorer.engine_pool import EnginePool, Member
 from rayrft.explorer.explorer import Explorer
 from rayrft.handle import Handle, TrackedHandle
 from rayrft.rewards import runs_inline
@@ -28,23 +31,38 @@ from rayrft.waits import Waits
 
 
 @dataclass(frozen=True)
+class Auxiliary:
+    """The actors of an auxiliary model."""
+
+    engine_pool: Handle[EnginePool]
+    engines: list[Handle[RolloutEngine]]
+
+
+@dataclass(frozen=True)
 class Actors:
-    """Handles of the actors; ``explorer`` and ``engine_pool`` are None where nothing is rolled out."""
+    """Handles of the actors; ``trainer`` is None where nothing is trained, and there are no ``explorers`` and no
+    ``engine_pool`` where nothing is rolled out."""
 
     buffer: Handle[Buffer]
-    trainer: Handle[Trainer]
-    explorer: Handle[Explorer] | None
+    trainer: Handle[Trainer] | None
+    explorers: list[Handle[Explorer]]
+    """They share the tasks; the first one evaluates."""
     engine_pool: Handle[EnginePool] | None
     engines: list[Handle[RolloutEngine]]
     """As they were created; which of them take requests the ``engine_pool`` knows."""
+    auxiliary: dict[str, Auxiliary] = field(default_factory=dict)
+    """By the models' names."""
 
     def watches(self) -> dict[str, Awaitable[Any]]:
         """Return by actor a call that ends only when the actor fails."""
-        watches: dict[str, Awaitable[Any]] = {"trainer": self.trainer.call(Trainer.watch)}
-        if self.explorer is not None and self.engine_pool is not None:
-            watches["explorer"] = self.explorer.call(Explorer.watch)
+        watches: dict[str, Awaitable[Any]] = {}
+        if self.trainer is not None:
+            watches["trainer"] = self.trainer.call(Trainer.watch)
+        watches |= {explorer.name: explorer.call(Explorer.watch) for explorer in self.explorers}
+        if self.engine_pool is not None:
             watches["engine_pool"] = self.engine_pool.call(EnginePool.watch)
-        watches |= {engine.name: engine.call(RolloutEngine.watch) for engine in self.engines}
+        watches |= {auxiliary.name: auxiliary.call(EnginePool.watch) for auxiliary in self._auxiliary_pools}
+        watches |= {engine.name: engine.call(RolloutEngine.watch) for engine in self.all_engines}
         return {**watches, "buffer": _until_dead_for_good(self.buffer)}
 
     def tracked(self, waits: Waits) -> Actors:
@@ -52,29 +70,58 @@ class Actors:
         return replace(
             self,
             buffer=TrackedHandle(self.buffer, waits),
-            trainer=TrackedHandle(self.trainer, waits, labels={Trainer.command: command_name}),
-            explorer=TrackedHandle(self.explorer, waits, endless=[Explorer.explore]) if self.explorer else None,
+            trainer=TrackedHandle(self.trainer, waits, labels={Trainer.command: command_name})
+            if self.trainer
+            else None,
+            explorers=[TrackedHandle(explorer, waits, endless=[Explorer.explore]) for explorer in self.explorers],
             engine_pool=TrackedHandle(self.engine_pool, waits) if self.engine_pool else None,
             engines=[TrackedHandle(engine, waits) for engine in self.engines],
+            auxiliary={
+                name: Auxiliary(
+                    TrackedHandle(each.engine_pool, waits), [TrackedHandle(engine, waits) for engine in each.engines]
+                )
+                for name, each in self.auxiliary.items()
+            },
         )
 
     def signs_of_life(self) -> dict[str, Callable[[], Awaitable[Any]]]:
         """Return by actor a call that it answers at once, with its `WaitReport` if it waits for others. An actor comes
         before those that it keeps waiting."""
-        asks: dict[str, Callable[[], Awaitable[Any]]] = {"trainer": lambda: self.trainer.call(Trainer.waiting)}
-        if (explorer := self.explorer) is not None:
-            asks["explorer"] = lambda: explorer.call(Explorer.waiting)
-        asks["buffer"] = lambda: self.buffer.call(Buffer.waiting)
+        asks: dict[str, Callable[[], Awaitable[Any]]] = {}
+        if (trainer := self.trainer) is not None:
+            asks["trainer"] = lambda: trainer.call(Trainer.waiting)
+        asks |= {explorer.name: partial(explorer.call, Explorer.waiting) for explorer in self.explorers}
+        # What a Buffer waits for is what a train job waits for, be it another one.
+        asks["buffer"] = partial(self.buffer.call, Buffer.waiting if self.trainer is not None else Buffer.pid)
         if (pool := self.engine_pool) is not None:
             asks["engine_pool"] = lambda: pool.call(EnginePool.pid)
-        return asks | {engine.name: partial(engine.call, RolloutEngine.pid) for engine in self.engines}
+        asks |= {auxiliary.name: partial(auxiliary.call, EnginePool.pid) for auxiliary in self._auxiliary_pools}
+        return asks | {engine.name: partial(engine.call, RolloutEngine.pid) for engine in self.all_engines}
+
+    @property
+    def _auxiliary_pools(self) -> list[Handle[EnginePool]]:
+        return [auxiliary.engine_pool for auxiliary in self.auxiliary.values()]
+
+    @property
+    def all_engines(self) -> list[Handle[RolloutEngine]]:
+        """The engines of the policy and of the auxiliary models."""
+        return [*self.engines, *chain.from_iterable(auxiliary.engines for auxiliary in self.auxiliary.values())]
 
 
-def create_actors(config: RunConfig, prepared: Prepared, placement: Placement, logged: list[int]) -> Actors:
-    """Create the actors; they are not started yet, but can be watched. ``logged``: see `Buffer`."""
+def create_actors(
+    config: RunConfig,
+    prepared: Prepared,
+    placement: Placement,
+    logged: list[int],
+    shared: Handle[SharedBuffer] | None = None,
+) -> Actors:
+    """Create the actors; they are not started yet, but can be watched. ``logged``: see `Buffer`. A ``shared`` Buffer
+    is the one that the config names."""
     import ray
 
-    buffer = placement.actor(Buffer, "buffer", name="buffer", restarts=True, retries=-1).create(
+    buffer: Handle[Buffer] = shared or placement.actor(
+        Buffer, "buffer", name="buffer", restarts=True, retries=-1
+    ).create(
         prepared.run_id,
         config.buffer_folder,
         config.buffer,
@@ -83,47 +130,58 @@ def create_actors(config: RunConfig, prepared: Prepared, placement: Placement, l
         prepared.limits,
         logged,
     )
-    trainer = placement.actor(Trainer, "trainer", name="trainer").create(config.trainer, placement.ranks)
-    if "explorer" not in {part.name for part in plan_placement(config)}:
-        return Actors(buffer, trainer, None, None, [])
+    trainer = None
+    if config.trains:
+        trainer = placement.actor(Trainer, "trainer", name="trainer").create(config.trainer, placement.ranks)
+    if not config.rolls_out:
+        return Actors(buffer, trainer, [], None, [])
     engine = config.explorer.engine
     engines = [
         placement.actor(RolloutEngine, "engines", name=f"engine-{index}", bundle=index).create()
         for index in range(engine.count)
     ]
     engine_pool = placement.actor(EnginePool, "engine_pool", name="engine_pool").create()
+    auxiliary = {
+        name: Auxiliary(
+            placement.actor(EnginePool, "engine_pool", name=f"engine_pool-{name}").create(),
+            [
+                placement.actor(
+                    RolloutEngine, f"auxiliary-{name}", name=f"auxiliary-{name}-{index}", bundle=index
+                ).create()
+                for index in range(each.engine.count)
+            ],
+        )
+        for name, each in config.auxiliary.items()
+    }
     reward = config.reward
     create_worker = (
         None
         if runs_inline(reward.name)
         else _RewardWorkerFactory(placement.actor(RewardWorker, "reward"), reward, config.plugins)
     )
-    explorer = placement.actor(Explorer, "explorer", name="explorer").create(
-        config,
-        prepared.model,
-        engine_pool,
-        buffer,
-        ray.put(prepared.tasks),
-        ray.put(prepared.held_out),
-        create_worker,
-    )
-    return Actors(buffer, trainer, explorer, engine_pool, engines)
+    tasks, held_out = ray.put(prepared.tasks), ray.put(prepared.held_out)
+    explorers = [
+        placement.actor(Explorer, "explorer", name=f"explorer-{index}", bundle=index).create(
+            config,
+            prepared.model,
+            engine_pool,
+            buffer,
+            tasks,
+            held_out,
+            create_worker,
+            prepared.run_id if config.mode == "explore" else "",
+            {name: each.engine_pool for name, each in auxiliary.items()},
+        )
+        for index in range(config.explorer.count)
+    ]
+    return Actors(buffer, trainer, explorers, engine_pool, engines, auxiliary)
 
 
 async def start_actors(actors: Actors, config: RunConfig, prepared: Prepared, waits: Waits) -> str | None:
     """Start all actors concurrently; return when the run can begin, with the trainer's warning about the model."""
     import ray
 
-    engine = config.explorer.engine
-    setup = RankSetup(
-        actors.trainer,
-        config.trainer,
-        prepared.model,
-        config.model.dtype,
-        config.explorer.sampling.temperature,
-        config.plugins,
-        config.seed,
-    )
+    engine, trainer = config.explorer.engine, actors.trainer
     actors = actors.tracked(waits)
     others: list[Awaitable[Any]] = [
         handle.call(
@@ -136,12 +194,41 @@ async def start_actors(actors: Actors, config: RunConfig, prepared: Prepared, wa
         )
         for index, handle in enumerate(actors.engines)
     ]
-    if actors.explorer is not None:
-        others.append(actors.explorer.call(Explorer.start))
+    others += [explorer.call(Explorer.start) for explorer in actors.explorers]
+    others += [_serve(each, config.auxiliary[name], config.seed) for name, each in actors.auxiliary.items()]
+    if actors.trainer is None or trainer is None:
+        await asyncio.gather(*others)
+        return None
     for name, rows in prepared.demonstrations.items():
         others.append(actors.buffer.call(Buffer.load, name, [ray.put(pack(to_batch(rows)))]))
+    setup = RankSetup(
+        trainer,
+        config.trainer,
+        prepared.model,
+        config.model.dtype,
+        config.explorer.sampling.temperature,
+        config.plugins,
+        config.seed,
+    )
     warning, *_ = await asyncio.gather(actors.trainer.call(Trainer.start, config.folder, setup), *others)
     return warning
+
+
+async def _serve(actors: Auxiliary, config: AuxiliaryConfig, seed: int) -> None:
+    """Start the engines of an auxiliary model, and let them take requests."""
+    starting = [
+        handle.call(
+            RolloutEngine.start,
+            config.model,
+            config.engine,
+            max_length=config.max_length,
+            dtype=config.dtype,
+            seed=seed + index,
+        )
+        for index, handle in enumerate(actors.engines)
+    ]
+    await asyncio.gather(*starting)
+    await actors.engine_pool.call(EnginePool.join, [Member(engine, 0) for engine in actors.engines])
 
 
 async def _until_dead_for_good(buffer: Handle[Buffer]) -> None:

@@ -202,7 +202,8 @@ class Saver:
 
     def __init__(self, config: RunConfig, actors: Actors, progress: Progress) -> None:
         self._config = config
-        self._actors = actors
+        assert actors.trainer is not None  # a run that trains
+        self._buffer, self._trainer = actors.buffer, actors.trainer
         self._progress = progress
         self._checkpoints = Checkpoints(config.folder, config.checkpoint)
         self._writing: asyncio.Future[None] | None = None
@@ -213,7 +214,7 @@ class Saver:
 
     async def restore(self, *, whole: bool) -> None:
         """Restore the trainer from the checkpoint of the current step: ``whole``, or its weights only."""
-        await self._actors.trainer.call(Trainer.command, Restore(self._checkpoints.at(self._progress.step), whole))
+        await self._trainer.call(Trainer.command, Restore(self._checkpoints.at(self._progress.step), whole))
 
     async def checkpoint(self, records: int) -> None:
         """Start writing a checkpoint in the background; ``records`` is the number of records a resumed run keeps.
@@ -222,11 +223,11 @@ class Saver:
         """
         await self.done()
         self._progress.records = records
-        self._progress.logged = await self._actors.buffer.call(Buffer.flush)
+        self._progress.logged = await self._buffer.call(Buffer.flush)
         if self._checkpoints.holds(self._progress.step):
             return await asyncio.to_thread(self._checkpoints.update_manifest, self._progress)
         folder = await asyncio.to_thread(self._checkpoints.begin, self._progress.step)
-        await self._actors.trainer.call(Trainer.command, Checkpoint(folder))
+        await self._trainer.call(Trainer.command, Checkpoint(folder))
         self._writing = asyncio.ensure_future(self._commit(folder, copy.deepcopy(self._progress)))
 
     def check(self) -> None:
@@ -241,17 +242,17 @@ class Saver:
 
     async def export(self, name: str) -> None:
         """Write the weights in Hugging Face format."""
-        await self._actors.trainer.call(Trainer.command, Save(self.exported(name)))
+        await self._trainer.call(Trainer.command, Save(self.exported(name)))
 
     def exported(self, name: str) -> Path:
         """Return the folder of the weights exported under that name."""
         return self._config.folder / "checkpoints" / name
 
     async def _commit(self, folder: Path, progress: Progress) -> None:
-        await self._actors.trainer.call(Trainer.written, folder)
+        await self._trainer.call(Trainer.written, folder)
         await asyncio.to_thread(self._checkpoints.commit, progress)
         # Keep the batches since the oldest of them, in case the newest turns out to be damaged.
-        await self._actors.buffer.call(Buffer.cover, await asyncio.to_thread(self._checkpoints.fallback))
+        await self._buffer.call(Buffer.cover, await asyncio.to_thread(self._checkpoints.fallback))
 
 
 def export(run_folder: Path, to: Path, step: int | None = None, *, merged: bool = True) -> int:

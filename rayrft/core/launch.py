@@ -20,10 +20,11 @@ from rayrft.core.placement import (
     check_placement,
     plan_placement,
     remove_leftovers,
+    running,
     show_plan,
 )
 from rayrft.core.preflight import prepare, write_config
-from rayrft.core.run import ANSWER_S, Run, named_actors
+from rayrft.core.run import ANSWER_S, Run
 from rayrft.core.summary import read_summary, remove_summary
 from rayrft.errors import ConfigError, PlacementError, RunNotFound, nearest
 from rayrft.handle import Handle, fetch
@@ -129,12 +130,6 @@ def attach(name: str) -> Run:
             remedy=nearest(name, names) if names else "no run is running",
         ) from None
     return Run(name, fetch(master.call(Master.status), master.name, ANSWER_S).folder, master)
-
-
-def running() -> list[str]:
-    """Return the names of the runs on this cluster."""
-    suffix = actor_name("", "master")
-    return sorted(name.removesuffix(suffix) for name in named_actors("") if name.endswith(suffix))
 
 
 def _check_room(parts: list[Part]) -> None:

@@ -11,18 +11,23 @@ from typing import Any
 
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.ledger import BufferStats, Ledger
+from rayrft.buffer.shared import SharedBuffer
 from rayrft.config import RunConfig
 from rayrft.core.actors import Actors, create_actors, start_actors
 from rayrft.core.checkpoints import Progress
+from rayrft.core.explore_loop import ExploreLoop
 from rayrft.core.placement import Placement, plan_placement
 from rayrft.core.preflight import Prepared
 from rayrft.core.recorder import Recorder
+from rayrft.core.shared_buffer import join_feed, join_trainer, open_buffer
 from rayrft.core.summary import RunStatus, Summary, rows_in_log, status_at_end, summarise
 from rayrft.core.supervision import Silence, Stopped, root_cause, supervise, unless_stopped
 from rayrft.core.train_loop import TrainLoop
 from rayrft.core.weight_sync import WeightSync
 from rayrft.errors import RayrftError, RowsFailed, StorageError
 from rayrft.explorer.engine import RolloutEngine
+from rayrft.explorer.explorer import Explorer
+from rayrft.handle import Handle
 from rayrft.monitor.records import Record
 from rayrft.registry import load_plugins
 from rayrft.trainer.trainer import Trainer
@@ -45,7 +50,7 @@ class Master:
         self._stop = asyncio.Event()
         self._status = "starting"
         self._actors: Actors | None = None
-        self._loop: TrainLoop | None = None
+        self._loop: TrainLoop | ExploreLoop | None = None
         self._waits = Waits("master")
         self._silence: Silence | None = None
         self._summary: Summary | None = None
@@ -65,7 +70,7 @@ class Master:
             except Exception as failure:  # such as a ledger that does not close: raised below
                 self._status, error = "failed", error or root_cause(failure, "buffer")
         finally:
-            if self._actors is not None:
+            if self._actors is not None and self._config.buffer.name is None:
                 self._actors.buffer.kill()  # Ray would try forever to restart it without its placement group
             placement.remove()
         self._summary = self._summarise(error, stats)
@@ -107,26 +112,23 @@ class Master:
         await asyncio.Event().wait()
 
     async def pids(self) -> dict[str, int]:
-        """Return the process ids of master, buffer, trainer and engines."""
+        """Return the process ids of master, buffer, trainer, explorers and engines."""
         assert self._actors is not None  # called once the run is up
         actors = self._actors
-        engines = {engine.name: await engine.call(RolloutEngine.pid) for engine in actors.engines}
-        buffer, trainer = await actors.buffer.call(Buffer.pid), await actors.trainer.call(Trainer.pid)
-        return {"master": os.getpid(), "buffer": buffer, "trainer": trainer, **engines}
+        pids = {"master": os.getpid(), "buffer": await actors.buffer.call(Buffer.pid)}
+        if actors.trainer is not None:
+            pids["trainer"] = await actors.trainer.call(Trainer.pid)
+        pids |= {explorer.name: await explorer.call(Explorer.pid) for explorer in actors.explorers}
+        return pids | {engine.name: await engine.call(RolloutEngine.pid) for engine in actors.all_engines}
 
     async def _outcome(self, prepared: Prepared, placement: Placement) -> RayrftError | None:
         """Create the actors and run all stages; return why the run failed, or None if it finished or was stopped."""
         try:
             parts = [part.name for part in plan_placement(self._config) if part.name != "master"]
             await unless_stopped(self._stop, asyncio.to_thread(placement.reserve, parts))
-            self._actors = create_actors(self._config, prepared, placement, self._progress.logged)
-            tracked = self._actors.tracked(self._waits)
-            sync = (
-                WeightSync(self._config, tracked.trainer, tracked.engine_pool, prepared.probe, self._waits)
-                if tracked.engine_pool is not None
-                else None
-            )
-            self._loop = TrainLoop(self._config, tracked, self._recorder, self._progress, self._stop, sync)
+            shared = await asyncio.to_thread(open_buffer, self._config) if self._config.buffer.name else None
+            self._actors = create_actors(self._config, prepared, placement, self._progress.logged, shared)
+            self._loop = await self._make_loop(self._actors.tracked(self._waits), prepared, shared)
             monitor = self._config.monitor
             self._silence = Silence(
                 self._waits, self._actors.signs_of_life(), self._note, monitor.patience_s, monitor.stall_s
@@ -140,21 +142,39 @@ class Master:
             self._status, error = "failed", root_cause(failure)
             with contextlib.suppress(StorageError):  # a full disk may be what ended the run
                 await self._recorder.note(f"the run failed: {error}", step=self._progress.step)
-            if isinstance(error, RowsFailed) and self._loop is not None:
+            if isinstance(error, RowsFailed) and isinstance(self._loop, TrainLoop):
                 await self._loop.blame(error)
             return error
         self._status = "finished"
         return None
 
-    async def _run(self, actors: Actors, loop: TrainLoop, prepared: Prepared) -> None:
+    async def _make_loop(
+        self, actors: Actors, prepared: Prepared, shared: Handle[SharedBuffer] | None
+    ) -> TrainLoop | ExploreLoop:
+        """Make the loop of the run's mode; join the Buffer that belongs to no run, if that is where its rows go."""
+        config, step = self._config, self._progress.step
+        if not config.trains:
+            assert shared is not None  # the mode needs one
+            before = await join_feed(shared, config, prepared)
+            return ExploreLoop(config, actors, shared, prepared.run_id, before, self._recorder, self._stop)
+        if shared is not None:
+            await join_trainer(shared, config, prepared, step)
+        sync = None
+        if actors.engine_pool is not None and actors.trainer is not None:
+            sync = WeightSync(config, actors.trainer, actors.engine_pool, prepared.probe, self._waits)
+        return TrainLoop(config, actors, self._recorder, self._progress, self._stop, sync)
+
+    async def _run(self, actors: Actors, loop: TrainLoop | ExploreLoop, prepared: Prepared) -> None:
         await unless_stopped(self._stop, self._start(actors, loop, prepared))
         await loop.run()
-        await actors.trainer.call(Trainer.stop)
+        if actors.trainer is not None:
+            await actors.trainer.call(Trainer.stop)
 
-    async def _start(self, actors: Actors, loop: TrainLoop, prepared: Prepared) -> None:
+    async def _start(self, actors: Actors, loop: TrainLoop | ExploreLoop, prepared: Prepared) -> None:
         """Start the actors, restore the weights, and publish them."""
         started = time.time()
-        await self._recorder.note("starting engines and trainer", step=self._progress.step)
+        parts = [name for name, there in (("engines", actors.engines), ("trainer", actors.trainer)) if there]
+        await self._recorder.note(f"starting {' and '.join(parts)}", step=self._progress.step)
         for name, reasons in prepared.left_out.items():
             if reasons:
                 await self._recorder.note(f"demonstrations {name!r}: left out {dict(reasons)}")
@@ -163,7 +183,8 @@ class Master:
         warning, _ = await asyncio.gather(start_actors(actors, self._config, prepared, self._waits), loading)
         if warning:
             await self._recorder.note(f"trainer: {warning}")
-        await loop.restore()
+        if isinstance(loop, TrainLoop):
+            await loop.restore()
         self._status = "running"
         report = await loop.admit(actors.engines)
         probe = (
@@ -198,5 +219,7 @@ class Master:
             step=self._progress.step,
             version=self._loop.published if self._loop is not None else 0,
             stages=self._progress.stages_done,
-            checkpoint=str(folder / "checkpoints" / "final") if self._status == "finished" else None,
+            checkpoint=str(folder / "checkpoints" / "final")
+            if self._status == "finished" and self._config.trains
+            else None,
         )

@@ -49,33 +49,50 @@ class Part:
         return {key: round(value + other[key], 6) for key, value in self.actor_resources.items()}
 
 
+BUFFER = Part("buffer", 1, 0.1, 0, 0.25, "experiences")
+
+
 def plan_placement(config: RunConfig) -> list[Part]:
     """Return the parts of a run."""
     engine, trainer = config.explorer.engine, config.trainer
     ranks = Part("ranks", trainer.ranks, trainer.cpus, trainer.gpus, trainer.memory_gib, "FSDP2 under Ray Train")
     # An engine and a rank on one GPU must share a bundle: in separate groups Ray may pack two engines on one GPU, or
     # place them on another node than the ranks.
-    pairs = config.rolls_out and config.colocated
-    rewards = Part("reward", config.reward.workers, 0.1, 0, 0.25, f"reward workers: {config.reward.name}")
+    pairs = config.mode == "both" and config.rolls_out and config.colocated
+    workers = config.explorer.count * config.reward.workers
+    rewards = Part("reward", workers, 0.1, 0, 0.25, f"reward workers: {config.reward.name}")
     parts = [
         Part("master", 1, 0.05, 0, 0.3, "paces and supervises"),
-        Part("explorer", 1, config.explorer.cpus, 0, 0.5, "tasks, workflows"),
+        Part("explorer", config.explorer.count, config.explorer.cpus, 0, 0.5, "tasks, workflows"),
         Part(
             "engines",
             engine.count,
             engine.cpus,
             engine.gpus,
             engine.memory_gib,
-            f"vLLM rollout engines, weights over {config.sync_backend}",
+            "vLLM rollout engines, " + (f"weights over {config.sync_backend}" if config.trains else "fixed weights"),
             replace(ranks, note="FSDP2 under Ray Train, each beside an engine") if pairs else None,
         ),
+        *(
+            Part(
+                f"auxiliary-{name}",
+                auxiliary.engine.count,
+                auxiliary.engine.cpus,
+                auxiliary.engine.gpus,
+                auxiliary.engine.memory_gib,
+                f"vLLM engines of {auxiliary.model}",
+            )
+            for name, auxiliary in config.auxiliary.items()
+            if config.rolls_out
+        ),
         *([] if runs_inline(config.reward.name) else [rewards]),
-        Part("buffer", 1, 0.1, 0, 0.25, "experiences"),
-        Part("engine_pool", 1, 0.05, 0, 0.25, "which engines take requests"),
+        *([] if config.buffer.name is not None else [BUFFER]),
+        Part("engine_pool", 1 + len(config.auxiliary), 0.05, 0, 0.25, "which engines take requests"),
         Part("trainer", 1, 0.05, 0, 0.3, "commands the ranks"),
         *([] if pairs else [ranks]),
     ]
-    idle = () if config.rolls_out else ("explorer", "engines", "reward", "engine_pool")
+    rollouts, training = {"explorer", "engines", "reward", "engine_pool"}, {"trainer", "ranks"}
+    idle = (set() if config.rolls_out else rollouts) | (set() if config.trains else training)
     return [part for part in parts if part.name not in idle]
 
 
@@ -132,6 +149,20 @@ def actor_name(run: str, part: str) -> str:
     return f"{run}:{part}"
 
 
+def named_actors(prefix: str) -> list[str]:
+    """Return the names of runs' actors on this cluster that start with ``prefix``."""
+    from ray.util import list_named_actors
+
+    actors = list_named_actors(all_namespaces=True)
+    return [a["name"] for a in actors if a["namespace"] == NAMESPACE and a["name"].startswith(prefix)]
+
+
+def running() -> list[str]:
+    """Return the names of the runs on this cluster."""
+    suffix = actor_name("", "master")
+    return sorted(name.removesuffix(suffix) for name in named_actors("") if name.endswith(suffix))
+
+
 @dataclass(frozen=True)
 class PlacedClass(Generic[P, T]):
     """An actor class whose actors run in a part's bundle; it may be sent to other processes."""
@@ -147,8 +178,10 @@ class PlacedClass(Generic[P, T]):
 class Placement:
     """The placement groups of a run, created from its plan. Actors are placed by part and bundle."""
 
-    def __init__(self, run: str, parts: list[Part]) -> None:
+    def __init__(self, run: str, parts: list[Part], *, detached: bool = False) -> None:
+        """``detached``: groups and actors belong to whoever needs them, are created by the first, and live on."""
         self._run = run
+        self._lifetime = "detached" if detached else None
         self._parts = {part.name: part for part in parts}
         self._groups: dict[str, Any] = {}
 
@@ -158,19 +191,25 @@ class Placement:
         return self._groups.get("ranks") or self._groups["engines"]
 
     def reserve(self, names: list[str]) -> None:
-        """Create the placement groups of these parts. Raises PlacementError if one is not placed within 30 s, or if
-        another run has one of that name."""
+        """Create the placement groups of these parts; detached ones may be there. Raises PlacementError if one is not
+        placed within 30 s, or if another run has one of that name."""
         import ray
         from ray.exceptions import GetTimeoutError, RaySystemError
-        from ray.util.placement_group import placement_group
+        from ray.util.placement_group import get_placement_group, placement_group
 
         for name in names:
             part = self._parts[name]
             try:
                 self._groups[name] = placement_group(
-                    [part.bundle] * part.count, strategy="PACK", name=actor_name(self._run, name)
+                    [part.bundle] * part.count,
+                    strategy="PACK",
+                    name=actor_name(self._run, name),
+                    lifetime=self._lifetime,
                 )
             except RaySystemError:
+                if self._lifetime is not None:  # another job has made it
+                    self._groups[name] = get_placement_group(actor_name(self._run, name))
+                    continue
                 raise PlacementError(
                     "a run of this name is starting or ending",
                     field="name",
@@ -208,6 +247,8 @@ class Placement:
 
         resources = self._parts[part].actor_resources
         options: dict[str, Any] = {"name": actor_name(self._run, name), "namespace": NAMESPACE} if name else {}
+        if self._lifetime is not None:
+            options |= {"lifetime": self._lifetime, "get_if_exists": True}
         if any(inspect.iscoroutinefunction(member) for member in vars(cls).values()):
             options["max_concurrency"] = 10_000  # calls of an async actor may wait for each other
         if restarts:

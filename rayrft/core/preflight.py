@@ -5,10 +5,9 @@ from __future__ import annotations
 import datetime
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from rayrft.config import RunConfig, dump_config
 from rayrft.config.reward import RewardConfig
 from rayrft.data.demonstrations import demonstrate, from_file, from_tasks
 from rayrft.data.formats import conversations, read_rows
-from rayrft.data.task_sampler import TaskSet
+from rayrft.data.task_sampler import TaskSetSpec
 from rayrft.data.task_splits import TaskSplits, load_tasks
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ConfigError, DataError, ModelError
@@ -96,7 +95,7 @@ class Prepared:
     """Unique id, which tells this run from others of its name, such as one whose log is in the same folder."""
     model: str
     tasks: list[Task]
-    task_set: Callable[[], TaskSet] | None
+    task_set: TaskSetSpec | None
     """Factory of the task set that draws from ``tasks``, if there are any."""
     held_out: list[Task]
     demonstrations: dict[str, list[Experience]]
@@ -106,6 +105,8 @@ class Prepared:
     """Rows on which engine and trainer must agree: questions with images and answers, held-out ones first."""
     left_out: dict[str, Counter[str]] = field(default_factory=dict)
     """Counts of skipped demonstrations by name and reason."""
+    tokenizer: str = ""
+    """Digest of its tokenizer."""
 
 
 def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepared:
@@ -113,7 +114,9 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepare
 
     Raises DataError, ModelError or ConfigError. Requires a running Ray only for tasks from files.
     """
-    build_workflow(config.explorer.workflow, config.explorer)
+    build_workflow(config.explorer.workflow, config.explorer, auxiliary=config.auxiliary)
+    for name, auxiliary in config.auxiliary.items():
+        ChatTokenizer(find_model(auxiliary.model, f"auxiliary.{name}.model"), f"auxiliary.{name}.model")
     if config.explorer.environment is not None:
         environment_factory(config.explorer.environment)
     samplers.get(config.buffer.sampler.name, "buffer.sampler.name")
@@ -122,13 +125,14 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepare
     if config.tasks is not None:
         splits = load_tasks(config.tasks, config.demonstrations, config.seed)
         for name in {task.workflow for task in _all_tasks(splits) if task.workflow}:
-            build_workflow(name, config.explorer, "workflow of a task")
+            build_workflow(name, config.explorer, "workflow of a task", auxiliary=config.auxiliary)
         for source in range(len(config.tasks.sources)):
             _check_reward(config.reward, splits.train[splits.sources.index(source)])
     _check_files(config)
     if not resumed:
         open_folder(config)
-        _check_log(config)
+        if config.buffer.name is None:
+            _check_log(config)
     model = _model(config, splits)
     tokenizer = ChatTokenizer(model)
     for number, stage in enumerate(config.stages):
@@ -151,7 +155,18 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepare
     probe = choose_probe(compared, tokenizer, config.model.max_length)
     task_set = _task_set(config, splits)
     limits = Limits(vocabulary_of(model), max_length)
-    return Prepared(run_id, model, splits.train, task_set, splits.evaluation, demonstrations, limits, probe, left_out)
+    return Prepared(
+        run_id,
+        model,
+        splits.train,
+        task_set,
+        splits.evaluation,
+        demonstrations,
+        limits,
+        probe,
+        left_out,
+        tokenizer.digest,
+    )
 
 
 def _short_enough(name: str, rows: list[Experience], max_length: int) -> tuple[list[Experience], Counter[str]]:
@@ -201,12 +216,11 @@ def _unwritable(folder: Path, error: OSError) -> ConfigError:
     )
 
 
-def _task_set(config: RunConfig, splits: TaskSplits) -> Callable[[], TaskSet] | None:
+def _task_set(config: RunConfig, splits: TaskSplits) -> TaskSetSpec | None:
     tasks = config.tasks
     if tasks is None:
         return None
-    make = partial(
-        TaskSet,
+    make = TaskSetSpec(
         [task.id for task in splits.train],
         splits.sources,
         [source.weight for source in tasks.sources],

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rayrft.buffer.buffer import Buffer
+from rayrft.config import load_config
 from rayrft.core.master import Master
-from rayrft.core.placement import NAMESPACE, actor_name, remove_groups
+from rayrft.core.placement import NAMESPACE, actor_name, named_actors, remove_groups
+from rayrft.core.shared_buffer import find_buffer
 from rayrft.core.summary import (
     RunStatus,
     Summary,
@@ -90,7 +92,6 @@ class RunData:
         Raises DataError if rows are invalid, with what was rejected and why; see `rayrft.buffer.client.put_groups`.
         """
         from rayrft.buffer.client import put_groups
-        from rayrft.config import load_config
 
         config = load_config(self.folder / "config.yaml")
         if config.mode != "train":
@@ -119,6 +120,8 @@ class RunData:
 
         try:
             if not (self.folder / "summary.json").exists():  # an ending run kills its actors one by one
+                if (name := load_config(self.folder / "config.yaml").buffer.name) is not None:
+                    return find_buffer(name)
                 return Handle("buffer", ray.get_actor(actor_name(self.name, "buffer"), namespace=NAMESPACE))
         except ValueError:
             pass
@@ -237,7 +240,7 @@ class Run(RunData):
             self._end()
 
     def pids(self) -> dict[str, int]:
-        """Return the process ids of master, trainer and engines."""
+        """Return the process ids of master, buffer, trainer, explorers and engines."""
         return fetch(self._master.call(Master.pids), self._master_name, ANSWER_S)
 
     def _end(self, cause: RayrftError | None = None) -> Summary:
@@ -301,11 +304,3 @@ class Run(RunData):
     @property
     def _master_name(self) -> str:
         return actor_name(self.name, "master")
-
-
-def named_actors(prefix: str) -> list[str]:
-    """Return the names of runs' actors on this cluster that start with ``prefix``."""
-    from ray.util import list_named_actors
-
-    actors = list_named_actors(all_namespaces=True)
-    return [a["name"] for a in actors if a["namespace"] == NAMESPACE and a["name"].startswith(prefix)]

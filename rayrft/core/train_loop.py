@@ -44,12 +44,12 @@ class Evaluator:
 
     async def evaluate(self, stage: StageConfig) -> None:
         """Attempt the held-out tasks at every temperature of the config, if evaluation is enabled."""
-        if not self._config.evaluation.enabled or self._actors.explorer is None:
+        if not self._config.evaluation.enabled or not self._actors.explorers:
             return
         progress = self._progress
         for number, temperature in enumerate(self._config.evaluation.temperatures):
             started = time.perf_counter()
-            result = await self._actors.explorer.call(Explorer.evaluate, temperature)
+            result = await self._actors.explorers[0].call(Explorer.evaluate, temperature)
             seconds = time.perf_counter() - started
             if number == 0 and result.count:
                 progress.accuracy = result.accuracy
@@ -82,7 +82,8 @@ class TrainLoop:
     ) -> None:
         """``weight_sync`` is None where nothing is rolled out."""
         self._config = config
-        self._actors = actors
+        assert actors.trainer is not None  # a run that trains
+        self._actors, self._trainer = actors, actors.trainer
         self._weight_sync = weight_sync
         self._recorder = recorder
         self._stop = stop
@@ -198,6 +199,7 @@ class TrainLoop:
             self._config.explorer.over_sampling,
             progress.stage_began,
             scheduled=self._config.mode == "both",
+            max_age=self._config.buffer.max_age,
             name=stage.name,
             pairs=algorithm.needs_pairs,
             mini_batches=stage.update.mini_batches,
@@ -296,8 +298,8 @@ class TrainLoop:
         return await self.publish() if stage.groups else None
 
     async def _explore(self, stage: StageConfig) -> None:
-        if stage.groups and self._actors.explorer is not None:
-            await self._actors.explorer.call(Explorer.explore, stage)
+        if stage.groups:
+            await asyncio.gather(*(explorer.call(Explorer.explore, stage) for explorer in self._actors.explorers))
 
     async def _end_exploring(self, exploring: asyncio.Future[None]) -> None:
         """Wait until the Explorer has abandoned its groups, as it does once the stage is closed."""
@@ -312,12 +314,13 @@ class TrainLoop:
             ) from None
 
     async def _command(self, command: Command[R]) -> list[R]:
-        return await self._actors.trainer.call(Trainer.command, command)
+        return await self._trainer.call(Trainer.command, command)
 
     async def _timings(self) -> tuple[float, float]:
-        if self._actors.explorer is None:
-            return 0.0, 0.0
-        return await self._actors.explorer.call(Explorer.timings)
+        """Return the seconds in which any rollout, and any scoring, was running, in the Explorer where it was most."""
+        timings = await asyncio.gather(*(explorer.call(Explorer.timings) for explorer in self._actors.explorers))
+        rollout, reward = zip((0.0, 0.0), *timings, strict=True)
+        return max(rollout), max(reward)
 
     def _describe(self, stage: StageConfig) -> str:
         rows = f"{stage.groups} groups of {stage.group_size}" if stage.groups else ""

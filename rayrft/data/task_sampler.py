@@ -203,6 +203,30 @@ class _Source:
     passes: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
 
+@dataclass(frozen=True)
+class TaskSetSpec:
+    """The arguments of a `TaskSet`, which it makes when it is called; to be sent to other processes and kept."""
+
+    ids: list[str]
+    sources: list[int]
+    weights: list[float]
+    sampler: str
+    seed: int
+    epochs: int | None = None
+    difficulties: list[float | None] = field(default_factory=list)
+
+    def __call__(self) -> TaskSet:
+        return TaskSet(
+            self.ids,
+            self.sources,
+            self.weights,
+            sampler=self.sampler,
+            seed=self.seed,
+            epochs=self.epochs,
+            difficulties=self.difficulties,
+        )
+
+
 class TaskSet:
     """Draws tasks by id and keeps their statistics; deterministic for equal seed and statistics. It may grow.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import pickle
 import re
 from functools import cached_property, lru_cache
@@ -48,6 +50,12 @@ class ChatTokenizer:
                 remedy="set tokenizer.eos_token and save the tokenizer again",
             )
         self.eos_id: int = self.hf.eos_token_id
+
+    @cached_property
+    def digest(self) -> str:
+        """Digest of the vocabulary: tokenizers with equal digests mean the same by the same ids."""
+        vocabulary = json.dumps(sorted(self.hf.get_vocab().items())).encode()
+        return hashlib.blake2b(vocabulary, digest_size=8).hexdigest()
 
     @cached_property
     def images(self) -> ImageReader:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
@@ -13,10 +14,12 @@ import pyarrow as pa
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.client import BufferWriter
 from rayrft.buffer.schedule import Ticket
+from rayrft.buffer.shared import SharedBuffer
 from rayrft.config import RunConfig, StageConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import RayrftError
 from rayrft.experience import Experience, Task, from_batch, to_batch, unpack
+from rayrft.explorer.auxiliary import AuxiliaryModel
 from rayrft.explorer.calls import Parking
 from rayrft.explorer.engine_pool import EngineClient, EnginePool
 from rayrft.explorer.evaluation import Evaluation
@@ -57,11 +60,18 @@ class Explorer:
         tasks: list[Task],
         held_out: list[Task],
         create_worker: Callable[[], Handle[RewardWorker]] | None,
+        feed: str = "",
+        auxiliary: Mapping[str, Handle[EnginePool]] | None = None,
     ) -> None:
+        """``feed`` is that of an explore job, whose Buffer belongs to no run; ``auxiliary`` has the pools of the
+        auxiliary models."""
         load_plugins(config.plugins)
         self._config = config
         self._waits = Waits("explorer")
         self._buffer = TrackedHandle(buffer, self._waits, endless=[Buffer.admit, Buffer.closed, Buffer.leased])
+        self._feed = feed
+        self._shared: Handle[SharedBuffer] = Handle(buffer.name, buffer.actor)
+        """The same, if there is a feed."""
         self._writer = BufferWriter(self._buffer)
         self._tasks = {task.id: task for task in tasks}
         self._added = 0
@@ -69,7 +79,15 @@ class Explorer:
         self._name, self._calls = f"explorer-{uuid.uuid4().hex}", 0
         self._held_out = held_out
         self._rewards = RewardPool(config.reward, create_worker)
-        self._runner = Runner(config, ChatTokenizer(model), EngineClient(engine_pool, self._waits), self._reward)
+        engines = EngineClient(engine_pool, self._waits)
+        models = {
+            name: AuxiliaryModel(
+                name, described, ChatTokenizer(described.model), EngineClient(pool, self._waits).generate
+            )
+            for name, pool in (auxiliary or {}).items()
+            for described in [config.auxiliary[name]]
+        }
+        self._runner = Runner(config, ChatTokenizer(model), engines, self._reward, models)
         self._rolling: dict[Ticket, asyncio.Future[list[Rollout]]] = {}
         self._partial = config.explorer.partial
         self._failures = 0
@@ -82,16 +100,20 @@ class Explorer:
         gc.freeze()  # what lives as long as the actor (modules, tasks) is not traversed again for every few groups
 
     async def explore(self, stage: StageConfig) -> None:
-        """Fill the Buffer until the stage is closed; then abandon the groups in flight.
+        """Fill the Buffer until the stage is closed; then abandon the groups in flight. A feed is filled until its
+        tasks are exhausted and its groups have finished.
 
         Raises ActorDied if an engine has died, and RayrftError if too many consecutive groups fail.
         """
         groups, algorithm = _Tasks(), stage.algorithm.build()
-        groups.start(self._end_surplus(stage))
+        if not self._feed:
+            groups.start(self._end_surplus(stage))
         try:
             while tickets := await groups.unless_failed(self._admit(stage)):
                 for ticket in tickets:
                     groups.start(self._group(stage, algorithm, ticket))
+            if self._feed:
+                return await groups.finished()
             # After the last ticket the running groups finish, until the stage is closed.
             await groups.unless_failed(asyncio.ensure_future(self._buffer.call(Buffer.closed)))
         finally:
@@ -117,13 +139,20 @@ class Explorer:
         """Report what groups and evaluation wait for, and for how long."""
         return self._waits.report()
 
+    async def pid(self) -> int:
+        """Return the actor's process id."""
+        return os.getpid()
+
     async def watch(self) -> None:
         """Never return: a caller that awaits it learns at once when this actor dies."""
         await asyncio.Event().wait()
 
     def _admit(self, stage: StageConfig) -> asyncio.Future[list[Ticket]]:
         self._calls += 1
-        return asyncio.ensure_future(self._buffer.call(Buffer.admit, self._name, self._calls, stage.groups))
+        name, call, count = self._name, self._calls, stage.groups
+        if self._feed:
+            return asyncio.ensure_future(self._shared.call(SharedBuffer.admit_to, self._feed, name, call, count))
+        return asyncio.ensure_future(self._buffer.call(Buffer.admit, name, call, count))
 
     async def _group(self, stage: StageConfig, algorithm: Algorithm, ticket: Ticket) -> None:
         """Roll out, score and store one group. The ticket is always used or returned."""
@@ -253,6 +282,11 @@ class _Tasks:
         if self._failed.done():
             self._failed.result()
         return future.result()
+
+    async def finished(self) -> None:
+        """Wait until all have ended; raise the error of the first that fails."""
+        if self._running:
+            await self.unless_failed(asyncio.ensure_future(asyncio.wait(self._running)))
 
     async def cancel(self) -> None:
         """Cancel what is running, and wait until it has ended."""

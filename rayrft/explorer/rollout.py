@@ -8,13 +8,14 @@ import logging
 import time
 import traceback
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 from rayrft.config import RunConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ActorDied, EnvironmentFailed, EnvironmentTimeout, ModelError
 from rayrft.experience import Experience, Task
+from rayrft.explorer.auxiliary import AuxiliaryModel
 from rayrft.explorer.calls import Engines, GroupCalls, Parking, derive_seed
 from rayrft.explorer.environments import EnvironmentClient, Environments
 from rayrft.explorer.exchange import Sampling
@@ -70,8 +71,16 @@ class BusyClock:
 class Runner:
     """Runs the config's workflows on tasks. Training and evaluation differ only in ``n`` and ``temperature``."""
 
-    def __init__(self, config: RunConfig, tokenizer: ChatTokenizer, engines: Engines, score: Score) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        tokenizer: ChatTokenizer,
+        engines: Engines,
+        score: Score,
+        auxiliary: Mapping[str, AuxiliaryModel] | None = None,
+    ) -> None:
         self._config = config
+        self._auxiliary = auxiliary or {}
         self._tokenizer = tokenizer
         self._engines = engines
         self._score = score
@@ -124,7 +133,7 @@ class Runner:
             self._parkable[name].park()
 
     async def _attempt(self, task: Task, repeat: int, calls: GroupCalls, name: str) -> list[Experience] | _Failure:
-        workflow, model = task.workflow or self._config.explorer.workflow, self._model(repeat, calls)
+        workflow, model = task.workflow or self._config.explorer.workflow, self._model(repeat, calls, name)
         try:
             async with self._environment(name, model.repeat) as env:
                 async with asyncio.timeout(self._config.explorer.deadline_s):
@@ -189,8 +198,15 @@ class Runner:
             [result] = await self._score(task, [response])
         return result
 
-    def _model(self, repeat: int, calls: GroupCalls) -> Model:
+    def _model(self, repeat: int, calls: GroupCalls, name: str) -> Model:
+        """``name`` is the group's id."""
         sampling = self._config.explorer.sampling
+        auxiliary = {
+            of: each.with_seed(
+                derive_seed(self._config.seed, f"{name}/{repeat}/{of}") if self._config.seeds_requests else None
+            )
+            for of, each in self._auxiliary.items()
+        }
         return Model(
             calls.of(repeat),
             self._score_one,
@@ -200,11 +216,12 @@ class Runner:
             max_length=self._config.model.max_length,
             images=self._config.folder / "images",
             repeat=repeat,
+            auxiliary=auxiliary,
         )
 
     def _workflow(self, name: str) -> Workflow:
         if name not in self._workflows:
-            self._workflows[name] = build_workflow(name, self._config.explorer)
+            self._workflows[name] = build_workflow(name, self._config.explorer, auxiliary=self._config.auxiliary)
         return self._workflows[name]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Union
 
@@ -13,6 +13,7 @@ import numpy as np
 from rayrft.data.images import keep_image
 from rayrft.data.tokenizer import ChatTokenizer, Tools
 from rayrft.experience import Experience, Task, VersionSpan
+from rayrft.explorer.auxiliary import AuxiliaryModel, no_auxiliary
 from rayrft.explorer.exchange import Completion
 from rayrft.rewards import RewardResult
 
@@ -53,6 +54,7 @@ class Model:
         max_length: int,
         images: Path,
         repeat: int = 0,
+        auxiliary: Mapping[str, AuxiliaryModel] | None = None,
     ) -> None:
         """``images`` is the folder of pictures that are given without a path."""
         self._generate = generate
@@ -61,6 +63,7 @@ class Model:
         self._max_prompt_tokens = max_prompt_tokens
         self._max_length = max_length
         self._images = images
+        self._auxiliary = auxiliary or {}
         self.tokenizer = tokenizer
         self.repeat = repeat
         self.started: list[Trajectory] = []
@@ -82,6 +85,12 @@ class Model:
     async def score(self, task: Task, response: str) -> RewardResult:
         """Score an answer by the run's reward, for workflows that go on according to it."""
         return await self._score(task, response)
+
+    def auxiliary(self, name: str) -> AuxiliaryModel:
+        """Return an auxiliary model of the config by its name. Raises ConfigError if there is none."""
+        if name not in self._auxiliary:
+            raise no_auxiliary(name, self._auxiliary)
+        return self._auxiliary[name]
 
     async def generate(
         self, token_ids: list[int], images: tuple[str, ...] = (), max_tokens: int | None = None

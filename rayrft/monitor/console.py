@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rayrft.monitor.records import EvaluationRecord, Record, StepRecord
+from rayrft.monitor.records import EvaluationRecord, Record, RolloutRecord, StepRecord
 
 _BY_DESIGN = {"zero_variance", "stale", "surplus", "late", "truncated", "evicted_oldest", "evicted_lowest_priority"}
 """Reasons for which rows are dropped where nothing is wrong."""
@@ -12,6 +12,8 @@ def format_record(record: Record) -> str:
     """Format a record as one line."""
     if isinstance(record, StepRecord):
         return _step(record)
+    if isinstance(record, RolloutRecord):
+        return _rollout(record)
     if isinstance(record, EvaluationRecord):
         return (
             f"[{record.stage} {record.step:>4}] held-out accuracy {record.accuracy:.3f} "
@@ -43,6 +45,17 @@ def _step(r: StepRecord) -> str:
         )
     else:
         parts.append(f"{r.step_s:.2f} s")
-    if mistakes := {reason: count for reason, count in r.lost.items() if reason not in _BY_DESIGN}:
-        parts.append("lost " + ", ".join(f"{count} {reason}" for reason, count in mistakes.items()))
-    return "  ".join(parts)
+    return "  ".join([*parts, *_mistakes(r.lost)])
+
+
+def _rollout(r: RolloutRecord) -> str:
+    reward = "-" if r.reward is None else f"{r.reward:.3f}"
+    parts = [f"[{r.stage} {r.groups_in_all:>5} groups]", f"reward {reward}", f"{r.tokens_per_s:,.0f} tok/s"]
+    parts += [f"held {r.held}", f"{r.seconds:.2f} s (rollout {r.rollout_s:.2f}, reward {r.reward_s:.2f})"]
+    return "  ".join([*parts, *_mistakes(r.lost)])
+
+
+def _mistakes(lost: dict[str, int]) -> list[str]:
+    """Say which rows were lost though they should not have been."""
+    mistakes = {reason: count for reason, count in lost.items() if reason not in _BY_DESIGN}
+    return ["lost " + ", ".join(f"{count} {reason}" for reason, count in mistakes.items())] if mistakes else []

@@ -83,6 +83,29 @@ class EvaluationRecord:
 
 
 @dataclass(frozen=True)
+class RolloutRecord:
+    """What an explore job has put into its Buffer since the previous record. ``lost`` and ``held`` count all rows of
+    the Buffer, whoever put them there."""
+
+    kind: ClassVar[str] = "rollout"
+    stage: str
+    step: int
+    time: float
+    groups: int
+    groups_in_all: int
+    rows: int
+    tokens: int
+    reward: float | None
+    truncated_share: float | None
+    lost: dict[str, int]
+    held: int
+    tokens_per_s: float
+    seconds: float
+    rollout_s: float
+    reward_s: float
+
+
+@dataclass(frozen=True)
 class NoteRecord:
     """A text note, such as the start of a stage or a written checkpoint."""
 
@@ -94,8 +117,9 @@ class NoteRecord:
     data: dict[str, Any] = field(default_factory=dict)
 
 
-Record = StepRecord | EvaluationRecord | NoteRecord
-KINDS: dict[str, type[Record]] = {record.kind: record for record in (StepRecord, EvaluationRecord, NoteRecord)}
+Record = StepRecord | RolloutRecord | EvaluationRecord | NoteRecord
+_KINDS: tuple[type[Record], ...] = (StepRecord, RolloutRecord, EvaluationRecord, NoteRecord)
+KINDS: dict[str, type[Record]] = {record.kind: record for record in _KINDS}
 
 
 def to_json(record: Record) -> str:

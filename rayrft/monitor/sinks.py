@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from rayrft.config import RunConfig
 from rayrft.errors import StorageError
-from rayrft.monitor.records import EvaluationRecord, NoteRecord, Record, StepRecord, to_json
+from rayrft.monitor.records import EvaluationRecord, NoteRecord, Record, RolloutRecord, StepRecord, to_json
 
 
 class Sink(Protocol):
@@ -33,9 +33,10 @@ def scalars(record: Record) -> dict[str, float]:
     """Return the numbers of a record by dashboard name."""
     if isinstance(record, EvaluationRecord):
         return {f"eval/accuracy_t{record.temperature:g}": record.accuracy}
-    if isinstance(record, StepRecord):
+    if isinstance(record, StepRecord | RolloutRecord):
         values = {k: v for k, v in asdict(record).items() if isinstance(v, int | float) and k not in ("step", "time")}
-        return {f"train/{name}": float(value) for name, value in values.items()}
+        part = "train" if isinstance(record, StepRecord) else "rollout"
+        return {f"{part}/{name}": float(value) for name, value in values.items()}
     return {}
 
 

@@ -197,7 +197,7 @@ async def _run(config: RunConfig, pipe: Connection, poisoned: int | None) -> Non
     trainer = remote(local)
     explorer = remote(ScriptedExplorer(buffer, trainer, pipe, poisoned))
     await buffer.call(Buffer.load, "gold", [pack(to_batch(demonstrations()))])
-    actors = Actors(buffer, trainer, explorer, None, [])
+    actors = Actors(buffer, trainer, [explorer], None, [])
     loop = TrainLoop(config, actors, Recorder(config, progress.records), progress, asyncio.Event())
     await loop.restore()
     pipe.send("up")

@@ -75,7 +75,7 @@ def master(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Master, Act
     (config.folder / "config.yaml").write_text(dump_config(config))
     trainer, buffer = Actor(), remote(Actor())
     monkeypatch.setattr(module, "Placement", Groups)
-    monkeypatch.setattr(module, "create_actors", lambda *_: Actors(buffer, remote(trainer, "trainer"), None, None, []))
+    monkeypatch.setattr(module, "create_actors", lambda *_: Actors(buffer, remote(trainer, "trainer"), [], None, []))
     monkeypatch.setattr("rayrft.core.actors._until_dead_for_good", lambda actor: actor.call(Buffer.watch))
     monkeypatch.setattr(Handle, "kill", lambda self: None)
     monkeypatch.setattr(sinks.RayMetrics, "write", lambda *_: None)

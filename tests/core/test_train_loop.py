@@ -64,7 +64,7 @@ class Subject:
         progress, self.stop = Progress("id"), asyncio.Event()
         Checkpoints(config.folder, config.checkpoint).mark_beginning(progress)
         self.trainer, self.explorer = ScriptedTrainer(), EvaluatesForEver()
-        actors = Actors(remote(ScriptedBuffer()), remote(self.trainer), remote(self.explorer), None, [])
+        actors = Actors(remote(ScriptedBuffer()), remote(self.trainer), [remote(self.explorer)], None, [])
         self.loop = TrainLoop(config, actors, Recorder(config), progress, self.stop)
 
 

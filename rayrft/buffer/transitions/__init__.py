@@ -6,9 +6,9 @@ from typing import Any
 
 from rayrft.buffer.events import Event
 from rayrft.buffer.state import RULES, State
-from rayrft.buffer.transitions import stages, steps
+from rayrft.buffer.transitions import feeds, stages, steps
 
-__all__ = ["apply", "stages", "steps"]
+__all__ = ["apply", "feeds", "stages", "steps"]
 
 
 def apply(state: State, event: Event) -> Any:

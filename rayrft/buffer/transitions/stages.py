@@ -11,8 +11,8 @@ from rayrft.buffer import events as e
 from rayrft.buffer.groups import GroupStatus
 from rayrft.buffer.schedule import StagePlan, Ticket, make_schedule
 from rayrft.buffer.state import ExpertCursor, Outstanding, State, Waiting, rule
+from rayrft.buffer.transitions.feeds import admit_to_feed, check_tasks, count_group, draw_tasks
 from rayrft.buffer.transitions.steps import drop_stale
-from rayrft.errors import StorageError
 
 
 @rule(e.Evicted)
@@ -125,6 +125,8 @@ def stage_closed(state: State, event: e.StageClosed) -> None:
 def admitted(state: State, event: e.Admitted) -> list[Ticket]:
     meta = state.meta
     schedule = meta.schedule
+    if event.feed:
+        return admit_to_feed(state, event)
     if not event.count:  # the stage is closed, or the tasks are exhausted
         meta.calls[event.producer] = (event.call, [])
         return []
@@ -144,12 +146,7 @@ def admitted(state: State, event: e.Admitted) -> list[Ticket]:
         meta.ended = True
     if tickets or state.exhausted:  # else the producer waits for a parked group
         meta.calls[event.producer] = (event.call, tickets)
-    if event.tasks and event.tasks != [ticket.task for ticket in tickets]:
-        raise StorageError(
-            "the tasks drawn now differ from those in the log",
-            field="tasks",
-            remedy="the task set or its sampler changed since the run was started: use the original tasks",
-        )
+    check_tasks(event, tickets)
     return tickets
 
 
@@ -167,12 +164,15 @@ def abandoned(state: State, event: e.Abandoned) -> None:
     schedule = state.meta.schedule
     for ticket in held:
         del state.meta.outstanding[ticket.sequence]
-        if ticket.sequence in state.meta.begun:
+        if ticket.feed:
+            state.meta.feeds[ticket.feed].reissued.append(ticket)
+        elif ticket.sequence in state.meta.begun:
             state.meta.parked[ticket.sequence] = Waiting(ticket, -1)
             schedule.release(ticket.sequence)
         elif ticket.sequence in schedule.running:
             state.meta.reissued_tickets.append(ticket)
-    state.meta.calls.pop(event.producer, None)
+    for calls in (state.meta.calls, *(feed.calls for feed in state.meta.feeds.values())):
+        calls.pop(event.producer, None)
     state.meta.gone.add(event.producer)
 
 
@@ -195,6 +195,8 @@ def stored(state: State, event: e.Stored) -> None:
         meta.arrivals += 1
         meta.ledger.sampled += group.rows - group.masked
         ticket = _report(state, group.sequence, group.dropped, group.report)
+        if ticket is not None and ticket.feed:
+            ticket, state.groups.sequence[slot] = None, -1  # it belongs to no stage
         if not _finish(state, ticket, slot, group.version):
             state.retire(slot, "late")
         elif meta.schedule.pooled:
@@ -240,18 +242,18 @@ def dropped(state: State, event: e.Dropped) -> None:
 
 @rule(e.TaskFailed)
 def task_failed(state: State, event: e.TaskFailed) -> None:
-    if state.meta.outstanding.pop(event.sequence, None) is not None:
+    if (held := state.meta.outstanding.pop(event.sequence, None)) is not None:
         state.discard_calls(event.sequence)
         state.meta.ledger.dropped_tasks[event.reason] += 1
         state.meta.schedule.release(event.sequence)
+        count_group(state, held.ticket, e.GroupReport())
 
 
 def _tasks(state: State, recorded: list[str | None], count: int) -> list[str | None]:
     """Draw tasks for ``count`` tickets, fewer if they are exhausted; the ``recorded`` ones if there is no task set."""
     if state.tasks is None:
         return recorded or [None] * count
-    drawn = [state.tasks.draw() for _ in range(count)]
-    return [task for task in drawn if task is not None]
+    return draw_tasks(state.tasks, count)
 
 
 def _report(state: State, sequence: int | None, dropped: dict[str, int], report: e.GroupReport) -> Ticket | None:
@@ -264,8 +266,10 @@ def _report(state: State, sequence: int | None, dropped: dict[str, int], report:
     if sequence is None:
         return None
     ticket = meta.outstanding.pop(sequence).ticket
-    if state.tasks is not None and ticket.task is not None and report.scored and math.isfinite(report.reward_sum):
-        state.tasks.record(ticket.task, report.scored, min(max(report.reward_sum, 0.0), report.scored))
+    count_group(state, ticket, report)
+    tasks = state.feed_tasks.get(ticket.feed) if ticket.feed else state.tasks
+    if tasks is not None and ticket.task is not None and report.scored and math.isfinite(report.reward_sum):
+        tasks.record(ticket.task, report.scored, min(max(report.reward_sum, 0.0), report.scored))
     return ticket
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from rayrft.config.explorer import ExplorerConfig
 from rayrft.errors import ConfigError
 from rayrft.experience import Task
+from rayrft.explorer.auxiliary import no_auxiliary
 from rayrft.explorer.environments import EnvironmentClient
 from rayrft.explorer.trajectory import Model, Trajectory
 from rayrft.registry import Registry
@@ -17,7 +18,8 @@ class Workflow(Protocol):
     """One attempt at a task: starts a trajectory, lets the model act, and appends observations. Several trajectories
     are rows of one attempt, such as its turns as separate rows. One instance serves all tasks of a run; ``env`` is the
     attempt's own, if the config names an environment. A workflow that cannot do without one says so by a class
-    attribute ``needs_environment = True``."""
+    attribute ``needs_environment = True``, and names the auxiliary models that it needs in an attribute
+    ``needs_auxiliary``."""
 
     async def run(
         self, task: Task, model: Model, env: EnvironmentClient | None = None
@@ -29,11 +31,14 @@ workflows: Registry[Callable[..., Workflow]] = Registry("workflow")
 register_workflow = workflows.register
 
 
-def build_workflow(name: str, config: ExplorerConfig, field: str = "explorer.workflow") -> Workflow:
-    """Create the workflow with that registered name, or of the class at ``package.module:attribute``.
+def build_workflow(
+    name: str, config: ExplorerConfig, field: str = "explorer.workflow", *, auxiliary: Collection[str] = ()
+) -> Workflow:
+    """Create the workflow with that registered name, or of the class at ``package.module:attribute``. ``auxiliary`` are
+    the names of the auxiliary models.
 
     Raises ConfigError for ``field`` if there is none, for ``explorer.workflow_options`` if it rejects them, and for
-    ``explorer.environment`` if it needs one and none is configured.
+    ``explorer.environment`` or ``auxiliary`` if it needs one that is not configured.
     """
     factory, options = workflows.get(name, field), config.workflow_options.get(name, {})
     try:
@@ -52,4 +57,7 @@ def build_workflow(name: str, config: ExplorerConfig, field: str = "explorer.wor
             value=None,
             remedy="name one, or choose another workflow",
         )
+    for needed in getattr(workflow, "needs_auxiliary", ()):
+        if needed not in auxiliary:
+            raise no_auxiliary(needed, auxiliary)
     return workflow

@@ -1,4 +1,4 @@
-"""Conversations whose user says what was fixed before."""
+"""Conversations with a user, who says what was fixed before or what another model thinks of."""
 
 from __future__ import annotations
 
@@ -33,5 +33,37 @@ class MultiTurn:
         await trajectory.act()
         for message in task.metadata.get("turns", self._turns):
             trajectory.observe(message)
+            await trajectory.act()
+        return trajectory
+
+
+@register_workflow("user_simulator")
+class UserSimulator:
+    """Answers the task's question, then what the auxiliary model ``user`` says in the user's place, ``turns`` times.
+    The last answer is scored.
+
+    ``prompt`` is what the simulator is asked; it has the conversation at ``{conversation}``.
+    """
+
+    def __init__(
+        self,
+        user: str = "user",
+        turns: int = 1,
+        prompt: str = "You play a user who talks with an assistant. Write the user's next message, and nothing else.\n"
+        "{conversation}\nuser:",
+    ) -> None:
+        if "{conversation}" not in prompt:
+            raise TypeError("prompt has no {conversation}")
+        self.needs_auxiliary = (user,)
+        self._user, self._turns, self._prompt = user, turns, prompt
+
+    async def run(self, task: Task, model: Model, env: EnvironmentClient | None = None) -> Trajectory:
+        user = model.auxiliary(self._user)
+        trajectory = model.start(task.messages, task.images)
+        await trajectory.act()
+        for _ in range(self._turns):
+            said = [f"{each['role']}: {each['content']}" for each in trajectory.messages if each["role"] != "system"]
+            prompt = self._prompt.replace("{conversation}", "\n".join(said))
+            trajectory.observe(await user.chat([{"role": "user", "content": prompt}]))
             await trajectory.act()
         return trajectory

@@ -1,0 +1,101 @@
+"""The loop of an explore job: its Explorers fill a Buffer that belongs to no run."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from rayrft.buffer.ledger import Ledger
+from rayrft.buffer.shared import FeedProgress, SharedBuffer
+from rayrft.config import RunConfig
+from rayrft.core.actors import Actors
+from rayrft.core.recorder import Recorder
+from rayrft.core.supervision import unless_stopped
+from rayrft.explorer.engine import RolloutEngine
+from rayrft.explorer.engine_pool import EnginePool, Member
+from rayrft.explorer.explorer import Explorer
+from rayrft.handle import Handle
+from rayrft.monitor.records import RolloutRecord
+
+
+class ExploreLoop:
+    """Explores until the tasks are exhausted, and records what came. Nothing is lost when it is stopped or killed: the
+    groups under way are begun again by the job's next life."""
+
+    published = 0
+    """The engines keep the weights that they were started with."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        actors: Actors,
+        buffer: Handle[SharedBuffer],
+        feed: str,
+        before: FeedProgress,
+        recorder: Recorder,
+        stop: asyncio.Event,
+    ) -> None:
+        """``before`` is what the feed has put in earlier lives of the job."""
+        self._stage = config.explored_stage
+        self._actors = actors
+        self._buffer = buffer
+        self._feed = feed
+        self._progress = before
+        self._recorder = recorder
+        self._stop = stop
+        self.ledger: Ledger = before.ledger
+
+    async def admit(self, engines: Sequence[Handle[RolloutEngine]]) -> None:
+        """Let the engines take requests."""
+        assert self._actors.engine_pool is not None
+        await self._actors.engine_pool.call(EnginePool.join, [Member(engine, self.published) for engine in engines])
+
+    async def run(self) -> None:
+        """Fill the Buffer. Raises Stopped if the user asked for it, and the error of an Explorer that fails."""
+        exploring = asyncio.gather(
+            *(explorer.call(Explorer.explore, self._stage) for explorer in self._actors.explorers)
+        )
+        recording = asyncio.ensure_future(self._record_all())
+        try:
+            await unless_stopped(self._stop, asyncio.gather(exploring, recording))
+        finally:
+            exploring.cancel()
+            recording.cancel()
+
+    async def _record_all(self) -> None:
+        """Write a record whenever as many groups as a step takes have come, and one of the last ones."""
+        ended = False
+        while not ended:
+            started, wanted = time.perf_counter(), self._progress.groups + self._stage.groups
+            progress = await self._buffer.call(SharedBuffer.progress, self._feed, wanted)
+            ended = progress.groups < wanted
+            await self._record(progress, time.perf_counter() - started)
+
+    async def _record(self, progress: FeedProgress, seconds: float) -> None:
+        """Record what has come since the last record."""
+        new, before = progress.report, self._progress.report
+        groups, rows = progress.groups - self._progress.groups, new.rows - before.rows
+        if not groups:
+            return
+        scored, tokens = new.scored - before.scored, new.tokens - before.tokens
+        timings = await asyncio.gather(*(explorer.call(Explorer.timings) for explorer in self._actors.explorers))
+        record = RolloutRecord(
+            stage=self._stage.name,
+            step=0,
+            time=time.time(),
+            groups=groups,
+            groups_in_all=progress.groups,
+            rows=rows,
+            tokens=tokens,
+            reward=(new.reward_sum - before.reward_sum) / scored if scored else None,
+            truncated_share=(new.truncated - before.truncated) / rows if rows else None,
+            lost=progress.ledger.lost_since(self.ledger),
+            held=progress.ledger.held,
+            tokens_per_s=tokens / seconds,
+            seconds=seconds,
+            rollout_s=max(rollout for rollout, _ in timings),
+            reward_s=max(reward for _, reward in timings),
+        )
+        self._progress, self.ledger = progress, progress.ledger
+        await self._recorder.add(record)

@@ -1,0 +1,127 @@
+"""Buffers that belong to no run: starting, joining, listing and stopping them."""
+
+from __future__ import annotations
+
+import uuid
+
+from rayrft.buffer.events import ModelTerms
+from rayrft.buffer.shared import FeedProgress, SharedBuffer, SharedStatus
+from rayrft.config import RunConfig
+from rayrft.core.placement import (
+    BUFFER,
+    NAMESPACE,
+    Placement,
+    actor_name,
+    named_actors,
+    remove_groups,
+    running,
+)
+from rayrft.core.preflight import Prepared
+from rayrft.core.supervision import root_cause
+from rayrft.errors import PlacementError, RunNotFound, nearest
+from rayrft.handle import Handle, fetch
+
+_ANSWER_S = 60.0
+_PREFIX = "buffers/"
+"""Names of runs have no slash."""
+
+
+def open_buffer(config: RunConfig) -> Handle[SharedBuffer]:
+    """Return the Buffer that the config names; start it if it is not running, in a placement group that no job's end
+    removes. Any number of jobs may do so at once.
+
+    Raises PlacementError if there is no room for it, ConfigError if the Buffer has other settings, and StorageError if
+    its log cannot be used.
+    """
+    name, folder = config.buffer.name, config.buffer_folder
+    assert name is not None  # checked by the caller
+    placement = Placement(_PREFIX + name, [BUFFER], detached=True)
+    placement.reserve([BUFFER.name])
+    shared = placement.actor(SharedBuffer, BUFFER.name, name=BUFFER.name, restarts=True, retries=-1)
+    buffer = shared.create(name, folder, config.buffer, config.seed)
+    try:
+        fetch(buffer.call(SharedBuffer.check, folder, config.buffer), buffer.name)
+    except Exception as failure:  # among them the actor's own, if it could not begin
+        from ray.exceptions import RayActorError
+
+        if isinstance(failure, RayActorError):
+            remove_groups(_PREFIX + name)
+        raise root_cause(failure, BUFFER.name) from None
+    return buffer
+
+
+async def join_feed(buffer: Handle[SharedBuffer], config: RunConfig, prepared: Prepared) -> FeedProgress:
+    """Begin the feed of an explore job, or go on with it; return what it has put before."""
+    stage = config.explored_stage
+    assert prepared.task_set is not None  # the mode needs tasks
+    return await buffer.call(
+        SharedBuffer.join_feed,
+        prepared.run_id,
+        uuid.uuid4().hex,
+        config.name,
+        _terms(prepared),
+        prepared.task_set,
+        in_flight=(config.max_staleness + 1) * stage.groups,
+        group_size=stage.group_size,
+    )
+
+
+async def join_trainer(buffer: Handle[SharedBuffer], config: RunConfig, prepared: Prepared, step: int) -> None:
+    """Let a train job, which has taken ``step`` steps, take the batches."""
+    await buffer.call(SharedBuffer.join_trainer, prepared.run_id, config.name, _terms(prepared), step, running())
+
+
+def find_buffer(name: str) -> Handle[SharedBuffer]:
+    """Return the running Buffer of that name. Raises RunNotFound."""
+    import ray
+
+    try:
+        return Handle(BUFFER.name, ray.get_actor(actor_name(_PREFIX + name, BUFFER.name), namespace=NAMESPACE))
+    except ValueError:
+        names = buffers()
+        raise RunNotFound(
+            "no Buffer of that name is on this cluster",
+            field="buffer.name",
+            value=name,
+            remedy=nearest(name, names) if names else "no named Buffer is running",
+        ) from None
+
+
+def buffers() -> list[str]:
+    """Return the names of the Buffers on this cluster that belong to no run."""
+    suffix = actor_name("", BUFFER.name)
+    return sorted(name.removeprefix(_PREFIX).removesuffix(suffix) for name in named_actors(_PREFIX))
+
+
+def buffer_status(name: str) -> SharedStatus:
+    """Return the contents and jobs of a named Buffer. Raises RunNotFound."""
+    return fetch(find_buffer(name).call(SharedBuffer.status), name, _ANSWER_S)
+
+
+def stop_buffer(name: str, *, force: bool = False) -> SharedStatus:
+    """End a named Buffer; return its last status. Its log stays: the next job that names it goes on with it.
+
+    Raises RunNotFound, and PlacementError while a job uses it, which would fail, unless ``force``.
+    """
+    buffer, status = find_buffer(name), buffer_status(name)
+    if (using := sorted(status.jobs & set(running()))) and not force:
+        raise PlacementError(
+            "jobs use this Buffer", field="buffer.name", value=using, remedy="stop them first, or give --force"
+        )
+    fetch(buffer.call(SharedBuffer.flush), name, _ANSWER_S)
+    _kill(buffer)
+    remove_groups(_PREFIX + name)
+    return status
+
+
+def _kill(buffer: Handle[SharedBuffer]) -> None:
+    """Kill the actor; return when it is dead, and its name free."""
+    import ray
+
+    dead = buffer.with_options(max_task_retries=0).call(SharedBuffer.watch)
+    buffer.kill()
+    ray.wait([dead])
+
+
+def _terms(prepared: Prepared) -> ModelTerms:
+    return ModelTerms(prepared.limits.vocabulary, prepared.limits.max_length, prepared.tokenizer)

@@ -1,0 +1,74 @@
+"""Auxiliary models, as workflows see them: frozen ones, each with its own tokenizer and engines."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Sequence
+
+from rayrft.config.auxiliary import AuxiliaryConfig
+from rayrft.data.tokenizer import ChatTokenizer
+from rayrft.errors import ConfigError, RequestRefused, nearest
+from rayrft.explorer.exchange import Completion, Request, Sampling, Session
+
+
+def no_auxiliary(name: str, known: Collection[str]) -> ConfigError:
+    """Create the error for a name that is none of those in the config."""
+    return ConfigError(
+        "no such auxiliary model",
+        field="auxiliary",
+        value=name,
+        remedy=nearest(name, known) if known else "add it to the config",
+    )
+
+
+class AuxiliaryModel:
+    """One attempt's conversation with a frozen model: what it asks goes to the engine that holds its prefix.
+
+    ``generate`` sends a request to the model's engines. With a ``seed`` the answers do not depend on other requests.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: AuxiliaryConfig,
+        tokenizer: ChatTokenizer,
+        generate: Callable[[Request, Sequence[Session]], Awaitable[list[Completion]]],
+        seed: int | None = None,
+    ) -> None:
+        self._name = name
+        self._config = config
+        self._tokenizer = tokenizer
+        self._generate = generate
+        self._seed = seed
+        self._session = Session()
+        self._calls = 0
+
+    def with_seed(self, seed: int | None) -> AuxiliaryModel:
+        """Return the same model, for another attempt."""
+        return AuxiliaryModel(self._name, self._config, self._tokenizer, self._generate, seed)
+
+    async def chat(
+        self, messages: list[dict[str, str]], *, max_tokens: int | None = None, temperature: float | None = None
+    ) -> str:
+        """Return the model's answer to a conversation, by default sampled as the config says.
+
+        Raises RequestRefused if the prompt leaves no room for an answer, DataError if the chat template rejects the
+        messages, and ActorDied.
+        """
+        prompt = self._tokenizer.prompt(messages)
+        room = self._config.max_length - len(prompt)
+        if room <= 0:
+            raise RequestRefused(
+                f"the prompt has {len(prompt)} tokens, and leaves no room for an answer",
+                field=f"auxiliary.{self._name}.max_length",
+                value=self._config.max_length,
+                remedy="raise it, or ask for less",
+            )
+        self._calls += 1
+        sampling = Sampling(
+            self._config.temperature if temperature is None else temperature,
+            min(max_tokens or self._config.max_tokens, room),
+            (self._tokenizer.eos_id,),
+            None if self._seed is None else (self._seed + self._calls) & 0x7FFFFFFF,
+        )
+        [completion] = await self._generate(Request(prompt, 1, sampling), [self._session])
+        return self._tokenizer.decode(list(completion.token_ids))

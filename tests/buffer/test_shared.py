@@ -1,0 +1,382 @@
+"""A Buffer that belongs to no run: jobs that come, go and are killed, in any order."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayrft.buffer.events import ModelTerms
+from rayrft.buffer.schedule import Ticket
+from rayrft.buffer.shared import SharedBuffer
+from rayrft.config.buffer import BufferConfig
+from rayrft.data.task_sampler import TaskSetSpec
+from rayrft.errors import ConfigError, PlacementError, StorageError
+from tests.buffer.in_process import LocalBuffer, ObjectTable, small
+from tests.buffer.rows import group, plan
+from tests.errors import about
+
+MODEL = ModelTerms(1 << 20, 100, "digest")
+PLAN = plan(2, group_size=2, name="live", scheduled=False)
+
+
+def tasks(count: int = 20, prefix: str = "t", **changes: Any) -> TaskSetSpec:
+    names = [f"{prefix}{number}" for number in range(count)]
+    return TaskSetSpec(names, [0] * count, [1.0], **{"sampler": "sequential", "seed": 0, "epochs": 1, **changes})
+
+
+class Local(LocalBuffer):
+    """The named Buffer in this process. Each life of an explore job has a producer of its own."""
+
+    def __init__(self, folder: Path, config: BufferConfig | None = None) -> None:
+        self._folder, self._config = folder, config or small(max_rows=1000)
+        self._lives = 0
+        super().__init__(folder, self._config)
+
+    def open(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.buffer = self.shared = SharedBuffer("b", self._folder, self._config, 0)
+
+    def join(self, feed: str = "e", spec: TaskSetSpec | None = None, in_flight: int = 4, **changes: Any) -> Explorer:
+        self._lives += 1
+        life = f"life-{self._lives}"
+        model = changes.get("model", MODEL)
+        self.run(self.shared.join_feed(feed, life, f"job-{feed}", model, spec or tasks(), in_flight, 2))
+        return Explorer(self, feed, f"{feed}-{life}")
+
+    def train(self, run: str, step: int = 0, running: tuple[str, ...] = ()) -> None:
+        self.run(self.shared.join_trainer(run, f"job-{run}", MODEL, step, {*running, f"job-{run}"}))
+        self.resume(step, f"{run}-{step}-{self._lives}")
+
+
+class Explorer:
+    """One life of an explore job."""
+
+    def __init__(self, local: Local, feed: str, name: str) -> None:
+        self._local, self._feed, self._name, self._calls = local, feed, name, 0
+
+    def admit(self, count: int = 100) -> list[Ticket]:
+        self._calls += 1
+        return self._local.run(self._local.shared.admit_to(self._feed, self._name, self._calls, count))
+
+    def put(self, *tickets: Ticket, version: int = 0) -> None:
+        self._local.put(
+            [(group(t.sequence, name=f"{self._feed}/{t.sequence}/{t.task}", version=version), t) for t in tickets]
+        )
+
+    @property
+    def room(self) -> int:
+        return self._local.shared._room(self._feed)
+
+
+@pytest.fixture
+def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    ObjectTable(monkeypatch)
+    made = Local(tmp_path)
+    yield made
+    made.kill()
+
+
+def names(lease: Any) -> list[str]:
+    return sorted(row[0] for share in lease[1] for row in share)
+
+
+def of_task(names: list[str]) -> list[str]:
+    return sorted({name.split("/")[2] for name in names})
+
+
+def test_what_was_explored_before_any_trainer_came_is_trained_in_order(local: Local) -> None:
+    explorer = local.join()
+    explorer.put(*explorer.admit())
+    local.train("t")
+    local.do("open_stage", PLAN)
+    trained = []
+    for step in range(2):
+        trained.append(of_task(names(local.lease(step))))
+        local.do("ack", step)
+        local.do("advance", step + 1)
+    assert trained == [["t0", "t1"], ["t2", "t3"]]
+
+
+def test_groups_outlive_stages_and_arrive_between_them(local: Local) -> None:
+    local.train("t")
+    explorer = local.join(in_flight=8)
+    tickets = explorer.admit()
+    local.do("open_stage", PLAN)
+    explorer.put(*tickets[:3])
+    local.lease(0)
+    local.do("ack", 0)
+    local.do("close_stage", "live")
+    explorer.put(*tickets[3:5])
+    local.do("open_stage", plan(2, group_size=2, name="second", scheduled=False, version=1))
+    explorer.put(*tickets[5:])
+    rows = [name for step in (1, 2, 3) for name in names(local.lease(step))]
+    assert of_task(rows) == ["t2", "t3", "t4", "t5", "t6", "t7"]
+    assert local.do("stats").ledger.dropped == {}
+
+
+def test_a_killed_explorer_gets_its_unfinished_tasks_again_and_no_other_twice(local: Local) -> None:
+    first = local.join()
+    tickets = first.admit()
+    first.put(tickets[1])
+    late = tickets[0]
+    local.restart()
+    second = local.join()
+    again = second.admit()
+    assert [t.task for t in again] == ["t0", "t2", "t3", "t4"]
+    assert [t.sequence for t in again[:3]] == [tickets[0].sequence, tickets[2].sequence, tickets[3].sequence]
+    second.put(*again)
+    first.put(late)  # of the life that was killed: it has come meanwhile
+    handed = [t.task for t in (*tickets, *again)]
+    while more := second.admit():
+        second.put(*more)
+        handed += [t.task for t in more]
+    assert set(handed) == {f"t{n}" for n in range(20)}
+    assert Counter(row.split("/")[2] for row, _ in local.held()) == {f"t{n}": 2 for n in range(20)}
+    assert local.do("stats").ledger.sampled == 40
+
+
+def test_an_abandoned_life_gets_no_more_tickets(local: Local) -> None:
+    first = local.join()
+    first.admit()
+    local.join()
+    assert local.do("admit_to", "e", first._name, 2, 1) == ("DataError", first._name)
+
+
+def test_a_call_that_is_repeated_after_the_buffer_died_gets_the_same_tickets(local: Local) -> None:
+    explorer = local.join()
+    tickets = explorer.admit(2)
+    local.restart()
+    explorer._calls -= 1
+    assert explorer.admit(2) == tickets
+    assert [t.task for t in explorer.admit(2)] == ["t2", "t3"]
+
+
+def test_two_explore_jobs_have_tasks_of_their_own_and_their_groups_do_not_collide(local: Local) -> None:
+    one, two = local.join("a", tasks(3)), local.join("b", tasks(3, prefix="u"))
+    given = {"a": one.admit(), "b": two.admit()}
+    assert [t.task for t in given["a"]] == ["t0", "t1", "t2"] and [t.task for t in given["b"]] == ["u0", "u1", "u2"]
+    assert len({t.sequence for each in given.values() for t in each}) == 6
+    local.train("t")
+    local.do("open_stage", PLAN)
+    one.put(*given["a"])
+    assert one.admit() == []
+    local.lease(0)
+    assert local.lease(1) == ("LeaseEnded", "deadline"), "the other job has groups under way"
+    two.put(*given["b"])
+    local.lease(1)
+    local.lease(2)
+    assert two.admit() == []
+    assert local.lease(3) == ("LeaseEnded", "end_of_data")
+
+
+def test_the_rows_held_and_the_groups_under_way_bound_what_is_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ObjectTable(monkeypatch)
+    local = Local(tmp_path, small(max_rows=10))
+    explorer = local.join(in_flight=4)
+    tickets = explorer.admit()
+    assert (len(tickets), explorer.room) == (4, 0)
+    explorer.put(*tickets)
+    assert explorer.room == 1, "8 of 10 rows are held"
+    explorer.put(*explorer.admit())
+    assert explorer.room == 0
+    local.train("t")
+    local.do("open_stage", PLAN)
+    local.lease(0)
+    assert explorer.room == 0, "what is being trained is held"
+    local.do("ack", 0)
+    assert explorer.room == 2
+    local.kill()
+
+
+def test_a_step_gets_its_groups_though_the_held_ones_are_larger_than_usual(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ObjectTable(monkeypatch)
+    local = Local(tmp_path, small(max_rows=4))
+    explorer = local.join()
+    [ticket] = explorer.admit(1)
+    local.put([(group(0, 4, name="large"), ticket)])
+    assert explorer.room == 0
+    local.train("t")
+    local.do("open_stage", PLAN)
+    assert explorer.room == 1
+    local.kill()
+
+
+def test_a_train_job_that_was_killed_trains_again_what_no_checkpoint_covers(local: Local) -> None:
+    explorer = local.join(in_flight=8)
+    explorer.put(*explorer.admit())
+    local.train("t")
+    local.do("open_stage", PLAN)
+    before = {step: names(local.lease(step)) for step in range(2)}
+    local.do("ack", 0)
+    local.do("advance", 1)
+    local.do("cover", 1)
+    local.do("ack", 1)
+    local.restart()
+    under_way = explorer.admit(2)
+    local.train("t", step=1)
+    local.do("open_stage", PLAN)
+    assert names(local.lease(1)) == before[1]
+    local.do("ack", 1)
+    explorer.put(*under_way)  # its tickets are not the train job's
+    left = [name for step in (2, 3, 4) for name in names(local.lease(step))]
+    assert of_task(left) == [f"t{n}" for n in range(4, 10) for _ in "x"]
+    stats = local.do("stats").ledger
+    assert (stats.sampled, stats.trained, stats.held) == (20, 8, 12)
+
+
+def test_another_train_job_goes_on_where_the_last_one_ended(local: Local) -> None:
+    explorer = local.join(in_flight=8)
+    explorer.put(*explorer.admit())
+    local.train("one")
+    local.do("open_stage", PLAN)
+    local.lease(0)
+    local.do("ack", 0)
+    local.do("advance", 1)
+    local.lease(1)
+    with pytest.raises(PlacementError, check=about("buffer.name", "job-one")):
+        local.train("two", running=("job-one",))
+    local.train("two")
+    local.do("open_stage", PLAN)
+    rows = [name for step in range(3) for name in names(local.lease(step))]
+    assert of_task(rows) == ["t2", "t3", "t4", "t5", "t6", "t7"], "what the first was training on came back"
+    assert local.do("stats").ledger.trained == 4
+    with pytest.raises(ConfigError, check=about("buffer.name")):
+        local.train("one", step=1)
+    local.restart()
+    assert local.do("status").trainer == "job-two"
+
+
+def test_groups_older_than_max_age_are_dropped_and_counted(local: Local) -> None:
+    explorer = local.join(in_flight=8)
+    tickets = explorer.admit()
+    explorer.put(*tickets[:6])
+    local.train("t")
+    local.do("open_stage", plan(2, group_size=2, name="live", scheduled=False, max_age=1))
+    for step in range(2):
+        local.lease(step)
+        local.do("ack", step)
+        local.do("advance", step + 1)
+    assert local.do("stats").ledger.dropped == {"stale": 4}
+    explorer.put(tickets[6])
+    assert local.do("stats").ledger.dropped == {"stale": 4, "late": 2}
+    explorer.put(tickets[7], version=2)
+    assert local.do("stats").ledger.held == 2
+
+
+@pytest.mark.parametrize("change", [{"vocabulary": 5}, {"max_length": 5}, {"tokenizer": "another"}])
+def test_a_job_of_another_model_is_refused(change: dict[str, Any], local: Local) -> None:
+    local.join()
+    local.restart()
+    with pytest.raises(ConfigError, check=about("model")):
+        local.join("b", model=ModelTerms(**{**vars(MODEL), **change}))
+
+
+def test_rows_beyond_the_model_are_rejected_also_after_the_buffer_died(local: Local) -> None:
+    explorer = local.join()
+    [ticket] = explorer.admit(1)
+    local.restart()
+    local.put([(group(1, length=101), ticket)])
+    assert local.do("stats").ledger.dropped == {"rejected: token_ids are more than max_length": 2}
+
+
+def test_a_job_of_other_settings_is_told_which(local: Local, tmp_path: Path) -> None:
+    settings = local._config
+    local.run(local.shared.check(tmp_path, settings))
+    with pytest.raises(ConfigError, check=about("buffer.max_rows", 7)):
+        local.run(local.shared.check(tmp_path, settings.model_copy(update={"max_rows": 7})))
+    with pytest.raises(ConfigError, check=about("buffer.storage")):
+        local.run(local.shared.check(tmp_path / "other", settings))
+
+
+def test_a_job_that_is_resumed_with_other_tasks_is_refused(local: Local) -> None:
+    local.join()
+    local.restart()
+    with pytest.raises(StorageError):
+        local.join(spec=tasks(19))
+
+
+def test_statistics_of_tasks_survive_the_death_of_the_buffer(local: Local) -> None:
+    """A sampler by pass rates draws the same tasks as if nothing had happened: the log is replayed through it."""
+    spec = tasks(sampler="failure", epochs=None)
+    explorer = local.join(spec=spec)
+    for _ in range(5):
+        tickets = explorer.admit()
+        local.put([(group(t.sequence, name=f"{t.sequence}"), t) for t in tickets], reward_sum=2.0, scored=2)
+    before = local.shared._state.feed_tasks["e"].state()
+    local.restart()
+    assert local.shared._state.feed_tasks["e"].state() == before
+    assert len(before["tried"]) > 3
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_nothing_is_lost_or_trained_twice_in_any_history(seed: int, tmp_path: Path, monkeypatch: Any) -> None:
+    """Explorers, a trainer and the Buffer are killed at random, and every task is trained once in the end."""
+    chance = random.Random(seed)
+    ObjectTable(monkeypatch)
+    monkeypatch.setattr("rayrft.buffer.log.journal._SNAPSHOT_BYTES", 3000)
+    monkeypatch.setattr("rayrft.buffer.log.journal._SNAPSHOT_RATIO", 0)
+    local = Local(tmp_path, small(max_rows=24))
+    specs = {"a": tasks(30), "b": tasks(30, prefix="u")}
+    live, open_tickets = {}, {"a": list[Ticket](), "b": list[Ticket]()}
+    trained: dict[int, list[str]] = {}
+    step, covered, training = 0, 0, False
+
+    def work() -> None:
+        nonlocal step, covered, training
+        what = chance.choice(["explore"] * 6 + ["train"] * 3 + ["kill explorer", "kill trainer", "kill buffer"])
+        if what == "explore":
+            feed = chance.choice("ab")
+            if feed not in live:
+                live[feed] = local.join(feed, specs[feed], in_flight=5)
+            explorer = live[feed]
+            if explorer.room > 0 and not local.shared._state.meta.feeds[feed].ended:
+                open_tickets[feed] += explorer.admit(chance.randint(1, 5))
+            chance.shuffle(open_tickets[feed])
+            done = chance.randint(0, len(open_tickets[feed]))
+            explorer.put(*open_tickets[feed][:done])
+            del open_tickets[feed][:done]
+        elif what == "train":
+            if not training:
+                local.train("t", step)
+                local.do("open_stage", PLAN)
+                training = True
+            lease = local.lease(step)
+            if lease[0] == "LeaseEnded":
+                return
+            rows = names(lease)
+            assert trained.setdefault(step, rows) == rows
+            local.do("ack", step)
+            step += 1
+            local.do("advance", step)
+            if chance.random() < 0.4:
+                covered = step
+                local.do("cover", step)
+        elif what == "kill explorer":
+            feed = chance.choice("ab")
+            live.pop(feed, None)
+            open_tickets[feed].clear()
+        elif what == "kill trainer":
+            step, training = covered, False
+            local._lives += 1
+        else:
+            local.restart()
+
+    while step < 30:
+        work()
+    local.run(local.shared.close_stage())
+    assert sorted(of_task([row for rows in trained.values() for row in rows])) == sorted(
+        name for spec in specs.values() for name in spec.ids
+    )
+    assert Counter(row for rows in trained.values() for row in rows).most_common(1)[0][1] == 1
+    ledger = local.do("stats").ledger
+    assert (ledger.sampled, ledger.trained, ledger.held, ledger.dropped) == (120, 120, 0, {})
+    local.kill()
