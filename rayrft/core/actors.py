@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,9 @@ class Actors:
     engine_pool: Handle[EnginePool] | None
     engines: list[Handle[RolloutEngine]]
     """As they were created; which of them take requests the ``engine_pool`` knows."""
+    evaluation_pool: Handle[EnginePool] | None = None
+    evaluation_engines: list[Handle[RolloutEngine]] = field(default_factory=list)
+    """Those that only evaluate; the run goes on if they die."""
 
     def watches(self) -> dict[str, Awaitable[Any]]:
         """Return by actor a call that ends only when the actor fails."""
@@ -44,6 +47,8 @@ class Actors:
         if self.explorer is not None and self.engine_pool is not None:
             watches["explorer"] = self.explorer.call(Explorer.watch)
             watches["engine_pool"] = self.engine_pool.call(EnginePool.watch)
+        if self.evaluation_pool is not None:
+            watches["evaluation_pool"] = self.evaluation_pool.call(EnginePool.watch)
         watches |= {engine.name: engine.call(RolloutEngine.watch) for engine in self.engines}
         return {**watches, "buffer": _until_dead_for_good(self.buffer)}
 
@@ -56,6 +61,10 @@ class Actors:
             explorer=TrackedHandle(self.explorer, waits, endless=[Explorer.explore]) if self.explorer else None,
             engine_pool=TrackedHandle(self.engine_pool, waits) if self.engine_pool else None,
             engines=[TrackedHandle(engine, waits) for engine in self.engines],
+            evaluation_pool=TrackedHandle(self.evaluation_pool, waits) if self.evaluation_pool else None,
+            evaluation_engines=[
+                TrackedHandle(engine, waits, endless=[RolloutEngine.watch]) for engine in self.evaluation_engines
+            ],
         )
 
     def signs_of_life(self) -> dict[str, Callable[[], Awaitable[Any]]]:
@@ -86,18 +95,13 @@ def create_actors(config: RunConfig, prepared: Prepared, placement: Placement, l
     trainer = placement.actor(Trainer, "trainer", name="trainer").create(config.trainer, placement.ranks)
     if "explorer" not in {part.name for part in plan_placement(config)}:
         return Actors(buffer, trainer, None, None, [])
-    engine = config.explorer.engine
-    engines = [
-        placement.actor(RolloutEngine, "engines", name=f"engine-{index}", bundle=index).create()
-        for index in range(engine.count)
-    ]
+    engines = create_engines(placement, config.explorer.engine.count)
     engine_pool = placement.actor(EnginePool, "engine_pool", name="engine_pool").create()
-    reward = config.reward
-    create_worker = (
-        None
-        if runs_inline(reward.name)
-        else _RewardWorkerFactory(placement.actor(RewardWorker, "reward"), reward, config.plugins)
+    evaluation_engines = create_engines(placement, config.evaluation_engines, "evaluation", "evaluation")
+    evaluation_pool = (
+        placement.actor(EnginePool, "engine_pool", name="evaluation_pool").create() if evaluation_engines else None
     )
+    create_worker = reward_workers(config, placement)
     explorer = placement.actor(Explorer, "explorer", name="explorer").create(
         config,
         prepared.model,
@@ -106,8 +110,25 @@ def create_actors(config: RunConfig, prepared: Prepared, placement: Placement, l
         ray.put(prepared.tasks),
         ray.put(prepared.held_out),
         create_worker,
+        evaluation_pool,
     )
-    return Actors(buffer, trainer, explorer, engine_pool, engines)
+    return Actors(buffer, trainer, explorer, engine_pool, engines, evaluation_pool, evaluation_engines)
+
+
+def create_engines(
+    placement: Placement, count: int, part: str = "engines", name: str = "engine"
+) -> list[Handle[RolloutEngine]]:
+    """Create engines, one per bundle of a part; they are not started yet."""
+    return [
+        placement.actor(RolloutEngine, part, name=f"{name}-{index}", bundle=index).create() for index in range(count)
+    ]
+
+
+def reward_workers(config: RunConfig, placement: Placement) -> Callable[[], Handle[RewardWorker]] | None:
+    """Return what creates reward workers; None for a reward that runs beside the workflows."""
+    if runs_inline(config.reward.name):
+        return None
+    return _RewardWorkerFactory(placement.actor(RewardWorker, "reward"), config.reward, config.plugins)
 
 
 async def start_actors(actors: Actors, config: RunConfig, prepared: Prepared, waits: Waits) -> str | None:
@@ -134,7 +155,7 @@ async def start_actors(actors: Actors, config: RunConfig, prepared: Prepared, wa
             dtype=config.model.dtype,
             seed=config.seed + index,
         )
-        for index, handle in enumerate(actors.engines)
+        for index, handle in enumerate([*actors.engines, *actors.evaluation_engines])
     ]
     if actors.explorer is not None:
         others.append(actors.explorer.call(Explorer.start))

@@ -55,7 +55,8 @@ def plan_placement(config: RunConfig) -> list[Part]:
     ranks = Part("ranks", trainer.ranks, trainer.cpus, trainer.gpus, trainer.memory_gib, "FSDP2 under Ray Train")
     # An engine and a rank on one GPU must share a bundle: in separate groups Ray may pack two engines on one GPU, or
     # place them on another node than the ranks.
-    pairs = config.rolls_out and config.colocated
+    benches = config.mode == "bench"
+    pairs = config.rolls_out and not benches and config.colocated
     rewards = Part("reward", config.reward.workers, 0.1, 0, 0.25, f"reward workers: {config.reward.name}")
     parts = [
         Part("master", 1, 0.05, 0, 0.3, "paces and supervises"),
@@ -66,17 +67,26 @@ def plan_placement(config: RunConfig) -> list[Part]:
             engine.cpus,
             engine.gpus,
             engine.memory_gib,
-            f"vLLM rollout engines, weights over {config.sync_backend}",
+            "vLLM engines" if benches else f"vLLM rollout engines, weights over {config.sync_backend}",
             replace(ranks, note="FSDP2 under Ray Train, each beside an engine") if pairs else None,
+        ),
+        Part(
+            "evaluation",
+            config.evaluation_engines,
+            engine.cpus,
+            engine.gpus,
+            engine.memory_gib,
+            "vLLM engines that only evaluate",
         ),
         *([] if runs_inline(config.reward.name) else [rewards]),
         Part("buffer", 1, 0.1, 0, 0.25, "experiences"),
-        Part("engine_pool", 1, 0.05, 0, 0.25, "which engines take requests"),
+        Part("engine_pool", 2 if config.evaluation_engines else 1, 0.05, 0, 0.25, "which engines take requests"),
         Part("trainer", 1, 0.05, 0, 0.3, "commands the ranks"),
         *([] if pairs else [ranks]),
     ]
-    idle = () if config.rolls_out else ("explorer", "engines", "reward", "engine_pool")
-    return [part for part in parts if part.name not in idle]
+    trains = ("master", "buffer", "trainer", "ranks")
+    idle = trains if benches else () if config.rolls_out else ("explorer", "engines", "reward", "engine_pool")
+    return [part for part in parts if part.count and part.name not in idle]
 
 
 def show_plan(run: str, parts: list[Part]) -> str:

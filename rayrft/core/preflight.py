@@ -124,7 +124,7 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepare
         for name in {task.workflow for task in _all_tasks(splits) if task.workflow}:
             build_workflow(name, config.explorer, "workflow of a task")
         for source in range(len(config.tasks.sources)):
-            _check_reward(config.reward, splits.train[splits.sources.index(source)])
+            check_reward(config.reward, splits.train[splits.sources.index(source)])
     _check_files(config)
     if not resumed:
         open_folder(config)
@@ -287,7 +287,7 @@ def _check_files(config: RunConfig) -> None:
             next(read_rows(spec.path, f"demonstrations.{name}.path"), None)
 
 
-def _check_reward(config: RewardConfig, task: Task) -> None:
+def check_reward(config: RewardConfig, task: Task) -> None:
     """Score one correct answer. Raises ConfigError if the reward function fails on it."""
     reward = build_reward(config.name, config.options)
     try:
