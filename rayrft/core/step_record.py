@@ -109,7 +109,7 @@ def evaluation_record(
         right=result.right,
         count=result.count,
         mean_reward=result.mean_reward,
-        unknown=result.unknown.total(),
+        unknown=sum(result.unknown.values()),
         seconds=seconds,
         samples=result.samples,
         passed=result.passed[result.samples].value if result.samples else math.nan,

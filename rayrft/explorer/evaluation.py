@@ -63,7 +63,7 @@ class Evaluation:
     """majority@k by k: whether the answer that most of k attempts give is right."""
     mean_reward: float
     """Over attempts."""
-    unknown: Counter[str] = field(default_factory=Counter)
+    unknown: dict[str, int] = field(default_factory=dict)
     """Attempts without a reward, by reason."""
     mean_tokens: float = math.nan
     """Tokens that the model produced, per attempt."""
@@ -102,7 +102,7 @@ def measure(attempts: Iterable[Attempt], ks: Sequence[int] = (), *, seed: int = 
             for k in ks
         },
         mean_reward=sum(rewards) / len(rewards) if rewards else math.nan,
-        unknown=Counter(attempt.problem or "no reason given" for attempt in every if attempt.reward is None),
+        unknown=dict(Counter(attempt.problem or "no reason given" for attempt in every if attempt.reward is None)),
         mean_tokens=sum(attempt.tokens for attempt in ran) / len(ran) if ran else math.nan,
         cut_share=sum(attempt.cut for attempt in ran) / len(ran) if ran else math.nan,
         versions=tuple(sorted({version for attempt in every for version in attempt.versions})),

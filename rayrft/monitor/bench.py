@@ -64,7 +64,7 @@ class BenchResult:
                     *[_cell(found.passed[k]) for k in ks],
                     *[_cell(found.majority[k]) for k in ks],
                     str(found.tasks),
-                    str(found.unknown.total()),
+                    str(sum(found.unknown.values())),
                     "-" if math.isnan(found.mean_tokens) else f"{found.mean_tokens:.0f}",
                     "-" if math.isnan(found.cut_share) else f"{found.cut_share:.0%}",
                 ]

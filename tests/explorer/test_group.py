@@ -122,7 +122,7 @@ async def test_answers_that_are_cut_are_evaluated_as_they_are_trained(
 ) -> None:
     explorer: Explorer = make_explorer(config(), tiny_model, Engine("length"), Taken(), Rewards(worth))  # type: ignore[arg-type]
     found = await explorer.evaluate(1.0)
-    assert (found.right, found.unknown.total()) == (0, unknown)
+    assert (found.right, sum(found.unknown.values())) == (0, unknown)
     assert found.mean_reward == pytest.approx(mean, nan_ok=True)
 
 
