@@ -8,6 +8,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from rayrft.core.checkpoints import Checkpoints, export, find_folder
 from rayrft.core.cluster import connect
 from rayrft.core.launch import check_room
 from rayrft.core.placement import Placement, plan_placement, show_plan
-from rayrft.core.preflight import check_reward, find_model
+from rayrft.core.preflight import check_reward, check_workflows, find_model
 from rayrft.core.supervision import root_cause
 from rayrft.data.task_splits import load_tasks, load_taskset
 from rayrft.errors import ModelError, RunNotFound, Stalled
@@ -61,6 +62,7 @@ def bench(
     folder = checked.folder / "bench"
     connect()  # files of tasks are read by Ray
     tasksets = _tasksets(checked)
+    check_workflows(checked.explorer, chain.from_iterable(tasksets.values()))
     for tasks in tasksets.values():
         check_reward(checked.reward, tasks[0])
     given = checked.bench.models or {"model": str(checked.model.path)}

@@ -17,6 +17,7 @@ from rayrft.buffer.samplers import samplers
 from rayrft.buffer.scores import scores
 from rayrft.buffer.validation import Limits
 from rayrft.config import RunConfig, dump_config
+from rayrft.config.explorer import ExplorerConfig
 from rayrft.config.reward import RewardConfig
 from rayrft.data.demonstrations import demonstrate, from_file, from_tasks
 from rayrft.data.formats import conversations, read_rows
@@ -113,18 +114,14 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepare
 
     Raises DataError, ModelError or ConfigError. Requires a running Ray only for tasks from files.
     """
-    build_workflow(config.explorer.workflow, config.explorer)
-    if config.explorer.environment is not None:
-        environment_factory(config.explorer.environment, config.explorer.environment_options)
     samplers.get(config.buffer.sampler.name, "buffer.sampler.name")
     scores.get(config.buffer.sampler.score, "buffer.sampler.score")
     splits = TaskSplits([], [], [], {})
     if config.tasks is not None:
         splits = load_tasks(config.tasks, config.demonstrations, config.seed)
-        for name in {task.workflow for task in _all_tasks(splits) if task.workflow}:
-            build_workflow(name, config.explorer, "workflow of a task")
         for source in range(len(config.tasks.sources)):
             check_reward(config.reward, splits.train[splits.sources.index(source)])
+    check_workflows(config.explorer, _all_tasks(splits))
     _check_files(config)
     if not resumed:
         open_folder(config)
@@ -285,6 +282,15 @@ def _check_files(config: RunConfig) -> None:
     for name, spec in config.demonstrations.items():
         if spec.path is not None:
             next(read_rows(spec.path, f"demonstrations.{name}.path"), None)
+
+
+def check_workflows(config: ExplorerConfig, tasks: Iterable[Task]) -> None:
+    """Raise ConfigError unless the config's workflow, those that tasks name, and the environment can be built."""
+    build_workflow(config.workflow, config)
+    if config.environment is not None:
+        environment_factory(config.environment, config.environment_options)
+    for name in {task.workflow for task in tasks if task.workflow}:
+        build_workflow(name, config, "workflow of a task")
 
 
 def check_reward(config: RewardConfig, task: Task) -> None:

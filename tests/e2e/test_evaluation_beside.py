@@ -13,6 +13,9 @@ import ray
 import torch
 
 import rayrft
+from rayrft.config import load_config
+from rayrft.data.task_splits import load_tasks
+from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.experience import Experience
 from rayrft.monitor.records import EvaluationRecord, NoteRecord, Record, StepRecord
 from tests.conftest import ROOT
@@ -118,3 +121,28 @@ def test_the_best_checkpoint_is_that_of_the_step_that_was_evaluated(run: Followe
         kept[progress["step"]] = progress["accuracy"]
     assert kept[6] == accuracy[6]
     assert {step: value for step, value in kept.items() if value is not None}.items() <= accuracy.items()
+
+
+def test_a_bench_of_a_checkpoint_gives_the_answers_of_its_weights(run: Followed, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    started, _, _ = run
+    found = rayrft.bench(
+        started.folder / "config.yaml",
+        models={"end": f"{started.folder}@6"},
+        say=lambda _: None,
+        storage=str(tmp_path),
+        **{"explorer.workflow": "single_turn", "bench.temperature": 0, "bench.samples": 1, "bench.k": [1]},
+    )
+    [score] = found.scores
+    assert (score.model, score.taskset, score.evaluation.count) == ("end", "held_out", 10)
+    [file] = (found.folder / "attempts" / "end").iterdir()
+    final = started.folder / "checkpoints" / "final"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(final), AutoTokenizer.from_pretrained(final)
+    config = load_config(started.folder / "config.yaml")
+    questions = {task.id: task for task in load_tasks(config.tasks, {}, config.seed).evaluation}
+    for line in file.read_text().splitlines():
+        attempt = json.loads(line)
+        prompt = torch.tensor([ChatTokenizer(str(final)).prompt(questions[attempt["task_id"]].messages)])
+        ids = model.generate(prompt, max_new_tokens=6, do_sample=False)[0, prompt.shape[1] :]
+        assert attempt["response"] == tokenizer.decode(ids, skip_special_tokens=True)
