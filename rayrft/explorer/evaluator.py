@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator, Sequence
 from rayrft.config import RunConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.experience import TRUNCATED, Experience, Task
+from rayrft.explorer.calls import Engines
 from rayrft.explorer.evaluation import Attempt
-from rayrft.explorer.rollout import Engines, Runner, Score
+from rayrft.explorer.rollout import Runner, Score
 from rayrft.explorer.scoring import earned
 from rayrft.rewards import RewardResult
 
