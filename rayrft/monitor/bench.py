@@ -49,7 +49,7 @@ class BenchResult:
         return pd.DataFrame(rows)
 
     def table(self) -> str:
-        """Format a row per model and task set, with 95 % intervals."""
+        """Format a row per model and task set, with 95 % intervals of the mean and at the largest k."""
         ks = sorted({k for score in self.scores for k in score.evaluation.passed if k > 1})
         samples = max((score.evaluation.samples for score in self.scores), default=0)
         head = ["model", "task set", f"mean@{samples}", *[f"pass@{k}" for k in ks], *[f"maj@{k}" for k in ks]]
@@ -61,8 +61,8 @@ class BenchResult:
                     score.model,
                     score.taskset,
                     _cell(found.accuracy),
-                    *[_cell(found.passed[k]) for k in ks],
-                    *[_cell(found.majority[k]) for k in ks],
+                    *[_cell(found.passed[k], interval=k == ks[-1]) for k in ks],
+                    *[_cell(found.majority[k], interval=k == ks[-1]) for k in ks],
                     str(found.tasks),
                     str(sum(found.unknown.values())),
                     "-" if math.isnan(found.mean_tokens) else f"{found.mean_tokens:.0f}",
@@ -122,8 +122,10 @@ def _curve(axis: Any, estimates: dict[int, Estimate], colour: Any, shift: float,
     axis.errorbar(x, y, yerr=errors, color=colour, markersize=4, capsize=2, **style)
 
 
-def _cell(estimate: Estimate) -> str:
-    return f"{estimate.value:.3f} ({estimate.low:.3f}-{estimate.high:.3f})" if estimate.tasks else "-"
+def _cell(estimate: Estimate, *, interval: bool = True) -> str:
+    if not estimate.tasks:
+        return "-"
+    return f"{estimate.value:.3f} ({estimate.low:.3f}-{estimate.high:.3f})" if interval else f"{estimate.value:.3f}"
 
 
 def _without_nan(value: Any) -> Any:
