@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rayrft.config import RunConfig
+    from rayrft.core.bench import bench
     from rayrft.core.launch import attach, resume, start
     from rayrft.core.run import Run
     from rayrft.errors import RayrftError
@@ -28,6 +29,7 @@ _HOME = {
     "RunConfig": "rayrft.config",
     "Run": "rayrft.core.run",
     "attach": "rayrft.core.launch",
+    "bench": "rayrft.core.bench",
     "resume": "rayrft.core.launch",
     "start": "rayrft.core.launch",
     "RayrftError": "rayrft.errors",
@@ -58,6 +60,7 @@ __all__ = [
     "WeightTransport",
     "Workflow",
     "attach",
+    "bench",
     "register_environment",
     "register_reward",
     "register_tool",

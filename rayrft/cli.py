@@ -1,4 +1,4 @@
-"""The command line: ``rayrft run | resume | export | status | stop | watch | data | buffer``."""
+"""The command line: ``rayrft run | bench | resume | export | status | stop | watch | data | buffer``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,6 +19,7 @@ from rayrft.core.checkpoints import find_folder
 from rayrft.errors import RayrftError
 
 if TYPE_CHECKING:
+    from rayrft.config import RunConfig
     from rayrft.core.run import Run
     from rayrft.core.summary import Summary
 
@@ -35,7 +36,23 @@ def run(
     """Run a config to its end."""
     from rayrft.core.launch import start
 
-    follow(start(load_config(config, dict(map(parse_override, overrides or []))), say=_print))
+    checked = load_config(config, dict(map(parse_override, overrides or [])))
+    if checked.mode == "bench":
+        return _bench(checked)
+    follow(start(checked, say=_print))
+
+
+@app.command()
+def bench(
+    config: Annotated[str, typer.Argument(help="YAML file, of a bench or of a run")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value …")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="NAME=MODEL, besides those of bench.models")] = None,
+    json: Annotated[Path | None, typer.Option(help="a file to write the scores to as well")] = None,
+    plot: Annotated[Path | None, typer.Option(help="a file to write the plot to as well")] = None,
+) -> None:
+    """Evaluate models on task sets; one that was interrupted goes on where it stopped."""
+    models = {name: str(path) for name, path in map(parse_override, model or [])}
+    _bench(config, dict(map(parse_override, overrides or [])), models, json, plot)
 
 
 @app.command()
@@ -92,6 +109,29 @@ def stop(name: str) -> None:
 
     attach(name).stop()
     print(f"{name}: stopping")
+
+
+def _bench(
+    config: str | RunConfig,
+    overrides: dict[str, Any] | None = None,
+    models: dict[str, str] | None = None,
+    json: Path | None = None,
+    plot: Path | None = None,
+) -> None:
+    from rayrft.core.bench import bench
+
+    try:
+        result = bench(config, models=models, say=_print, **(overrides or {}))
+    except KeyboardInterrupt:
+        _print("interrupted; the same command goes on where it stopped")
+        raise SystemExit(130) from None
+    if json is not None:
+        json.write_text(result.to_json())
+    if plot is not None:
+        result.save_plot(plot)
+    _print(f"\n{result.table()}\n")
+    _print(f"results     {json or result.folder / 'results.json'}")
+    _print(f"plot        {plot or result.folder / 'plot.png'}")
 
 
 def follow(handle: Run) -> Summary:

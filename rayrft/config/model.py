@@ -34,7 +34,8 @@ class TinyModelConfig(Section):
 
 
 class ModelConfig(Section):
-    """Either a Hugging Face folder or hub id (``path``) or a generated ``tiny`` model."""
+    """Either a Hugging Face folder or hub id (``path``) or a generated ``tiny`` model; neither where a bench names its
+    models."""
 
     path: str | None = None
     tiny: TinyModelConfig | None = None
@@ -45,6 +46,6 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _one_origin(self) -> ModelConfig:
-        if (self.path is None) == (self.tiny is None):
+        if self.path is not None and self.tiny is not None:
             raise invalid("path", "give exactly one of 'path' (a Hugging Face model) and 'tiny' (a generated one)")
         return self

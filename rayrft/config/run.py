@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from rayrft.config.auxiliary import AuxiliaryConfig
 from rayrft.config.base import Section, invalid, local_folder
+from rayrft.config.bench import BenchConfig
 from rayrft.config.buffer import BufferConfig
 from rayrft.config.demonstrations import DemonstrationsConfig
 from rayrft.config.explorer import ExplorerConfig
@@ -25,9 +26,10 @@ class RunConfig(Section):
     """One run: one YAML file."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
-    mode: Literal["both", "train", "explore"] = "both"
+    mode: Literal["both", "train", "explore", "bench"] = "both"
     """``train``: no engines. Stages train on files, or on groups that other jobs put into the Buffer. ``explore``: no
-    trainer. The stage with groups says which groups are sampled for the Buffer ``buffer.name``, with fixed weights."""
+    trainer. The stage with groups says which groups are sampled for the Buffer ``buffer.name``, with fixed weights.
+    ``bench``: only engines. Models are evaluated, and nothing is trained."""
     storage: Path = Path("runs")
     """The run folder is ``<storage>/<name>``."""
     seed: int = 0
@@ -45,9 +47,11 @@ class RunConfig(Section):
     buffer: BufferConfig = BufferConfig()
     trainer: TrainerConfig = TrainerConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
-    stages: list[StageConfig] = Field(min_length=1)
+    stages: list[StageConfig] = Field(default_factory=list)
+    """Required but for mode ``bench``."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    bench: BenchConfig = BenchConfig()
     monitor: MonitorConfig = MonitorConfig()
     plugins: list[Path] = Field(default_factory=list)
     """Python files that register your own losses, advantages, rewards, workflows or weight transports, at paths that
@@ -74,14 +78,19 @@ class RunConfig(Section):
     @property
     def rolls_out(self) -> bool:
         """Whether the run has engines, to sample groups or to evaluate."""
-        if self.mode == "explore":
+        if self.mode in ("explore", "bench"):
             return True
         return self.mode == "both" and (any(stage.groups for stage in self.stages) or self.evaluation.enabled)
 
     @property
+    def evaluation_engines(self) -> int:
+        """Number of engines that only evaluate."""
+        return self.evaluation.engines if self.mode == "both" and self.evaluation.enabled else 0
+
+    @property
     def trains(self) -> bool:
         """Whether the run has a trainer."""
-        return self.mode != "explore"
+        return self.mode in ("both", "train")
 
     @property
     def explored_stage(self) -> StageConfig:
@@ -125,6 +134,15 @@ class RunConfig(Section):
             raise invalid("buffer.name", "is for two jobs that meet", value=self.buffer.name, remedy=remedy)
         if self.buffer.max_age is not None and self.mode == "both":
             raise invalid("buffer.max_age", "is for mode 'train'", remedy="use max_staleness")
+        if self.mode != "bench" and not self.stages:
+            raise invalid("stages", "a required key is missing", remedy="give at least one stage")
+        if self.mode == "bench" and self.tasks is None and not self.bench.tasksets:
+            raise invalid("bench.tasksets", "a required key is missing", remedy="add it, or 'tasks'")
+        if self.mode == "bench" and self.model.path is None and not self.bench.models:
+            raise invalid("bench.models", "a required key is missing", remedy="name a model, as in 'model.path'")
+        if self.mode != "bench" and self.model.path is None and self.model.tiny is None:
+            problem = "give exactly one of 'path' (a Hugging Face model) and 'tiny' (a generated one)"
+            raise invalid("model.path", problem)
         for stage in self.stages:
             if self.mode != "both" and stage.evaluate_every:
                 problem = f"is for mode 'both', and not {self.mode!r}"
@@ -226,6 +244,16 @@ class RunConfig(Section):
                 value=self.model.max_length,
                 remedy="raise it or lower one of them",
             )
+        for section in ("evaluation", "bench") if self.rolls_out else ():
+            longest = getattr(self, section).max_tokens or 0
+            if sampling.max_prompt_tokens + longest > self.model.max_length:
+                raise invalid(
+                    f"{section}.max_tokens",
+                    f"with explorer.sampling.max_prompt_tokens, {sampling.max_prompt_tokens}, is more than "
+                    f"model.max_length, {self.model.max_length}",
+                    value=longest,
+                    remedy="lower it, or raise model.max_length",
+                )
         if (self.reward.overlong_buffer or 0) > sampling.max_tokens:
             raise invalid(
                 "reward.overlong_buffer",
@@ -261,6 +289,8 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _devices(self) -> RunConfig:
         engine, trainer = self.explorer.engine, self.trainer
+        if self.mode == "bench":  # nothing is trained
+            return self._tensor_parallel()
         if self.mode == "both" and (engine.gpus > 0) != (trainer.gpus > 0):
             raise invalid(
                 "explorer.engine.gpus",
@@ -287,6 +317,17 @@ class RunConfig(Section):
                 "is for engine and trainer taking turns on one GPU",
                 remedy="use weight_sync.backend ipc, max_staleness 0 and explorer.over_sampling 1 with it",
             )
+        if self.evaluation_engines and colocated:
+            raise invalid(
+                "evaluation.engines",
+                f"weights over {self.sync_backend} reach only engines beside a rank",
+                value=self.evaluation_engines,
+                remedy="give engines and ranks whole GPUs, or let the rollout engines evaluate (0)",
+            )
+        return self._tensor_parallel()
+
+    def _tensor_parallel(self) -> RunConfig:
+        engine = self.explorer.engine
         if engine.tensor_parallel > 1 and engine.gpus not in (0, engine.tensor_parallel):
             raise invalid(
                 "explorer.engine.gpus",

@@ -197,14 +197,23 @@ class CheckpointConfig(Section):
     keep_best: int = Field(0, ge=0)
     """Number of best checkpoints by ``best_by`` to keep besides the last; of equals, the earlier."""
     best_by: Literal["accuracy", "reward"] = "accuracy"
-    """Accuracy of an evaluation at the same step (so let ``every`` divide ``evaluate_every``), or mean reward of the
+    """Accuracy of an evaluation of the same step (so let ``every`` divide ``evaluate_every``), or mean reward of the
     step's rollouts."""
 
 
 class EvaluationConfig(Section):
-    """Accuracy on the held-out tasks, one answer per task and temperature; 0 is greedy."""
+    """Accuracy on the held-out tasks."""
 
     temperatures: tuple[float, ...] = (0.0, 1.0)
+    """One evaluation each; 0 is greedy."""
+    samples: int = Field(1, ge=1)
+    """Attempts per task, at temperatures above 0: accuracy is then mean@samples, beside pass@samples."""
+    max_tokens: int | None = Field(None, ge=1)
+    """Longest answer, in tokens; by default ``explorer.sampling.max_tokens``."""
+    engines: int = Field(0, ge=0)
+    """Engines of its own, each like ``explorer.engine``, which get the weights to be evaluated and leave training to go
+    on meanwhile. 0: the rollout engines evaluate between two steps, and training waits; the default, for a laptop has
+    no memory for another engine."""
     enabled: bool = True
 
 

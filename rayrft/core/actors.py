@@ -52,6 +52,9 @@ class Actors:
     """As they were created; which of them take requests the ``engine_pool`` knows."""
     auxiliary: dict[str, Auxiliary] = field(default_factory=dict)
     """By the models' names."""
+    evaluation_pool: Handle[EnginePool] | None = None
+    evaluation_engines: list[Handle[RolloutEngine]] = field(default_factory=list)
+    """Those that only evaluate; the run goes on if they die."""
 
     def watches(self) -> dict[str, Awaitable[Any]]:
         """Return by actor a call that ends only when the actor fails."""
@@ -63,6 +66,8 @@ class Actors:
             watches["engine_pool"] = self.engine_pool.call(EnginePool.watch)
         watches |= {auxiliary.name: auxiliary.call(EnginePool.watch) for auxiliary in self._auxiliary_pools}
         watches |= {engine.name: engine.call(RolloutEngine.watch) for engine in self.all_engines}
+        if self.evaluation_pool is not None:
+            watches["evaluation_pool"] = self.evaluation_pool.call(EnginePool.watch)
         return {**watches, "buffer": _until_dead_for_good(self.buffer)}
 
     def tracked(self, waits: Waits) -> Actors:
@@ -82,6 +87,10 @@ class Actors:
                 )
                 for name, each in self.auxiliary.items()
             },
+            evaluation_pool=TrackedHandle(self.evaluation_pool, waits) if self.evaluation_pool else None,
+            evaluation_engines=[
+                TrackedHandle(engine, waits, endless=[RolloutEngine.watch]) for engine in self.evaluation_engines
+            ],
         )
 
     def signs_of_life(self) -> dict[str, Callable[[], Awaitable[Any]]]:
@@ -135,30 +144,20 @@ def create_actors(
         trainer = placement.actor(Trainer, "trainer", name="trainer").create(config.trainer, placement.ranks)
     if not config.rolls_out:
         return Actors(buffer, trainer, [], None, [])
-    engine = config.explorer.engine
-    engines = [
-        placement.actor(RolloutEngine, "engines", name=f"engine-{index}", bundle=index).create()
-        for index in range(engine.count)
-    ]
+    engines = create_engines(placement, config.explorer.engine.count)
     engine_pool = placement.actor(EnginePool, "engine_pool", name="engine_pool").create()
+    evaluation_engines = create_engines(placement, config.evaluation_engines, "evaluation", "evaluation")
+    evaluation_pool = (
+        placement.actor(EnginePool, "engine_pool", name="evaluation_pool").create() if evaluation_engines else None
+    )
     auxiliary = {
         name: Auxiliary(
             placement.actor(EnginePool, "engine_pool", name=f"engine_pool-{name}").create(),
-            [
-                placement.actor(
-                    RolloutEngine, f"auxiliary-{name}", name=f"auxiliary-{name}-{index}", bundle=index
-                ).create()
-                for index in range(each.engine.count)
-            ],
+            create_engines(placement, each.engine.count, f"auxiliary-{name}", f"auxiliary-{name}"),
         )
         for name, each in config.auxiliary.items()
     }
-    reward = config.reward
-    create_worker = (
-        None
-        if runs_inline(reward.name)
-        else _RewardWorkerFactory(placement.actor(RewardWorker, "reward"), reward, config.plugins)
-    )
+    create_worker = reward_workers(config, placement)
     tasks, held_out = ray.put(prepared.tasks), ray.put(prepared.held_out)
     explorers = [
         placement.actor(Explorer, "explorer", name=f"explorer-{index}", bundle=index).create(
@@ -171,10 +170,27 @@ def create_actors(
             create_worker,
             prepared.run_id if config.mode == "explore" else "",
             {name: each.engine_pool for name, each in auxiliary.items()},
+            evaluation_pool,
         )
         for index in range(config.explorer.count)
     ]
-    return Actors(buffer, trainer, explorers, engine_pool, engines, auxiliary)
+    return Actors(buffer, trainer, explorers, engine_pool, engines, auxiliary, evaluation_pool, evaluation_engines)
+
+
+def create_engines(
+    placement: Placement, count: int, part: str = "engines", name: str = "engine"
+) -> list[Handle[RolloutEngine]]:
+    """Create engines, one per bundle of a part; they are not started yet."""
+    return [
+        placement.actor(RolloutEngine, part, name=f"{name}-{index}", bundle=index).create() for index in range(count)
+    ]
+
+
+def reward_workers(config: RunConfig, placement: Placement) -> Callable[[], Handle[RewardWorker]] | None:
+    """Return what creates reward workers; None for a reward that runs beside the workflows."""
+    if runs_inline(config.reward.name):
+        return None
+    return _RewardWorkerFactory(placement.actor(RewardWorker, "reward"), config.reward, config.plugins)
 
 
 async def start_actors(actors: Actors, config: RunConfig, prepared: Prepared, waits: Waits) -> str | None:
@@ -192,7 +208,7 @@ async def start_actors(actors: Actors, config: RunConfig, prepared: Prepared, wa
             dtype=config.model.dtype,
             seed=config.seed + index,
         )
-        for index, handle in enumerate(actors.engines)
+        for index, handle in enumerate([*actors.engines, *actors.evaluation_engines])
     ]
     others += [explorer.call(Explorer.start) for explorer in actors.explorers]
     others += [_serve(each, config.auxiliary[name], config.seed) for name, each in actors.auxiliary.items()]

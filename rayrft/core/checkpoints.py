@@ -91,6 +91,8 @@ class Checkpoints:
     def __init__(self, run_folder: Path, config: CheckpointConfig) -> None:
         self._folder = run_folder / "checkpoints"
         self._config = config
+        self.evaluating: set[int] = set()
+        """Steps whose evaluation has not ended: their checkpoints are kept until it has."""
 
     def due(self, stage_step: int) -> bool:
         return self._config.every is not None and stage_step % self._config.every == 0
@@ -144,6 +146,20 @@ class Checkpoints:
             replace_folder(partial, self.at(progress.step))
         self._prune()
 
+    def judge(self, step: int, accuracy: float | None) -> None:
+        """End the evaluation of a step: write its accuracy to its checkpoint's manifest, if there is one, and prune.
+
+        Raises StorageError if it cannot be written.
+        """
+        self.evaluating.discard(step)
+        if not self.holds(step):
+            return
+        manifest = json.loads((self.at(step) / _MANIFEST).read_text())
+        progress = dataclasses.replace(_progress.validate_python(manifest["progress"]), accuracy=accuracy)
+        with _writing(self.at(step)):
+            self._write_manifest(progress, self.at(step))
+        self._prune()
+
     def at(self, step: int) -> Path:
         return self._folder / f"step-{step:06d}"
 
@@ -163,7 +179,7 @@ class Checkpoints:
 
     def _prune(self) -> None:
         kept = self.all()
-        needed = {progress.step for progress in kept[-self._config.keep_last :]}
+        needed = {progress.step for progress in kept[-self._config.keep_last :]} | self.evaluating
         metric = self._config.best_by
         scored = [progress for progress in kept if getattr(progress, metric) is not None]
         scored.sort(key=lambda progress: (-getattr(progress, metric), progress.step))
@@ -230,6 +246,16 @@ class Saver:
         await self._trainer.call(Trainer.command, Checkpoint(folder))
         self._writing = asyncio.ensure_future(self._commit(folder, copy.deepcopy(self._progress)))
 
+    def evaluating(self, step: int) -> None:
+        """Keep the checkpoint of a step, if there is one, until the step is `evaluated`."""
+        self._checkpoints.evaluating.add(step)
+
+    def evaluated(self, step: int, accuracy: float | None) -> None:
+        """Note the accuracy of a step, the current one or one that is over; None if it is not known."""
+        if step == self._progress.step:
+            self._progress.accuracy = accuracy
+        self._writing = asyncio.ensure_future(self._judge(self._writing, step, accuracy))
+
     def check(self) -> None:
         """Raise StorageError if a checkpoint could not be written."""
         if self._writing is not None and self._writing.done():
@@ -247,6 +273,11 @@ class Saver:
     def exported(self, name: str) -> Path:
         """Return the folder of the weights exported under that name."""
         return self._config.folder / "checkpoints" / name
+
+    async def _judge(self, writing: asyncio.Future[None] | None, step: int, accuracy: float | None) -> None:
+        if writing is not None:
+            await writing
+        await asyncio.to_thread(self._checkpoints.judge, step, accuracy)
 
     async def _commit(self, folder: Path, progress: Progress) -> None:
         await self._trainer.call(Trainer.written, folder)

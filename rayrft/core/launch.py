@@ -43,7 +43,10 @@ def start(
     ``overrides`` are dotted keys: ``start("run.yaml", **{"trainer.ranks": 1})``. ``say`` receives the placement plan.
     Raises a RayrftError, before any actor starts, if config, data, model or cluster are unsuitable.
     """
-    return _start(load_config(config, overrides), None, say)
+    checked = load_config(config, overrides)
+    if checked.mode == "bench":
+        raise ConfigError("a bench is no run", field="mode", value="bench", remedy="use rayrft.bench, or: rayrft bench")
+    return _start(checked, None, say)
 
 
 def resume(folder: str | Path, *, say: Callable[[str], None] = print, **overrides: Any) -> Run:
@@ -91,7 +94,7 @@ def _start(checked: RunConfig, progress: Progress | None, say: Callable[[str], N
     remove_leftovers(checked.name)
     parts = plan_placement(checked)
     say(show_plan(checked.name, parts))
-    _check_room(parts)
+    check_room(parts)
     placement = Placement(checked.name, parts)
     try:
         placement.reserve(["master"])  # reserves the name, too: starting another run of this name now fails
@@ -132,7 +135,7 @@ def attach(name: str) -> Run:
     return Run(name, fetch(master.call(Master.status), master.name, ANSWER_S).folder, master)
 
 
-def _check_room(parts: list[Part]) -> None:
+def check_room(parts: list[Part]) -> None:
     """Raise PlacementError unless the cluster has room. Ray reports the resources of an ended run as free only after a
     delay, so a plan that fits the cluster's total resources is retried for that long."""
     from ray._private.state import available_resources_per_node, total_resources_per_node

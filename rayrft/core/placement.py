@@ -61,6 +61,7 @@ def plan_placement(config: RunConfig) -> list[Part]:
     pairs = config.mode == "both" and config.rolls_out and config.colocated
     workers = config.explorer.count * config.reward.workers
     rewards = Part("reward", workers, 0.1, 0, 0.25, f"reward workers: {config.reward.name}")
+    pools = 1 + len(config.auxiliary) + bool(config.evaluation_engines)
     parts = [
         Part("master", 1, 0.05, 0, 0.3, "paces and supervises"),
         Part("explorer", config.explorer.count, config.explorer.cpus, 0, 0.5, "tasks, workflows"),
@@ -73,6 +74,14 @@ def plan_placement(config: RunConfig) -> list[Part]:
             "vLLM rollout engines, " + (f"weights over {config.sync_backend}" if config.trains else "fixed weights"),
             replace(ranks, note="FSDP2 under Ray Train, each beside an engine") if pairs else None,
         ),
+        Part(
+            "evaluation",
+            config.evaluation_engines,
+            engine.cpus,
+            engine.gpus,
+            engine.memory_gib,
+            "vLLM engines that only evaluate",
+        ),
         *(
             Part(
                 f"auxiliary-{name}",
@@ -83,17 +92,20 @@ def plan_placement(config: RunConfig) -> list[Part]:
                 f"vLLM engines of {auxiliary.model}",
             )
             for name, auxiliary in config.auxiliary.items()
-            if config.rolls_out
+            if config.rolls_out and config.mode != "bench"
         ),
         *([] if runs_inline(config.reward.name) else [rewards]),
         *([] if config.buffer.name is not None else [BUFFER]),
-        Part("engine_pool", 1 + len(config.auxiliary), 0.05, 0, 0.25, "which engines take requests"),
+        Part("engine_pool", pools, 0.05, 0, 0.25, "which engines take requests"),
         Part("trainer", 1, 0.05, 0, 0.3, "commands the ranks"),
         *([] if pairs else [ranks]),
     ]
-    rollouts, training = {"explorer", "engines", "reward", "engine_pool"}, {"trainer", "ranks"}
-    idle = (set() if config.rolls_out else rollouts) | (set() if config.trains else training)
-    return [part for part in parts if part.name not in idle]
+    idle = {"master", "buffer"} if config.mode == "bench" else set[str]()
+    if not config.rolls_out:
+        idle |= {"explorer", "engines", "reward", "engine_pool"}
+    if not config.trains:
+        idle |= {"trainer", "ranks"}
+    return [part for part in parts if part.count and part.name not in idle]
 
 
 def show_plan(run: str, parts: list[Part]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -16,6 +16,7 @@ from rayrft.buffer.samplers import samplers
 from rayrft.buffer.scores import scores
 from rayrft.buffer.validation import Limits
 from rayrft.config import RunConfig, dump_config
+from rayrft.config.explorer import ExplorerConfig
 from rayrft.config.reward import RewardConfig
 from rayrft.data.demonstrations import demonstrate, from_file, from_tasks
 from rayrft.data.formats import conversations, read_rows
@@ -114,20 +115,16 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepare
 
     Raises DataError, ModelError or ConfigError. Requires a running Ray only for tasks from files.
     """
-    build_workflow(config.explorer.workflow, config.explorer, auxiliary=config.auxiliary)
     for name, auxiliary in config.auxiliary.items():
         ChatTokenizer(find_model(auxiliary.model, f"auxiliary.{name}.model"), f"auxiliary.{name}.model")
-    if config.explorer.environment is not None:
-        environment_factory(config.explorer.environment)
     samplers.get(config.buffer.sampler.name, "buffer.sampler.name")
     scores.get(config.buffer.sampler.score, "buffer.sampler.score")
     splits = TaskSplits([], [], [], {})
     if config.tasks is not None:
         splits = load_tasks(config.tasks, config.demonstrations, config.seed)
-        for name in {task.workflow for task in _all_tasks(splits) if task.workflow}:
-            build_workflow(name, config.explorer, "workflow of a task", auxiliary=config.auxiliary)
         for source in range(len(config.tasks.sources)):
-            _check_reward(config.reward, splits.train[splits.sources.index(source)])
+            check_reward(config.reward, splits.train[splits.sources.index(source)])
+    check_workflows(config.explorer, _all_tasks(splits), config.auxiliary)
     _check_files(config)
     if not resumed:
         open_folder(config)
@@ -301,7 +298,16 @@ def _check_files(config: RunConfig) -> None:
             next(read_rows(spec.path, f"demonstrations.{name}.path"), None)
 
 
-def _check_reward(config: RewardConfig, task: Task) -> None:
+def check_workflows(config: ExplorerConfig, tasks: Iterable[Task], auxiliary: Collection[str] = ()) -> None:
+    """Raise ConfigError unless the config's workflow, those that tasks name, and the environment can be built."""
+    build_workflow(config.workflow, config, auxiliary=auxiliary)
+    if config.environment is not None:
+        environment_factory(config.environment)
+    for name in {task.workflow for task in tasks if task.workflow}:
+        build_workflow(name, config, "workflow of a task", auxiliary=auxiliary)
+
+
+def check_reward(config: RewardConfig, task: Task) -> None:
     """Score one correct answer. Raises ConfigError if the reward function fails on it."""
     reward = build_reward(config.name, config.options)
     try:

@@ -17,12 +17,15 @@ from rayrft.monitor.sinks import open_sinks
 class Recorder:
     """Keeps every record, writes it to every sink, and wakes the followers.
 
-    A resumed run keeps its first ``kept`` records; the steps after them are repeated.
+    A resumed run keeps its first ``kept`` records, and what evaluation beside the steps told later of steps up to
+    ``step``; the steps after them are repeated.
     """
 
-    def __init__(self, config: RunConfig, kept: int = 0) -> None:
+    def __init__(self, config: RunConfig, kept: int = 0, step: int = 0) -> None:
         self._config = config
-        previous = read_records(config.folder)[:kept]
+        before = read_records(config.folder)
+        late = [r for r in before[kept:] if isinstance(r, EvaluationRecord) and r.stage_step and r.step <= step]
+        previous = before[:kept] + late
         rewrite_records(config.folder, previous)
         self._sinks = open_sinks(config)
         reserve_space(config.folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import asdict, dataclass
 
@@ -91,21 +92,28 @@ def check_on_policy_step(lease: Lease, result: StepResult, tolerance: float) -> 
     return None
 
 
-def evaluation_record(stage: str, step: int, stage_step: int, result: Evaluation, seconds: float) -> EvaluationRecord:
-    """Build the record of an evaluation, with its confidence interval."""
-    low, high = result.interval
+def evaluation_record(
+    stage: str, step: int, stage_step: int, temperature: float, result: Evaluation, seconds: float, skipped: int = 0
+) -> EvaluationRecord:
+    """Build the record of an evaluation of the weights of ``step``, with its confidence interval."""
     return EvaluationRecord(
         stage=stage,
         step=step,
         stage_step=stage_step,
         time=time.time(),
-        temperature=result.temperature,
-        accuracy=result.accuracy,
-        low=low,
-        high=high,
+        version=step,
+        temperature=temperature,
+        accuracy=result.accuracy.value,
+        low=result.accuracy.low,
+        high=result.accuracy.high,
         right=result.right,
         count=result.count,
         mean_reward=result.mean_reward,
-        unknown=result.unknown,
+        unknown=sum(result.unknown.values()),
         seconds=seconds,
+        samples=result.samples,
+        passed=result.passed[result.samples].value if result.samples else math.nan,
+        mean_tokens=result.mean_tokens,
+        cut_share=result.cut_share,
+        skipped=skipped,
     )

@@ -16,8 +16,9 @@ from rayrft.buffer.schedule import StagePlan
 from rayrft.config import RunConfig, StageConfig
 from rayrft.core.actors import Actors
 from rayrft.core.checkpoints import Progress, Saver
+from rayrft.core.evaluations import Evaluations
 from rayrft.core.recorder import Recorder
-from rayrft.core.step_record import StepSeconds, check_on_policy_step, evaluation_record, step_record
+from rayrft.core.step_record import StepSeconds, check_on_policy_step, step_record
 from rayrft.core.supervision import Stopped, unless_stopped
 from rayrft.core.weight_sync import SyncReport, WeightSync
 from rayrft.errors import LeaseEnded, RayrftError, RowsFailed, Stalled, StorageError
@@ -31,36 +32,6 @@ from rayrft.trainer.result import StepResult, mean_value_errors
 from rayrft.trainer.trainer import Trainer
 
 R = TypeVar("R")
-
-
-class Evaluator:
-    """Evaluates the current policy, and judges what bounds the run."""
-
-    def __init__(self, config: RunConfig, actors: Actors, recorder: Recorder, progress: Progress) -> None:
-        self._config = config
-        self._actors = actors
-        self._recorder = recorder
-        self._progress = progress
-
-    async def evaluate(self, stage: StageConfig) -> None:
-        """Attempt the held-out tasks at every temperature of the config, if evaluation is enabled."""
-        if not self._config.evaluation.enabled or not self._actors.explorers:
-            return
-        progress = self._progress
-        for number, temperature in enumerate(self._config.evaluation.temperatures):
-            started = time.perf_counter()
-            result = await self._actors.explorers[0].call(Explorer.evaluate, temperature)
-            seconds = time.perf_counter() - started
-            if number == 0 and result.count:
-                progress.accuracy = result.accuracy
-            record = evaluation_record(stage.name, progress.step, progress.stage_step, result, seconds)
-            await self._recorder.add(record)
-
-    async def judge(self, stage: StageConfig, first: int) -> None:
-        """Note what bounds the stage, judged from its records, which begin at index ``first``."""
-        steps = [record for record in self._recorder.records[first:] if isinstance(record, StepRecord)]
-        if message := verdict(steps, self._config.max_staleness):
-            await self._recorder.note(message, stage.name, self._progress.step)
 
 
 _ATTEMPTS = 5
@@ -90,7 +61,9 @@ class TrainLoop:
         self._life = uuid.uuid4().hex
         """Distinguishes this life of the run from those before it was resumed."""
         self._saving = Saver(config, actors, progress)
-        self._evaluator = Evaluator(config, actors, recorder, progress)
+        self._evaluations = Evaluations(
+            config, actors, recorder, progress, self._saving, weight_sync, publish=self.publish
+        )
         self.progress = progress
         self.ledger = Ledger()
         """Ledger of rows after the latest step."""
@@ -115,6 +88,8 @@ class TrainLoop:
             await self._saving.export(f"stopped-{progress.step}")
             await self._saving.done()
             raise
+        finally:
+            await self._evaluations.cancel()
         await self._saving.export("final")
 
     async def publish(self) -> SyncReport | None:
@@ -163,9 +138,11 @@ class TrainLoop:
         if not stage.groups:
             await self.publish()
         await self._saving.export(stage.name)
+        await unless_stopped(self._stop, self._evaluations.end())
         await self._evaluate(stage)
+        await unless_stopped(self._stop, self._evaluations.end())
         progress.end(stage.name, stage.steps)
-        await self._evaluator.judge(stage, first)
+        await self._judge(stage, first)
         await self._saving.checkpoint(len(self._recorder.records))
         await self._saving.done()
 
@@ -212,6 +189,7 @@ class TrainLoop:
         progress, started = self.progress, time.perf_counter()
         step, before = progress.step, self.ledger
         self._saving.check()
+        self._evaluations.check()
         lease, results, waited_s = await self._train(step, exploring)
         self.ledger = await self._actors.buffer.call(Buffer.ack, step, mean_value_errors(results))
         trained_s = time.perf_counter() - started - waited_s
@@ -257,17 +235,21 @@ class TrainLoop:
         """Evaluate and write a checkpoint if they are due."""
         taken = self.progress.stage_step
         if stage.evaluate_every and taken % stage.evaluate_every == 0:
-            if not stage.groups:
-                await self.publish()
             await self._evaluate(stage)
-            await self._evaluator.judge(stage, first)
+            await self._judge(stage, first)
         if self._saving.due():
             await self._saving.checkpoint(len(self._recorder.records))
 
     async def _evaluate(self, stage: StageConfig) -> None:
         """Evaluate; raise Stopped if the run is stopped meanwhile. A resumed run repeats the evaluation if it is the
         stage's last."""
-        await unless_stopped(self._stop, self._evaluator.evaluate(stage))
+        await unless_stopped(self._stop, self._evaluations.begin(stage))
+
+    async def _judge(self, stage: StageConfig, first: int) -> None:
+        """Note what bounds the stage, judged from its records, which begin at index ``first``."""
+        steps = [record for record in self._recorder.records[first:] if isinstance(record, StepRecord)]
+        if message := verdict(steps, self._config.max_staleness):
+            await self._recorder.note(message, stage.name, self.progress.step)
 
     def _engines_asleep(self) -> AbstractAsyncContextManager[None]:
         """Free the engines' GPU memory for the trainer inside, if they share GPUs and ``explorer.engine.sleep`` is

@@ -95,14 +95,18 @@ class WeightSync:
         Raises WeightSyncError, as `publish` does; the engines are not members then.
         """
         async with self._lock:
-            engines, self._connected = self._tracked(handles), None
-            await self._connect(engines)
-            report = await self._round(engines, version, probe=True)
+            report = await self._load(handles, version)
             members = [Member(handle, version) for handle in handles]
             membership = await self._pool.call(EnginePool.join, members)
             if set(membership.names) == {handle.name for handle in handles}:
                 self._connected = membership.generation
             return report
+
+    async def load(self, handles: Engines, version: int) -> SyncReport:
+        """Send the current weights, labelled ``version``, to engines that are no members, and stay so. Raises
+        WeightSyncError, as `publish` does."""
+        async with self._lock:
+            return await self._load(handles, version)
 
     @contextlib.asynccontextmanager
     async def asleep(self) -> AsyncIterator[None]:
@@ -111,6 +115,11 @@ class WeightSync:
         await asyncio.gather(*(engine.call(RolloutEngine.sleep) for engine in engines))
         yield
         await asyncio.gather(*(engine.call(RolloutEngine.wake_up) for engine in engines))
+
+    async def _load(self, handles: Engines, version: int) -> SyncReport:
+        engines, self._connected = self._tracked(handles), None
+        await self._connect(engines)
+        return await self._round(engines, version, probe=True)
 
     def _tracked(self, handles: Engines) -> Engines:
         return [TrackedHandle(handle, self._waits) for handle in handles]

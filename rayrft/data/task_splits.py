@@ -8,6 +8,7 @@ from itertools import islice
 
 import numpy as np
 
+from rayrft.config.bench import TasksetConfig
 from rayrft.config.demonstrations import DemonstrationsConfig
 from rayrft.config.tasks import TasksConfig
 from rayrft.data.task_sampler import Interleave
@@ -65,6 +66,22 @@ def load_tasks(config: TasksConfig, demonstrations: dict[str, DemonstrationsConf
         evaluation=[task for part in held_out for task in part],
         demonstrated=demonstrated,
     )
+
+
+def load_taskset(config: TasksetConfig, field: str, seed: int) -> list[Task]:
+    """Read a set of tasks to evaluate on; drop repeated questions, and take ``size`` of the others by seed.
+
+    Raises DataError, for keys below ``field``, if a source is missing, empty, broken or too small, and ConfigError if
+    there is no reader of a name.
+    """
+    seen: set[str] = set()
+    tasks: list[Task] = []
+    for number, source in enumerate(config.sources):
+        read = read_held_out if source.has_held_out else read_source
+        tasks += _unseen(read(source, f"{field}.sources.{number}"), seen)
+    if config.size is None:
+        return tasks
+    return _Pool(tasks, [seed]).cut(config.size, f"{field}.size")
 
 
 class _Pool:

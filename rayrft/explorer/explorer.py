@@ -7,6 +7,7 @@ import gc
 import os
 import uuid
 from collections.abc import Callable, Coroutine, Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
@@ -22,12 +23,12 @@ from rayrft.experience import Experience, Task, from_batch, to_batch, unpack
 from rayrft.explorer.auxiliary import AuxiliaryModel
 from rayrft.explorer.calls import Parking
 from rayrft.explorer.engine_pool import EngineClient, EnginePool
-from rayrft.explorer.evaluation import Evaluation
+from rayrft.explorer.evaluation import Evaluation, measure
+from rayrft.explorer.evaluator import Evaluator
 from rayrft.explorer.rollout import Rollout, Runner
 from rayrft.explorer.scoring import (
     apply_rewards,
     drop_zero_variance,
-    earned,
     mask_old,
     mask_truncated,
     with_baseline,
@@ -62,6 +63,7 @@ class Explorer:
         create_worker: Callable[[], Handle[RewardWorker]] | None,
         feed: str = "",
         auxiliary: Mapping[str, Handle[EnginePool]] | None = None,
+        evaluation_pool: Handle[EnginePool] | None = None,
     ) -> None:
         """``feed`` is that of an explore job, whose Buffer belongs to no run; ``auxiliary`` has the pools of the
         auxiliary models."""
@@ -79,7 +81,7 @@ class Explorer:
         self._name, self._calls = f"explorer-{uuid.uuid4().hex}", 0
         self._held_out = held_out
         self._rewards = RewardPool(config.reward, create_worker)
-        engines = EngineClient(engine_pool, self._waits)
+        tokenizer, engines = ChatTokenizer(model), EngineClient(engine_pool, self._waits)
         models = {
             name: AuxiliaryModel(
                 name, described, ChatTokenizer(described.model), EngineClient(pool, self._waits).generate
@@ -87,7 +89,13 @@ class Explorer:
             for name, pool in (auxiliary or {}).items()
             for described in [config.auxiliary[name]]
         }
-        self._runner = Runner(config, ChatTokenizer(model), engines, self._reward, models)
+        self._runner = Runner(config, tokenizer, engines, self._reward, models)
+
+        def evaluator(engines: EngineClient) -> Evaluator:
+            return Evaluator(config, tokenizer, engines, self._reward, config.evaluation.max_tokens, models)
+
+        self._evaluator = evaluator(engines)
+        self._evaluator_beside = evaluator(EngineClient(evaluation_pool, self._waits)) if evaluation_pool else None
         self._rolling: dict[Ticket, asyncio.Future[list[Rollout]]] = {}
         self._partial = config.explorer.partial
         self._failures = 0
@@ -119,17 +127,14 @@ class Explorer:
         finally:
             await groups.cancel()
 
-    async def evaluate(self, temperature: float) -> Evaluation:
-        """Attempt every held-out task once, as in training. Raises ActorDied if an engine has died."""
-        rewards = await asyncio.gather(*(self._evaluate_one(task, temperature) for task in self._held_out))
-        known = [reward for reward in rewards if reward is not None]
-        return Evaluation(
-            temperature,
-            right=sum(reward >= 1.0 for reward in known),
-            count=len(known),
-            mean_reward=sum(known) / len(known) if known else 0.0,
-            unknown=len(rewards) - len(known),
-        )
+    async def evaluate(self, temperature: float, beside: bool = False) -> Evaluation:
+        """Attempt every held-out task, as in training, on the rollout engines or, ``beside`` them, on those that only
+        evaluate. Raises ActorDied if an engine has died."""
+        evaluator = self._evaluator_beside if beside else self._evaluator
+        assert evaluator is not None  # there are such engines
+        samples = self._config.evaluation.samples if temperature else 1
+        groups = [group async for group in evaluator.each(self._held_out, samples, temperature)]
+        return measure(chain.from_iterable(groups), [samples], seed=self._config.seed)
 
     async def timings(self) -> tuple[float, float]:
         """Return the seconds since the last call in which any rollout, and in which any scoring, was running."""
@@ -236,16 +241,6 @@ class Explorer:
                     self._rolling.pop(ticket).cancel()
                 else:
                     self._runner.park(self._group_id(stage, ticket))
-
-    async def _evaluate_one(self, task: Task, temperature: float) -> float | None:
-        """Return the reward of one attempt, the mean over its rows, or None if it is unknown."""
-        rollout = await self._runner.run(task, task.id, 1, temperature)
-        values = [
-            earned(row.stop_reason, result.value, self._config.reward) if row.reward is None else result.value
-            for row, result in zip(rollout.rows, rollout.results, strict=True)
-            if result.value is not None
-        ]
-        return sum(values) / len(values) if values and len(values) == len(rollout.rows) else None
 
     async def _reward(self, task: Task, responses: list[str]) -> list[RewardResult]:
         with self._waits.on(f"reward {self._config.reward.name!r}", task.id):

@@ -15,9 +15,10 @@ def format_record(record: Record) -> str:
     if isinstance(record, RolloutRecord):
         return _rollout(record)
     if isinstance(record, EvaluationRecord):
+        passed = f", pass@{record.samples} {record.passed:.3f}" if record.samples > 1 else ""
         return (
             f"[{record.stage} {record.step:>4}] held-out accuracy {record.accuracy:.3f} "
-            f"({record.right} of {record.count}, 95 % {record.low:.3f}-{record.high:.3f}) "
+            f"({record.right} of {record.count}, 95 % {record.low:.3f}-{record.high:.3f}{passed}) "
             f"{temperature_name(record.temperature)}"
         )
     return f"[{record.stage} {record.step:>4}] {record.text}" if record.stage else record.text

@@ -64,22 +64,37 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class EvaluationRecord:
-    """Accuracy on the held-out tasks at the end of ``step`` (0: before the first)."""
+    """Accuracy on the held-out tasks of the weights at the end of ``step`` (0: before the first).
+
+    With evaluation engines of its own it comes among the records of later steps.
+    """
 
     kind: ClassVar[str] = "evaluation"
     stage: str
     step: int
     stage_step: int
     time: float
+    version: int
+    """Version of the weights, under which every answer was sampled."""
     temperature: float
     accuracy: float
+    """mean@samples"""
     low: float
     high: float
     right: int
+    """Of the ``count`` attempts whose reward is known."""
     count: int
     mean_reward: float
     unknown: int
     seconds: float
+    samples: int
+    """Attempts per task."""
+    passed: float
+    """pass@samples"""
+    mean_tokens: float
+    cut_share: float
+    skipped: int
+    """Evaluations that were due since the record before, and skipped or lost."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,10 @@ def open_sinks(config: RunConfig) -> list[Sink]:
 def scalars(record: Record) -> dict[str, float]:
     """Return the numbers of a record by dashboard name."""
     if isinstance(record, EvaluationRecord):
-        return {f"eval/accuracy_t{record.temperature:g}": record.accuracy}
+        values = {"accuracy": record.accuracy, "mean_tokens": record.mean_tokens, "cut_share": record.cut_share}
+        if record.samples > 1:
+            values["passed"] = record.passed
+        return {f"eval/{name}_t{record.temperature:g}": value for name, value in values.items()}
     if isinstance(record, StepRecord | RolloutRecord):
         values = {k: v for k, v in asdict(record).items() if isinstance(v, int | float) and k not in ("step", "time")}
         part = "train" if isinstance(record, StepRecord) else "rollout"

@@ -19,13 +19,15 @@ class RewardResult:
     value: float | None
     components: dict[str, float] = field(default_factory=dict)
     reason: str | None = None
+    answer: str | None = None
+    """The answer that was found in the response, for majority votes; by default the whole response."""
 
     @classmethod
-    def of(cls, value: float, components: dict[str, float], reason: str | None) -> Self:
+    def of(cls, value: float, components: dict[str, float], reason: str | None, answer: str | None = None) -> Self:
         """Create a result; a value that is not finite makes it unknown."""
         if math.isfinite(value):
-            return cls(value, components, reason)
-        return cls(None, components, reason=reason or f"the reward is {value}")
+            return cls(value, components, reason, answer)
+        return cls(None, components, reason or f"the reward is {value}", answer)
 
 
 class Reward(Protocol):
@@ -66,7 +68,7 @@ def score(reward: Reward, task: Task, response: str) -> RewardResult:
             return RewardResult.of(float(result), {}, None)
         if result.value is None:
             return result
-        return RewardResult.of(float(result.value), _numbers(result.components), result.reason)
+        return RewardResult.of(float(result.value), _numbers(result.components), result.reason, result.answer)
     except Exception as error:  # user code may raise anything; it becomes data, and the run's policy decides
         return RewardResult(None, reason=f"{type(error).__name__}: {error}")
 

@@ -23,6 +23,6 @@ def math_answer() -> Reward:
             return RewardResult(None, reason=f"the ground truth {task.answer!r} is not a mathematical answer")
         answer = parse(response, extraction, parsing_timeout=None)
         right = bool(answer) and bool(verify(truth, answer, timeout_seconds=None))
-        return RewardResult(float(right), {"parsed": float(bool(answer))})
+        return RewardResult(float(right), {"parsed": float(bool(answer))}, answer=str(answer[0]) if answer else "")
 
     return score

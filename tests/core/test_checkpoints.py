@@ -172,3 +172,18 @@ def test_a_checkpoint_that_is_not_whole_is_found_by_its_manifest(tmp_path: Path,
         checkpoints.check(6)
     assert (error.value.field, error.value.value) == ("checkpoint", str(checkpoints.at(6)))
     checkpoints.check(3)
+
+
+def test_a_checkpoint_whose_evaluation_has_not_ended_is_kept_until_it_is_judged(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep_last=1, keep_best=1))
+    for step in (1, 2, 3, 4):
+        checkpoints.evaluating.add(step)
+        write(checkpoints, Progress("run", step=step, records=step))
+    assert [each.step for each in checkpoints.all()] == [1, 2, 3, 4]
+    for step, accuracy in ((2, 0.7), (1, 0.4), (3, None)):
+        checkpoints.judge(step, accuracy)
+    assert [(each.step, each.accuracy, each.records) for each in checkpoints.all()] == [(2, 0.7, 2), (4, None, 4)]
+    checkpoints.check(2)
+    checkpoints.judge(5, 1.0)  # has no checkpoint
+    checkpoints.judge(4, 0.9)
+    assert [(each.step, each.accuracy) for each in checkpoints.all()] == [(4, 0.9)]

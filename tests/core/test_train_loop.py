@@ -47,7 +47,7 @@ class EvaluatesForEver:
     def __init__(self) -> None:
         self.asked = asyncio.Event()
 
-    async def evaluate(self, temperature: float) -> None:
+    async def evaluate(self, temperature: float, beside: bool) -> None:
         self.asked.set()
         await asyncio.Event().wait()
 

@@ -237,3 +237,16 @@ async def test_log_probs_are_judged_by_mean_and_quantile_and_the_largest_gap_is_
             await made.sync.publish(3)
     else:
         assert (await made.sync.publish(3)).probe_gap == pytest.approx(largest)
+
+
+async def test_an_engine_that_only_evaluates_gets_verified_weights_and_no_broadcast_after() -> None:
+    made = await subject(1)
+    own = ScriptedEngine()
+    report = await made.sync.load([remote(own, "evaluation-0")], 5)
+    assert (report.version, report.digest, report.probe_gap) == (5, "abc", 0.0)
+    assert await made.members() == {"engine-0": 0} and made.engines["engine-0"].calls == []
+    await made.sync.publish(6)
+    assert own.calls == ["pause", "receive", "score"] and await made.members() == {"engine-0": 6}
+    own.digest = "xyz"
+    with pytest.raises(WeightSyncError):
+        await made.sync.load([remote(own, "evaluation-0")], 6)

@@ -26,7 +26,9 @@ def step(**changes: Any) -> StepRecord:
 
 def evaluation(stage: str, stage_step: int, right: int, temperature: float = 0.0, step: int = 0) -> EvaluationRecord:
     low, high = wilson_interval(right, 100)
-    return EvaluationRecord(stage, step, stage_step, 0.0, temperature, right / 100, low, high, right, 100, 0.5, 0, 1.0)
+    share = right / 100
+    measured = (share, low, high, right, 100, 0.5, 0, 1.0, 1, share, 4.0, 0.0, 0)
+    return EvaluationRecord(stage, step, stage_step, 0.0, step, temperature, *measured)
 
 
 def test_records_survive_the_file_and_a_torn_last_line_is_left_out(tmp_path: Path) -> None:

@@ -1,0 +1,68 @@
+"""Config of a bench: which models are evaluated on which task sets, and how."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from pydantic import Field, field_validator, model_validator
+
+from rayrft.config.base import Section, invalid
+from rayrft.config.tasks import TaskSourceConfig
+
+_NAME = r"[A-Za-z0-9][A-Za-z0-9_-]*"
+
+
+class TasksetConfig(Section):
+    """Tasks to evaluate on: the held-out tasks of sources that have some, all tasks of the others. One source may be
+    given in place of the section."""
+
+    sources: list[TaskSourceConfig] = Field(min_length=1)
+    size: int | None = Field(None, ge=1)
+    """Number of tasks to take, drawn by the run's seed; all by default."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_source(cls, value: Any) -> Any:
+        return {"sources": [value]} if isinstance(value, dict) and "source" in value else value
+
+
+class BenchConfig(Section):
+    """Evaluation of models on task sets (`rayrft bench`), by the run's workflow, environment, reward and engines."""
+
+    models: dict[str, str] = Field(default_factory=dict)
+    """By name: a folder in Hugging Face format, an id on the hub, a run (its folder, or its name in ``storage``) for
+    its final or else latest weights, or ``RUN@WHICH``: a step of a checkpoint, a stage, or ``start``. By default
+    ``model``."""
+    tasksets: dict[str, TasksetConfig] = Field(default_factory=dict)
+    """By name, besides the held-out tasks of ``tasks``, if there are some, as ``held_out``."""
+    samples: int = Field(8, ge=1)
+    """Attempts per task."""
+    k: tuple[int, ...] = Field((1, 4, 8), min_length=1)
+    """Where pass@k and majority@k are measured."""
+    temperature: float = Field(1.0, ge=0)
+    max_tokens: int | None = Field(None, ge=1)
+    """Longest answer, in tokens; by default ``explorer.sampling.max_tokens``."""
+
+    @field_validator("models", "tasksets")
+    @classmethod
+    def _names(cls, named: dict[str, Any]) -> dict[str, Any]:
+        for name in named:
+            if name == "held_out":
+                raise invalid(name, "is the name of those of 'tasks'", value=name, remedy="give another")
+            if not re.fullmatch(_NAME, name):
+                raise invalid(name, "a name is of letters, digits, '-' and '_'", value=name)
+        return named
+
+    @model_validator(mode="after")
+    def _samples(self) -> BenchConfig:
+        if min(self.k) < 1 or max(self.k) > self.samples:
+            raise invalid("k", f"must be from 1 to samples, {self.samples}", value=list(self.k), remedy="raise samples")
+        if self.temperature == 0 and self.samples > 1:
+            raise invalid(
+                "samples",
+                "all answers to a task are equal at temperature 0",
+                value=self.samples,
+                remedy="give samples 1 and k [1], or a temperature",
+            )
+        return self

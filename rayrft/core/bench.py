@@ -1,0 +1,285 @@
+"""A bench: models are evaluated on task sets one after the other, without trainer or Buffer."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from rayrft.config import RunConfig, load_config
+from rayrft.core.actors import create_engines, reward_workers
+from rayrft.core.checkpoints import Checkpoints, export, find_folder
+from rayrft.core.cluster import connect
+from rayrft.core.launch import check_room
+from rayrft.core.placement import Placement, plan_placement, show_plan
+from rayrft.core.preflight import check_reward, check_workflows, find_model
+from rayrft.core.supervision import root_cause
+from rayrft.data.task_splits import load_tasks, load_taskset
+from rayrft.errors import ModelError, RunNotFound, Stalled
+from rayrft.experience import Task
+from rayrft.explorer.bench import AttemptFile, BenchWorker
+from rayrft.explorer.engine import RolloutEngine
+from rayrft.explorer.engine_pool import EnginePool, Member
+from rayrft.explorer.evaluation import Attempt, measure
+from rayrft.handle import Handle, Watched, fetch
+from rayrft.monitor.bench import BenchResult, BenchScore
+
+_HELD_OUT = "held_out"
+
+
+@dataclass(frozen=True)
+class _Model:
+    name: str
+    path: str
+    """A folder in Hugging Face format, or an id on the hub."""
+    identity: str
+    """Changes with the weights."""
+
+
+def bench(
+    config: str | Path | dict[str, Any] | RunConfig,
+    *,
+    models: dict[str, str] | None = None,
+    say: Callable[[str], None] = print,
+    **overrides: Any,
+) -> BenchResult:
+    """Evaluate the models of a config on its task sets; return the scores.
+
+    ``config`` is that of a bench or of a run, whose workflow, environment, reward and engines are used; ``models`` are
+    added to ``bench.models``, and ``overrides`` are dotted keys. Every attempt is written to ``<storage>/<name>/bench``
+    as it comes: a bench that was killed goes on where it stopped, and what was attempted before under the same
+    settings is not attempted again. Raises a RayrftError, before any actor starts, if config, data, models or cluster
+    are unsuitable, and ActorDied if an engine dies.
+    """
+    named = {f"bench.models.{name}": model for name, model in (models or {}).items()}
+    checked = load_config(config, {**overrides, **named, "mode": "bench"})
+    folder = checked.folder / "bench"
+    connect()  # files of tasks are read by Ray
+    tasksets = _tasksets(checked)
+    check_workflows(checked.explorer, chain.from_iterable(tasksets.values()))
+    for tasks in tasksets.values():
+        check_reward(checked.reward, tasks[0])
+    given = checked.bench.models or {"model": str(checked.model.path)}
+    found = [_find(name, model, checked.storage, folder) for name, model in given.items()]
+    files = {
+        (model.name, name): folder / "attempts" / model.name / f"{name}-{_fingerprint(checked, model, name)}.jsonl"
+        for model in found
+        for name in tasksets
+    }
+    missing = {
+        model.name: [name for name, tasks in tasksets.items() if _missing(checked, files[model.name, name], tasks)]
+        for model in found
+    }
+    if any(missing.values()):
+        parts = plan_placement(checked)
+        run = f"{checked.name}-bench"
+        say(show_plan(run, parts))
+        check_room(parts)
+        placement = Placement(run, parts)
+        try:
+            placement.reserve([part.name for part in parts])
+            for model in found:
+                if missing[model.name]:
+                    with _Evaluation(checked, placement, model) as evaluation:
+                        for name in missing[model.name]:
+                            evaluation.run(name, tasksets[name], files[model.name, name], say)
+        finally:
+            placement.remove()
+    result = BenchResult(
+        checked.name,
+        folder,
+        tuple(
+            BenchScore(model.name, taskset, measure(attempts, checked.bench.k, seed=checked.seed))
+            for model in found
+            for taskset, tasks in tasksets.items()
+            if (attempts := _attempts(checked, files[model.name, taskset], tasks))
+        ),
+    )
+    (folder / "results.json").write_text(result.to_json())
+    result.save_plot(folder / "plot.png")
+    return result
+
+
+@contextlib.contextmanager
+def _deaths(model: str) -> Iterator[None]:
+    """Raise what ended an actor as its root cause."""
+    from ray.exceptions import RayActorError, RayTaskError
+
+    try:
+        yield
+    except (RayActorError, RayTaskError) as error:
+        cause = root_cause(error, "bench")
+        cause.remedy = cause.remedy or "start the bench again: it goes on where it stopped"
+        raise cause from None
+
+
+class _Evaluation:
+    """Actors that evaluate one model, inside a ``with``: another model gets new ones, for it may be of another kind."""
+
+    def __init__(self, config: RunConfig, placement: Placement, model: _Model) -> None:
+        self._config = config
+        self._model = model
+        self._engines = create_engines(placement, config.explorer.engine.count)
+        self._pool = placement.actor(EnginePool, "engine_pool", name="engine_pool").create()
+        workers = reward_workers(config, placement)
+        self._worker = placement.actor(BenchWorker, "explorer", name="explorer").create(
+            config, model.path, self._pool, workers
+        )
+        self._seen = 0
+        """Tasks that the worker has answered."""
+
+    def __enter__(self) -> _Evaluation:
+        config, deadline_s = self._config, self._config.monitor.stall_s
+        starting = [
+            engine.call(
+                RolloutEngine.start,
+                self._model.path,
+                config.explorer.engine,
+                max_length=config.model.max_length,
+                dtype=config.model.dtype,
+                seed=config.seed + index,
+            )
+            for index, engine in enumerate(self._engines)
+        ]
+        try:
+            with _deaths(self._model.name):
+                fetch(self._worker.call(BenchWorker.start), "explorer", deadline_s)
+                for engine, started in zip(self._engines, starting, strict=True):
+                    fetch(started, engine.name, deadline_s)
+                members = [Member(engine, 0) for engine in self._engines]
+                fetch(self._pool.call(EnginePool.join, members), "engine_pool", deadline_s)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def run(self, name: str, tasks: list[Task], file: Path, say: Callable[[str], None]) -> None:
+        """Attempt a task set, telling how far it is."""
+        import ray
+
+        todo = _missing(self._config, file, tasks)
+        say(f"{self._model.name} on {name}: {len(todo)} of {len(tasks)} tasks to attempt")
+        running, stall_s = self._worker.call(BenchWorker.run, tasks, file), self._config.monitor.stall_s
+        first, told = self._seen, 0
+        with _deaths(self._model.name):
+            while True:
+                answered = self._worker.call(BenchWorker.answered, self._seen)
+                ready, _ = ray.wait([running, answered], timeout=stall_s)
+                if running in ready:
+                    fetch(running)
+                    self._seen = first + len(todo)
+                    return
+                if not ready:
+                    raise Stalled(
+                        f"no task was answered for {stall_s:g} s",
+                        field="bench",
+                        value=f"{self._model.name} on {name}",
+                        remedy="see the engines' logs in the Ray dashboard; if it takes long, raise monitor.stall_s",
+                    )
+                self._seen = fetch(answered)
+                if (tenth := 10 * (self._seen - first) // len(todo)) > told:
+                    told = tenth
+                    say(f"{self._model.name} on {name}: {self._seen - first} of {len(todo)}")
+
+    def __exit__(self, *_: object) -> None:
+        import ray
+
+        actors: list[Handle[Any]] = [self._worker, self._pool, *self._engines]
+        watches = [actor.call(Watched.watch) for actor in actors]
+        for actor in actors:
+            actor.kill()
+        # Only then are their names and memory free for those of the next model.
+        ray.wait(watches, num_returns=len(watches))
+
+
+def _tasksets(config: RunConfig) -> dict[str, list[Task]]:
+    tasksets = {}
+    if config.tasks is not None:
+        tasksets[_HELD_OUT] = load_tasks(config.tasks, config.demonstrations, config.seed).evaluation
+    for name, taskset in config.bench.tasksets.items():
+        tasksets[name] = load_taskset(taskset, f"bench.tasksets.{name}", config.seed)
+    return tasksets
+
+
+def _find(name: str, model: str, storage: Path, folder: Path) -> _Model:
+    """Find a model by what ``bench.models`` says; weights of a checkpoint are written below ``folder``, once."""
+    field = f"bench.models.{name}"
+    if (Path(model) / "config.json").is_file():
+        return _Model(name, str(Path(model).absolute()), _identity(Path(model)))
+    run, _, which = model.partition("@")
+    try:
+        found = find_folder(run, storage)
+    except RunNotFound:
+        if which or Path(model).exists():
+            remedy = "give a model's folder, an id on the hub, or RUN or RUN@WHICH of a run"
+            raise ModelError("neither a model nor a run", field=field, value=model, remedy=remedy) from None
+        return _Model(name, find_model(model, field), model)
+    config = load_config(found / "config.yaml")
+    checkpoints = found / "checkpoints"
+    if which == "start":
+        path = found / "model" if config.model.tiny is not None else Path(str(config.model.path))
+        return _Model(name, str(path), _identity(path) if path.is_dir() else str(path))
+    named = checkpoints / (which or "final")
+    if (named / "config.json").is_file():
+        return _Model(name, str(named.absolute()), _identity(named))
+    steps = [progress.step for progress in Checkpoints(found, config.checkpoint).all() if progress.step]
+    if which not in map(str, steps) and (which or not steps):
+        known = [path.parent.name for path in sorted(checkpoints.glob("*/config.json"))]
+        remedy = f"choose one of: {', '.join(['start', *known, *map(str, steps)])}"
+        raise ModelError("the run has no such weights", field=field, value=model, remedy=remedy)
+    step = int(which) if which else steps[-1]
+    written = folder / "models" / f"{config.name}-{step:06d}-{_identity(checkpoints / f'step-{step:06d}')}"
+    if not (written / "config.json").is_file():
+        export(found, written, step)
+    return _Model(name, str(written), _identity(written))
+
+
+def _identity(folder: Path) -> str:
+    """Digest the names, sizes and times of a folder's files of weights and config."""
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return _digest([str(folder.absolute()), stats])
+
+
+def _fingerprint(config: RunConfig, model: _Model, taskset: str) -> str:
+    """Digest all that an attempt at a task depends on."""
+    explorer, source = config.explorer, config.tasks if taskset == _HELD_OUT else config.bench.tasksets[taskset]
+    assert source is not None  # checked by the config
+    return _digest(
+        [
+            model.identity,
+            config.model.model_dump(mode="json", include={"dtype", "max_length"}),
+            config.reward.model_dump(mode="json", exclude={"workers"}),
+            explorer.model_dump(mode="json", include=_EXPLORER),
+            config.bench.model_dump(mode="json", include={"temperature", "max_tokens"}),
+            config.seed,
+            [hashlib.blake2b(path.read_bytes()).hexdigest() for path in config.plugins],
+            [(each.system, each.workflow) for each in source.sources],
+        ]
+    )
+
+
+_EXPLORER = {"workflow", "workflow_options", "environment", "environment_options", "deadline_s", "sampling"}
+
+
+def _digest(value: Any) -> str:
+    return hashlib.blake2b(json.dumps(value).encode(), digest_size=6).hexdigest()
+
+
+def _attempts(config: RunConfig, file: Path, tasks: list[Task]) -> list[Attempt]:
+    """Return the attempts at these tasks in a file, as many as the config asks for."""
+    ids = {task.id for task in tasks}
+    found = AttemptFile(file).read()
+    return [attempt for attempt in found if attempt.task_id in ids and attempt.repeat < config.bench.samples]
+
+
+def _missing(config: RunConfig, file: Path, tasks: list[Task]) -> list[Task]:
+    """Return the tasks that have not all their attempts in a file."""
+    done = Counter(attempt.task_id for attempt in _attempts(config, file, tasks))
+    return [task for task in tasks if done[task.id] < config.bench.samples]

@@ -1,0 +1,139 @@
+"""Evaluation during training: by the rollout engines between two steps, or beside the steps by engines of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from rayrft.config import RunConfig, StageConfig
+from rayrft.core.actors import Actors
+from rayrft.core.checkpoints import Progress, Saver
+from rayrft.core.recorder import Recorder
+from rayrft.core.step_record import evaluation_record
+from rayrft.core.weight_sync import WeightSync
+from rayrft.errors import ActorDied, WeightSyncError
+from rayrft.explorer.engine import RolloutEngine
+from rayrft.explorer.engine_pool import EnginePool, Member
+from rayrft.explorer.explorer import Explorer
+from rayrft.handle import Handle
+
+
+class Evaluations:
+    """Evaluates the current policy on the held-out tasks, at every temperature of the config."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        actors: Actors,
+        recorder: Recorder,
+        progress: Progress,
+        saving: Saver,
+        weight_sync: WeightSync | None,
+        publish: Callable[[], Awaitable[Any]],
+    ) -> None:
+        """``publish`` gives the rollout engines the current weights."""
+        self._config = config
+        self._actors = actors
+        self._recorder = recorder
+        self._progress = progress
+        self._saving = saving
+        self._weight_sync = weight_sync
+        self._publish = publish
+        self._engines: dict[str, Handle[RolloutEngine]] = {}
+        """Evaluation engines that live, by name."""
+        self._watching: dict[str, asyncio.Future[None]] = {}
+        for engine in actors.evaluation_engines:
+            self._engines[engine.name] = engine
+        self._running: asyncio.Future[None] | None = None
+        self._step = 0
+        """Step that the latest evaluation is of."""
+        self._skipped = 0
+
+    async def begin(self, stage: StageConfig) -> None:
+        """Evaluate the policy, if evaluation is enabled; with evaluation engines return once they have its weights.
+
+        One that is due while the one before has not ended is skipped and counted.
+        """
+        if not self._config.evaluation.enabled or not self._actors.explorers:
+            return
+        if self._running is not None and not self._running.done():
+            self._skipped += 1
+            text = f"no evaluation: that of step {self._step} has not ended"
+            return await self._recorder.note(text, stage.name, self._progress.step)
+        self._step = self._progress.step
+        if self._actors.evaluation_engines and await self._load():
+            self._saving.evaluating(self._step)
+            self._running = asyncio.ensure_future(self._beside(stage, self._step, self._progress.stage_step))
+        else:
+            if not stage.groups:
+                await self._publish()
+            await self._evaluate(stage, self._step, self._progress.stage_step, beside=False)
+
+    def check(self) -> None:
+        """Raise the error that ended an evaluation, if one did."""
+        if self._running is not None and self._running.done():
+            self._running.result()
+
+    async def end(self) -> None:
+        """Wait for the evaluation that has not ended. Raises its error."""
+        if self._running is not None:
+            await self._running
+
+    async def cancel(self) -> None:
+        """Give up what has not ended."""
+        unfinished = [*self._watching.values(), *([self._running] if self._running else [])]
+        for future in unfinished:
+            future.cancel()
+        await asyncio.gather(*unfinished, return_exceptions=True)
+
+    async def _load(self) -> bool:
+        """Give the current weights to the evaluation engines that live; return whether there are any."""
+        assert self._weight_sync is not None and self._actors.evaluation_pool is not None  # as there are engines
+        pool = self._actors.evaluation_pool
+        for name, engine in list(self._engines.items()):
+            if name not in self._watching:
+                self._watching[name] = asyncio.ensure_future(engine.call(RolloutEngine.watch))
+        for name, watching in self._watching.items():
+            if watching.done() and self._engines.pop(name, None) is not None:
+                await pool.call(EnginePool.leave, name, "it died")
+                left = f"{len(self._engines)} are left" if self._engines else "the rollout engines evaluate from now on"
+                await self._recorder.note(f"{name} died: {left}", step=self._step)
+        if not self._engines:
+            return False
+        await self._weight_sync.load(list(self._engines.values()), self._step)
+        members = (await pool.call(EnginePool.members)).names
+        await pool.call(EnginePool.synced, members, self._step)
+        new = [Member(engine, self._step) for name, engine in self._engines.items() if name not in members]
+        if new:
+            await pool.call(EnginePool.join, new)
+        return True
+
+    async def _beside(self, stage: StageConfig, step: int, stage_step: int) -> None:
+        """Evaluate while training goes on. The death of an evaluation engine costs this evaluation only."""
+        try:
+            await self._evaluate(stage, step, stage_step, beside=True)
+        except ActorDied as died:
+            if died.field not in self._watching:
+                raise
+            self._skipped += 1
+            self._saving.evaluated(step, None)
+            await self._recorder.note(f"the evaluation of step {step} is lost: {died}", stage.name, step)
+
+    async def _evaluate(self, stage: StageConfig, step: int, stage_step: int, *, beside: bool) -> None:
+        for number, temperature in enumerate(self._config.evaluation.temperatures):
+            started = time.perf_counter()
+            result = await self._actors.explorers[0].call(Explorer.evaluate, temperature, beside)
+            seconds = time.perf_counter() - started
+            if set(result.versions) - {step}:
+                raise WeightSyncError(
+                    f"answers were sampled under versions {list(result.versions)} in an evaluation of version {step}",
+                    field="evaluation",
+                    remedy="an engine was sent weights meanwhile, which is a bug: please report it",
+                )
+            if number == 0:
+                self._saving.evaluated(step, result.accuracy.value if result.count else None)
+            skipped, self._skipped = self._skipped, 0
+            record = evaluation_record(stage.name, step, stage_step, temperature, result, seconds, skipped)
+            await self._recorder.add(record)

@@ -1,0 +1,112 @@
+"""BenchWorker: attempts task sets with one model, and writes every attempt as it comes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rayrft.config import RunConfig
+from rayrft.data.tokenizer import ChatTokenizer
+from rayrft.errors import StorageError
+from rayrft.experience import Task
+from rayrft.explorer.engine_pool import EngineClient, EnginePool
+from rayrft.explorer.evaluation import Attempt
+from rayrft.explorer.evaluator import Evaluator
+from rayrft.handle import Handle
+from rayrft.registry import load_plugins
+from rayrft.rewards import RewardResult
+from rayrft.rewards.worker import RewardPool, RewardWorker
+from rayrft.waits import Waits
+
+
+class AttemptFile:
+    """Attempts in JSON lines. What was acknowledged is read again after the writer was killed at any moment."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self) -> list[Attempt]:
+        """Return the attempts; the last line, if it is torn, is left out."""
+        if not self._path.exists():
+            return []
+        lines = self._path.read_bytes().splitlines(keepends=True)
+        return [_attempt(json.loads(line)) for line in lines if line.endswith(b"\n")]
+
+    def append(self, attempts: Sequence[Attempt]) -> None:
+        """Write attempts. Raises StorageError; what was there before is still read then."""
+        text = "".join(json.dumps(asdict(attempt)) + "\n" for attempt in attempts)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("ab") as file:
+                file.write(text.encode())
+        except OSError as error:
+            raise StorageError(
+                f"answers cannot be written: {error.strerror}",
+                field=str(self._path),
+                remedy="free disk space or fix the storage, then start the bench again: it goes on where it stopped",
+            ) from None
+
+    def mend(self) -> None:
+        """Cut off a last line that is torn, so that more can be appended."""
+        if self._path.exists():
+            whole = self._path.read_bytes().rfind(b"\n") + 1
+            with self._path.open("ab") as file:
+                file.truncate(whole)
+
+
+def _attempt(fields: dict[str, object]) -> Attempt:
+    fields["versions"] = tuple(fields["versions"])  # type: ignore[arg-type]
+    return Attempt(**fields)  # type: ignore[arg-type]
+
+
+class BenchWorker:
+    """The actor, for one model."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model: str,
+        engine_pool: Handle[EnginePool],
+        create_worker: Callable[[], Handle[RewardWorker]] | None,
+    ) -> None:
+        load_plugins(config.plugins)
+        self._config = config
+        self._rewards = RewardPool(config.reward, create_worker)
+        engines = EngineClient(engine_pool, Waits("bench"))
+        self._evaluator = Evaluator(config, ChatTokenizer(model), engines, self._score, config.bench.max_tokens)
+        self._answered = 0
+        self._changed = asyncio.Condition()
+
+    async def start(self) -> None:
+        """Start the reward workers."""
+        await self._rewards.open()
+
+    async def run(self, tasks: list[Task], path: Path) -> None:
+        """Attempt the tasks, less what is in the file, and append to it. Raises ActorDied if an engine has died, and
+        StorageError."""
+        file = AttemptFile(path)
+        file.mend()
+        bench = self._config.bench
+        done = Counter(attempt.task_id for attempt in file.read())
+        async for attempts in self._evaluator.each(tasks, bench.samples, bench.temperature, done):
+            file.append(attempts)
+            async with self._changed:
+                self._answered += 1
+                self._changed.notify_all()
+
+    async def answered(self, after: int) -> int:
+        """Return the number of tasks that were attempted by this actor, as soon as it is beyond ``after``."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._answered > after)
+            return self._answered
+
+    async def watch(self) -> None:
+        """Never return: a caller that awaits it learns at once when this actor dies."""
+        await asyncio.Event().wait()
+
+    async def _score(self, task: Task, responses: list[str]) -> list[RewardResult]:
+        return await self._rewards.score(task, responses)

@@ -1,0 +1,94 @@
+"""Attempts at tasks that are scored and measured, and not trained on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+
+from rayrft.config import RunConfig
+from rayrft.data.tokenizer import ChatTokenizer
+from rayrft.experience import TRUNCATED, Experience, Task
+from rayrft.explorer.auxiliary import AuxiliaryModel
+from rayrft.explorer.calls import Engines
+from rayrft.explorer.evaluation import Attempt
+from rayrft.explorer.rollout import Runner, Score
+from rayrft.explorer.scoring import earned
+from rayrft.rewards import RewardResult
+
+
+class Evaluator:
+    """Attempts tasks on engines, as a run does, with answers of up to ``max_tokens`` (default: the run's)."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        tokenizer: ChatTokenizer,
+        engines: Engines,
+        score: Score,
+        max_tokens: int | None = None,
+        auxiliary: Mapping[str, AuxiliaryModel] | None = None,
+    ) -> None:
+        sampling = config.explorer.sampling
+        if max_tokens is not None:
+            sampling = sampling.model_copy(update={"max_tokens": max_tokens})
+        explorer = config.explorer.model_copy(update={"sampling": sampling})
+        self._config = config
+        self._runner = Runner(config.model_copy(update={"explorer": explorer}), tokenizer, engines, score, auxiliary)
+
+    async def each(
+        self, tasks: Sequence[Task], samples: int, temperature: float, done: dict[str, int] | None = None
+    ) -> AsyncIterator[list[Attempt]]:
+        """Attempt every task ``samples`` times, less those that are ``done`` by its id; yield the attempts at each task
+        as they end. Raises ActorDied if an engine has died."""
+        # More at once would wait in the engines, at the cost of their attempts' deadlines.
+        engine = self._config.explorer.engine
+        room = asyncio.Semaphore(max(1, engine.count * engine.max_running // samples))
+        have = done or {}
+
+        async def attempt(task: Task) -> list[Attempt]:
+            async with room:
+                return await self._attempt(task, have.get(task.id, 0), samples, temperature)
+
+        running = [asyncio.ensure_future(attempt(task)) for task in tasks if have.get(task.id, 0) < samples]
+        try:
+            for ended in asyncio.as_completed(running):
+                yield await ended
+        finally:
+            for each in running:
+                each.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    async def _attempt(self, task: Task, first: int, samples: int, temperature: float) -> list[Attempt]:
+        """Make the attempts at a task from number ``first`` to ``samples``."""
+        name = f"{task.id}/{first}" if first else task.id  # the seeds of requests are derived from it
+        rollout = await self._runner.run(task, name, samples - first, temperature)
+        scored: dict[int, list[tuple[Experience, RewardResult]]] = {}
+        for row, result in zip(rollout.rows, rollout.results, strict=True):
+            scored.setdefault(first + int(row.repeat), []).append((row, result))
+        attempts = [self._attempt_of(task, repeat, rows) for repeat, rows in scored.items()]
+        missing = [repeat for repeat in range(first, samples) if repeat not in scored]
+        failed = zip(missing, rollout.failed.elements(), strict=True)
+        attempts += [Attempt(task.id, repeat, None, problem=reason) for repeat, reason in failed]
+        return sorted(attempts, key=lambda attempt: attempt.repeat)
+
+    def _attempt_of(self, task: Task, repeat: int, rows: list[tuple[Experience, RewardResult]]) -> Attempt:
+        """Build an attempt from its rows. Its reward is their mean; if that of one is unknown, so is the attempt's."""
+        values = [
+            earned(row.stop_reason, result.value, self._config.reward) if row.reward is None else result.value
+            for row, result in rows
+            if result.value is not None
+        ]
+        unknown = [result.reason or "no reason given" for _, result in rows if result.value is None]
+        last, result = rows[-1]
+        response = last.turns[-1]["content"]
+        return Attempt(
+            task.id,
+            repeat,
+            None if unknown else sum(values) / len(values),
+            (response.strip() if result.answer is None else result.answer) or None,
+            response,
+            tokens=sum(int(row.action_mask.sum()) for row, _ in rows),
+            cut=any(row.stop_reason in TRUNCATED for row, _ in rows),
+            problem=unknown[-1] if unknown else None,
+            versions=tuple(sorted({span.version for row, _ in rows for span in row.weight_versions})),
+        )

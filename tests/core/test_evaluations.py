@@ -1,0 +1,203 @@
+"""When a policy is evaluated and on which engines, with scripted ones: what is skipped, lost and judged."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayrft.config import load_config
+from rayrft.core.actors import Actors
+from rayrft.core.checkpoints import Checkpoints, Progress, Saver
+from rayrft.core.evaluations import Evaluations
+from rayrft.core.recorder import Recorder
+from rayrft.core.weight_sync import SyncReport
+from rayrft.errors import ActorDied, WeightSyncError
+from rayrft.explorer.engine_pool import EnginePool
+from rayrft.explorer.evaluation import Attempt, Evaluation, measure
+from rayrft.handle import Handle
+from rayrft.monitor import sinks
+from rayrft.monitor.records import EvaluationRecord, NoteRecord
+from tests.core.test_checkpoints import write
+from tests.e2e.conftest import small_config
+from tests.errors import about
+from tests.scripted import remote
+
+
+class ScriptedExplorer:
+    """Evaluates when it is told to."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[float, bool]] = []
+        self.answers: asyncio.Queue[Evaluation | Exception] = asyncio.Queue()
+
+    async def evaluate(self, temperature: float, beside: bool) -> Evaluation:
+        self.asked.append((temperature, beside))
+        answer = await self.answers.get()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+class ScriptedEngine:
+    def __init__(self) -> None:
+        self.died = asyncio.Event()
+
+    async def watch(self) -> None:
+        await self.died.wait()
+        raise ActorDied("gone", field="evaluation-0")
+
+
+class ScriptedSync:
+    def __init__(self) -> None:
+        self.loaded: list[tuple[list[str], int]] = []
+
+    async def load(self, engines: list[Handle[Any]], version: int) -> SyncReport:
+        self.loaded.append(([engine.name for engine in engines], version))
+        return SyncReport(version, 0.1, 1, "abc", 0.0)
+
+
+def answer(version: int, right: bool = True) -> Evaluation:
+    return measure([Attempt("a", 0, float(right), tokens=3, versions=(version,))], [1])
+
+
+class Subject:
+    """Evaluations of one temperature, with ``engines`` of their own."""
+
+    def __init__(self, folder: Path, engines: int) -> None:
+        evaluation = {"engines": engines, "temperatures": [0.0]}
+        config = load_config(small_config(folder, "run", evaluation=evaluation, checkpoint={"keep_last": 1}))
+        config.folder.mkdir()
+        self.checkpoints = Checkpoints(config.folder, config.checkpoint)
+        self.progress, self.recorder = Progress("run"), Recorder(config)
+        self.explorer, self.sync, self.pool = ScriptedExplorer(), ScriptedSync(), EnginePool()
+        self.engines = [ScriptedEngine() for _ in range(engines)]
+        self.published = 0
+        handles = [remote(engine, f"evaluation-{index}") for index, engine in enumerate(self.engines)]
+        nobody = remote(None)
+        actors = Actors(nobody, nobody, remote(self.explorer), None, [], remote(self.pool), handles)
+        self.saver = Saver(config, actors, self.progress)
+        sync: Any = self.sync
+        self.stage = config.stages[0]
+        self.subject = Evaluations(config, actors, self.recorder, self.progress, self.saver, sync, self._publish)
+
+    async def at(self, step: int) -> None:
+        """What the train loop does at a step of the stage."""
+        self.progress.step = self.progress.stage_step = step
+        self.progress.accuracy = None
+        await self.subject.begin(self.stage)
+
+    @property
+    def evaluated(self) -> list[tuple[int, int, int]]:
+        """Step, version and the number skipped before, by record."""
+        found = [record for record in self.recorder.records if isinstance(record, EvaluationRecord)]
+        return [(record.step, record.version, record.skipped) for record in found]
+
+    @property
+    def notes(self) -> str:
+        return "; ".join(record.text for record in self.recorder.records if isinstance(record, NoteRecord))
+
+    async def _publish(self) -> None:
+        self.published += 1
+
+
+Make = Callable[[int], Subject]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    monkeypatch.setattr(sinks.RayMetrics, "write", lambda *_: None)
+    return lambda engines: Subject(tmp_path, engines)
+
+
+async def test_without_engines_of_its_own_it_is_over_when_it_returns(make: Make) -> None:
+    made = make(0)
+    made.explorer.answers.put_nowait(answer(4))
+    await made.at(4)
+    assert made.evaluated == [(4, 4, 0)] and made.explorer.asked == [(0.0, False)]
+    assert made.published == 1, "the stage samples nothing, so the engines have older weights"
+    assert made.progress.accuracy == 1.0
+
+
+async def test_the_record_comes_later_and_is_of_the_step_whose_weights_were_loaded(make: Make) -> None:
+    made = make(2)
+    await made.at(4)
+    assert made.sync.loaded == [(["evaluation-0", "evaluation-1"], 4)] and not made.published
+    assert [(member.name, member.version) for member in (await made.pool.members()).members] == [
+        ("evaluation-0", 4),
+        ("evaluation-1", 4),
+    ]
+    write(made.checkpoints, Progress("run", step=4))
+    await made.at(6)
+    await made.at(8)
+    assert made.evaluated == [] and len(made.sync.loaded) == 1
+    made.explorer.answers.put_nowait(answer(4))
+    await made.subject.end()
+    await made.saver.done()
+    assert made.evaluated == [(4, 4, 2)] and made.progress.accuracy is None
+    assert [(each.step, each.accuracy) for each in made.checkpoints.all()] == [(4, 1.0)]
+    await made.at(10)
+    made.explorer.answers.put_nowait(answer(10, right=False))
+    await made.subject.end()
+    assert made.evaluated[1:] == [(10, 10, 0)] and made.progress.accuracy == 0.0
+    assert {member.version for member in (await made.pool.members()).members} == {10}
+    assert "no evaluation: that of step 4 has not ended" in made.notes
+    await made.subject.cancel()
+
+
+async def test_an_engine_that_dies_costs_its_evaluation_and_the_others_make_the_next(make: Make) -> None:
+    made = make(2)
+    await made.at(2)
+    made.engines[0].died.set()
+    made.explorer.answers.put_nowait(ActorDied("gone", field="evaluation-0"))
+    await made.subject.end()
+    made.subject.check()
+    assert made.evaluated == [] and "the evaluation of step 2 is lost: evaluation-0" in made.notes
+    made.explorer.answers.put_nowait(answer(4))
+    await made.at(4)
+    await made.subject.end()
+    assert made.sync.loaded[-1] == (["evaluation-1"], 4) and made.evaluated == [(4, 4, 1)]
+    assert (await made.pool.members()).names == ("evaluation-1",)
+    made.engines[1].died.set()
+    while (
+        "evaluation-1 died" not in made.notes
+    ):  # its watch has been told by the next turn of the loop or the one after
+        made.explorer.answers.put_nowait(answer(made.progress.step + 1))
+        await made.at(made.progress.step + 1)
+        await made.subject.end()
+    assert made.explorer.asked[-1] == (0.0, False) and "the rollout engines evaluate from now on" in made.notes
+    await made.subject.cancel()
+
+
+async def test_the_death_of_another_actor_is_no_lost_evaluation(make: Make) -> None:
+    made = make(1)
+    await made.at(2)
+    made.explorer.answers.put_nowait(ActorDied("gone", field="engine_pool"))
+    with pytest.raises(ActorDied, check=about("engine_pool")):
+        await made.subject.end()
+    with pytest.raises(ActorDied):
+        made.subject.check()
+    await made.subject.cancel()
+
+
+@pytest.mark.parametrize("engines", [0, 1])
+async def test_answers_under_other_weights_than_stated_are_no_evaluation(make: Make, engines: int) -> None:
+    made = make(engines)
+    made.explorer.answers.put_nowait(answer(3))
+    with pytest.raises(WeightSyncError, check=about("evaluation")):
+        await made.at(2)
+        await made.subject.end()
+    assert made.evaluated == []
+    await made.subject.cancel()
+
+
+async def test_a_resumed_run_keeps_what_was_told_late_of_steps_before_its_checkpoint(make: Make) -> None:
+    made = make(0)
+    for step in (0, 2, 4, 6):
+        made.explorer.answers.put_nowait(answer(step))
+        await made.at(step)
+    resumed = Recorder(made.subject._config, kept=1, step=4)
+    assert [record.step for record in resumed.records] == [0, 2, 4]

@@ -1,0 +1,80 @@
+"""A bench from its config to its result, killed in between; without vLLM, which is not its subject."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rayrft
+from rayrft.core import actors
+from tests.e2e.conftest import Call
+from tests.scripted_engine import ScriptedEngine
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+@pytest.fixture
+def config(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Two models, on a task set of ten."""
+    monkeypatch.setattr(actors, "RolloutEngine", ScriptedEngine)
+    return {
+        "name": "b",
+        "mode": "bench",
+        "storage": str(tmp_path / "runs"),
+        "model": {"max_length": 64},
+        "explorer": {"sampling": {"max_tokens": 4, "max_prompt_tokens": 50}, "engine": {"count": 2}},
+        "bench": {
+            "models": {"one": str(tiny_model), "two": str(tiny_model)},
+            "tasksets": {"words": {"source": "reasoning_gym", "dataset": "spell_backward", "size": 10}},
+            "samples": 3,
+            "k": [1, 3],
+        },
+    }
+
+
+def test_a_bench_that_was_killed_goes_on_where_it_stopped_and_scores_nothing_twice(
+    config: dict[str, Any], command_line: Call, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    whole = rayrft.bench(config, say=said.append)
+    assert [line for line in said if "to attempt" in line] == [
+        f"{m} on words: 10 of 10 tasks to attempt" for m in ("one", "two")
+    ]
+    assert {(score.model, score.taskset) for score in whole.scores} == {("one", "words"), ("two", "words")}
+    for score in whole.scores:
+        assert (score.evaluation.tasks, score.evaluation.count, score.evaluation.samples) == (10, 30, 3)
+    files = {model: next((whole.folder / "attempts" / model).iterdir()) for model in ("one", "two")}
+    assert files["one"].name == files["two"].name, "the same weights under the same settings"
+
+    # As if it had been killed while it wrote the fifth attempt of the second model.
+    lines = files["two"].read_bytes().splitlines(keepends=True)
+    files["two"].write_bytes(b"".join(lines[:4]) + lines[4][:20])
+    before, said = files["one"].read_bytes(), []
+    again = rayrft.bench(config, say=said.append)
+    assert [line for line in said if "to attempt" in line] == ["two on words: 9 of 10 tasks to attempt"]
+    assert files["one"].read_bytes() == before and files["two"].read_bytes().startswith(b"".join(lines[:4]))
+    attempts = [json.loads(line) for line in files["two"].read_text().splitlines()]
+    keys = [(attempt["task_id"], attempt["repeat"]) for attempt in attempts]
+    assert len(keys) == len(set(keys)) == 30 and {repeat for _, repeat in keys} == {0, 1, 2}
+
+    # With nothing left to do no actor starts; the files are where one asked for them.
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps(config))
+    told = command_line("bench", str(path), "--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png"))
+    assert told.returncode == 0 and "to attempt" not in told.stdout, told.stderr
+    assert again.table() in told.stdout
+    assert (tmp_path / "out.json").read_text() == again.to_json() == (again.folder / "results.json").read_text()
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_model_that_is_none_is_told_before_anything_starts(
+    config: dict[str, Any], command_line: Call, tmp_path: Path
+) -> None:
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps(config))
+    refused = command_line("bench", str(path), "--model", "three=nobody@7")
+    assert refused.returncode == 1 and "bench.models.three: neither a model nor a run" in refused.stderr
+    assert "to attempt" not in refused.stdout
