@@ -43,7 +43,7 @@ def multiply(a: int, b: int) -> int:
     return a * b
 
 
-def write_task(folder: Path, seed: int, *, demonstrations: int = 150, held_out: int = 500) -> None:
+def write_task(folder: Path, seed: int, *, demonstrations: int = 200, held_out: int = 500) -> None:
     """Write tasks, demonstrations and a random model with its tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     chance = np.random.default_rng(seed)
@@ -78,7 +78,7 @@ def write_task(folder: Path, seed: int, *, demonstrations: int = 150, held_out: 
     Qwen3ForCausalLM(config).save_pretrained(folder / "model")
 
 
-def make_config(folder: Path, seed: int, *, steps: int = 80, controls: bool = True) -> dict[str, Any]:
+def make_config(folder: Path, seed: int, *, steps: int = 60, controls: bool = True) -> dict[str, Any]:
     """Return the config of a warm-up on the demonstrations, controls from it, and GRPO from it."""
     sft = {"algorithm": {"name": "sft"}, "batch_size": 64}
     more = [
@@ -92,12 +92,12 @@ def make_config(folder: Path, seed: int, *, steps: int = 80, controls: bool = Tr
             **sft,
         }
         for rows in ("mixed", "good")
-        for lr in (1e-3, 3e-4, 1e-4)
+        for lr in (3e-3, 1e-3, 3e-4)
     ]
     warmup = {
         "name": "warmup",
         "demonstrations": "mixed",
-        "steps": 160,
+        "steps": 250,
         "optimizer": {"lr": 1e-3, "schedule": "linear"},
         **sft,
     }
