@@ -17,10 +17,10 @@ from rayrft.monitor.sinks import open_sinks
 class Recorder:
     """Keeps every record, writes it to every sink, and wakes the followers.
 
-    A resumed run keeps its first ``kept`` records; the steps after them are repeated.
+    A resumed run keeps its first ``kept`` records, since the steps after them are repeated; None: all of them.
     """
 
-    def __init__(self, config: RunConfig, kept: int = 0) -> None:
+    def __init__(self, config: RunConfig, kept: int | None = 0) -> None:
         self._config = config
         previous = read_records(config.folder)[:kept]
         rewrite_records(config.folder, previous)
