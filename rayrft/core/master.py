@@ -46,7 +46,7 @@ class Master:
         load_plugins(config.plugins)
         self._config = config
         self._progress = progress
-        self._recorder = Recorder(config, progress.records, progress.step)
+        self._recorder = Recorder(config, progress.records if config.trains else None, progress.step)
         self._stop = asyncio.Event()
         self._status = "starting"
         self._actors: Actors | None = None
