@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import json
 import shutil
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,6 +94,9 @@ class Checkpoints:
         self._config = config
         self.evaluating: set[int] = set()
         """Steps whose evaluation has not ended: their checkpoints are kept until it has."""
+        self._begun: Path | None = None
+        """The folder that is being written to."""
+        self._changing = threading.Lock()  # an evaluation may end while a checkpoint is written
 
     def due(self, stage_step: int) -> bool:
         return self._config.every is not None and stage_step % self._config.every == 0
@@ -123,6 +127,7 @@ class Checkpoints:
         """Create an empty folder for the trainer to write to."""
         partial = self._folder / f".step-{step:06d}.partial"
         shutil.rmtree(partial, ignore_errors=True)
+        self._begun = partial
         with _writing(partial):
             partial.mkdir(parents=True)
         return partial
@@ -132,7 +137,7 @@ class Checkpoints:
 
         Raises StorageError if it cannot be written; the checkpoint is then unchanged.
         """
-        with _writing(self.at(progress.step)):
+        with self._changing, _writing(self.at(progress.step)):
             self._write_manifest(progress, self.at(progress.step))
 
     def commit(self, progress: Progress) -> None:
@@ -141,24 +146,27 @@ class Checkpoints:
         Raises StorageError if it cannot be written; earlier checkpoints are then unchanged.
         """
         partial = self._folder / f".step-{progress.step:06d}.partial"
-        with _writing(partial):
-            self._write_manifest(progress, partial)
-            replace_folder(partial, self.at(progress.step))
-        self._prune()
+        with self._changing:
+            with _writing(partial):
+                self._write_manifest(progress, partial)
+                replace_folder(partial, self.at(progress.step))
+            self._begun = None
+            self._prune()
 
     def judge(self, step: int, accuracy: float | None) -> None:
         """End the evaluation of a step: write its accuracy to its checkpoint's manifest, if there is one, and prune.
 
         Raises StorageError if it cannot be written.
         """
-        self.evaluating.discard(step)
-        if not self.holds(step):
-            return
-        manifest = json.loads((self.at(step) / _MANIFEST).read_text())
-        progress = dataclasses.replace(_progress.validate_python(manifest["progress"]), accuracy=accuracy)
-        with _writing(self.at(step)):
-            self._write_manifest(progress, self.at(step))
-        self._prune()
+        with self._changing:
+            self.evaluating.discard(step)
+            if not self.holds(step):
+                return
+            manifest = json.loads((self.at(step) / _MANIFEST).read_text())
+            progress = dataclasses.replace(_progress.validate_python(manifest["progress"]), accuracy=accuracy)
+            with _writing(self.at(step)):
+                self._write_manifest(progress, self.at(step))
+            self._prune()
 
     def at(self, step: int) -> Path:
         return self._folder / f"step-{step:06d}"
@@ -188,7 +196,8 @@ class Checkpoints:
             # Renamed first, so that a partly deleted folder is not taken for a checkpoint.
             self.at(step).rename(self._folder / f".step-{step:06d}.gone")
         for partial in self._folder.glob(".step-*"):  # also those of a run that was killed while writing or deleting
-            shutil.rmtree(partial, ignore_errors=True)
+            if partial != self._begun:
+                shutil.rmtree(partial, ignore_errors=True)
 
     def _write_manifest(self, progress: Progress, folder: Path) -> None:
         files = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
@@ -223,6 +232,7 @@ class Saver:
         self._progress = progress
         self._checkpoints = Checkpoints(config.folder, config.checkpoint)
         self._writing: asyncio.Future[None] | None = None
+        self._judging: asyncio.Future[None] | None = None
 
     def due(self) -> bool:
         """Return whether a checkpoint is due after this step of the stage."""
@@ -254,17 +264,19 @@ class Saver:
         """Note the accuracy of a step, the current one or one that is over; None if it is not known."""
         if step == self._progress.step:
             self._progress.accuracy = accuracy
-        self._writing = asyncio.ensure_future(self._judge(self._writing, step, accuracy))
+        self._judging = asyncio.ensure_future(self._judge(self._judging, step, accuracy))
 
     def check(self) -> None:
         """Raise StorageError if a checkpoint could not be written."""
-        if self._writing is not None and self._writing.done():
-            self._writing.result()
+        for future in (self._writing, self._judging):
+            if future is not None and future.done():
+                future.result()
 
     async def done(self) -> None:
-        """Wait until the checkpoint in progress is written. Raises StorageError if it cannot be."""
-        if self._writing is not None:
-            await self._writing
+        """Wait until the checkpoint in progress is written and judged. Raises StorageError if it cannot be."""
+        for future in (self._writing, self._judging):
+            if future is not None:
+                await future
 
     async def export(self, name: str) -> None:
         """Write the weights in Hugging Face format."""
@@ -274,9 +286,10 @@ class Saver:
         """Return the folder of the weights exported under that name."""
         return self._config.folder / "checkpoints" / name
 
-    async def _judge(self, writing: asyncio.Future[None] | None, step: int, accuracy: float | None) -> None:
-        if writing is not None:
-            await writing
+    async def _judge(self, before: asyncio.Future[None] | None, step: int, accuracy: float | None) -> None:
+        for earlier in (before, self._writing):  # the checkpoint of the step may be the one that is being written
+            if earlier is not None:
+                await earlier
         await asyncio.to_thread(self._checkpoints.judge, step, accuracy)
 
     async def _commit(self, folder: Path, progress: Progress) -> None:

@@ -187,3 +187,15 @@ def test_a_checkpoint_whose_evaluation_has_not_ended_is_kept_until_it_is_judged(
     checkpoints.judge(5, 1.0)  # has no checkpoint
     checkpoints.judge(4, 0.9)
     assert [(each.step, each.accuracy) for each in checkpoints.all()] == [(4, 0.9)]
+
+
+def test_an_evaluation_that_ends_while_a_checkpoint_is_written_leaves_it_alone(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep_last=1))
+    write(checkpoints, Progress("run", step=3))
+    (checkpoints.begin(6) / "weights").write_text("half of them")
+    left_over = checkpoints.at(3).with_name(".step-000002.partial")
+    left_over.mkdir()
+    checkpoints.judge(3, 0.5)
+    assert not left_over.exists()
+    checkpoints.commit(Progress("run", step=6))
+    assert (checkpoints.at(6) / "weights").is_file() and [each.step for each in checkpoints.all()] == [6]
