@@ -82,10 +82,9 @@ class ExploreLoop:
         timings = await asyncio.gather(*(explorer.call(Explorer.timings) for explorer in self._actors.explorers))
         record = RolloutRecord(
             stage=self._stage.name,
-            step=0,
+            step=progress.groups,
             time=time.time(),
             groups=groups,
-            groups_in_all=progress.groups,
             rows=rows,
             tokens=tokens,
             reward=(new.reward_sum - before.reward_sum) / scored if scored else None,

@@ -51,7 +51,7 @@ def _step(r: StepRecord) -> str:
 
 def _rollout(r: RolloutRecord) -> str:
     reward = "-" if r.reward is None else f"{r.reward:.3f}"
-    parts = [f"[{r.stage} {r.groups_in_all:>5} groups]", f"reward {reward}", f"{r.tokens_per_s:,.0f} tok/s"]
+    parts = [f"[{r.stage} {r.step:>5} groups]", f"reward {reward}", f"{r.tokens_per_s:,.0f} tok/s"]
     parts += [f"held {r.held}", f"{r.seconds:.2f} s (rollout {r.rollout_s:.2f}, reward {r.reward_s:.2f})"]
     return "  ".join([*parts, *_mistakes(r.lost)])
 

@@ -105,9 +105,9 @@ class RolloutRecord:
     kind: ClassVar[str] = "rollout"
     stage: str
     step: int
+    """Groups of the job so far, which takes no optimiser steps."""
     time: float
     groups: int
-    groups_in_all: int
     rows: int
     tokens: int
     reward: float | None

@@ -77,6 +77,9 @@ def test_each_task_is_trained_once_though_both_jobs_and_the_buffer_are_killed(
     lose(trainer, "trainer")
     trainer = rayrft.resume(trainer.folder)
     assert explorer.result().status == "finished"
+    rollouts = [record for record in read_records(explorer.folder) if isinstance(record, RolloutRecord)]
+    assert rollouts[-1].step == buffer_status("met").feeds[0].groups
+    assert rollouts[0].step < 16, "the records of the life that was killed are kept"
     with pytest.raises(PlacementError, check=about("buffer.name", ["trainer"])):
         stop_buffer("met")
     summary = trainer.result()

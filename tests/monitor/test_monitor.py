@@ -12,9 +12,17 @@ import pytest
 from rayrft.errors import StorageError
 from rayrft.explorer.evaluation import wilson_interval
 from rayrft.monitor.console import format_record
-from rayrft.monitor.records import EvaluationRecord, NoteRecord, Record, StepRecord, read_records, to_json
+from rayrft.monitor.records import (
+    EvaluationRecord,
+    NoteRecord,
+    Record,
+    RolloutRecord,
+    StepRecord,
+    read_records,
+    to_json,
+)
 from rayrft.monitor.report import accuracy_table, save_plot
-from rayrft.monitor.sinks import JsonLines
+from rayrft.monitor.sinks import JsonLines, scalars
 from rayrft.monitor.verdict import verdict
 
 
@@ -132,3 +140,13 @@ def test_a_step_line_counts_what_was_lost_by_mistake_and_not_what_is_dropped_by_
     lost = {"workflow_error": 3, "zero_variance": 64, "rejected: token_ids is empty": 1}
     assert format_record(step(lost=lost)).endswith("lost 3 workflow_error, 1 rejected: token_ids is empty")
     assert "lost" not in format_record(step(lost={"zero_variance": 64, "late": 8}))
+
+
+def test_what_an_explore_job_put_is_a_line_and_numbers_on_the_dashboard() -> None:
+    record = RolloutRecord(
+        "live", 24, 1.0, 8, 64, 640, 0.25, None, {"zero_variance": 8, "reward_unknown": 2}, 96, 320.0, 2.0, 1.5, 0.25
+    )
+    line = format_record(record)
+    assert line.startswith("[live    24 groups]  reward 0.250  320 tok/s  held 96")
+    assert line.endswith("lost 2 reward_unknown"), "what is by design is no mistake"
+    assert scalars(record)["rollout/tokens_per_s"] == 320.0 and "rollout/step" not in scalars(record)
