@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up .venv with the test extra and runs what must hold after every change, in about 20 minutes on two cores.
+# Sets up .venv with the extras that tests need and runs what must hold after every change, in about 20 minutes on two cores.
 #
 #   bash tests/run.sh [--all] [argument of pytest …]
 #
@@ -20,7 +20,7 @@ for argument in "$@"; do
     arguments+=("$argument")
   fi
 done
-bash cluster/setup.sh test
+bash cluster/setup.sh test gymnasium openenv verifiers
 
 # Nothing that lies on a machine by chance may help: an empty home, and so empty caches.
 unset "${!HF_@}" "${!RAY_A@}" "${!XDG_@}" VLLM_CACHE_ROOT VLLM_CONFIG_ROOT NUMBA_CACHE_DIR MPLCONFIGDIR TRITON_CACHE_DIR

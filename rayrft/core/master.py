@@ -46,7 +46,8 @@ class Master:
         load_plugins(config.plugins)
         self._config = config
         self._progress = progress
-        self._recorder = Recorder(config, progress.records if config.trains else None, progress.step)
+        kept = progress.records if config.trains else None
+        self._recorder = Recorder(config, kept, progress.step)
         self._stop = asyncio.Event()
         self._status = "starting"
         self._actors: Actors | None = None

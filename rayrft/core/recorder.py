@@ -17,15 +17,15 @@ from rayrft.monitor.sinks import open_sinks
 class Recorder:
     """Keeps every record, writes it to every sink, and wakes the followers.
 
-    A resumed run keeps its first ``kept`` records, since the steps after them are repeated, and what evaluation beside
-    the steps told later of steps up to ``step``; None: all of them.
+    A resumed run keeps its first ``kept`` records, and what evaluation beside the steps told later of steps up to
+    ``step``; the steps after them are repeated. None keeps all.
     """
 
     def __init__(self, config: RunConfig, kept: int | None = 0, step: int = 0) -> None:
         self._config = config
         before = read_records(config.folder)
-        repeated = before[kept:] if kept is not None else []
-        late = [r for r in repeated if isinstance(r, EvaluationRecord) and r.stage_step and r.step <= step]
+        kept = len(before) if kept is None else kept
+        late = [r for r in before[kept:] if isinstance(r, EvaluationRecord) and r.stage_step and r.step <= step]
         previous = before[:kept] + late
         rewrite_records(config.folder, previous)
         self._sinks = open_sinks(config)
