@@ -78,7 +78,7 @@ class Subject:
         self.published = 0
         handles = [remote(engine, f"evaluation-{index}") for index, engine in enumerate(self.engines)]
         nobody = remote(None)
-        actors = Actors(nobody, nobody, remote(self.explorer), None, [], remote(self.pool), handles)
+        actors = Actors(nobody, nobody, [remote(self.explorer)], None, [], {}, remote(self.pool), handles)
         self.saver = Saver(config, actors, self.progress)
         sync: Any = self.sync
         self.stage = config.stages[0]
