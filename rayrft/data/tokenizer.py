@@ -14,6 +14,11 @@ from rayrft.errors import DataError, ModelError
 _ANSWER = "[the answer that was sampled]"
 """Stands for an answer whose tokens are there already, where the chat template is asked what follows it."""
 
+Tools = tuple[dict[str, Any], ...]
+"""JSON schemas of the functions that a model may call, as chat templates take them."""
+
+_CALL_MARKS = ("<tool_call>", "</tool_call>")
+
 
 class ChatTokenizer:
     """A Hugging Face tokenizer for chat conversations.
@@ -49,12 +54,18 @@ class ChatTokenizer:
         """Image reader of the tokenizer's model. Raises ModelError if the model takes no images."""
         return ImageReader(self._path)
 
-    def prompt(self, messages: list[dict[str, str]], images: tuple[str, ...] = ()) -> list[int]:
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template shows tools, and so has messages of role ``tool``."""
+        return re.search(r"\btools\b", self._template) is not None
+
+    def prompt(self, messages: list[dict[str, str]], images: tuple[str, ...] = (), tools: Tools = ()) -> list[int]:
         """Return token ids up to the start of the assistant's turn, with all placeholder tokens of the images.
 
         Raises DataError if the chat template rejects the messages, ModelError if the model takes no images.
         """
-        ids = list(_encode_prompt(self, pickle.dumps(self._with_images(messages, images)), self._template))
+        shown = pickle.dumps((self._with_images(messages, images), tools))
+        ids = list(_encode_prompt(self, shown, self._template))
         return _repeat(ids, self.images.repeats(ids, images)) if images else ids
 
     def observation(
@@ -62,6 +73,7 @@ class ChatTokenizer:
         messages: list[dict[str, str]],
         observed: list[dict[str, str]],
         images: tuple[str, ...] = (),
+        tools: Tools = (),
         *,
         closed: bool,
     ) -> list[int]:
@@ -72,9 +84,12 @@ class ChatTokenizer:
         would write earlier turns differently now. Raises DataError where it refuses the messages or does not keep the
         text of the turn.
         """
-        last = {"role": "assistant", "content": _ANSWER}
-        text, _ = self._render([*messages[:-1], last, *self._with_images(observed, images)], add_generation_prompt=True)
-        _, mark, rest = text.rpartition(_ANSWER)
+        answer = _ANSWER
+        while any(answer in message["content"] for message in observed):
+            answer = f"[{answer}]"
+        shown = [*messages[:-1], {"role": "assistant", "content": answer}, *self._with_images(observed, images)]
+        text, _ = self._render(shown, tools, add_generation_prompt=True)
+        _, mark, rest = text.rpartition(answer)
         if not mark:
             raise DataError("the chat template leaves the assistant's turn out once another message follows")
         before, eos, after = rest.partition(self.hf.eos_token)
@@ -87,7 +102,9 @@ class ChatTokenizer:
         """Return the token ids of an answer, ended by EOS."""
         return [*self._encode(text), self.eos_id]
 
-    def chat(self, messages: list[dict[str, str]], images: tuple[str, ...] = ()) -> tuple[list[int], list[int]]:
+    def chat(
+        self, messages: list[dict[str, str]], images: tuple[str, ...] = (), tools: Tools = ()
+    ) -> tuple[list[int], list[int]]:
         """Return token ids and action mask, of equal length, of a conversation that ends with the assistant.
 
         The mask is 1 on every turn of the assistant, including the EOS that ends it. The chat template determines the
@@ -98,7 +115,8 @@ class ChatTokenizer:
         if the model takes no images.
         """
         converted = self._with_images(messages, images)
-        text, turns = self._marked_turns(converted) if self._has_markers() else self._appended_turns(converted)
+        find = self._marked_turns if self._has_markers() else self._appended_turns
+        text, turns = find(converted, tools)
         ids: list[int] = []
         mask: list[int] = []
         done = 0
@@ -119,8 +137,26 @@ class ChatTokenizer:
         return ids, mask
 
     def decode(self, token_ids: list[int]) -> str:
-        """Decode an answer without special tokens."""
-        return str(self.hf.decode(token_ids, skip_special_tokens=True))
+        """Decode an answer without special tokens, but for those around calls of tools."""
+        kept = [token for token in token_ids if token not in self._silent]
+        return str(self.hf.decode(kept, skip_special_tokens=False))
+
+    def defuse(self, text: str) -> str:
+        """Return a text from outside, in which what would become a special token is broken up by a blank."""
+        return self._control.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text) if self._control else text
+
+    @cached_property
+    def _special(self) -> dict[int, str]:
+        return {index: str(token) for index, token in self.hf.added_tokens_decoder.items() if token.special}
+
+    @cached_property
+    def _silent(self) -> frozenset[int]:
+        return frozenset(index for index, text in self._special.items() if text not in _CALL_MARKS)
+
+    @cached_property
+    def _control(self) -> re.Pattern[str] | None:
+        texts = [re.escape(text) for text in self._special.values()]
+        return re.compile("|".join(texts)) if texts else None
 
     @property
     def _template(self) -> str:
@@ -140,7 +176,9 @@ class ChatTokenizer:
             )
         return insert_images(messages, len(images)) if images else messages
 
-    def _render(self, messages: list[dict[str, Any]], **options: bool) -> tuple[str, list[tuple[int, int]]]:
+    def _render(
+        self, messages: list[dict[str, Any]], tools: Tools = (), **options: bool
+    ) -> tuple[str, list[tuple[int, int]]]:
         """Render the messages as text; also return the spans between the template's markers, if requested."""
         if not self._template:
             ends = {"assistant": self.hf.eos_token}
@@ -150,7 +188,11 @@ class ChatTokenizer:
 
         try:
             texts, marked = render_jinja_template(
-                [messages], chat_template=self._template, **options, **self.hf.special_tokens_map
+                [messages],
+                list(tools) or None,
+                chat_template=self._template,
+                **options,
+                **self.hf.special_tokens_map,
             )
         except TemplateError as error:
             raise DataError(f"the chat template rejects the messages: {error}") from None
@@ -159,21 +201,21 @@ class ChatTokenizer:
     def _has_markers(self) -> bool:
         return re.search(r"\{%-?\s*generation\s*-?%\}", self._template) is not None
 
-    def _marked_turns(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
+    def _marked_turns(self, messages: list[dict[str, Any]], tools: Tools) -> tuple[str, list[tuple[int, int]]]:
         """Return the conversation as text, and the spans between the template's markers."""
-        text, turns = self._render(messages, return_assistant_tokens_mask=True)
+        text, turns = self._render(messages, tools, return_assistant_tokens_mask=True)
         if not turns:
             raise DataError("the {% generation %} markers of the chat template enclose no turn of these messages")
         return text, turns
 
-    def _appended_turns(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
+    def _appended_turns(self, messages: list[dict[str, Any]], tools: Tools) -> tuple[str, list[tuple[int, int]]]:
         """Return the conversation as text, and the spans that the assistant's turns append to their prompts."""
         text, turns = "", []
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            prompt, _ = self._render(messages[:index], add_generation_prompt=True)
-            extended, _ = self._render(messages[: index + 1])
+            prompt, _ = self._render(messages[:index], tools, add_generation_prompt=True)
+            extended, _ = self._render(messages[: index + 1], tools)
             if not prompt.startswith(text) or not extended.startswith(prompt):
                 raise DataError(
                     f"message {index + 1} does not continue what the chat template writes before it (some templates "
@@ -192,13 +234,13 @@ class ChatTokenizer:
 
 
 @lru_cache(maxsize=64)
-def _encode_prompt(tokenizer: ChatTokenizer, messages: bytes, template: str) -> tuple[int, ...]:
-    """Return token ids of pickled messages up to the start of the assistant's turn, without those of images.
+def _encode_prompt(tokenizer: ChatTokenizer, shown: bytes, template: str) -> tuple[int, ...]:
+    """Return token ids of pickled messages and tools up to the start of the assistant's turn, without those of images.
 
     All repeats of a group have one prompt. ``template`` is only part of the cache's key. The cache is no attribute of
     the tokenizer, which travels between processes.
     """
-    return tuple(tokenizer._encode(tokenizer._render(pickle.loads(messages), add_generation_prompt=True)[0]))
+    return tuple(tokenizer._encode(tokenizer._render(*pickle.loads(shown), add_generation_prompt=True)[0]))
 
 
 def _repeat(values: list[int], times: list[int]) -> list[int]:
