@@ -1,4 +1,4 @@
-"""The command line: ``rayrft run | resume | export | status | stop | watch | data``."""
+"""The command line: ``rayrft run | serve | resume | export | status | stop | watch | data``."""
 
 from __future__ import annotations
 
@@ -35,6 +35,18 @@ def run(
     from rayrft.core.launch import start
 
     follow(start(load_config(config, dict(map(parse_override, overrides or []))), say=_print))
+
+
+@app.command()
+def serve(
+    config: Annotated[str, typer.Argument(help="YAML file")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value …")] = None,
+) -> None:
+    """Serve a config's model to applications, and train it on their sessions."""
+    from rayrft.core.launch import start
+
+    changes = dict(map(parse_override, overrides or []))
+    follow(start(load_config(config, {"mode": "serve", **changes}), say=_print))
 
 
 @app.command()

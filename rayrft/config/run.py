@@ -13,6 +13,7 @@ from rayrft.config.demonstrations import DemonstrationsConfig
 from rayrft.config.explorer import ExplorerConfig
 from rayrft.config.model import ModelConfig
 from rayrft.config.reward import RewardConfig
+from rayrft.config.serve import ServeConfig
 from rayrft.config.stage import CheckpointConfig, EvaluationConfig, MonitorConfig, StageConfig
 from rayrft.config.tasks import TasksConfig
 from rayrft.config.trainer import ProbeBounds, TrainerConfig, WeightSyncConfig
@@ -24,8 +25,9 @@ class RunConfig(Section):
     """One run: one YAML file."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
-    mode: Literal["both", "train"] = "both"
-    """``train``: no engines. Stages train on files, or on groups that other jobs put into the run's Buffer."""
+    mode: Literal["both", "train", "serve"] = "both"
+    """``serve``: no tasks are acted on; stages train on the sessions of applications, which call the endpoint.
+    ``train``: no engines. Stages train on files, or on groups that other jobs put into the run's Buffer."""
     storage: Path = Path("runs")
     """The run folder is ``<storage>/<name>``."""
     seed: int = 0
@@ -42,6 +44,8 @@ class RunConfig(Section):
     stages: list[StageConfig] = Field(min_length=1)
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    serve: ServeConfig | None = None
+    """An endpoint for applications, beside the run; mode ``serve`` has one in any case."""
     monitor: MonitorConfig = MonitorConfig()
     plugins: list[Path] = Field(default_factory=list)
     """Python files that register your own losses, advantages, rewards, workflows or weight transports, at paths that
@@ -66,7 +70,19 @@ class RunConfig(Section):
     @property
     def rolls_out(self) -> bool:
         """Whether the run has engines, to sample groups or to evaluate."""
+        if self.endpoint is not None:
+            return True
         return self.mode == "both" and (any(stage.groups for stage in self.stages) or self.evaluation.enabled)
+
+    @property
+    def endpoint(self) -> ServeConfig | None:
+        """The endpoint's config, if the run has one."""
+        return self.serve or (ServeConfig() if self.mode == "serve" else None)
+
+    @property
+    def records_sessions(self) -> bool:
+        """Whether the endpoint's sessions become groups."""
+        return self.endpoint is not None and self.endpoint.record and any(stage.groups for stage in self.stages)
 
     @property
     def seeds_requests(self) -> bool:
@@ -97,10 +113,12 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _mode(self) -> RunConfig:
         if self.mode == "both" and self.tasks is None:
-            raise invalid("tasks", "a required key is missing", remedy="only mode 'train' does without tasks")
+            raise invalid("tasks", "a required key is missing", remedy="modes 'train' and 'serve' do without")
+        if self.mode == "train" and self.serve is not None:
+            raise invalid("serve", "needs engines, and mode 'train' has none", remedy="leave it out")
         for stage in self.stages:
-            if self.mode == "train" and stage.evaluate_every:
-                problem = "needs engines, and mode 'train' has none"
+            if self.mode != "both" and stage.evaluate_every:
+                problem = f"needs an Explorer, and mode {self.mode!r} has none"
                 raise invalid(f"stages.{stage.name}.evaluate_every", problem, remedy="leave it out")
         for name, demonstrations in self.demonstrations.items():
             if demonstrations.path is None and self.tasks is None:
@@ -147,6 +165,22 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _sessions(self) -> RunConfig:
+        if not self.records_sessions:
+            return self
+        if self.max_staleness == 0:
+            raise invalid(
+                "max_staleness",
+                "drops every session that was begun before the latest step",
+                value=0,
+                remedy="raise it: applications do not wait for the trainer",
+            )
+        sizes = sorted({stage.group_size for stage in self.stages if stage.groups})
+        if len(sizes) > 1:
+            raise invalid("stages", "have groups of several sizes, and those of sessions have one", value=sizes)
+        return self
+
+    @model_validator(mode="after")
     def _lora(self) -> RunConfig:
         for stage in self.stages:
             if self.trainer.lora is not None and stage.update.reference_refresh:
@@ -187,7 +221,9 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _lengths(self) -> RunConfig:
         sampling = self.explorer.sampling
-        if self.rolls_out and sampling.max_prompt_tokens + sampling.max_tokens > self.model.max_length:
+        # An answer of the endpoint is as long as its prompt lets it be.
+        bounded = self.rolls_out and self.mode == "both"
+        if bounded and sampling.max_prompt_tokens + sampling.max_tokens > self.model.max_length:
             raise invalid(
                 "model.max_length",
                 f"is less than explorer.sampling's max_prompt_tokens, {sampling.max_prompt_tokens}, + max_tokens, "

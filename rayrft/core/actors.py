@@ -13,7 +13,7 @@ from typing import Any
 from rayrft.buffer.buffer import Buffer
 from rayrft.config import RunConfig
 from rayrft.config.reward import RewardConfig
-from rayrft.core.placement import PlacedClass, Placement, plan_placement
+from rayrft.core.placement import PlacedClass, Placement
 from rayrft.core.preflight import Prepared
 from rayrft.experience import pack, to_batch
 from rayrft.explorer.engine import RolloutEngine
@@ -22,6 +22,7 @@ from rayrft.explorer.explorer import Explorer
 from rayrft.handle import Handle, TrackedHandle
 from rayrft.rewards import runs_inline
 from rayrft.rewards.worker import RewardWorker
+from rayrft.serve.keeper import SessionKeeper
 from rayrft.trainer.commands import command_name
 from rayrft.trainer.trainer import RankSetup, Trainer
 from rayrft.waits import Waits
@@ -37,13 +38,18 @@ class Actors:
     engine_pool: Handle[EnginePool] | None
     engines: list[Handle[RolloutEngine]]
     """As they were created; which of them take requests the ``engine_pool`` knows."""
+    keeper: Handle[SessionKeeper] | None = None
+    """Of the endpoint's sessions, if they are recorded."""
 
     def watches(self) -> dict[str, Awaitable[Any]]:
         """Return by actor a call that ends only when the actor fails."""
         watches: dict[str, Awaitable[Any]] = {"trainer": self.trainer.call(Trainer.watch)}
-        if self.explorer is not None and self.engine_pool is not None:
+        if self.explorer is not None:
             watches["explorer"] = self.explorer.call(Explorer.watch)
+        if self.engine_pool is not None:
             watches["engine_pool"] = self.engine_pool.call(EnginePool.watch)
+        if self.keeper is not None:
+            watches["keeper"] = self.keeper.call(SessionKeeper.watch)
         watches |= {engine.name: engine.call(RolloutEngine.watch) for engine in self.engines}
         return {**watches, "buffer": _until_dead_for_good(self.buffer)}
 
@@ -51,7 +57,8 @@ class Actors:
         """Return the same actors with handles that record calls as ``waits``."""
         return replace(
             self,
-            buffer=TrackedHandle(self.buffer, waits),
+            # Without an Explorer, groups come when they come.
+            buffer=TrackedHandle(self.buffer, waits, endless=[] if self.keeper is None else [Buffer.lease]),
             trainer=TrackedHandle(self.trainer, waits, labels={Trainer.command: command_name}),
             explorer=TrackedHandle(self.explorer, waits, endless=[Explorer.explore]) if self.explorer else None,
             engine_pool=TrackedHandle(self.engine_pool, waits) if self.engine_pool else None,
@@ -64,6 +71,8 @@ class Actors:
         asks: dict[str, Callable[[], Awaitable[Any]]] = {"trainer": lambda: self.trainer.call(Trainer.waiting)}
         if (explorer := self.explorer) is not None:
             asks["explorer"] = lambda: explorer.call(Explorer.waiting)
+        if (keeper := self.keeper) is not None:
+            asks["keeper"] = lambda: keeper.call(SessionKeeper.pid)
         asks["buffer"] = lambda: self.buffer.call(Buffer.waiting)
         if (pool := self.engine_pool) is not None:
             asks["engine_pool"] = lambda: pool.call(EnginePool.pid)
@@ -84,7 +93,7 @@ def create_actors(config: RunConfig, prepared: Prepared, placement: Placement, l
         logged,
     )
     trainer = placement.actor(Trainer, "trainer", name="trainer").create(config.trainer, placement.ranks)
-    if "explorer" not in {part.name for part in plan_placement(config)}:
+    if not config.rolls_out:
         return Actors(buffer, trainer, None, None, [])
     engine = config.explorer.engine
     engines = [
@@ -92,6 +101,14 @@ def create_actors(config: RunConfig, prepared: Prepared, placement: Placement, l
         for index in range(engine.count)
     ]
     engine_pool = placement.actor(EnginePool, "engine_pool", name="engine_pool").create()
+    keeper = None
+    if config.records_sessions and config.endpoint is not None:
+        [size] = {stage.group_size for stage in config.stages if stage.groups}
+        keeper = placement.actor(SessionKeeper, "keeper", name="keeper").create(
+            config.endpoint, config.name, size, buffer, drop_equal=prepared.drop_equal
+        )
+    if config.mode == "serve":
+        return Actors(buffer, trainer, None, engine_pool, engines, keeper)
     reward = config.reward
     create_worker = (
         None
@@ -107,7 +124,7 @@ def create_actors(config: RunConfig, prepared: Prepared, placement: Placement, l
         ray.put(prepared.held_out),
         create_worker,
     )
-    return Actors(buffer, trainer, explorer, engine_pool, engines)
+    return Actors(buffer, trainer, explorer, engine_pool, engines, keeper)
 
 
 async def start_actors(actors: Actors, config: RunConfig, prepared: Prepared, waits: Waits) -> str | None:
@@ -138,6 +155,8 @@ async def start_actors(actors: Actors, config: RunConfig, prepared: Prepared, wa
     ]
     if actors.explorer is not None:
         others.append(actors.explorer.call(Explorer.start))
+    if actors.keeper is not None:
+        others.append(actors.keeper.call(SessionKeeper.start))
     for name, rows in prepared.demonstrations.items():
         others.append(actors.buffer.call(Buffer.load, name, [ray.put(pack(to_batch(rows)))]))
     warning, *_ = await asyncio.gather(actors.trainer.call(Trainer.start, config.folder, setup), *others)

@@ -75,7 +75,10 @@ def plan_placement(config: RunConfig) -> list[Part]:
         Part("trainer", 1, 0.05, 0, 0.3, "commands the ranks"),
         *([] if pairs else [ranks]),
     ]
-    idle = () if config.rolls_out else ("explorer", "engines", "reward", "engine_pool")
+    if config.records_sessions:
+        parts.append(Part("keeper", 1, 0.05, 0, 0.3, "sessions of the endpoint"))
+    exploring = () if config.mode == "both" else ("explorer", "reward")
+    idle = exploring if config.rolls_out else (*exploring, "explorer", "engines", "reward", "engine_pool")
     return [part for part in parts if part.name not in idle]
 
 

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import hmac
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any, Protocol, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
-from rayrft.config.explorer import SamplingConfig
-from rayrft.config.serve import ServeConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import DataError, FeedbackRefused
 from rayrft.explorer import exchange
 from rayrft.explorer.exchange import Chunk, Completion, Sampling, Session, Told
 from rayrft.serve.decoding import AnswerText, cut, message
-from rayrft.serve.protocol import ApiError, ChatMessage, ChatRequest, CompletionRequest, FeedbackRequest, Sampled, parse
+from rayrft.serve.protocol import (
+    ApiError,
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    FeedbackRequest,
+    Sampled,
+    key_digest,
+    parse,
+)
 from rayrft.serve.responses import (
     Answer,
     Ask,
@@ -35,6 +41,7 @@ from rayrft.serve.responses import (
     whole_response,
 )
 from rayrft.serve.sessions import Begun, Call, Choice, Conversation, SessionStats, canonical
+from rayrft.serve.settings import EndpointSettings
 
 R = TypeVar("R")
 
@@ -59,23 +66,6 @@ class Recording(Protocol):
     async def feedback(self, name: str, reward: float, components: dict[str, float]) -> str: ...
 
     async def stats(self) -> SessionStats: ...
-
-
-@dataclass(frozen=True)
-class EndpointSettings:
-    """What a run's endpoint is told by its config. Without digests of API keys, requests need no key."""
-
-    config: ServeConfig
-    model: str
-    """What requests call the model."""
-    max_length: int
-    sampling: SamplingConfig
-    key_digests: tuple[str, ...] = ()
-
-
-def key_digest(key: str) -> str:
-    """Return the digest by which an API key is known."""
-    return hashlib.sha256(key.encode()).hexdigest()
 
 
 class Endpoint:

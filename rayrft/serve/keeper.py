@@ -56,11 +56,11 @@ class SessionKeeper:
         self._send()
 
     async def feedback(self, name: str, reward: float, components: dict[str, float]) -> str:
-        """Give the reward of a session; return its id. Raises DataError and FeedbackRefused."""
-        try:
-            return self._sessions.feedback(name, reward, components, time.time())
-        finally:
-            self._send()
+        """Give the reward of a session; return its id once the Buffer has what has come of it. Raises DataError and
+        FeedbackRefused."""
+        session = self._sessions.feedback(name, reward, components, time.time())
+        await asyncio.gather(*self._send())
+        return session
 
     async def stats(self) -> SessionStats:
         """Return the counts so far."""
@@ -93,20 +93,19 @@ class SessionKeeper:
                 self._sessions.expire(time.time())
                 self._send()
 
-    def _send(self) -> None:
+    def _send(self) -> list[asyncio.Task[None]]:
         """Send to the Buffer what has come of the sessions."""
         self._changed.set()
         groups, dropped = self._sessions.take()
         self._dropped += dropped
-        for group in groups:
-            self._start(self._put(group))
-        if self._dropped:
-            self._start(self._discard())
+        sending = [self._start(self._put(group)) for group in groups]
+        return [*sending, self._start(self._discard())] if self._dropped else sending
 
-    def _start(self, sending: Coroutine[Any, Any, None]) -> None:
+    def _start(self, sending: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(sending)
         self._sending.add(task)
         task.add_done_callback(self._sent)
+        return task
 
     def _sent(self, task: asyncio.Task[None]) -> None:
         self._sending.discard(task)

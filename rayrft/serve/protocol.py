@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
@@ -248,6 +249,11 @@ def parse(model: type[Body], body: bytes) -> Body:
         raise ApiError(
             400, f"{where or 'The body'}: {problem}.", code=code.get(first["type"], "invalid_value"), param=where
         ) from None
+
+
+def key_digest(key: str) -> str:
+    """Return the digest by which an API key is known."""
+    return hashlib.sha256(key.encode()).hexdigest()
 
 
 def usage(prompt: int, completions: Sequence[int]) -> dict[str, int]:

@@ -17,8 +17,10 @@ from rayrft.config.serve import ServeConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import RequestRefused
 from rayrft.explorer.exchange import INTERRUPTED, Chunk, Completion, Request, Session, Told
-from rayrft.serve.app import Endpoint, EndpointSettings, key_digest
+from rayrft.serve.app import Endpoint
+from rayrft.serve.protocol import key_digest
 from rayrft.serve.sessions import Begun, Call, Conversation, Sessions, SessionStats
+from rayrft.serve.settings import EndpointSettings
 
 MODEL, KEY, MAX_LENGTH = "policy", "sk-secret", 120
 
