@@ -1,4 +1,4 @@
-"""The command line: ``rayrft run | bench | resume | export | status | stop | watch | data | buffer``."""
+"""The command line: ``rayrft run | bench | serve | resume | export | status | stop | watch | data | buffer``."""
 
 from __future__ import annotations
 
@@ -53,6 +53,18 @@ def bench(
     """Evaluate models on task sets; one that was interrupted goes on where it stopped."""
     models = {name: str(path) for name, path in map(parse_override, model or [])}
     _bench(config, dict(map(parse_override, overrides or [])), models, json, plot)
+
+
+@app.command()
+def serve(
+    config: Annotated[str, typer.Argument(help="YAML file")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value …")] = None,
+) -> None:
+    """Serve a config's model to applications, and train it on their sessions."""
+    from rayrft.core.launch import start
+
+    changes = dict(map(parse_override, overrides or []))
+    follow(start(load_config(config, {"mode": "serve", **changes}), say=_print))
 
 
 @app.command()

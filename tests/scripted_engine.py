@@ -11,7 +11,7 @@ import random
 
 from rayrft.config.explorer import EngineConfig
 from rayrft.explorer.engine import EngineWeights
-from rayrft.explorer.exchange import Answering, Completion, Request, Sampling
+from rayrft.explorer.exchange import Answering, Completion, Request, Sampling, Stream
 from rayrft.weights.messages import Link
 
 
@@ -24,9 +24,12 @@ class ScriptedEngine(Answering):
     async def start(self, model: str, config: EngineConfig, *, max_length: int, dtype: str, seed: int) -> None:
         self._held = EngineWeights(0, ("",))
 
-    async def generate(self, request: Request) -> list[Completion]:
+    async def generate(self, request: Request, stream: Stream | None = None) -> list[Completion]:
         rng = random.Random(request.sampling.seed)
-        return [self._answer(request.prompt, request.sampling, rng) for _ in range(request.n)]
+        answers = [self._answer(request.prompt, request.sampling, rng) for _ in range(request.n)]
+        if stream:
+            stream.add(answers[0].token_ids, answers[0].logprobs)
+        return answers
 
     async def score(self, token_ids: list[int], images: tuple[str, ...] = ()) -> list[float]:
         return [-1.0] * (len(token_ids) - 1)

@@ -25,6 +25,7 @@ ORDER = [
     ["rewards"],
     ["buffer"],
     ["explorer", "trainer"],
+    ["serve"],
     ["monitor"],
     ["core"],
     ["cli_buffer", "cli_data"],

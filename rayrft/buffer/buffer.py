@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from rayrft.buffer import events as e
-from rayrft.buffer.entries import Entry, Receipt
+from rayrft.buffer.entries import Entry, Receipt, group_key
 from rayrft.buffer.expert_rows import ExpertBlocks, are_pairs, check_pairs
 from rayrft.buffer.feedback import Feedback
 from rayrft.buffer.groups import GroupStatus
@@ -241,6 +241,11 @@ class Buffer:
     async def drop(self, ticket: Ticket, dropped: dict[str, int], report: e.GroupReport) -> None:
         """Record that a whole group was filtered, with its rows by reason; its place becomes free."""
         await self._store.commit(e.Dropped(ticket.sequence, dropped, report))
+
+    async def discard(self, call: str, dropped: dict[str, int]) -> None:
+        """Record rows that were sampled without a ticket and will not be put, by reason; ``call`` is unique, so that a
+        repeated call counts once."""
+        await self._store.commit(e.Dropped(None, dropped, e.GroupReport(), group_key(call)))
 
     async def fail(self, ticket: Ticket, reason: str) -> None:
         """Record that a task gave no rows at all; its place becomes free."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
+import math
 import time
 from dataclasses import dataclass
 from itertools import chain, groupby
@@ -221,7 +223,9 @@ class Leasing:
             return bool(drawn) or self._end_reason() is not None
 
         try:
-            with self.waits.on("groups", lambda: f"step {step}: {self._available()}; {self._dropped()}"):
+            # A wait that may last for ever is no silence.
+            waiting = self.waits.on("groups", lambda: f"step {step}: {self._available()}; {self._dropped()}")
+            with waiting if math.isfinite(deadline_s) else contextlib.nullcontext():
                 async with asyncio.timeout(deadline_s) as limit:
                     await store.wait_for(ready)
         except TimeoutError:

@@ -15,6 +15,7 @@ from rayrft.config.demonstrations import DemonstrationsConfig
 from rayrft.config.explorer import ExplorerConfig
 from rayrft.config.model import ModelConfig
 from rayrft.config.reward import RewardConfig
+from rayrft.config.serve import ServeConfig
 from rayrft.config.stage import CheckpointConfig, EvaluationConfig, MonitorConfig, StageConfig
 from rayrft.config.tasks import TasksConfig
 from rayrft.config.trainer import ProbeBounds, TrainerConfig, WeightSyncConfig
@@ -26,10 +27,11 @@ class RunConfig(Section):
     """One run: one YAML file."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
-    mode: Literal["both", "train", "explore", "bench"] = "both"
+    mode: Literal["both", "train", "explore", "serve", "bench"] = "both"
     """``train``: no engines. Stages train on files, or on groups that other jobs put into the Buffer. ``explore``: no
     trainer. The stage with groups says which groups are sampled for the Buffer ``buffer.name``, with fixed weights.
-    ``bench``: only engines. Models are evaluated, and nothing is trained."""
+    ``serve``: no tasks are acted on; stages train on the sessions of applications, which call the endpoint. ``bench``:
+    only engines. Models are evaluated, and nothing is trained."""
     storage: Path = Path("runs")
     """The run folder is ``<storage>/<name>``."""
     seed: int = 0
@@ -52,6 +54,8 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     bench: BenchConfig = BenchConfig()
+    serve: ServeConfig | None = None
+    """An endpoint for applications, beside the run; mode ``serve`` has one in any case."""
     monitor: MonitorConfig = MonitorConfig()
     plugins: list[Path] = Field(default_factory=list)
     """Python files that register your own losses, advantages, rewards, workflows or weight transports, at paths that
@@ -78,7 +82,7 @@ class RunConfig(Section):
     @property
     def rolls_out(self) -> bool:
         """Whether the run has engines, to sample groups or to evaluate."""
-        if self.mode in ("explore", "bench"):
+        if self.mode in ("explore", "bench") or self.endpoint is not None:
             return True
         return self.mode == "both" and (any(stage.groups for stage in self.stages) or self.evaluation.enabled)
 
@@ -90,12 +94,22 @@ class RunConfig(Section):
     @property
     def trains(self) -> bool:
         """Whether the run has a trainer."""
-        return self.mode in ("both", "train")
+        return self.mode in ("both", "train", "serve")
 
     @property
     def explored_stage(self) -> StageConfig:
         """Mode ``explore``: the stage that says which groups are sampled."""
         return next(stage for stage in self.stages if stage.groups)
+
+    @property
+    def endpoint(self) -> ServeConfig | None:
+        """The endpoint's config, if the run has one."""
+        return self.serve or (ServeConfig() if self.mode == "serve" else None)
+
+    @property
+    def records_sessions(self) -> bool:
+        """Whether the endpoint's sessions become groups."""
+        return self.endpoint is not None and self.endpoint.record and any(stage.groups for stage in self.stages)
 
     @property
     def seeds_requests(self) -> bool:
@@ -126,7 +140,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _mode(self) -> RunConfig:
         if self.mode == "both" and self.tasks is None:
-            raise invalid("tasks", "a required key is missing", remedy="only mode 'train' does without tasks")
+            raise invalid("tasks", "a required key is missing", remedy="modes 'train' and 'serve' do without")
         if self.mode == "explore" and self.buffer.name is None:
             raise invalid("buffer.name", "mode 'explore' needs it: the Buffer that it fills", remedy="give it a name")
         if self.mode == "both" and self.buffer.name is not None:
@@ -143,6 +157,8 @@ class RunConfig(Section):
         if self.mode != "bench" and self.model.path is None and self.model.tiny is None:
             problem = "give exactly one of 'path' (a Hugging Face model) and 'tiny' (a generated one)"
             raise invalid("model.path", problem)
+        if self.serve is not None and self.mode not in ("both", "serve"):
+            raise invalid("serve", f"is for modes 'both' and 'serve', not {self.mode!r}", remedy="leave it out")
         for stage in self.stages:
             if self.mode != "both" and stage.evaluate_every:
                 problem = f"is for mode 'both', and not {self.mode!r}"
@@ -196,6 +212,22 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _sessions(self) -> RunConfig:
+        if not self.records_sessions:
+            return self
+        if self.max_staleness == 0:
+            raise invalid(
+                "max_staleness",
+                "drops every session that was begun before the latest step",
+                value=0,
+                remedy="raise it: applications do not wait for the trainer",
+            )
+        sizes = sorted({stage.group_size for stage in self.stages if stage.groups})
+        if len(sizes) > 1:
+            raise invalid("stages", "have groups of several sizes, and those of sessions have one", value=sizes)
+        return self
+
+    @model_validator(mode="after")
     def _lora(self) -> RunConfig:
         for stage in self.stages:
             if self.trainer.lora is not None and stage.update.reference_refresh:
@@ -236,7 +268,9 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _lengths(self) -> RunConfig:
         sampling = self.explorer.sampling
-        if self.rolls_out and sampling.max_prompt_tokens + sampling.max_tokens > self.model.max_length:
+        # An answer of the endpoint is as long as its prompt lets it be.
+        bounded = self.rolls_out and self.mode == "both"
+        if bounded and sampling.max_prompt_tokens + sampling.max_tokens > self.model.max_length:
             raise invalid(
                 "model.max_length",
                 f"is less than explorer.sampling's max_prompt_tokens, {sampling.max_prompt_tokens}, + max_tokens, "

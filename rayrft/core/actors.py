@@ -25,6 +25,7 @@ from rayrft.explorer.explorer import Explorer
 from rayrft.handle import Handle, TrackedHandle
 from rayrft.rewards import runs_inline
 from rayrft.rewards.worker import RewardWorker
+from rayrft.serve.keeper import SessionKeeper
 from rayrft.trainer.commands import command_name
 from rayrft.trainer.trainer import RankSetup, Trainer
 from rayrft.waits import Waits
@@ -55,6 +56,8 @@ class Actors:
     evaluation_pool: Handle[EnginePool] | None = None
     evaluation_engines: list[Handle[RolloutEngine]] = field(default_factory=list)
     """Those that only evaluate; the run goes on if they die."""
+    keeper: Handle[SessionKeeper] | None = None
+    """Of the endpoint's sessions, if they are recorded."""
 
     def watches(self) -> dict[str, Awaitable[Any]]:
         """Return by actor a call that ends only when the actor fails."""
@@ -68,13 +71,16 @@ class Actors:
         watches |= {engine.name: engine.call(RolloutEngine.watch) for engine in self.all_engines}
         if self.evaluation_pool is not None:
             watches["evaluation_pool"] = self.evaluation_pool.call(EnginePool.watch)
+        if self.keeper is not None:
+            watches["keeper"] = self.keeper.call(SessionKeeper.watch)
         return {**watches, "buffer": _until_dead_for_good(self.buffer)}
 
     def tracked(self, waits: Waits) -> Actors:
         """Return the same actors with handles that record calls as ``waits``."""
         return replace(
             self,
-            buffer=TrackedHandle(self.buffer, waits),
+            # Without an Explorer, groups come when they come.
+            buffer=TrackedHandle(self.buffer, waits, endless=[] if self.keeper is None else [Buffer.lease]),
             trainer=TrackedHandle(self.trainer, waits, labels={Trainer.command: command_name})
             if self.trainer
             else None,
@@ -100,6 +106,8 @@ class Actors:
         if (trainer := self.trainer) is not None:
             asks["trainer"] = lambda: trainer.call(Trainer.waiting)
         asks |= {explorer.name: partial(explorer.call, Explorer.waiting) for explorer in self.explorers}
+        if (keeper := self.keeper) is not None:
+            asks["keeper"] = lambda: keeper.call(SessionKeeper.pid)
         # What a Buffer waits for is what a train job waits for, be it another one.
         asks["buffer"] = partial(self.buffer.call, Buffer.waiting if self.trainer is not None else Buffer.pid)
         if (pool := self.engine_pool) is not None:
@@ -146,6 +154,14 @@ def create_actors(
         return Actors(buffer, trainer, [], None, [])
     engines = create_engines(placement, config.explorer.engine.count)
     engine_pool = placement.actor(EnginePool, "engine_pool", name="engine_pool").create()
+    keeper = None
+    if config.records_sessions and config.endpoint is not None:
+        [size] = {stage.group_size for stage in config.stages if stage.groups}
+        keeper = placement.actor(SessionKeeper, "keeper", name="keeper").create(
+            config.endpoint, config.name, size, buffer, drop_equal=prepared.drop_equal
+        )
+    if config.mode == "serve":
+        return Actors(buffer, trainer, [], engine_pool, engines, keeper=keeper)
     evaluation_engines = create_engines(placement, config.evaluation_engines, "evaluation", "evaluation")
     evaluation_pool = (
         placement.actor(EnginePool, "engine_pool", name="evaluation_pool").create() if evaluation_engines else None
@@ -174,7 +190,9 @@ def create_actors(
         )
         for index in range(config.explorer.count)
     ]
-    return Actors(buffer, trainer, explorers, engine_pool, engines, auxiliary, evaluation_pool, evaluation_engines)
+    return Actors(
+        buffer, trainer, explorers, engine_pool, engines, auxiliary, evaluation_pool, evaluation_engines, keeper
+    )
 
 
 def create_engines(
@@ -212,6 +230,8 @@ async def start_actors(actors: Actors, config: RunConfig, prepared: Prepared, wa
     ]
     others += [explorer.call(Explorer.start) for explorer in actors.explorers]
     others += [_serve(each, config.auxiliary[name], config.seed) for name, each in actors.auxiliary.items()]
+    if actors.keeper is not None:
+        others.append(actors.keeper.call(SessionKeeper.start))
     if actors.trainer is None or trainer is None:
         await asyncio.gather(*others)
         return None

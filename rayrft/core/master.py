@@ -16,7 +16,7 @@ from rayrft.config import RunConfig
 from rayrft.core.actors import Actors, create_actors, start_actors
 from rayrft.core.checkpoints import Progress
 from rayrft.core.explore_loop import ExploreLoop
-from rayrft.core.placement import Placement, plan_placement
+from rayrft.core.placement import NAMESPACE, Placement, actor_name, plan_placement
 from rayrft.core.preflight import Prepared
 from rayrft.core.recorder import Recorder
 from rayrft.core.shared_buffer import join_feed, join_trainer, open_buffer
@@ -30,6 +30,8 @@ from rayrft.explorer.explorer import Explorer
 from rayrft.handle import Handle
 from rayrft.monitor.records import Record
 from rayrft.registry import load_plugins
+from rayrft.serve.keeper import SessionKeeper
+from rayrft.serve.settings import EndpointActors, EndpointSettings
 from rayrft.trainer.trainer import Trainer
 from rayrft.waits import Waits
 
@@ -67,6 +69,7 @@ class Master:
         try:
             error = await self._outcome(prepared, placement)
             try:
+                await self._close_endpoint()
                 stats = await self._stats()
             except Exception as failure:  # such as a ledger that does not close: raised below
                 self._status, error = "failed", error or root_cause(failure, "buffer")
@@ -193,8 +196,41 @@ class Master:
             if report and report.probe_gap is not None
             else ""
         )
+        url = await self._open_endpoint(actors, prepared)
         seconds = time.time() - started
-        await self._recorder.note(f"up after {seconds:.0f} s{probe}", startup_s=seconds)
+        served = f"; endpoint at {url}" if url else ""
+        await self._recorder.note(f"up after {seconds:.0f} s{probe}{served}", startup_s=seconds)
+
+    async def _open_endpoint(self, actors: Actors, prepared: Prepared) -> str | None:
+        """Open the endpoint, if the run has one; return its URL."""
+        config = self._config
+        if config.endpoint is None:
+            return None
+        from rayrft.serve import deployment
+
+        sampling, served = config.explorer.sampling, config.endpoint.model_name or config.name
+        names = [actor_name(config.name, part) for part in ("engine_pool", "keeper")]
+        return await asyncio.to_thread(
+            deployment.open_endpoint,
+            actor_name(config.name, "serve"),
+            config.name,
+            prepared.model,
+            EndpointSettings(config.endpoint, served, config.model.max_length, sampling, prepared.key_digests),
+            EndpointActors(NAMESPACE, names[0], names[1] if actors.keeper is not None else None),
+        )
+
+    async def _close_endpoint(self) -> None:
+        """Take no more requests, and let the Buffer count what was not trained, if it is able to."""
+        from ray.exceptions import RayActorError
+
+        if self._config.endpoint is None:
+            return
+        from rayrft.serve import deployment
+
+        await asyncio.to_thread(deployment.close_endpoint, actor_name(self._config.name, "serve"))
+        if self._actors is not None and self._actors.keeper is not None:
+            with contextlib.suppress(RayActorError, TimeoutError):
+                await asyncio.wait_for(self._actors.keeper.call(SessionKeeper.close), _STATS_DEADLINE_S)
 
     async def _note(self, text: str, **data: Any) -> None:
         await self._recorder.note(text, step=self._progress.step, **data)

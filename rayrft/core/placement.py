@@ -100,9 +100,13 @@ def plan_placement(config: RunConfig) -> list[Part]:
         Part("trainer", 1, 0.05, 0, 0.3, "commands the ranks"),
         *([] if pairs else [ranks]),
     ]
+    if config.records_sessions:
+        parts.append(Part("keeper", 1, 0.05, 0, 0.3, "sessions of the endpoint"))
     idle = {"master", "buffer"} if config.mode == "bench" else set[str]()
     if not config.rolls_out:
-        idle |= {"explorer", "engines", "reward", "engine_pool"}
+        idle |= {"engines", "engine_pool"}
+    if not config.rolls_out or config.mode == "serve":
+        idle |= {"explorer", "reward"}
     if not config.trains:
         idle |= {"trainer", "ranks"}
     return [part for part in parts if part.count and part.name not in idle]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
@@ -18,6 +19,7 @@ from rayrft.buffer.validation import Limits
 from rayrft.config import RunConfig, dump_config
 from rayrft.config.explorer import ExplorerConfig
 from rayrft.config.reward import RewardConfig
+from rayrft.config.serve import ServeConfig
 from rayrft.data.demonstrations import demonstrate, from_file, from_tasks
 from rayrft.data.formats import conversations, read_rows
 from rayrft.data.task_sampler import TaskSetSpec
@@ -29,6 +31,10 @@ from rayrft.explorer.environments import environment_factory
 from rayrft.explorer.workflows import build_workflow
 from rayrft.files import sync
 from rayrft.rewards import build_reward
+from rayrft.serve.protocol import key_digest
+
+_PROBES = [Task.create("probe", question, "12") for question in ("How much is 5 + 7?", "And 15 - 3?")]
+"""What engines and trainer are compared on if there are no tasks."""
 
 
 def find_model(path: str, field: str) -> str:
@@ -108,6 +114,10 @@ class Prepared:
     """Counts of skipped demonstrations by name and reason."""
     tokenizer: str = ""
     """Digest of its tokenizer."""
+    key_digests: tuple[str, ...] = ()
+    """Those of the endpoint's API keys."""
+    drop_equal: bool = False
+    """Whether nothing can be learnt from a group of sessions with equal rewards."""
 
 
 def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepared:
@@ -137,7 +147,7 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepare
             check_teacher(stage.teacher, f"stages.{number}.teacher", model, tokenizer)
     if any(task.images for task in _all_tasks(splits)):
         _ = tokenizer.images  # raises if the model does not accept images
-    if config.rolls_out:
+    if config.rolls_out and splits.train:
         _check_prompts(config, splits.train, tokenizer)
     held_out = {task.dedup_key for task in splits.evaluation}
     demonstrations, left_out, max_length = {}, {}, config.model.max_length
@@ -148,10 +158,12 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepare
         else:
             demonstrations[name], report = from_file(name, spec, tokenizer, max_length, held_out)
             left_out[name] = report.counts
-    compared = chain(splits.evaluation, splits.train) if config.rolls_out else []
+    compared = chain(splits.evaluation, splits.train, _PROBES) if config.rolls_out else []
     probe = choose_probe(compared, tokenizer, config.model.max_length)
     task_set = _task_set(config, splits)
     limits = Limits(vocabulary_of(model), max_length)
+    keys = read_keys(config.endpoint) if config.endpoint is not None else ()
+    learns = [stage.algorithm.build() for stage in config.stages if stage.groups]
     return Prepared(
         run_id,
         model,
@@ -163,7 +175,30 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepare
         probe,
         left_out,
         tokenizer.digest,
+        keys,
+        config.explorer.drop_zero_variance and all(algorithm.zero_advantage_is_noop for algorithm in learns),
     )
+
+
+def read_keys(config: ServeConfig) -> tuple[str, ...]:
+    """Return the digests of the endpoint's API keys. Raises ConfigError if they are not where the config says."""
+    keys = list[str]()
+    if config.keys_file is not None:
+        try:
+            keys += config.keys_file.read_text().splitlines()
+        except OSError as error:
+            raise _no_keys("keys_file", f"cannot be read: {error.strerror}", str(config.keys_file)) from None
+    if config.keys_env is not None:
+        keys += os.environ.get(config.keys_env, "").split(",")
+    keys = [key.strip() for key in keys if key.strip()]
+    if not keys and (config.keys_file or config.keys_env):
+        field = "keys_file" if config.keys_file else "keys_env"
+        raise _no_keys(field, "has no key", str(config.keys_file or config.keys_env))
+    return tuple(map(key_digest, keys))
+
+
+def _no_keys(field: str, problem: str, value: str) -> ConfigError:
+    return ConfigError(problem, field=f"serve.{field}", value=value, remedy="put the API keys there")
 
 
 def _short_enough(name: str, rows: list[Experience], max_length: int) -> tuple[list[Experience], Counter[str]]:

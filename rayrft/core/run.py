@@ -71,6 +71,27 @@ class RunData:
 
         answer(self._buffer().call(Buffer.feedback, experience_id, reward, labels))
 
+    def reward(self, session: str, reward: float, components: dict[str, float] | None = None) -> None:
+        """Give a session of the endpoint its reward, by its id or that of one of its responses.
+
+        Raises DataError for an unknown id, and FeedbackRefused if the session has a reward or has ended.
+        """
+        import ray
+
+        from rayrft.buffer.dataset import answer
+        from rayrft.serve.keeper import SessionKeeper
+
+        try:
+            actor = ray.get_actor(actor_name(self.name, "keeper"), namespace=NAMESPACE)
+        except ValueError:
+            raise RunNotFound(
+                "the run is not running, or records no sessions",
+                field="name",
+                value=self.name,
+                remedy="give it an endpoint (mode: serve), and stages that train on own rows",
+            ) from None
+        answer(Handle("keeper", actor).call(SessionKeeper.feedback, session, reward, components or {}))
+
     def load(self, rows: ray.data.Dataset | pa.Table | list[Experience], name: str) -> int:
         """Replace the demonstrations ``name`` by ``rows``, own rows becoming expert rows; return their number. Raises
         DataError if a column is missing or a row is invalid."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 import uuid
 from contextlib import AbstractAsyncContextManager
@@ -175,7 +176,7 @@ class TrainLoop:
             self._config.max_staleness,
             self._config.explorer.over_sampling,
             progress.stage_began,
-            scheduled=self._config.mode == "both",
+            scheduled=self._config.mode in ("both", "serve"),
             max_age=self._config.buffer.max_age,
             name=stage.name,
             pairs=algorithm.needs_pairs,
@@ -214,7 +215,9 @@ class TrainLoop:
     async def _train(self, step: int, exploring: asyncio.Future[None]) -> tuple[Lease, list[StepResult], float]:
         """Lease the batch of the step and train on it; return the lease, the results by rank, and the seconds spent
         waiting for the batch. A Buffer that died loses its blocks, and restores them when it is up again."""
-        ranks, stall_s, waited_s = self._config.trainer.ranks, self._config.monitor.stall_s, 0.0
+        ranks, waited_s = self._config.trainer.ranks, 0.0
+        # Applications may be idle for as long as they like.
+        stall_s = math.inf if self._config.mode == "serve" else self._config.monitor.stall_s
         for _ in range(_ATTEMPTS):
             asked = time.perf_counter()
             leasing = asyncio.ensure_future(self._actors.buffer.call(Buffer.lease, step, ranks, stall_s))

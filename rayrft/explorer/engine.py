@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 from rayrft.config.explorer import EngineConfig, RepetitionConfig
 from rayrft.data.images import ImageReader, takes_images
 from rayrft.errors import ActorDied, ModelError, RequestRefused
-from rayrft.explorer.exchange import Answering, Completion, Request
+from rayrft.explorer.exchange import Answering, Completion, Request, Stream
 from rayrft.weights.messages import Link
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
-    from vllm.outputs import RequestOutput
+    from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.sampling_params import RepetitionDetectionParams
 
 
@@ -92,8 +92,8 @@ class RolloutEngine(Answering):
         gc.collect()
         gc.freeze()  # vLLM's core does the same: what lives as long as the actor is not traversed again and again
 
-    async def generate(self, request: Request) -> list[Completion]:
-        """Sample the answers to a request.
+    async def generate(self, request: Request, stream: Stream | None = None) -> list[Completion]:
+        """Sample the answers to a request; with a ``stream`` the one answer, whose tokens are added to it.
 
         Raises RequestRefused if vLLM rejects it, and vLLM's EngineDeadError if its core has died.
         """
@@ -105,8 +105,11 @@ class RolloutEngine(Answering):
         sampling = request.sampling
         try:
             params = self._params(
+                stream=stream is not None,
                 n=request.n,
                 temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
                 max_tokens=sampling.max_tokens,
                 stop_token_ids=list(sampling.stop_token_ids),
                 logprobs=0,
@@ -114,17 +117,15 @@ class RolloutEngine(Answering):
                 repetition_detection=_repetition(sampling.repetition),
             )
             name = self._names[id(request)] = uuid.uuid4().hex
-            output = await self._run(request.prompt, request.images, params, name)
+            output = await self._run(request.prompt, request.images, params, name, stream)
         except (VLLMClientError, ValueError, TypeError) as error:
             raise _refused(str(error).strip().splitlines()[0], len(request.prompt)) from None
         finally:
             self._names.pop(id(request), None)
         return [
             Completion(
-                token_ids=tuple(answer.token_ids),
-                logprobs=tuple(
-                    at[token].logprob for at, token in zip(answer.logprobs or (), answer.token_ids, strict=True)
-                ),
+                token_ids=tuple(stream.token_ids if stream else answer.token_ids),
+                logprobs=tuple(stream.logprobs if stream else _logprobs(answer)),
                 versions=tuple((span.start, span.end, int(span.version)) for span in answer.weight_versions or ()),
                 stop_reason=answer.finish_reason or "unknown",
             )
@@ -207,19 +208,27 @@ class RolloutEngine(Answering):
         for process in self._engine.engine_core.resources.engine_manager.processes:
             loop.add_reader(process.sentinel, ended, process.sentinel)
 
-    def _params(self, **values: Any) -> SamplingParams:
+    def _params(self, *, stream: bool = False, **values: Any) -> SamplingParams:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        return SamplingParams(detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, **values)
+        kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
+        return SamplingParams(detokenize=False, output_kind=kind, **values)
 
     async def _run(
-        self, token_ids: list[int], images: tuple[str, ...], params: SamplingParams, name: str
+        self,
+        token_ids: list[int],
+        images: tuple[str, ...],
+        params: SamplingParams,
+        name: str,
+        stream: Stream | None = None,
     ) -> RequestOutput:
         prompt = await asyncio.to_thread(self._with_images, token_ids, images) if images else None
         last: Any = None
         async for output in self._engine.generate(prompt or {"prompt_token_ids": token_ids}, params, name):
             last = output
+            if stream:
+                stream.add(output.outputs[0].token_ids, _logprobs(output.outputs[0]))
         assert last is not None  # a request that does not finish raises
         if images and list(last.prompt_token_ids) != token_ids:
             raise ModelError(
@@ -243,6 +252,10 @@ class RolloutEngine(Answering):
         pictures = [self._images.load(path) for path in images]
         ids = self._images.collapse(token_ids, images)
         return {"prompt_token_ids": ids, "multi_modal_data": {"image": pictures}}
+
+
+def _logprobs(answer: CompletionOutput) -> list[float]:
+    return [at[token].logprob for at, token in zip(answer.logprobs or (), answer.token_ids, strict=True)]
 
 
 def _repetition(config: RepetitionConfig | None) -> RepetitionDetectionParams | None:

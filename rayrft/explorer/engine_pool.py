@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from rayrft.errors import ActorDied, WeightSyncError
 from rayrft.explorer.engine import RolloutEngine
-from rayrft.explorer.exchange import Completion, Request, Requester, Session
+from rayrft.explorer.exchange import Completion, Request, Requester, Session, Told
 from rayrft.handle import Handle, TrackedHandle
 from rayrft.waits import Waits
 
@@ -128,9 +128,11 @@ class EngineClient:
         self._has_members = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
 
-    async def generate(self, request: Request, sessions: Sequence[Session] = ()) -> list[Completion]:
+    async def generate(
+        self, request: Request, sessions: Sequence[Session] = (), told: Told | None = None
+    ) -> list[Completion]:
         """Sample the answers to a request on one engine, that of the first of its ``sessions`` if it has one; the
-        others follow.
+        others follow. For ``told`` see `Requester.ask`.
 
         Raises ActorDied, naming the engine, if it or its core has died, RequestRefused, and DataError for images that
         cannot be read.
@@ -142,7 +144,7 @@ class EngineClient:
             session.engine = name
         self._outstanding[name] += request.n
         try:
-            return await self._engines[name].ask(request, sessions[0] if sessions else None)
+            return await self._engines[name].ask(request, sessions[0] if sessions else None, told)
         except (RayActorError, RayTaskError) as error:
             cause = getattr(error, "cause", None) or error
             [text, *_] = str(cause).strip().splitlines() or ["no message"]

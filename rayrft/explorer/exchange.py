@@ -33,6 +33,10 @@ class Sampling:
     """If set, the answers do not depend on the engine's other requests."""
     repetition: RepetitionConfig | None = None
     """When an answer repeats itself, and is stopped."""
+    top_p: float = 1.0
+    """Below 1, or with a ``top_k``, what is sampled is not the distribution that is trained."""
+    top_k: int = 0
+    """The number of most probable tokens that are sampled from; 0: all."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,38 @@ class Request:
     n: int
     sampling: Sampling
     images: tuple[str, ...] = ()
+    stream: bool = False
+    """Bring the tokens of the one answer as they are sampled, and then the answer."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The next tokens of an answer that is being sampled, each with its log-prob."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+class Stream:
+    """An answer on its way, at the engine: its tokens so far."""
+
+    def __init__(self, arrived: Callable[[], None]) -> None:
+        self._arrived = arrived
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self._taken = 0
+
+    def add(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Append tokens that were sampled."""
+        if token_ids:
+            self.token_ids += token_ids
+            self.logprobs += logprobs
+            self._arrived()
+
+    def take(self) -> Chunk:
+        """Return the tokens since the last call."""
+        first, self._taken = self._taken, len(self.token_ids)
+        return Chunk(tuple(self.token_ids[first:]), tuple(self.logprobs[first:]))
 
 
 @dataclass
@@ -84,6 +120,9 @@ class Session:
 Answer = list[Completion] | RayrftError
 """The n answers to a request, or why it was refused."""
 
+Told = Callable[[Chunk], None]
+"""Receives the tokens of an answer as they are sampled."""
+
 
 class Answering(ABC):
     """An actor that answers requests, each in its own time."""
@@ -92,8 +131,9 @@ class Answering(ABC):
         self._mailboxes: dict[str, _Mailbox] = {}
 
     @abstractmethod
-    async def generate(self, request: Request) -> list[Completion]:
-        """Sample the answers to a request. RayrftError refuses it; any other error is the engine's own."""
+    async def generate(self, request: Request, stream: Stream | None = None) -> list[Completion]:
+        """Sample the answers to a request; the tokens of one that streams are added to its ``stream``, too. RayrftError
+        refuses it; any other error is the engine's own."""
 
     async def interrupt(self, request: Request) -> None:
         """End a request with what was sampled until now. Nothing happens if it is not running, or the engine cannot."""
@@ -101,9 +141,9 @@ class Answering(ABC):
 
     async def exchange(
         self, client: str, requests: dict[int, Request], cancelled: Sequence[int], interrupted: Sequence[int] = ()
-    ) -> dict[int, Answer]:
+    ) -> dict[int, Answer | Chunk]:
         """Begin a client's requests, by its numbers, abort those that are cancelled, and end the interrupted ones with
-        what they have; return the answers that are finished, as soon as there is one.
+        what they have; return the answers that are finished, and what streams have brought, as soon as there is one.
 
         A call ends the call before it of the same client, which then returns none. Raises the engine's own error, which
         ends all its requests.
@@ -112,7 +152,8 @@ class Answering(ABC):
         for number in cancelled:
             mailbox.abort(number)
         for number, request in requests.items():
-            mailbox.begin(number, request, self.generate(request))
+            stream = mailbox.stream(number) if request.stream else None
+            mailbox.begin(number, request, self.generate(request, stream) if stream else self.generate(request))
         for number in interrupted:
             if (running := mailbox.running(number)) is not None:
                 await self.interrupt(running)
@@ -126,13 +167,28 @@ class _Mailbox:
         self._running: dict[int, asyncio.Future[list[Completion]]] = {}
         self._requests: dict[int, Request] = {}
         self._finished: dict[int, list[Completion] | BaseException] = {}
+        self._streams: dict[int, Stream] = {}
+        """Those of running requests."""
+        self._brought: set[int] = set()
+        """Streams with tokens that are not collected."""
         self._aborted: set[int] = set()
         """Aborted before they began, or after they had ended."""
         self._ready = asyncio.Event()
         """Set when the latest call to collect may return."""
 
+    def stream(self, number: int) -> Stream:
+        """Return the stream of a request that is about to begin."""
+
+        def arrived() -> None:
+            self._brought.add(number)
+            self._ready.set()
+
+        self._streams[number] = stream = Stream(arrived)
+        return stream
+
     def begin(self, number: int, request: Request, answering: Coroutine[Any, Any, list[Completion]]) -> None:
         if number in self._aborted:
+            self._forget(number)
             return answering.close()
         self._requests[number] = request
         self._running[number] = task = asyncio.ensure_future(answering)
@@ -143,20 +199,21 @@ class _Mailbox:
 
     def abort(self, number: int) -> None:
         if number in self._running:
-            del self._requests[number]
+            self._forget(number)
             self._running.pop(number).cancel()
         elif self._finished.pop(number, None) is None:
             self._aborted.add(number)
 
-    async def collect(self) -> dict[int, Answer]:
+    async def collect(self) -> dict[int, Answer | Chunk]:
         self._ready.set()
         self._ready = ready = asyncio.Event()
-        if self._running and not self._finished:
+        if self._running and not self._finished and not self._brought:
             await ready.wait()
         if ready is not self._ready:
             return {}
         finished, self._finished = self._finished, {}
-        answers: dict[int, Answer] = {}
+        answers: dict[int, Answer | Chunk] = {number: self._streams[number].take() for number in self._brought}
+        self._brought.clear()
         for number, answer in finished.items():
             if isinstance(answer, BaseException) and not isinstance(answer, RayrftError):
                 raise answer
@@ -165,11 +222,16 @@ class _Mailbox:
 
     def _end(self, number: int) -> None:
         if number in self._running:  # else it was aborted
-            del self._requests[number]
+            self._forget(number)
             task = self._running.pop(number)
             cancelled = RuntimeError("the engine cancelled a request") if task.cancelled() else None
             self._finished[number] = cancelled or task.exception() or task.result()
             self._ready.set()
+
+    def _forget(self, number: int) -> None:
+        self._requests.pop(number, None)
+        self._streams.pop(number, None)
+        self._brought.discard(number)
 
 
 class Requester:
@@ -183,24 +245,28 @@ class Requester:
         self._cancelled: list[int] = []
         self._interrupted: list[int] = []
         self._asked: dict[int, asyncio.Future[list[Completion]]] = {}
+        self._told: dict[int, Told] = {}
         self._calls = 0
         """Number of open calls."""
         self._scheduled = False
 
-    async def ask(self, request: Request, session: Session | None = None) -> list[Completion]:
+    async def ask(self, request: Request, session: Session | None = None, told: Told | None = None) -> list[Completion]:
         """Return the answers to a request; if it is cancelled here, the engine ends it. Its ``session`` may interrupt
-        it.
+        it. ``told`` gets the tokens of a request that streams, but for the last ones, which come with the answer only.
 
         Raises the RayrftError with which the engine refuses it, and the error of the call if the engine has died.
         """
         number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
         self._unsent[number], self._asked[number] = request, answer
+        if told is not None:
+            self._told[number] = told
         self._schedule()
         try:
             with (session or Session()).interruptible(lambda: self._interrupt(number)):
                 completions: list[Completion] = await answer
                 return completions
         finally:
+            self._told.pop(number, None)
             if self._asked.pop(number, None) is not None and self._unsent.pop(number, None) is None:
                 self._cancelled.append(number)
                 self._schedule()
@@ -229,7 +295,7 @@ class Requester:
         self._calls += 1
         asyncio.ensure_future(call).add_done_callback(self._receive)
 
-    def _receive(self, call: asyncio.Future[dict[int, Answer]]) -> None:
+    def _receive(self, call: asyncio.Future[dict[int, Answer | Chunk]]) -> None:
         self._calls -= 1
         if call.cancelled():  # the event loop ends
             return
@@ -237,7 +303,10 @@ class Requester:
             self._fail(error)
             return
         for number, answered in call.result().items():
-            if number in self._asked:  # else it was cancelled
+            if isinstance(answered, Chunk):
+                if number in self._told:
+                    self._told[number](answered)
+            elif number in self._asked:  # else it was cancelled
                 _set(self._asked.pop(number), answered)
         if self._asked and not self._calls:
             self._schedule()

@@ -189,15 +189,7 @@ class Trajectory:
     def to_experience(self, experience_id: str, group_id: str, task: Task) -> Experience:
         """Build the row up to the end of the last answer. Arrays are [tokens]; the action mask is 1 on answers."""
         end = self._actions[-1][0] + len(self._actions[-1][1].token_ids)
-        mask, logprobs = np.zeros(end, np.uint8), np.zeros(end, np.float32)
-        versions = []
-        for start, completion in self._actions:
-            stop = start + len(completion.token_ids)
-            mask[start:stop] = 1
-            logprobs[start:stop] = completion.logprobs
-            versions += [
-                VersionSpan(start + first, start + last, version) for first, last, version in completion.versions
-            ]
+        mask, logprobs, versions = action_columns(self._actions, end)
         return Experience(
             experience_id=experience_id,
             group_id=group_id,
@@ -206,7 +198,7 @@ class Trajectory:
             prompt_length=self._prompt_length,
             action_mask=mask,
             logprobs=logprobs,
-            weight_versions=tuple(versions),
+            weight_versions=versions,
             reward=self._value,
             reward_components=self._components,
             error=self._error,
@@ -217,3 +209,17 @@ class Trajectory:
             created_at=self._started,
             finished_at=time.time(),
         )
+
+
+def action_columns(
+    answers: Sequence[tuple[int, Completion]], length: int
+) -> tuple[np.ndarray, np.ndarray, tuple[VersionSpan, ...]]:
+    """Return action mask and log-probs, both ``[length]``, and the versions of a sequence with answers, each from its
+    start index on."""
+    mask, logprobs, versions = np.zeros(length, np.uint8), np.zeros(length, np.float32), list[VersionSpan]()
+    for start, completion in answers:
+        stop = start + len(completion.token_ids)
+        mask[start:stop] = 1
+        logprobs[start:stop] = completion.logprobs
+        versions += [VersionSpan(start + first, start + last, version) for first, last, version in completion.versions]
+    return mask, logprobs, tuple(versions)

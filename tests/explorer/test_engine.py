@@ -18,7 +18,7 @@ from rayrft.config.explorer import RepetitionConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ModelError, RequestRefused
 from rayrft.explorer.engine_pool import EngineClient, EnginePool, Member
-from rayrft.explorer.exchange import INTERRUPTED, Completion, Request, Sampling
+from rayrft.explorer.exchange import INTERRUPTED, Chunk, Completion, Request, Sampling, Session
 from rayrft.waits import Waits
 from tests.errors import about
 from tests.explorer.conftest import EngineUnderTest
@@ -55,6 +55,28 @@ def test_behaviour_logprobs_are_those_of_the_distribution_that_was_sampled(
     update(engine, engine.model(), 1)
     for completion in generate(engine, temperature=temperature):
         assert completion.logprobs == pytest.approx(recomputed(engine.model(), completion, temperature), abs=1e-4)
+
+
+async def test_a_stream_brings_the_answer_in_parts_and_may_be_interrupted(engine: EngineUnderTest) -> None:
+    update(engine, engine.model(), 2)
+    pool = EnginePool()
+    await pool.join([Member(handle(engine.actor, "engine-0"), 2)])
+    client = EngineClient(remote(pool), Waits("test"))
+    for enough in (100, 5):
+        chunks, session = list[Chunk](), Session()
+
+        def tell(chunk: Chunk, enough: int = enough, chunks: list[Chunk] = chunks, session: Session = session) -> None:
+            chunks.append(chunk)
+            if sum(len(chunk.token_ids) for chunk in chunks) >= enough:
+                session.interrupt()
+
+        request = Request(PROMPT, 1, sampling(max_tokens=50), stream=True)
+        [answer] = await client.generate(request, [session], tell)
+        ids = [token for chunk in chunks for token in chunk.token_ids]
+        assert len(chunks) > 1 and tuple(ids) == answer.token_ids[: len(ids)]
+        assert answer.versions == ((0, len(answer.token_ids), 2),)
+        assert answer.logprobs == pytest.approx(recomputed(engine.model(), answer, 1.0), abs=1e-4)
+        assert len(answer.token_ids) == 50 if enough == 100 else 5 <= len(answer.token_ids) < 50
 
 
 def test_an_answer_ends_with_its_stop_token_or_at_the_limit(engine: EngineUnderTest) -> None:

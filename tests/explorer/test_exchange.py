@@ -16,11 +16,13 @@ from rayrft.explorer.exchange import (
     INTERRUPTED,
     Answer,
     Answering,
+    Chunk,
     Completion,
     Request,
     Requester,
     Sampling,
     Session,
+    Stream,
 )
 from tests.errors import about
 from tests.scripted import remote
@@ -37,7 +39,7 @@ class Held(Answering):
         self.events: dict[int, asyncio.Event] = {}
         self.problems: dict[int, Exception] = {}
 
-    async def generate(self, request: Request) -> list[Completion]:
+    async def generate(self, request: Request, stream: Stream | None = None) -> list[Completion]:
         [number] = request.prompt
         try:
             await self.events.setdefault(number, asyncio.Event()).wait()
@@ -53,7 +55,7 @@ class Held(Answering):
         self.interrupted.append(request.prompt[0])
         self.events[request.prompt[0]].set()
 
-    async def exchange(self, client: str, requests: dict[int, Request], *lists: Any) -> dict[int, Answer]:
+    async def exchange(self, client: str, requests: dict[int, Request], *lists: Any) -> dict[int, Answer | Chunk]:
         self.calls += 1
         return await super().exchange(client, requests, *lists)
 
@@ -163,7 +165,7 @@ async def history(rng: random.Random, count: int) -> None:
     """Ask, answer, refuse, cancel, and let calls arrive late, in random order."""
 
     class Late(Held):
-        async def exchange(self, client: str, requests: dict[int, Request], *lists: Any) -> dict[int, Answer]:
+        async def exchange(self, client: str, requests: dict[int, Request], *lists: Any) -> dict[int, Answer | Chunk]:
             for _ in range(rng.choice([0, 0, 1, 3])):
                 await asyncio.sleep(0)
             return await super().exchange(client, requests, *lists)
@@ -201,3 +203,66 @@ async def history(rng: random.Random, count: int) -> None:
         else:
             assert not isinstance(answer, BaseException) and answer[0].token_ids == (number,)
     await until(lambda: not any(box._running for box in engine._mailboxes.values()))
+
+
+class Endless(Answering):
+    """Brings one token at a time, counting up from the prompt, until the limit or an interruption."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__()
+        self.rng, self.running, self.interrupted = rng, 0, set[int]()
+
+    async def generate(self, request: Request, stream: Stream | None = None) -> list[Completion]:
+        assert stream is not None
+        [first] = request.prompt
+        self.running += 1
+        try:
+            while first not in self.interrupted and len(stream.token_ids) < request.sampling.max_tokens:
+                stream.add([first + len(stream.token_ids)], [-1.0])
+                for _ in range(self.rng.choice([0, 0, 1, 5])):
+                    await asyncio.sleep(0)
+        finally:
+            self.running -= 1
+        ids = tuple(stream.token_ids)
+        return [Completion(ids, tuple(stream.logprobs), ((0, len(ids), 0),), "stop")]
+
+    async def interrupt(self, request: Request) -> None:
+        self.interrupted.add(request.prompt[0])
+
+
+@given(seed=st.integers(0, 10**6), count=st.integers(1, 12))
+def test_streams_bring_every_token_once_and_in_order_until_they_are_interrupted(seed: int, count: int) -> None:
+    async def one(rng: random.Random, requester: Requester, number: int) -> None:
+        first, enough, limit = 1000 * number, rng.randrange(1, 30), rng.randrange(1, 60)
+        session, told = Session(), list[int]()
+
+        def tell(chunk: Chunk) -> None:
+            assert len(chunk.token_ids) == len(chunk.logprobs) > 0
+            told.extend(chunk.token_ids)
+            if len(told) >= enough:
+                session.interrupt()
+
+        request = Request([first], 1, Sampling(1.0, limit, (1,)), stream=True)
+        asked = asyncio.ensure_future(requester.ask(request, session, tell))
+        if rng.random() < 0.3:
+            for _ in range(rng.randrange(20)):
+                await asyncio.sleep(0)
+            asked.cancel()
+        try:
+            [answer] = await asked
+        except asyncio.CancelledError:
+            return
+        assert answer.token_ids == tuple(range(first, first + len(answer.token_ids)))
+        assert told == list(answer.token_ids[: len(told)])
+        assert len(told) >= enough or len(answer.token_ids) == limit
+
+    async def play() -> None:
+        rng = random.Random(seed)
+        engine = Endless(rng)
+        requester = Requester(remote(engine))
+        async with asyncio.timeout(20):
+            await asyncio.gather(*(one(rng, requester, number) for number in range(count)))
+        await until(lambda: engine.running == 0)
+        await until(lambda: not any(box._streams or box._running for box in engine._mailboxes.values()))
+
+    asyncio.run(play())

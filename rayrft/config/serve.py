@@ -1,0 +1,70 @@
+"""Config of the endpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from rayrft.config.base import Section, invalid
+
+_LOCAL = ("127.0.0.1", "localhost", "::1")
+
+
+class ServeConfig(Section):
+    """The OpenAI-compatible endpoint: which requests it takes, and how their sessions become groups."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=1, le=65535)
+    """Ray Serve has one HTTP port in a cluster: runs on the same cluster share it, each under ``/<its name>``."""
+    keys_file: Path | None = None
+    """A file with one API key per line."""
+    keys_env: str | None = None
+    """The environment variable with API keys, separated by commas, of the process that starts the run."""
+    model_name: str | None = None
+    """What requests call the model; by default the run's name."""
+    replicas: int = Field(1, ge=1)
+    """Processes that answer HTTP requests."""
+    cpus: float = Field(0.1, ge=0)
+    """CPUs of one replica."""
+    max_requests: int = Field(1024, ge=1)
+    """Requests that a replica has open at a time; further ones get status 429."""
+    max_body_kib: int = Field(4096, ge=1)
+    """Largest request body; a larger one gets status 413."""
+    deadline_s: float = Field(600.0, gt=0)
+    """Seconds that a request may take, after which it gets status 504."""
+    tool_calls: Literal["hermes", "json"] = "hermes"
+    """The form in which the model writes calls of tools: JSON between ``<tool_call>`` and ``</tool_call>``, or bare."""
+    off_policy: Literal["untrained", "refuse", "ignore"] = "untrained"
+    """Requests with a temperature, top_p or top_k other than the run's, whose answers are of another distribution than
+    the policy's. ``untrained``: answered as asked, and masked in training. ``refuse``: status 400. ``ignore``: answered
+    as the run samples."""
+    record: bool = True
+    """Whether sessions become groups to train on."""
+    group_by: Literal["prompt", "any"] = "prompt"
+    """Which sessions make a group if they name no task: those that begin with the same request, or any."""
+    reward_s: float = Field(600.0, gt=0)
+    """Seconds after the last call of a session in which its reward must come."""
+    default_reward: float | None = None
+    """The reward of a session that got none in time; by default it is dropped and counted."""
+    group_s: float = Field(3600.0, gt=0)
+    """Seconds that a session with a reward waits until its group is complete."""
+    max_sessions: int = Field(10_000, ge=1)
+    """Sessions that are waiting for their reward; beyond it the one that is idle for longest is dropped and counted."""
+
+    @field_validator("keys_file")
+    @classmethod
+    def _absolute(cls, path: Path | None) -> Path | None:
+        return path.expanduser().absolute() if path else None
+
+    @model_validator(mode="after")
+    def _keys(self) -> ServeConfig:
+        if self.host not in _LOCAL and self.keys_file is None and self.keys_env is None:
+            raise invalid(
+                "host",
+                "can be reached from other machines, and the endpoint would take requests without a key",
+                value=self.host,
+                remedy="give keys_file or keys_env",
+            )
+        return self

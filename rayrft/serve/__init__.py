@@ -1,0 +1,1 @@
+"""The endpoint: the live policy served by the API of OpenAI, with every call recorded for training."""

@@ -1,0 +1,129 @@
+"""The endpoint on Ray Serve: an application of its own for each run, which ends with the run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import urllib.error
+import urllib.request
+from typing import Any
+
+import ray
+from fastapi import FastAPI
+from ray import serve
+from ray.exceptions import RayActorError
+from ray.util.metrics import Counter
+
+from rayrft.config.serve import ServeConfig
+from rayrft.data.tokenizer import ChatTokenizer
+from rayrft.errors import ConfigError
+from rayrft.explorer.engine_pool import EngineClient, EnginePool
+from rayrft.handle import Handle
+from rayrft.serve.app import Endpoint
+from rayrft.serve.keeper import SessionKeeper
+from rayrft.serve.settings import EndpointActors, EndpointSettings
+from rayrft.waits import Waits
+
+_ANSWER_S = 30.0
+"""Seconds in which the endpoint must answer once it is deployed."""
+
+
+class _Keeper:
+    """The sessions, in the keeper's actor."""
+
+    def __init__(self, keeper: Handle[SessionKeeper]) -> None:
+        self._keeper = keeper
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(SessionKeeper, name)
+        return lambda *args: asyncio.ensure_future(self._keeper.call(method, *args))
+
+
+class EndpointReplica:
+    """One process that answers requests. The application ``app_name`` is deleted when the run's engine pool has died,
+    for then nobody else may be left to do so."""
+
+    def __init__(self, app_name: str, model: str, settings: EndpointSettings, actors: EndpointActors) -> None:
+        def handle(name: str) -> Handle[Any]:
+            return Handle(name.rpartition(":")[2], ray.get_actor(name, namespace=actors.namespace))
+
+        pool: Handle[EnginePool] = handle(actors.engine_pool)
+        counter = Counter("rayrft_endpoint_requests", "Requests by how they ended", tag_keys=("app", "outcome"))
+        self._endpoint = Endpoint(
+            EngineClient(pool, Waits("endpoint")),
+            _Keeper(handle(actors.keeper)) if actors.keeper else None,
+            ChatTokenizer(model),
+            settings,
+            lambda outcome: counter.inc(tags={"app": app_name, "outcome": outcome}),
+        )
+        self._watching = asyncio.create_task(_delete_with(pool, app_name))
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return self._endpoint.app()
+
+
+def open_endpoint(app_name: str, route: str, model: str, settings: EndpointSettings, actors: EndpointActors) -> str:
+    """Deploy the endpoint as the application ``app_name``; return its base URL, for clients, once it answers.
+
+    Raises ConfigError if the port is in use by another program, or if Ray Serve has another port on this cluster.
+    """
+    config = settings.config
+    _check_port(config)
+    serve.start(http_options={"host": config.host, "port": config.port}, proxy_location="HeadOnly")
+    replica = serve.deployment(serve.ingress()(EndpointReplica)).options(
+        num_replicas=config.replicas,
+        ray_actor_options={"num_cpus": config.cpus},
+        # Requests above the endpoint's own bound must reach it, to be answered with status 429.
+        max_ongoing_requests=100 * config.max_requests,
+        graceful_shutdown_timeout_s=2.0,
+        graceful_shutdown_wait_loop_s=0.1,
+    )
+    serve.run(replica.bind(app_name, model, settings, actors), name=app_name, route_prefix=f"/{route}")
+    reached = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "::1": "[::1]"}.get(config.host, config.host)
+    url = f"http://{reached}:{config.port}/{route}"
+    try:
+        urllib.request.urlopen(f"{url}/health", timeout=_ANSWER_S).close()
+    except (urllib.error.URLError, TimeoutError) as error:
+        close_endpoint(app_name)
+        raise ConfigError(
+            f"the endpoint does not answer at {url}: {error}",
+            field="serve.port",
+            value=config.port,
+            remedy="Ray Serve has one port in a cluster: give that of the run which started it, or shut Serve down",
+        ) from None
+    return f"{url}/v1"
+
+
+def close_endpoint(app_name: str) -> None:
+    """Delete the application, if it is there."""
+    with contextlib.suppress(Exception):  # Serve raises what it will where it, or the application, has ended
+        if app_name in serve.status().applications:
+            serve.delete(app_name)
+
+
+def _check_port(config: ServeConfig) -> None:
+    """Raise ConfigError if another program has the port, unless Serve is running, which may have it."""
+    with contextlib.suppress(ValueError):
+        ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+        return
+    try:
+        family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as listening:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind((config.host, config.port))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot be listened on: {error.strerror}",
+            field="serve.port",
+            value=config.port,
+            remedy="another program uses it: give another port",
+        ) from None
+
+
+async def _delete_with(pool: Handle[EnginePool], app_name: str) -> None:
+    """Delete the application when the engine pool, and with it the run, has died."""
+    try:
+        await pool.call(EnginePool.watch)
+    except RayActorError:
+        await asyncio.to_thread(serve.delete, app_name, _blocking=False)

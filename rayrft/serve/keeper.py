@@ -1,0 +1,124 @@
+"""SessionKeeper: the actor that has the sessions of the endpoint, and puts their groups into the Buffer."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import time
+import uuid
+from collections import Counter
+from collections.abc import Coroutine
+from typing import Any
+
+from rayrft.buffer.buffer import Buffer
+from rayrft.buffer.client import BufferWriter
+from rayrft.config.serve import ServeConfig
+from rayrft.experience import to_batch
+from rayrft.handle import Handle
+from rayrft.serve.sessions import Begun, Call, Conversation, ServedGroup, Sessions, SessionStats
+
+
+class SessionKeeper:
+    """The actor. Replicas of the endpoint tell it of calls; for the arguments see `Sessions`."""
+
+    def __init__(
+        self, config: ServeConfig, run: str, group_size: int, buffer: Handle[Buffer], *, drop_equal: bool
+    ) -> None:
+        self._life = uuid.uuid4().hex[:8]
+        self._sessions = Sessions(config, f"{run}/serve/{self._life}", group_size, drop_equal=drop_equal)
+        self._buffer = buffer
+        self._writer = BufferWriter(buffer)
+        self._dropped: Counter[str] = Counter()
+        """Rows that the Buffer is not told of yet."""
+        self._discards = 0
+        self._discarding = asyncio.Lock()
+        self._sending: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+
+    async def start(self) -> None:
+        """Begin to end sessions when their time has come; must be called first."""
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._expiring = asyncio.create_task(self._expire())
+
+    async def begin(self, session: str, task: str | None, conversation: Conversation) -> Begun:
+        """Begin a call of a session."""
+        return self._sessions.begin(session, task, conversation, time.time())
+
+    async def answered(self, begun: Begun, call: Call) -> None:
+        """End a call with its answers."""
+        self._sessions.answered(begun, call, time.time())
+        self._send()
+
+    async def failed(self, begun: Begun, reason: str) -> None:
+        """End a call without an answer."""
+        self._sessions.failed(begun, reason, time.time())
+        self._send()
+
+    async def feedback(self, name: str, reward: float, components: dict[str, float]) -> str:
+        """Give the reward of a session; return its id once the Buffer has what has come of it. Raises DataError and
+        FeedbackRefused."""
+        session = self._sessions.feedback(name, reward, components, time.time())
+        await asyncio.gather(*self._send())
+        return session
+
+    async def stats(self) -> SessionStats:
+        """Return the counts so far."""
+        return self._sessions.stats()
+
+    async def close(self) -> None:
+        """Drop what has not become part of a group; return when the Buffer has, and has counted, everything."""
+        self._sessions.close()
+        self._send()
+        while self._sending:
+            await asyncio.gather(*self._sending)
+
+    async def watch(self) -> None:
+        """Return only by raising the error of the Buffer that ends the run. A caller that awaits it also learns at once
+        when this actor dies."""
+        await asyncio.shield(self._failed)
+
+    async def pid(self) -> int:
+        """Return the actor's process id."""
+        return os.getpid()
+
+    async def _expire(self) -> None:
+        """End sessions when their time has come. Never returns."""
+        while True:
+            self._changed.clear()
+            left = self._sessions.next_expiry() - time.time()
+            try:
+                await asyncio.wait_for(self._changed.wait(), None if math.isinf(left) else max(0.0, left))
+            except TimeoutError:
+                self._sessions.expire(time.time())
+                self._send()
+
+    def _send(self) -> list[asyncio.Task[None]]:
+        """Send to the Buffer what has come of the sessions."""
+        self._changed.set()
+        groups, dropped = self._sessions.take()
+        self._dropped += dropped
+        sending = [self._start(self._put(group)) for group in groups]
+        return [*sending, self._start(self._discard())] if self._dropped else sending
+
+    def _start(self, sending: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(sending)
+        self._sending.add(task)
+        task.add_done_callback(self._sent)
+        return task
+
+    def _sent(self, task: asyncio.Task[None]) -> None:
+        self._sending.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and not self._failed.done():
+            self._failed.set_exception(error)
+
+    async def _put(self, group: ServedGroup) -> None:
+        # What the Buffer rejects, or has no place for, it has counted.
+        await self._writer.put(to_batch(group.rows), group.report)
+
+    async def _discard(self) -> None:
+        async with self._discarding:  # what comes meanwhile is told together
+            dropped, self._dropped = self._dropped, Counter()
+            if dropped:
+                self._discards += 1
+                await self._buffer.call(Buffer.discard, f"{self._life}/{self._discards}", dict(dropped))

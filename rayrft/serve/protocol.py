@@ -1,0 +1,280 @@
+"""The API of OpenAI, as far as it is served: requests, what a conversation is of them, and errors."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "logit_bias": ({},),
+    "top_logprobs": (0,),
+    "prompt_logprobs": (0,),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto", "none"),
+    "function_call": ("auto", "none"),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "use_beam_search": (False,),
+    "ignore_eos": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "echo": (False,),
+    "suffix": ("",),
+    "best_of": (1,),
+    "stop_token_ids": ([],),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+}
+"""Parameters that would change an answer and are not supported, with the values that change nothing."""
+
+
+class ApiError(Exception):
+    """An error of the API: an HTTP status, and what the body says. ``param`` is the field of the request."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str,
+        param: str | None = None,
+        kind: str = "invalid_request_error",
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.headers = status, code, headers or {}
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+
+class StreamOptions(_Body):
+    include_usage: bool = False
+
+
+class Metadata(_Body):
+    session_id: str | None = Field(None, min_length=1, max_length=256)
+    task_id: str | None = Field(None, min_length=1, max_length=256)
+
+
+Limit = Annotated[int, Field(ge=1)]
+
+
+class Sampled(_Body):
+    """What requests for answers have in common. Without a value the run's own sampling applies."""
+
+    model: str
+    n: int = Field(1, ge=1, le=128)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    max_tokens: Limit | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = Field(None, ge=0, lt=1 << 63)
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    user: str | None = Field(None, min_length=1, max_length=256)
+    metadata: Metadata = Metadata()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, body: Any) -> Any:
+        """Take null for a value that is not given, as clients mean it."""
+        return {key: value for key, value in body.items() if value is not None} if isinstance(body, dict) else body
+
+    @model_validator(mode="after")
+    def _supported(self) -> Sampled:
+        for key, value in (self.model_extra or {}).items():
+            if key in _NEUTRAL and value not in _NEUTRAL[key]:
+                raise _unsupported(key, "is not supported")
+        if any(not stop for stop in self.stops):
+            raise _unsupported("stop", "has an empty text")
+        return self
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def limit(self) -> int | None:
+        """The largest number of tokens of an answer, if the request has one."""
+        return self.max_tokens
+
+    @property
+    def wants_logprobs(self) -> bool:
+        raise NotImplementedError
+
+
+class ChatRequest(Sampled):
+    """The body of ``/v1/chat/completions``."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    tools: list[dict[str, Any]] = Field(default_factory=list)
+    max_completion_tokens: Limit | None = None
+    logprobs: bool = False
+
+    @model_validator(mode="after")
+    def _tools(self) -> ChatRequest:
+        if any("name" not in (tool.get("function") or {}) for tool in self.tools):
+            raise _unsupported("tools", "has an entry that is no function with a name")
+        return self
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs
+
+    @property
+    def shown_tools(self) -> tuple[dict[str, Any], ...]:
+        """The tools that the model is told of."""
+        return () if (self.model_extra or {}).get("tool_choice") == "none" else tuple(self.tools)
+
+
+class ChatMessage(_Body):
+    """A message. ``plain`` is its form in a conversation, ``for_template`` that in which chat templates take it."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    tool_calls: list[dict[str, Any]] = Field(default_factory=list)
+    tool_call_id: str | None = None
+    name: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, body: Any) -> Any:
+        return {key: value for key, value in body.items() if value is not None} if isinstance(body, dict) else body
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or [])
+
+    def plain(self) -> dict[str, Any]:
+        """Return the message without what clients may add or leave out."""
+        calls = [_plain_call(call) for call in self.tool_calls]
+        fields = {"tool_calls": calls, "tool_call_id": self.tool_call_id, "name": self.name}
+        return {"role": self.role, "content": self.text, **{key: value for key, value in fields.items() if value}}
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the message with the arguments of calls as objects."""
+        message = self.plain()
+        if self.role == "developer":
+            message["role"] = "system"
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = [{"type": "function", "function": call["function"]} for call in calls]
+        return message
+
+    def for_display(self) -> dict[str, str]:
+        """Return the message as text."""
+        calls = [json.dumps(call["function"]) for call in self.plain().get("tool_calls", [])]
+        return {"role": self.role, "content": "\n".join([self.text, *calls])}
+
+
+class ContentPart(_Body):
+    """A part of a message: only text is supported."""
+
+    type: Literal["text"]
+    text: str
+
+
+class CompletionRequest(Sampled):
+    """The body of ``/v1/completions``: the prompt is one text, or the ids of its tokens."""
+
+    prompt: Annotated[str, Field(min_length=1)] | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    logprobs: int | None = Field(None, ge=0, le=1)
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _one_prompt(cls, prompt: Any) -> Any:
+        """Take a prompt for itself that is the only one in a list."""
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+            if len(prompt) > 1:
+                raise _unsupported("prompt", "is not one prompt: send a request for each")
+            return prompt[0]
+        return prompt
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None
+
+
+class FeedbackRequest(_Body):
+    """The body of ``/v1/feedback``: the id of a session or of a response, and its reward."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    id: str = Field(min_length=1)
+    reward: float
+    components: dict[str, float] = Field(default_factory=dict)
+
+
+ChatRequest.model_rebuild()
+ChatMessage.model_rebuild()
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def parse(model: type[Body], body: bytes) -> Body:
+    """Parse a request's body. Raises ApiError 400, which names the first field that is wrong."""
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        if first["type"] == "json_invalid":
+            raise ApiError(400, f"The body is not JSON: {first['msg']}.", code="invalid_json") from None
+        cause = first.get("ctx", {}).get("error")
+        param, problem = (
+            cause.args if isinstance(cause, _Unsupported) else (".".join(map(str, first["loc"])), first["msg"])
+        )
+        code = {"missing": "missing_required_parameter", "value_error": "unsupported_parameter"}
+        where = param or None
+        raise ApiError(
+            400, f"{where or 'The body'}: {problem}.", code=code.get(first["type"], "invalid_value"), param=where
+        ) from None
+
+
+def key_digest(key: str) -> str:
+    """Return the digest by which an API key is known."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def usage(prompt: int, completions: Sequence[int]) -> dict[str, int]:
+    """Return the counts of tokens of a response."""
+    sampled = sum(completions)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+class _Unsupported(ValueError):
+    """Arguments: the parameter and the problem."""
+
+
+def _unsupported(param: str, problem: str) -> _Unsupported:
+    return _Unsupported(param, problem)
+
+
+def _plain_call(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a call with its arguments as an object, if they are one, so that equal ones are equal."""
+    function = call.get("function") or {}
+    arguments = function.get("arguments", "{}")
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError):  # it was sampled so
+            arguments = json.loads(arguments)
+    return {"id": call.get("id"), "function": {"name": function.get("name"), "arguments": arguments}}

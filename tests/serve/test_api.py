@@ -1,0 +1,269 @@
+"""The API, as the official client and broken ones use it, over a scripted policy."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from fastapi import FastAPI
+
+from rayrft.errors import ActorDied
+from tests.serve.scripted import KEY, MAX_LENGTH, MODEL, Served, serve
+
+USER: list[Any] = [{"role": "user", "content": "hi"}]
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+}
+
+
+async def streamed(served: Served, **options: Any) -> list[Any]:
+    stream = await served.client.chat.completions.create(model=MODEL, messages=USER, stream=True, **options)
+    return [chunk async for chunk in stream]
+
+
+async def call(app: FastAPI, body: dict[str, Any]) -> tuple[int, dict[str, str], str]:
+    """Call the application itself, for which a process need not have thousands of open files."""
+    sent: list[Any] = []
+    asked = [{"type": "http.request", "body": json.dumps(body).encode()}]
+
+    async def receive() -> Any:
+        return asked.pop() if asked else await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"authorization", f"Bearer {KEY}".encode())]
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": headers, "query_string": b""}
+    await app(scope, receive, send)
+    answered = {key.decode(): value.decode() for key, value in sent[0]["headers"]}
+    return sent[0]["status"], answered, b"".join(message.get("body", b"") for message in sent).decode()
+
+
+async def test_the_official_client_gets_answers_models_and_usage(tiny_model: Path) -> None:
+    async with serve(tiny_model) as served:
+        assert [model.id async for model in served.client.models.list()] == [MODEL]
+        assert (await served.client.models.retrieve(MODEL)).id == MODEL
+        answer = await served.client.chat.completions.create(model=MODEL, messages=USER, n=2, logprobs=True)
+        assert [choice.message.content for choice in answer.choices] == ["hello"] * 2
+        assert [choice.finish_reason for choice in answer.choices] == ["stop"] * 2
+        logprobs = answer.choices[1].logprobs
+        assert logprobs and logprobs.content and [entry.logprob for entry in logprobs.content] == [-0.5] * 6
+        assert answer.usage and (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (4, 12)
+        short = await served.client.chat.completions.create(model=MODEL, messages=USER, max_completion_tokens=3)
+        assert (short.choices[0].message.content, short.choices[0].finish_reason) == ("hel", "length")
+        text = await served.client.completions.create(model=MODEL, prompt="hi", logprobs=1)
+        assert (text.choices[0].text, text.object) == ("hello", "text_completion")
+        ids = await served.client.completions.create(model=MODEL, prompt=[7, 8, 9])
+        assert ids.usage and ids.usage.prompt_tokens == 3 and served.policy.requests[-1].prompt == [7, 8, 9]
+
+
+async def test_streamed_text_is_the_whole_answer_and_usage_comes_last(tiny_model: Path) -> None:
+    async with serve(tiny_model) as served:
+        chunks = await streamed(served, n=2, logprobs=True, stream_options={"include_usage": True})
+        for index in range(2):
+            choices = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
+            assert "".join(choice.delta.content or "" for choice in choices) == "hello"
+            assert choices[0].delta.role == "assistant" and choices[-1].finish_reason == "stop"
+            entries = [entry for choice in choices if choice.logprobs for entry in choice.logprobs.content or []]
+            assert len(entries) == 6
+            assert len(choices) > 4  # as they are sampled, not at the end
+        assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == 12
+        assert len({chunk.id for chunk in chunks}) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stop_string_ends_the_answer_at_the_engine_and_is_not_shown(tiny_model: Path, stream: bool) -> None:
+    async with serve(tiny_model, lambda prompt: "one two three four five six") as served:
+        options: dict[str, Any] = {"stop": ["o t", "never"]}
+        if stream:
+            chunks = await streamed(served, **options)
+            text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+        else:
+            answer = await served.client.chat.completions.create(model=MODEL, messages=USER, **options)
+            text, reason = answer.choices[0].message.content or "", answer.choices[0].finish_reason
+            assert reason == "stop" and answer.usage and answer.usage.completion_tokens == len("one two t")
+        assert text == "one tw"
+        assert len(served.policy.sampled[0].token_ids) < 15  # of 28: it was interrupted
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_calls_of_tools_are_parsed_and_not_shown_as_text(tiny_model: Path, stream: bool) -> None:
+    said = 'so <tool_call>{"name":"add","arguments":{"a":1}}</tool_call>'
+    async with serve(tiny_model, lambda prompt: said) as served:
+        if stream:
+            chunks = await streamed(served, tools=[TOOL])
+            deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
+            assert "".join(delta.content or "" for delta in deltas) == "so "
+            [call] = [call for delta in deltas for call in delta.tool_calls or []]
+            reason = chunks[-1].choices[0].finish_reason
+        else:
+            answer = await served.client.chat.completions.create(model=MODEL, messages=USER, tools=[TOOL])
+            message, reason = answer.choices[0].message, answer.choices[0].finish_reason
+            assert message.content == "so " and message.tool_calls
+            [call] = message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
+        assert reason == "tool_calls"
+        plain = await served.client.chat.completions.create(model=MODEL, messages=USER)
+        assert plain.choices[0].message.content == said and plain.choices[0].message.tool_calls is None
+
+
+async def test_a_call_that_cannot_be_read_is_shown_as_it_is(tiny_model: Path) -> None:
+    async with serve(tiny_model, lambda prompt: "<tool_call>{oh no") as served:
+        chunks = await streamed(served, tools=[TOOL])
+        assert "".join(each.delta.content or "" for chunk in chunks for each in chunk.choices) == "<tool_call>{oh no"
+
+
+CHAT: dict[str, Any] = {"model": MODEL, "messages": USER}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "code", "param"),
+    [
+        ("chat/completions", "{not json", 400, "invalid_json", None),
+        ("chat/completions", {"model": MODEL}, 400, "missing_required_parameter", "messages"),
+        ("chat/completions", {**CHAT, "temperature": "hot"}, 400, "invalid_value", "temperature"),
+        ("chat/completions", {**CHAT, "n": 0}, 400, "invalid_value", "n"),
+        ("chat/completions", {**CHAT, "max_tokens": -1}, 400, "invalid_value", "max_tokens"),
+        ("chat/completions", {**CHAT, "presence_penalty": 1}, 400, "unsupported_parameter", "presence_penalty"),
+        ("chat/completions", {**CHAT, "tool_choice": "required"}, 400, "unsupported_parameter", "tool_choice"),
+        ("chat/completions", {**CHAT, "model": "gpt-5"}, 404, "model_not_found", "model"),
+        (
+            "chat/completions",
+            {**CHAT, "messages": [{"role": "user", "content": "x" * 200}]},
+            400,
+            "context_length_exceeded",
+            "messages",
+        ),
+        ("completions", {"model": MODEL, "prompt": [10**6]}, 400, "invalid_value", "request"),
+        ("completions", {"model": MODEL, "prompt": []}, 400, "invalid_value", None),
+        ("feedback", {"id": "nobody", "reward": 1.0}, 404, "session_not_found", "id"),
+        ("feedback", {"id": "nobody"}, 400, "missing_required_parameter", "reward"),
+        ("feedback", '{"id": "nobody", "reward": NaN}', 400, "invalid_value", "reward"),
+    ],
+)
+async def test_bad_requests_are_refused_with_their_field_and_counted(
+    tiny_model: Path, path: str, body: Any, status: int, code: str, param: str | None
+) -> None:
+    async with serve(tiny_model) as served:
+        content = body if isinstance(body, str) else json.dumps(body)
+        response = await served.http.post(f"/v1/{path}", content=content)
+        error = response.json()["error"]
+        assert (response.status_code, error["code"]) == (status, code), error
+        assert param is None or error["param"] == param
+        assert error["message"] and error["type"]
+        assert served.endpoint.outcomes == {f"{status} {code}": 1}
+        assert (await served.client.chat.completions.create(**CHAT)).choices  # others are served
+
+
+async def test_only_a_right_key_opens_and_the_health_check_needs_none(tiny_model: Path) -> None:
+    async with serve(tiny_model) as served:
+        for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {KEY}"}):
+            served.http.headers.pop("Authorization", None)
+            for path in ("/v1/models", "/v1/stats"):
+                assert (await served.http.get(path, headers=header)).status_code == 401
+            assert (await served.http.post("/v1/feedback", headers=header, json={})).status_code == 401
+        with pytest.raises(openai.AuthenticationError):
+            await openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="no").chat.completions.create(**CHAT)
+        assert (await served.http.get("/health")).status_code == 200
+        assert served.endpoint.outcomes == {"401 invalid_api_key": 10}
+        second = await served.http.get("/v1/models", headers={"Authorization": "bearer sk-0"})
+        assert second.status_code == 200
+
+
+async def test_a_giant_body_is_refused_before_it_is_read(tiny_model: Path) -> None:
+    async with serve(tiny_model, max_body_kib=64) as served:
+        read = 0
+
+        async def endless() -> Any:
+            nonlocal read
+            while read < 1 << 30:
+                read += 1 << 16
+                yield b"x" * (1 << 16)
+
+        response = await served.http.post("/v1/chat/completions", content=b"x" * (1 << 20))
+        assert (response.status_code, response.json()["error"]["code"]) == (413, "request_too_large")
+        with contextlib.suppress(httpx.WriteError, httpx.ReadError):  # the connection ends while the client writes
+            assert (await served.http.post("/v1/chat/completions", content=endless())).status_code == 413
+        assert read < 1 << 28
+        assert served.endpoint.outcomes["413 request_too_large"] == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_goes_away_aborts_its_request_and_is_counted(tiny_model: Path, stream: bool) -> None:
+    async with serve(tiny_model) as served:
+        served.policy.holding.clear()
+        asking = asyncio.create_task(served.http.post("/v1/chat/completions", json={**CHAT, "stream": stream}))
+        await served.until(lambda: len(served.policy.requests) == 1)
+        asking.cancel()
+        await served.until(lambda: served.policy.aborted == 1)
+        await served.until(lambda: served.endpoint.outcomes == {"499 client_gone": 1})
+        assert served.book.sessions.stats().calls == {"client_gone": 1}
+        served.policy.holding.set()
+        stats = (await served.http.get("/v1/stats")).json()
+        assert stats["open"] == 1 and stats["requests"] == {"499 client_gone": 1}  # itself
+
+
+async def test_a_thousand_open_streams_are_served_and_more_are_refused(tiny_model: Path) -> None:
+    async with serve(tiny_model, max_requests=1000) as served:
+        served.policy.holding.clear()
+
+        app = served.endpoint.app()
+        asked = [asyncio.create_task(call(app, {**CHAT, "stream": True})) for _ in range(1000)]
+        await served.until(lambda: len(served.policy.requests) == 1000)
+        status, headers, _ = await call(app, {**CHAT, "stream": True})
+        assert (status, headers["retry-after"]) == (429, "1")
+        with pytest.raises(openai.RateLimitError):
+            await served.client.chat.completions.create(**CHAT)
+        served.policy.holding.set()
+        answers = await asyncio.gather(*asked)
+        assert {(status, body[-14:].strip()) for status, _, body in answers} == {(200, "data: [DONE]")}
+        assert served.endpoint.outcomes == {"200": 1000, "429 rate_limit_exceeded": 2}
+
+
+async def test_a_dead_engine_and_a_late_answer_are_errors_of_the_server(tiny_model: Path) -> None:
+    async with serve(tiny_model, deadline_s=0.05) as served:
+        served.policy.error = ActorDied("the engine failed to answer", field="engine-0")
+        response = await served.http.post("/v1/chat/completions", json=CHAT)
+        assert (response.status_code, response.headers["retry-after"]) == (503, "5")
+        served.policy.error = None
+        served.policy.holding.clear()
+        assert (await served.http.post("/v1/chat/completions", json=CHAT)).status_code == 504
+        async with served.http.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as late:
+            assert '"code": "timeout"' in (await late.aread()).decode()
+        await served.until(lambda: served.endpoint.outcomes == {"503 engine_died": 1, "504 timeout": 2})
+        assert served.policy.aborted == 2
+        assert served.book.sessions.stats().calls == {"engine_died": 1, "timeout": 2}
+
+
+@pytest.mark.parametrize(
+    ("off_policy", "status", "temperature", "trained"),
+    [("untrained", 200, 0.5, False), ("ignore", 200, 1.0, True), ("refuse", 400, None, None)],
+)
+async def test_sampling_of_ones_own_is_masked_ignored_or_refused(
+    tiny_model: Path, off_policy: str, status: int, temperature: float | None, trained: bool | None
+) -> None:
+    async with serve(tiny_model, off_policy=off_policy) as served:
+        response = await served.http.post("/v1/chat/completions", json={**CHAT, "temperature": 0.5, "top_p": 1.0})
+        assert response.status_code == status
+        if temperature is None:
+            assert response.json()["error"]["param"] == "temperature"
+            return
+        assert served.policy.requests[0].sampling.temperature == temperature
+        served.book.sessions.feedback(response.json()["id"], 1.0, {}, 0.0)
+        groups, dropped = served.book.sessions.take()
+        assert (len(groups), dict(dropped)) == ((1, {}) if trained else (0, {"not_trained": 1}))
+
+
+async def test_an_answer_is_as_long_as_the_context_allows(tiny_model: Path) -> None:
+    async with serve(tiny_model, lambda prompt: "y" * 500) as served:
+        messages: list[Any] = [{"role": "user", "content": "x" * 100}]
+        answer = await served.client.chat.completions.create(model=MODEL, messages=messages, max_tokens=64)
+        assert answer.usage and answer.usage.total_tokens == MAX_LENGTH
+        assert answer.choices[0].finish_reason == "length"
