@@ -151,17 +151,11 @@ def micro_batches(
     length, and are the fewest. The result does not depend on the order of rows.
     """
     units = [list(unit) for _, unit in groupby(rows, key=lambda row: (row.pair, id(row) if row.pair is None else 0))]
-    if not padded:
-        units = _merge_groups(units, max_tokens)
-    size = _padded if padded else _packed
-    sizes = [size(unit) for unit in units]
-    order = sorted(range(len(units)), key=lambda unit: (-sizes[unit], [_content(row) for row in units[unit]]))
-    bins = [units[unit] for unit in order if sizes[unit] > max_tokens or units[unit][0].alone]
-    fit = [unit for unit in order if sizes[unit] <= max_tokens and not units[unit][0].alone]
-    if padded:
-        bins += _fill_in_order([units[unit] for unit in fit], max_tokens)
-    else:
-        bins += _balance([(sizes[unit], units[unit]) for unit in fit], max_tokens)
+    sized = [(_padded(unit), unit) for unit in units] if padded else _merge_groups(units, max_tokens)
+    sized.sort(key=lambda each: (-each[0], [_content(row) for row in each[1]]))
+    bins = [unit for tokens, unit in sized if tokens > max_tokens or unit[0].alone]
+    fit = [(tokens, unit) for tokens, unit in sized if tokens <= max_tokens and not unit[0].alone]
+    bins += _fill_in_order([unit for _, unit in fit], max_tokens) if padded else _balance(fit, max_tokens)
     return [_flatten(members, device) for members in bins]
 
 
@@ -171,26 +165,28 @@ def empty_batch(device: torch.device) -> MicroBatch:
     return _flatten([TrainRow(zeros.astype(np.int32), zeros, zeros, zeros, expert=False)], device)
 
 
-def _merge_groups(units: list[list[TrainRow]], max_tokens: int) -> list[list[TrainRow]]:
-    """Merge the rows of a group, which begin alike, into units of at most ``max_tokens``, as `_packed` counts them."""
-    merged: list[list[TrainRow]] = []
+def _merge_groups(units: list[list[TrainRow]], max_tokens: int) -> list[tuple[int, list[TrainRow]]]:
+    """Merge the rows of a group, which begin alike, into units of at most ``max_tokens``. Returns the units with their
+    tokens, of which those that rows share count for less."""
+    merged: list[tuple[int, list[TrainRow]]] = []
     groups: dict[str, list[TrainRow]] = {}
     for unit in units:
         if len(unit) > 1 or unit[0].alone or not unit[0].group:
-            merged.append(unit)
+            merged.append((_packed(unit), unit))
         else:
             groups.setdefault(unit[0].group, []).append(unit[0])
     for rows in groups.values():
-        tokens = max_tokens
+        tokens, unit = 0, list[TrainRow]()
         rows.sort(key=_content)
         for before, row in zip([None, *rows], rows, strict=False):
             length = len(row.token_ids)
             shared = common_prefix(before.token_ids, row.token_ids) if before else 0
-            if tokens + _cost(length, shared) > max_tokens:
-                merged.append([])
-                tokens, shared = 0, 0
-            merged[-1].append(row)
+            if unit and tokens + _cost(length, shared) > max_tokens:
+                merged.append((tokens, unit))
+                tokens, unit, shared = 0, [], 0
+            unit.append(row)
             tokens += _cost(length, shared)
+        merged.append((tokens, unit))
     return merged
 
 
