@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rayrft.core.run import Run
     from rayrft.errors import RayrftError
     from rayrft.experience import Experience, Task
-    from rayrft.explorer.environments import Environment, Step, register_environment
+    from rayrft.explorer.environments import Environment, Pictured, Step, register_environment
     from rayrft.explorer.tools import register_tool
     from rayrft.explorer.trajectory import Model, Trajectory
     from rayrft.explorer.workflows import Workflow, register_workflow
@@ -34,6 +34,7 @@ _HOME = {
     "start": "rayrft.core.launch",
     "RayrftError": "rayrft.errors",
     "Environment": "rayrft.explorer.environments",
+    "Pictured": "rayrft.explorer.environments",
     "Step": "rayrft.explorer.environments",
     "register_environment": "rayrft.explorer.environments",
     "register_tool": "rayrft.explorer.tools",
@@ -50,6 +51,7 @@ __all__ = [
     "Environment",
     "Experience",
     "Model",
+    "Pictured",
     "RayrftError",
     "RewardResult",
     "Run",

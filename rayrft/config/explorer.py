@@ -87,6 +87,8 @@ class EnvironmentConfig(Section):
     attempt, which is counted as ``timeout``."""
     observation_limit: int = Field(20_000, ge=1)
     """Longest observation, in characters; a longer one fails the attempt."""
+    image_bytes: int = Field(8 << 20, ge=0)
+    """Largest sum of an observation's images, in bytes, if it comes from a process; more fails the attempt."""
     same_episode: bool = True
     """Whether all attempts of a group have the same seed, and so the same episode: advantages that compare them need
     it. Seeds are derived from the run's."""

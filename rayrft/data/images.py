@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Union
 
 from rayrft.errors import DataError, ModelError
 from rayrft.files import sync
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 IMAGE_MARK = "<image>"
 """Marks the position of an image in a text."""
+
+Picture = Union[str, Path, bytes, "Image"]
+"""The path of an image, the bytes of its file, or what PIL has of it."""
 
 _CACHE_BYTES = 256 << 20
 
@@ -123,7 +126,7 @@ class ImageReader:
         return Patches(output["pixel_values"].float(), grid, int(grid.prod()) // self.merge**2)
 
 
-def keep_image(image: str | Path | bytes | Image, folder: Path) -> str:
+def keep_image(image: Picture, folder: Path) -> str:
     """Return the path of an image: its own, or that of a file in ``folder``, named by the digest of what it holds.
 
     Equal images are one file, which appears whole or not at all. Raises DataError if bytes are no image.

@@ -6,22 +6,15 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Union
 
 import numpy as np
 
-from rayrft.data.images import keep_image
+from rayrft.data.images import Picture, keep_image
 from rayrft.data.tokenizer import ChatTokenizer, Tools
 from rayrft.experience import Experience, Task, VersionSpan
 from rayrft.explorer.auxiliary import AuxiliaryModel, no_auxiliary
 from rayrft.explorer.exchange import Completion
 from rayrft.rewards import RewardResult
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-Picture = Union[str, Path, bytes, "Image"]
-"""The path of an image, the bytes of its file, or what PIL has of it."""
 
 Generate = Callable[[list[int], int, tuple[str, ...]], Awaitable[Completion]]
 """Sample one continuation, of at most so many tokens, of a sequence with placeholders for the images at the paths."""

@@ -1,10 +1,11 @@
-"""A small run that looks at pictures: demonstrations, own answers, weights of the eye as of the rest."""
+"""A small run that looks at pictures: demonstrations, episodes of several, weights of the eye as of the rest."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import rayrft
@@ -14,21 +15,21 @@ from rayrft.core.preflight import prepare
 from rayrft.errors import ModelError
 from rayrft.experience import from_batch
 from rayrft.monitor.records import StepRecord, read_records
+from tests.conftest import ROOT
 from tests.e2e.conftest import small_config
 
 
 def vision_config(storage: Path, name: str, **overrides: Any) -> dict[str, Any]:
-    """Squares, besides tasks of text alone; demonstrations of both kinds."""
+    """Episodes with squares, besides tasks of text alone; demonstrations of both kinds."""
+    squares = {"source": "squares", "path": str(storage / "squares"), "size": 200, "weight": 2, "workflow": "episode"}
     tasks = small_config(storage, name)["tasks"]["sources"]
     return small_config(
         storage,
         name,
         **{
-            "model": {"tiny": {"vision": True, "layers": 2, "hidden_size": 64, "heads": 2}, "max_length": 48},
-            "tasks": {
-                "sources": [{"source": "squares", "path": str(storage / "squares"), "size": 200, "weight": 2}, *tasks],
-                "eval_size": 12,
-            },
+            "model": {"tiny": {"vision": True, "layers": 2, "hidden_size": 64, "heads": 2}, "max_length": 96},
+            "tasks": {"sources": [squares, *tasks], "eval_size": 12},
+            "plugins": [str(ROOT / "tests" / "samples" / "painter.py")],
             **overrides,
         },
     )
@@ -43,6 +44,7 @@ def test_a_model_learns_from_pictures_and_the_engine_computes_as_the_trainer_doe
         vision_config(tmp_path, "vision"),
         # Requests with images are under way while weights change, and every version is compared on held-out pictures.
         **{"max_staleness": 1, "weight_sync.probe_every": 1, "weight_sync.tolerance": 1e-4, "stages.mix.steps": 3},
+        **{"explorer.environment": {"name": "painter", "processes": 4}},
     )
     run.watch()
     summary = run.result()
@@ -56,7 +58,10 @@ def test_a_model_learns_from_pictures_and_the_engine_computes_as_the_trainer_doe
     rows = [row for batch in Archive.of_run(run.folder).rows("usual") for row in from_batch(batch)]
     seen = [row for row in rows if row.images]
     assert 0 < len(seen) < len(rows), "rows with images and rows without were trained together"
-    assert {Path(path).parent for row in seen for path in row.images} == {tmp_path / "squares"}
+    assert {Path(path).parent for row in seen for path in row.images} == {run.folder / "images"}
+    assert {len(row.images) for row in seen} == {2} and all(len(row.turns) == 4 for row in seen)
+    turns = [np.flatnonzero(np.diff(row.action_mask.astype(int)) == 1).size for row in seen]
+    assert turns == [2] * len(seen), "two answers, between which a picture stands"
 
     start, end = (AutoModelForImageTextToText.from_pretrained(run.folder / f) for f in ("model", "checkpoints/final"))
     for part in ("visual", "language_model"):

@@ -4,10 +4,12 @@ from rayrft.explorer.environments import gymnasium, openenv, reasoning_gym, veri
 from rayrft.explorer.environments.base import (
     Environment,
     Observation,
+    Pictured,
     Step,
     as_messages,
     environment_factory,
     environments,
+    images_of,
     register_environment,
 )
 from rayrft.explorer.environments.client import EnvironmentClient, Environments
@@ -17,11 +19,13 @@ __all__ = [
     "EnvironmentClient",
     "Environments",
     "Observation",
+    "Pictured",
     "Step",
     "as_messages",
     "environment_factory",
     "environments",
     "gymnasium",
+    "images_of",
     "openenv",
     "reasoning_gym",
     "register_environment",

@@ -9,17 +9,38 @@ from functools import partial
 from typing import Any, Protocol
 
 from rayrft.config.explorer import EnvironmentConfig
+from rayrft.data.images import IMAGE_MARK, Picture
 from rayrft.errors import ConfigError
 from rayrft.experience import Task
 from rayrft.registry import Registry
 
-Observation = str | list[dict[str, str]]
-"""One user message, or messages in chat form."""
+
+@dataclass(frozen=True)
+class Pictured:
+    """An observation with images, which stand where its messages say ``<image>``, else before the user's first text."""
+
+    text: str | list[dict[str, str]]
+    images: tuple[Picture, ...]
+
+
+Observation = str | list[dict[str, str]] | Pictured
+"""One user message, messages in chat form, or either with images."""
 
 
 def as_messages(observation: Observation) -> list[dict[str, str]]:
-    """Return an observation in chat form."""
-    return [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
+    """Return an observation in chat form, with marks where its images stand."""
+    said = observation.text if isinstance(observation, Pictured) else observation
+    messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
+    if not (images := images_of(observation)) or any(IMAGE_MARK in message["content"] for message in messages):
+        return messages
+    first = next(place for place, message in enumerate(messages) if message["role"] == "user")
+    marked = {**messages[first], "content": IMAGE_MARK * len(images) + messages[first]["content"]}
+    return [*messages[:first], marked, *messages[first + 1 :]]
+
+
+def images_of(observation: Observation) -> tuple[Picture, ...]:
+    """Return the images of an observation."""
+    return observation.images if isinstance(observation, Pictured) else ()
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from rayrft.experience import Task
 from rayrft.explorer.environments.base import (
     Environment,
     Observation,
+    Pictured,
     Step,
     environment_factory,
     runs_in_event_loop,
@@ -87,12 +88,13 @@ class EnvironmentClient:
 
     def _checked(self, observation: Any) -> Observation:
         """Return an observation. Raises EnvironmentFailed if it is none, or longer than what the config allows."""
-        if isinstance(observation, str):
-            size = len(observation)
-        elif isinstance(observation, list) and all(isinstance(message, dict) for message in observation):
-            size = sum(len(str(text)) for message in observation for text in message.values())
+        said = observation.text if isinstance(observation, Pictured) else observation
+        if isinstance(said, str):
+            size = len(said)
+        elif isinstance(said, list) and all(isinstance(message, dict) for message in said):
+            size = sum(len(str(text)) for message in said for text in message.values())
         else:
-            raise EnvironmentFailed(f"an observation is text or messages, not {type(observation).__name__}")
+            raise EnvironmentFailed(f"an observation is text or messages, not {type(said).__name__}")
         limit = self._environments.config.observation_limit
         if size > limit:
             remedy = "shorten it, or raise explorer.environment.observation_limit"
@@ -117,7 +119,8 @@ class Environments:
                 processes=config.processes,
                 spares=config.spares,
                 plugins=plugins,
-                answer_limit=4 * config.observation_limit + _INFO_BYTES,  # UTF-8 has at most 4 bytes for a character
+                # UTF-8 has at most 4 bytes for a character.
+                answer_limit=4 * config.observation_limit + config.image_bytes + _INFO_BYTES,
                 start_s=max(config.deadline_s, _CREATE_S),
                 warm_up=partial(prepare, **config.options) if prepare else None,
             )

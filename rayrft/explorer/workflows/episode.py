@@ -6,7 +6,7 @@ from itertools import chain
 from typing import Literal
 
 from rayrft.experience import Task
-from rayrft.explorer.environments import EnvironmentClient, as_messages
+from rayrft.explorer.environments import EnvironmentClient, as_messages, images_of
 from rayrft.explorer.trajectory import Model, Trajectory
 from rayrft.explorer.workflows.base import register_workflow
 
@@ -42,10 +42,11 @@ class Episode:
     async def run(self, task: Task, model: Model, env: EnvironmentClient | None = None) -> list[Trajectory]:
         assert env is not None  # checked when the workflow is built
         system = [{"role": "system", "content": task.system}] if task.system else []
-        parts = [as_messages(await env.reset(task))]
+        seen = await env.reset(task)
+        parts, images = [as_messages(seen)], [model.keep(images_of(seen))]
         if parts[0][0]["role"] == "system":
             system, parts[0] = parts[0][:1], parts[0][1:]
-        trajectories = [model.start([*system, *parts[0]])]
+        trajectories = [model.start([*system, *parts[0]], images[0])]
         total = 0.0
         for number in range(1, self._max_steps + 1):
             action = await trajectories[-1].act()
@@ -61,9 +62,11 @@ class Episode:
             if step.done or number == self._max_steps:
                 break
             parts += [[{"role": "assistant", "content": action}], as_messages(step.observation)]
+            images += [(), model.keep(images_of(step.observation))]
             if self._rows == "episode":
-                trajectories[-1].observe(parts[-1])
+                trajectories[-1].observe(parts[-1], images[-1])
             else:
-                kept = parts if self._history is None else parts[-2 * self._history - 1 :]
-                trajectories.append(model.start([*system, *chain.from_iterable(kept)]))
+                first = 0 if self._history is None else -2 * self._history - 1
+                messages, shown = chain.from_iterable(parts[first:]), chain.from_iterable(images[first:])
+                trajectories.append(model.start([*system, *messages], [*shown]))
         return trajectories
