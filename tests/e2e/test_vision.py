@@ -22,13 +22,15 @@ from tests.e2e.conftest import small_config
 def vision_config(storage: Path, name: str, **overrides: Any) -> dict[str, Any]:
     """Episodes with squares, besides tasks of text alone; demonstrations of both kinds."""
     squares = {"source": "squares", "path": str(storage / "squares"), "size": 200, "weight": 2, "workflow": "episode"}
-    tasks = small_config(storage, name)["tasks"]["sources"]
+    text = small_config(storage, name)
+    tasks, environment = text["tasks"]["sources"], {"name": "painter", "processes": 4}
     return small_config(
         storage,
         name,
         **{
             "model": {"tiny": {"vision": True, "layers": 2, "hidden_size": 64, "heads": 2}, "max_length": 96},
             "tasks": {"sources": [squares, *tasks], "eval_size": 12},
+            "explorer": {**text["explorer"], "environment": environment},
             "plugins": [str(ROOT / "tests" / "samples" / "painter.py")],
             **overrides,
         },
@@ -44,7 +46,6 @@ def test_a_model_learns_from_pictures_and_the_engine_computes_as_the_trainer_doe
         vision_config(tmp_path, "vision"),
         # Requests with images are under way while weights change, and every version is compared on held-out pictures.
         **{"max_staleness": 1, "weight_sync.probe_every": 1, "weight_sync.tolerance": 1e-4, "stages.mix.steps": 3},
-        **{"explorer.environment": {"name": "painter", "processes": 4}},
     )
     run.watch()
     summary = run.result()
