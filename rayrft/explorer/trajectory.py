@@ -30,7 +30,8 @@ class PromptTooLong(Exception):
 
 
 class ContextFull(Exception):
-    """The sequence has reached ``model.max_length``. The runner ends the trajectory with stop reason ``length``."""
+    """The sequence cannot go on: it has reached ``model.max_length``, or an answer beside images has tokens that stand
+    for images. The runner ends the trajectory with stop reason ``length``."""
 
 
 class Model:
@@ -129,6 +130,8 @@ class Trajectory:
 
     async def act(self, max_tokens: int | None = None) -> str:
         """Sample the model's next answer and return its text. Raises the errors of `Model.generate`."""
+        if self.images and self._actions and self._model.tokenizer.images.token_id in self._actions[-1][1].token_ids:
+            raise ContextFull("the last answer has tokens that stand for images, which no prompt can contain")
         completion = await self._model.generate(list(self._ids), self.images, max_tokens)
         text = self._model.tokenizer.decode(list(completion.token_ids))
         self._actions.append((len(self._ids), completion))

@@ -90,6 +90,22 @@ async def test_pictures_of_all_kinds_reach_the_engine_and_the_row(shown: Shown, 
     assert len({*kept}) == 3 and all(path.is_file() for path in kept), "equal pictures are one file of the run"
 
 
+async def test_an_answer_with_the_token_of_an_image_is_the_last_one(
+    tiny_vision_model: Path, squares: list[Task], tmp_path: Path
+) -> None:
+    """A prompt with it could not be told from one with another image."""
+    tokenizer = ChatTokenizer(tiny_vision_model)
+    engines = Engines(tokenizer)
+    engines.answer = (tokenizer.images.token_id, *engines.answer)
+
+    async def score(task: Task, responses: list[str]) -> list[RewardResult]:
+        return [RewardResult(1.0)] * len(responses)
+
+    settings = config(**{"storage": str(tmp_path), "explorer.workflow": "slides", "model.max_length": 220})
+    [row] = (await Runner(settings, tokenizer, engines, score).run(squares[0], "group", 1, 1.0)).rows
+    assert len(engines.requests) == 1 and row.stop_reason == "length" and len(row.images) == 1
+
+
 async def test_pictures_after_the_last_answer_are_no_part_of_the_row(
     shown: Shown,
 ) -> None:
