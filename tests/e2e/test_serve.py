@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,10 @@ import pytest
 
 import rayrft
 from rayrft.core.summary import read_summary
-from rayrft.errors import DataError, FeedbackRefused
+from rayrft.errors import ConfigError, DataError, FeedbackRefused
 from rayrft.monitor.records import NoteRecord
+from tests.e2e.conftest import WITHOUT_VLLM
+from tests.errors import about
 
 
 def free_port() -> int:
@@ -69,8 +71,7 @@ def agent(base_url: str, api_key: str, session: str, stream: bool) -> str:
 def test_an_application_is_served_and_trained_on(ray_cluster: Any, tmp_path: Path, port: int) -> None:
     run = rayrft.start(make_config(tmp_path, port), say=lambda text: None)
     try:
-        notes = (record.text for record in run.records() if isinstance(record, NoteRecord))
-        url = next(found[1] for text in notes if (found := re.search(r"endpoint at (\S+)", text)))
+        url = endpoint_of(run)
         assert url == f"http://127.0.0.1:{port}/served/v1"
         with pytest.raises(openai.AuthenticationError):
             openai.OpenAI(base_url=url, api_key="guess", max_retries=0).models.list()
@@ -104,6 +105,33 @@ def test_an_application_is_served_and_trained_on(ray_cluster: Any, tmp_path: Pat
     assert summary.ledger.closes and summary.ledger.trained == 16, summary.ledger
     assert summary.ledger.dropped["run_ended"] >= 1
     assert read_summary(run.folder) == summary
-    with pytest.raises(httpx.HTTPStatusError):  # no such route any more
-        httpx.get(f"{url}/models", headers={"Authorization": "Bearer sk-app"}).raise_for_status()
-    assert json.loads((run.folder / "summary.json").read_text())["ledger"]["trained"] == 16
+    assert httpx.get(url.replace("/v1", "/health")).status_code == 404  # there is no such route any more
+
+
+@pytest.mark.slow
+def test_a_killed_run_leaves_no_endpoint_and_another_port_is_an_error(
+    ray_cluster: Any, tmp_path: Path, port: int
+) -> None:
+    run = rayrft.start(make_config(tmp_path, port, name="killed", **WITHOUT_VLLM), say=lambda text: None)
+    try:
+        url = endpoint_of(run)
+    finally:
+        run.kill()
+    until_gone(url)
+    other = make_config(tmp_path, port, name="elsewhere", **WITHOUT_VLLM)
+    run = rayrft.start({**other, "serve": {"port": free_port()}}, say=lambda text: None)
+    with pytest.raises(ConfigError, check=about("serve.port")):
+        run.result()
+
+
+def endpoint_of(run: rayrft.Run) -> str:
+    notes = (record.text for record in run.records() if isinstance(record, NoteRecord))
+    return next(found[1] for text in notes if (found := re.search(r"endpoint at (\S+)", text)))
+
+
+def until_gone(url: str) -> None:
+    """Wait until Ray Serve, which deletes in the background, has no such route."""
+    deadline = time.monotonic() + 60
+    while httpx.get(url.replace("/v1", "/health"), timeout=60).status_code != 404:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)  # Ray Serve has no event for it
