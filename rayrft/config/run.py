@@ -213,6 +213,10 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _sessions(self) -> RunConfig:
+        if self.endpoint is not None and self.explorer.engine.sleep:
+            raise invalid(
+                "explorer.engine.sleep", "leaves nobody to answer the endpoint's requests", remedy="leave it out"
+            )
         if not self.records_sessions:
             return self
         if self.max_staleness == 0:
@@ -220,7 +224,7 @@ class RunConfig(Section):
                 "max_staleness",
                 "drops every session that was begun before the latest step",
                 value=0,
-                remedy="raise it: applications do not wait for the trainer",
+                remedy="raise it, for applications do not wait for the trainer; or give serve.record: false",
             )
         sizes = sorted({stage.group_size for stage in self.stages if stage.groups})
         if len(sizes) > 1:

@@ -77,10 +77,11 @@ class Actors:
 
     def tracked(self, waits: Waits) -> Actors:
         """Return the same actors with handles that record calls as ``waits``."""
+        serving = self.keeper is not None and not self.explorers
         return replace(
             self,
             # Without an Explorer, groups come when they come.
-            buffer=TrackedHandle(self.buffer, waits, endless=[] if self.keeper is None else [Buffer.lease]),
+            buffer=TrackedHandle(self.buffer, waits, endless=[Buffer.lease] if serving else []),
             trainer=TrackedHandle(self.trainer, waits, labels={Trainer.command: command_name})
             if self.trainer
             else None,

@@ -35,10 +35,12 @@ class SessionKeeper:
         self._discarding = asyncio.Lock()
         self._sending: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
+        self._error: BaseException | None = None
+        """Why the Buffer could not be told."""
+        self._failed = asyncio.Event()
 
     async def start(self) -> None:
         """Begin to end sessions when their time has come; must be called first."""
-        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._expiring = asyncio.create_task(self._expire())
 
     async def begin(self, session: str, task: str | None, conversation: Conversation) -> Begun:
@@ -76,7 +78,9 @@ class SessionKeeper:
     async def watch(self) -> None:
         """Return only by raising the error of the Buffer that ends the run. A caller that awaits it also learns at once
         when this actor dies."""
-        await asyncio.shield(self._failed)
+        await self._failed.wait()
+        assert self._error is not None  # set before the event
+        raise self._error
 
     async def pid(self) -> int:
         """Return the actor's process id."""
@@ -109,8 +113,9 @@ class SessionKeeper:
 
     def _sent(self, task: asyncio.Task[None]) -> None:
         self._sending.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None and not self._failed.done():
-            self._failed.set_exception(error)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._error = self._error or error
+            self._failed.set()
 
     async def _put(self, group: ServedGroup) -> None:
         # What the Buffer rejects, or has no place for, it has counted.

@@ -12,6 +12,7 @@ import pytest
 from tests.conftest import ROOT
 
 SMALLEST = {
+    "bench_endpoint": "--requests 20 --clients 4 --rounds 1",
     "bench_head": "--tokens 64 --hidden 32 --vocabulary 512 --rounds 1",
     "bench_lease": "--sizes 4000 --leases 2",
     "bench_loop": "--rounds 1 --steps 1 --engines 1",

@@ -1,94 +1,137 @@
-"""An application that knows the API of OpenAI alone, and is what a run trains on: real engines, Ray Serve, the official
-client."""
+"""An application calls the endpoint of a run, gives rewards, and is what the run trains on."""
 
 from __future__ import annotations
 
+import re
 import socket
+import time
+from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
 import rayrft
-from rayrft.buffer.reader import Archive
-from rayrft.experience import Experience, from_batch
-from rayrft.monitor.records import NoteRecord, StepRecord, read_records
-from tests.e2e.conftest import small_config
+from rayrft.core.summary import read_summary
+from rayrft.errors import ConfigError, DataError, FeedbackRefused
+from rayrft.monitor.records import NoteRecord
+from tests.e2e.conftest import WITHOUT_VLLM
+from tests.errors import about
 
 
 def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
-class Application:
-    """Talks with the model in sessions of two questions, and says which of two sessions of a task was better."""
-
-    def __init__(self, url: str, key: str) -> None:
-        self.client = openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=120)
-        self.said: dict[str, list[str]] = {}
-
-    def play(self, task: int) -> None:
-        for number in range(2):
-            session = f"task-{task}/{number}"
-            headers = {"X-Session-Id": session, "X-Task-Id": f"task-{task}"}
-            messages: list[Any] = [{"role": "user", "content": f"Spell backward: {task}"}]
-            first = self.client.chat.completions.create(model="online", messages=messages, extra_headers=headers)
-            messages += [first.choices[0].message, {"role": "user", "content": "Again:"}]
-            stream = self.client.chat.completions.create(
-                model="online", messages=messages, extra_headers=headers, stream=True
-            )
-            second = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
-            self.said[session] = [first.choices[0].message.content or "", second]
-            body = {"id": session if number else first.id, "reward": float(number)}
-            self.client.post("/feedback", cast_to=object, body=body)
+@pytest.fixture(scope="session")
+def port() -> int:
+    """Ray Serve has one port in a cluster."""
+    return free_port()
 
 
-def url_of(run: rayrft.Run) -> str:
-    for record in run.records():
-        if isinstance(record, NoteRecord) and "endpoint at " in record.text:
-            return record.text.rpartition("endpoint at ")[2]
-    raise AssertionError("the run ended before its endpoint was open")
+def make_config(folder: Path, port: int, **overrides: Any) -> dict[str, Any]:
+    (folder / "keys").write_text("sk-app\n")
+    return {
+        "name": "served",
+        "mode": "serve",
+        "storage": str(folder / "runs"),
+        "max_staleness": 4,
+        "model": {"tiny": {"layers": 2, "hidden_size": 64, "heads": 2}, "max_length": 128},
+        "explorer": {"sampling": {"max_tokens": 8}, "engine": {"count": 1}},
+        "trainer": {"ranks": 1},
+        "serve": {"port": port, "keys_file": str(folder / "keys")},
+        "stages": [{"name": "online", "algorithm": {"name": "grpo"}, "steps": 2, "batch_size": 8, "group_size": 4}],
+        **overrides,
+    }
 
 
-@pytest.fixture(scope="module")
-def served(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[rayrft.Run, Application]:
-    folder = tmp_path_factory.mktemp("served")
-    (folder / "keys").write_text("secret\n")
-    config = small_config(folder, "online", mode="serve", max_staleness=2, evaluation={"enabled": False})
-    grpo = {"name": "online", "algorithm": {"name": "grpo"}, "steps": 3, "batch_size": 8, "group_size": 2}
-    config |= {"stages": [grpo], "serve": {"port": free_port(), "keys_file": str(folder / "keys")}}
-    config["model"]["max_length"] = 96
-    run = rayrft.start(config, say=lambda _: None)
-    application = Application(url_of(run), "secret")
-    with pytest.raises(openai.AuthenticationError):
-        Application(str(application.client.base_url), "guessed").play(0)
-    for task in range(3 * 4):
-        application.play(task)
-    assert run.result().status == "finished"
-    return run, application
+def agent(base_url: str, api_key: str, session: str, stream: bool) -> str:
+    """An agent loop that knows nothing of rayrft: it calls the tools that the model asks for, and asks again."""
+    client = openai.OpenAI(base_url=base_url, api_key=api_key, default_headers={"X-Session-Id": session})
+    model = client.models.list().data[0].id
+    tools: Any = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+    messages: list[Any] = [{"role": "user", "content": "Name a colour."}]
+    for _ in range(2):
+        if stream:
+            parts = client.chat.completions.create(model=model, messages=messages, tools=tools, stream=True)
+            said = "".join(chunk.choices[0].delta.content or "" for chunk in parts)
+            messages.append({"role": "assistant", "content": said})
+        else:
+            answer = client.chat.completions.create(model=model, messages=messages, tools=tools).choices[0].message
+            messages.append(answer.model_dump(exclude_none=True))
+            for call in answer.tool_calls or []:
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": "blue"})
+        messages.append({"role": "user", "content": "Sure?"})
+    return session
 
 
-def test_sessions_of_the_application_are_what_the_run_trained_on(served: tuple[rayrft.Run, Application]) -> None:
-    run, application = served
-    ledger = run.status().ledger
-    assert ledger.closes and ledger.trained == 3 * 8
-    steps = [record for record in read_records(run.folder) if isinstance(record, StepRecord)]
-    assert [step.usual_rows for step in steps] == [8] * 3
-    rows: list[Experience] = []
-    for batch in Archive.of_run(run.folder).rows(where="group_status = 'trained'"):
-        rows += from_batch(batch)
-    heard = [[turn["content"] for turn in row.turns if turn["role"] == "assistant"] for row in rows]
-    assert sorted(heard) == sorted(application.said.values())
-    for row in rows:
-        assert row.reward in (0.0, 1.0) and len(row.weight_versions) >= 2
-        tokens = sum(span.end - span.start for span in row.weight_versions)
-        assert tokens == int(row.action_mask.sum()) and (row.logprobs[row.action_mask == 1] < 0).all()
-    assert max(span.version for row in rows for span in row.weight_versions) > 0, "the live policy answered"
+def test_an_application_is_served_and_trained_on(ray_cluster: Any, tmp_path: Path, port: int) -> None:
+    run = rayrft.start(make_config(tmp_path, port), say=lambda text: None)
+    try:
+        url = endpoint_of(run)
+        assert url == f"http://127.0.0.1:{port}/served/v1"
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=url, api_key="guess", max_retries=0).models.list()
+        http = httpx.Client(base_url=url, headers={"Authorization": "Bearer sk-app"}, timeout=60)
+        assert http.post("/chat/completions", content=b"x" * (5 << 20)).status_code == 413
+
+        first = agent(url, "sk-app", "s-0", stream=False)
+        reward = http.post("/feedback", json={"id": first, "reward": 0.0, "components": {"style": 1.0}})
+        assert reward.json()["session_id"] == "s-0"
+        assert http.post("/feedback", json={"id": first, "reward": 1.0}).status_code == 409
+        for number in range(1, 4):
+            run.reward(agent(url, "sk-app", f"s-{number}", stream=number % 2 == 0), float(number % 2))
+        with pytest.raises(FeedbackRefused):
+            run.reward("s-1", 1.0)
+        with pytest.raises(DataError):
+            run.reward("nobody", 1.0)
+        rows = run.experiences(4)
+        assert sorted(rows["reward"]) == [0.0, 0.0, 1.0, 1.0]
+
+        for number in range(4, 8):
+            run.reward(agent(url, "sk-app", f"s-{number}", stream=False), float(number % 2))
+        agent(url, "sk-app", "unrewarded", stream=False)
+        stats = http.get("/stats").json()
+        assert stats["sessions"]["feedback"] == {"accepted": 8, "twice": 2, "unknown": 1}
+        for number in range(8, 16):
+            run.reward(agent(url, "sk-app", f"s-{number}", stream=False), float(number % 2))
+        summary = run.result()
+    finally:
+        run.kill()
+    assert summary.status == "finished" and summary.steps == 2 and summary.ledger is not None
+    assert summary.ledger.closes and summary.ledger.trained == 16, summary.ledger
+    assert summary.ledger.dropped["run_ended"] >= 1
+    assert read_summary(run.folder) == summary
+    assert httpx.get(url.replace("/v1", "/health")).status_code == 404  # there is no such route any more
 
 
-def test_the_endpoint_ends_with_its_run(served: tuple[rayrft.Run, Application]) -> None:
-    _, application = served
-    with pytest.raises((openai.APIConnectionError, openai.NotFoundError)):
-        application.client.models.list()
+@pytest.mark.slow
+def test_a_killed_run_leaves_no_endpoint_and_another_port_is_an_error(
+    ray_cluster: Any, tmp_path: Path, port: int
+) -> None:
+    run = rayrft.start(make_config(tmp_path, port, name="killed", **WITHOUT_VLLM), say=lambda text: None)
+    try:
+        url = endpoint_of(run)
+    finally:
+        run.kill()
+    until_gone(url)
+    other = make_config(tmp_path, port, name="elsewhere", **WITHOUT_VLLM)
+    run = rayrft.start({**other, "serve": {"port": free_port()}}, say=lambda text: None)
+    with pytest.raises(ConfigError, check=about("serve.port")):
+        run.result()
+
+
+def endpoint_of(run: rayrft.Run) -> str:
+    notes = (record.text for record in run.records() if isinstance(record, NoteRecord))
+    return next(found[1] for text in notes if (found := re.search(r"endpoint at (\S+)", text)))
+
+
+def until_gone(url: str) -> None:
+    """Wait until Ray Serve, which deletes in the background, has no such route."""
+    deadline = time.monotonic() + 60
+    while httpx.get(url.replace("/v1", "/health"), timeout=60).status_code != 404:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)  # Ray Serve has no event for it
