@@ -18,6 +18,7 @@ from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import DataError, FeedbackRefused
 from rayrft.explorer import exchange
 from rayrft.explorer.exchange import Chunk, Completion, Sampling, Session, Told
+from rayrft.explorer.tools.parsing import instructed
 from rayrft.serve.decoding import AnswerText, cut, message
 from rayrft.serve.protocol import (
     ApiError,
@@ -263,10 +264,14 @@ class Endpoint:
         prefix = ask.begun.prefix if ask.begun is not None else None
         known = prefix.length if prefix is not None else 0
         if isinstance(body, ChatRequest):
-            messages, tools = [each.for_template() for each in body.messages], body.shown_tools
+            tools, form, bare = body.shown_tools, self._config.tool_calls, not tokenizer.takes_tools
+            messages = [each.for_bare_template(form) if bare else each.for_template() for each in body.messages]
+            # The first entry of the conversation stands for the tools.
+            old, new = (messages[: known - 1], messages[known - 1 :]) if prefix is not None else (messages, [])
+            if tools and bare:
+                old, tools = instructed(old, tools, form), ()
             if prefix is None:
-                return tokenizer.prompt(messages, (), tools), ask.turns
-            old, new = messages[: known - 1], messages[known - 1 :]  # the first entry stands for the tools
+                return tokenizer.prompt(old, (), tools), ask.turns
             closed = prefix.token_ids[-1] == tokenizer.eos_id
             observed = tokenizer.observation(old, new, (), tools, closed=closed)
             return [*prefix.token_ids, *observed], ask.turns[known - 1 :]

@@ -10,7 +10,7 @@ from typing import Any
 
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.explorer.exchange import Completion
-from rayrft.explorer.tools.calls import Call, CallForm, parse_calls
+from rayrft.explorer.tools.parsing import CallForm, ToolCall, parse_calls
 
 _INCOMPLETE = "\ufffd"
 """What a decoder writes for the bytes of a character that are not all there."""
@@ -112,14 +112,14 @@ def message(text: str, form: CallForm | None) -> Message:
     """Return the message of an answer, with its calls of tools if there is a ``form`` of them. An answer whose calls
     cannot all be read is text."""
     calls = parse_calls(text, form) if form else []
-    read = [call for call in calls if isinstance(call, Call)]
+    read = [call for call in calls if isinstance(call, ToolCall)]
     if not read or len(read) < len(calls):
         return Message(text)
     content = text.partition(_CALL_BEGINS)[0] if form == "hermes" else ""
     return Message(content, tuple(map(_tool_call, read)))
 
 
-def _tool_call(call: Call) -> dict[str, Any]:
+def _tool_call(call: ToolCall) -> dict[str, Any]:
     arguments = json.dumps(call.arguments, ensure_ascii=False)
     function = {"name": call.name, "arguments": arguments}
     return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}

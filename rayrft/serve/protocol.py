@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from rayrft.explorer.tools.parsing import CallForm, as_response
+
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -181,6 +183,15 @@ class ChatMessage(_Body):
         if calls := message.get("tool_calls"):
             message["tool_calls"] = [{"type": "function", "function": call["function"]} for call in calls]
         return message
+
+    def for_bare_template(self, form: CallForm) -> dict[str, str]:
+        """Return the message for a chat template that knows no tools: calls and results of them are text."""
+        if self.role == "tool":
+            return {"role": "user", "content": as_response(self.text)}
+        calls = [json.dumps(call["function"]) for call in self.plain().get("tool_calls", [])]
+        marked = [f"<tool_call>{call}</tool_call>" if form == "hermes" else call for call in calls]
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": "\n".join([*([self.text] if self.text else []), *marked])}
 
     def for_display(self) -> dict[str, str]:
         """Return the message as text."""

@@ -17,7 +17,7 @@ from fastapi.responses import Response
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ActorDied, DataError, RequestRefused
 from rayrft.explorer.exchange import Chunk, Completion, Sampling
-from rayrft.explorer.tools.calls import CallForm
+from rayrft.explorer.tools.parsing import CallForm
 from rayrft.serve.decoding import Message
 from rayrft.serve.protocol import ApiError, ChatRequest, Sampled, usage
 from rayrft.serve.sessions import Begun, Conversation

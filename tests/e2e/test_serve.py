@@ -39,7 +39,7 @@ def make_config(folder: Path, port: int, **overrides: Any) -> dict[str, Any]:
         "mode": "serve",
         "storage": str(folder / "runs"),
         "max_staleness": 4,
-        "model": {"tiny": {"layers": 2, "hidden_size": 64, "heads": 2}, "max_length": 128},
+        "model": {"tiny": {"layers": 2, "hidden_size": 64, "heads": 2}, "max_length": 512},
         "explorer": {"sampling": {"max_tokens": 8}, "engine": {"count": 1}},
         "trainer": {"ranks": 1},
         "serve": {"port": port, "keys_file": str(folder / "keys")},

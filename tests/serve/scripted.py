@@ -128,13 +128,17 @@ class Served:
 
 @contextlib.asynccontextmanager
 async def serve(
-    folder: Path, say: Callable[[str], str] = lambda prompt: "hello", *, book: Book | None = None, **config: Any
+    folder: Path,
+    say: Callable[[str], str] = lambda prompt: "hello",
+    *,
+    max_length: int = MAX_LENGTH,
+    **config: Any,
 ) -> AsyncIterator[Served]:
     """Serve a scripted policy with the tokenizer of a folder."""
     tokenizer = ChatTokenizer(folder)
-    policy, book = Policy(tokenizer, say), book or Book()
+    policy, book = Policy(tokenizer, say), Book()
     settings = EndpointSettings(
-        ServeConfig(**config), MODEL, MAX_LENGTH, SamplingConfig(max_tokens=64), (key_digest("sk-0"), key_digest(KEY))
+        ServeConfig(**config), MODEL, max_length, SamplingConfig(max_tokens=64), (key_digest("sk-0"), key_digest(KEY))
     )
     endpoint = Endpoint(policy, book, tokenizer, settings)
     server = uvicorn.Server(uvicorn.Config(endpoint.app(), port=0, log_level="warning", lifespan="off"))

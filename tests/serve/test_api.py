@@ -96,7 +96,7 @@ async def test_a_stop_string_ends_the_answer_at_the_engine_and_is_not_shown(tiny
 @pytest.mark.parametrize("stream", [False, True])
 async def test_calls_of_tools_are_parsed_and_not_shown_as_text(tiny_model: Path, stream: bool) -> None:
     said = 'so <tool_call>{"name":"add","arguments":{"a":1}}</tool_call>'
-    async with serve(tiny_model, lambda prompt: said) as served:
+    async with serve(tiny_model, lambda prompt: said, max_length=600) as served:
         if stream:
             chunks = await streamed(served, tools=[TOOL])
             deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
@@ -114,8 +114,27 @@ async def test_calls_of_tools_are_parsed_and_not_shown_as_text(tiny_model: Path,
         assert plain.choices[0].message.content == said and plain.choices[0].message.tool_calls is None
 
 
+async def test_a_template_that_knows_no_tools_is_shown_them_and_their_results_as_text(tiny_model: Path) -> None:
+    said = '<tool_call>{"name":"add","arguments":{"a":1}}</tool_call>'
+    async with serve(tiny_model, lambda prompt: said, max_length=600) as served:
+        ask: Any = {"model": MODEL, "tools": [TOOL], "extra_headers": {"X-Session-Id": "s"}}
+        first = await served.client.chat.completions.create(messages=USER, **ask)
+        called = first.choices[0].message
+        assert called.tool_calls
+        result = {"role": "tool", "tool_call_id": called.tool_calls[0].id, "content": "three"}
+        messages: Any = [*USER, called.model_dump(exclude_none=True), result]
+        await served.client.chat.completions.create(messages=messages, **ask)
+        prompts = [served.policy.tokenizer.hf.decode(request.prompt) for request in served.policy.requests]
+        assert '"name": "add"' in prompts[0] and "three" in prompts[1]
+        answer = served.policy.sampled[0].token_ids
+        assert tuple(served.policy.requests[1].prompt[len(served.policy.requests[0].prompt) :][: len(answer)]) == answer
+        assert served.book.sessions.feedback(first.id, 1.0, {}, 0.0) == "s"
+        [group] = served.book.sessions.take()[0]
+        assert len(group.rows) == 1 and int(group.rows[0].action_mask.sum()) == 2 * len(answer)
+
+
 async def test_a_call_that_cannot_be_read_is_shown_as_it_is(tiny_model: Path) -> None:
-    async with serve(tiny_model, lambda prompt: "<tool_call>{oh no") as served:
+    async with serve(tiny_model, lambda prompt: "<tool_call>{oh no", max_length=600) as served:
         chunks = await streamed(served, tools=[TOOL])
         assert "".join(each.delta.content or "" for chunk in chunks for each in chunk.choices) == "<tool_call>{oh no"
 

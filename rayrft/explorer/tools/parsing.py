@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rayrft.data.tokenizer import Tools
+
 CallForm = Literal["hermes", "json"]
 """``hermes``: JSON between ``<tool_call>`` and ``</tool_call>``, as Qwen and Hermes models write it. ``json``: JSON
 objects with a name and arguments (or parameters), bare, in a list, between other text, or in a fenced block."""
@@ -32,6 +34,20 @@ class Malformed:
     """A call that cannot be read, and why."""
 
     problem: str
+
+
+def instructed(messages: list[dict[str, str]], schemas: Tools, form: CallForm) -> list[dict[str, str]]:
+    """Return the messages with the tools in the system message, for a chat template that shows none."""
+    lines = [json.dumps(schema["function"], ensure_ascii=False) for schema in schemas]
+    text = "\n".join(["You may call these tools:", *lines, INSTRUCTIONS[form]])
+    if messages[0]["role"] == "system":
+        text, messages = f"{messages[0]['content']}\n\n{text}", messages[1:]
+    return [{"role": "system", "content": text}, *messages]
+
+
+def as_response(result: str) -> str:
+    """Return the result of a tool as a user's text, for a chat template that has no messages of tools."""
+    return f"<tool_response>\n{result}\n</tool_response>"
 
 
 def parse_calls(answer: str, form: CallForm) -> list[ToolCall | Malformed]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
@@ -10,7 +9,7 @@ from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.experience import TRUNCATED, Task
 from rayrft.explorer.environments import EnvironmentClient
 from rayrft.explorer.tools.mcp_servers import McpServer
-from rayrft.explorer.tools.parsing import INSTRUCTIONS, CallForm, parse_calls
+from rayrft.explorer.tools.parsing import CallForm, as_response, instructed, parse_calls
 from rayrft.explorer.tools.toolbox import Limits, Outcome, Toolbox
 from rayrft.explorer.trajectory import Model, Trajectory
 from rayrft.explorer.workflows.base import register_workflow
@@ -50,7 +49,7 @@ class ToolCalling:
         if model.tokenizer.takes_tools:
             trajectory = model.start(task.messages, task.images, self._toolbox.schemas)
         else:
-            trajectory = model.start(self._instructed(task.messages), task.images)
+            trajectory = model.start(instructed(task.messages, self._toolbox.schemas, self._form), task.images)
         async with self._toolbox.session() as session:
             for _ in range(self._max_turns - 1):
                 calls = parse_calls(await trajectory.act(), self._form)
@@ -62,21 +61,13 @@ class ToolCalling:
         await trajectory.act()
         return trajectory
 
-    def _instructed(self, messages: list[Message]) -> list[Message]:
-        """Return the messages with the tools in the system message, for a chat template that shows none."""
-        lines = [json.dumps(schema["function"], ensure_ascii=False) for schema in self._toolbox.schemas]
-        text = "\n".join(["You may call these tools:", *lines, INSTRUCTIONS[self._form]])
-        if messages[0]["role"] == "system":
-            text, messages = f"{messages[0]['content']}\n\n{text}", messages[1:]
-        return [{"role": "system", "content": text}, *messages]
-
 
 def _told(outcomes: list[Outcome], tokenizer: ChatTokenizer) -> list[Message]:
     """Return the results as messages: of role ``tool``, or as one of the user where the chat template has no such."""
     texts = [tokenizer.defuse(outcome.text) for outcome in outcomes]
     if tokenizer.takes_tools:
         return [{"role": "tool", "content": text} for text in texts]
-    return [{"role": "user", "content": "\n".join(f"<tool_response>\n{text}\n</tool_response>" for text in texts)}]
+    return [{"role": "user", "content": "\n".join(map(as_response, texts))}]
 
 
 def _count(trajectory: Trajectory, outcomes: list[Outcome]) -> None:
