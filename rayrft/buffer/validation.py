@@ -48,7 +48,7 @@ class GroupNumbers:
     """Rows that are never trained."""
     tokens: np.ndarray
     versions: np.ndarray
-    """Oldest weight version among the group's tokens."""
+    """Oldest weight version among the group's tokens that are trained."""
 
 
 def group_starts(batch: pa.RecordBatch) -> np.ndarray:
@@ -67,11 +67,13 @@ def group_numbers(batch: pa.RecordBatch, starts: np.ndarray) -> GroupNumbers:
         values = spans.values.field("version").to_numpy(zero_copy_only=False)[offsets[0] : offsets[-1]]
         filled = counts > 0
         versions[filled] = np.minimum.reduceat(values, (offsets[:-1] - offsets[0])[filled])
+    masked, newest = is_masked(batch), versions.max(initial=0)
+    versions[masked] = newest  # what is never trained may be of any age
     lengths = batch.column("token_ids").value_lengths().to_numpy(zero_copy_only=False)
     return GroupNumbers(
         starts,
         np.diff(np.append(starts, batch.num_rows)),
-        np.add.reduceat(is_masked(batch).astype(np.int64), starts),
+        np.add.reduceat(masked.astype(np.int64), starts),
         np.add.reduceat(lengths.astype(np.int64), starts),
         np.minimum.reduceat(versions, starts),
     )

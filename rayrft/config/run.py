@@ -160,7 +160,7 @@ class RunConfig(Section):
         if self.serve is not None and self.mode not in ("both", "serve"):
             raise invalid("serve", f"is for modes 'both' and 'serve', not {self.mode!r}", remedy="leave it out")
         for stage in self.stages:
-            if self.mode != "both" and stage.evaluate_every:
+            if self.mode not in ("both", "bench") and stage.evaluate_every:
                 problem = f"is for mode 'both', and not {self.mode!r}"
                 raise invalid(f"stages.{stage.name}.evaluate_every", problem, remedy="leave it out")
         if self.mode == "explore" and sum(bool(stage.groups) for stage in self.stages) != 1:

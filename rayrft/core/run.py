@@ -141,7 +141,8 @@ class RunData:
 
         try:
             if not (self.folder / "summary.json").exists():  # an ending run kills its actors one by one
-                if (name := load_config(self.folder / "config.yaml").buffer.name) is not None:
+                config = self.folder / "config.yaml"
+                if config.exists() and (name := load_config(config).buffer.name) is not None:
                     return find_buffer(name)
                 return Handle("buffer", ray.get_actor(actor_name(self.name, "buffer"), namespace=NAMESPACE))
         except ValueError:

@@ -50,13 +50,17 @@ class _Call:
     stop_reason: str | None = None
 
     def extended(self, by: Completion) -> _Call:
-        start = len(self.token_ids)
-        spans = tuple((start + first, start + last, version) for first, last, version in by.versions)
+        start, spans = len(self.token_ids), [*self.versions]
+        for first, last, version in by.versions:
+            if spans and spans[-1][2] == version:
+                spans[-1] = (spans[-1][0], start + last, version)
+            else:
+                spans.append((start + first, start + last, version))
         return replace(
             self,
             token_ids=self.token_ids + by.token_ids,
             logprobs=self.logprobs + by.logprobs,
-            versions=self.versions + spans,
+            versions=tuple(spans),
             stop_reason=by.stop_reason,
         )
 

@@ -148,7 +148,7 @@ async def test_a_name_that_is_none_of_the_config_is_told_with_the_nearest(
     async def nothing(*_: Any) -> Any:
         raise AssertionError("not asked")
 
-    model = Model(nothing, nothing, tokenizer, max_tokens=1, max_prompt_tokens=1, max_length=1)
+    model = Model(nothing, nothing, tokenizer, max_tokens=1, max_prompt_tokens=1, max_length=1, images=Path("images"))
     with pytest.raises(ConfigError, check=about("auxiliary", "judge")):
         model.auxiliary("judge")
 
