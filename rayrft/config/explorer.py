@@ -120,6 +120,8 @@ class ExplorerConfig(Section):
     another task replaces it. With a KL, an entropy term, a critic, or advantages normalised over the batch it has one,
     and is kept. (The dynamic sampling of other systems drops it also with a KL.)"""
     partial: PartialConfig | None = None
+    """Park unfinished groups instead of waiting for them; by default each is sampled in one go."""
     over_sampling: float = Field(1.0, ge=1.0, le=8.0)
     """Ratio of groups in flight to groups needed. Above 1 a step does not wait for stragglers; the groups that it
-    leaves over are abandoned once it is leased, or dropped if they come too late, and counted."""
+    leaves over are abandoned once it is leased (with ``partial``, parked), or dropped if they come too late, and
+    counted."""

@@ -91,7 +91,7 @@ def test_in_however_many_pieces_an_answer_comes_it_is_the_same_and_no_token_is_s
         whole, _ = await iteration(Model(lengths), n, prompts, None, [], most)
         model, begun, found = Model(lengths), list[Experience](), list[list[Completion] | None]()
         for version in range(200):
-            model.version = version
+            model.version = version // 2  # some pieces are of one version
             before = model.sampled
             found, begun = await iteration(model, n, prompts, budget, begun, most)
             assert model.sampled - before <= n * budget
@@ -107,7 +107,7 @@ def test_in_however_many_pieces_an_answer_comes_it_is_the_same_and_no_token_is_s
                     range(len(part.token_ids))
                 )
                 versions = [version for _, _, version in part.versions]
-                assert versions == sorted(versions)
+                assert versions == sorted(set(versions)), "a span for each version"
         assert model.sampled == sum(len(c.token_ids) for answers in whole for c in answers or ())
 
     asyncio.run(history())

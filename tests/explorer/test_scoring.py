@@ -9,10 +9,18 @@ import numpy as np
 import pytest
 
 from rayrft.algorithms import build
+from rayrft.buffer.validation import group_numbers
 from rayrft.config.reward import RewardConfig
-from rayrft.experience import Experience
+from rayrft.experience import MASKED, Experience, VersionSpan, to_batch
 from rayrft.explorer.evaluation import wilson_interval
-from rayrft.explorer.scoring import ScoredGroup, apply_rewards, drop_zero_variance, mask_truncated, with_baseline
+from rayrft.explorer.scoring import (
+    ScoredGroup,
+    apply_rewards,
+    drop_zero_variance,
+    mask_old,
+    mask_truncated,
+    with_baseline,
+)
 from rayrft.rewards import RewardResult
 
 
@@ -180,3 +188,17 @@ def test_wilson_interval_by_hand() -> None:
     assert (low, high) == (pytest.approx(0.5 - 0.267261, abs=1e-6), pytest.approx(0.5 + 0.267261, abs=1e-6))
     assert wilson_interval(0, 0) == (0.0, 1.0)
     assert wilson_interval(0, 500)[0] == 0.0 and wilson_interval(500, 500)[1] == 1.0
+
+
+def test_only_tokens_that_are_new_enough_are_trained_and_the_group_is_as_old_as_these() -> None:
+    spans = [(VersionSpan(2, 3, 4), VersionSpan(3, 4, 5)), (VersionSpan(2, 4, 4),), (VersionSpan(2, 4, 5),)]
+    sampled = [dataclasses.replace(row, weight_versions=each, logprobs=np.array([0, 0, -1, -2], np.float32))
+               for row, each in zip(rows("stop", "stop", "stop"), spans, strict=True)]  # fmt: skip
+    scored = score(sampled, [RewardResult(1.0)] * 3, config())
+    group = mask_old(scored, 5)
+    assert [row.action_mask.tolist()[2:] for row in group.rows] == [[0, 1], [1, 1], [1, 1]]
+    assert group.rows[0].logprobs.tolist() == [0, 0, 0, -2] and group.rows[0].weight_versions == (spans[0][1],)
+    assert [row.status == MASKED for row in group.rows] == [False, True, False]
+    assert group.dropped == {"old_tokens": 1} and sampled[0].action_mask.tolist() == [0, 0, 1, 1]
+    assert group_numbers(to_batch(group.rows), np.array([0])).versions.tolist() == [5]
+    assert mask_old(scored, 4).rows == scored.rows and mask_old(scored, 6).rows == []
