@@ -1,7 +1,9 @@
-"""A plugin: a workflow that tells an actor named ``gate`` what it answered to a held-out task, and waits for it."""
+"""A plugin: a workflow that tells an actor named ``gate`` what it answered to a held-out task, and waits for it; and a
+reward that a model of random weights gets, too."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -17,3 +19,9 @@ class HeldOpen:
         if task.metadata.get("held_out"):
             await ray.get_actor("gate", "tests").passed.remote(trajectory.to_experience(task.id, task.id, task))
         return trajectory
+
+
+@rayrft.register_reward("letters")
+def letters() -> Callable[[rayrft.Task, str], float]:
+    """The share of an answer of six tokens that is letters."""
+    return lambda task, response: sum(map(str.isalpha, response)) / 6

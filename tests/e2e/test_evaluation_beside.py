@@ -66,6 +66,7 @@ def run(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Followed:
         tasks={"sources": [write_tasks(folder)], "eval_size": 10},
         stages=[{**stage, "evaluate_every": 2, "optimizer": {"lr": 1e-2}}],
         demonstrations={},
+        reward={"name": "letters", "truncated": "score"},
         evaluation={"engines": 1, "temperatures": [1.0], "samples": 2, "max_tokens": 4},
         checkpoint={"every": 1, "keep_last": 1, "keep_best": 1},
     )
@@ -100,6 +101,7 @@ def test_an_evaluation_is_of_the_weights_of_the_version_that_it_says(run: Follow
     from transformers import AutoModelForCausalLM
 
     started, _, rows = run
+    changed = []
     for version, folder in ((0, started.folder / "model"), (6, started.folder / "checkpoints" / "final")):
         model = AutoModelForCausalLM.from_pretrained(folder)
         of_version = [row for row in rows if {span.version for span in row.weight_versions} == {version}]
@@ -110,6 +112,8 @@ def test_an_evaluation_is_of_the_weights_of_the_version_that_it_says(run: Follow
                 logprobs = model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].numpy()
             produced = row.action_mask[1:].astype(bool)
             assert np.abs(logprobs - row.logprobs[1:])[produced].max() < 1e-4
+        changed.append(next(model.parameters()).detach())
+    assert (changed[1] - changed[0]).abs().max() > 1e-3
 
 
 def test_the_best_checkpoint_is_that_of_the_step_that_was_evaluated(run: Followed) -> None:
@@ -141,8 +145,10 @@ def test_a_bench_of_a_checkpoint_gives_the_answers_of_its_weights(run: Followed,
     model, tokenizer = AutoModelForCausalLM.from_pretrained(final), AutoTokenizer.from_pretrained(final)
     config = load_config(started.folder / "config.yaml")
     questions = {task.id: task for task in load_tasks(config.tasks, {}, config.seed).evaluation}
-    for line in file.read_text().splitlines():
-        attempt = json.loads(line)
-        prompt = torch.tensor([ChatTokenizer(str(final)).prompt(questions[attempt["task_id"]].messages)])
+    attempted = {attempt["task_id"]: attempt["response"] for attempt in map(json.loads, file.read_text().splitlines())}
+    greedy = {}
+    for name in attempted:
+        prompt = torch.tensor([ChatTokenizer(str(final)).prompt(questions[name].messages)])
         ids = model.generate(prompt, max_new_tokens=6, do_sample=False)[0, prompt.shape[1] :]
-        assert attempt["response"] == tokenizer.decode(ids, skip_special_tokens=True)
+        greedy[name] = tokenizer.decode(ids, skip_special_tokens=True)
+    assert attempted == greedy and any(greedy.values())
