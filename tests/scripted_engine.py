@@ -42,7 +42,7 @@ class ScriptedEngine(Answering):
         cpu = torch.device("cpu")
         self._channel = await asyncio.to_thread(WeightChannel, link, sends=False, index=first, device=cpu)
 
-    async def pause(self) -> None:
+    async def pause(self, keep_cache: bool = False) -> None:
         pass
 
     async def receive(self, number: int, version: int) -> EngineWeights:

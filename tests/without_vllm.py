@@ -1,8 +1,12 @@
-"""A plugin: the Master that loads it gives its run engines without vLLM."""
+"""A plugin: the Master that loads it gives its run engines without vLLM. In the process of the tests, which loads it,
+too, it does nothing: its later runs would have such engines."""
 
 from __future__ import annotations
+
+import ray
 
 from rayrft.core import actors
 from tests.scripted_engine import ScriptedEngine
 
-actors.RolloutEngine = ScriptedEngine  # type: ignore[misc,assignment]
+if ray.get_runtime_context().worker.mode == ray.WORKER_MODE:
+    actors.RolloutEngine = ScriptedEngine  # type: ignore[misc,assignment]

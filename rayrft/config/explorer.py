@@ -108,7 +108,11 @@ class ExplorerConfig(Section):
     environment: EnvironmentConfig | None = None
     """What workflows act in, if they need it."""
     deadline_s: float = Field(600.0, gt=0)
-    """Seconds that one attempt at a task may take from its start; what takes longer is dropped and counted."""
+    """Seconds that one attempt at a task may take, of which those do not count in which its requests wait for an engine
+    with room. What takes longer is dropped, and counted as ``timeout``."""
+    group_deadline_s: float | None = Field(None, gt=0)
+    """Seconds that a group may take, counted while any of its attempts runs. Then its unfinished attempts are dropped,
+    and those that have finished are kept."""
     count: int = Field(1, ge=1)
     """Explorer actors, each with an event loop of its own. They share the tasks; the first one evaluates."""
     cpus: float = Field(0.2, gt=0)

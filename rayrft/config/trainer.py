@@ -74,6 +74,10 @@ class WeightSyncConfig(Section):
     """A weight transport: gloo for CPU engines, nccl for whole GPUs, ipc if engine and trainer share a GPU, or one that
     a plugin registers; auto: the first that fits."""
     bucket_mib: float = Field(4.0, gt=0)
+    kv_cache: Literal["recompute", "keep"] = "recompute"
+    """What becomes of the KV cache of requests that are running. ``recompute``: it is computed again under the new
+    weights, as if they had been there from the start. ``keep``: they go on at once on that of the old weights, so that
+    the trainer's log-probs of what follows differ from the engine's; later requests never use it."""
     probe_every: int = Field(50, ge=1)
     """Compare engine and trainer log-probs on a probe batch at the first sync and at every n-th after it."""
     tolerance: float | None = Field(None, gt=0)

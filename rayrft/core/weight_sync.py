@@ -154,7 +154,8 @@ class WeightSync:
         send = Send(self._rounds, int(self._settings.bucket_mib * (1 << 20)))
         async with self._deadline(f"weights of version {version} to reach {len(engines)} engines"):
             try:
-                await asyncio.gather(*(engine.call(RolloutEngine.pause) for engine in engines))
+                keep = self._settings.kv_cache == "keep"
+                await asyncio.gather(*(engine.call(RolloutEngine.pause, keep) for engine in engines))
                 receiving = [engine.call(RolloutEngine.receive, send.number, version) for engine in engines]
                 [sent, *_], held = await asyncio.gather(self._command(send), asyncio.gather(*receiving))
             except BaseException:

@@ -139,6 +139,10 @@ class GroupCalls:
     def is_parked(self, repeat: int) -> bool:
         return self._attempts[repeat].parked
 
+    def session(self, repeat: int) -> Session:
+        """Return the session of the attempt's requests."""
+        return self._attempts[repeat].session
+
     def on_park(self, repeat: int, call: Callable[[], object]) -> None:
         """Set what is called when the attempt is parked: none of its open calls will be answered."""
         self._attempts[repeat].on_park = call

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rayrft.config.explorer import EngineConfig, RepetitionConfig
 from rayrft.data.images import ImageReader, takes_images
 from rayrft.errors import ActorDied, ModelError, RequestRefused
-from rayrft.explorer.exchange import Answering, Completion, Request, Stream
+from rayrft.explorer.exchange import Answering, Capacity, Completion, Request, Stream
 from rayrft.weights.messages import Link
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ class RolloutEngine(Answering):
         self._core_ended = asyncio.Event()
         self._names: dict[int, str] = {}
         """vLLM's names of the requests that are running, by identity."""
+        self._kept = 0
+        """Pauses in which the cache was kept: requests that have another number of them share no prefix."""
         self._pausing = asyncio.Lock()  # a resume must not overtake a pause that is not complete
 
     async def start(self, model: str, config: EngineConfig, *, max_length: int, dtype: str, seed: int) -> None:
@@ -132,6 +134,11 @@ class RolloutEngine(Answering):
             for answer in output.outputs
         ]
 
+    async def capacity(self) -> Capacity:
+        cache = self._engine.vllm_config.cache_config
+        answers = self._engine.vllm_config.scheduler_config.max_num_seqs
+        return Capacity((cache.num_gpu_blocks or 0) * cache.block_size, answers)
+
     async def interrupt(self, request: Request) -> None:
         if name := self._names.get(id(request)):
             await self._engine.abort(name)  # vLLM then returns what was sampled, with stop reason `INTERRUPTED`
@@ -150,10 +157,19 @@ class RolloutEngine(Answering):
         info = {"link": vars(link), "first": first}
         await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
 
-    async def pause(self) -> None:
-        """Stop decoding and keep running requests; their KV cache is recomputed under the new weights."""
+    async def pause(self, keep_cache: bool = False) -> None:
+        """Stop decoding and keep running requests, and with ``keep_cache`` their KV cache, which requests that come
+        later do not use; else it is recomputed after the pause. Raises ModelError if it cannot be kept."""
+        if keep_cache and self._images is not None:
+            raise ModelError(
+                "vLLM keeps what the old weights saw in an image for new requests, too",
+                field="weight_sync.kv_cache",
+                value="keep",
+                remedy="use recompute with models that take images",
+            )
         async with self._pausing:
-            await self._engine.pause_generation(mode="keep", clear_cache=True)
+            await self._engine.pause_generation(mode="keep", clear_cache=not keep_cache)
+            self._kept += keep_cache  # not before: what the old weights still compute must not look like the new ones'
 
     async def receive(self, number: int, version: int) -> EngineWeights:
         """Receive transfer ``number`` of the link while paused, and label it ``version``; then resume, also on failure.
@@ -223,9 +239,12 @@ class RolloutEngine(Answering):
         name: str,
         stream: Stream | None = None,
     ) -> RequestOutput:
-        prompt = await asyncio.to_thread(self._with_images, token_ids, images) if images else None
+        prompt = await asyncio.to_thread(self._with_images, token_ids, images) if images else dict[str, Any]()
+        prompt.setdefault("prompt_token_ids", token_ids)
+        if self._kept:
+            prompt["cache_salt"] = str(self._kept)
         last: Any = None
-        async for output in self._engine.generate(prompt or {"prompt_token_ids": token_ids}, params, name):
+        async for output in self._engine.generate(prompt, params, name):
             last = output
             if stream:
                 stream.add(output.outputs[0].token_ids, _logprobs(output.outputs[0]))

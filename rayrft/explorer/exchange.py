@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -63,6 +64,14 @@ class Request:
 
 
 @dataclass(frozen=True)
+class Capacity:
+    """What an engine can work on at once: tokens that its KV cache holds, and answers that it decodes."""
+
+    tokens: float = math.inf
+    answers: float = math.inf
+
+
+@dataclass(frozen=True)
 class Chunk:
     """The next tokens of an answer that is being sampled, each with its log-prob."""
 
@@ -98,17 +107,31 @@ class Session:
 
     engine: str | None = None
     """The member that answered last, and holds their prefix in its cache."""
-    _interrupts: dict[Callable[[], None], None] = field(default_factory=dict)
+    _interrupts: dict[Callable[[], object], None] = field(default_factory=dict)
     """What interrupts its requests in flight."""
 
+    on_queue: Callable[[], None] = lambda: None
+    """Called when a request begins to wait for an engine with room."""
+    on_dequeue: Callable[[], None] = lambda: None
+    """Called when it ends to."""
+
     def interrupt(self) -> None:
-        """End the requests in flight: they are answered with the tokens that were sampled until then. Those that are
-        not at the engine yet are answered in full."""
-        for interrupt in self._interrupts:
+        """End the requests in flight: they are answered with the tokens that were sampled until then, which are none if
+        they wait for an engine. Those that are on the way to one are answered in full."""
+        for interrupt in list(self._interrupts):
             interrupt()
 
     @contextlib.contextmanager
-    def interruptible(self, interrupt: Callable[[], None]) -> Iterator[None]:
+    def queued(self) -> Iterator[None]:
+        """Tell that a request waits for an engine meanwhile."""
+        self.on_queue()
+        try:
+            yield
+        finally:
+            self.on_dequeue()
+
+    @contextlib.contextmanager
+    def interruptible(self, interrupt: Callable[[], object]) -> Iterator[None]:
         """Let `interrupt` call this function meanwhile."""
         self._interrupts[interrupt] = None
         try:
@@ -138,6 +161,10 @@ class Answering(ABC):
     async def interrupt(self, request: Request) -> None:
         """End a request with what was sampled until now. Nothing happens if it is not running, or the engine cannot."""
         return
+
+    async def capacity(self) -> Capacity:
+        """Return what it can work on at once; by default, anything."""
+        return Capacity()
 
     async def exchange(
         self, client: str, requests: dict[int, Request], cancelled: Sequence[int], interrupted: Sequence[int] = ()

@@ -22,7 +22,8 @@ from rayrft.errors import RayrftError
 from rayrft.experience import Experience, Task, from_batch, to_batch, unpack
 from rayrft.explorer.auxiliary import AuxiliaryModel
 from rayrft.explorer.calls import Parking
-from rayrft.explorer.engine_pool import EngineClient, EnginePool
+from rayrft.explorer.engine_client import EngineClient
+from rayrft.explorer.engine_pool import EnginePool
 from rayrft.explorer.evaluation import Evaluation, measure
 from rayrft.explorer.evaluator import Evaluator
 from rayrft.explorer.rollout import Rollout, Runner
@@ -81,10 +82,11 @@ class Explorer:
         self._name, self._calls = f"explorer-{uuid.uuid4().hex}", 0
         self._held_out = held_out
         self._rewards = RewardPool(config.reward, create_worker)
-        tokenizer, engines = ChatTokenizer(model), EngineClient(engine_pool, self._waits)
+        tokenizer, share = ChatTokenizer(model), 1 / config.explorer.count
+        engines = EngineClient(engine_pool, self._waits, share)
         models = {
             name: AuxiliaryModel(
-                name, described, ChatTokenizer(described.model), EngineClient(pool, self._waits).generate
+                name, described, ChatTokenizer(described.model), EngineClient(pool, self._waits, share).generate
             )
             for name, pool in (auxiliary or {}).items()
             for described in [config.auxiliary[name]]

@@ -18,7 +18,7 @@ from rayrft.experience import Experience, Task
 from rayrft.explorer.auxiliary import AuxiliaryModel
 from rayrft.explorer.calls import Engines, GroupCalls, Parking, derive_seed
 from rayrft.explorer.environments import EnvironmentClient, Environments
-from rayrft.explorer.exchange import Sampling
+from rayrft.explorer.exchange import Sampling, Session
 from rayrft.explorer.trajectory import ContextFull, Model, PromptTooLong, Trajectory
 from rayrft.explorer.workflows import Workflow, build_workflow
 from rayrft.rewards import RewardResult
@@ -68,6 +68,69 @@ class BusyClock:
         return total
 
 
+class _Deadline:
+    """Calls ``expire`` when work has been running for so many seconds; the ``whole`` that it is part of runs with it.
+
+    It runs while it was started more often than stopped: an attempt whose request waits for an engine is stopped.
+    """
+
+    def __init__(self, seconds: float, expire: Callable[[], object], whole: _Deadline | None = None) -> None:
+        self._left, self._expire, self._whole = seconds, expire, whole
+        self._active, self._since = 0, 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self.expired = False
+
+    def start(self) -> None:
+        self._active += 1
+        if self._active == 1:
+            loop = asyncio.get_running_loop()
+            self._since, self._timer = loop.time(), loop.call_later(self._left, self._end)
+            if self._whole is not None:
+                self._whole.start()
+
+    def stop(self) -> None:
+        self._active -= 1
+        if self._active == 0 and self._timer is not None:
+            self._timer.cancel()
+            self._left -= asyncio.get_running_loop().time() - self._since
+            if self._whole is not None:
+                self._whole.stop()
+
+    def _end(self) -> None:
+        self.expired = True
+        self._expire()
+
+
+class _Group:
+    """The attempts of a group, which end together when its deadline is over."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._deadline = None if seconds is None else _Deadline(seconds, self._expire)
+        self._limits = set[asyncio.Timeout]()
+
+    @property
+    def expired(self) -> bool:
+        return self._deadline is not None and self._deadline.expired
+
+    @contextlib.asynccontextmanager
+    async def attempt(self, seconds: float, session: Session) -> AsyncIterator[None]:
+        """Raise TimeoutError when the attempt has been running for so many seconds, or the group for its own."""
+        async with asyncio.timeout(0 if self.expired else None) as limit:
+            deadline = _Deadline(seconds, lambda: limit.reschedule(0), self._deadline)
+            session.on_queue, session.on_dequeue = deadline.stop, deadline.start
+            self._limits.add(limit)
+            deadline.start()
+            try:
+                yield
+            finally:
+                deadline.stop()
+                self._limits.discard(limit)
+
+    def _expire(self) -> None:
+        for limit in self._limits:
+            limit.reschedule(0)
+
+
 class Runner:
     """Runs the config's workflows on tasks. Training and evaluation differ only in ``n`` and ``temperature``."""
 
@@ -102,8 +165,8 @@ class Runner:
         seed = derive_seed(self._config.seed, name) if self._config.seeds_requests else None
         sampling = self._config.explorer.sampling
         common = Sampling(temperature, sampling.max_tokens, (self._tokenizer.eos_id,), seed, sampling.repetition)
-        calls = GroupCalls(self._engines, n, common, parking)
-        attempts = [asyncio.create_task(self._attempt(task, repeat, calls, name)) for repeat in range(n)]
+        calls, group = GroupCalls(self._engines, n, common, parking), _Group(self._config.explorer.group_deadline_s)
+        attempts = [asyncio.create_task(self._attempt(task, repeat, calls, group, name)) for repeat in range(n)]
         for repeat, attempt in enumerate(attempts):
             calls.on_park(repeat, attempt.cancel)
         rows, failed, problem = list[Experience](), Counter[str](), None
@@ -132,12 +195,17 @@ class Runner:
         if name in self._parkable:
             self._parkable[name].park()
 
-    async def _attempt(self, task: Task, repeat: int, calls: GroupCalls, name: str) -> list[Experience] | _Failure:
+    async def _attempt(
+        self, task: Task, repeat: int, calls: GroupCalls, group: _Group, name: str
+    ) -> list[Experience] | _Failure:
         workflow, model = task.workflow or self._config.explorer.workflow, self._model(repeat, calls, name)
+        seconds = self._config.explorer.deadline_s
         try:
-            async with self._environment(name, model.repeat) as env:
-                async with asyncio.timeout(self._config.explorer.deadline_s):
-                    made = await self._workflow(workflow).run(task, model, env)
+            async with (
+                self._environment(name, model.repeat) as env,
+                group.attempt(seconds, calls.session(repeat)),
+            ):
+                made = await self._workflow(workflow).run(task, model, env)
             return _rows(made, task, name, model)
         except (ContextFull, PromptTooLong):
             ended = [trajectory for trajectory in model.started if trajectory.answers]
@@ -148,10 +216,8 @@ class Runner:
             reason = "timeout" if isinstance(error, EnvironmentTimeout) else "environment_error"
             return self._failure(workflow, task, reason, str(error), "\n".join(getattr(error, "__notes__", [])))
         except TimeoutError:
-            seconds = self._config.explorer.deadline_s
-            return self._failure(
-                workflow, task, "timeout", f"not finished within explorer.deadline_s, {seconds:g} s", ""
-            )
+            limit = "explorer.group_deadline_s" if group.expired else f"explorer.deadline_s, {seconds:g} s"
+            return self._failure(workflow, task, "timeout", f"not finished within {limit}", "")
         except asyncio.CancelledError:
             if calls.is_parked(repeat):
                 return []

@@ -23,7 +23,8 @@ from rayrft.config import RunConfig, StageConfig, load_config
 from rayrft.core.preflight import Prepared, prepare
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.explorer.engine import RolloutEngine
-from rayrft.explorer.engine_pool import EngineClient, EnginePool, Member
+from rayrft.explorer.engine_client import EngineClient
+from rayrft.explorer.engine_pool import EnginePool, Member
 from rayrft.explorer.exchange import Request, Sampling
 from rayrft.explorer.explorer import Explorer
 from rayrft.handle import Handle

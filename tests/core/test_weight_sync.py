@@ -31,6 +31,7 @@ class ScriptedEngine:
 
     def __init__(self) -> None:
         self.digest, self.version_offset, self.fail, self.paused = "abc", 0, "", False
+        self.kept_cache = False
         self.scores = [-1.0] * TOKENS
         self.links: list[tuple[int, int]] = []
         """Number of receivers and its own index, of the links that it got."""
@@ -39,9 +40,9 @@ class ScriptedEngine:
     async def connect(self, link: Link, first: int) -> None:
         self.links.append((link.receivers, first))
 
-    async def pause(self) -> None:
+    async def pause(self, keep_cache: bool = False) -> None:
         self.calls.append("pause")
-        self.paused = True
+        self.paused, self.kept_cache = True, keep_cache
         if self.fail == "pause":
             raise RuntimeError("no pause")
 
@@ -111,12 +112,14 @@ async def subject(count: int = 2, **settings: Any) -> Subject:
     return made
 
 
-async def test_a_round_pauses_receives_and_resumes_every_member() -> None:
-    made = await subject()
+@pytest.mark.parametrize("kv_cache", ["recompute", "keep"])
+async def test_a_round_pauses_receives_and_resumes_every_member(kv_cache: str) -> None:
+    made = await subject(kv_cache=kv_cache)
     report = await made.sync.publish(3)
     assert (report.version, report.digest, report.nbytes) == (3, "abc", 16)
     for engine in made.engines.values():
         assert engine.calls == ["pause", "receive"] and not engine.paused
+        assert engine.kept_cache == (kv_cache == "keep")
     assert await made.members() == {"engine-0": 3, "engine-1": 3}
 
 

@@ -39,14 +39,16 @@ class EngineUnderTest:
                     parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
         return model
 
-    def update(self, tensors: dict[str, Tensor], version: int, adapter: Adapter | None = None) -> tuple[str, Any, int]:
+    def update(
+        self, tensors: dict[str, Tensor], version: int, adapter: Adapter | None = None, keep_cache: bool = False
+    ) -> tuple[str, Any, int]:
         """A whole round as the weight sync makes it; gives the digest sent, what the engine holds, and the bytes."""
         import ray
 
         parcel = Parcel(
             [TensorMeta.of(name, tensor, torch.float32) for name, tensor in tensors.items()], BUCKET, adapter
         )
-        ray.get(self.actor.pause.remote())
+        ray.get(self.actor.pause.remote(keep_cache))
         self.transfers += 1
         receiving = self.actor.receive.remote(self.transfers, version)
         sent = self.channel.send(self.transfers, parcel, _buckets(parcel, tensors))

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import ray
@@ -17,7 +18,8 @@ from rayrft.algorithms import token_logprobs
 from rayrft.config.explorer import RepetitionConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ModelError, RequestRefused
-from rayrft.explorer.engine_pool import EngineClient, EnginePool, Member
+from rayrft.explorer.engine_client import EngineClient
+from rayrft.explorer.engine_pool import EnginePool, Member
 from rayrft.explorer.exchange import INTERRUPTED, Chunk, Completion, Request, Sampling, Session
 from rayrft.waits import Waits
 from tests.errors import about
@@ -31,15 +33,15 @@ def sampling(temperature: float = 1.0, max_tokens: int = 12, stop: tuple[int, ..
     return Sampling(temperature, max_tokens, stop)
 
 
-def generate(engine: EngineUnderTest, n: int = 4, **options: Any) -> list[Completion]:
-    return ray.get(engine.actor.generate.remote(Request(PROMPT, n, sampling(**options))))
+def generate(engine: EngineUnderTest, n: int = 4, prompt: list[int] = PROMPT, **options: Any) -> list[Completion]:
+    return ray.get(engine.actor.generate.remote(Request(prompt, n, sampling(**options))))
 
 
 @torch.no_grad()
-def recomputed(model: nn.Module, completion: Completion, temperature: float) -> list[float]:
-    ids = torch.tensor([[*PROMPT, *completion.token_ids]])
+def recomputed(model: nn.Module, completion: Completion, temperature: float, prompt: list[int] = PROMPT) -> list[float]:
+    ids = torch.tensor([[*prompt, *completion.token_ids]])
     logprobs, _ = token_logprobs(model(input_ids=ids).logits, ids, temperature=temperature)
-    return logprobs[0, len(PROMPT) :].tolist()
+    return logprobs[0, len(prompt) :].tolist()
 
 
 def update(engine: EngineUnderTest, model: nn.Module, version: int) -> tuple[str, Any]:
@@ -203,6 +205,29 @@ def test_requests_in_flight_survive_an_update_and_say_which_weights_gave_each_to
         assert spans[-1][1] == length
         assert [span[2] for span in spans] == sorted({span[2] for span in spans})
         assert {span[2] for span in spans} <= {20, 21}
+
+
+def test_a_kept_cache_is_used_by_the_requests_that_were_running_and_by_no_later_one(engine: EngineUnderTest) -> None:
+    prompt = PROMPT * 6  # longer than a block of the cache
+
+    def difference(completions: list[Completion]) -> float:
+        """The largest one of what the new weights gave from what they give from the start."""
+        return max(
+            float(np.abs(np.subtract(completion.logprobs, recomputed(new, completion, 1.0, prompt))[start:end]).max())
+            for completion in completions
+            for start, end, version in completion.versions
+            if version == 31
+        )
+
+    new, found = engine.model(seed=3), []
+    for keep in (False, True):
+        update(engine, engine.model(), 30)
+        request = Request(prompt, 16, sampling(max_tokens=28))
+        running = [engine.actor.generate.remote(request) for _ in range(8)]
+        engine.update(dict(new.named_parameters()), 31, keep_cache=keep)
+        assert difference(generate(engine, 8, prompt, max_tokens=5)) < 1e-4
+        found.append(difference([completion for completions in ray.get(running) for completion in completions]))
+    assert found[0] < 1e-4 and found[1] > 1e-3
 
 
 def test_a_different_byte_gives_a_different_digest(engine: EngineUnderTest) -> None:

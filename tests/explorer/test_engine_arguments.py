@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from rayrft.config.explorer import EngineConfig
-from rayrft.errors import ActorDied
+from rayrft.errors import ActorDied, ModelError
 from rayrft.explorer import engine as module
 from rayrft.explorer.engine import RolloutEngine
+from tests.errors import about
 
 
 async def started(
@@ -100,6 +101,13 @@ class PausableCore:
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[str]:
         raise ConnectionError("the sender is gone")
+
+
+async def test_a_cache_with_images_of_the_old_weights_is_not_kept() -> None:
+    engine = RolloutEngine()
+    engine._engine, engine._images = PausableCore(), object()
+    with pytest.raises(ModelError, check=about("weight_sync.kv_cache")):
+        await engine.pause(keep_cache=True)
 
 
 async def test_an_engine_is_not_left_paused_by_a_transfer_that_fails_nor_by_a_resume_that_is_early() -> None:

@@ -1,0 +1,270 @@
+"""EngineClient: spreads requests over the members of an EnginePool, no more at once than their KV caches hold."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import math
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from rayrft.errors import ActorDied
+from rayrft.explorer.engine_pool import EnginePool, Member, Membership
+from rayrft.explorer.exchange import (
+    INTERRUPTED,
+    Answering,
+    Capacity,
+    Completion,
+    Request,
+    Requester,
+    Session,
+    Told,
+)
+from rayrft.handle import Handle, TrackedHandle
+from rayrft.waits import Waits
+
+_SPILL_ANSWERS, _SPILL_RATIO = 8, 1.5
+"""A session leaves its engine when that owes so many answers, and so many times as many, more than another: decoding
+behind them would take longer than the prefix takes to be computed again."""
+
+_RECENT, _FEWEST = 1024, 8
+"""Requests that an estimate is made from, at most and at least."""
+
+_DEVIATIONS = 2.0
+"""How much room is left for what is held beyond the expectation, in standard deviations."""
+
+
+class AnswerLengths:
+    """Estimates how many tokens the answers to a request hold in the KV cache, from the lengths of recent ones.
+
+    A request of n answers, of lengths l, holds k(t) · t tokens after t steps, of which k(t) answers are longer, and is
+    over after max l steps. Among requests that began at different times one holds E[Σ l²/2] / E[max l] tokens on
+    average (renewal-reward theorem); requests that began together hold most at the t where E[k(t)] · t is greatest. The
+    greater of both is expected.
+    """
+
+    def __init__(self) -> None:
+        self._recent: deque[Sequence[int]] = deque(maxlen=_RECENT)
+        self._added = 0
+        self._mean, self._variance = math.nan, 0.0
+
+    def add(self, lengths: Sequence[int]) -> None:
+        """Count a request whose answers had so many tokens."""
+        self._recent.append(lengths)
+        self._added += 1
+        doubled = self._added & (self._added - 1) == 0
+        if self._added >= _FEWEST and (doubled or self._added % 64 == 0):
+            self._estimate()
+
+    def expected(self, limit: int) -> tuple[float, float]:
+        """Return mean and variance of the tokens that the answers hold, which have ``limit`` in all at most. Before any
+        are known that is a quarter of it: some are long, and few are at their end at once."""
+        return min(limit / 4 if math.isnan(self._mean) else self._mean, limit), min(self._variance, limit**2 / 12)
+
+    def _estimate(self) -> None:
+        each = np.sort(np.array(self._recent, float), axis=1).clip(1)  # [requests, answers]
+        count = np.arange(each.shape[1], 0, -1)  # those that last until the next one ends
+        before = np.pad(each, ((0, 0), (1, 0)))[:, :-1]
+        over = each[:, -1].mean()
+        age = (each**2).sum(1).mean() / (2 * over)
+        square = (count**2 * (each**3 - before**3)).sum(1).mean() / (3 * over)
+        flat = np.sort(each, axis=None)
+        together = (flat * np.arange(flat.size, 0, -1)).max() / len(each)
+        self._mean, self._variance = max(age, together), max(square - age**2, 0.0)
+
+
+@dataclass(frozen=True)
+class _Cost:
+    """What a request is expected to take of an engine."""
+
+    answers: int
+    tokens: float
+    variance: float
+
+
+class _Engine:
+    """A member, and what it owes this client."""
+
+    def __init__(self, name: str, capacity: Capacity, share: float) -> None:
+        self.name = name
+        self.requester: Requester
+        self._most_answers, self._most_tokens = share * capacity.answers, share * capacity.tokens
+        self.answers = 0
+        self._tokens, self._variance = 0.0, 0.0
+
+    def has_room(self, cost: _Cost) -> bool:
+        """Whether the request can begin at once without driving others out of the cache. It always can alone."""
+        if self.answers == 0:
+            return True
+        spread = _DEVIATIONS * math.sqrt(self._variance + cost.variance)
+        tokens = self._tokens + cost.tokens + spread
+        return self.answers < self._most_answers and tokens <= self._most_tokens
+
+    def take(self, cost: _Cost, sign: int = 1) -> None:
+        self.answers += sign * cost.answers
+        # Nothing is left of rounding where nothing is owed.
+        self._tokens = self._tokens + sign * cost.tokens if self.answers else 0.0
+        self._variance = max(self._variance + sign * cost.variance, 0.0) if self.answers else 0.0
+
+
+_Begun = tuple[_Engine, _Cost]
+
+
+def _end_unbegun(begun: asyncio.Future[_Begun | None]) -> None:
+    if not begun.done():
+        begun.set_result(None)
+
+
+class EngineClient:
+    """Sends requests to the members, and to no other engine, from one process.
+
+    The n answers to one prompt are one request, so that they share its prefix; it goes to the member that owes this
+    client the fewest answers, or to that of its session. A request begins when its engine has room for it: what begins
+    later waits here, the next turn of a session before others, so that no answer is driven out of the cache and
+    computed again. An engine that left finishes the requests that it has. While there is no member, requests wait for
+    one to join.
+    """
+
+    def __init__(self, pool: Handle[EnginePool], waits: Waits, share: float = 1.0) -> None:
+        """``share`` is the part of the engines' capacity that this client may use."""
+        self._pool = TrackedHandle(pool, waits, endless=[EnginePool.members])
+        self._waits = waits
+        self._share = share
+        self._engines: dict[str, _Engine] = {}
+        self._lengths: defaultdict[int, AnswerLengths] = defaultdict(AnswerLengths)
+        """By the number of answers of a request."""
+        self._queue: list[tuple[bool, int, Request, str | None, asyncio.Future[_Begun | None]]] = []
+        """A heap of what waits: the next turns of sessions, with the engine that they had, first."""
+        self._numbers = itertools.count()
+        self._following: asyncio.Task[None] | None = None
+
+    async def generate(
+        self, request: Request, sessions: Sequence[Session] = (), told: Told | None = None
+    ) -> list[Completion]:
+        """Sample the answers to a request on one engine, that of the first of its ``sessions`` if it has one; the
+        others follow. For ``told`` see `Requester.ask`.
+
+        Raises ActorDied, naming the engine, if it or its core has died, RequestRefused, and DataError for images that
+        cannot be read.
+        """
+        from ray.exceptions import RayActorError, RayTaskError
+
+        begun = await self._begin(request, sessions)
+        if begun is None:
+            return [Completion((), (), (), INTERRUPTED)] * request.n
+        engine, cost = begun
+        for session in sessions:
+            session.engine = engine.name
+        try:
+            completions = await engine.requester.ask(request, sessions[0] if sessions else None, told)
+        except (RayActorError, RayTaskError) as error:
+            raise await self._died(engine.name, error) from None
+        finally:
+            engine.take(cost, -1)
+            self._dispatch()
+        self._lengths[request.n].add([len(completion.token_ids) for completion in completions])
+        return completions
+
+    async def _begin(self, request: Request, sessions: Sequence[Session]) -> _Begun | None:
+        """Wait for room on an engine, and take it. Returns None if the first session is interrupted meanwhile."""
+        if self._following is None:
+            self._following = asyncio.create_task(self._follow())
+            self._following.add_done_callback(self._fail)
+        if self._following.done():  # the pool died, and with it the knowledge of who is a member
+            self._following.result()
+        home = sessions[0].engine if sessions else None
+        begun: asyncio.Future[_Begun | None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._queue, (home is None, next(self._numbers), request, home, begun))
+        self._dispatch()
+        if begun.done():
+            return begun.result()
+        try:
+            with ExitStack() as waiting:
+                waiting.enter_context(self._waits.on("engine_pool", self._missing))
+                for session in sessions:
+                    waiting.enter_context(session.queued())
+                if sessions:
+                    waiting.enter_context(sessions[0].interruptible(partial(_end_unbegun, begun)))
+                return await begun
+        except asyncio.CancelledError:
+            if begun.done() and not begun.cancelled() and (taken := begun.result()):
+                taken[0].take(taken[1], -1)
+                self._dispatch()
+            raise
+
+    def _missing(self) -> str:
+        return "room in the engines' caches" if self._engines else "an engine to join"
+
+    def _dispatch(self) -> None:
+        """Let begin what has room, in order."""
+        while self._queue:
+            _, _, request, home, begun = self._queue[0]
+            if not begun.done():  # else it was interrupted or cancelled
+                tokens, variance = self._lengths[request.n].expected(request.n * request.sampling.max_tokens)
+                cost = _Cost(request.n, len(request.prompt) + tokens, variance)
+                engine = self._choose(cost, home)
+                if engine is None:
+                    return
+                engine.take(cost)
+                begun.set_result((engine, cost))
+            heapq.heappop(self._queue)
+
+    def _choose(self, cost: _Cost, home: str | None) -> _Engine | None:
+        """Return the engine named ``home`` if it is a member with room that does not owe many more answers than the one
+        with the fewest, else the latter; None while there is no room."""
+        with_room = {name: engine for name, engine in self._engines.items() if engine.has_room(cost)}
+        if not with_room:
+            return None
+        least = min(with_room.values(), key=lambda engine: engine.answers)
+        if home is None or home not in with_room:
+            return least
+        spills = with_room[home].answers > max(least.answers + _SPILL_ANSWERS, least.answers * _SPILL_RATIO)
+        return least if spills else with_room[home]
+
+    async def _follow(self) -> None:
+        """Keep the members those of the pool. Never returns; raises ActorDied when the pool has died."""
+        from ray.exceptions import RayActorError
+
+        membership = Membership(-1, ())
+        while True:
+            try:
+                membership = await self._pool.call(EnginePool.members, membership.generation)
+            except RayActorError as error:
+                raise ActorDied(f"the actor died: {error}", field="engine_pool") from None
+            engines = await asyncio.gather(*map(self._engine, membership.members))
+            self._engines = {engine.name: engine for engine in engines if engine is not None}
+            self._dispatch()
+
+    async def _engine(self, member: Member) -> _Engine | None:
+        """Return what is known of a member; None if it has died."""
+        from ray.exceptions import RayActorError
+
+        handle = TrackedHandle(member.handle, self._waits)
+        engine = self._engines.get(member.name)
+        if engine is None:
+            try:
+                engine = _Engine(member.name, await handle.call(Answering.capacity), self._share)
+            except RayActorError as error:
+                await self._died(member.name, error)
+                return None
+        engine.requester = Requester(handle)
+        return engine
+
+    async def _died(self, name: str, error: Exception) -> ActorDied:
+        cause = getattr(error, "cause", None) or error
+        [text, *_] = str(cause).strip().splitlines() or ["no message"]
+        return await self._pool.call(EnginePool.died, name, f"{type(cause).__name__}: {text}")
+
+    def _fail(self, following: asyncio.Task[None]) -> None:
+        """End what waits: the pool has died."""
+        if not following.cancelled() and (error := following.exception()):
+            for *_, begun in self._queue:
+                if not begun.done():
+                    begun.set_exception(error)
+            self._queue.clear()

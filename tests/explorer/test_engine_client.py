@@ -1,0 +1,322 @@
+"""Requests go to members alone, the least loaded first, and no more at once than an engine has room for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rayrft.errors import ActorDied
+from rayrft.explorer.engine_client import EngineClient
+from rayrft.explorer.engine_pool import EnginePool, Member, Membership
+from rayrft.explorer.exchange import INTERRUPTED, Answering, Capacity, Completion, Request, Sampling, Session
+from rayrft.waits import Waits
+from tests.errors import about
+from tests.scripted import remote
+
+SAMPLING = Sampling(1.0, 8, (1,))
+ANSWER = Completion((5, 1), (-0.5, -0.5), ((0, 2, 0),), "stop")
+
+
+class HeldEngine(Answering):
+    """Holds its requests until it is released; ``arrived`` counts them."""
+
+    def __init__(self, capacity: Capacity | None = None) -> None:
+        super().__init__()
+        self._capacity = capacity or Capacity()
+        self.asked: list[int] = []
+        self.arrived, self.released = asyncio.Semaphore(0), asyncio.Event()
+
+    async def generate(self, request: Request) -> list[Completion]:
+        self.asked.append(request.n)
+        self.arrived.release()
+        await self.released.wait()
+        return [ANSWER] * request.n
+
+    async def capacity(self) -> Capacity:
+        return self._capacity
+
+    async def has_one_more(self) -> None:
+        """Wait until one more request than at the last call has come."""
+        await asyncio.wait_for(self.arrived.acquire(), 20)
+
+
+class WatchedPool(EnginePool):
+    """Tells up to which generation its members are asked for: that one is then known to who asks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.polls: asyncio.Queue[int] = asyncio.Queue()
+
+    async def members(self, after: int = -1) -> Membership:
+        self.polls.put_nowait(after)
+        return await super().members(after)
+
+
+class Subject:
+    """A pool and its client in one process."""
+
+    def __init__(self) -> None:
+        self.pool, self.waits = WatchedPool(), Waits("explorer")
+        self.client = EngineClient(remote(self.pool, "engine_pool"), self.waits)
+        self._requests: list[asyncio.Task[list[Completion]]] = []
+
+    async def join(self, name: str, engine: Any) -> Any:
+        await self.pool.join([Member(remote(engine, name), 0)])
+        return engine
+
+    def ask(self, n: int = 1, *sessions: Session) -> asyncio.Task[list[Completion]]:
+        self._requests.append(asyncio.create_task(self.client.generate(Request([5], n, SAMPLING), sessions)))
+        return self._requests[-1]
+
+    async def known(self) -> None:
+        """Until the client knows who the members are now."""
+        generation = self.pool._membership.generation
+        async with asyncio.timeout(20):
+            while await self.pool.polls.get() < generation:
+                pass
+
+    async def close(self) -> None:
+        for task in (*self._requests, self.client._following):
+            if task is not None:
+                task.cancel()
+
+
+@pytest.fixture
+async def subject() -> AsyncIterator[Subject]:
+    subject = Subject()
+    yield subject
+    await subject.close()
+
+
+async def test_requests_go_to_the_engine_that_owes_the_fewest_answers(subject: Subject) -> None:
+    first = await subject.join("engine-0", HeldEngine())
+    held = [subject.ask(4)]
+    await first.has_one_more()
+    second = await subject.join("engine-1", HeldEngine())
+    await subject.known()
+    subject.ask(3)
+    subject.ask(2)
+    for _ in range(2):
+        await second.has_one_more()
+    held += [subject.ask(2), subject.ask(1)]
+    await first.has_one_more()
+    await second.has_one_more()
+    assert (first.asked, second.asked) == ([4, 2], [3, 2, 1]), "the n answers of a prompt are one request"
+    first.released.set()
+    await held[0]
+    await held[1]
+    for _ in range(3):  # what has been answered no longer counts
+        await asyncio.wait_for(subject.ask(1), 20)
+    assert first.asked == [4, 2, 1, 1, 1]
+
+
+async def test_a_session_stays_with_its_engine_until_that_owes_too_much_or_leaves(subject: Subject) -> None:
+    first, group = await subject.join("engine-0", HeldEngine()), [Session(), Session()]
+    subject.ask(2, *group)
+    await first.has_one_more()
+    second = await subject.join("engine-1", HeldEngine())
+    await subject.known()
+    for session in group:
+        subject.ask(1, session)
+        await first.has_one_more()
+    assert (first.asked, second.asked) == ([2, 1, 1], []), "it holds their prefix, though the other owes fewer"
+    subject.ask(5, Session(engine="engine-0"))
+    await first.has_one_more()
+    subject.ask(1, group[0])
+    await second.has_one_more()
+    assert [session.engine for session in group] == ["engine-1", "engine-0"]
+    first.released.set()
+    await subject.pool.leave("engine-0", "scaled down")
+    await subject.known()
+    subject.ask(1, group[1])
+    await second.has_one_more()
+    assert group[1].engine == "engine-1"
+
+
+async def test_an_engine_that_left_gets_no_new_request_and_finishes_what_it_has(subject: Subject) -> None:
+    leaving = await subject.join("engine-0", HeldEngine())
+    held = subject.ask(1)
+    await leaving.has_one_more()
+    stays = await subject.join("engine-1", HeldEngine())
+    await subject.pool.leave("engine-0", "scaled down")
+    await subject.known()
+    for _ in range(3):
+        subject.ask(5)
+        await stays.has_one_more()
+    assert leaving.asked == [1]
+    leaving.released.set()
+    assert await held == [ANSWER]
+
+
+async def test_requests_wait_for_an_engine_to_join_and_the_wait_is_named(subject: Subject) -> None:
+    waiting = subject.ask(2)
+    await asyncio.wait_for(subject.pool.polls.get(), 20)
+    [wait] = subject.waits.report().waits
+    assert (wait.target, wait.what) == ("engine_pool", "an engine to join")
+    engine = HeldEngine()
+    engine.released.set()
+    await subject.join("engine-0", engine)
+    assert await waiting == [ANSWER, ANSWER]
+    assert subject.waits.report().waits == []
+
+
+async def test_a_dead_engine_ends_its_requests_with_its_name_and_leaves_the_pool(subject: Subject) -> None:
+    from ray.exceptions import RayActorError
+
+    class DeadEngine(Answering):
+        async def generate(self, request: Request) -> list[Completion]:
+            raise RayActorError()
+
+    await subject.join("engine-7", DeadEngine())
+    with pytest.raises(ActorDied, check=about("engine-7")):
+        await subject.ask()
+    assert (await subject.pool.members()).members == ()
+
+
+async def test_a_pool_that_died_ends_every_request_for_its_members_are_no_longer_known(subject: Subject) -> None:
+    from ray.exceptions import RayActorError
+
+    engine = await subject.join("engine-0", HeldEngine())
+    engine.released.set()
+    assert await subject.ask()
+
+    async def dead(*_: Any) -> Any:
+        raise RayActorError()
+
+    subject.pool.members = dead  # type: ignore[method-assign]
+    await subject.join("engine-1", HeldEngine())  # answers the poll that runs; the next one finds the pool dead
+    assert subject.client._following is not None
+    await asyncio.wait({subject.client._following}, timeout=20)
+    for _ in range(2):
+        with pytest.raises(ActorDied, check=about("engine_pool")):
+            await subject.ask()
+
+
+async def begun(engine: HeldEngine, count: int) -> None:
+    """Until the engine has so many more requests, and those that could follow at once would have come, too."""
+    for _ in range(count):
+        await engine.has_one_more()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert engine.arrived.locked(), "more requests have begun than there is room for"
+
+
+async def test_a_request_waits_until_an_engine_has_room_and_the_next_turn_of_a_session_goes_first(
+    subject: Subject,
+) -> None:
+    engine = await subject.join("engine-0", HeldEngine(Capacity(answers=4)))
+    held = [subject.ask(2), subject.ask(1), subject.ask(3)]
+    await begun(engine, 3)
+    turn = Session(engine="engine-0")
+    later, next_turn = subject.ask(1), subject.ask(1, turn)
+    await begun(engine, 0)
+    [wait] = [wait for wait in subject.waits.report().waits if wait.target == "engine_pool"]
+    assert (wait.what, wait.count) == ("room in the engines' caches", 2)
+    held[2].cancel()
+    await begun(engine, 1)
+    assert engine.asked == [2, 1, 3, 1] and next_turn in subject._requests and not later.done()
+    engine.released.set()
+    assert await next_turn == await later == [ANSWER]
+
+
+async def test_tokens_that_are_expected_in_the_cache_are_limited_but_one_request_always_fits(subject: Subject) -> None:
+    engine = await subject.join("engine-0", HeldEngine(Capacity(tokens=15)))
+    first = subject.ask(8)  # 1 token of the prompt, and 2 for each answer, which has 8 at most
+    await begun(engine, 1)
+    small = subject.ask(1)
+    await begun(engine, 0)
+    assert not small.done()
+    engine.released.set()
+    await asyncio.gather(first, small)
+    engine.released.clear()
+    for _ in range(7):
+        subject.ask(1)
+    await begun(engine, 6)  # small, and five of three tokens
+    assert engine.asked == [8] + [1] * 6
+
+
+async def test_a_client_uses_its_share_of_the_engines(subject: Subject) -> None:
+    subject.client = EngineClient(remote(subject.pool, "engine_pool"), subject.waits, share=0.5)
+    engine = await subject.join("engine-0", HeldEngine(Capacity(answers=4)))
+    for _ in range(3):
+        subject.ask(1)
+    await begun(engine, 2)
+
+
+async def test_what_waits_for_room_may_be_interrupted_or_cancelled_and_says_when_it_begins(subject: Subject) -> None:
+    engine = await subject.join("engine-0", HeldEngine(Capacity(answers=1)))
+    subject.ask(1)
+    await begun(engine, 1)
+    told: list[str] = []
+    sessions = [Session(on_queue=lambda: told.append("waits"), on_dequeue=lambda: told.append("goes on"))] * 2
+    cut, cancelled, kept = subject.ask(1, *sessions), subject.ask(2), subject.ask(1)
+    await begun(engine, 0)
+    assert told == ["waits", "waits"]
+    sessions[0].interrupt()
+    [answer] = await cut
+    assert (answer.stop_reason, answer.token_ids) == (INTERRUPTED, ()) and told[2:] == ["goes on", "goes on"]
+    cancelled.cancel()
+    engine.released.set()
+    assert await kept == [ANSWER] and engine.asked == [1, 1]
+
+
+async def test_room_that_was_given_to_a_request_as_it_was_cancelled_is_free_again(subject: Subject) -> None:
+    engine = await subject.join("engine-0", HeldEngine(Capacity(answers=1)))
+    first = subject.ask(1)
+    await begun(engine, 1)
+    given, last = subject.ask(1), subject.ask(1)
+    await begun(engine, 0)
+    [(*_, future), _] = sorted(subject.client._queue, key=lambda waiting: waiting[1])
+    future.add_done_callback(lambda _: given.cancel())  # runs before the request goes on
+    engine.released.set()
+    assert await first == await asyncio.wait_for(last, 20) == [ANSWER]
+    assert given.cancelled() and subject.client._engines["engine-0"].answers == 0
+
+
+class Decoding(Answering):
+    """Decodes a token of every answer at each `step`; their lengths are log-normal, the longest 20 times the median."""
+
+    def __init__(self, rng: np.random.Generator, tokens: int) -> None:
+        super().__init__()
+        self._rng, self._tokens = rng, tokens
+        self.running: dict[asyncio.Future[None], list[int]] = {}
+
+    async def capacity(self) -> Capacity:
+        return Capacity(self._tokens)
+
+    async def generate(self, request: Request) -> list[Completion]:
+        lengths = np.exp(self._rng.normal(3.0, 1.0, request.n)).clip(1, 400).astype(int)
+        for length in lengths:
+            self.running[asyncio.get_running_loop().create_future()] = [0, length]
+        await asyncio.gather(*list(self.running)[-request.n :])
+        return [Completion((5,) * int(length), (0.0,) * int(length), (), "stop") for length in lengths]
+
+    def step(self) -> int:
+        """Return the tokens in the cache after a step."""
+        for ended, answer in list(self.running.items()):
+            answer[0] += 1
+            if answer[0] >= answer[1]:
+                del self.running[ended]
+                ended.set_result(None)
+        return sum(age for age, _ in self.running.values())
+
+
+@pytest.mark.parametrize("n", [1, 8])
+async def test_long_tailed_answers_fill_the_cache_and_seldom_overflow_it(subject: Subject, n: int) -> None:
+    tokens, sampling = 4000, Sampling(1.0, 400, (1,))
+    engine = await subject.join("engine-0", Decoding(np.random.default_rng(n), tokens))
+    for _ in range(8000 // n):
+        subject._requests.append(asyncio.create_task(subject.client.generate(Request([5], n, sampling))))
+    await subject.known()
+    used = []
+    while subject.client._queue:
+        used.append(engine.step())
+        for _ in range(12):  # as many turns of the loop as answers take to the client, and new requests to the engine
+            await asyncio.sleep(0)
+    used = used[len(used) // 3 :]  # by then the long ones of the first answers are known
+    assert np.mean(used) > 0.65 * tokens
+    assert np.mean(np.array(used) > tokens) < 0.1
