@@ -150,6 +150,7 @@ class Runner:
         self._workflows: dict[str, Workflow] = {}
         self._logged: set[tuple[str, str]] = set()
         self._parkable: dict[str, GroupCalls] = {}
+        self._images = config.folder / "images"
         self.rolling, self.scoring = BusyClock(), BusyClock()
         self._workflow(config.explorer.workflow)
         environment = config.explorer.environment
@@ -280,7 +281,7 @@ class Runner:
             max_tokens=sampling.max_tokens,
             max_prompt_tokens=sampling.max_prompt_tokens,
             max_length=self._config.model.max_length,
-            images=self._config.folder / "images",
+            images=self._images,
             repeat=repeat,
             auxiliary=auxiliary,
         )

@@ -12,7 +12,6 @@ import asyncio
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import ray
@@ -27,15 +26,9 @@ from rayrft.explorer.engine_client import EngineClient
 from rayrft.explorer.engine_pool import EnginePool, Member
 from rayrft.explorer.exchange import Request, Sampling
 from rayrft.explorer.explorer import Explorer
-from rayrft.handle import Handle
 from rayrft.waits import Waits
-from tests.bench.local_ray import start_ray
+from tests.bench.local_ray import actor, start_ray
 from tests.conftest import ROOT
-
-
-def actor(cls: Any, name: str, *arguments: Any) -> Handle[Any]:
-    """Start an actor whose calls run concurrently."""
-    return Handle(name, ray.remote(cls).options(num_cpus=0, max_concurrency=1000).remote(*arguments))
 
 
 class MeasuredExplorer(Explorer):

@@ -1,10 +1,13 @@
-"""A Ray of the bench's own."""
+"""A Ray of the bench's own, and actors in it."""
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import ray
+
+from rayrft.handle import Handle
 
 
 def start_ray(cpus: int, *, dashboard: bool = False) -> None:
@@ -22,3 +25,8 @@ def start_ray(cpus: int, *, dashboard: bool = False) -> None:
         logging_level="ERROR",
         include_dashboard=dashboard,
     )
+
+
+def actor(cls: Any, name: str, *arguments: Any) -> Handle[Any]:
+    """Start an actor whose calls run concurrently."""
+    return Handle(name, ray.remote(cls).options(num_cpus=0, max_concurrency=100_000).remote(*arguments))

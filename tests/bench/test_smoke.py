@@ -13,8 +13,10 @@ from tests.conftest import ROOT
 
 SMALLEST = {
     "bench_endpoint": "--requests 20 --clients 4 --rounds 1",
+    "bench_explorer": "--in-flight 32 --groups 64 --rounds 1",
     "bench_head": "--tokens 64 --hidden 32 --vocabulary 512 --rounds 1",
     "bench_lease": "--sizes 4000 --leases 2",
+    "bench_long_tail": "--rounds 1 --steps 1 --warm-up 1 --groups 2",
     "bench_loop": "--rounds 1 --steps 1 --engines 1",
     "bench_priority": "--rounds 2",
     "bench_put": "--seconds 0.5 --rounds 1 --producers 1",

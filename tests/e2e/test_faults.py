@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from rayrft.core.summary import read_summary
 from rayrft.errors import ActorDied
 from rayrft.monitor.records import StepRecord, read_records
 from tests.e2e.conftest import WITHOUT_VLLM, small_config
+from tests.errors import about
 
 
 def kill_engine(run: rayrft.Run) -> None:
@@ -87,3 +89,26 @@ def test_a_buffer_that_is_killed_again_and_again_loses_nothing_and_the_run_goes_
     assert ledger.trained == 12 * 16, "every step got its whole batch, once"
     assert ledger.closes
     assert summary.expert["gold"].drawn == 3 * 16 + 12 * 4
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
+def test_twenty_deaths_of_engines_at_random_cost_a_resume_each_and_no_row(tmp_path: Path) -> None:
+    rng, last = random.Random(0), 0
+    changes = {"stages.mix.steps": 80, "explorer.engine.count": 2, "checkpoint.every": 1, "max_staleness": 1}
+    config = small_config(tmp_path, "killed", evaluation={"enabled": False}, **WITHOUT_VLLM)
+    run = rayrft.start(config, say=lambda _: None, **changes)
+    for _ in range(20):
+        last, engine = last + rng.randrange(1, 4), f"engine-{rng.randrange(2)}"
+        try:
+            next(record for record in run.records() if isinstance(record, StepRecord) and record.step >= last)
+            os.kill(run.pids()[engine], signal.SIGKILL)
+            with pytest.raises(ActorDied, check=about(engine)):
+                run.result()
+        finally:
+            run.kill()
+        run = rayrft.resume(run.folder, say=lambda _: None)
+    summary = run.result()
+    steps = [record.step for record in read_records(run.folder) if isinstance(record, StepRecord)]
+    assert summary.status == "finished" and steps == list(range(1, 84)), "each step is counted once"
+    assert summary.ledger.closes and summary.ledger.trained == 80 * 16
