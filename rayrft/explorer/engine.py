@@ -63,6 +63,7 @@ class RolloutEngine(Answering):
         on_cpu: dict[str, Any] = {
             "kv_cache_memory_bytes": config.kv_cache_mib << 20,
             "enable_chunked_prefill": False,
+            "block_size": 32,  # a prefix is shared in whole blocks, which have 128 tokens otherwise
             "max_num_batched_tokens": config.max_running * max_length,
         }
         share = config.gpu_memory_utilization * min(config.gpus, 1.0)
