@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import resource
 import socket
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +125,41 @@ def test_a_killed_run_leaves_no_endpoint_and_another_port_is_an_error(
     run = rayrft.start({**other, "serve": {"port": free_port()}}, say=lambda text: None)
     with pytest.raises(ConfigError, check=about("serve.port")):
         run.result()
+
+
+@pytest.mark.slow
+async def test_each_of_a_thousand_streams_ends_in_a_counted_status(ray_cluster: Any, tmp_path: Path, port: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
+    config = make_config(tmp_path, port, name="crowded", **WITHOUT_VLLM)
+    run = rayrft.start(config, say=lambda text: None)
+    try:
+        headers = {"Authorization": "Bearer sk-app"}
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=endpoint_of(run), headers=headers, timeout=300, limits=limits) as http:
+
+            async def stream(number: int) -> int:
+                body = {"model": "crowded", "stream": True, "messages": [{"role": "user", "content": f"Say {number}."}]}
+                async with http.stream("POST", "/chat/completions", json=body) as response:
+                    if number % 4 == 0:
+                        return response.status_code  # the client goes away
+                    text = "".join([line async for line in response.aiter_lines()])
+                    assert response.status_code == 429 or text.endswith("data: [DONE]")
+                    return response.status_code
+
+            statuses = Counter(await asyncio.gather(*map(stream, range(1000))))
+            async with asyncio.timeout(60):  # that a client is gone is noticed a little later
+                while (stats := (await http.get("/stats")).json())["open"] > 1:
+                    pass
+    finally:
+        run.stop()
+        summary = run.result()
+        run.kill()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert statuses == {200: 1000}
+    assert stats["requests"].keys() == {"200", "499 client_gone"} and sum(stats["requests"].values()) == 1000
+    assert sum(stats["sessions"]["calls"].values()) == 1000
+    assert summary.ledger is not None and summary.ledger.closes and summary.ledger.sampled == 1000
 
 
 def endpoint_of(run: rayrft.Run) -> str:

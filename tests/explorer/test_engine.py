@@ -20,7 +20,7 @@ from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ModelError, RequestRefused
 from rayrft.explorer.engine_client import EngineClient
 from rayrft.explorer.engine_pool import EnginePool, Member
-from rayrft.explorer.exchange import INTERRUPTED, Chunk, Completion, Request, Sampling, Session
+from rayrft.explorer.exchange import INTERRUPTED, Capacity, Chunk, Completion, Request, Sampling, Session
 from rayrft.waits import Waits
 from tests.errors import about
 from tests.explorer.conftest import EngineUnderTest
@@ -205,6 +205,11 @@ def test_requests_in_flight_survive_an_update_and_say_which_weights_gave_each_to
         assert spans[-1][1] == length
         assert [span[2] for span in spans] == sorted({span[2] for span in spans})
         assert {span[2] for span in spans} <= {20, 21}
+
+
+def test_it_says_what_its_cache_holds(engine: EngineUnderTest) -> None:
+    bytes_a_token = 2 * 2 * 64 * 4  # keys and values, of 2 layers, of 64 numbers in float32
+    assert ray.get(engine.actor.capacity.remote()) == Capacity((64 << 20) // bytes_a_token, 256)
 
 
 def test_a_kept_cache_is_used_by_the_requests_that_were_running_and_by_no_later_one(engine: EngineUnderTest) -> None:
