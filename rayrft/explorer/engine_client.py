@@ -186,7 +186,10 @@ class EngineClient:
             return begun.result()
         try:
             with ExitStack() as waiting:
-                waiting.enter_context(self._waits.on("engine_pool", self._missing))
+                if self._engines:  # room comes with other answers
+                    waiting.enter_context(self._waits.on("engines", "room in their caches", internal=True))
+                else:
+                    waiting.enter_context(self._waits.on("engine_pool", "an engine to join"))
                 for session in sessions:
                     waiting.enter_context(session.queued())
                 if sessions:
@@ -197,9 +200,6 @@ class EngineClient:
                 taken[0].take(taken[1], -1)
                 self._dispatch()
             raise
-
-    def _missing(self) -> str:
-        return "room in the engines' caches" if self._engines else "an engine to join"
 
     def _dispatch(self) -> None:
         """Let begin what has room, in order."""

@@ -214,8 +214,8 @@ async def test_a_request_waits_until_an_engine_has_room_and_the_next_turn_of_a_s
     turn = Session(engine="engine-0")
     later, next_turn = subject.ask(1), subject.ask(1, turn)
     await begun(engine, 0)
-    [wait] = [wait for wait in subject.waits.report().waits if wait.target == "engine_pool"]
-    assert (wait.what, wait.count) == ("room in the engines' caches", 2)
+    [wait] = [wait for wait in subject.waits.report().waits if wait.target == "engines"]
+    assert (wait.what, wait.count) == ("room in their caches", 2)
     held[2].cancel()
     await begun(engine, 1)
     assert engine.asked == [2, 1, 3, 1] and next_turn in subject._requests and not later.done()
