@@ -62,7 +62,7 @@ def write_task(folder: Path, seed: int, *, maps: int = 12, demonstrations: int =
     Qwen3ForCausalLM(config).save_pretrained(folder / "model")
 
 
-def make_config(folder: Path, seed: int, *, steps: int = 60, controls: bool = True) -> dict[str, Any]:
+def make_config(folder: Path, seed: int, *, steps: int = 200, controls: bool = True) -> dict[str, Any]:
     """Return the config of a warm-up on the demonstrations, controls from it, and GRPO from it."""
     sft = {"algorithm": {"name": "sft"}, "batch_size": 32}
     more = [
@@ -93,7 +93,7 @@ def make_config(folder: Path, seed: int, *, steps: int = 60, controls: bool = Tr
         "batch_size": 256,
         "group_size": 8,
         "evaluate_every": 20,
-        "optimizer": {"lr": 1e-3},
+        "optimizer": {"lr": 3e-4},
     }
     lake = {"source": "gymnasium", "dataset": "FrozenLake-v1", "options": {"size": SIZE, "p": ICE}, "size": 3000}
     return {
@@ -107,12 +107,7 @@ def make_config(folder: Path, seed: int, *, steps: int = 60, controls: bool = Tr
         "explorer": {
             "workflow": "episode",
             "workflow_options": {"episode": {"max_steps": STEPS}},
-            "environment": {
-                "name": "gymnasium",
-                "options": {"show_map": "first"},
-                "processes": 128,
-                "spares": 8,
-            },
+            "environment": {"name": "gymnasium", "processes": 128, "spares": 8},
             "engine": {"count": 1, "kv_cache_mib": 256},
             "sampling": {"max_tokens": 4, "max_prompt_tokens": 256},
             "over_sampling": 1.25,
@@ -125,7 +120,7 @@ def make_config(folder: Path, seed: int, *, steps: int = 60, controls: bool = Tr
 def _walk(desc: list[str], chance: np.random.Generator) -> tuple[dict[str, Any], bool]:
     """Return a conversation that walks over a map, and whether it arrives."""
     environment, task = (
-        GymnasiumEnvironment(show_map="first"),
+        GymnasiumEnvironment(),
         Task.create("walk", "", "", metadata={"environment": {"desc": desc}}),
     )
     messages = [{"role": "user", "content": environment.reset(task, 0)}]
