@@ -81,7 +81,9 @@ class RolloutEngine(Answering):
                 # actor's one bundle.
                 distributed_executor_backend="mp" if config.tensor_parallel > 1 else None,
                 enforce_eager=config.enforce_eager,
-                enable_prefix_caching=True,
+                # Of an image in a cached prefix vLLM keeps no pixels (`strip_covered_mm_data`): a pause, after which
+                # running requests are computed anew, would kill the core.
+                enable_prefix_caching=self._images is None,
                 logprobs_mode="processed_logprobs",
                 disable_log_stats=True,
                 worker_extension_cls=f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}",
