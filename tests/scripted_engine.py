@@ -10,8 +10,8 @@ import os
 import random
 
 from rayrft.config.explorer import EngineConfig
-from rayrft.explorer.engine import EngineWeights
-from rayrft.explorer.exchange import Answering, Completion, Request, Sampling, Stream
+from rayrft.explorer.engines.engine import EngineWeights
+from rayrft.explorer.engines.exchange import Answering, Completion, Request, Sampling, Stream
 from rayrft.weights.messages import Link
 
 

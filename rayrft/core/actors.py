@@ -19,8 +19,8 @@ from rayrft.config.reward import RewardConfig
 from rayrft.core.placement import PlacedClass, Placement
 from rayrft.core.preflight import Prepared
 from rayrft.experience import pack, to_batch
-from rayrft.explorer.engine import RolloutEngine
-from rayrft.explorer.engine_pool import EnginePool, Member
+from rayrft.explorer.engines.engine import RolloutEngine
+from rayrft.explorer.engines.pool import EnginePool, Member
 from rayrft.explorer.explorer import Explorer
 from rayrft.handle import Handle, TrackedHandle
 from rayrft.rewards import runs_inline

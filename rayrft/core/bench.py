@@ -24,8 +24,8 @@ from rayrft.data.task_splits import load_tasks, load_taskset
 from rayrft.errors import ModelError, RunNotFound, Stalled
 from rayrft.experience import Task
 from rayrft.explorer.bench import AttemptFile, BenchWorker
-from rayrft.explorer.engine import RolloutEngine
-from rayrft.explorer.engine_pool import EnginePool, Member
+from rayrft.explorer.engines.engine import RolloutEngine
+from rayrft.explorer.engines.pool import EnginePool, Member
 from rayrft.explorer.evaluation import Attempt, measure
 from rayrft.handle import Handle, Watched, fetch
 from rayrft.monitor.bench import BenchResult, BenchScore

@@ -14,8 +14,8 @@ from rayrft.core.recorder import Recorder
 from rayrft.core.step_record import evaluation_record
 from rayrft.core.weight_sync import WeightSync
 from rayrft.errors import ActorDied, WeightSyncError
-from rayrft.explorer.engine import RolloutEngine
-from rayrft.explorer.engine_pool import EnginePool, Member
+from rayrft.explorer.engines.engine import RolloutEngine
+from rayrft.explorer.engines.pool import EnginePool, Member
 from rayrft.explorer.explorer import Explorer
 from rayrft.handle import Handle
 

@@ -12,8 +12,8 @@ from rayrft.config import RunConfig
 from rayrft.core.actors import Actors
 from rayrft.core.recorder import Recorder
 from rayrft.core.supervision import unless_stopped
-from rayrft.explorer.engine import RolloutEngine
-from rayrft.explorer.engine_pool import EnginePool, Member
+from rayrft.explorer.engines.engine import RolloutEngine
+from rayrft.explorer.engines.pool import EnginePool, Member
 from rayrft.explorer.explorer import Explorer
 from rayrft.handle import Handle
 from rayrft.monitor.records import RolloutRecord

@@ -25,7 +25,7 @@ from rayrft.core.supervision import Silence, Stopped, root_cause, supervise, unl
 from rayrft.core.train_loop import TrainLoop
 from rayrft.core.weight_sync import WeightSync
 from rayrft.errors import RayrftError, RowsFailed, StorageError
-from rayrft.explorer.engine import RolloutEngine
+from rayrft.explorer.engines.engine import RolloutEngine
 from rayrft.explorer.explorer import Explorer
 from rayrft.handle import Handle
 from rayrft.monitor.records import Record

@@ -23,7 +23,7 @@ from rayrft.core.step_record import StepSeconds, check_on_policy_step, step_reco
 from rayrft.core.supervision import Stopped, unless_stopped
 from rayrft.core.weight_sync import SyncReport, WeightSync
 from rayrft.errors import LeaseEnded, RayrftError, RowsFailed, Stalled, StorageError
-from rayrft.explorer.engine import RolloutEngine
+from rayrft.explorer.engines.engine import RolloutEngine
 from rayrft.explorer.explorer import Explorer
 from rayrft.handle import Handle
 from rayrft.monitor.records import StepRecord

@@ -18,8 +18,8 @@ from typing import TypeVar
 from rayrft.config import RunConfig
 from rayrft.errors import WeightSyncError
 from rayrft.experience import Experience
-from rayrft.explorer.engine import EngineWeights, RolloutEngine
-from rayrft.explorer.engine_pool import EnginePool, Member
+from rayrft.explorer.engines.engine import EngineWeights, RolloutEngine
+from rayrft.explorer.engines.pool import EnginePool, Member
 from rayrft.handle import Handle, TrackedHandle
 from rayrft.trainer.commands import Command, Connect, Locate, Score, Send
 from rayrft.trainer.trainer import Trainer

@@ -13,8 +13,8 @@ from rayrft.config import RunConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import StorageError
 from rayrft.experience import Task
-from rayrft.explorer.engine_client import EngineClient
-from rayrft.explorer.engine_pool import EnginePool
+from rayrft.explorer.engines.client import EngineClient
+from rayrft.explorer.engines.pool import EnginePool
 from rayrft.explorer.evaluation import Attempt
 from rayrft.explorer.evaluator import Evaluator
 from rayrft.handle import Handle

@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 
 from rayrft.experience import Experience, VersionSpan
-from rayrft.explorer.exchange import INTERRUPTED, Completion, Request, Sampling, Session
+from rayrft.explorer.engines.exchange import INTERRUPTED, Completion, Request, Sampling, Session
 from rayrft.explorer.trajectory import Generate
 
 log = logging.getLogger(__name__)
@@ -238,9 +239,12 @@ class GroupCalls:
         for group in groups:
             call, max_tokens, _ = waiting[group[0]]
             request = self._request(call, len(group), max_tokens, number=1, repeat=group[0])
-            task = asyncio.ensure_future(self._answer({repeat: waiting[repeat][-1] for repeat in group}, request))
+            futures = {repeat: waiting[repeat][-1] for repeat in group}
+            task = asyncio.ensure_future(self._answer(futures, request))
             self._in_flight.add(task)  # the event loop keeps only weak references
             task.add_done_callback(self._in_flight.discard)
+            for future in futures.values():
+                future.add_done_callback(partial(_abandon, task, futures.values()))
 
     async def _answer(self, futures: dict[int, asyncio.Future[Completion]], request: Request) -> None:
         try:
@@ -254,6 +258,12 @@ class GroupCalls:
             for future, completion in zip(futures.values(), completions, strict=True):
                 if not future.done():
                     future.set_result(completion)
+
+
+def _abandon(task: asyncio.Future[None], futures: Collection[asyncio.Future[Completion]], _: object) -> None:
+    """Abort a request when nobody waits for it any more."""
+    if all(future.cancelled() for future in futures):
+        task.cancel()
 
 
 def derive_seed(seed: int, name: str) -> int:

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from rayrft.config import RunConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.experience import TRUNCATED, Experience, Task
-from rayrft.explorer.auxiliary import AuxiliaryModel
 from rayrft.explorer.calls import Engines
+from rayrft.explorer.engines.auxiliary import AuxiliaryModel
 from rayrft.explorer.evaluation import Attempt
 from rayrft.explorer.rollout import Runner, Score
 from rayrft.explorer.scoring import earned

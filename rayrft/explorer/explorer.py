@@ -20,10 +20,10 @@ from rayrft.config import RunConfig, StageConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import RayrftError
 from rayrft.experience import Experience, Task, from_batch, to_batch, unpack
-from rayrft.explorer.auxiliary import AuxiliaryModel
 from rayrft.explorer.calls import Parking
-from rayrft.explorer.engine_client import EngineClient
-from rayrft.explorer.engine_pool import EnginePool
+from rayrft.explorer.engines.auxiliary import AuxiliaryModel
+from rayrft.explorer.engines.client import EngineClient
+from rayrft.explorer.engines.pool import EnginePool
 from rayrft.explorer.evaluation import Evaluation, measure
 from rayrft.explorer.evaluator import Evaluator
 from rayrft.explorer.rollout import Rollout, Runner

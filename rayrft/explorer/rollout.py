@@ -5,20 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 import traceback
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
 from rayrft.config import RunConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ActorDied, EnvironmentFailed, EnvironmentTimeout, ModelError
 from rayrft.experience import Experience, Task
-from rayrft.explorer.auxiliary import AuxiliaryModel
 from rayrft.explorer.calls import Engines, GroupCalls, Parking, derive_seed
+from rayrft.explorer.engines.auxiliary import AuxiliaryModel
+from rayrft.explorer.engines.exchange import Sampling, Session
 from rayrft.explorer.environments import EnvironmentClient, Environments
-from rayrft.explorer.exchange import Sampling, Session
 from rayrft.explorer.trajectory import ContextFull, Model, PromptTooLong, Trajectory
 from rayrft.explorer.workflows import Workflow, build_workflow
 from rayrft.rewards import RewardResult
@@ -74,38 +76,78 @@ class _Deadline:
     It runs while it was started more often than stopped: an attempt whose request waits for an engine is stopped.
     """
 
-    def __init__(self, seconds: float, expire: Callable[[], object], whole: _Deadline | None = None) -> None:
-        self._left, self._expire, self._whole = seconds, expire, whole
-        self._active, self._since = 0, 0.0
-        self._timer: asyncio.TimerHandle | None = None
+    def __init__(
+        self, timer: _Timer, seconds: float, expire: Callable[[], object], whole: _Deadline | None = None
+    ) -> None:
+        self._timer, self._left, self._expire, self._whole = timer, seconds, expire, whole
+        self._active = 0
+        self.due = 0.0
+        """When it expires, in the event loop's time, if it is not stopped before."""
         self.expired = False
 
     def start(self) -> None:
         self._active += 1
         if self._active == 1:
-            loop = asyncio.get_running_loop()
-            self._since, self._timer = loop.time(), loop.call_later(self._left, self._end)
+            self.due = self._timer.loop.time() + self._left
+            self._timer.add(self)
             if self._whole is not None:
                 self._whole.start()
 
     def stop(self) -> None:
         self._active -= 1
-        if self._active == 0 and self._timer is not None:
-            self._timer.cancel()
-            self._left -= asyncio.get_running_loop().time() - self._since
+        if self._active == 0:
+            self._left = self.due - self._timer.loop.time()
+            self._timer.discard(self)
             if self._whole is not None:
                 self._whole.stop()
 
-    def _end(self) -> None:
+    def end(self) -> None:
         self.expired = True
         self._expire()
+
+
+class _Timer:
+    """One timer for all deadlines of a group: thousands that are set and cancelled would cost more than what they
+    guard."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._running = set[_Deadline]()
+        self._handle: asyncio.Handle | None = None
+        self._due = math.inf
+
+    def add(self, deadline: _Deadline) -> None:
+        self._running.add(deadline)
+        if deadline.due < self._due:
+            self._set(deadline.due)
+
+    def discard(self, deadline: _Deadline) -> None:
+        self._running.discard(deadline)
+
+    def cancel(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+
+    def _set(self, due: float) -> None:
+        self.cancel()
+        self._due, self._handle = due, self.loop.call_at(due, self._ring)
+
+    def _ring(self) -> None:
+        """End what is due. What was stopped meanwhile is not, and what was started again is later."""
+        now, self._due = self._due, math.inf
+        for deadline in [deadline for deadline in self._running if deadline.due <= now]:
+            self.discard(deadline)
+            deadline.end()
+        if self._running:
+            self._set(min(deadline.due for deadline in self._running))
 
 
 class _Group:
     """The attempts of a group, which end together when its deadline is over."""
 
     def __init__(self, seconds: float | None) -> None:
-        self._deadline = None if seconds is None else _Deadline(seconds, self._expire)
+        self._timer = _Timer()
+        self._deadline = None if seconds is None else _Deadline(self._timer, seconds, self._expire)
         self._limits = set[asyncio.Timeout]()
 
     @property
@@ -116,7 +158,7 @@ class _Group:
     async def attempt(self, seconds: float, session: Session) -> AsyncIterator[None]:
         """Raise TimeoutError when the attempt has been running for so many seconds, or the group for its own."""
         async with asyncio.timeout(0 if self.expired else None) as limit:
-            deadline = _Deadline(seconds, lambda: limit.reschedule(0), self._deadline)
+            deadline = _Deadline(self._timer, seconds, lambda: limit.reschedule(0), self._deadline)
             session.on_queue, session.on_dequeue = deadline.stop, deadline.start
             self._limits.add(limit)
             deadline.start()
@@ -125,6 +167,10 @@ class _Group:
             finally:
                 deadline.stop()
                 self._limits.discard(limit)
+
+    def close(self) -> None:
+        """Guard nothing any more."""
+        self._timer.cancel()
 
     def _expire(self) -> None:
         for limit in self._limits:
@@ -181,6 +227,7 @@ class Runner:
             for attempt in attempts:
                 attempt.cancel()
             calls.cancel()
+            group.close()
         if calls.parked:
             return Rollout([], [], parked=calls.to_rows(name, task.id))
         for outcome in outcomes:
@@ -229,13 +276,10 @@ class Runner:
             problem = f"{type(error).__name__}: {error}"
             return self._failure(workflow, task, "workflow_error", problem, traceback.format_exc())
 
-    @contextlib.asynccontextmanager
-    async def _environment(self, name: str, repeat: int) -> AsyncIterator[EnvironmentClient | None]:
+    def _environment(self, name: str, repeat: int) -> AbstractAsyncContextManager[EnvironmentClient | None]:
         if self._environments is None:
-            yield None
-        else:
-            async with self._environments.attempt(episode_seed(self._config, name, repeat)) as env:
-                yield env
+            return contextlib.nullcontext()
+        return self._environments.attempt(episode_seed(self._config, name, repeat))
 
     def _failure(self, workflow: str, task: Task, reason: str, problem: str, trace: str) -> _Failure:
         """Log a failure, the first of its kind with its traceback, and return it."""
@@ -284,6 +328,7 @@ class Runner:
             images=self._images,
             repeat=repeat,
             auxiliary=auxiliary,
+            session=calls.session(repeat),
         )
 
     def _workflow(self, name: str) -> Workflow:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,8 @@ import numpy as np
 from rayrft.data.images import Picture, keep_image
 from rayrft.data.tokenizer import ChatTokenizer, Tools
 from rayrft.experience import Experience, Task, VersionSpan
-from rayrft.explorer.auxiliary import AuxiliaryModel, no_auxiliary
-from rayrft.explorer.exchange import Completion
+from rayrft.explorer.engines.auxiliary import AuxiliaryModel, no_auxiliary
+from rayrft.explorer.engines.exchange import Completion, Session
 from rayrft.rewards import RewardResult
 
 Generate = Callable[[list[int], int, tuple[str, ...]], Awaitable[Completion]]
@@ -49,13 +50,15 @@ class Model:
         images: Path,
         repeat: int = 0,
         auxiliary: Mapping[str, AuxiliaryModel] | None = None,
+        session: Session | None = None,
     ) -> None:
-        """``images`` is the folder of pictures that are given without a path."""
+        """``images`` is the folder of pictures that are given without a path, ``session`` that of the requests."""
         self._generate = generate
         self._score = score
-        self._max_tokens = max_tokens
+        self._session = session or Session()
         self._max_prompt_tokens = max_prompt_tokens
-        self._max_length = max_length
+        self.max_tokens = max_tokens
+        self.max_length = max_length
         self._images = images
         self._auxiliary = auxiliary or {}
         self.tokenizer = tokenizer
@@ -71,6 +74,23 @@ class Model:
             raise PromptTooLong(f"{len(prompt)} tokens, at most {self._max_prompt_tokens}")
         self.started.append(Trajectory(self, messages, paths, tools, prompt))
         return self.started[-1]
+
+    def recorded(
+        self,
+        token_ids: Sequence[int],
+        prompt_length: int,
+        answers: Sequence[tuple[int, Completion]],
+        messages: list[dict[str, str]],
+    ) -> Trajectory:
+        """Return a trajectory of answers that `generate` gave, by their start index, which was built elsewhere."""
+        trajectory = Trajectory(self, messages, (), (), list(token_ids[:prompt_length]))
+        trajectory.record(token_ids, answers)
+        self.started.append(trajectory)
+        return trajectory
+
+    def queued(self) -> AbstractContextManager[None]:
+        """Let the attempt's deadline stand still meanwhile, as where it waits for its turn."""
+        return self._session.queued()
 
     def keep(self, images: Sequence[Picture]) -> tuple[str, ...]:
         """Return the paths of pictures; those that have none are written to the run's folder first."""
@@ -93,10 +113,10 @@ class Model:
 
         Raises ContextFull, RequestRefused if the engine rejects the request, and ActorDied.
         """
-        room = self._max_length - len(token_ids)
+        room = self.max_length - len(token_ids)
         if room <= 0:
-            raise ContextFull(f"{len(token_ids)} tokens, at most {self._max_length} with the answer")
-        return await self._generate(token_ids, min(max_tokens or self._max_tokens, room), images)
+            raise ContextFull(f"{len(token_ids)} tokens, at most {self.max_length} with the answer")
+        return await self._generate(token_ids, min(max_tokens or self.max_tokens, room), images)
 
 
 class Trajectory:
@@ -153,6 +173,11 @@ class Trajectory:
         self._ids += self._model.tokenizer.observation(self.messages, messages, paths, self._tools, closed=closed)
         self.messages += messages
         self.images += paths
+
+    def record(self, token_ids: Sequence[int], answers: Sequence[tuple[int, Completion]]) -> None:
+        """Take tokens and answers for what has been acted and observed; all messages are said."""
+        self._ids, self._actions = list(token_ids), list(answers)
+        self._answered, self.stop_reason = len(self.messages), answers[-1][1].stop_reason
 
     def reward(self, value: float | RewardResult, components: dict[str, float] | None = None) -> None:
         """Set the reward of the trajectory, which may be an unknown result; without one, the run's reward scores it."""

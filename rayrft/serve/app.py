@@ -16,8 +16,8 @@ from fastapi.responses import JSONResponse, Response
 
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import DataError, FeedbackRefused
-from rayrft.explorer import exchange
-from rayrft.explorer.exchange import Chunk, Completion, Sampling, Session, Told
+from rayrft.explorer.engines import exchange
+from rayrft.explorer.engines.exchange import Chunk, Completion, Sampling, Session, Told
 from rayrft.explorer.tools.parsing import instructed
 from rayrft.serve.decoding import AnswerText, cut, message
 from rayrft.serve.protocol import (
@@ -26,22 +26,25 @@ from rayrft.serve.protocol import (
     ChatRequest,
     CompletionRequest,
     FeedbackRequest,
+    ResponsesRequest,
     Sampled,
     key_digest,
     parse,
 )
-from rayrft.serve.responses import (
+from rayrft.serve.recording import Begun, Call, Choice, Conversation, canonical
+from rayrft.serve.replies import (
     Answer,
     Ask,
-    Events,
+    ChoicesReply,
     EventStream,
     Piece,
+    Reply,
     api_error,
     as_event,
     unless_gone,
-    whole_response,
 )
-from rayrft.serve.sessions import Begun, Call, Choice, Conversation, SessionStats, canonical
+from rayrft.serve.responses import ResponseReply
+from rayrft.serve.sessions import SessionStats
 from rayrft.serve.settings import EndpointSettings
 
 R = TypeVar("R")
@@ -97,13 +100,16 @@ class Endpoint:
         answers: dict[str, tuple[type[Sampled], str]] = {
             "/v1/chat/completions": (ChatRequest, "chatcmpl-"),
             "/v1/completions": (CompletionRequest, "cmpl-"),
+            "/v1/responses": (ResponsesRequest, "resp_"),
         }
-        for path, (model, prefix) in answers.items():
-            app.add_api_route(path, self._route(self._answering(model, prefix)), methods=["POST"])
-        app.add_api_route("/v1/feedback", self._route(self._feedback), methods=["POST"])
-        app.add_api_route("/v1/models", self._route(self._models), methods=["GET"])
-        app.add_api_route("/v1/models/{name:path}", self._route(self._model), methods=["GET"])
-        app.add_api_route("/v1/stats", self._route(self._stats), methods=["GET"])
+        # An application that can be given nothing but a base URL has its session there.
+        for base in ("", "/sessions/{session}"):
+            for path, (model, prefix) in answers.items():
+                app.add_api_route(base + path, self._route(self._answering(model, prefix)), methods=["POST"])
+            app.add_api_route(f"{base}/v1/feedback", self._route(self._feedback), methods=["POST"])
+            app.add_api_route(f"{base}/v1/models", self._route(self._models), methods=["GET"])
+            app.add_api_route(base + "/v1/models/{name:path}", self._route(self._model), methods=["GET"])
+            app.add_api_route(f"{base}/v1/stats", self._route(self._stats), methods=["GET"])
         app.add_api_route("/health", self._health, methods=["GET"])
         return app
 
@@ -182,7 +188,7 @@ class Endpoint:
     def _answering(self, model: type[Sampled], prefix: str) -> Callable[[Request], Awaitable[Response]]:
         async def handle(request: Request) -> Response:
             body = parse(model, await self._body(request))
-            if body.model != self._settings.model:
+            if body.model != self._settings.model and not self._settings.any_model:
                 raise ApiError(
                     404,
                     f"The model {body.model!r} does not exist; there is {self._settings.model!r}.",
@@ -190,14 +196,15 @@ class Endpoint:
                     param="model",
                 )
             response = f"{prefix}{uuid.uuid4().hex}"
-            session = request.headers.get("x-session-id") or body.metadata.session_id or body.user or response
+            named = request.path_params.get("session") or request.headers.get("x-session-id")
+            session = named or body.metadata.session_id or body.user or response
             task = request.headers.get("x-task-id") or body.metadata.task_id
             headers = {"X-Session-Id": session} if session.isascii() and session.isprintable() else {}
             ask = await self._begin(body, response, session, task)
             if body.stream:
                 return EventStream(self._events(ask), headers)
             answers = await self._or_failed(ask, unless_gone(request, self._answers(ask, None)))
-            return JSONResponse(whole_response(ask, answers, self._settings.model, self._tokenizer), headers=headers)
+            return JSONResponse(self._reply(ask).whole(answers), headers=headers)
 
         return handle
 
@@ -363,18 +370,19 @@ class Endpoint:
         pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
         answering = asyncio.ensure_future(self._or_failed(ask, self._answers(ask, pieces.put_nowait)))
         answering.add_done_callback(lambda _: pieces.put_nowait(None))
-        event = Events(ask, self._settings.model, self._tokenizer)
+        reply = self._reply(ask)
         try:
-            for index in range(ask.body.n):
-                yield event.begin(index)
+            for event in reply.begin():
+                yield event
             while (piece := await pieces.get()) is not None:
-                yield event.piece(piece)
+                for event in reply.piece(piece):
+                    yield event
             answers = await answering
             for answer in answers:
-                for each in event.end(answer):
-                    yield each
-            if ask.body.stream_options.include_usage:
-                yield event.usage(answers)
+                for event in reply.end(answer):
+                    yield event
+            for event in reply.done(answers):
+                yield event
         except Exception as error:  # whatever went wrong is the end of this stream
             problem = api_error(error)
             yield as_event(problem.body)
@@ -382,6 +390,10 @@ class Endpoint:
         finally:
             answering.cancel()
             await asyncio.gather(answering, return_exceptions=True)
+
+    def _reply(self, ask: Ask) -> Reply:
+        form = ResponseReply if isinstance(ask.body, ResponsesRequest) else ChoicesReply
+        return form(ask, self._settings.model, self._tokenizer)
 
     # Other routes.
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rayrft.data.tokenizer import ChatTokenizer
-from rayrft.explorer.exchange import Completion
+from rayrft.explorer.engines.exchange import Completion
 from rayrft.explorer.tools.parsing import CallForm, ToolCall, parse_calls
 
 _INCOMPLETE = "\ufffd"

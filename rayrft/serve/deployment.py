@@ -18,8 +18,8 @@ from ray.util.metrics import Counter
 from rayrft.config.serve import ServeConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ConfigError
-from rayrft.explorer.engine_client import EngineClient
-from rayrft.explorer.engine_pool import EnginePool
+from rayrft.explorer.engines.client import EngineClient
+from rayrft.explorer.engines.pool import EnginePool
 from rayrft.handle import Handle
 from rayrft.serve.app import Endpoint
 from rayrft.serve.keeper import SessionKeeper

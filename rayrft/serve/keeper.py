@@ -16,7 +16,8 @@ from rayrft.buffer.client import BufferWriter
 from rayrft.config.serve import ServeConfig
 from rayrft.experience import to_batch
 from rayrft.handle import Handle
-from rayrft.serve.sessions import Begun, Call, Conversation, ServedGroup, Sessions, SessionStats
+from rayrft.serve.recording import Begun, Call, Conversation
+from rayrft.serve.sessions import ServedGroup, Sessions, SessionStats
 
 
 class SessionKeeper:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -28,6 +27,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "modalities": (["text"],),
     "use_beam_search": (False,),
+    "previous_response_id": (),
+    "conversation": (),
+    "prompt": (),
+    "background": (False,),
     "ignore_eos": (False,),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
@@ -151,6 +154,48 @@ class ChatRequest(Sampled):
         return () if (self.model_extra or {}).get("tool_choice") == "none" else tuple(self.tools)
 
 
+class ResponsesRequest(ChatRequest):
+    """The body of ``/v1/responses``: its input becomes messages. Nothing is stored, so the input is the whole
+    conversation."""
+
+    max_output_tokens: Limit | None = None
+    include: list[str] = Field(default_factory=list)
+    text: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_input(cls, body: Any) -> Any:
+        if not isinstance(body, dict) or "input" not in body:
+            return body
+        given, tools = body["input"], body.get("tools") or []
+        items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+        if not isinstance(items, list):
+            raise _unsupported("input", "is neither a text nor a list of items")
+        if not isinstance(tools, list):
+            raise _unsupported("tools", "is no list")
+        messages = _messages(items)
+        if instructions := body.get("instructions"):
+            messages.insert(0, {"role": "system", "content": instructions})
+        rest = {key: value for key, value in body.items() if key not in ("input", "instructions", "tools")}
+        return {**rest, "messages": messages, "tools": [_nested(tool) for tool in tools]}
+
+    @model_validator(mode="after")
+    def _plain_text(self) -> ResponsesRequest:
+        if (self.text.get("format") or {"type": "text"}) != {"type": "text"}:
+            raise _unsupported("text.format", "is not supported")
+        if self.n > 1:
+            raise _unsupported("n", "is not supported")
+        return self
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_output_tokens
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return "message.output_text.logprobs" in self.include
+
+
 class ChatMessage(_Body):
     """A message. ``plain`` is its form in a conversation, ``for_template`` that in which chat templates take it."""
 
@@ -202,7 +247,7 @@ class ChatMessage(_Body):
 class ContentPart(_Body):
     """A part of a message: only text is supported."""
 
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: str
 
 
@@ -238,6 +283,7 @@ class FeedbackRequest(_Body):
 
 
 ChatRequest.model_rebuild()
+ResponsesRequest.model_rebuild()
 ChatMessage.model_rebuild()
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -267,18 +313,43 @@ def key_digest(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
-def usage(prompt: int, completions: Sequence[int]) -> dict[str, int]:
-    """Return the counts of tokens of a response."""
-    sampled = sum(completions)
-    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
-
-
 class _Unsupported(ValueError):
     """Arguments: the parameter and the problem."""
 
 
 def _unsupported(param: str, problem: str) -> _Unsupported:
     return _Unsupported(param, problem)
+
+
+def _messages(items: list[Any]) -> list[dict[str, Any]]:
+    """Return the items of a conversation as messages: calls belong to the answer that they follow."""
+    messages = list[dict[str, Any]]()
+    for number, item in enumerate(items):
+        kind = item.get("type", "message") if isinstance(item, dict) else type(item).__name__
+        try:
+            if kind == "message":
+                messages.append({"role": item["role"], "content": item["content"]})
+            elif kind == "function_call":
+                if not messages or messages[-1]["role"] != "assistant":
+                    messages.append({"role": "assistant", "content": ""})
+                function = {"name": item["name"], "arguments": item["arguments"]}
+                call = {"id": item["call_id"], "type": "function", "function": function}
+                messages[-1].setdefault("tool_calls", []).append(call)
+            elif kind == "function_call_output":
+                messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
+            elif kind != "reasoning":  # what the model thought is in no answer of this endpoint
+                raise _unsupported(f"input.{number}", f"is a {kind}, which is not supported")
+        except KeyError as error:
+            raise _unsupported(f"input.{number}", f"lacks {error}") from None
+    return messages
+
+
+def _nested(tool: Any) -> Any:
+    """Return a tool with its function as an object of its own, as `ChatRequest` has it."""
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        raise _unsupported("tools", "has an entry that is no function")
+    fields = {key: value for key, value in tool.items() if key not in ("type", "strict") and value is not None}
+    return {"type": "function", "function": fields}
 
 
 def _plain_call(call: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,6 @@
-"""Sessions of the endpoint: their calls become trajectories, and sessions with rewards become groups.
+"""Sessions of the endpoint: their calls become rows, and sessions with rewards become groups.
 
-Pure bookkeeping, with the time as an argument. A call whose conversation continues that of an earlier call of its
-session continues its trajectory: the answer stays as it was sampled, and only what was said since is tokenised. Any
-other call begins a further row of the session.
+Pure bookkeeping, with the time as an argument.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ import hashlib
 import json
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from itertools import count, islice
 
@@ -21,57 +19,11 @@ from rayrft.buffer.events import GroupReport
 from rayrft.config.serve import ServeConfig
 from rayrft.errors import DataError, FeedbackRefused
 from rayrft.experience import TRUNCATED, Experience
-from rayrft.explorer.exchange import Completion
 from rayrft.explorer.trajectory import action_columns
-
-Conversation = str | tuple[str, ...] | tuple[int, ...]
-"""What a client has sent and got: a text, canonical messages (the first entry stands for their tools), or token ids.
-One continues another if it begins with it."""
+from rayrft.serve.recording import Begun, Call, Conversation, Row, SessionRows
 
 _REMEMBERED = 100_000
 """Sessions that have ended and are remembered, to tell late feedback from that for an unknown id."""
-
-
-@dataclass(frozen=True)
-class Prefix:
-    """A trajectory that a call continues: its tokens, and how long a part of the conversation they are."""
-
-    token_ids: tuple[int, ...]
-    length: int
-    engine: str | None
-    """The engine that has it in its cache."""
-
-
-@dataclass(frozen=True)
-class Begun:
-    """A call in progress, by session and number."""
-
-    session: str
-    number: int
-    prefix: Prefix | None = None
-
-
-@dataclass(frozen=True)
-class Choice:
-    """An answer: as it was sampled, how it continues the conversation, and as text."""
-
-    completion: Completion
-    said: Conversation
-    text: str
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call that was answered. ``turns`` are its messages, for display, since those of the prefix."""
-
-    response: str
-    prompt: tuple[int, ...]
-    conversation: Conversation
-    turns: tuple[dict[str, str], ...]
-    choices: tuple[Choice, ...]
-    trained: bool
-    """Whether it was sampled from the distribution that is trained."""
-    engine: str | None = None
 
 
 @dataclass(frozen=True)
@@ -98,35 +50,11 @@ class SessionStats:
 
 
 @dataclass
-class _Branch:
-    """A row in the making."""
-
-    token_ids: tuple[int, ...]
-    prompt_length: int
-    known: Conversation
-    turns: list[dict[str, str]]
-    answers: list[tuple[int, Completion]]
-    """Those to train on, by their start index."""
-    stop_reason: str
-    engine: str | None
-    busy: bool = False
-
-    @property
-    def end(self) -> int:
-        """End of the last answer to train on."""
-        start, completion = self.answers[-1]
-        return start + len(completion.token_ids)
-
-
-@dataclass
 class _Session:
     task: str | None
     first: Conversation
     began: float
-    running: dict[int, _Branch | None] = field(default_factory=dict)
-    """Calls in progress, with what they continue."""
-    branches: list[_Branch] = field(default_factory=list)
-    touched: float = 0.0
+    calls: SessionRows = field(default_factory=SessionRows)
     reward: float | None = None
     components: dict[str, float] = field(default_factory=dict)
     failed: Counter[str] = field(default_factory=Counter)
@@ -135,7 +63,7 @@ class _Session:
 @dataclass(frozen=True)
 class _Finished:
     session: _Session
-    branches: list[_Branch]
+    rows: list[Row]
     reward: float
     since: float
 
@@ -171,56 +99,24 @@ class Sessions:
         self._feedback: Counter[str] = Counter()
 
     def begin(self, session: str, task: str | None, conversation: Conversation, now: float) -> Begun:
-        """Begin a call. It continues the longest trajectory of its session that it can and no other call does.
-
-        A session that has ended begins anew under its id.
-        """
+        """Begin a call. A session that has ended begins anew under its id."""
         entry = self._open.get(session)
         if entry is None:
             self._ended.pop(session, None)
             entry = self._open[session] = _Session(task, conversation, now)
         self._idle.pop(session, None)
         entry.task = entry.task or task
-        fitting = [
-            branch
-            for branch in entry.branches
-            if not branch.busy
-            and isinstance(conversation, type(branch.known))
-            and len(conversation) > len(branch.known)
-            and conversation[: len(branch.known)] == branch.known
-        ]
-        longest = max(fitting, key=lambda branch: len(branch.known), default=None)
         number = next(self._numbers)
-        entry.running[number] = longest
         self._running[number] = session, now + 2 * self._config.deadline_s
-        if longest is None:
-            return Begun(session, number)
-        longest.busy = True
-        return Begun(session, number, Prefix(longest.token_ids, len(longest.known), longest.engine))
+        return Begun(session, number, entry.calls.begin(number, conversation))
 
     def answered(self, begun: Begun, call: Call, now: float) -> None:
-        """End a call with its answers; the first continues the trajectory, others are rows of their own."""
-        if (entry := self._open.get(begun.session)) is None or begun.number not in entry.running:
+        """End a call with its answers."""
+        if (entry := self._open.get(begun.session)) is None or begun.number not in entry.calls.running:
             self._calls["late"] += 1
             return
-        branch = entry.running.pop(begun.number)
+        entry.calls.answered(begun.number, call)
         del self._running[begun.number]
-        for choice in call.choices:
-            ids = (*call.prompt, *choice.completion.token_ids)
-            answer = [(len(call.prompt), choice.completion)] if call.trained and choice.completion.token_ids else []
-            said = {"role": "assistant", "content": choice.text}
-            if branch is None:
-                branch = _Branch(ids, len(call.prompt), "", [], [], "", None)
-                branch.turns = list(call.turns)
-                entry.branches.append(branch)
-            else:
-                branch.token_ids = ids
-                branch.turns += call.turns
-            branch.turns.append(said)
-            branch.answers += answer
-            branch.known = call.conversation + choice.said  # type: ignore[operator]
-            branch.stop_reason, branch.engine, branch.busy = choice.completion.stop_reason, call.engine, False
-            branch = None
         self._responses[call.response] = begun.session
         if len(self._responses) > _REMEMBERED:
             self._responses.popitem(last=False)
@@ -229,13 +125,11 @@ class Sessions:
 
     def failed(self, begun: Begun, reason: str, now: float) -> None:
         """End a call without an answer."""
-        if (entry := self._open.get(begun.session)) is None or begun.number not in entry.running:
+        if (entry := self._open.get(begun.session)) is None or begun.number not in entry.calls.running:
             return  # it was answered, or given up
         self._calls[reason] += 1
-        branch = entry.running.pop(begun.number)
+        entry.calls.failed(begun.number)
         del self._running[begun.number]
-        if branch is not None:
-            branch.busy = False
         entry.failed[reason] += 1
         self._rest(begun.session, entry, now)
 
@@ -263,7 +157,7 @@ class Sessions:
             raise FeedbackRefused(f"the session has ended: {problem}", field=name, value=problem)
         self._feedback["accepted"] += 1
         entry.reward, entry.components = reward, components
-        if not entry.running:
+        if not entry.calls.running:
             self._idle.pop(session, None)
             self._finish(session, entry, now)
         return session
@@ -278,7 +172,7 @@ class Sessions:
         for key in list(self._waiting):
             group = self._waiting[key]
             while group and group[0].since + self._config.group_s <= now:
-                self._drop(len(group.pop(0).branches), "no_group")
+                self._drop(len(group.pop(0).rows), "no_group")
             if not group:
                 del self._waiting[key]
 
@@ -293,9 +187,9 @@ class Sessions:
         self._running.clear()
         for session, entry in list(self._open.items()):
             self._end(session, entry, "run_ended")
-            self._drop(max(1, len(entry.branches)), "run_ended")
+            self._drop(max(1, len(entry.calls.rows)), "run_ended")
         for group in self._waiting.values():
-            self._drop(sum(len(finished.branches) for finished in group), "run_ended")
+            self._drop(sum(len(finished.rows) for finished in group), "run_ended")
         self._waiting.clear()
 
     def take(self) -> tuple[list[ServedGroup], Counter[str]]:
@@ -312,7 +206,7 @@ class Sessions:
 
     def _rest(self, session: str, entry: _Session, now: float) -> None:
         """Let a session wait for its next call or its reward, if no call is in progress."""
-        if entry.running:
+        if entry.calls.running:
             return
         if entry.reward is not None:
             return self._finish(session, entry, now)
@@ -332,10 +226,10 @@ class Sessions:
     def _finish(self, session: str, entry: _Session, now: float, how: str = "rewarded") -> None:
         """End a session that has a reward; its group is formed with the last of its sessions."""
         self._end(session, entry, how)
-        trained = [branch for branch in entry.branches if branch.answers]
+        trained = [row for row in entry.calls.rows if row.answers]
         if not trained:
             return self._drop_whole(entry, "not_trained")
-        self._drop(len(entry.branches) - len(trained), "not_trained")
+        self._drop(len(entry.calls.rows) - len(trained), "not_trained")
         assert entry.reward is not None  # checked by the callers
         group = self._waiting.setdefault(self._key(entry), [])
         group.append(_Finished(entry, trained, entry.reward, now))
@@ -345,14 +239,12 @@ class Sessions:
     def _form(self, members: list[_Finished], now: float) -> None:
         rewards = [member.reward for member in members]
         if self._drop_equal and len(set(rewards)) == 1:
-            return self._drop(sum(len(member.branches) for member in members), "zero_variance")
+            return self._drop(sum(len(member.rows) for member in members), "zero_variance")
         group_id, rows = f"{self._name}/{next(self._groups)}", list[Experience]()
         for number, member in enumerate(members):
             first = f"{group_id}/{number}"
-            ids = [first] if len(member.branches) == 1 else [f"{first}/{k}" for k in range(len(member.branches))]
-            rows += [
-                _row(branch, member, name, group_id, now) for branch, name in zip(member.branches, ids, strict=True)
-            ]
+            ids = [first] if len(member.rows) == 1 else [f"{first}/{k}" for k in range(len(member.rows))]
+            rows += [_experience(row, member, id, group_id, now) for row, id in zip(member.rows, ids, strict=True)]
         report = GroupReport(
             rows=len(rows),
             reward_sum=sum(row.reward or 0.0 for row in rows),
@@ -377,8 +269,8 @@ class Sessions:
 
     def _drop_whole(self, entry: _Session, reason: str) -> None:
         """Drop the rows of a session, or one row for a session that has none, by the failure of its last call."""
-        if entry.branches:
-            self._drop(len(entry.branches), reason)
+        if entry.calls.rows:
+            self._drop(len(entry.calls.rows), reason)
         else:
             self._drop(1, next(reversed(entry.failed), reason))
 
@@ -388,22 +280,23 @@ class Sessions:
             self._lost[reason] += rows
 
 
-def _row(branch: _Branch, member: _Finished, experience_id: str, group_id: str, now: float) -> Experience:
-    end, entry = branch.end, member.session
-    mask, logprobs, versions = action_columns(branch.answers, end)
+def _experience(row: Row, member: _Finished, experience_id: str, group_id: str, now: float) -> Experience:
+    start, last = row.answers[-1]
+    end, entry = start + len(last.token_ids), member.session
+    mask, logprobs, versions = action_columns(row.answers, end)
     return Experience(
         experience_id=experience_id,
         group_id=group_id,
         task_id=entry.task or _digest(entry.first),
-        token_ids=np.array(branch.token_ids[:end], np.int32),
-        prompt_length=branch.prompt_length,
+        token_ids=np.array(row.token_ids[:end], np.int32),
+        prompt_length=row.prompt_length,
         action_mask=mask,
         logprobs=logprobs,
         weight_versions=versions,
         reward=member.reward,
         reward_components=entry.components,
-        stop_reason=branch.stop_reason,
-        turns=tuple(branch.turns),
+        stop_reason=row.stop_reason,
+        turns=tuple(row.turns),
         created_at=entry.began,
         finished_at=now,
     )
@@ -411,8 +304,3 @@ def _row(branch: _Branch, member: _Finished, experience_id: str, group_id: str, 
 
 def _digest(conversation: Conversation) -> str:
     return hashlib.blake2b(json.dumps(conversation).encode(), digest_size=8).hexdigest()
-
-
-def canonical(messages: Sequence[dict[str, object]]) -> tuple[str, ...]:
-    """Return messages in a form in which equal ones are equal, whatever a client adds or leaves out."""
-    return tuple(json.dumps(message, sort_keys=True) for message in messages)

@@ -18,6 +18,8 @@ class EndpointSettings:
     max_length: int
     sampling: SamplingConfig
     key_digests: tuple[str, ...] = ()
+    any_model: bool = False
+    """Whether requests may call the model what they will."""
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.schedule import StagePlan
 from rayrft.config import RunConfig, load_config
 from rayrft.core.preflight import Prepared, prepare
-from rayrft.explorer.engine_pool import EnginePool, Member
-from rayrft.explorer.exchange import Answering, Completion, Request, Stream
+from rayrft.explorer.engines.exchange import Answering, Completion, Request, Stream
+from rayrft.explorer.engines.pool import EnginePool, Member
 from rayrft.explorer.explorer import Explorer
 from tests.bench.local_ray import actor, start_ray
 from tests.conftest import ROOT

@@ -28,8 +28,8 @@ from rayrft.config import RunConfig, load_config
 from rayrft.core.preflight import Prepared, prepare
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.experience import unpack
-from rayrft.explorer.engine_pool import EnginePool, Member
-from rayrft.explorer.exchange import INTERRUPTED, Answering, Completion, Request, Stream
+from rayrft.explorer.engines.exchange import INTERRUPTED, Answering, Completion, Request, Stream
+from rayrft.explorer.engines.pool import EnginePool, Member
 from rayrft.explorer.explorer import Explorer
 from tests.bench.local_ray import actor, start_ray
 from tests.conftest import ROOT

@@ -2,7 +2,7 @@
 
 Nothing is trained: a consumer leases and acknowledges every batch at once. Both sides have the same engines, prompts,
 sampling and number of groups in flight, and take turns. Weights are random and no group is dropped. The Explorer's
-processor seconds per group are printed, too.
+processor seconds per group are printed, too, and how long after its first and its last group the first batch is leased.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import asyncio
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import ray
@@ -21,10 +22,10 @@ from rayrft.buffer.schedule import StagePlan
 from rayrft.config import RunConfig, StageConfig, load_config
 from rayrft.core.preflight import Prepared, prepare
 from rayrft.data.tokenizer import ChatTokenizer
-from rayrft.explorer.engine import RolloutEngine
-from rayrft.explorer.engine_client import EngineClient
-from rayrft.explorer.engine_pool import EnginePool, Member
-from rayrft.explorer.exchange import Request, Sampling
+from rayrft.explorer.engines.client import EngineClient
+from rayrft.explorer.engines.engine import RolloutEngine
+from rayrft.explorer.engines.exchange import Request, Sampling
+from rayrft.explorer.engines.pool import EnginePool, Member
 from rayrft.explorer.explorer import Explorer
 from rayrft.waits import Waits
 from tests.bench.local_ray import actor, start_ray
@@ -32,7 +33,22 @@ from tests.conftest import ROOT
 
 
 class MeasuredExplorer(Explorer):
-    """The Explorer, which tells how much of the processor it took."""
+    """The Explorer, which tells how much of the processor it took, and when groups had finished."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._finished, put = list[float](), self._writer.put
+
+        async def noted(*given: Any, **named: Any) -> Any:
+            self._finished.append(time.time())
+            return await put(*given, **named)
+
+        self._writer.put = noted  # type: ignore[method-assign]
+
+    async def finished(self) -> list[float]:
+        """Return the times since the last call."""
+        finished, self._finished = self._finished, []
+        return finished
 
     async def cpu_s(self) -> float:
         return time.process_time()
@@ -95,9 +111,9 @@ class Sides:
         await asyncio.gather(*(loop() for _ in range(self._in_flight)))
         return len(prompts) * n / (time.perf_counter() - began)
 
-    async def loop(self, steps: int) -> tuple[float, float]:
-        """Return answers per second of the loop, from its second batch on, and processor milliseconds of the Explorer
-        per group."""
+    async def loop(self, steps: int) -> tuple[float, float, tuple[float, float]]:
+        """Return answers per second of the loop, from its second batch on, processor milliseconds of the Explorer per
+        group, and seconds to the lease of the first batch since its first and its last group had finished."""
         stage, buffer, first = self._stage, self._buffer, self._step
         name = f"{stage.name}-{first}"
         plan = StagePlan(
@@ -107,10 +123,12 @@ class Sides:
         await buffer.call(Buffer.open_stage, plan)
         renamed = stage.model_copy(update={"name": name})
         exploring = asyncio.ensure_future(self._explorer.call(Explorer.explore, renamed))
-        began, answers, cpu = 0.0, 0, 0.0
+        began, answers, cpu, leased = 0.0, 0, 0.0, (0.0, 0.0)
         for step in range(first, first + steps + 1):
             lease = await buffer.call(Buffer.lease, step, 1, 600.0)
             if step == first:
+                now, finished = time.time(), await self._explorer.call(MeasuredExplorer.finished)
+                leased = now - finished[0], now - finished[stage.groups - 1]
                 began, cpu = time.perf_counter(), await self._explorer.call(MeasuredExplorer.cpu_s)
             else:
                 answers += lease.usual_rows
@@ -122,21 +140,26 @@ class Sides:
         self._step = first + steps + 1
         await buffer.call(Buffer.close_stage, name)
         await exploring
-        return answers / seconds, used / (answers / stage.group_size) * 1e3
+        await self._explorer.call(MeasuredExplorer.finished)
+        return answers / seconds, used / (answers / stage.group_size) * 1e3, leased
 
 
 async def measure(sides: Sides, rounds: int, steps: int) -> None:
     await sides.start()
     await sides.bare(1)
     await sides.loop(1)  # both have imported everything, and vLLM has seen these shapes
-    ratios = []
+    ratios, first, last = [], [], []
     for number in range(rounds):
         bare = await sides.bare(steps)
-        loop, milliseconds = await sides.loop(steps)
+        loop, milliseconds, (since_first, since_last) = await sides.loop(steps)
         ratios.append(loop / bare)
+        first.append(since_first)
+        last.append(since_last)
         ratio = f"bare {bare:.0f}/s, loop {loop:.0f}/s, {loop / bare:.2f}"
         print(f"{number}: {ratio}; Explorer {milliseconds:.1f} ms a group", flush=True)
     print(f"loop of bare: {np.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})")
+    since = f"{np.median(first) * 1e3:.0f} ms after its first group, {np.median(last) * 1e3:.1f} ms after its last"
+    print(f"the first batch is leased {since}")
 
 
 def main() -> None:

@@ -20,9 +20,9 @@ from rayrft.config import RunConfig, load_config
 from rayrft.core.preflight import Prepared, prepare
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.experience import Experience, Task
-from rayrft.explorer.engine import RolloutEngine
-from rayrft.explorer.engine_client import EngineClient
-from rayrft.explorer.engine_pool import EnginePool, Member
+from rayrft.explorer.engines.client import EngineClient
+from rayrft.explorer.engines.engine import RolloutEngine
+from rayrft.explorer.engines.pool import EnginePool, Member
 from rayrft.explorer.rollout import Runner
 from rayrft.rewards import RewardResult
 from rayrft.waits import Waits

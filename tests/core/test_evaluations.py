@@ -16,7 +16,7 @@ from rayrft.core.evaluations import Evaluations
 from rayrft.core.recorder import Recorder
 from rayrft.core.weight_sync import SyncReport
 from rayrft.errors import ActorDied, WeightSyncError
-from rayrft.explorer.engine_pool import EnginePool
+from rayrft.explorer.engines.pool import EnginePool
 from rayrft.explorer.evaluation import Attempt, Evaluation, measure
 from rayrft.handle import Handle
 from rayrft.monitor import sinks

@@ -12,8 +12,8 @@ from rayrft.config import load_config
 from rayrft.core.weight_sync import WeightSync
 from rayrft.errors import WeightSyncError
 from rayrft.experience import Experience
-from rayrft.explorer.engine import EngineWeights
-from rayrft.explorer.engine_pool import EnginePool
+from rayrft.explorer.engines.engine import EngineWeights
+from rayrft.explorer.engines.pool import EnginePool
 from rayrft.handle import TrackedHandle
 from rayrft.trainer.commands import Connect, Locate, Score, Send
 from rayrft.waits import Waits

@@ -43,12 +43,16 @@ def multiply(a: int, b: int) -> int:
     return a * b
 
 
-def write_task(folder: Path, seed: int, *, demonstrations: int = 200, held_out: int = 500) -> None:
-    """Write tasks, demonstrations and a random model with its tokenizer."""
+def write_task(
+    folder: Path, seed: int, *, demonstrations: int = 200, held_out: int = 500, least: int = 100, beyond: int = 1000
+) -> None:
+    """Write tasks, whose factors are from ``least`` up to ``beyond``, demonstrations and a random model with its
+    tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     chance = np.random.default_rng(seed)
-    pairs = chance.permutation(900 * 900)[: 8000 + demonstrations + held_out]
-    factors = [(int(pair) // 900 + 100, int(pair) % 900 + 100) for pair in pairs]
+    count = beyond - least
+    pairs = chance.permutation(count * count)[: 8000 + demonstrations + held_out]
+    factors = [(int(pair) // count + least, int(pair) % count + least) for pair in pairs]
     tasks = [{"question": f"What is {a} times {b}?", "answer": str(a * b)} for a, b in factors]
     shown, kept, asked = np.split(np.arange(len(tasks)), [demonstrations, demonstrations + held_out])
     _write(folder / "train.jsonl", [tasks[index] for index in asked])

@@ -1,7 +1,8 @@
-"""A task of several turns: maps of FrozenLake to cross, by a model that has seen few of them, and bad walks.
+"""A task of several turns: maps of FrozenLake to cross, by a model that has seen few walks, most of them bad.
 
-Demonstrations are walks over a dozen maps in which two steps in five are random, so that many end in a hole or nowhere.
-What they lack is how to walk on a map that is not among them: more training on them cannot teach it.
+Demonstrations are 300 walks, each on a map of its own that is no task. Two in five go some shortest way to the goal;
+the others go right and then down whatever lies there, and most of them end in a hole. More training on them makes the
+model a better copy of both: which of the two to be is what only the reward can tell it.
 
     python -m tests.e2e.frozen_lake [seed] [folder]      trains, with all controls, and prints a table
 """
@@ -26,17 +27,19 @@ from rayrft.explorer.environments.gymnasium import GymnasiumEnvironment
 from rayrft.trainer.tiny import make_tokenizer
 
 SIZE, ICE, STEPS = 4, 0.7, 10
+SEEING = 0.4
+"""Share of the demonstrations that look where the holes are."""
 ACTIONS = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
 Rows = list[dict[str, Any]]
 
 
-def write_task(folder: Path, seed: int, *, maps: int = 12, demonstrations: int = 120) -> None:
+def write_task(folder: Path, seed: int, *, demonstrations: int = 300) -> None:
     """Write demonstrations and a random model with its tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     chance = np.random.default_rng(seed)
     # The tasks' maps are those of small seeds.
-    known = [generate_random_map(SIZE, ICE, seed=1_000_000 + 1000 * seed + number) for number in range(maps)]
-    walks = [_walk(known[number % maps], chance) for number in range(demonstrations)]
+    known = [generate_random_map(SIZE, ICE, seed=1_000_000 + 1000 * seed + number) for number in range(demonstrations)]
+    walks = [_walk(desc, chance) for desc in known]
     _write(folder / "mixed.jsonl", [walk for walk, _ in walks])
     _write(folder / "good.jsonl", [walk for walk, arrived in walks if arrived])
     seen = [message["content"] for walk, _ in walks for message in walk["messages"] if message["role"] == "user"]
@@ -62,7 +65,7 @@ def write_task(folder: Path, seed: int, *, maps: int = 12, demonstrations: int =
     Qwen3ForCausalLM(config).save_pretrained(folder / "model")
 
 
-def make_config(folder: Path, seed: int, *, steps: int = 200, controls: bool = True) -> dict[str, Any]:
+def make_config(folder: Path, seed: int, *, steps: int = 60, controls: bool = True) -> dict[str, Any]:
     """Return the config of a warm-up on the demonstrations, controls from it, and GRPO from it."""
     sft = {"algorithm": {"name": "sft"}, "batch_size": 32}
     more = [
@@ -81,7 +84,7 @@ def make_config(folder: Path, seed: int, *, steps: int = 200, controls: bool = T
     warmup = {
         "name": "warmup",
         "demonstrations": "mixed",
-        "steps": 150,
+        "steps": 200,
         "optimizer": {"lr": 1e-3, "schedule": "linear"},
         **sft,
     }
@@ -90,10 +93,10 @@ def make_config(folder: Path, seed: int, *, steps: int = 200, controls: bool = T
         "start_from": "warmup",
         "algorithm": {"name": "grpo", "clip_low": 0.2, "clip_high": 0.28},
         "steps": steps,
-        "batch_size": 256,
+        "batch_size": 128,
         "group_size": 8,
-        "evaluate_every": 20,
-        "optimizer": {"lr": 3e-4},
+        "evaluate_every": 25,
+        "optimizer": {"lr": 2e-4},
     }
     lake = {"source": "gymnasium", "dataset": "FrozenLake-v1", "options": {"size": SIZE, "p": ICE}, "size": 3000}
     return {
@@ -124,9 +127,10 @@ def _walk(desc: list[str], chance: np.random.Generator) -> tuple[dict[str, Any],
         Task.create("walk", "", "", metadata={"environment": {"desc": desc}}),
     )
     messages = [{"role": "user", "content": environment.reset(task, 0)}]
-    place, best = (0, 0), _best_actions(desc)
+    place, shortest, seeing = (0, 0), _shortest_ways(desc), chance.random() < SEEING
     for _ in range(STEPS):
-        action = str(chance.choice(list(ACTIONS))) if chance.random() < 0.4 else best[place]
+        blind = "right" if place[1] < SIZE - 1 else "down"
+        action = str(chance.choice(shortest[place])) if seeing else blind
         messages.append({"role": "assistant", "content": action})
         step = environment.step(action)
         if step.done:
@@ -139,20 +143,22 @@ def _walk(desc: list[str], chance: np.random.Generator) -> tuple[dict[str, Any],
     return {"messages": messages}, step.reward > 0
 
 
-def _best_actions(desc: list[str]) -> dict[tuple[int, int], str]:
-    """Return the first action of a shortest way to the goal, by place."""
-    best, reached = dict[tuple[int, int], str](), deque([(SIZE - 1, SIZE - 1)])
-    seen = {*reached}
+def _shortest_ways(desc: list[str]) -> dict[tuple[int, int], list[str]]:
+    """Return the first actions of all shortest ways to the goal, by place."""
+    steps, reached = {(SIZE - 1, SIZE - 1): 0}, deque([(SIZE - 1, SIZE - 1)])
+    ways = dict[tuple[int, int], list[str]]()
     while reached:
-        row, column = reached.popleft()
+        there = reached.popleft()
         for action, (down, right) in ACTIONS.items():
-            place = (row - down, column - right)
-            if min(place) < 0 or max(place) >= SIZE or place in seen or desc[place[0]][place[1]] == "H":
+            place = (there[0] - down, there[1] - right)
+            if min(place) < 0 or max(place) >= SIZE or desc[place[0]][place[1]] == "H":
                 continue
-            best[place] = action
-            seen.add(place)
-            reached.append(place)
-    return best
+            if place not in steps:
+                steps[place] = steps[there] + 1
+                reached.append(place)
+            if steps[place] == steps[there] + 1:
+                ways.setdefault(place, []).append(action)
+    return ways
 
 
 def _write(path: Path, rows: Rows) -> None:

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import re
 import resource
 import socket
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
 
 import rayrft
 from rayrft.core.summary import read_summary
 from rayrft.errors import ConfigError, DataError, FeedbackRefused
-from rayrft.monitor.records import NoteRecord
+from rayrft.monitor.records import NoteRecord, StepRecord
+from tests.e2e import calculator
 from tests.e2e.conftest import WITHOUT_VLLM
+from tests.e2e.multiplier import converse
 from tests.errors import about
 
 
@@ -160,6 +167,70 @@ async def test_each_of_a_thousand_streams_ends_in_a_counted_status(ray_cluster: 
     assert stats["requests"].keys() == {"200", "499 client_gone"} and sum(stats["requests"].values()) == 1000
     assert sum(stats["sessions"]["calls"].values()) == 1000
     assert summary.ledger is not None and summary.ledger.closes and summary.ledger.sampled == 1000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["served", "acted"])
+def test_an_application_that_rates_its_answers_gets_better_ones_and_so_does_the_same_agent_as_a_workflow(
+    way: str, ray_cluster: Any, tmp_path: Path, port: int
+) -> None:
+    """Products by a tool, from a model that often guesses instead. The share of wrong answers falls by a third at
+    least."""
+    calculator.write_task(tmp_path, seed=1, demonstrations=600, least=10, beyond=100)
+    config = {**calculator.make_config(tmp_path, seed=1, steps=30, controls=False), "name": way, "max_staleness": 2}
+    config["tasks"]["eval_size"] = 50
+    warmup, grpo = config["stages"]
+    config["stages"] = [
+        {**warmup, "steps": 300},
+        {**grpo, "batch_size": 64, "evaluate_every": None},
+    ]
+    if way == "served":
+        (tmp_path / "keys").write_text("sk-app\n")
+        config |= {"mode": "serve", "serve": {"port": port, "keys_file": str(tmp_path / "keys")}}
+        run = rayrft.start(config, say=lambda text: None)
+        try:
+            rights = apply(run, tmp_path)
+            summary = run.result()
+        finally:
+            run.kill()
+        first, last = (float(np.mean(part)) for part in (rights[:200], rights[-200:]))
+    else:
+        agent = "rayrft.serve.agent:Agent"
+        options = {agent: {"agent": "tests.e2e.multiplier:solve", "processes": 16}}
+        config["explorer"] |= {"workflow": agent, "workflow_options": options}
+        run = rayrft.start(config, say=lambda text: None)
+        summary = run.result()
+        steps = [step for step in run.records() if isinstance(step, StepRecord) and step.stage == "grpo"]
+        first, last = (float(np.mean([step.reward for step in part])) for part in (steps[:3], steps[-3:]))
+    assert summary.status == "finished" and summary.ledger is not None and summary.ledger.closes
+    assert 1 - last < 2 / 3 * (1 - first), (first, last)
+
+
+def apply(run: rayrft.Run, folder: Path) -> list[bool]:
+    """Be an application from the warm-up's end until the run's: ask each question in eight sessions, and say whether
+    the answers are right; return that in order."""
+    records = run.records()
+    up = (re.search(r"endpoint at (\S+)", record.text) for record in records if isinstance(record, NoteRecord))
+    url = next(found[1] for found in up if found)
+    next(record for record in records if record.stage == "grpo")
+    tasks = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    client = openai.OpenAI(base_url=url, api_key="sk-app", max_retries=0)
+    numbers, rights = count(), list[bool]()
+
+    def ask() -> None:
+        with contextlib.suppress(openai.APIError):  # the run has ended, and its endpoint with it
+            while True:
+                number = next(numbers)
+                task = tasks[number // 8]
+                ids = {"X-Session-Id": f"s-{number}", "X-Task-Id": task["question"]}
+                right = converse(client.with_options(default_headers=ids), task["question"], "served") == task["answer"]
+                client.post("/feedback", cast_to=object, body={"id": f"s-{number}", "reward": float(right)})
+                rights.append(right)
+
+    with ThreadPoolExecutor(16) as users:
+        for _ in range(16):
+            users.submit(ask)
+    return rights
 
 
 def endpoint_of(run: rayrft.Run) -> str:

@@ -68,7 +68,7 @@ def engine(ray_cluster: Any, tiny_model: Path, tmp_path_factory: pytest.TempPath
     import ray
 
     from rayrft.config.explorer import EngineConfig
-    from rayrft.explorer.engine import RolloutEngine
+    from rayrft.explorer.engines.engine import RolloutEngine
 
     # As on a machine without a C++ compiler.
     bare = {"CXX": "/no/compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path_factory.mktemp("inductor"))}

@@ -13,8 +13,8 @@ from rayrft.core.placement import plan_placement
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ActorDied, ConfigError, RequestRefused
 from rayrft.experience import Task
-from rayrft.explorer.auxiliary import AuxiliaryModel
-from rayrft.explorer.exchange import Completion, Request, Session
+from rayrft.explorer.engines.auxiliary import AuxiliaryModel
+from rayrft.explorer.engines.exchange import Completion, Request, Session
 from rayrft.explorer.rollout import Rollout, Runner
 from rayrft.explorer.trajectory import Model, Trajectory
 from rayrft.explorer.workflows import build_workflow, register_workflow

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rayrft.experience import Experience, from_batch, to_batch
 from rayrft.explorer.calls import GroupCalls, Parking
-from rayrft.explorer.exchange import INTERRUPTED, Completion, Request, Sampling, Session
+from rayrft.explorer.engines.exchange import INTERRUPTED, Completion, Request, Sampling, Session
 
 EOS = 0
 COMMON = Sampling(1.0, 50, (EOS,), seed=1)

@@ -15,8 +15,8 @@ import pytest
 
 from rayrft.config.explorer import EngineConfig
 from rayrft.errors import ActorDied, ModelError
-from rayrft.explorer import engine as module
-from rayrft.explorer.engine import RolloutEngine
+from rayrft.explorer.engines import engine as module
+from rayrft.explorer.engines.engine import RolloutEngine
 from tests.errors import about
 
 
@@ -41,7 +41,7 @@ async def started(
         "vllm.config.weight_transfer": {"WeightTransferConfig": SimpleNamespace},
         "vllm.engine.arg_utils": {"AsyncEngineArgs": SimpleNamespace},
         "vllm.v1.engine.async_llm": {"AsyncLLM": Engine},
-        "rayrft.explorer.weight_plugin": {"BACKEND": "rayrft", "WorkerExtension": SimpleNamespace},
+        "rayrft.explorer.engines.weight_plugin": {"BACKEND": "rayrft", "WorkerExtension": SimpleNamespace},
     }.items():
         stub = ModuleType(name)
         vars(stub).update(members)

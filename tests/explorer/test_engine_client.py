@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from rayrft.errors import ActorDied
-from rayrft.explorer.engine_client import EngineClient
-from rayrft.explorer.engine_pool import EnginePool, Member, Membership
-from rayrft.explorer.exchange import INTERRUPTED, Answering, Capacity, Completion, Request, Sampling, Session
+from rayrft.explorer.engines.client import EngineClient
+from rayrft.explorer.engines.exchange import INTERRUPTED, Answering, Capacity, Completion, Request, Sampling, Session
+from rayrft.explorer.engines.pool import EnginePool, Member, Membership
 from rayrft.waits import Waits
 from tests.errors import about
 from tests.scripted import remote

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from rayrft.errors import WeightSyncError
-from rayrft.explorer.engine_pool import EnginePool, Member
+from rayrft.explorer.engines.pool import EnginePool, Member
 from tests.errors import about
 from tests.scripted import remote
 

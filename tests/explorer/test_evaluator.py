@@ -13,9 +13,9 @@ from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ActorDied
 from rayrft.experience import Task
 from rayrft.explorer.bench import AttemptFile
+from rayrft.explorer.engines.exchange import Completion, Request, Session
 from rayrft.explorer.evaluation import Attempt, measure
 from rayrft.explorer.evaluator import Evaluator
-from rayrft.explorer.exchange import Completion, Request, Session
 from rayrft.rewards import RewardResult
 from tests.errors import about
 from tests.explorer.test_explorer import config, spelling

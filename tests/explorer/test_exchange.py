@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayrft.errors import RayrftError, RequestRefused
-from rayrft.explorer.exchange import (
+from rayrft.explorer.engines.exchange import (
     INTERRUPTED,
     Answer,
     Answering,

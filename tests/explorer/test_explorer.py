@@ -18,8 +18,8 @@ from rayrft.config.buffer import BufferConfig
 from rayrft.data.task_sampler import TaskSet
 from rayrft.errors import ActorDied, RayrftError
 from rayrft.experience import Task
-from rayrft.explorer.engine_pool import EnginePool, Member, Membership
-from rayrft.explorer.exchange import Answering, Completion, Request
+from rayrft.explorer.engines.exchange import Answering, Completion, Request
+from rayrft.explorer.engines.pool import EnginePool, Member, Membership
 from rayrft.explorer.explorer import Explorer
 from rayrft.explorer.rollout import BusyClock
 from rayrft.explorer.workflows import register_workflow, workflows

@@ -15,7 +15,7 @@ from rayrft.buffer.schedule import Ticket
 from rayrft.buffer.validation import find_faults
 from rayrft.data.turns import group_advantages
 from rayrft.experience import Experience, Task, from_batch
-from rayrft.explorer.exchange import Answering, Completion, Request
+from rayrft.explorer.engines.exchange import Answering, Completion, Request
 from rayrft.explorer.explorer import Explorer
 from rayrft.explorer.trajectory import Model, Trajectory
 from rayrft.explorer.workflows import register_workflow

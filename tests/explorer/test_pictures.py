@@ -11,8 +11,8 @@ from PIL import Image
 
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.experience import Experience, Task
+from rayrft.explorer.engines.exchange import Completion, Request, Session
 from rayrft.explorer.environments import EnvironmentClient
-from rayrft.explorer.exchange import Completion, Request, Session
 from rayrft.explorer.rollout import Runner
 from rayrft.explorer.trajectory import Model, Trajectory
 from rayrft.explorer.workflows import register_workflow

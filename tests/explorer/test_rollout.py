@@ -12,14 +12,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import uvloop
 
 from rayrft.config.explorer import RepetitionConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ActorDied, ConfigError, RequestRefused
 from rayrft.experience import Task
+from rayrft.explorer.engines.exchange import Completion, Request, Sampling, Session
 from rayrft.explorer.environments import EnvironmentClient, Step, as_messages
-from rayrft.explorer.exchange import Completion, Request, Sampling, Session
-from rayrft.explorer.rollout import Rollout, Runner
+from rayrft.explorer.rollout import Rollout, Runner, _Group
 from rayrft.explorer.trajectory import Model, Trajectory
 from rayrft.explorer.workflows import register_workflow
 from rayrft.rewards import RewardResult
@@ -246,6 +247,23 @@ async def test_waiting_for_an_engine_does_not_count_for_a_deadline(
     await time.passes(2)
     rollout = await running
     assert (len(rollout.rows), rollout.failed) == ((3, {}) if answered else (0, {"timeout": 3}))
+
+
+def test_deadlines_hold_on_the_event_loop_of_ray_actors() -> None:
+    """Where a timer that is due at once is no timer."""
+
+    async def hang() -> None:
+        group = _Group(None)
+
+        async def attempt(number: int) -> None:
+            async with group.attempt(0.05 + 0.0007 * number, Session()):
+                await asyncio.Event().wait()
+
+        async with asyncio.timeout(20):
+            ended = await asyncio.gather(*map(attempt, range(8)), return_exceptions=True)
+        assert all(isinstance(error, TimeoutError) for error in ended)
+
+    uvloop.run(hang())
 
 
 async def test_at_a_groups_deadline_what_has_finished_is_kept(

@@ -14,7 +14,7 @@ import pytest
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ConfigError
 from rayrft.experience import Experience, Task
-from rayrft.explorer.exchange import Completion, Request, Session
+from rayrft.explorer.engines.exchange import Completion, Request, Session
 from rayrft.explorer.rollout import Rollout, Runner
 from rayrft.explorer.tools.base import function_tool
 from rayrft.rewards import RewardResult

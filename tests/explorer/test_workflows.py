@@ -11,8 +11,8 @@ import pytest
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ConfigError
 from rayrft.experience import Task
+from rayrft.explorer.engines.exchange import Completion, Request, Session
 from rayrft.explorer.environments import Step
-from rayrft.explorer.exchange import Completion, Request, Session
 from rayrft.explorer.rollout import Rollout, Runner
 from rayrft.rewards import RewardResult
 from tests.errors import about

@@ -16,10 +16,11 @@ from rayrft.config.explorer import SamplingConfig
 from rayrft.config.serve import ServeConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import RequestRefused
-from rayrft.explorer.exchange import INTERRUPTED, Chunk, Completion, Request, Session, Told
+from rayrft.explorer.engines.exchange import INTERRUPTED, Chunk, Completion, Request, Session, Told
 from rayrft.serve.app import Endpoint
 from rayrft.serve.protocol import key_digest
-from rayrft.serve.sessions import Begun, Call, Conversation, Sessions, SessionStats
+from rayrft.serve.recording import Begun, Call, Conversation
+from rayrft.serve.sessions import Sessions, SessionStats
 from rayrft.serve.settings import EndpointSettings
 
 MODEL, KEY, MAX_LENGTH = "policy", "sk-secret", 120

@@ -64,6 +64,15 @@ async def test_the_official_client_gets_answers_models_and_usage(tiny_model: Pat
         assert ids.usage and ids.usage.prompt_tokens == 3 and served.policy.requests[-1].prompt == [7, 8, 9]
 
 
+async def test_a_session_may_be_named_by_the_base_url(tiny_model: Path) -> None:
+    async with serve(tiny_model) as served:
+        client = served.client.with_options(base_url=f"{served.url}/sessions/s-7/v1")
+        assert [model.id async for model in client.models.list()] == [MODEL]
+        answer = await client.chat.completions.create(model=MODEL, messages=USER, extra_headers={"X-Session-Id": "no"})
+        rated: Any = await client.post("/feedback", cast_to=object, body={"id": answer.id, "reward": 1.0})
+        assert rated["session_id"] == "s-7" and len(served.book.sessions.take()[0]) == 1
+
+
 async def test_streamed_text_is_the_whole_answer_and_usage_comes_last(tiny_model: Path) -> None:
     async with serve(tiny_model) as served:
         chunks = await streamed(served, n=2, logprobs=True, stream_options={"include_usage": True})

@@ -16,8 +16,9 @@ from rayrft.buffer.validation import Limits, find_faults
 from rayrft.config.serve import ServeConfig
 from rayrft.errors import DataError, FeedbackRefused
 from rayrft.experience import to_batch
-from rayrft.explorer.exchange import Completion
-from rayrft.serve.sessions import Begun, Call, Choice, Conversation, Sessions
+from rayrft.explorer.engines.exchange import Completion
+from rayrft.serve.recording import Begun, Call, Choice, Conversation
+from rayrft.serve.sessions import Sessions
 from tests.errors import about
 
 SAID = ("a",)

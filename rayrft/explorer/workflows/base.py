@@ -8,7 +8,7 @@ from typing import Protocol
 from rayrft.config.explorer import ExplorerConfig
 from rayrft.errors import ConfigError
 from rayrft.experience import Task
-from rayrft.explorer.auxiliary import no_auxiliary
+from rayrft.explorer.engines.auxiliary import no_auxiliary
 from rayrft.explorer.environments import EnvironmentClient
 from rayrft.explorer.trajectory import Model, Trajectory
 from rayrft.registry import Registry

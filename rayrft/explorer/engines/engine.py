@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rayrft.config.explorer import EngineConfig, RepetitionConfig
 from rayrft.data.images import ImageReader, takes_images
 from rayrft.errors import ActorDied, ModelError, RequestRefused
-from rayrft.explorer.exchange import Answering, Capacity, Completion, Request, Stream
+from rayrft.explorer.engines.exchange import Answering, Capacity, Completion, Request, Stream
 from rayrft.weights.messages import Link
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class RolloutEngine(Answering):
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        from rayrft.explorer.weight_plugin import BACKEND, WorkerExtension
+        from rayrft.explorer.engines.weight_plugin import BACKEND, WorkerExtension
 
         self._images = await asyncio.to_thread(ImageReader, model) if takes_images(model) else None
         # No cache of processed images: it is cleared when weights change, and requests in flight would miss theirs.

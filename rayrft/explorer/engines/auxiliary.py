@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from rayrft.config.auxiliary import AuxiliaryConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ConfigError, RequestRefused, nearest
-from rayrft.explorer.exchange import Completion, Request, Sampling, Session
+from rayrft.explorer.engines.exchange import Completion, Request, Sampling, Session
 
 
 def no_auxiliary(name: str, known: Collection[str]) -> ConfigError:

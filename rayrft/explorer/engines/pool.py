@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from rayrft.errors import ActorDied, WeightSyncError
-from rayrft.explorer.engine import RolloutEngine
+from rayrft.explorer.engines.engine import RolloutEngine
 from rayrft.handle import Handle
 
 log = logging.getLogger(__name__)

@@ -15,8 +15,7 @@ from functools import partial
 import numpy as np
 
 from rayrft.errors import ActorDied
-from rayrft.explorer.engine_pool import EnginePool, Member, Membership
-from rayrft.explorer.exchange import (
+from rayrft.explorer.engines.exchange import (
     INTERRUPTED,
     Answering,
     Capacity,
@@ -26,6 +25,7 @@ from rayrft.explorer.exchange import (
     Session,
     Told,
 )
+from rayrft.explorer.engines.pool import EnginePool, Member, Membership
 from rayrft.handle import Handle, TrackedHandle
 from rayrft.waits import Waits
 

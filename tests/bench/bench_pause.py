@@ -1,0 +1,114 @@
+"""What updates under running requests cost an engine: their KV cache kept, or computed again.
+
+One real engine decodes answers whose lengths are log-normal, the longest 20 times the median, so many at a time. Every
+so often it is paused, as for new weights, and goes on; what an update itself takes is not in it. The time of a pause is
+that of the calls, the throughput has the prefills that follow, too. All ways have the same lengths, and take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import ray
+
+from rayrft.config import RunConfig, load_config
+from rayrft.core.preflight import Prepared, prepare
+from rayrft.data.tokenizer import ChatTokenizer
+from rayrft.explorer.engines.client import EngineClient
+from rayrft.explorer.engines.engine import RolloutEngine
+from rayrft.explorer.engines.exchange import Request, Sampling
+from rayrft.explorer.engines.pool import EnginePool, Member
+from rayrft.handle import Handle
+from rayrft.waits import Waits
+from tests.bench.local_ray import actor, start_ray
+from tests.conftest import ROOT
+
+_MEDIAN, _LIMIT = 40, 800
+_WAYS = {"no updates": None, "cache kept": True, "computed again": False}
+
+
+async def update(engine: Handle[RolloutEngine], keep_cache: bool, every_s: float, pauses: list[float]) -> None:
+    """Pause again and again. Never returns."""
+    while True:
+        await asyncio.sleep(every_s)
+        began = time.perf_counter()
+        await engine.call(RolloutEngine.pause, keep_cache)
+        await engine.call(RolloutEngine.resume)
+        pauses.append(time.perf_counter() - began)
+
+
+async def measure(
+    config: RunConfig, prepared: Prepared, rounds: int, answers: int, in_flight: int, every_s: float
+) -> None:
+    engine, pool = actor(RolloutEngine, "engine-0"), actor(EnginePool, "engine_pool")
+    length, dtype = config.model.max_length, config.model.dtype
+    given = prepared.model, config.explorer.engine
+    await engine.call(RolloutEngine.start, *given, max_length=length, dtype=dtype, seed=0)
+    await pool.call(EnginePool.join, [Member(engine, 0)])
+    client, tokenizer = EngineClient(pool, Waits("bench")), ChatTokenizer(prepared.model)
+    prompts = [tokenizer.prompt(task.messages) for task in prepared.tasks]
+
+    async def decode(lengths: list[int]) -> float:
+        """Return tokens per second."""
+        waiting: Iterator[tuple[int, int]] = iter(enumerate(lengths))
+        sampled = 0
+
+        async def user() -> None:
+            nonlocal sampled
+            for number, tokens in waiting:
+                # Greedy answers of a random model hardly ever end by themselves.
+                request = Request(prompts[number % len(prompts)], 1, Sampling(0.0, tokens, ()))
+                [completion] = await client.generate(request)
+                sampled += len(completion.token_ids)
+
+        began = time.perf_counter()
+        await asyncio.gather(*(user() for _ in range(in_flight)))
+        return sampled / (time.perf_counter() - began)
+
+    speeds, pauses = {way: list[float]() for way in _WAYS}, {way: list[float]() for way in _WAYS}
+    await decode([_MEDIAN] * in_flight)  # vLLM has seen these shapes
+    for number in range(rounds):
+        rng = np.random.default_rng(number)
+        lengths = np.exp(rng.normal(np.log(_MEDIAN), 1.0, answers)).clip(3, _LIMIT).astype(int).tolist()
+        for way, keep_cache in _WAYS.items():
+            updates = [] if keep_cache is None else [update(engine, keep_cache, every_s, pauses[way])]
+            updating = asyncio.gather(*updates)
+            speeds[way].append(await decode(lengths))
+            updating.cancel()
+            await asyncio.gather(updating, return_exceptions=True)
+            # One that was cancelled in a pause would leave the engine in it.
+            await engine.call(RolloutEngine.resume)
+            print(f"{number}: {way:15} {speeds[way][-1]:6.0f} tokens/s", flush=True)
+    for way, each in speeds.items():
+        ratios = np.divide(each, speeds["no updates"])
+        paused = f", a pause {np.median(pauses[way]) * 1e3:.0f} ms ({len(pauses[way])})" if pauses[way] else ""
+        print(f"{way:15} {np.median(ratios):.2f} times ({ratios.min():.2f}-{ratios.max():.2f}){paused}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--answers", type=int, default=384)
+    parser.add_argument("--in-flight", type=int, default=64)
+    parser.add_argument("--every", type=float, default=2.0, help="seconds between updates")
+    options = parser.parse_args()
+    start_ray(4)
+    settings = {
+        "storage": tempfile.mkdtemp(prefix="bench-"),
+        "model.max_length": _LIMIT + 100,
+        "explorer.engine.kv_cache_mib": 512,
+        "explorer.sampling.max_tokens": _LIMIT,
+    }
+    config = load_config(ROOT / "jobs" / "quickstart.yaml", settings)
+    prepared = prepare(config, "bench")
+    asyncio.run(measure(config, prepared, options.rounds, options.answers, options.in_flight, options.every))
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()

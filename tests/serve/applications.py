@@ -1,0 +1,112 @@
+"""Applications that know nothing of rayrft: they call a model by the API of OpenAI, as their environment says."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import httpx
+import openai
+
+TOOLS: Any = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+
+
+def say(client: openai.OpenAI, messages: list[Any], **options: Any) -> str:
+    answer = client.chat.completions.create(model="gpt-5", messages=messages, **options).choices[0].message
+    messages.append(answer.model_dump(exclude_none=True))
+    return answer.content or ""
+
+
+def calls_tools(question: str) -> float:
+    """The usual loop: call what the model asks for, tell it, and ask again."""
+    client = openai.OpenAI()
+    messages: list[Any] = [{"role": "user", "content": question}]
+    called = 0
+    while called < 4:
+        answer = client.chat.completions.create(model="gpt-5", messages=messages, tools=TOOLS).choices[0].message
+        messages.append(answer.model_dump(exclude_none=True))
+        if not answer.tool_calls:
+            break
+        called += 1
+        messages += [{"role": "tool", "tool_call_id": call.id, "content": "blue"} for call in answer.tool_calls]
+    return called / 4
+
+
+async def streams(question: str) -> str:
+    async with openai.AsyncOpenAI() as client:
+        parts = await client.chat.completions.create(
+            model="any", messages=[{"role": "user", "content": question}], stream=True, temperature=0.1
+        )
+        return "streamed: " + "".join([part.choices[0].delta.content or "" async for part in parts])
+
+
+def returns_nothing(question: str) -> None:
+    client = openai.OpenAI()
+    messages: list[Any] = [{"role": "user", "content": question}]
+    say(client, messages)
+    messages.append({"role": "user", "content": "Sure?"})
+    say(client, messages)
+
+
+def rates_itself(question: str) -> str:
+    client = openai.OpenAI()
+    answer = client.chat.completions.create(model="m", messages=[{"role": "user", "content": question}])
+    rate = {"id": answer.id, "reward": 0.75, "components": {"style": 1.0}}
+    http = httpx.Client(base_url=os.environ["OPENAI_BASE_URL"], verify=False)
+    refused = http.post("/feedback", json=rate).status_code
+    http.headers["Authorization"] = f"Bearer {os.environ['OPENAI_API_KEY']}"
+    unknown = http.post("/feedback", json={**rate, "id": "nobody"}).status_code
+    taken = http.post("/feedback", json=rate).status_code
+    twice = http.post("/feedback", json=rate).status_code
+    assert [refused, unknown, taken, twice] == [401, 404, 200, 409]
+    return "what it returns does not count"
+
+
+def asks_twice(question: str) -> int:
+    client = openai.OpenAI()
+    for asked in (question, f"Another way: {question}"):
+        say(client, [{"role": "user", "content": asked}])
+    return 1
+
+
+def asks_for_three(question: str) -> int:
+    answer = openai.OpenAI().chat.completions.create(model="m", messages=[{"role": "user", "content": question}], n=3)
+    return len(answer.choices)
+
+
+def talks_on(question: str) -> None:
+    """Until the context is full."""
+    client, messages = openai.OpenAI(), list[Any]()
+    while True:
+        messages.append({"role": "user", "content": question})
+        say(client, messages)
+
+
+def catches_everything(question: str) -> float:
+    try:
+        return calls_tools(question)
+    except Exception:  # as applications do that must not fail
+        return 0.0
+
+
+def raises(question: str) -> None:
+    say(openai.OpenAI(), [{"role": "user", "content": question}])
+    raise KeyError("no such customer")
+
+
+def never_asks(question: str) -> float:
+    return 1.0
+
+
+def returns_a_list(question: str) -> list[str]:
+    say(openai.OpenAI(), [{"role": "user", "content": question}])
+    return ["right"]
+
+
+def exits(question: str) -> None:
+    os._exit(3)
+
+
+def hangs(question: str) -> None:
+    time.sleep(1e6)
