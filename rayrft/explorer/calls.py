@@ -51,6 +51,8 @@ class _Call:
     stop_reason: str | None = None
 
     def extended(self, by: Completion) -> _Call:
+        if not self.token_ids:
+            return _Call(self.prompt, self.images, by.token_ids, by.logprobs, by.versions, by.stop_reason)
         start, spans = len(self.token_ids), [*self.versions]
         for first, last, version in by.versions:
             if spans and spans[-1][2] == version:

@@ -9,7 +9,7 @@ import math
 import time
 import traceback
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
@@ -142,39 +142,52 @@ class _Timer:
             self._set(min(deadline.due for deadline in self._running))
 
 
+class _Expired(Exception):
+    """An attempt was ended by its deadline, or that of its group."""
+
+
 class _Group:
     """The attempts of a group, which end together when its deadline is over."""
 
     def __init__(self, seconds: float | None) -> None:
         self._timer = _Timer()
         self._deadline = None if seconds is None else _Deadline(self._timer, seconds, self._expire)
-        self._limits = set[asyncio.Timeout]()
+        self._attempts = set[_Deadline]()
 
     @property
     def expired(self) -> bool:
         return self._deadline is not None and self._deadline.expired
 
-    @contextlib.asynccontextmanager
-    async def attempt(self, seconds: float, session: Session) -> AsyncIterator[None]:
-        """Raise TimeoutError when the attempt has been running for so many seconds, or the group for its own."""
-        async with asyncio.timeout(0 if self.expired else None) as limit:
-            deadline = _Deadline(self._timer, seconds, lambda: limit.reschedule(0), self._deadline)
-            session.on_queue, session.on_dequeue = deadline.stop, deadline.start
-            self._limits.add(limit)
-            deadline.start()
-            try:
-                yield
-            finally:
-                deadline.stop()
-                self._limits.discard(limit)
+    @contextlib.contextmanager
+    def attempt(self, seconds: float, session: Session) -> Iterator[None]:
+        """Cancel the current task, and raise _Expired, when it has been running for so many seconds, or the group for
+        its own."""
+        task = asyncio.current_task()
+        assert task is not None  # a coroutine is running
+        deadline = _Deadline(self._timer, seconds, task.cancel, self._deadline)
+        session.on_queue, session.on_dequeue = deadline.stop, deadline.start
+        self._attempts.add(deadline)
+        deadline.start()
+        if self.expired:
+            deadline.end()
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not deadline.expired:
+                raise
+            task.uncancel()
+            raise _Expired from None
+        finally:
+            deadline.stop()
+            self._attempts.discard(deadline)
 
     def close(self) -> None:
         """Guard nothing any more."""
         self._timer.cancel()
 
     def _expire(self) -> None:
-        for limit in self._limits:
-            limit.reschedule(0)
+        for deadline in self._attempts:
+            deadline.end()
 
 
 class Runner:
@@ -249,11 +262,9 @@ class Runner:
         workflow, model = task.workflow or self._config.explorer.workflow, self._model(repeat, calls, name)
         seconds = self._config.explorer.deadline_s
         try:
-            async with (
-                self._environment(name, model.repeat) as env,
-                group.attempt(seconds, calls.session(repeat)),
-            ):
-                made = await self._workflow(workflow).run(task, model, env)
+            async with self._environment(name, model.repeat) as env:
+                with group.attempt(seconds, calls.session(repeat)):
+                    made = await self._workflow(workflow).run(task, model, env)
             return _rows(made, task, name, model)
         except (ContextFull, PromptTooLong):
             ended = [trajectory for trajectory in model.started if trajectory.answers]
@@ -263,7 +274,7 @@ class Runner:
         except EnvironmentFailed as error:
             reason = "timeout" if isinstance(error, EnvironmentTimeout) else "environment_error"
             return self._failure(workflow, task, reason, str(error), "\n".join(getattr(error, "__notes__", [])))
-        except TimeoutError:
+        except _Expired:
             limit = "explorer.group_deadline_s" if group.expired else f"explorer.deadline_s, {seconds:g} s"
             return self._failure(workflow, task, "timeout", f"not finished within {limit}", "")
         except asyncio.CancelledError:
@@ -275,6 +286,8 @@ class Runner:
         except Exception as error:  # a user's workflow may raise anything: only the repeat fails
             problem = f"{type(error).__name__}: {error}"
             return self._failure(workflow, task, "workflow_error", problem, traceback.format_exc())
+        finally:
+            model.started.clear()  # model and trajectories would keep each other until garbage is collected
 
     def _environment(self, name: str, repeat: int) -> AbstractAsyncContextManager[EnvironmentClient | None]:
         if self._environments is None:
