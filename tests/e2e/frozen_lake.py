@@ -1,6 +1,6 @@
 """A task of several turns: maps of FrozenLake to cross, by a model that has seen few walks, most of them bad.
 
-Demonstrations are 300 walks, each on a map of its own that is no task. Two in five go some shortest way to the goal;
+Demonstrations are 300 walks, each on a map of its own that is no task. Two in five go a shortest way to the goal;
 the others go right and then down whatever lies there, and most of them end in a hole. More training on them makes the
 model a better copy of both: which of the two to be is what only the reward can tell it.
 
@@ -127,10 +127,10 @@ def _walk(desc: list[str], chance: np.random.Generator) -> tuple[dict[str, Any],
         Task.create("walk", "", "", metadata={"environment": {"desc": desc}}),
     )
     messages = [{"role": "user", "content": environment.reset(task, 0)}]
-    place, shortest, seeing = (0, 0), _shortest_ways(desc), chance.random() < SEEING
+    place, best, seeing = (0, 0), _best_actions(desc), chance.random() < SEEING
     for _ in range(STEPS):
         blind = "right" if place[1] < SIZE - 1 else "down"
-        action = str(chance.choice(shortest[place])) if seeing else blind
+        action = best[place] if seeing else blind
         messages.append({"role": "assistant", "content": action})
         step = environment.step(action)
         if step.done:
@@ -143,22 +143,20 @@ def _walk(desc: list[str], chance: np.random.Generator) -> tuple[dict[str, Any],
     return {"messages": messages}, step.reward > 0
 
 
-def _shortest_ways(desc: list[str]) -> dict[tuple[int, int], list[str]]:
-    """Return the first actions of all shortest ways to the goal, by place."""
-    steps, reached = {(SIZE - 1, SIZE - 1): 0}, deque([(SIZE - 1, SIZE - 1)])
-    ways = dict[tuple[int, int], list[str]]()
+def _best_actions(desc: list[str]) -> dict[tuple[int, int], str]:
+    """Return the first action of a shortest way to the goal, by place."""
+    best, reached = dict[tuple[int, int], str](), deque([(SIZE - 1, SIZE - 1)])
+    seen = {*reached}
     while reached:
-        there = reached.popleft()
+        row, column = reached.popleft()
         for action, (down, right) in ACTIONS.items():
-            place = (there[0] - down, there[1] - right)
-            if min(place) < 0 or max(place) >= SIZE or desc[place[0]][place[1]] == "H":
+            place = (row - down, column - right)
+            if min(place) < 0 or max(place) >= SIZE or place in seen or desc[place[0]][place[1]] == "H":
                 continue
-            if place not in steps:
-                steps[place] = steps[there] + 1
-                reached.append(place)
-            if steps[place] == steps[there] + 1:
-                ways.setdefault(place, []).append(action)
-    return ways
+            best[place] = action
+            seen.add(place)
+            reached.append(place)
+    return best
 
 
 def _write(path: Path, rows: Rows) -> None:
