@@ -29,7 +29,7 @@ class ServeConfig(Section):
     cpus: float = Field(0.1, ge=0)
     """CPUs of one replica."""
     max_requests: int = Field(1024, ge=1)
-    """Requests that a replica has open at a time; further ones get status 429."""
+    """Requests that a replica has open at a time; further ones for an answer get status 429."""
     max_body_kib: int = Field(4096, ge=1)
     """Largest request body; a larger one gets status 413."""
     deadline_s: float = Field(600.0, gt=0)
@@ -51,7 +51,8 @@ class ServeConfig(Section):
     group_s: float = Field(3600.0, gt=0)
     """Seconds that a session with a reward waits until its group is complete."""
     max_sessions: int = Field(10_000, ge=1)
-    """Sessions that are waiting for their reward; beyond it the one that is idle for longest is dropped and counted."""
+    """Sessions that wait for their reward, and likewise for their group; beyond it the one that has waited for longest
+    is dropped and counted."""
 
     @field_validator("keys_file")
     @classmethod

@@ -107,6 +107,8 @@ class _Attempt:
     sampled: int = 0
     """Tokens, since it was resumed."""
     parked: bool = False
+    astray: bool = False
+    """Whether it went another way than before: no budget parks it then, or it might begin anew for ever."""
 
     def park_if_idle(self) -> None:
         if self.suspended and self.suspended == self.open and not self.parked:
@@ -180,6 +182,7 @@ class GroupCalls:
             if call.prompt != prompt or call.images != images:
                 log.warning("a resumed attempt goes another way from its call %d on: it samples this anew", number)
                 attempt.recorded.clear()
+                attempt.astray = True
                 call = _Call(prompt, images)
             attempt.made[number] = call
             if call.stop_reason is None:
@@ -188,7 +191,8 @@ class GroupCalls:
                     call = await self._finish(attempt, repeat, number, call, max_tokens)
                 finally:
                     attempt.open -= 1
-                    attempt.park_if_idle()
+                    if attempt.suspended:  # once those that are cancelled with this one have ended, too
+                        asyncio.get_running_loop().call_soon(attempt.park_if_idle)
             assert call.stop_reason is not None  # it is finished
             return Completion(call.token_ids, call.logprobs, call.versions, call.stop_reason)
 
@@ -197,7 +201,8 @@ class GroupCalls:
     async def _finish(self, attempt: _Attempt, repeat: int, number: int, call: _Call, max_tokens: int) -> _Call:
         """Return the call when it is finished. It never returns once the attempt is to be parked."""
         room = max_tokens - len(call.token_ids)
-        left = room if self._budget is None else min(room, self._budget - attempt.sampled)
+        budget = None if attempt.astray else self._budget
+        left = room if budget is None else min(room, budget - attempt.sampled)
         if left > 0 and not self._interrupting:
             if number == 1 and self._n > 1:
                 completion = await self._first(repeat, call, left)
@@ -211,8 +216,11 @@ class GroupCalls:
             if not cut:
                 return call
         attempt.suspended += 1
-        attempt.park_if_idle()
-        await asyncio.Event().wait()
+        try:
+            attempt.park_if_idle()
+            await asyncio.Event().wait()
+        finally:
+            attempt.suspended -= 1
         raise AssertionError("a parked attempt is cancelled")
 
     def _request(self, call: _Call, n: int, max_tokens: int, *, number: int, repeat: int) -> Request:

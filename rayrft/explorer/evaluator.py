@@ -40,7 +40,7 @@ class Evaluator:
     ) -> AsyncIterator[list[Attempt]]:
         """Attempt every task ``samples`` times, less those that are ``done`` by its id; yield the attempts at each task
         as they end. Raises ActorDied if an engine has died."""
-        # More at once would wait in the engines, at the cost of their attempts' deadlines.
+        # More at once would only wait for the engines.
         engine = self._config.explorer.engine
         room = asyncio.Semaphore(max(1, engine.count * engine.max_running // samples))
         have = done or {}

@@ -18,7 +18,7 @@ from rayrft.buffer.schedule import Ticket
 from rayrft.buffer.shared import SharedBuffer
 from rayrft.config import RunConfig, StageConfig
 from rayrft.data.tokenizer import ChatTokenizer
-from rayrft.errors import RayrftError
+from rayrft.errors import DataError, RayrftError
 from rayrft.experience import Experience, Task, from_batch, to_batch, unpack
 from rayrft.explorer.calls import Parking
 from rayrft.explorer.engines.auxiliary import AuxiliaryModel
@@ -205,7 +205,11 @@ class Explorer:
             scored = mask_old(scored, ticket.deadline - self._config.max_staleness)
         scored = with_failures(scored, rollout.failed)
         if scored.rows:
-            batch = to_batch(scored.rows)
+            try:
+                batch = to_batch(scored.rows)
+            except DataError as error:  # of what the workflow has put into the rows
+                await self._buffer.call(Buffer.fail, ticket, "workflow_error")
+                return self._count_failure(f"workflow {workflow!r} on task {task.id}: {error}")
             await self._writer.put(batch, scored.report, ticket=ticket, dropped=dict(scored.dropped))
         else:
             await self._buffer.call(Buffer.drop, ticket, dict(scored.dropped), scored.report)
@@ -218,8 +222,9 @@ class Explorer:
         """Return the ticket's task; fetch those that were added to the task set meanwhile, if it is among them."""
         assert ticket.task is not None  # the Buffer was given the tasks
         if ticket.task not in self._tasks:
-            added = await self._buffer.call(Buffer.added_tasks, self._added)
-            self._added += len(added)
+            known = self._added
+            added = await self._buffer.call(Buffer.added_tasks, known)
+            self._added = max(self._added, known + len(added))  # another group may have asked for the same meanwhile
             self._tasks.update({task.id: task for task in added})
         return self._tasks[ticket.task]
 

@@ -256,7 +256,10 @@ class ProcessPool:
                 except OSError as error:  # no more processes or files
                     raise ProcessDied(f"cannot be started: {error}", field="create") from None
             await asyncio.shield(self._template.ready)
-            worker = await self._template.fork(self._answer_limit)
+            try:
+                worker = await self._template.fork(self._answer_limit)
+            except OSError as error:
+                raise ProcessDied(f"cannot be started: {error}", field="create") from None
             await worker.start(self._start_s)
         return worker
 

@@ -102,8 +102,9 @@ class _Deadline:
                 self._whole.stop()
 
     def end(self) -> None:
-        self.expired = True
-        self._expire()
+        if not self.expired:
+            self.expired = True
+            self._expire()
 
 
 class _Timer:
@@ -162,14 +163,14 @@ class _Group:
     def attempt(self, seconds: float, session: Session) -> Iterator[None]:
         """Cancel the current task, and raise _Expired, when it has been running for so many seconds, or the group for
         its own."""
+        if self.expired:
+            raise _Expired
         task = asyncio.current_task()
         assert task is not None  # a coroutine is running
         deadline = _Deadline(self._timer, seconds, task.cancel, self._deadline)
         session.on_queue, session.on_dequeue = deadline.stop, deadline.start
         self._attempts.add(deadline)
         deadline.start()
-        if self.expired:
-            deadline.end()
         try:
             yield
         except asyncio.CancelledError:
@@ -236,9 +237,11 @@ class Runner:
             with self.rolling:
                 outcomes = await asyncio.gather(*attempts)
         finally:
-            self._parkable.pop(name, None)
+            if parking is not None:
+                self._parkable.pop(name, None)
             for attempt in attempts:
-                attempt.cancel()
+                if not attempt.cancelling():  # else it is closing what it has opened
+                    attempt.cancel()
             calls.cancel()
             group.close()
         if calls.parked:
@@ -266,10 +269,10 @@ class Runner:
                 with group.attempt(seconds, calls.session(repeat)):
                     made = await self._workflow(workflow).run(task, model, env)
             return _rows(made, task, name, model)
-        except (ContextFull, PromptTooLong):
+        except (ContextFull, PromptTooLong) as error:
             ended = [trajectory for trajectory in model.started if trajectory.answers]
-            for trajectory in ended[-1:]:
-                trajectory.end_for_length()
+            if isinstance(error, PromptTooLong) and ended:
+                ended[-1].end_for_length()
             return _rows(ended, task, name, model) if ended else _Failure("prompt_too_long")
         except EnvironmentFailed as error:
             reason = "timeout" if isinstance(error, EnvironmentTimeout) else "environment_error"
@@ -277,13 +280,18 @@ class Runner:
         except _Expired:
             limit = "explorer.group_deadline_s" if group.expired else f"explorer.deadline_s, {seconds:g} s"
             return self._failure(workflow, task, "timeout", f"not finished within {limit}", "")
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
             if calls.is_parked(repeat):
                 return []
-            raise
+            current = asyncio.current_task()
+            assert current is not None  # a coroutine is running
+            if current.cancelling():
+                raise
+            problem = f"{type(error).__name__} of a task of its own"
+            return self._failure(workflow, task, "workflow_error", problem, traceback.format_exc())
         except (ActorDied, ModelError):
             raise
-        except Exception as error:  # a user's workflow may raise anything: only the repeat fails
+        except (Exception, SystemExit) as error:  # a user's workflow may raise anything: only the repeat fails
             problem = f"{type(error).__name__}: {error}"
             return self._failure(workflow, task, "workflow_error", problem, traceback.format_exc())
         finally:

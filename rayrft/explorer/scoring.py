@@ -92,7 +92,8 @@ def mask_truncated(group: ScoredGroup) -> ScoredGroup:
 
 def mask_old(group: ScoredGroup, oldest: int) -> ScoredGroup:
     """Exclude the tokens that were sampled under weights before version ``oldest`` from training. A row without others
-    is kept for its reward alone; without another row, all are dropped."""
+    is kept for its reward alone, and so is one that would lose a turn of those that have rewards by their number;
+    without another row, all are dropped."""
     rows, dropped = [], 0
     for row in group.rows:
         old = [span for span in row.weight_versions if span.version < oldest]
@@ -100,7 +101,8 @@ def mask_old(group: ScoredGroup, oldest: int) -> ScoredGroup:
             mask, logprobs = row.action_mask.copy(), row.logprobs.copy()
             for span in old:
                 mask[span.start : span.end], logprobs[span.start : span.end] = 0, 0.0
-            if mask.any():
+            by_turn = any(name.startswith("turn_") for name in row.metrics)
+            if mask.any() and not (by_turn and _turns(mask) < _turns(row.action_mask)):
                 versions = tuple(span for span in row.weight_versions if span.version >= oldest)
                 row = row.with_fields(action_mask=mask, logprobs=logprobs, weight_versions=versions)
             else:
@@ -111,6 +113,10 @@ def mask_old(group: ScoredGroup, oldest: int) -> ScoredGroup:
         return replace(group, rows=rows)
     trainable = any(row.status != MASKED for row in rows)
     return replace(group, rows=rows if trainable else [], dropped=group.dropped + Counter(old_tokens=dropped))
+
+
+def _turns(mask: np.ndarray) -> int:
+    return int(np.count_nonzero(np.diff(mask.astype(np.int8), prepend=0) == 1))
 
 
 def with_baseline(group: ScoredGroup, greedy: ScoredGroup) -> ScoredGroup:

@@ -32,7 +32,7 @@ class PromptTooLong(Exception):
 
 class ContextFull(Exception):
     """The sequence cannot go on: it has reached ``model.max_length``, or an answer beside images has tokens that stand
-    for images. The runner ends the trajectory with stop reason ``length``."""
+    for images. The trajectory ends with stop reason ``length``."""
 
 
 class Model:
@@ -150,9 +150,14 @@ class Trajectory:
 
     async def act(self, max_tokens: int | None = None) -> str:
         """Sample the model's next answer and return its text. Raises the errors of `Model.generate`."""
-        if self.images and self._actions and self._model.tokenizer.images.token_id in self._actions[-1][1].token_ids:
-            raise ContextFull("the last answer has tokens that stand for images, which no prompt can contain")
-        completion = await self._model.generate(list(self._ids), self.images, max_tokens)
+        images = self.images and self._actions
+        try:
+            if images and self._model.tokenizer.images.token_id in self._actions[-1][1].token_ids:
+                raise ContextFull("the last answer has tokens that stand for images, which no prompt can contain")
+            completion = await self._model.generate(list(self._ids), self.images, max_tokens)
+        except ContextFull:
+            self.end_for_length()
+            raise
         text = self._model.tokenizer.decode(list(completion.token_ids))
         self._actions.append((len(self._ids), completion))
         self._ids += completion.token_ids
@@ -189,6 +194,8 @@ class Trajectory:
     def step_reward(self, value: float, state: float | None = None) -> None:
         """Set the reward of the last answer alone and a key of the state before it (equal states, equal keys), for
         step-level advantages (see `rayrft.data.turns.Turns`)."""
+        if not math.isfinite(value) or (state is not None and not math.isfinite(state)):
+            raise ValueError(f"the reward of a step, and its state, are finite numbers, not {value} and {state}")
         step = len(self._actions) - 1
         self._metrics[f"turn_reward_{step}"] = float(value)
         if state is not None:

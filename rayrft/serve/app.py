@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import math
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
@@ -105,7 +106,8 @@ class Endpoint:
         # An application that can be given nothing but a base URL has its session there.
         for base in ("", "/sessions/{session}"):
             for path, (model, prefix) in answers.items():
-                app.add_api_route(base + path, self._route(self._answering(model, prefix)), methods=["POST"])
+                handle = self._route(self._answering(model, prefix), self._config.max_requests)
+                app.add_api_route(base + path, handle, methods=["POST"])
             app.add_api_route(f"{base}/v1/feedback", self._route(self._feedback), methods=["POST"])
             app.add_api_route(f"{base}/v1/models", self._route(self._models), methods=["GET"])
             app.add_api_route(base + "/v1/models/{name:path}", self._route(self._model), methods=["GET"])
@@ -115,13 +117,16 @@ class Endpoint:
 
     # Every request.
 
-    def _route(self, handle: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        """Return the handler of a route: with key and limits checked, and errors in the form of the API."""
+    def _route(
+        self, handle: Callable[[Request], Awaitable[Response]], at_most: float = math.inf
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """Return the handler of a route: with the key checked, and errors in the form of the API. It refuses requests
+        while ``at_most`` are open."""
 
         async def route(request: Request) -> Response:
             try:
                 self._check_key(request)
-                if self._open >= self._config.max_requests:
+                if self._open >= at_most:
                     raise ApiError(
                         429,
                         f"The server has {self._open} open requests, which is its limit.",
@@ -222,7 +227,7 @@ class Endpoint:
             turns = (
                 {"role": "user", "content": prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)},
             )
-        begun = await self._sessions.begin(session, task, conversation) if self._sessions is not None else None
+        begun = await self._begun(session, task, conversation)
         ask = Ask(body, response, begun, conversation, turns, [], sampling, trained, None)
 
         async def checked() -> Ask:
@@ -242,6 +247,17 @@ class Endpoint:
             return replace(ask, prompt=ids, turns=new_turns, sampling=replace(sampling, max_tokens=limit), form=form)
 
         return await self._or_failed(ask, checked())
+
+    async def _begun(self, session: str, task: str | None, conversation: Conversation) -> Begun | None:
+        """Begin a call in its session, if calls are recorded."""
+        if self._sessions is None:
+            return None
+        beginning = asyncio.ensure_future(self._sessions.begin(session, task, conversation))
+        try:
+            return await asyncio.shield(beginning)
+        except asyncio.CancelledError:  # the call may have begun: nobody else would end it
+            await self._sessions.failed(await beginning, api_error(asyncio.CancelledError()).code)
+            raise
 
     def _sampling(self, body: Sampled) -> tuple[Sampling, bool]:
         """Return how to sample, and whether that is as the run trains."""
@@ -336,7 +352,8 @@ class Endpoint:
             tail = Piece(index, text.end(), rest)
             whole = text.text
         found = message(whole, ask.form)
-        return Answer(completion, whole, found, replace(tail, text="") if found.tool_calls else tail)
+        shown = len(whole) - len(tail.text)
+        return Answer(completion, whole, found, replace(tail, text=found.content[shown:]))
 
     async def _record(self, ask: Ask, answers: list[Answer], engine: str | None) -> None:
         if self._sessions is None or ask.begun is None:
@@ -349,7 +366,9 @@ class Endpoint:
                 said = ChatMessage(role="assistant", content=answer.message.content, tool_calls=calls)
                 choices.append(Choice(answer.completion, canonical([said.plain()]), text))
             elif isinstance(ask.conversation, str):
-                choices.append(Choice(answer.completion, answer.text, text))
+                # With what ended it: a prompt that leaves that out does not continue the tokens.
+                said_text = self._tokenizer.hf.decode(list(answer.completion.token_ids))
+                choices.append(Choice(answer.completion, said_text, text))
             else:
                 choices.append(Choice(answer.completion, answer.completion.token_ids, text))
         call = Call(ask.response, tuple(ask.prompt), ask.conversation, ask.turns, tuple(choices), ask.trained, engine)
@@ -409,7 +428,8 @@ class Endpoint:
             raise ApiError(404 if unknown else 400, str(error), code=code, param=error.field) from None
         except FeedbackRefused as error:
             code = "already_rewarded" if error.value == "rewarded" else "too_late"
-            raise ApiError(409, str(error), code=code, param="id") from None
+            headers = {"x-should-retry": "false"}  # OpenAI's client would send it again
+            raise ApiError(409, str(error), code=code, param="id", headers=headers) from None
         return JSONResponse({"object": "feedback", "session_id": session, "reward": body.reward})
 
     async def _models(self, request: Request) -> Response:

@@ -52,7 +52,7 @@ class EndpointReplica:
         pool: Handle[EnginePool] = handle(actors.engine_pool)
         counter = Counter("rayrft_endpoint_requests", "Requests by how they ended", tag_keys=("app", "outcome"))
         self._endpoint = Endpoint(
-            EngineClient(pool, Waits("endpoint")),
+            EngineClient(pool, Waits("endpoint"), 1 / settings.config.replicas),
             _Keeper(handle(actors.keeper)) if actors.keeper else None,
             ChatTokenizer(model),
             settings,
@@ -84,7 +84,8 @@ def open_endpoint(app_name: str, route: str, model: str, settings: EndpointSetti
     reached = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "::1": "[::1]"}.get(config.host, config.host)
     url = f"http://{reached}:{config.port}/{route}"
     try:
-        urllib.request.urlopen(f"{url}/health", timeout=_ANSWER_S).close()
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy knows this machine
+        direct.open(f"{url}/health", timeout=_ANSWER_S).close()
     except (urllib.error.URLError, TimeoutError) as error:
         close_endpoint(app_name)
         raise ConfigError(

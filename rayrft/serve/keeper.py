@@ -46,7 +46,9 @@ class SessionKeeper:
 
     async def begin(self, session: str, task: str | None, conversation: Conversation) -> Begun:
         """Begin a call of a session."""
-        return self._sessions.begin(session, task, conversation, time.time())
+        begun = self._sessions.begin(session, task, conversation, time.time())
+        self._changed.set()  # it may be the first that is to be given up
+        return begun
 
     async def answered(self, begun: Begun, call: Call) -> None:
         """End a call with its answers."""

@@ -79,6 +79,7 @@ class Metadata(_Body):
 
 
 Limit = Annotated[int, Field(ge=1)]
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
 class Sampled(_Body):
@@ -136,7 +137,7 @@ class ChatRequest(Sampled):
 
     @model_validator(mode="after")
     def _tools(self) -> ChatRequest:
-        if any("name" not in (tool.get("function") or {}) for tool in self.tools):
+        if not all(_has_name(tool) for tool in self.tools):
             raise _unsupported("tools", "has an entry that is no function with a name")
         return self
 
@@ -165,8 +166,10 @@ class ResponsesRequest(ChatRequest):
     @model_validator(mode="before")
     @classmethod
     def _from_input(cls, body: Any) -> Any:
-        if not isinstance(body, dict) or "input" not in body:
+        if not isinstance(body, dict):
             return body
+        if "input" not in body:
+            raise _unsupported("input", "is required")
         given, tools = body["input"], body.get("tools") or []
         items = [{"role": "user", "content": given}] if isinstance(given, str) else given
         if not isinstance(items, list):
@@ -209,6 +212,12 @@ class ChatMessage(_Body):
     @classmethod
     def _without_nulls(cls, body: Any) -> Any:
         return {key: value for key, value in body.items() if value is not None} if isinstance(body, dict) else body
+
+    @model_validator(mode="after")
+    def _calls(self) -> ChatMessage:
+        if not all(_has_name(call) for call in self.tool_calls):
+            raise _unsupported("tool_calls", "has an entry that is no call of a function with a name")
+        return self
 
     @property
     def text(self) -> str:
@@ -254,7 +263,7 @@ class ContentPart(_Body):
 class CompletionRequest(Sampled):
     """The body of ``/v1/completions``: the prompt is one text, or the ids of its tokens."""
 
-    prompt: Annotated[str, Field(min_length=1)] | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    prompt: Annotated[str, Field(min_length=1)] | Annotated[list[TokenId], Field(min_length=1)]
     logprobs: int | None = Field(None, ge=0, le=1)
 
     @field_validator("prompt", mode="before")
@@ -294,18 +303,22 @@ def parse(model: type[Body], body: bytes) -> Body:
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
+        # Of the errors of a union's members, that which is deepest inside says most.
+        first = max(error.errors(include_url=False), key=lambda each: len(each["loc"]))
         if first["type"] == "json_invalid":
             raise ApiError(400, f"The body is not JSON: {first['msg']}.", code="invalid_json") from None
         cause = first.get("ctx", {}).get("error")
-        param, problem = (
-            cause.args if isinstance(cause, _Unsupported) else (".".join(map(str, first["loc"])), first["msg"])
-        )
+        param, problem = cause.args if isinstance(cause, _Unsupported) else (_name(first["loc"]), first["msg"])
         code = {"missing": "missing_required_parameter", "value_error": "unsupported_parameter"}
         where = param or None
         raise ApiError(
             400, f"{where or 'The body'}: {problem}.", code=code.get(first["type"], "invalid_value"), param=where
         ) from None
+
+
+def _name(path: tuple[str | int, ...]) -> str:
+    """Return the name of a field, without the types by which members of a union are called."""
+    return ".".join(str(part) for part in path if isinstance(part, int) or (part.isidentifier() and part != "str"))
 
 
 def key_digest(key: str) -> str:
@@ -354,9 +367,14 @@ def _nested(tool: Any) -> Any:
 
 def _plain_call(call: dict[str, Any]) -> dict[str, Any]:
     """Return a call with its arguments as an object, if they are one, so that equal ones are equal."""
-    function = call.get("function") or {}
+    function = call["function"]
     arguments = function.get("arguments", "{}")
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):  # it was sampled so
+        with contextlib.suppress(ValueError, RecursionError):  # it was sampled so
             arguments = json.loads(arguments)
-    return {"id": call.get("id"), "function": {"name": function.get("name"), "arguments": arguments}}
+    return {"id": call.get("id"), "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _has_name(entry: dict[str, Any]) -> bool:
+    function = entry.get("function")
+    return isinstance(function, dict) and isinstance(function.get("name"), str)

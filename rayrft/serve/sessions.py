@@ -12,6 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from itertools import count, islice
+from typing import TypeVar
 
 import numpy as np
 
@@ -22,8 +23,11 @@ from rayrft.experience import TRUNCATED, Experience
 from rayrft.explorer.trajectory import action_columns
 from rayrft.serve.recording import Begun, Call, Conversation, Row, SessionRows
 
+K = TypeVar("K")
+V = TypeVar("V")
+
 _REMEMBERED = 100_000
-"""Sessions that have ended and are remembered, to tell late feedback from that for an unknown id."""
+"""Sessions that have ended, and ids, that are remembered, to tell late feedback from that for an unknown id."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,8 @@ class SessionStats:
 
 @dataclass
 class _Session:
+    number: int
+    """One id may name several sessions, one after the other."""
     task: str | None
     first: Conversation
     began: float
@@ -86,11 +92,14 @@ class Sessions:
         """Open sessions without a call in progress, and when they expire; the first to expire first."""
         self._running: OrderedDict[int, tuple[str, float]] = OrderedDict()
         """The session of every call in progress, and when the call is given up: its replica may have died."""
-        self._ended: OrderedDict[str, str] = OrderedDict()
-        """How sessions ended."""
-        self._responses: OrderedDict[str, str] = OrderedDict()
-        """The session of every response."""
+        self._ended: OrderedDict[int, str] = OrderedDict()
+        """How sessions ended, by number."""
+        self._known: OrderedDict[str, tuple[str, int]] = OrderedDict()
+        """Id and number of the session, by the ids of its responses, and by its own once it has ended."""
         self._waiting: dict[Hashable, list[_Finished]] = {}
+        """Sessions with a reward, by group."""
+        self._aging: OrderedDict[int, Hashable] = OrderedDict()
+        """The groups of those sessions, by number; the one that has waited longest first."""
         self._formed: list[ServedGroup] = []
         self._dropped: Counter[str] = Counter()
         self._lost: Counter[str] = Counter()
@@ -102,8 +111,7 @@ class Sessions:
         """Begin a call. A session that has ended begins anew under its id."""
         entry = self._open.get(session)
         if entry is None:
-            self._ended.pop(session, None)
-            entry = self._open[session] = _Session(task, conversation, now)
+            entry = self._open[session] = _Session(next(self._numbers), task, conversation, now)
         self._idle.pop(session, None)
         entry.task = entry.task or task
         number = next(self._numbers)
@@ -117,9 +125,7 @@ class Sessions:
             return
         entry.calls.answered(begun.number, call)
         del self._running[begun.number]
-        self._responses[call.response] = begun.session
-        if len(self._responses) > _REMEMBERED:
-            self._responses.popitem(last=False)
+        _remember(self._known, call.response, (begun.session, entry.number))
         self._calls["answered"] += 1
         self._rest(begun.session, entry, now)
 
@@ -144,14 +150,18 @@ class Sessions:
             if not math.isfinite(number):
                 self._feedback["invalid"] += 1
                 raise DataError("is not a finite number", field=where, value=number)
-        session = self._responses.get(name, name)
+        session, session_number = self._known.get(name, (name, -1))
+        if name in self._open:
+            session, session_number = name, self._open[name].number
         entry = self._open.get(session)
-        if entry is None and session not in self._ended:
+        if entry is not None and entry.number != session_number:
+            entry = None  # another one of this id, which has begun since
+        if entry is None and session_number not in self._ended:
             self._feedback["unknown"] += 1
             raise DataError(
                 "no session or response has this id", field="id", value=name, remedy="give the id of a response"
             )
-        problem = self._ended[session] if entry is None else "rewarded"
+        problem = self._ended[session_number] if entry is None else "rewarded"
         if entry is None or entry.reward is not None:
             self._feedback["twice" if problem == "rewarded" else "late"] += 1
             raise FeedbackRefused(f"the session has ended: {problem}", field=name, value=problem)
@@ -169,16 +179,12 @@ class Sessions:
             self.failed(Begun(first[1][0], first[0]), "lost", now)
         while self._idle and next(iter(self._idle.values())) <= now:
             self._expire_oldest(now, "no_reward")
-        for key in list(self._waiting):
-            group = self._waiting[key]
-            while group and group[0].since + self._config.group_s <= now:
-                self._drop(len(group.pop(0).rows), "no_group")
-            if not group:
-                del self._waiting[key]
+        while self._aging and self._oldest().since + self._config.group_s <= now:
+            self._drop_oldest()
 
     def next_expiry(self) -> float:
         """Return the time at which `expire` has something to do; infinity if there is none."""
-        groups = (group[0].since + self._config.group_s for group in self._waiting.values())
+        groups = [self._oldest().since + self._config.group_s] if self._aging else []
         calls = (until for _, until in islice(self._running.values(), 1))
         return min([*groups, *calls, *islice(self._idle.values(), 1)], default=math.inf)
 
@@ -191,6 +197,7 @@ class Sessions:
         for group in self._waiting.values():
             self._drop(sum(len(finished.rows) for finished in group), "run_ended")
         self._waiting.clear()
+        self._aging.clear()
 
     def take(self) -> tuple[list[ServedGroup], Counter[str]]:
         """Return the groups formed, and the rows dropped by reason, since the last call."""
@@ -200,9 +207,8 @@ class Sessions:
 
     def stats(self) -> SessionStats:
         """Return the counts so far."""
-        ungrouped = sum(map(len, self._waiting.values()))
         counts = (self._calls, self._how, self._feedback, self._lost)
-        return SessionStats(len(self._open), ungrouped, *map(dict, counts))
+        return SessionStats(len(self._open), len(self._aging), *map(dict, counts))
 
     def _rest(self, session: str, entry: _Session, now: float) -> None:
         """Let a session wait for its next call or its reward, if no call is in progress."""
@@ -231,10 +237,26 @@ class Sessions:
             return self._drop_whole(entry, "not_trained")
         self._drop(len(entry.calls.rows) - len(trained), "not_trained")
         assert entry.reward is not None  # checked by the callers
-        group = self._waiting.setdefault(self._key(entry), [])
+        key = self._key(entry)
+        group = self._waiting.setdefault(key, [])
         group.append(_Finished(entry, trained, entry.reward, now))
+        self._aging[entry.number] = key
         if len(group) == self._group_size:
-            self._form(self._waiting.pop(self._key(entry)), now)
+            for member in self._waiting.pop(key):
+                del self._aging[member.session.number]
+            self._form(group, now)
+        elif len(self._aging) > self._config.max_sessions:
+            self._drop_oldest()
+
+    def _oldest(self) -> _Finished:
+        """Return the session that has waited longest for its group."""
+        return self._waiting[next(iter(self._aging.values()))][0]
+
+    def _drop_oldest(self) -> None:
+        _, key = self._aging.popitem(last=False)
+        self._drop(len(self._waiting[key].pop(0).rows), "no_group")
+        if not self._waiting[key]:
+            del self._waiting[key]
 
     def _form(self, members: list[_Finished], now: float) -> None:
         rewards = [member.reward for member in members]
@@ -263,9 +285,8 @@ class Sessions:
         del self._open[session]
         self._idle.pop(session, None)
         self._how[how] += 1
-        self._ended[session] = how
-        if len(self._ended) > _REMEMBERED:
-            self._ended.popitem(last=False)
+        _remember(self._ended, entry.number, how)
+        _remember(self._known, session, (session, entry.number))
 
     def _drop_whole(self, entry: _Session, reason: str) -> None:
         """Drop the rows of a session, or one row for a session that has none, by the failure of its last call."""
@@ -278,6 +299,14 @@ class Sessions:
         if rows:
             self._dropped[reason] += rows
             self._lost[reason] += rows
+
+
+def _remember(entries: OrderedDict[K, V], key: K, value: V) -> None:
+    """Set an entry; the oldest of too many is forgotten."""
+    entries[key] = value
+    entries.move_to_end(key)
+    if len(entries) > _REMEMBERED:
+        entries.popitem(last=False)
 
 
 def _experience(row: Row, member: _Finished, experience_id: str, group_id: str, now: float) -> Experience:

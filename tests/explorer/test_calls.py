@@ -171,6 +171,32 @@ async def test_an_attempt_is_parked_when_none_of_its_concurrent_calls_goes_on() 
     assert {row.experience_id: row.stop_reason for row in rows} == {"group/0/1": "stop", "group/0/2": None}
 
 
+async def test_an_attempt_whose_deadline_is_over_is_not_parked_for_its_suspended_call() -> None:
+    model = Model([9])
+    model.slow[2] = asyncio.Event()
+    calls = GroupCalls(model, 1, COMMON, Parking(5))
+    generate = calls.of(0)
+
+    async def work() -> None:
+        await asyncio.gather(*(generate([prompt], 50, ()) for prompt in (2, 1)))
+
+    task = asyncio.ensure_future(work())
+    await model.asked.wait()
+    await asyncio.sleep(0)
+    task.cancel()  # one call is suspended, and one is sampled
+    await asyncio.wait({task})
+    assert not calls.parked
+
+
+async def test_an_attempt_that_goes_another_way_than_before_is_not_parked_again_for_its_budget() -> None:
+    model = Model([9])
+    _, begun = await iteration(model, 1, [[1], [2]], 5, [])
+    assert begun
+    calls = GroupCalls(model, 1, COMMON, Parking(5, begun))
+    answer = await asyncio.wait_for(calls.of(0)([7], 50, ()), 10)
+    assert answer.stop_reason == "stop" and len(answer.token_ids) == 9 and not calls.parked
+
+
 def test_recorded_calls_that_were_not_made_again_are_kept() -> None:
     async def history() -> None:
         model = Model([4])

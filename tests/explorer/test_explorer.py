@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rayrft.buffer.buffer import Buffer
-from rayrft.buffer.schedule import StagePlan
+from rayrft.buffer.schedule import StagePlan, Ticket
 from rayrft.config import RunConfig, load_config
 from rayrft.config.buffer import BufferConfig
 from rayrft.data.task_sampler import TaskSet
@@ -22,6 +22,7 @@ from rayrft.explorer.engines.exchange import Answering, Completion, Request
 from rayrft.explorer.engines.pool import EnginePool, Member, Membership
 from rayrft.explorer.explorer import Explorer
 from rayrft.explorer.rollout import BusyClock
+from rayrft.explorer.trajectory import Model, Trajectory
 from rayrft.explorer.workflows import register_workflow, workflows
 from rayrft.rewards import RewardResult
 from tests.config.test_load import base
@@ -279,3 +280,41 @@ def test_a_busy_clock_counts_overlapping_work_once(monkeypatch: pytest.MonkeyPat
     clock.__exit__()
     now = 9.0
     assert clock.take() == 0.0
+
+
+async def test_added_tasks_that_two_groups_fetch_at_once_are_counted_once(tmp_path: Path, tiny_model: Path) -> None:
+    buffer = make_buffer(tmp_path, words=2)
+    explorer = make_explorer(config(), tiny_model, ScriptedEngine(0), buffer, ScriptedRewards(), words=2)
+    for more in (4, 6):
+        await buffer.add_tasks(spelling(more), 0)
+        new = spelling(more)[-2:]
+        assert new == await asyncio.gather(*(explorer._task(Ticket(0, 0, 0, task.id)) for task in new))
+        assert explorer._added == more - 2
+
+
+@register_workflow("odd_metrics")
+class OddMetrics:
+    """Counts what has no name, in every other group."""
+
+    async def run(self, task: Task, model: Model, env: Any = None) -> Trajectory:
+        trajectory = model.start(task.messages)
+        await trajectory.act()
+        if int(task.question[-1]) % 2:
+            trajectory.count(5)  # type: ignore[arg-type]
+        return trajectory
+
+
+async def test_a_group_whose_rows_cannot_be_stored_is_a_failure_of_its_workflow(
+    tmp_path: Path, tiny_model: Path, cleanup: list[asyncio.Task[Any]]
+) -> None:
+    settings, buffer = config(**{"explorer.workflow": "odd_metrics"}), make_buffer(tmp_path, sampler="sequential")
+    engine = ScriptedEngine(0)
+    explorer = make_explorer(settings, tiny_model, engine, buffer, ScriptedRewards(1))
+    await buffer.open_stage(plan(settings))
+    cleanup.append(asyncio.create_task(explorer.explore(settings.stages[0])))
+    lease = asyncio.create_task(buffer.lease(0, 1, 30))
+    cleanup.append(lease)
+    while not lease.done():
+        await asyncio.wait({lease, asyncio.create_task(engine.answer_one())}, return_when=asyncio.FIRST_COMPLETED)
+    assert (await lease).usual_rows == 8
+    assert (await buffer.stats()).ledger.dropped_tasks["workflow_error"] >= 2

@@ -69,6 +69,12 @@ class Troubled:
         match self._trouble:
             case "raises":
                 raise KeyError("nothing here")
+            case "cancels itself":
+                helper = asyncio.ensure_future(asyncio.Event().wait())
+                helper.cancel()
+                await helper
+            case "exits":
+                raise SystemExit(2)
             case "has a deadline of its own":
                 async with asyncio.timeout(0):
                     await asyncio.Event().wait()
@@ -112,7 +118,18 @@ def troubled(trouble: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "trouble",
-    ["raises", "has a deadline of its own", "none", "never acts", "another's", "twice", "no number", "refused"],
+    [
+        "raises",
+        "cancels itself",
+        "exits",
+        "has a deadline of its own",
+        "none",
+        "never acts",
+        "another's",
+        "twice",
+        "no number",
+        "refused",
+    ],
 )
 async def test_a_repeat_that_fails_costs_itself_and_is_told_with_workflow_and_task(
     trouble: str, tiny_model: Path, caplog: pytest.LogCaptureFixture
@@ -201,6 +218,16 @@ async def test_an_environment_that_cannot_be_created_is_refused_at_once(
 ) -> None:
     with pytest.raises(ConfigError, check=about(field)):
         await run(tiny_model, Engines(), **settings)
+
+
+async def test_an_attempt_does_not_begin_when_its_groups_deadline_is_over() -> None:
+    group, began = _Group(0.01), list[int]()
+    for number in range(2):
+        with pytest.raises(_Expired), group.attempt(100.0, Session()):
+            began.append(number)
+            await asyncio.Event().wait()
+    current = asyncio.current_task()
+    assert began == [0] and group.expired and current and not current.cancelling()
 
 
 @pytest.mark.parametrize(

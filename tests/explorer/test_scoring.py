@@ -202,3 +202,15 @@ def test_only_tokens_that_are_new_enough_are_trained_and_the_group_is_as_old_as_
     assert group.dropped == {"old_tokens": 1} and sampled[0].action_mask.tolist() == [0, 0, 1, 1]
     assert group_numbers(to_batch(group.rows), np.array([0])).versions.tolist() == [5]
     assert mask_old(scored, 4).rows == scored.rows and mask_old(scored, 6).rows == []
+
+
+def test_a_row_whose_turns_have_rewards_by_number_is_masked_rather_than_one_of_its_turns() -> None:
+    [row] = rows("stop")
+    mask, spans = np.array([1, 0, 1, 1], np.uint8), (VersionSpan(0, 1, 4), VersionSpan(2, 3, 4), VersionSpan(3, 4, 5))
+    turns = dataclasses.replace(row, action_mask=mask, weight_versions=spans, metrics={"turn_reward_1": 1.0})
+    young = dataclasses.replace(turns, weight_versions=(VersionSpan(0, 3, 5), VersionSpan(2, 4, 5)))
+    half = dataclasses.replace(turns, weight_versions=(VersionSpan(0, 1, 5), *spans[1:]))
+    scored = score([turns, young, half], [RewardResult(1.0)] * 3, config())
+    group = mask_old(scored, 5)
+    assert [each.status == MASKED for each in group.rows] == [True, False, False]
+    assert [each.action_mask.tolist() for each in group.rows] == [[1, 0, 1, 1], [1, 0, 1, 1], [1, 0, 0, 1]]

@@ -102,6 +102,30 @@ async def test_a_stop_string_ends_the_answer_at_the_engine_and_is_not_shown(tiny
         assert len(served.policy.sampled[0].token_ids) < 15  # of 28: it was interrupted
 
 
+@pytest.mark.parametrize("keeps", [True, False])
+async def test_a_text_continues_what_was_sampled_only_with_its_stop_string(tiny_model: Path, keeps: bool) -> None:
+    async with serve(tiny_model, lambda prompt: "look it up\nSeen: no") as served:
+        options: dict[str, Any] = {"model": MODEL, "user": "s", "stop": ["\nSeen:"]}
+        first = await served.client.completions.create(prompt="ask. ", **options)
+        assert first.choices[0].text == "look it up"
+        following = f"ask. look it up{chr(10) + 'Seen:' if keeps else ''} 42. "
+        await served.client.completions.create(prompt=following, **options)
+        assert served.policy.tokenizer.hf.decode(served.policy.requests[-1].prompt) == following
+        await served.client.post("/feedback", cast_to=object, body={"id": "s", "reward": 1.0})
+        [group] = served.book.sessions.take()[0]
+        assert len(group.rows) == (1 if keeps else 2)
+
+
+async def test_a_second_reward_is_refused_once(tiny_model: Path) -> None:
+    async with serve(tiny_model) as served:
+        answer = await served.client.chat.completions.create(**CHAT)
+        client = served.client.with_options(max_retries=2)
+        for refused in (False, True):
+            with pytest.raises(openai.ConflictError) if refused else contextlib.nullcontext():
+                await client.post("/feedback", cast_to=object, body={"id": answer.id, "reward": 1.0})
+        assert served.endpoint.outcomes == {"200": 2, "409 already_rewarded": 1}
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_calls_of_tools_are_parsed_and_not_shown_as_text(tiny_model: Path, stream: bool) -> None:
     said = 'so <tool_call>{"name":"add","arguments":{"a":1}}</tool_call>'
@@ -169,7 +193,24 @@ CHAT: dict[str, Any] = {"model": MODEL, "messages": USER}
             "context_length_exceeded",
             "messages",
         ),
+        ("chat/completions", {**CHAT, "tools": [{"function": 5}]}, 400, "unsupported_parameter", "tools"),
+        ("chat/completions", {**CHAT, "stop": 5}, 400, "invalid_value", "stop"),
+        (
+            "chat/completions",
+            {**CHAT, "messages": [{"role": "assistant", "tool_calls": [{"function": "x"}]}]},
+            400,
+            "unsupported_parameter",
+            "tool_calls",
+        ),
+        (
+            "chat/completions",
+            {**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            400,
+            "invalid_value",
+            "messages.0.content.0.type",
+        ),
         ("completions", {"model": MODEL, "prompt": [10**6]}, 400, "invalid_value", "request"),
+        ("completions", {"model": MODEL, "prompt": [1 << 32]}, 400, "invalid_value", "prompt.0"),
         ("completions", {"model": MODEL, "prompt": []}, 400, "invalid_value", None),
         ("feedback", {"id": "nobody", "reward": 1.0}, 404, "session_not_found", "id"),
         ("feedback", {"id": "nobody"}, 400, "missing_required_parameter", "reward"),
@@ -249,10 +290,13 @@ async def test_a_thousand_open_streams_are_served_and_more_are_refused(tiny_mode
         assert (status, headers["retry-after"]) == (429, "1")
         with pytest.raises(openai.RateLimitError):
             await served.client.chat.completions.create(**CHAT)
+        # What needs no engine is answered.
+        unknown = await served.http.post("/v1/feedback", json={"id": "nobody", "reward": 1.0})
+        assert (unknown.status_code, (await served.http.get("/v1/stats")).json()["open"]) == (404, 1001)
         served.policy.holding.set()
         answers = await asyncio.gather(*asked)
         assert {(status, body[-14:].strip()) for status, _, body in answers} == {(200, "data: [DONE]")}
-        assert served.endpoint.outcomes == {"200": 1000, "429 rate_limit_exceeded": 2}
+        assert served.endpoint.outcomes == {"200": 1001, "429 rate_limit_exceeded": 2, "404 session_not_found": 1}
 
 
 async def test_a_dead_engine_and_a_late_answer_are_errors_of_the_server(tiny_model: Path) -> None:

@@ -78,7 +78,7 @@ async def test_a_loop_with_tools_is_one_row_as_it_was_sampled(text: str, stream:
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({}, "messages"),
+        ({}, "input"),
         ({"input": []}, "messages"),
         ({"input": 3, "instructions": "Be kind."}, "input"),
         ({"input": [3]}, "input.0"),

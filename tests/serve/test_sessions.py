@@ -171,7 +171,7 @@ def test_a_group_of_equal_rewards_is_dropped_if_nothing_can_be_learnt_from_it() 
 def test_feedback_that_is_late_twice_unknown_or_no_number_is_refused_and_counted() -> None:
     sessions = make(reward_s=10.0)
     for session in ("s", "late"):
-        answer(sessions, sessions.begin(session, None, ("t", "u"), 0.0), ("t", "u"))
+        call = answer(sessions, sessions.begin(session, None, ("t", "u"), 0.0), ("t", "u"))
     sessions.feedback("s", 1.0, {}, 5.0)
     with pytest.raises(FeedbackRefused):
         sessions.feedback("s", 0.0, {}, 5.0)
@@ -192,7 +192,12 @@ def test_feedback_that_is_late_twice_unknown_or_no_number_is_refused_and_counted
     assert len(groups) == 1 and dropped == {"no_reward": 1}
     # An id may be used again.
     answer(sessions, sessions.begin("late", None, ("t", "u"), 11.0), ("t", "u"), now=11.0)
+    # What is said of the one before is not said of this one.
+    with pytest.raises(FeedbackRefused, match="no_reward"):
+        sessions.feedback(call.response, 0.0, {}, 12.0)
     assert sessions.feedback("late", 1.0, {}, 12.0) == "late"
+    with pytest.raises(FeedbackRefused, match="rewarded"):
+        sessions.feedback("late", 1.0, {}, 12.0)
 
 
 def test_the_default_reward_is_that_of_sessions_without_one_in_time() -> None:
@@ -223,6 +228,22 @@ def test_too_many_sessions_drop_the_one_that_is_idle_for_longest() -> None:
         said = ("t", str(number))
         answer(sessions, sessions.begin(f"s{number}", None, said, number), said, now=number)
     assert sessions.take()[1] == {"too_many_sessions": 2} and sessions.stats().open == 2
+
+
+def test_of_too_many_sessions_without_a_group_the_one_that_has_waited_longest_is_dropped() -> None:
+    sessions = make(2, max_sessions=2, group_s=50.0)
+    for number in range(3):
+        said = ("t", str(number))
+        answer(sessions, sessions.begin(f"s{number}", None, said, number), said, now=number)
+        sessions.feedback(f"s{number}", float(number), {}, number)
+    assert sessions.take()[1] == {"no_group": 1} and sessions.stats().ungrouped == 2
+    assert sessions.next_expiry() == 51.0
+    answer(sessions, sessions.begin("again", None, ("t", "1"), 10.0), ("t", "1"), now=10.0)
+    sessions.feedback("again", 0.5, {}, 10.0)
+    assert sorted(row.reward for row in rows(sessions)) == [0.5, 1.0]
+    assert sessions.next_expiry() == 52.0
+    sessions.expire(52.0)
+    assert sessions.take()[1] == {"no_group": 1} and sessions.stats().ungrouped == 0
 
 
 @given(seed=st.integers(0, 10**6))

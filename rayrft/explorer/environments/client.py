@@ -91,10 +91,12 @@ class EnvironmentClient:
         said = observation.text if isinstance(observation, Pictured) else observation
         if isinstance(said, str):
             size = len(said)
-        elif isinstance(said, list) and all(isinstance(message, dict) for message in said):
-            size = sum(len(str(text)) for message in said for text in message.values())
+        elif isinstance(said, list) and all(
+            isinstance(message, dict) and all(isinstance(text, str) for text in message.values()) for message in said
+        ):
+            size = sum(len(text) for message in said for text in message.values())
         else:
-            raise EnvironmentFailed(f"an observation is text or messages, not {type(said).__name__}")
+            raise EnvironmentFailed(f"an observation is text or messages of text, not {said!r:.200}")
         limit = self._environments.config.observation_limit
         if size > limit:
             remedy = "shorten it, or raise explorer.environment.observation_limit"
@@ -166,7 +168,7 @@ class _Local:
     def __init__(self, create: Callable[[], Environment], deadline_s: float) -> None:
         try:
             self._environment = create()
-        except Exception as error:  # a user's class may raise anything
+        except (Exception, SystemExit) as error:  # a user's class may raise anything
             raise _raised("create", error) from error
         self._deadline_s = deadline_s
 
@@ -177,7 +179,7 @@ class _Local:
                 return await getattr(self._environment, method)(*arguments)
         except ActorDied:
             raise
-        except Exception as error:  # a user's environment may raise anything
+        except (Exception, SystemExit) as error:  # a user's environment may raise anything
             if deadline.expired():
                 raise CallTimeout(f"not done within {deadline_s:g} s", field=method) from None
             raise _raised(method, error) from error
@@ -190,7 +192,7 @@ class _Local:
             log.warning("environment: %s", error)
 
 
-def _raised(method: str, error: Exception) -> CallFailed:
+def _raised(method: str, error: BaseException) -> CallFailed:
     failure = CallFailed(f"{type(error).__name__}: {error}", field=method)
     failure.add_note("".join(traceback.format_exception(error)))
     return failure

@@ -90,11 +90,7 @@ def find_tool(name: str) -> tuple[str, Callable[..., Any]]:
 
 def as_text(value: Any, limit: int) -> str:
     """Write a result as text, or JSON if it is no text, cut after ``limit`` characters."""
-    text = (
-        value
-        if isinstance(value, str)
-        else to_json(value, fallback=str, bytes_mode="base64", inf_nan_mode="constants").decode()
-    )
+    text = value if isinstance(value, str) else _json(value)
     if len(text) <= limit:
         return text
     return f"{text[:limit]}\n[the first {limit:,} of {len(text):,} characters]"

@@ -56,7 +56,7 @@ class Episode:
                 trajectories[-1].step_reward(step.reward)
             for name, value in step.info.items():
                 if isinstance(value, int | float):
-                    trajectories[-1].count(name, value)
+                    trajectories[-1].count(str(name), value)
             for trajectory in trajectories:
                 trajectory.reward(total if self._credit == "episode" else 0.0)
             if step.done or number == self._max_steps:
