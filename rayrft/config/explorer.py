@@ -83,8 +83,8 @@ class EnvironmentConfig(Section):
     options: dict[str, Any] = Field(default_factory=dict)
     """Parameters of its class."""
     deadline_s: float = Field(30.0, gt=0)
-    """Seconds for its creation, for ``reset`` and for each ``step``, from when they begin. What takes longer fails the
-    attempt, which is counted as ``timeout``."""
+    """Seconds for ``reset`` and for each ``step``, from when they begin; what takes longer fails the attempt, which is
+    counted as ``timeout``. Its creation may take as long, and in a process at least a minute."""
     observation_limit: int = Field(20_000, ge=1)
     """Longest observation, in characters; a longer one fails the attempt."""
     image_bytes: int = Field(8 << 20, ge=0)

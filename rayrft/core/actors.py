@@ -159,7 +159,12 @@ def create_actors(
     if config.records_sessions and config.endpoint is not None:
         [size] = {stage.group_size for stage in config.stages if stage.groups}
         keeper = placement.actor(SessionKeeper, "keeper", name="keeper").create(
-            config.endpoint, config.name, size, buffer, drop_equal=prepared.drop_equal
+            config.endpoint,
+            config.name,
+            size,
+            buffer,
+            drop_equal=prepared.drop_equal,
+            mask_truncated=config.reward.truncated == "mask",
         )
     if config.mode == "serve":
         return Actors(buffer, trainer, [], engine_pool, engines, keeper=keeper)

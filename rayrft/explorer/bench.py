@@ -17,6 +17,7 @@ from rayrft.explorer.engines.client import EngineClient
 from rayrft.explorer.engines.pool import EnginePool
 from rayrft.explorer.evaluation import Attempt
 from rayrft.explorer.evaluator import Evaluator
+from rayrft.explorer.rollout import Runner
 from rayrft.handle import Handle
 from rayrft.registry import load_plugins
 from rayrft.rewards import RewardResult
@@ -78,7 +79,8 @@ class BenchWorker:
         self._config = config
         self._rewards = RewardPool(config.reward, create_worker)
         engines = EngineClient(engine_pool, Waits("bench"))
-        self._evaluator = Evaluator(config, ChatTokenizer(model), engines, self._score, config.bench.max_tokens)
+        runner = Runner(config, ChatTokenizer(model), engines, self._score)
+        self._evaluator = Evaluator(config, runner.beside(engines, config.bench.max_tokens))
         self._answered = 0
         self._changed = asyncio.Condition()
 

@@ -3,37 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 
 from rayrft.config import RunConfig
-from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.experience import TRUNCATED, Experience, Task
-from rayrft.explorer.calls import Engines
-from rayrft.explorer.engines.auxiliary import AuxiliaryModel
 from rayrft.explorer.evaluation import Attempt
-from rayrft.explorer.rollout import Runner, Score
+from rayrft.explorer.rollout import Runner
 from rayrft.explorer.scoring import earned
 from rayrft.rewards import RewardResult
 
 
 class Evaluator:
-    """Attempts tasks on engines, as a run does, with answers of up to ``max_tokens`` (default: the run's)."""
+    """Attempts tasks as a run does."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        tokenizer: ChatTokenizer,
-        engines: Engines,
-        score: Score,
-        max_tokens: int | None = None,
-        auxiliary: Mapping[str, AuxiliaryModel] | None = None,
-    ) -> None:
-        sampling = config.explorer.sampling
-        if max_tokens is not None:
-            sampling = sampling.model_copy(update={"max_tokens": max_tokens})
-        explorer = config.explorer.model_copy(update={"sampling": sampling})
+    def __init__(self, config: RunConfig, runner: Runner) -> None:
         self._config = config
-        self._runner = Runner(config.model_copy(update={"explorer": explorer}), tokenizer, engines, score, auxiliary)
+        self._runner = runner
 
     async def each(
         self, tasks: Sequence[Task], samples: int, temperature: float, done: dict[str, int] | None = None

@@ -94,7 +94,7 @@ class Explorer:
         self._runner = Runner(config, tokenizer, engines, self._reward, models)
 
         def evaluator(engines: EngineClient) -> Evaluator:
-            return Evaluator(config, tokenizer, engines, self._reward, config.evaluation.max_tokens, models)
+            return Evaluator(config, self._runner.beside(engines, config.evaluation.max_tokens))
 
         self._evaluator = evaluator(engines)
         self._evaluator_beside = evaluator(EngineClient(evaluation_pool, self._waits)) if evaluation_pool else None

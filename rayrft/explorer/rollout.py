@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import logging
 import math
 import time
@@ -215,6 +216,18 @@ class Runner:
         self._workflow(config.explorer.workflow)
         environment = config.explorer.environment
         self._environments = Environments(environment, config.plugins) if environment else None
+
+    def beside(self, engines: Engines, max_tokens: int | None = None) -> Runner:
+        """Return another one on these engines, with answers of up to ``max_tokens``. Workflows and environments, with
+        their processes, are the same."""
+        other = copy.copy(self)
+        other._engines, other._parkable = engines, {}
+        other.rolling, other.scoring = BusyClock(), BusyClock()
+        if max_tokens is not None:
+            sampling = self._config.explorer.sampling.model_copy(update={"max_tokens": max_tokens})
+            explorer = self._config.explorer.model_copy(update={"sampling": sampling})
+            other._config = self._config.model_copy(update={"explorer": explorer})
+        return other
 
     async def run(self, task: Task, name: str, n: int, temperature: float, parking: Parking | None = None) -> Rollout:
         """Attempt a task ``n`` times concurrently, and score the rows without a reward by their last turn.

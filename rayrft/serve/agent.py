@@ -157,7 +157,8 @@ class _Attempt:
             try:
                 return running.result()
             except Exception:  # of the application, which may raise anything
-                if self._full and self.trajectories():
+                if self._full and (rows := self.trajectories()):
+                    rows[-1].end_for_length()
                     raise ContextFull("the application failed after a prompt without room for an answer") from None
                 raise
         finally:

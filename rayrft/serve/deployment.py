@@ -70,7 +70,7 @@ def open_endpoint(app_name: str, route: str, model: str, settings: EndpointSetti
     Raises ConfigError if the port is in use by another program, or if Ray Serve has another port on this cluster.
     """
     config = settings.config
-    _check_port(config)
+    _check_address(config)
     serve.start(http_options={"host": config.host, "port": config.port}, proxy_location="HeadOnly")
     replica = serve.deployment(serve.ingress()(EndpointReplica)).options(
         num_replicas=config.replicas,
@@ -104,10 +104,19 @@ def close_endpoint(app_name: str) -> None:
             serve.delete(app_name)
 
 
-def _check_port(config: ServeConfig) -> None:
-    """Raise ConfigError if another program has the port, unless Serve is running, which may have it."""
-    with contextlib.suppress(ValueError):
-        ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+def _check_address(config: ServeConfig) -> None:
+    """Raise ConfigError if another program has the port or, where Serve is running, if that is not its address."""
+    with contextlib.suppress(ValueError):  # it is not running
+        controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+        running = ray.get(controller.get_http_config.remote())
+        for field in ("host", "port"):
+            if getattr(running, field) != getattr(config, field):
+                raise ConfigError(
+                    f"Ray Serve is running on this cluster at {running.host}:{running.port}, and has one address",
+                    field=f"serve.{field}",
+                    value=getattr(config, field),
+                    remedy="give that address, or shut Serve down: serve shutdown",
+                )
         return
     try:
         family = socket.AF_INET6 if ":" in config.host else socket.AF_INET

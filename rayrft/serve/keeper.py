@@ -24,10 +24,19 @@ class SessionKeeper:
     """The actor. Replicas of the endpoint tell it of calls; for the arguments see `Sessions`."""
 
     def __init__(
-        self, config: ServeConfig, run: str, group_size: int, buffer: Handle[Buffer], *, drop_equal: bool
+        self,
+        config: ServeConfig,
+        run: str,
+        group_size: int,
+        buffer: Handle[Buffer],
+        *,
+        drop_equal: bool,
+        mask_truncated: bool = False,
     ) -> None:
         self._life = uuid.uuid4().hex[:8]
-        self._sessions = Sessions(config, f"{run}/serve/{self._life}", group_size, drop_equal=drop_equal)
+        self._sessions = Sessions(
+            config, f"{run}/serve/{self._life}", group_size, drop_equal=drop_equal, mask_truncated=mask_truncated
+        )
         self._buffer = buffer
         self._writer = BufferWriter(buffer)
         self._dropped: Counter[str] = Counter()
@@ -122,7 +131,7 @@ class SessionKeeper:
 
     async def _put(self, group: ServedGroup) -> None:
         # What the Buffer rejects, or has no place for, it has counted.
-        await self._writer.put(to_batch(group.rows), group.report)
+        await self._writer.put(to_batch(group.rows), group.report, dropped=dict(group.dropped))
 
     async def _discard(self) -> None:
         async with self._discarding:  # what comes meanwhile is told together

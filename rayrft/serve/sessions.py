@@ -20,6 +20,7 @@ from rayrft.buffer.events import GroupReport
 from rayrft.config.serve import ServeConfig
 from rayrft.errors import DataError, FeedbackRefused
 from rayrft.experience import TRUNCATED, Experience
+from rayrft.explorer.scoring import ScoredGroup, mask_truncated
 from rayrft.explorer.trajectory import action_columns
 from rayrft.serve.recording import Begun, Call, Conversation, Row, SessionRows
 
@@ -36,6 +37,8 @@ class ServedGroup:
 
     rows: list[Experience]
     report: GroupReport
+    dropped: Counter[str]
+    """Rows that are not trained on, by reason."""
 
 
 @dataclass(frozen=True)
@@ -78,14 +81,16 @@ class Sessions:
     """The sessions of one run's endpoint.
 
     ``name`` begins the ids of its groups, and must be another one in every life of the run. ``drop_equal`` drops groups
-    without variance in their rewards.
+    without variance in their rewards, ``mask_truncated`` excludes rows whose last answer was cut from training.
     """
 
-    def __init__(self, config: ServeConfig, name: str, group_size: int, *, drop_equal: bool) -> None:
+    def __init__(
+        self, config: ServeConfig, name: str, group_size: int, *, drop_equal: bool, mask_truncated: bool = False
+    ) -> None:
         self._config = config
         self._name = name
         self._group_size = group_size
-        self._drop_equal = drop_equal
+        self._drop_equal, self._mask_truncated = drop_equal, mask_truncated
         self._numbers, self._groups = count(), count()
         self._open: dict[str, _Session] = {}
         self._idle: OrderedDict[str, float] = OrderedDict()
@@ -274,7 +279,12 @@ class Sessions:
             tokens=sum(int(np.count_nonzero(row.action_mask)) for row in rows),
             truncated=sum(row.stop_reason in TRUNCATED for row in rows),
         )
-        self._formed.append(ServedGroup(rows, report))
+        scored = ScoredGroup(rows, Counter(), report)
+        if self._mask_truncated:
+            scored = mask_truncated(scored)
+        if not scored.rows:
+            return self._drop(len(rows), "truncated")
+        self._formed.append(ServedGroup(scored.rows, report, scored.dropped))
 
     def _key(self, entry: _Session) -> Hashable:
         if entry.task is not None:

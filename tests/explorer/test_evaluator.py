@@ -16,6 +16,7 @@ from rayrft.explorer.bench import AttemptFile
 from rayrft.explorer.engines.exchange import Completion, Request, Session
 from rayrft.explorer.evaluation import Attempt, measure
 from rayrft.explorer.evaluator import Evaluator
+from rayrft.explorer.rollout import Runner
 from rayrft.rewards import RewardResult
 from tests.errors import about
 from tests.explorer.test_explorer import config, spelling
@@ -27,7 +28,8 @@ async def score(task: Task, responses: list[str]) -> list[RewardResult]:
 
 
 def evaluator(tiny_model: Path, engines: Any, max_tokens: int | None = None, **overrides: Any) -> Evaluator:
-    return Evaluator(config(**overrides), ChatTokenizer(tiny_model), engines, score, max_tokens)
+    settings = config(**overrides)
+    return Evaluator(settings, Runner(settings, ChatTokenizer(tiny_model), engines, score).beside(engines, max_tokens))
 
 
 async def test_what_was_done_is_not_attempted_again_and_answers_are_as_long_as_asked_for(tiny_model: Path) -> None:

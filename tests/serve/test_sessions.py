@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rayrft.buffer.validation import Limits, find_faults
 from rayrft.config.serve import ServeConfig
 from rayrft.errors import DataError, FeedbackRefused
-from rayrft.experience import to_batch
+from rayrft.experience import MASKED, to_batch
 from rayrft.explorer.engines.exchange import Completion
 from rayrft.serve.recording import Begun, Call, Choice, Conversation
 from rayrft.serve.sessions import Sessions
@@ -24,8 +24,10 @@ from tests.errors import about
 SAID = ("a",)
 
 
-def make(group_size: int = 1, *, drop_equal: bool = False, **config: Any) -> Sessions:
-    return Sessions(ServeConfig(**config), "run/serve/x", group_size, drop_equal=drop_equal)
+def make(group_size: int = 1, *, drop_equal: bool = False, mask_truncated: bool = False, **config: Any) -> Sessions:
+    return Sessions(
+        ServeConfig(**config), "run/serve/x", group_size, drop_equal=drop_equal, mask_truncated=mask_truncated
+    )
 
 
 def answer(
@@ -38,10 +40,11 @@ def answer(
     trained: bool = True,
     choices: int = 1,
     version: int = 0,
+    stop_reason: str = "stop",
 ) -> Call:
     """Answer a call whose prompt is its prefix and ``new`` tokens; answers are of token 9, observations of token 5."""
     prefix = begun.prefix.token_ids if begun.prefix else ()
-    completion = Completion((9, 9), (-0.5, -0.25), ((0, 2, version),), "stop")
+    completion = Completion((9, 9), (-0.5, -0.25), ((0, 2, version),), stop_reason)
     texts = [f"a{k}" if choices > 1 else "a" for k in range(choices)]
     like = {str: lambda text: text, tuple: lambda text: (text,)}[type(conversation)]
     said = (Choice(completion, like(text), "text") for text in texts)
@@ -166,6 +169,22 @@ def test_a_group_of_equal_rewards_is_dropped_if_nothing_can_be_learnt_from_it() 
         sessions.feedback(f"s{number}", reward, {}, 0.0)
     groups, dropped = sessions.take()
     assert len(groups) == 1 and dropped == {"zero_variance": 2}
+
+
+@pytest.mark.parametrize("cut", [0, 1, 2])
+def test_rows_that_were_cut_are_masked_where_the_run_masks_them(cut: int) -> None:
+    sessions = make(2, mask_truncated=True)
+    for number in range(2):
+        begun = sessions.begin(f"s{number}", "task", ("t", "u"), 0.0)
+        answer(sessions, begun, ("t", "u"), stop_reason="length" if number < cut else "stop")
+        sessions.feedback(f"s{number}", float(number), {}, 0.0)
+    groups, dropped = sessions.take()
+    if cut == 2:
+        assert not groups and dropped == {"truncated": 2}
+    else:
+        [group] = groups
+        assert [row.status == MASKED for row in group.rows] == [cut == 1, False]
+        assert (group.dropped["truncated"], dropped.total()) == (cut, 0)
 
 
 def test_feedback_that_is_late_twice_unknown_or_no_number_is_refused_and_counted() -> None:
