@@ -29,7 +29,7 @@ from rayrft.rewards import RewardResult
 log = logging.getLogger(__name__)
 
 
-Score = Callable[[Task, list[str]], Awaitable[list[RewardResult]]]
+ScoreAnswers = Callable[[Task, list[str]], Awaitable[list[RewardResult]]]
 """Return one result per response to a task."""
 
 
@@ -200,7 +200,7 @@ class Runner:
         config: RunConfig,
         tokenizer: ChatTokenizer,
         engines: Engines,
-        score: Score,
+        score: ScoreAnswers,
         auxiliary: Mapping[str, AuxiliaryModel] | None = None,
     ) -> None:
         self._config = config

@@ -21,7 +21,7 @@ Generate = Callable[[list[int], int, tuple[str, ...]], Awaitable[Completion]]
 """Sample one continuation, of at most so many tokens, of a sequence with placeholders for the images at the paths."""
 
 
-Score = Callable[[Task, str], Awaitable[RewardResult]]
+ScoreAnswer = Callable[[Task, str], Awaitable[RewardResult]]
 """Score an answer to a task."""
 
 
@@ -41,7 +41,7 @@ class Model:
     def __init__(
         self,
         generate: Generate,
-        score: Score,
+        score: ScoreAnswer,
         tokenizer: ChatTokenizer,
         *,
         max_tokens: int,
