@@ -177,7 +177,7 @@ def test_an_application_that_rates_its_answers_gets_better_ones_and_so_does_the_
     """Products by a tool, from a model that often guesses instead. The share of wrong answers falls by a third at
     least."""
     calculator.write_task(tmp_path, seed=1, demonstrations=600, least=10, beyond=100)
-    config = {**calculator.make_config(tmp_path, seed=1, steps=30, controls=False), "name": way, "max_staleness": 2}
+    config = {**calculator.make_config(tmp_path, seed=1, steps=45, controls=False), "name": way, "max_staleness": 2}
     config["tasks"]["eval_size"] = 50
     warmup, grpo = config["stages"]
     config["stages"] = [
