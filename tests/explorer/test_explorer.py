@@ -111,6 +111,19 @@ def plan(config: RunConfig, version: int = 0) -> StagePlan:
     )
 
 
+async def fill_one_batch(
+    explorer: Explorer, settings: RunConfig, buffer: Buffer, engine: ScriptedEngine, cleanup: list[asyncio.Task[Any]]
+) -> None:
+    """Let the Explorer fill the first batch of the config's stage, and lease it."""
+    await buffer.open_stage(plan(settings))
+    cleanup.append(asyncio.create_task(explorer.explore(settings.stages[0])))
+    lease = asyncio.create_task(buffer.lease(0, 1, 30))
+    cleanup.append(lease)
+    while not lease.done():
+        await asyncio.wait({lease, asyncio.create_task(engine.answer_one())}, return_when=asyncio.FIRST_COMPLETED)
+    assert (await lease).usual_rows == 8
+
+
 @pytest.fixture
 async def cleanup() -> AsyncIterator[list[asyncio.Task[Any]]]:
     tasks: list[asyncio.Task[Any]] = []
@@ -209,13 +222,7 @@ async def test_tasks_that_are_added_are_drawn_and_a_prompt_over_the_limit_is_dro
     long = [Task.create("test", "x" * 100 + str(i), "x") for i in range(2)]
     short = Task.create("test", "Spell this word backward: 777", "x")
     assert await buffer.add_tasks([long[0], short, long[1], *spelling(2)], 0) == 3
-    await buffer.open_stage(plan(settings))
-    cleanup.append(asyncio.create_task(explorer.explore(settings.stages[0])))
-    lease = asyncio.create_task(buffer.lease(0, 1, 30))
-    cleanup.append(lease)
-    while not lease.done():
-        await asyncio.wait({lease, asyncio.create_task(engine.answer_one())}, return_when=asyncio.FIRST_COMPLETED)
-    assert (await lease).usual_rows == 8
+    await fill_one_batch(explorer, settings, buffer, engine, cleanup)
     assert (await buffer.stats()).ledger.dropped_tasks["prompt_too_long"] >= 2
     assert explorer._tasks.keys() == {task.id for task in [*spelling(2), *long, short]}
 
@@ -310,11 +317,5 @@ async def test_a_group_whose_rows_cannot_be_stored_is_a_failure_of_its_workflow(
     settings, buffer = config(**{"explorer.workflow": "odd_metrics"}), make_buffer(tmp_path, sampler="sequential")
     engine = ScriptedEngine(0)
     explorer = make_explorer(settings, tiny_model, engine, buffer, ScriptedRewards(1))
-    await buffer.open_stage(plan(settings))
-    cleanup.append(asyncio.create_task(explorer.explore(settings.stages[0])))
-    lease = asyncio.create_task(buffer.lease(0, 1, 30))
-    cleanup.append(lease)
-    while not lease.done():
-        await asyncio.wait({lease, asyncio.create_task(engine.answer_one())}, return_when=asyncio.FIRST_COMPLETED)
-    assert (await lease).usual_rows == 8
+    await fill_one_batch(explorer, settings, buffer, engine, cleanup)
     assert (await buffer.stats()).ledger.dropped_tasks["workflow_error"] >= 2
