@@ -188,6 +188,20 @@ async def test_an_attempt_whose_deadline_is_over_is_not_parked_for_its_suspended
     assert not calls.parked
 
 
+async def test_a_suspended_call_that_is_given_up_does_not_park_the_one_that_goes_on() -> None:
+    model = Model([9])
+    model.slow[2] = asyncio.Event()
+    calls = GroupCalls(model, 1, COMMON, Parking(5))
+    goes_on, suspended = (asyncio.ensure_future(calls.of(0)([prompt], 50, ())) for prompt in (2, 1))
+    for _ in range(10):  # one is sampled, and the other has spent the budget
+        await asyncio.sleep(0)
+    suspended.cancel()
+    await asyncio.wait({suspended})
+    await asyncio.sleep(0)
+    assert suspended.cancelled() and not goes_on.done() and not calls.parked
+    goes_on.cancel()
+
+
 async def test_an_attempt_that_goes_another_way_than_before_is_not_parked_again_for_its_budget() -> None:
     model = Model([9])
     _, begun = await iteration(model, 1, [[1], [2]], 5, [])
