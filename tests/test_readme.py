@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.experience import Task
@@ -44,6 +45,12 @@ def test_the_references_are_those_of_the_models_and_registries(tmp_path: Path) -
 def test_links_lead_somewhere(readme: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", readme.read_text()):
         assert "://" in target or (readme.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_examples_of_configs_are_yaml(readme: Path) -> None:
+    for block in re.findall(r"```yaml\n(.*?)```", readme.read_text(), re.DOTALL):
+        assert isinstance(yaml.safe_load(block), dict), block
 
 
 async def test_the_examples_of_a_reward_and_a_workflow_run(tiny_model: Path) -> None:

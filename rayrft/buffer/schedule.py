@@ -44,6 +44,8 @@ class StagePlan:
     max_staleness: int = 0
     over_sampling: float = 1.0
     version: int = 0
+    steps: int | None = None
+    """Steps of the stage: none begins that no step could take. None: not known."""
     name: str = ""
     """With ``version``, identifies a stage that is opened again."""
     pairs: bool = False
@@ -55,6 +57,11 @@ class StagePlan:
     parks: Literal["train", "mask"] | None = None
     """Whether producers may park unfinished groups, and whether the tokens of before are to be trained if they are not
     too old when the group is resumed."""
+
+    @property
+    def end(self) -> int | None:
+        """The version at which the stage has ended."""
+        return None if self.steps is None else self.version + self.steps
 
     @property
     def most_parked(self) -> int:
@@ -140,6 +147,9 @@ class Schedule(Protocol):
     def give_back(self, groups: dict[int, Ticket]) -> None:
         """Make leased groups ready again, by slot."""
 
+    def lose(self) -> None:
+        """Record that nothing is left of what the present step has leased: it leases again."""
+
     def remove(self, slot: int) -> None:
         """Remove a ready group."""
 
@@ -155,7 +165,7 @@ def make_schedule(plan: StagePlan, fresh: int, next_sequence: int, *, replays: b
     """Make the schedule of a stage. ``fresh``: new groups per step; ``replays``: whether groups are used repeatedly."""
     if not plan.groups or not plan.scheduled:
         return OpenSchedule(next_sequence, plan.max_age, plan.version)
-    numbers = plan.max_staleness, plan.over_sampling, plan.version, next_sequence
+    numbers = plan.max_staleness, plan.over_sampling, plan.version, plan.end, next_sequence
     return ReplaySchedule(plan.groups, fresh, *numbers) if replays else WindowedSchedule(plan.groups, *numbers)
 
 
@@ -167,6 +177,7 @@ class WindowedSchedule:
     max_staleness: int
     over_sampling: float = 1.0
     version: int = 0
+    end: int | None = None
     next_sequence: int = 0
     running: dict[int, Ticket] = field(default_factory=dict)
     ready: dict[int, Ticket] = field(default_factory=dict)
@@ -185,10 +196,14 @@ class WindowedSchedule:
         return self.version - self.max_staleness
 
     def capacity(self, eligible: int = 0) -> int:
-        """See `Schedule`. With ``max_staleness`` 0 none is admitted during a step, as it would be late."""
+        """See `Schedule`. With ``max_staleness`` 0 none is admitted during a step, as it would be late; nor are more
+        than the stage's last steps take."""
+        return self._places(min(self.max_staleness + 1, _steps_left(self)))
+
+    def _places(self, steps: int) -> int:
         if self.max_staleness == 0 and self.taken:
             return 0
-        limit = math.ceil(self.over_sampling * (self.max_staleness + 1) * self.groups_per_step)
+        limit = math.ceil(self.over_sampling * steps * self.groups_per_step)
         return max(0, limit - len(self.running) - len(self.ready) - self.taken)
 
     def admit(self, count: int) -> list[Ticket]:
@@ -215,11 +230,12 @@ class WindowedSchedule:
         return True
 
     def offer(self, slot: int, version: int) -> bool:
-        """See `Schedule`. A group is accepted only if all others still have room by their deadlines."""
+        """See `Schedule`. A group is accepted only if all others still have room by their deadlines. One for which this
+        stage has no step goes to the next stage."""
         if slot in self.ready:
             return True
         ticket = Ticket(self.next_sequence, version, version + self.max_staleness)
-        if ticket.deadline < self.version or not self.capacity():
+        if ticket.deadline < self.version or not self._places(self.max_staleness + 1):
             return False
         self.ready[slot] = ticket
         if self.over_sampling == 1.0 and not self._room_after(self.version - (not self.taken), set()):
@@ -250,6 +266,9 @@ class WindowedSchedule:
         self.ready.update(groups)
         self.taken = max(0, self.taken - len(groups))
 
+    def lose(self) -> None:
+        self.taken = 0
+
     def remove(self, slot: int) -> None:
         self.ready.pop(slot, None)
 
@@ -266,7 +285,7 @@ class WindowedSchedule:
     def adjust(self, plan: StagePlan, fresh: int) -> list[int]:
         fewer, taken = max(0, self.max_staleness - plan.max_staleness), self.taken
         self.groups_per_step, self.max_staleness = plan.groups, plan.max_staleness
-        self.over_sampling = plan.over_sampling
+        self.over_sampling, self.end = plan.over_sampling, plan.end
         self.running, self.ready = _due_earlier(self.running, fewer), _due_earlier(self.ready, fewer)
         late = self.advance(self.version)
         self.taken = taken
@@ -293,10 +312,13 @@ class ReplaySchedule:
     max_staleness: int
     over_sampling: float = 1.0
     version: int = 0
+    end: int | None = None
     next_sequence: int = 0
     running: dict[int, Ticket] = field(default_factory=dict)
     fresh_ready: int = 0
     """New groups that have arrived and are not counted for a step yet."""
+    leased: bool = False
+    """Whether a step has its batch, and its weights are not published."""
     kind: Literal["replay"] = "replay"
     pooled: ClassVar[bool] = True
 
@@ -309,8 +331,10 @@ class ReplaySchedule:
         return self.version - self.max_staleness
 
     def capacity(self, eligible: int) -> int:
-        limit = math.ceil(self.over_sampling * (self.max_staleness + 1) * self.fresh)
-        return max(0, max(limit - self.fresh_ready, self.groups - eligible) - len(self.running))
+        steps = min(self.max_staleness + 1, _steps_left(self) - self.leased)
+        limit = math.ceil(self.over_sampling * steps * self.fresh)
+        missing = self.groups - eligible if steps else 0
+        return max(0, max(limit - self.fresh_ready, missing) - len(self.running))
 
     def admit(self, count: int) -> list[Ticket]:
         tickets = _tickets(self, count)
@@ -343,9 +367,14 @@ class ReplaySchedule:
 
     def take(self, slots: list[int]) -> None:
         self.fresh_ready -= self.fresh
+        self.leased = True
 
     def give_back(self, groups: dict[int, Ticket]) -> None:
+        self.lose()
+
+    def lose(self) -> None:
         self.fresh_ready += self.fresh
+        self.leased = False
 
     def remove(self, slot: int) -> None:
         pass
@@ -353,13 +382,14 @@ class ReplaySchedule:
     def advance(self, version: int) -> list[int]:
         _check_version(self.version, version)
         self.version = version
+        self.leased = False
         self.running = _in_time(self.running, version)
         return []
 
     def adjust(self, plan: StagePlan, fresh: int) -> list[int]:
         self.running = _due_earlier(self.running, max(0, self.max_staleness - plan.max_staleness))
         self.groups, self.fresh = plan.groups, fresh
-        self.max_staleness, self.over_sampling = plan.max_staleness, plan.over_sampling
+        self.max_staleness, self.over_sampling, self.end = plan.max_staleness, plan.over_sampling, plan.end
         return []
 
 
@@ -412,6 +442,9 @@ class OpenSchedule:
     def give_back(self, groups: dict[int, Ticket]) -> None:
         pass
 
+    def lose(self) -> None:
+        pass
+
     def remove(self, slot: int) -> None:
         pass
 
@@ -425,6 +458,11 @@ class OpenSchedule:
 
 
 AnySchedule = WindowedSchedule | ReplaySchedule | OpenSchedule
+
+
+def _steps_left(schedule: WindowedSchedule | ReplaySchedule) -> int:
+    """Return the number of steps from the present one on; without an end there are always enough."""
+    return schedule.max_staleness + 2 if schedule.end is None else max(0, schedule.end - schedule.version)
 
 
 def _tickets(schedule: WindowedSchedule | ReplaySchedule, count: int) -> list[Ticket]:

@@ -105,6 +105,8 @@ class ExplorerConfig(Section):
     """How tasks are acted on that do not name a workflow of their own."""
     workflow_options: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Options of workflows, by the workflow's name."""
+    workflow_processes: int = Field(64, ge=1)
+    """Attempts that may be in processes at once, in each Explorer, by a workflow that says it may block."""
     environment: EnvironmentConfig | None = None
     """What workflows act in, if they need it."""
     deadline_s: float = Field(600.0, gt=0)
@@ -123,6 +125,9 @@ class ExplorerConfig(Section):
     """Drop a group whose advantages are all 0 (equal rewards, apart from an overlong punishment) if it has no gradient;
     another task replaces it. With a KL, an entropy term, a critic, or advantages normalised over the batch it has one,
     and is kept. (The dynamic sampling of other systems drops it also with a KL.)"""
+    max_tries: int = Field(1000, ge=1)
+    """Consecutive groups of one Explorer that may be dropped for equal rewards; then the run ends with this as its
+    cause. An explore job goes on to the end of its tasks."""
     partial: PartialConfig | None = None
     """Park unfinished groups instead of waiting for them; by default each is sampled in one go."""
     over_sampling: float = Field(1.0, ge=1.0, le=8.0)

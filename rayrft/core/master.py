@@ -210,8 +210,7 @@ class Master:
 
         sampling, served = config.explorer.sampling, config.endpoint.model_name or config.name
         names = [actor_name(config.name, part) for part in ("engine_pool", "keeper")]
-        return await asyncio.to_thread(
-            deployment.open_endpoint,
+        return await deployment.open_endpoint(
             actor_name(config.name, "serve"),
             config.name,
             prepared.model,

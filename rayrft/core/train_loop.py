@@ -176,6 +176,7 @@ class TrainLoop:
             self._config.max_staleness,
             self._config.explorer.over_sampling,
             progress.stage_began,
+            stage.steps,
             scheduled=self._config.mode in ("both", "serve"),
             max_age=self._config.buffer.max_age,
             name=stage.name,

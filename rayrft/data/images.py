@@ -209,8 +209,8 @@ def insert_images(messages: list[dict[str, Any]], count: int) -> list[dict[str, 
 def image_paths(values: Any, base: Path, keep: Path | None = None) -> tuple[str, ...]:
     """Return a row's images as absolute paths; relative ones are relative to the folder ``base``, or that of the file.
 
-    Bytes, also in the form of the hub's data sets (``{"bytes": …, "path": …}``), are kept in the folder ``keep``.
-    Raises DataError if a value is no image, the file does not exist, or there is no such folder.
+    Pictures of PIL, and bytes, also in the form of the hub's data sets (``{"bytes": …, "path": …}``), are kept in the
+    folder ``keep``. Raises DataError if a value is no image, the file does not exist, or there is no such folder.
     """
     if values is None:
         return ()
@@ -218,12 +218,13 @@ def image_paths(values: Any, base: Path, keep: Path | None = None) -> tuple[str,
     for value in values if isinstance(values, list) else [values]:
         if isinstance(value, dict):
             value = value.get("bytes") or value.get("path")
-        if isinstance(value, bytes) and keep is not None:
+        picture = isinstance(value, bytes) or hasattr(value, "convert")
+        if picture and keep is not None:
             value = keep_image(value, keep)
         if not isinstance(value, str):
             raise DataError(
                 f"an image is {type(value).__name__}, not a path",
-                remedy="name 'images_folder'" if isinstance(value, bytes) else "save it, and give its path",
+                remedy="name 'images_folder'" if picture else "give its path",
             )
         path = ((base if base.is_dir() else base.parent) / value).absolute()
         if not path.is_file():

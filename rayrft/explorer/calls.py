@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -101,7 +101,8 @@ class _Attempt:
     recorded: dict[int, _Call] = field(default_factory=dict)
     """Those of before that were not made again yet."""
     made: dict[int, _Call] = field(default_factory=dict)
-    open: int = 0
+    open: set[asyncio.Task[Any]] = field(default_factory=set)
+    """Those that wait for an answer."""
     suspended: int = 0
     """Of the open ones, those that are not answered any more."""
     sampled: int = 0
@@ -109,9 +110,10 @@ class _Attempt:
     parked: bool = False
     astray: bool = False
     """Whether it went another way than before: no budget parks it then, or it might begin anew for ever."""
+    ended: bool = False
 
     def park_if_idle(self) -> None:
-        if self.suspended and self.suspended == self.open and not self.parked:
+        if self.suspended and self.suspended == len(self.open) and not self.parked and not self.ended:
             self.parked = True
             self.on_park()
 
@@ -167,6 +169,23 @@ class GroupCalls:
             if call.token_ids
         ]
 
+    def answered(self, repeat: int, prompt: list[int], answer: Completion) -> bool:
+        """Return whether the model answered this to the prompt in that attempt, perhaps at more length."""
+        end = len(answer.token_ids)
+        return any(
+            call.prompt == prompt
+            and call.token_ids[:end] == answer.token_ids
+            and call.logprobs[:end] == answer.logprobs
+            for call in self._attempts[repeat].made.values()
+        )
+
+    def end(self, repeat: int) -> None:
+        """Cancel the tasks of an attempt that has ended which wait for an answer still: nobody will train it."""
+        attempt = self._attempts[repeat]
+        attempt.ended = True
+        for task in attempt.open:
+            task.cancel()
+
     def cancel(self) -> None:
         """Abort what is in flight."""
         for future in self._in_flight:
@@ -177,6 +196,8 @@ class GroupCalls:
         attempt = self._attempts[repeat]
 
         async def generate(prompt: list[int], max_tokens: int, images: tuple[str, ...]) -> Completion:
+            if attempt.ended:
+                raise RuntimeError("the attempt has ended: await all that a workflow begins")
             number = len(attempt.made) + 1
             call = attempt.recorded.pop(number, _Call(prompt, images))
             if call.prompt != prompt or call.images != images:
@@ -186,11 +207,13 @@ class GroupCalls:
                 call = _Call(prompt, images)
             attempt.made[number] = call
             if call.stop_reason is None:
-                attempt.open += 1
+                task = asyncio.current_task()
+                assert task is not None  # a coroutine is running
+                attempt.open.add(task)
                 try:
                     call = await self._finish(attempt, repeat, number, call, max_tokens)
                 finally:
-                    attempt.open -= 1
+                    attempt.open.remove(task)
                     if attempt.suspended:  # once those that are cancelled with this one have ended, too
                         asyncio.get_running_loop().call_soon(attempt.park_if_idle)
             assert call.stop_reason is not None  # it is finished

@@ -100,7 +100,8 @@ class Explorer:
         self._evaluator_beside = evaluator(EngineClient(evaluation_pool, self._waits)) if evaluation_pool else None
         self._rolling: dict[Ticket, asyncio.Future[list[Rollout]]] = {}
         self._partial = config.explorer.partial
-        self._failures = 0
+        self._failures, self._flat = 0, 0
+        """Numbers of consecutive groups: those that failed, and those of equal rewards."""
 
     async def start(self) -> None:
         """Start the reward workers."""
@@ -119,6 +120,7 @@ class Explorer:
         Raises ActorDied if an engine has died, and RayrftError if too many consecutive groups fail.
         """
         groups, algorithm = _Tasks(), stage.algorithm.build()
+        self._flat = 0
         if not self._feed:
             groups.start(self._end_surplus(stage))
         try:
@@ -189,8 +191,7 @@ class Explorer:
             return await self._writer.park(to_batch(rollout.parked), ticket)
         if not rollout.rows:
             # Without a failure it was parked before a token was sampled.
-            reasons = list(rollout.failed) or ["surplus"]
-            reason = reasons[0] if len(reasons) == 1 else "workflow_error"
+            reason = max(rollout.failed, key=rollout.failed.__getitem__, default="surplus")
             await self._buffer.call(Buffer.fail, ticket, reason)
             return self._count_failure(rollout.problem)
         rules, max_tokens = self._config.reward, self._config.explorer.sampling.max_tokens
@@ -217,6 +218,14 @@ class Explorer:
             self._count_failure(f"reward {self._config.reward.name!r}: {scored.unknown}")
         else:
             self._failures = 0
+        self._flat = 0 if scored.rows else self._flat + bool(scored.dropped["zero_variance"])
+        if self._flat >= self._config.explorer.max_tries and not self._feed:
+            raise RayrftError(
+                f"{self._flat} consecutive groups had equal rewards, so that nothing is learned from them",
+                field="explorer.max_tries",
+                value=self._flat,
+                remedy="give tasks that the model solves sometimes, but not always; or raise it",
+            )
 
     async def _task(self, ticket: Ticket) -> Task:
         """Return the ticket's task; fetch those that were added to the task set meanwhile, if it is among them."""

@@ -54,6 +54,30 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class Ask:
+    """What an object asks the parent during a call."""
+
+    number: int
+    method: str
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """Nobody waits any more for what was asked by that number."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The parent's reply to what was asked by that number, pickled: it is whoever asked that cannot read it."""
+
+    number: int
+    value: bytes
+
+
+@dataclass(frozen=True)
 class Blueprint:
     """What the template imports: plugins first, then the pickled factory with what is called once before it."""
 
@@ -157,10 +181,103 @@ class _Template:
                 self._control.send(RECORD.pack(b"e", pid) + STATUS.pack(code))
 
 
+class Parent:
+    """The parent, whom the object of this process may ask during a call that takes questions (see `Worker.call`)."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._lock = threading.RLock()
+        """Who has it reads and writes."""
+        self._asked = 0
+        self._futures: dict[int, asyncio.Future[bytes]] = {}
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """Ask, and block until there is a reply."""
+        with self._lock:
+            number = self._send(method, arguments)
+            while (reply := self._read()).number != number:
+                pass
+            return pickle.loads(reply.value)
+
+    async def ask_async(self, method: str, *arguments: Any) -> Any:
+        """Ask, and let others run until there is a reply; it is not waited for if this is cancelled."""
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            number = self._send(method, arguments)
+            future = self._futures[number] = loop.create_future()
+        loop.add_reader(self._connection, self._read_if_ready)
+        try:
+            return pickle.loads(await future)
+        finally:
+            with self._lock:
+                del self._futures[number]
+                if future.cancelled():
+                    self.send(GiveUp(number))
+                if not self._futures:
+                    loop.remove_reader(self._connection)
+
+    def send(self, message: object) -> None:
+        """Write a message. What cannot be pickled raises TypeError, AttributeError or PicklingError."""
+        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        self._connection.sendall(HEADER.pack(len(data)) + data)
+
+    def receive(self) -> Any:
+        """Block until there is a message. Raises ConnectionError if the parent closed the connection."""
+        (size,) = HEADER.unpack(self._exactly(HEADER.size))
+        return pickle.loads(self._exactly(size))
+
+    def call(self) -> tuple[str, tuple[Any, ...]]:
+        """Block until there is a call. Raises ConnectionError if the parent closed the connection."""
+        while isinstance(message := self.receive(), Reply):
+            pass  # to what was given up
+        method, arguments = message
+        return method, arguments
+
+    def _send(self, method: str, arguments: tuple[Any, ...]) -> int:
+        self._asked += 1
+        self.send(Ask(self._asked, method, arguments))
+        return self._asked
+
+    def _read(self) -> Reply:
+        """Read a reply, which is handed on if a coroutine waits for it."""
+        reply: Reply = self.receive()
+        if (future := self._futures.get(reply.number)) is not None:
+            future.get_loop().call_soon_threadsafe(_set_unless_done, future, reply.value)
+        return reply
+
+    def _read_if_ready(self) -> None:
+        with self._lock:
+            if select.select([self._connection], [], [], 0)[0]:  # another thread may have read it meanwhile
+                try:
+                    self._read()
+                except ConnectionError:
+                    os._exit(0)  # the parent has given this process up
+
+    def _exactly(self, size: int) -> bytearray:
+        data = bytearray(size)
+        view = memoryview(data)
+        while view:
+            count = self._connection.recv_into(view)
+            if not count:
+                raise ConnectionResetError
+            view = view[count:]
+        return data
+
+
+def _set_unless_done(future: asyncio.Future[bytes], value: bytes) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+parent: Parent
+"""The parent of this process, if it was forked from a template."""
+
+
 def _serve(connection: socket.socket, create: Callable[[], Any]) -> None:
     """Create an object and call its methods, as the parent says, until the parent closes the connection."""
-    requests, loop = connection.makefile("rb"), asyncio.Runner()
-    instance, method, arguments = None, RENEW, ()
+    global parent
+    parent, loop = Parent(connection), asyncio.Runner()
+    instance, method, arguments = None, RENEW, tuple[Any, ...]()
 
     def call(method: str, *arguments: Any) -> Any:
         """Call a method of the object, be it a coroutine function."""
@@ -181,14 +298,14 @@ def _serve(connection: socket.socket, create: Callable[[], Any]) -> None:
                     instance, answer = create(), Answer("value")
             else:
                 answer = Answer("value", call(method, *arguments))
-            message = pickle.dumps(answer, pickle.HIGHEST_PROTOCOL)
+            parent.send(answer)
         except BaseException as error:  # a user's code may raise anything, and what it returns may be no pickle
             problem = f"{type(error).__name__}: {error}"[:2000]
-            message = pickle.dumps(Answer("raised", problem=problem, trace=traceback.format_exc()[-8000:]))
-        connection.sendall(HEADER.pack(len(message)) + message)
-        if len(header := requests.read(HEADER.size)) < HEADER.size:
+            parent.send(Answer("raised", problem=problem, trace=traceback.format_exc()[-8000:]))
+        try:
+            method, arguments = parent.call()
+        except ConnectionError:
             return
-        method, arguments = pickle.loads(requests.read(*HEADER.unpack(header)))
 
 
 def _leaks() -> str:

@@ -26,15 +26,19 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import cloudpickle
 
 from rayrft.errors import AnswerTooLarge, CallFailed, CallTimeout, ProcessDied
-from rayrft.explorer.process_server import HEADER, RECORD, RENEW, STATUS, Answer, Blueprint
+from rayrft.explorer.process_server import HEADER, RECORD, RENEW, STATUS, Answer, Ask, Blueprint, GiveUp, Reply
 
 _STARTING_AT_ONCE = 8
 """Processes between fork and readiness: more would only compete for the cores."""
+
+
+Asked = Callable[..., Awaitable[Any]]
+"""Replies to what an object asks during a call: takes a name and arguments."""
 
 
 class Worker:
@@ -52,8 +56,9 @@ class Worker:
         self.at_rest = False
         """Whether it is not at work, so that it can take a call."""
 
-    async def call(self, method: str, *arguments: Any, deadline_s: float) -> Any:
-        """Call a method of the object, and return what it returns.
+    async def call(self, method: str, *arguments: Any, deadline_s: float, asked: Asked | None = None) -> Any:
+        """Call a method of the object, and return what it returns. Meanwhile it may ask: ``asked`` is called with the
+        name and the arguments, and what it returns is the reply; what it raises ends the call, and the process.
 
         Raises CallFailed with the text of what it raised; CallTimeout, ProcessDied or AnswerTooLarge, after which the
         process is no more. A call that is cancelled costs the process, too.
@@ -66,7 +71,7 @@ class Worker:
         message = pickle.dumps((method, arguments), pickle.HIGHEST_PROTOCOL)
         try:
             async with asyncio.timeout(deadline_s):
-                return await self._answer(method, HEADER.pack(len(message)) + message)
+                return await self._answer(method, HEADER.pack(len(message)) + message, asked)
         except TimeoutError:
             problem = f"not done within {deadline_s:g} s"
             raise CallTimeout(problem, field=method, remedy="raise the deadline, or make it faster") from None
@@ -85,31 +90,72 @@ class Worker:
             if not self.at_rest:
                 self.kill()
 
-    async def _answer(self, method: str, message: bytes) -> Any:
+    async def _answer(self, method: str, message: bytes, asked: Asked | None = None) -> Any:
+        await self._send(method, message)
+        answer, asking = await self._receive(method), False
+        if asked is not None:
+            answer, asking = await self._reply(method, answer, asked)
+        if not isinstance(answer, Answer):
+            raise CallFailed("what came is no answer: the process wrote into its socket", field=method)
+        self.at_rest = answer.kind != "leaks" and not asking
+        if answer.kind == "value":
+            return answer.value
+        failure = CallFailed(answer.problem, field=method)
+        failure.add_note(answer.trace)
+        raise failure
+
+    async def _reply(self, method: str, received: object, asked: Asked) -> tuple[object, bool]:
+        """Reply to what the object asks until its answer comes; return that, and whether it asks on, in some thread."""
+
+        async def reply(ask: Ask) -> None:
+            value = pickle.dumps(await asked(ask.method, *ask.arguments), pickle.HIGHEST_PROTOCOL)
+            message = pickle.dumps(Reply(ask.number, value), pickle.HIGHEST_PROTOCOL)
+            await self._send(method, HEADER.pack(len(message)) + message)
+
+        replying = dict[int, asyncio.Task[None]]()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while isinstance(received, Ask | GiveUp):
+                    if isinstance(received, Ask):
+                        replying[received.number] = task = tasks.create_task(reply(received))
+                        task.add_done_callback(partial(_forget, replying, received.number))
+                    elif received.number in replying:
+                        replying[received.number].cancel()
+                    received = await self._receive(method)
+                asking = bool(replying)
+                for task in replying.values():
+                    task.cancel()
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return received, asking
+
+    async def _send(self, method: str, message: bytes) -> None:
         try:
             self._writer.write(message)
             await self._writer.drain()
+        except ConnectionError:
+            await self._end(method)
+
+    async def _receive(self, method: str) -> object:
+        try:
             (size,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
             if size > self._limit:
                 remedy = f"return at most {self._limit} bytes"
                 raise AnswerTooLarge("the answer is too large", field=method, value=size, remedy=remedy)
             data = await self._reader.readexactly(size)
         except (asyncio.IncompleteReadError, ConnectionError):
-            self.kill()  # it may have closed its socket and live on
-            await asyncio.wait([self.ended])  # awaited itself, it would be cancelled with this call
-            raise self._died(method) from None
+            await self._end(method)
         try:
-            answer = pickle.loads(data)
+            received: object = pickle.loads(data)
         except Exception as error:  # an object's class may raise anything when it is unpickled
             raise CallFailed(f"the answer cannot be unpickled: {type(error).__name__}: {error}", field=method) from None
-        if not isinstance(answer, Answer):
-            raise CallFailed("what came is no answer: the process wrote into its socket", field=method)
-        self.at_rest = answer.kind != "leaks"
-        if answer.kind == "value":
-            return answer.value
-        failure = CallFailed(answer.problem, field=method)
-        failure.add_note(answer.trace)
-        raise failure
+        return received
+
+    async def _end(self, method: str) -> NoReturn:
+        """Raise ProcessDied with how the process ended."""
+        self.kill()  # it may have closed its socket and live on
+        await asyncio.wait([self.ended])  # awaited itself, it would be cancelled with this call
+        raise self._died(method) from None
 
     def started(self, pid: int) -> None:
         """Note the pid, which is known a little later than the process can be written to."""
@@ -271,6 +317,10 @@ class ProcessPool:
             worker.kill()
             return None
         return worker
+
+
+def _forget(replying: dict[int, asyncio.Task[None]], number: int, _: object) -> None:
+    del replying[number]
 
 
 def _closed() -> ProcessDied:

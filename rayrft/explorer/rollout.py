@@ -6,11 +6,10 @@ import asyncio
 import contextlib
 import copy
 import logging
-import math
 import time
 import traceback
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
@@ -19,8 +18,9 @@ from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ActorDied, EnvironmentFailed, EnvironmentTimeout, ModelError
 from rayrft.experience import Experience, Task
 from rayrft.explorer.calls import Engines, GroupCalls, Parking, derive_seed
+from rayrft.explorer.deadlines import Expired, GroupDeadline
 from rayrft.explorer.engines.auxiliary import AuxiliaryModel
-from rayrft.explorer.engines.exchange import Sampling, Session
+from rayrft.explorer.engines.exchange import Sampling
 from rayrft.explorer.environments import EnvironmentClient, Environments
 from rayrft.explorer.trajectory import ContextFull, Model, PromptTooLong, Trajectory
 from rayrft.explorer.workflows import Workflow, build_workflow
@@ -71,127 +71,6 @@ class BusyClock:
         return total
 
 
-class _Deadline:
-    """Calls ``expire`` when work has been running for so many seconds; the ``whole`` that it is part of runs with it.
-
-    It runs while it was started more often than stopped: an attempt whose request waits for an engine is stopped.
-    """
-
-    def __init__(
-        self, timer: _Timer, seconds: float, expire: Callable[[], object], whole: _Deadline | None = None
-    ) -> None:
-        self._timer, self._left, self._expire, self._whole = timer, seconds, expire, whole
-        self._active = 0
-        self.due = 0.0
-        """When it expires, in the event loop's time, if it is not stopped before."""
-        self.expired = False
-
-    def start(self) -> None:
-        self._active += 1
-        if self._active == 1:
-            self.due = self._timer.loop.time() + self._left
-            self._timer.add(self)
-            if self._whole is not None:
-                self._whole.start()
-
-    def stop(self) -> None:
-        self._active -= 1
-        if self._active == 0:
-            self._left = self.due - self._timer.loop.time()
-            self._timer.discard(self)
-            if self._whole is not None:
-                self._whole.stop()
-
-    def end(self) -> None:
-        if not self.expired:
-            self.expired = True
-            self._expire()
-
-
-class _Timer:
-    """One timer for all deadlines of a group: thousands that are set and cancelled would cost more than what they
-    guard."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.get_running_loop()
-        self._running = set[_Deadline]()
-        self._handle: asyncio.Handle | None = None
-        self._due = math.inf
-
-    def add(self, deadline: _Deadline) -> None:
-        self._running.add(deadline)
-        if deadline.due < self._due:
-            self._set(deadline.due)
-
-    def discard(self, deadline: _Deadline) -> None:
-        self._running.discard(deadline)
-
-    def cancel(self) -> None:
-        if self._handle is not None:
-            self._handle.cancel()
-
-    def _set(self, due: float) -> None:
-        self.cancel()
-        self._due, self._handle = due, self.loop.call_at(due, self._ring)
-
-    def _ring(self) -> None:
-        """End what is due. What was stopped meanwhile is not, and what was started again is later."""
-        now, self._due = self._due, math.inf
-        for deadline in [deadline for deadline in self._running if deadline.due <= now]:
-            self.discard(deadline)
-            deadline.end()
-        if self._running:
-            self._set(min(deadline.due for deadline in self._running))
-
-
-class _Expired(Exception):
-    """An attempt was ended by its deadline, or that of its group."""
-
-
-class _Group:
-    """The attempts of a group, which end together when its deadline is over."""
-
-    def __init__(self, seconds: float | None) -> None:
-        self._timer = _Timer()
-        self._deadline = None if seconds is None else _Deadline(self._timer, seconds, self._expire)
-        self._attempts = set[_Deadline]()
-
-    @property
-    def expired(self) -> bool:
-        return self._deadline is not None and self._deadline.expired
-
-    @contextlib.contextmanager
-    def attempt(self, seconds: float, session: Session) -> Iterator[None]:
-        """Cancel the current task, and raise _Expired, when it has been running for so many seconds, or the group for
-        its own."""
-        if self.expired:
-            raise _Expired
-        task = asyncio.current_task()
-        assert task is not None  # a coroutine is running
-        deadline = _Deadline(self._timer, seconds, task.cancel, self._deadline)
-        session.on_queue, session.on_dequeue = deadline.stop, deadline.start
-        self._attempts.add(deadline)
-        deadline.start()
-        try:
-            yield
-        except asyncio.CancelledError:
-            if not deadline.expired:
-                raise
-            task.uncancel()
-            raise _Expired from None
-        finally:
-            deadline.stop()
-            self._attempts.discard(deadline)
-
-    def close(self) -> None:
-        """Guard nothing any more."""
-        self._timer.cancel()
-
-    def _expire(self) -> None:
-        for deadline in self._attempts:
-            deadline.end()
-
-
 class Runner:
     """Runs the config's workflows on tasks. Training and evaluation differ only in ``n`` and ``temperature``."""
 
@@ -239,7 +118,8 @@ class Runner:
         seed = derive_seed(self._config.seed, name) if self._config.seeds_requests else None
         sampling = self._config.explorer.sampling
         common = Sampling(temperature, sampling.max_tokens, (self._tokenizer.eos_id,), seed, sampling.repetition)
-        calls, group = GroupCalls(self._engines, n, common, parking), _Group(self._config.explorer.group_deadline_s)
+        calls = GroupCalls(self._engines, n, common, parking)
+        group = GroupDeadline(self._config.explorer.group_deadline_s)
         attempts = [asyncio.create_task(self._attempt(task, repeat, calls, group, name)) for repeat in range(n)]
         for repeat, attempt in enumerate(attempts):
             calls.on_park(repeat, attempt.cancel)
@@ -273,24 +153,26 @@ class Runner:
             self._parkable[name].park()
 
     async def _attempt(
-        self, task: Task, repeat: int, calls: GroupCalls, group: _Group, name: str
+        self, task: Task, repeat: int, calls: GroupCalls, group: GroupDeadline, name: str
     ) -> list[Experience] | _Failure:
         workflow, model = task.workflow or self._config.explorer.workflow, self._model(repeat, calls, name)
         seconds = self._config.explorer.deadline_s
         try:
-            async with self._environment(name, model.repeat) as env:
-                with group.attempt(seconds, calls.session(repeat)):
-                    made = await self._workflow(workflow).run(task, model, env)
-            return _rows(made, task, name, model)
-        except (ContextFull, PromptTooLong) as error:
-            ended = [trajectory for trajectory in model.started if trajectory.answers]
-            if isinstance(error, PromptTooLong) and ended:
-                ended[-1].end_for_length()
-            return _rows(ended, task, name, model) if ended else _Failure("prompt_too_long")
+            try:
+                async with self._environment(name, model.repeat) as env:
+                    with group.attempt(seconds, calls.session(repeat)):
+                        made = await self._workflow(workflow).run(task, model, env)
+            except (ContextFull, PromptTooLong) as error:
+                made = [trajectory for trajectory in model.started if trajectory.answers]
+                if not made:
+                    return _Failure("prompt_too_long")
+                if isinstance(error, PromptTooLong):
+                    made[-1].end_for_length()
+            return _rows(made, task, name, model, calls)
         except EnvironmentFailed as error:
             reason = "timeout" if isinstance(error, EnvironmentTimeout) else "environment_error"
             return self._failure(workflow, task, reason, str(error), "\n".join(getattr(error, "__notes__", [])))
-        except _Expired:
+        except Expired:
             limit = "explorer.group_deadline_s" if group.expired else f"explorer.deadline_s, {seconds:g} s"
             return self._failure(workflow, task, "timeout", f"not finished within {limit}", "")
         except asyncio.CancelledError as error:
@@ -308,6 +190,7 @@ class Runner:
             problem = f"{type(error).__name__}: {error}"
             return self._failure(workflow, task, "workflow_error", problem, traceback.format_exc())
         finally:
+            calls.end(repeat)
             model.started.clear()  # model and trajectories would keep each other until garbage is collected
 
     def _environment(self, name: str, repeat: int) -> AbstractAsyncContextManager[EnvironmentClient | None]:
@@ -377,7 +260,9 @@ class _Failure:
     problem: str | None = None
 
 
-def _rows(made: Trajectory | list[Trajectory], task: Task, name: str, model: Model) -> list[Experience]:
+def _rows(
+    made: Trajectory | list[Trajectory], task: Task, name: str, model: Model, calls: GroupCalls
+) -> list[Experience]:
     """Convert a workflow's return value to rows. Raises TypeError or ValueError if it is not a valid one."""
     trajectories = made if isinstance(made, list) else [made]
     if not trajectories or not all(isinstance(trajectory, Trajectory) for trajectory in trajectories):
@@ -386,6 +271,9 @@ def _rows(made: Trajectory | list[Trajectory], task: Task, name: str, model: Mod
         raise ValueError("the trajectory has no answer of the model: await act() first")
     if any(trajectory not in model.started for trajectory in trajectories) or len({*trajectories}) < len(trajectories):
         raise ValueError("a workflow must return trajectories of this attempt, each once")
+    for trajectory in trajectories:
+        if not all(calls.answered(model.repeat, *prompted) for prompted in trajectory.prompted()):
+            raise ValueError("the trajectory has tokens that were not sampled for it, or with other log-probs")
     first = f"{name}/{model.repeat}"
     ids = [first] if len(trajectories) == 1 else [f"{first}/{k}" for k in range(len(trajectories))]
     return [trajectory.to_experience(id, name, task) for trajectory, id in zip(trajectories, ids, strict=True)]

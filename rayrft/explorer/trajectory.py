@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -107,12 +107,13 @@ class Model:
         return self._auxiliary[name]
 
     async def generate(
-        self, token_ids: list[int], images: tuple[str, ...] = (), max_tokens: int | None = None
+        self, token_ids: Sequence[int], images: tuple[str, ...] = (), max_tokens: int | None = None
     ) -> Completion:
         """Continue a token sequence by at most ``max_tokens``, by default ``explorer.sampling.max_tokens``.
 
         Raises ContextFull, RequestRefused if the engine rejects the request, and ActorDied.
         """
+        token_ids = list(token_ids)  # what the caller does with its list changes nothing of the call
         room = self.max_length - len(token_ids)
         if room <= 0:
             raise ContextFull(f"{len(token_ids)} tokens, at most {self.max_length} with the answer")
@@ -154,7 +155,7 @@ class Trajectory:
         try:
             if images and self._model.tokenizer.images.token_id in self._actions[-1][1].token_ids:
                 raise ContextFull("the last answer has tokens that stand for images, which no prompt can contain")
-            completion = await self._model.generate(list(self._ids), self.images, max_tokens)
+            completion = await self._model.generate(self._ids, self.images, max_tokens)
         except ContextFull:
             self.end_for_length()
             raise
@@ -213,6 +214,11 @@ class Trajectory:
     def answers(self) -> int:
         """Number of the model's answers."""
         return len(self._actions)
+
+    def prompted(self) -> Iterator[tuple[list[int], Completion]]:
+        """Yield every answer with the tokens before it."""
+        for start, completion in self._actions:
+            yield self._ids[:start], completion
 
     def to_experience(self, experience_id: str, group_id: str, task: Task) -> Experience:
         """Build the row up to the end of the last answer. Arrays are [tokens]; the action mask is 1 on answers."""

@@ -37,6 +37,7 @@ from rayrft.rewards import RewardResult
 from rayrft.serve.app import Endpoint
 from rayrft.serve.protocol import ApiError, key_digest
 from rayrft.serve.recording import Begun, Call, Conversation, SessionRows
+from rayrft.serve.responder import Responder
 from rayrft.serve.sessions import SessionStats
 from rayrft.serve.settings import EndpointSettings
 
@@ -177,6 +178,11 @@ class _Attempt:
         answers = (self._model.generate(request.prompt, (), request.sampling.max_tokens) for _ in range(request.n))
         try:
             return await asyncio.gather(*answers)
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if current is not None and current.cancelling():
+                raise
+            raise _ended() from None
         except (ActorDied, ModelError) as error:
             if not self._lost.done():
                 self._lost.set_exception(error)
@@ -215,7 +221,7 @@ class _Desk:
         key, self._numbers = secrets.token_urlsafe(16), count()
         sampling = SamplingConfig(max_tokens=model.max_tokens)
         settings = EndpointSettings(config, "policy", model.max_length, sampling, (key_digest(key),), any_model=True)
-        app = Endpoint(self, self, model.tokenizer, settings).app()
+        app = Endpoint(Responder(self, self, model.tokenizer, settings)).app()
         self._attempt: _Attempt | None = None
         self.name = secrets.token_hex(8)
         self._access = f"{server.add(self.name, app)}/v1", key
@@ -232,7 +238,7 @@ class _Desk:
     @property
     def _present(self) -> _Attempt:
         if self._attempt is None:
-            raise ApiError(409, "The attempt has ended.", code="attempt_ended")
+            raise _ended()
         return self._attempt
 
     async def generate(
@@ -254,6 +260,10 @@ class _Desk:
 
     async def stats(self) -> SessionStats:
         return SessionStats(int(self._attempt is not None), 0, {}, {}, {}, {})
+
+
+def _ended() -> ApiError:
+    return ApiError(409, "The attempt has ended.", code="attempt_ended")
 
 
 class _Server(uvicorn.Server):

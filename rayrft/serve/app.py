@@ -1,29 +1,22 @@
-"""The HTTP application of the endpoint: takes requests, lets the engines answer, and tells the sessions."""
+"""The HTTP application of the endpoint: its routes, and what holds for every request."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import math
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from dataclasses import asdict, replace
-from typing import Any, Protocol, TypeVar
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
-from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import DataError, FeedbackRefused
-from rayrft.explorer.engines import exchange
-from rayrft.explorer.engines.exchange import Chunk, Completion, Sampling, Session, Told
-from rayrft.explorer.tools.parsing import instructed
-from rayrft.serve.decoding import AnswerText, cut, message
 from rayrft.serve.protocol import (
     ApiError,
-    ChatMessage,
     ChatRequest,
     CompletionRequest,
     FeedbackRequest,
@@ -32,64 +25,18 @@ from rayrft.serve.protocol import (
     key_digest,
     parse,
 )
-from rayrft.serve.recording import Begun, Call, Choice, Conversation, canonical
-from rayrft.serve.replies import (
-    Answer,
-    Ask,
-    ChoicesReply,
-    EventStream,
-    Piece,
-    Reply,
-    api_error,
-    as_event,
-    unless_gone,
-)
-from rayrft.serve.responses import ResponseReply
-from rayrft.serve.sessions import SessionStats
-from rayrft.serve.settings import EndpointSettings
-
-R = TypeVar("R")
-
-
-class StreamingEngines(Protocol):
-    """Anything that answers requests, and tells their tokens as they are sampled."""
-
-    async def generate(
-        self, request: exchange.Request, sessions: Sequence[Session] = (), told: Told | None = None
-    ) -> list[Completion]: ...
-
-
-class Recording(Protocol):
-    """What is told of every call: see `SessionKeeper`."""
-
-    async def begin(self, session: str, task: str | None, conversation: Conversation) -> Begun: ...
-
-    async def answered(self, begun: Begun, call: Call) -> None: ...
-
-    async def failed(self, begun: Begun, reason: str) -> None: ...
-
-    async def feedback(self, name: str, reward: float, components: dict[str, float]) -> str: ...
-
-    async def stats(self) -> SessionStats: ...
+from rayrft.serve.replies import EventStream, api_error
+from rayrft.serve.responder import Responder
 
 
 class Endpoint:
-    """The API over some engines. ``sessions`` is None where calls are not recorded."""
+    """The API over what answers."""
 
-    def __init__(
-        self,
-        engines: StreamingEngines,
-        sessions: Recording | None,
-        tokenizer: ChatTokenizer,
-        settings: EndpointSettings,
-        count: Callable[[str], None] = lambda outcome: None,
-    ) -> None:
+    def __init__(self, responder: Responder, count: Callable[[str], None] = lambda outcome: None) -> None:
         """``count`` is told how every request ended: its status and code."""
-        self._engines = engines
-        self._sessions = sessions
-        self._tokenizer = tokenizer
-        self._settings = settings
-        self._config = settings.config
+        self._responder = responder
+        self._sessions, self._settings = responder.sessions, responder.settings
+        self._config = self._settings.config
         self._count = count
         self._open = 0
         self.outcomes: Counter[str] = Counter()
@@ -205,214 +152,12 @@ class Endpoint:
             session = named or body.metadata.session_id or body.user or response
             task = request.headers.get("x-task-id") or body.metadata.task_id
             headers = {"X-Session-Id": session} if session.isascii() and session.isprintable() else {}
-            ask = await self._begin(body, response, session, task)
+            ask = await self._responder.begin(body, response, session, task)
             if body.stream:
-                return EventStream(self._events(ask), headers)
-            answers = await self._or_failed(ask, unless_gone(request, self._answers(ask, None)))
-            return JSONResponse(self._reply(ask).whole(answers), headers=headers)
+                return EventStream(self._responder.events(ask), headers)
+            return JSONResponse(await self._responder.whole(ask, request), headers=headers)
 
         return handle
-
-    async def _begin(self, body: Sampled, response: str, session: str, task: str | None) -> Ask:
-        """Check a request, and begin its call in its session."""
-        sampling, trained = self._sampling(body)
-        if isinstance(body, ChatRequest):
-            plain: list[dict[str, Any]] = [{"tools": list(body.shown_tools)}, *(each.plain() for each in body.messages)]
-            conversation: Conversation = canonical(plain)
-            turns = tuple(each.for_display() for each in body.messages)
-        else:
-            assert isinstance(body, CompletionRequest)
-            prompt = body.prompt
-            conversation = prompt if isinstance(prompt, str) else tuple(prompt)
-            turns = (
-                {"role": "user", "content": prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)},
-            )
-        begun = await self._begun(session, task, conversation)
-        ask = Ask(body, response, begun, conversation, turns, [], sampling, trained, None)
-
-        async def checked() -> Ask:
-            ids, new_turns = self._tokenise(ask)
-            room = self._settings.max_length - len(ids)
-            if room <= 0:
-                raise ApiError(
-                    400,
-                    f"This model's maximum context length is {self._settings.max_length} tokens. However, your prompt "
-                    f"resulted in {len(ids)} tokens, which leaves no room for an answer.",
-                    code="context_length_exceeded",
-                    param="messages" if isinstance(body, ChatRequest) else "prompt",
-                )
-            limit = min(body.limit or self._settings.sampling.max_tokens, room)
-            tools = isinstance(body, ChatRequest) and body.shown_tools
-            form = self._config.tool_calls if tools else None
-            return replace(ask, prompt=ids, turns=new_turns, sampling=replace(sampling, max_tokens=limit), form=form)
-
-        return await self._or_failed(ask, checked())
-
-    async def _begun(self, session: str, task: str | None, conversation: Conversation) -> Begun | None:
-        """Begin a call in its session, if calls are recorded."""
-        if self._sessions is None:
-            return None
-        beginning = asyncio.ensure_future(self._sessions.begin(session, task, conversation))
-        try:
-            return await asyncio.shield(beginning)
-        except asyncio.CancelledError:  # the call may have begun: nobody else would end it
-            await self._sessions.failed(await beginning, api_error(asyncio.CancelledError()).code)
-            raise
-
-    def _sampling(self, body: Sampled) -> tuple[Sampling, bool]:
-        """Return how to sample, and whether that is as the run trains."""
-        rules = self._settings.sampling
-        run = Sampling(rules.temperature, rules.max_tokens, (self._tokenizer.eos_id,), body.seed, rules.repetition)
-        asked = replace(
-            run,
-            temperature=run.temperature if body.temperature is None else body.temperature,
-            top_p=body.top_p or 1.0,
-            top_k=max(0, body.top_k or 0),
-        )
-        if asked == run or self._config.off_policy == "ignore":
-            return run, True
-        if self._config.off_policy == "refuse":
-            changed = [key for key in ("temperature", "top_p", "top_k") if getattr(asked, key) != getattr(run, key)]
-            raise ApiError(
-                400,
-                f"{changed[0]}: this endpoint samples at temperature {run.temperature:g}, without top_p or top_k.",
-                code="unsupported_value",
-                param=changed[0],
-            )
-        return asked, False
-
-    def _tokenise(self, ask: Ask) -> tuple[list[int], tuple[dict[str, str], ...]]:
-        """Return the prompt's token ids, and the turns that are not in its prefix. Raises DataError."""
-        body, tokenizer = ask.body, self._tokenizer
-        prefix = ask.begun.prefix if ask.begun is not None else None
-        known = prefix.length if prefix is not None else 0
-        if isinstance(body, ChatRequest):
-            tools, form, bare = body.shown_tools, self._config.tool_calls, not tokenizer.takes_tools
-            messages = [each.for_bare_template(form) if bare else each.for_template() for each in body.messages]
-            # The first entry of the conversation stands for the tools.
-            old, new = (messages[: known - 1], messages[known - 1 :]) if prefix is not None else (messages, [])
-            if tools and bare:
-                old, tools = instructed(old, tools, form), ()
-            if prefix is None:
-                return tokenizer.prompt(old, (), tools), ask.turns
-            closed = prefix.token_ids[-1] == tokenizer.eos_id
-            observed = tokenizer.observation(old, new, (), tools, closed=closed)
-            return [*prefix.token_ids, *observed], ask.turns[known - 1 :]
-        rest: Any = ask.conversation[known:]
-        text = rest if isinstance(rest, str) else tokenizer.decode(list(rest))
-        ids = tokenizer.hf.encode(rest, add_special_tokens=prefix is None) if isinstance(rest, str) else rest
-        return [*(prefix.token_ids if prefix is not None else ()), *ids], ({"role": "user", "content": text},)
-
-    async def _answers(self, ask: Ask, show: Callable[[Piece], None] | None) -> list[Answer]:
-        """Sample the answers. Where they are to be shown as they are sampled, or end at stop strings, each has a
-        request of its own."""
-        prefix = ask.begun.prefix if ask.begun is not None else None
-        sessions = [Session(prefix.engine if prefix is not None else None) for _ in range(ask.body.n)]
-        async with asyncio.timeout(self._config.deadline_s):
-            if show is None and not ask.body.stops:
-                request = exchange.Request(ask.prompt, ask.body.n, ask.sampling)
-                completions = await self._engines.generate(request, sessions)
-                answers = [self._finished(ask, index, each, None) for index, each in enumerate(completions)]
-            else:
-                async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(self._stream(ask, *each, show)) for each in enumerate(sessions)]
-                answers = [task.result() for task in tasks]
-        await self._record(ask, answers, sessions[0].engine)
-        return answers
-
-    async def _stream(self, ask: Ask, index: int, session: Session, show: Callable[[Piece], None] | None) -> Answer:
-        """Sample one answer up to a stop string."""
-        text = AnswerText(self._tokenizer, ask.body.stops, ask.form)
-
-        def told(chunk: Chunk) -> None:
-            if text.stopped_at is not None:
-                return
-            before = text.tokens
-            if text.add(chunk.token_ids):
-                session.interrupt()
-            if show is not None and ((piece := text.show()) or ask.body.wants_logprobs):
-                count = text.tokens - before
-                show(Piece(index, piece, Chunk(chunk.token_ids[:count], chunk.logprobs[:count])))
-
-        seed = None if ask.sampling.seed is None else ask.sampling.seed + index
-        request = exchange.Request(ask.prompt, 1, replace(ask.sampling, seed=seed), stream=True)
-        [completion] = await self._engines.generate(request, [session], told)
-        return self._finished(ask, index, completion, text)
-
-    def _finished(self, ask: Ask, index: int, completion: Completion, text: AnswerText | None) -> Answer:
-        """Return an answer to which no token will be added; ``text`` has those of which was told."""
-        if text is None:
-            whole = self._tokenizer.decode(list(completion.token_ids))
-            tail = Piece(index, whole, Chunk(completion.token_ids, completion.logprobs))
-        else:
-            told = text.tokens
-            text.add(completion.token_ids[told:])
-            completion = cut(completion, text.stopped_at)
-            rest = Chunk(completion.token_ids[told:], completion.logprobs[told:])
-            tail = Piece(index, text.end(), rest)
-            whole = text.text
-        found = message(whole, ask.form)
-        shown = len(whole) - len(tail.text)
-        return Answer(completion, whole, found, replace(tail, text=found.content[shown:]))
-
-    async def _record(self, ask: Ask, answers: list[Answer], engine: str | None) -> None:
-        if self._sessions is None or ask.begun is None:
-            return
-        choices = []
-        for answer in answers:
-            text = self._tokenizer.decode(list(answer.completion.token_ids))
-            if isinstance(ask.body, ChatRequest):
-                calls = list(answer.message.tool_calls)
-                said = ChatMessage(role="assistant", content=answer.message.content, tool_calls=calls)
-                choices.append(Choice(answer.completion, canonical([said.plain()]), text))
-            elif isinstance(ask.conversation, str):
-                # With what ended it: a prompt that leaves that out does not continue the tokens.
-                said_text = self._tokenizer.hf.decode(list(answer.completion.token_ids))
-                choices.append(Choice(answer.completion, said_text, text))
-            else:
-                choices.append(Choice(answer.completion, answer.completion.token_ids, text))
-        call = Call(ask.response, tuple(ask.prompt), ask.conversation, ask.turns, tuple(choices), ask.trained, engine)
-        await self._sessions.answered(ask.begun, call)
-
-    async def _or_failed(self, ask: Ask, work: Coroutine[Any, Any, R]) -> R:
-        """Return the result of ``work``; if it fails, the call of its session has failed, too."""
-        try:
-            return await work
-        except BaseException as error:
-            if self._sessions is not None and ask.begun is not None:
-                with contextlib.suppress(Exception):  # the error that is raised comes first
-                    await asyncio.shield(self._sessions.failed(ask.begun, api_error(error).code))
-            raise
-
-    async def _events(self, ask: Ask) -> AsyncIterator[str]:
-        """Yield the events of a streamed response; the last ones once the call is recorded."""
-        pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
-        answering = asyncio.ensure_future(self._or_failed(ask, self._answers(ask, pieces.put_nowait)))
-        answering.add_done_callback(lambda _: pieces.put_nowait(None))
-        reply = self._reply(ask)
-        try:
-            for event in reply.begin():
-                yield event
-            while (piece := await pieces.get()) is not None:
-                for event in reply.piece(piece):
-                    yield event
-            answers = await answering
-            for answer in answers:
-                for event in reply.end(answer):
-                    yield event
-            for event in reply.done(answers):
-                yield event
-        except Exception as error:  # whatever went wrong is the end of this stream
-            problem = api_error(error)
-            yield as_event(problem.body)
-            raise problem from None
-        finally:
-            answering.cancel()
-            await asyncio.gather(answering, return_exceptions=True)
-
-    def _reply(self, ask: Ask) -> Reply:
-        form = ResponseReply if isinstance(ask.body, ResponsesRequest) else ChoicesReply
-        return form(ask, self._settings.model, self._tokenizer)
 
     # Other routes.
 

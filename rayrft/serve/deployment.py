@@ -12,7 +12,8 @@ from typing import Any
 import ray
 from fastapi import FastAPI
 from ray import serve
-from ray.exceptions import RayActorError
+from ray._common.constants import HEAD_NODE_RESOURCE_NAME
+from ray.exceptions import RayActorError, RayTaskError
 from ray.util.metrics import Counter
 
 from rayrft.config.serve import ServeConfig
@@ -23,6 +24,7 @@ from rayrft.explorer.engines.pool import EnginePool
 from rayrft.handle import Handle
 from rayrft.serve.app import Endpoint
 from rayrft.serve.keeper import SessionKeeper
+from rayrft.serve.responder import Responder
 from rayrft.serve.settings import EndpointActors, EndpointSettings
 from rayrft.waits import Waits
 
@@ -51,24 +53,36 @@ class EndpointReplica:
 
         pool: Handle[EnginePool] = handle(actors.engine_pool)
         counter = Counter("rayrft_endpoint_requests", "Requests by how they ended", tag_keys=("app", "outcome"))
-        self._endpoint = Endpoint(
+        responder = Responder(
             EngineClient(pool, Waits("endpoint"), 1 / settings.config.replicas),
             _Keeper(handle(actors.keeper)) if actors.keeper else None,
             ChatTokenizer(model),
             settings,
-            lambda outcome: counter.inc(tags={"app": app_name, "outcome": outcome}),
         )
+        self._endpoint = Endpoint(responder, lambda outcome: counter.inc(tags={"app": app_name, "outcome": outcome}))
         self._watching = asyncio.create_task(_delete_with(pool, app_name))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._endpoint.app()
 
 
-def open_endpoint(app_name: str, route: str, model: str, settings: EndpointSettings, actors: EndpointActors) -> str:
+async def open_endpoint(
+    app_name: str, route: str, model: str, settings: EndpointSettings, actors: EndpointActors
+) -> str:
     """Deploy the endpoint as the application ``app_name``; return its base URL, for clients, once it answers.
 
-    Raises ConfigError if the port is in use by another program, or if Ray Serve has another port on this cluster.
+    It listens on the cluster's head node. Raises ConfigError if the port is in use there by another program, or if Ray
+    Serve has another port on this cluster.
     """
+    # Where the caller is does not matter, and heads may have no CPUs to offer.
+    on_head = ray.remote(_open).options(num_cpus=0, resources={HEAD_NODE_RESOURCE_NAME: 0.001}, max_retries=0)
+    try:
+        return await on_head.remote(app_name, route, model, settings, actors)
+    except RayTaskError as error:
+        raise error.cause from None
+
+
+def _open(app_name: str, route: str, model: str, settings: EndpointSettings, actors: EndpointActors) -> str:
     config = settings.config
     _check_address(config)
     serve.start(http_options={"host": config.host, "port": config.port}, proxy_location="HeadOnly")
@@ -81,7 +95,8 @@ def open_endpoint(app_name: str, route: str, model: str, settings: EndpointSetti
         graceful_shutdown_wait_loop_s=0.1,
     )
     serve.run(replica.bind(app_name, model, settings, actors), name=app_name, route_prefix=f"/{route}")
-    reached = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "::1": "[::1]"}.get(config.host, config.host)
+    reached_at = {"0.0.0.0": ray.util.get_node_ip_address(), "::": "[::1]", "::1": "[::1]"}
+    reached = reached_at.get(config.host, config.host)
     url = f"http://{reached}:{config.port}/{route}"
     try:
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy knows this machine

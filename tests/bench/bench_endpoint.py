@@ -28,7 +28,7 @@ import numpy as np
 import rayrft
 from rayrft.monitor.records import NoteRecord
 from tests.bench.local_ray import start_ray
-from tests.e2e.test_serve import free_port
+from tests.e2e.conftest import free_port
 
 MODEL, MAX_LENGTH = "policy", 256
 

@@ -84,6 +84,17 @@ def test_a_step_of_which_nothing_is_left_gets_other_groups(buffer: LocalBuffer) 
     assert rows(buffer) == ["2/0", "2/1"]
 
 
+def test_a_last_step_of_which_nothing_is_left_may_have_others_sampled(buffer: LocalBuffer) -> None:
+    buffer.do("open_stage", plan(1, name="stage", steps=1, max_staleness=1))
+    [ticket] = buffer.do("admit", "explorer", 1, 1)
+    buffer.put([(group(1), ticket)])
+    assert rows(buffer) == ["1/0", "1/1"] and not buffer.may_admit(), "it has its batch"
+    buffer.do("blame", 0, "first", ["1/0"])
+    buffer.do("blame", 0, "second", ["1/0"])
+    buffer.restart()
+    assert buffer.may_admit()
+
+
 def test_mini_batches_are_as_few_as_what_is_left(buffer: LocalBuffer) -> None:
     opened(buffer, 2, 2, mini_batches=2)
     rows(buffer)

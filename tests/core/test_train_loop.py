@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from rayrft.buffer.ledger import Ledger, Resumed
+from rayrft.buffer.schedule import StagePlan
 from rayrft.config import load_config
 from rayrft.core.actors import Actors
 from rayrft.core.checkpoints import Checkpoints, Progress
@@ -82,6 +83,18 @@ async def test_an_evaluation_is_left_alone_when_the_run_is_stopped(subject: Subj
     with pytest.raises(Stopped):
         await asyncio.wait_for(running, 20)
     assert trainer.commands == ["OpenStage", "Save"], "at step 0 the checkpoint is the run's beginning"
+
+
+async def test_the_buffer_is_told_when_the_stage_ends(subject: Subject) -> None:
+    class Plans(ScriptedBuffer):
+        async def open_stage(self, plan: StagePlan) -> None:
+            self.plan = plan
+
+    buffer, stage = Plans(), subject.loop._config.stages[1]
+    subject.loop._actors = replace(subject.loop._actors, buffer=remote(buffer))
+    subject.loop.progress.step = subject.loop.progress.stage_began = 3
+    await subject.loop._open(stage)
+    assert (buffer.plan.version, buffer.plan.end) == (3, 3 + stage.steps)
 
 
 async def test_an_explorer_that_failed_between_two_waits_for_a_batch_ends_the_second(

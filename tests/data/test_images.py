@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from rayrft.config import TasksConfig, TaskSourceConfig
-from rayrft.data.images import insert_images, keep_image
+from rayrft.data.images import image_paths, insert_images, keep_image
 from rayrft.data.task_sources import read_source
 from rayrft.data.task_splits import load_tasks
 from rayrft.data.tokenizer import ChatTokenizer
@@ -118,6 +118,16 @@ def test_an_image_without_a_path_is_kept_once_by_what_it_holds(tmp_path: Path, p
     assert keep_image(pictures[0], folder) == keep_image(Path(pictures[0]), folder) == pictures[0]
     with pytest.raises(DataError, check=about("images")):
         keep_image(b"not an image", folder)
+
+
+def test_pictures_of_pil_are_kept_in_the_folder_named_for_them(tmp_path: Path, pictures: tuple[str, ...]) -> None:
+    with Image.open(pictures[0]) as picture:
+        drawn = picture.convert("RGB")
+    [path, again] = image_paths([drawn, {"path": pictures[1]}], tmp_path, tmp_path / "kept")
+    with Image.open(path) as kept:
+        assert Path(path).parent == tmp_path / "kept" and kept.tobytes() == drawn.tobytes() and again == pictures[1]
+    with pytest.raises(DataError, match="images_folder"):
+        image_paths([drawn], tmp_path)
 
 
 def test_images_that_are_bytes_are_kept_in_the_folder_named_for_them(

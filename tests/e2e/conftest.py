@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
+from rayrft.core.run import Run
+from rayrft.monitor.records import NoteRecord
 from tests.conftest import ROOT
 
 Call = Callable[..., subprocess.CompletedProcess[str]]
@@ -71,6 +75,23 @@ def small_config(storage: Path, name: str, **overrides: Any) -> dict[str, Any]:
         ],
     }
     return {**config, **overrides}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def port() -> int:
+    """Ray Serve has one port in a cluster."""
+    return free_port()
+
+
+def endpoint_of(run: Run) -> str:
+    notes = (record.text for record in run.records() if isinstance(record, NoteRecord))
+    return next(found[1] for text in notes if (found := re.search(r"endpoint at (\S+)", text)))
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,12 @@ from tests.scripted_engine import ScriptedEngine
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
+SIZES = {"words": 10, "few": 4}
+
+
 @pytest.fixture
 def config(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Two models, on a task set of ten."""
+    """Two models, on task sets of ten and of four."""
     monkeypatch.setattr(actors, "RolloutEngine", ScriptedEngine)
     return {
         "name": "b",
@@ -28,7 +32,10 @@ def config(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) ->
         "explorer": {"sampling": {"max_tokens": 4, "max_prompt_tokens": 50}, "engine": {"count": 2}},
         "bench": {
             "models": {"one": str(tiny_model), "two": str(tiny_model)},
-            "tasksets": {"words": {"source": "reasoning_gym", "dataset": "spell_backward", "size": 10}},
+            "tasksets": {
+                name: {"source": "reasoning_gym", "dataset": "spell_backward", "size": size}
+                for name, size in SIZES.items()
+            },
             "samples": 3,
             "k": [1, 3],
         },
@@ -41,12 +48,15 @@ def test_a_bench_that_was_killed_goes_on_where_it_stopped_and_scores_nothing_twi
     said: list[str] = []
     whole = rayrft.bench(config, say=said.append)
     assert [line for line in said if "to attempt" in line] == [
-        f"{m} on words: 10 of 10 tasks to attempt" for m in ("one", "two")
+        f"{model} on {name}: {size} of {size} tasks to attempt"
+        for model in ("one", "two")
+        for name, size in SIZES.items()
     ]
-    assert {(score.model, score.taskset) for score in whole.scores} == {("one", "words"), ("two", "words")}
+    assert {(score.model, score.taskset) for score in whole.scores} == set(product(("one", "two"), SIZES))
     for score in whole.scores:
-        assert (score.evaluation.tasks, score.evaluation.count, score.evaluation.samples) == (10, 30, 3)
-    files = {model: next((whole.folder / "attempts" / model).iterdir()) for model in ("one", "two")}
+        found, size = score.evaluation, SIZES[score.taskset]
+        assert (found.tasks, found.count, found.samples) == (size, 3 * size, 3)
+    files = {model: next((whole.folder / "attempts" / model).glob("words-*")) for model in ("one", "two")}
     assert files["one"].name == files["two"].name, "the same weights under the same settings"
 
     # As if it had been killed while it wrote the fifth attempt of the second model.

@@ -7,7 +7,6 @@ import contextlib
 import json
 import re
 import resource
-import socket
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -25,21 +24,9 @@ from rayrft.core.summary import read_summary
 from rayrft.errors import ConfigError, DataError, FeedbackRefused
 from rayrft.monitor.records import NoteRecord, StepRecord
 from tests.e2e import calculator
-from tests.e2e.conftest import WITHOUT_VLLM
+from tests.e2e.conftest import WITHOUT_VLLM, endpoint_of, free_port
 from tests.e2e.multiplier import converse
 from tests.errors import about
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@pytest.fixture(scope="session")
-def port() -> int:
-    """Ray Serve has one port in a cluster."""
-    return free_port()
 
 
 def make_config(folder: Path, port: int, **overrides: Any) -> dict[str, Any]:
@@ -231,11 +218,6 @@ def apply(run: rayrft.Run, folder: Path) -> list[bool]:
         for _ in range(16):
             users.submit(ask)
     return rights
-
-
-def endpoint_of(run: rayrft.Run) -> str:
-    notes = (record.text for record in run.records() if isinstance(record, NoteRecord))
-    return next(found[1] for text in notes if (found := re.search(r"endpoint at (\S+)", text)))
 
 
 def until_gone(url: str) -> None:

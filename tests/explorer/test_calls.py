@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -200,6 +201,20 @@ async def test_a_suspended_call_that_is_given_up_does_not_park_the_one_that_goes
     await asyncio.sleep(0)
     assert suspended.cancelled() and not goes_on.done() and not calls.parked
     goes_on.cancel()
+
+
+async def test_an_attempt_that_has_ended_makes_no_calls() -> None:
+    model = Model([9])
+    model.slow[2] = asyncio.Event()
+    calls = GroupCalls(model, 2, COMMON, Parking(5))
+    opened = [asyncio.ensure_future(calls.of(0)([prompt], 50, ())) for prompt in (2, 1)]
+    for _ in range(10):  # one is sampled, and the other has spent the budget
+        await asyncio.sleep(0)
+    calls.end(0)
+    await asyncio.wait(opened)
+    assert all(each.cancelled() for each in opened) and not calls.parked
+    with pytest.raises(RuntimeError):
+        await calls.of(0)([3], 50, ())
 
 
 async def test_an_attempt_that_goes_another_way_than_before_is_not_parked_again_for_its_budget() -> None:

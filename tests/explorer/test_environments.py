@@ -10,12 +10,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import pytest
 
 from rayrft.config import RunConfig
 from rayrft.errors import ConfigError
 from rayrft.experience import Experience, Task, from_batch, to_batch
 from rayrft.explorer.environments import Environments
+from rayrft.explorer.environments.gymnasium import GymnasiumEnvironment
 from rayrft.explorer.replay import replay
 from rayrft.explorer.rollout import Rollout
 from tests.errors import about
@@ -176,6 +178,27 @@ async def test_a_lake_is_crossed_by_its_map(tiny_model: Path) -> None:
     assert "PFF\nFHF\nFFG" in first and "left, down, right, up" in first and "row 1, column 1" in first
     assert second == "SPF\nFHF\nFFG\nYou are at row 1, column 2."
     assert after_nonsense.startswith("That is no action") and "row 2, column 3" in after_nonsense
+
+
+def test_an_environment_is_made_before_it_is_asked_for_and_again_only_for_what_tasks_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, make = [], gymnasium.make
+
+    def counted(id: str, **options: Any) -> Any:
+        made.append(options.get("desc"))
+        return make(id, **options)
+
+    monkeypatch.setattr(gymnasium, "make", counted)
+    environment = GymnasiumEnvironment("FrozenLake-v1")
+    assert made == [None]
+    seen = environment.reset(TASK, 0)
+    environment.step("right")
+    assert environment.reset(TASK, 0) == seen and made == [None]
+    assert environment.reset(LAKE, 0) != seen and made == [None, ["SFF", "FHF", "FFG"]]
+    assert environment.reset(TASK, 0) == seen and made[2:] == [None]
+    car = Task.create("test", "car", "", metadata={"environment": {"id": "MountainCar-v0"}})
+    assert "left, stay, right" in GymnasiumEnvironment(actions=["left", "stay", "right"]).reset(car, 0)
 
 
 async def test_a_taxi_takes_its_passenger_home(tiny_model: Path) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from rayrft.buffer.buffer import Buffer
@@ -16,9 +18,9 @@ from rayrft.buffer.schedule import StagePlan, Ticket
 from rayrft.config import RunConfig, load_config
 from rayrft.config.buffer import BufferConfig
 from rayrft.data.task_sampler import TaskSet
-from rayrft.errors import ActorDied, RayrftError
-from rayrft.experience import Task
-from rayrft.explorer.engines.exchange import Answering, Completion, Request
+from rayrft.errors import ActorDied, EnvironmentFailed, EnvironmentTimeout, RayrftError
+from rayrft.experience import Task, from_batch, unpack
+from rayrft.explorer.engines.exchange import INTERRUPTED, Answering, Completion, Request
 from rayrft.explorer.engines.pool import EnginePool, Member, Membership
 from rayrft.explorer.explorer import Explorer
 from rayrft.explorer.rollout import BusyClock
@@ -60,6 +62,15 @@ class ScriptedEngine(Answering):
             self.arrived.clear()
             await self.arrived.wait()
         self.waiting.pop(self.random.randrange(len(self.waiting))).set()
+
+
+class PromptEngine(Answering):
+    """Answers at once."""
+
+    version = 0
+
+    async def generate(self, request: Request) -> list[Completion]:
+        return [Completion((5, 1), (-0.5, -0.5), ((0, 2, self.version),), "stop")] * request.n
 
 
 class ScriptedRewards:
@@ -140,7 +151,7 @@ async def test_staleness_keeps_its_bound_and_nothing_is_lost_in_the_worst_order(
 ) -> None:
     settings, engine, buffer = config(max_staleness=staleness), ScriptedEngine(seed), make_buffer(tmp_path)
     explorer = make_explorer(settings, tiny_model, engine, buffer, ScriptedRewards(seed))
-    await buffer.open_stage(plan(settings))
+    await buffer.open_stage(replace(plan(settings), steps=12))
     exploring = asyncio.create_task(explorer.explore(settings.stages[0]))
     cleanup.append(exploring)
 
@@ -157,12 +168,13 @@ async def test_staleness_keeps_its_bound_and_nothing_is_lost_in_the_worst_order(
         await buffer.ack(step)
         engine.version = step + 1
         await buffer.advance(step + 1)
+    assert not engine.waiting and not explorer._rolling, "what no step takes is decoded"
     await buffer.close_stage()
     await exploring
     stats = await buffer.stats()
     assert stats.ledger.closes
     assert stats.ledger.trained == 12 * 8
-    assert stats.ledger.dropped.keys() <= {"zero_variance", "late"}, "a group was thrown away for its age"
+    assert stats.ledger.dropped.keys() <= {"zero_variance"}, "a group was thrown away for its age"
     assert staleness == 0 or max(seen) >= 1, "the stage never ran ahead"
 
 
@@ -191,6 +203,81 @@ async def test_groups_beyond_what_a_step_takes_are_abandoned_once_it_is_leased(
         engine.arrived.clear()
         await engine.arrived.wait()
     assert (await buffer.stats()).ledger.sampled == 8
+
+
+class InterruptedEngine(Answering):
+    """Answers ``WHOLE`` when it is told to, or ends with its first token when it is interrupted."""
+
+    WHOLE = (7, 5, 1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.version = 0
+        self.running: dict[int, tuple[Request, asyncio.Future[str]]] = {}
+        self.changed = asyncio.Condition()
+
+    async def generate(self, request: Request) -> list[Completion]:
+        how = asyncio.get_running_loop().create_future()
+        self.running[id(request)] = request, how
+        async with self.changed:
+            self.changed.notify_all()
+        reason = await how
+        del self.running[id(request)]
+        ids = self.WHOLE[1:] if self.goes_on(request) else self.WHOLE
+        ids = ids[:1] if reason == INTERRUPTED else ids
+        return [Completion(ids, (-0.5,) * len(ids), ((0, len(ids), self.version),), reason)] * request.n
+
+    async def interrupt(self, request: Request) -> None:
+        self.running[id(request)][1].set_result(INTERRUPTED)
+
+    def goes_on(self, request: Request) -> bool:
+        return request.prompt[-1] == self.WHOLE[0]
+
+    async def answer(self, count: int, resumed: bool) -> None:
+        """Answer so many requests, of groups that were parked or of new ones, once they are there."""
+
+        def found() -> list[asyncio.Future[str]]:
+            return [how for request, how in self.running.values() if self.goes_on(request) == resumed]
+
+        async with asyncio.timeout(30), self.changed:
+            await self.changed.wait_for(lambda: len(found()) >= count)
+        for how in found()[:count]:
+            how.set_result("stop")
+
+
+@pytest.mark.parametrize(("old_tokens", "staleness"), [("mask", 0), ("train", 1)])
+async def test_groups_that_a_step_leaves_over_are_parked_and_go_on_first_under_the_next_weights(
+    old_tokens: Any, staleness: int, tmp_path: Path, tiny_model: Path, cleanup: list[asyncio.Task[Any]]
+) -> None:
+    over = {"explorer.over_sampling": 2.0, "explorer.drop_zero_variance": False}
+    settings = config(max_staleness=staleness, **over, **{"explorer.partial": {"old_tokens": old_tokens}})
+    engine, buffer = InterruptedEngine(), make_buffer(tmp_path)
+    explorer = make_explorer(settings, tiny_model, engine, buffer, ScriptedRewards(1))
+    await buffer.open_stage(replace(plan(settings), parks=old_tokens))
+    cleanup.append(asyncio.create_task(explorer.explore(settings.stages[0])))
+    for step in range(staleness + 1):  # at the last of these what is running is due
+        await engine.answer(4, resumed=False)
+        await buffer.lease(step, 1, 30)
+        await buffer.ack(step)
+        engine.version = step + 1
+        if step < staleness:
+            await buffer.advance(step + 1)
+    async with asyncio.timeout(30):
+        while (await buffer.stats()).ledger.held != (staleness + 1) * 4 * 2:  # noqa: ASYNC110 - it has no event for it
+            await asyncio.sleep(0)
+    await buffer.advance(staleness + 1)
+    await engine.answer(4, resumed=True)
+    lease = await buffer.lease(staleness + 1, 1, 30)
+    blocks = [unpack(await part.ref).take(pa.array(part.rows)) for share in lease.shares for part in share.parts]
+    rows = [row for block in blocks for row in from_batch(block)]
+    assert len(rows) == 8 and all(row.token_ids[row.prompt_length :].tolist() == [7, 5, 1] for row in rows)
+    answers = {tuple(row.action_mask[row.prompt_length :].tolist()) for row in rows}
+    versions = {tuple(span.version for span in row.weight_versions) for row in rows}
+    if old_tokens == "train":
+        assert answers == {(1, 1, 1)} and versions == {(staleness, staleness + 1)}
+    else:
+        assert answers == {(0, 1, 1)} and versions == {(staleness + 1,)}
+    assert (await buffer.stats()).ledger.closes
 
 
 async def test_an_engine_that_holds_its_answers_is_named_with_the_lease_that_waits(
@@ -242,10 +329,6 @@ async def test_a_dead_engine_ends_exploring_with_its_name(tmp_path: Path, tiny_m
 
 
 async def test_rewards_that_are_never_known_stop_the_run_with_their_reason(tmp_path: Path, tiny_model: Path) -> None:
-    class PromptEngine(Answering):
-        async def generate(self, request: Request) -> list[Completion]:
-            return [Completion((5, 1), (-0.5, -0.5), ((0, 2, 0),), "stop")] * request.n
-
     settings, buffer = config(), make_buffer(tmp_path)
     explorer = make_explorer(settings, tiny_model, PromptEngine(), buffer, ScriptedRewards(unknown=True))
     await buffer.open_stage(plan(settings))
@@ -253,6 +336,20 @@ async def test_rewards_that_are_never_known_stop_the_run_with_their_reason(tmp_p
         await explorer.explore(settings.stages[0])
     stats = await buffer.stats()
     assert stats.ledger.dropped == {"reward_unknown": stats.ledger.sampled}
+
+
+async def test_a_run_whose_groups_teach_nothing_ends_after_so_many_tries(tmp_path: Path, tiny_model: Path) -> None:
+    class Flat(ScriptedRewards):
+        async def score(self, task: Task, responses: list[str]) -> list[RewardResult]:
+            return [RewardResult(1.0)] * len(responses)
+
+    settings, buffer = config(**{"explorer.max_tries": 40}), make_buffer(tmp_path)
+    explorer = make_explorer(settings, tiny_model, PromptEngine(), buffer, Flat())
+    await buffer.open_stage(plan(settings))
+    with pytest.raises(RayrftError, check=about("explorer.max_tries", 40)):
+        await asyncio.wait_for(explorer.explore(settings.stages[0]), 60)
+    stats = await buffer.stats()
+    assert stats.ledger.dropped == {"zero_variance": stats.ledger.sampled} and 80 <= stats.ledger.sampled < 88
 
 
 async def test_a_workflow_that_raises_is_counted_and_stops_the_run_if_it_always_does(
@@ -319,3 +416,36 @@ async def test_a_group_whose_rows_cannot_be_stored_is_a_failure_of_its_workflow(
     explorer = make_explorer(settings, tiny_model, engine, buffer, ScriptedRewards(1))
     await fill_one_batch(explorer, settings, buffer, engine, cleanup)
     assert (await buffer.stats()).ledger.dropped_tasks["workflow_error"] >= 2
+
+
+@register_workflow("fails_late")
+class FailsLate:
+    """Of a task with an odd number the second attempt raises, of every fourth both do, for two reasons."""
+
+    async def run(self, task: Task, model: Model, env: Any = None) -> Trajectory:
+        trajectory, number = model.start(task.messages), int(task.question[-3:])
+        await trajectory.act()
+        if number % 4 == 3:
+            raise EnvironmentFailed("no way") if model.repeat else EnvironmentTimeout("no time")
+        if number % 2 and model.repeat:
+            raise KeyError("nothing here")
+        return trajectory
+
+
+async def test_what_fails_in_a_group_is_in_the_ledger_with_its_reason(
+    tmp_path: Path, tiny_model: Path, cleanup: list[asyncio.Task[Any]]
+) -> None:
+    settings = config(**{"explorer.workflow": "fails_late", "explorer.drop_zero_variance": False})
+    engine, buffer = PromptEngine(), make_buffer(tmp_path, sampler="sequential")
+    explorer = make_explorer(settings, tiny_model, engine, buffer, ScriptedRewards(1))
+    await buffer.open_stage(replace(plan(settings), steps=3))
+    cleanup.append(asyncio.create_task(explorer.explore(settings.stages[0])))
+    for step in range(3):
+        await buffer.lease(step, 1, 30)
+        await buffer.ack(step)
+        engine.version = step + 1
+        await buffer.advance(step + 1)
+    ledger = (await buffer.stats()).ledger
+    # Of the first 15 tasks 12 give rows: 4 of these one row of two.
+    assert (ledger.trained, ledger.dropped) == (12 * 2 - 4, {"workflow_error": 4}) and ledger.sampled == 24
+    assert ledger.dropped_tasks == {"timeout": 3} and ledger.closes

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import itertools
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import uvloop
 
 from rayrft.config.explorer import RepetitionConfig
 from rayrft.data.tokenizer import ChatTokenizer
@@ -22,8 +21,8 @@ from rayrft.experience import Experience, Task
 from rayrft.explorer.calls import GroupCalls
 from rayrft.explorer.engines.exchange import Completion, Request, Sampling, Session
 from rayrft.explorer.environments import EnvironmentClient, Step, as_messages
-from rayrft.explorer.rollout import Rollout, Runner, _Expired, _Group
-from rayrft.explorer.trajectory import Model, Trajectory
+from rayrft.explorer.rollout import Rollout, Runner
+from rayrft.explorer.trajectory import ContextFull, Model, Trajectory
 from rayrft.explorer.workflows import register_workflow
 from rayrft.rewards import RewardResult
 from tests.errors import about
@@ -98,10 +97,40 @@ class Troubled:
                 raise ActorDied("gone", field="engine-0")
             case "late":
                 await asyncio.sleep(0)
+            case "forges tokens" | "forges log-probs" | "forges a prompt":
+                await trajectory.act()
+                [(prompt, answer)] = trajectory.prompted()
+                if self._trouble == "forges tokens":
+                    answer = replace(answer, token_ids=(6, *answer.token_ids[1:]))
+                elif self._trouble == "forges log-probs":
+                    answer = replace(answer, logprobs=(0.0,) * len(answer.logprobs))
+                else:
+                    prompt = [7, *prompt[1:]]
+                trajectory.record([*prompt, *answer.token_ids], [(len(prompt), answer)])
+                return trajectory
+            case "forges and is full":
+                await trajectory.act()
+                [(prompt, answer)] = trajectory.prompted()
+                trajectory.record([7, *prompt, *answer.token_ids], [(len(prompt) + 1, answer)])
+                await self._full()
+            case "builds its own":
+                ids = model.tokenizer.prompt(task.messages)
+                count, answers = len(ids), []
+                for _ in range(2):
+                    answers.append((len(ids), await model.generate(ids)))
+                    ids += answers[-1][1].token_ids
+                return model.recorded(ids, count, answers, trajectory.messages)
+            case "one of two is full":
+                await trajectory.act()
+                await asyncio.gather(trajectory.act(), self._full())
         for _ in range(50):
             await trajectory.act()
             trajectory.observe("again")
         return [trajectory]
+
+    async def _full(self) -> None:
+        await asyncio.sleep(0)
+        raise ContextFull("like this")
 
 
 async def run(tiny_model: Path, engines: Engines, n: int = 2, task: Task = TASK, **overrides: Any) -> Rollout:
@@ -129,6 +158,10 @@ def troubled(trouble: str) -> dict[str, Any]:
         "twice",
         "no number",
         "refused",
+        "forges tokens",
+        "forges log-probs",
+        "forges a prompt",
+        "forges and is full",
     ],
 )
 async def test_a_repeat_that_fails_costs_itself_and_is_told_with_workflow_and_task(
@@ -220,16 +253,6 @@ async def test_an_environment_that_cannot_be_created_is_refused_at_once(
         await run(tiny_model, Engines(), **settings)
 
 
-async def test_an_attempt_does_not_begin_when_its_groups_deadline_is_over() -> None:
-    group, began = _Group(0.01), list[int]()
-    for number in range(2):
-        with pytest.raises(_Expired), group.attempt(100.0, Session()):
-            began.append(number)
-            await asyncio.Event().wait()
-    current = asyncio.current_task()
-    assert began == [0] and group.expired and current and not current.cancelling()
-
-
 @pytest.mark.parametrize(
     "workflow",
     [{}, troubled("raises"), troubled("hangs"), troubled("never acts"), visit(""), visit("hang")],
@@ -254,92 +277,6 @@ async def test_nothing_of_a_group_that_has_ended_is_left_to_the_garbage_collecto
     assert not left
 
 
-async def test_a_repeat_that_hangs_ends_at_its_deadline(tiny_model: Path) -> None:
-    rollout = await run(tiny_model, Engines(), **troubled("hangs"), **{"explorer.deadline_s": 0.2})
-    assert len(rollout.rows) == 1 and rollout.failed == {"timeout": 1}
-
-
-class Queue(Engines):
-    """Lets requests wait for an engine, and then for their answers, until they may go on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.begin, self.finish = asyncio.Event(), asyncio.Event()
-
-    async def generate(self, request: Request, sessions: Sequence[Session] = ()) -> list[Completion]:
-        with contextlib.ExitStack() as waiting:
-            for session in sessions:
-                waiting.enter_context(session.queued())
-            await self.begin.wait()
-        await self.finish.wait()
-        return await super().generate(request, sessions)
-
-
-class Time:
-    """The time of the event loop, as the test says."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._now = 0.0
-        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: self._now)
-
-    async def passes(self, seconds: float) -> None:
-        """Let what is ready run, then the time pass, then what is due run."""
-        for step in (seconds, 0.0):
-            for _ in range(30):
-                await asyncio.sleep(0)
-            self._now += step
-
-
-@pytest.mark.parametrize("answered", [True, False])
-@pytest.mark.parametrize("of_group", [False, True])
-async def test_waiting_for_an_engine_does_not_count_for_a_deadline(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, answered: bool, of_group: bool
-) -> None:
-    engines, time = Queue(), Time(monkeypatch)
-    limits = {"explorer.deadline_s": 1000.0, "explorer.group_deadline_s": 10.0} if of_group else {}
-    running = asyncio.create_task(run(tiny_model, engines, n=3, **{"explorer.deadline_s": 10.0, **limits}))
-    await time.passes(500)
-    assert not running.done()
-    engines.begin.set()
-    await time.passes(9)
-    if answered:
-        engines.finish.set()
-    await time.passes(2)
-    rollout = await running
-    assert (len(rollout.rows), rollout.failed) == ((3, {}) if answered else (0, {"timeout": 3}))
-
-
-def test_deadlines_hold_on_the_event_loop_of_ray_actors() -> None:
-    """Where a timer that is due at once is no timer."""
-
-    async def hang() -> None:
-        group = _Group(None)
-
-        async def attempt(number: int) -> None:
-            with group.attempt(0.05 + 0.0007 * number, Session()):
-                await asyncio.Event().wait()
-
-        async with asyncio.timeout(20):
-            ended = await asyncio.gather(*map(attempt, range(8)), return_exceptions=True)
-        assert all(isinstance(error, _Expired) for error in ended)
-
-    uvloop.run(hang())
-
-
-async def test_at_a_groups_deadline_what_has_finished_is_kept(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    time = Time(monkeypatch)
-    settings = {**troubled("hangs"), "explorer.deadline_s": 100.0, "explorer.group_deadline_s": 10.0}
-    running = asyncio.create_task(run(tiny_model, Engines(), n=3, **settings))
-    await time.passes(9.9)
-    assert not running.done()
-    await time.passes(0.2)
-    rollout = await running
-    assert [row.repeat for row in rollout.rows] == ["0"] and rollout.failed == {"timeout": 2}
-    assert all("explorer.group_deadline_s" in record.getMessage() for record in caplog.records)
-
-
 async def test_why_a_reward_is_unknown_is_told_with_the_task(
     tiny_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -362,6 +299,31 @@ async def test_a_trajectory_without_room_ends_with_what_it_has(tiny_model: Path)
     short, full = rollout.rows
     assert (short.stop_reason, full.stop_reason) == ("stop", "length")
     assert len(full.token_ids) <= 64 and rollout.failed == {}
+
+
+async def test_a_trajectory_may_be_built_of_calls_of_the_model(tiny_model: Path) -> None:
+    rollout = await run(tiny_model, Engines(), **troubled("builds its own"))
+    assert rollout.failed == {} and [int(row.action_mask.sum()) for row in rollout.rows] == [3, 6]
+
+
+async def test_nothing_more_is_sampled_for_an_attempt_that_has_ended(tiny_model: Path) -> None:
+    class Slow(Engines):
+        """Never answers what a single attempt asks for."""
+
+        aborted = 0
+
+        async def generate(self, request: Request, sessions: Sequence[Session] = ()) -> list[Completion]:
+            if request.n == 1:
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    self.aborted += 1
+            return await super().generate(request, sessions)
+
+    engines = Slow()
+    rollout = await run(tiny_model, engines, n=3, **troubled("one of two is full"))
+    assert [len(row.turns) for row in rollout.rows] == [2, 2, 2] and not rollout.failed
+    assert engines.aborted == 2
 
 
 async def test_a_prompt_that_is_too_long_is_no_error(tiny_model: Path) -> None:

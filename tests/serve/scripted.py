@@ -20,6 +20,7 @@ from rayrft.explorer.engines.exchange import INTERRUPTED, Chunk, Completion, Req
 from rayrft.serve.app import Endpoint
 from rayrft.serve.protocol import key_digest
 from rayrft.serve.recording import Begun, Call, Conversation
+from rayrft.serve.responder import Responder
 from rayrft.serve.sessions import Sessions, SessionStats
 from rayrft.serve.settings import EndpointSettings
 
@@ -141,7 +142,7 @@ async def serve(
     settings = EndpointSettings(
         ServeConfig(**config), MODEL, max_length, SamplingConfig(max_tokens=64), (key_digest("sk-0"), key_digest(KEY))
     )
-    endpoint = Endpoint(policy, book, tokenizer, settings)
+    endpoint = Endpoint(Responder(policy, book, tokenizer, settings))
     server = uvicorn.Server(uvicorn.Config(endpoint.app(), port=0, log_level="warning", lifespan="off"))
     running = asyncio.create_task(server.serve())
     while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it

@@ -15,9 +15,11 @@ from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ActorDied, ConfigError
 from rayrft.experience import Experience, Task
 from rayrft.explorer.calls import Parking
+from rayrft.explorer.engines.exchange import Completion, Request, Sampling
 from rayrft.explorer.rollout import Runner
 from rayrft.rewards import RewardResult
-from rayrft.serve.agent import Agent
+from rayrft.serve.agent import Agent, _Attempt
+from rayrft.serve.protocol import ApiError
 from tests.errors import about
 from tests.explorer.test_explorer import config
 from tests.serve.scripted import Policy
@@ -204,3 +206,13 @@ async def test_attempts_at_a_time_have_calls_of_their_own(tiny_model: Path) -> N
         rollouts = await asyncio.gather(*(ran.runner.run(TASK, f"group-{k}", 2, 1.0) for k in range(4)))
         assert all(len(rollout.rows) == 2 for rollout in rollouts)
         assert {len(row.turns) for rollout in rollouts for row in rollout.rows} == {2}
+
+
+async def test_a_call_of_an_attempt_that_ends_meanwhile_is_told_so() -> None:
+    class Ending:
+        async def generate(self, *_: Any) -> Completion:
+            raise asyncio.CancelledError
+
+    with pytest.raises(ApiError, match="has ended") as caught:
+        await _Attempt(Ending()).generate(Request([1], 2, Sampling(1.0, 4, (2,))))  # type: ignore[arg-type]
+    assert caught.value.status == 409

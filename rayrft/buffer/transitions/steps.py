@@ -95,6 +95,7 @@ def blamed(state: State, event: e.Blamed) -> None:
             cursor.failed.append(row)
     if not record.slots and not record.expert:  # the batch is empty: the step gets another one
         del state.meta.leases[event.step]
+        state.meta.schedule.lose()
         state.meta.reports = record.rollouts + state.meta.reports
 
 

@@ -14,6 +14,7 @@ from rayrft.explorer.environments.base import Step, extra_needed, register_envir
 if TYPE_CHECKING:
     import gymnasium
 
+_DEFAULT = "FrozenLake-v1"
 _COLOURED = re.compile(r"\x1b\[[\d;]*m(.*?)\x1b\[0m", re.DOTALL)
 
 
@@ -33,6 +34,8 @@ class Telling:
 class GymnasiumEnvironment:
     """An environment of Gymnasium whose actions are discrete, by its ``id``.
 
+    With an ``id`` it is made before an attempt asks for it; without, tasks name theirs, or it is FrozenLake.
+
     FrozenLake, Taxi and CliffWalking have a text of their own; others are told by what they render as text, or else by
     their observation, and ``actions`` names theirs. ``options`` go to ``gymnasium.make``; the ice of FrozenLake is not
     slippery unless they say so. ``show_map``: with every observation or with the first alone.
@@ -46,18 +49,22 @@ class GymnasiumEnvironment:
 
     def __init__(
         self,
-        id: str = "FrozenLake-v1",
+        id: str | None = None,
         options: dict[str, Any] | None = None,
         actions: list[str] | None = None,
         invalid_reward: float = 0.0,
         show_map: Literal["every", "first"] = "every",
     ) -> None:
-        self._id, self._options, self._actions = id, options or {}, actions
+        self._id, self._options, self._actions = id or _DEFAULT, options or {}, actions
         self._invalid_reward, self._show_map = invalid_reward, show_map
         self._env: gymnasium.Env[Any, Any] | None = None
+        self._made: tuple[str, dict[str, Any]] | None = None
+        """By what id and options the environment was made."""
+        if id is not None:
+            self._open(id, {})  # before an attempt waits for it
 
     @staticmethod
-    def check(id: str = "FrozenLake-v1", **_: Any) -> None:
+    def check(id: str = _DEFAULT, **_: Any) -> None:
         """Raise ConfigError unless Gymnasium is installed and knows the environment."""
         try:
             import gymnasium
@@ -72,19 +79,10 @@ class GymnasiumEnvironment:
     prepare = check
 
     def reset(self, task: Task, seed: int) -> str:
-        import gymnasium
-
         own = dict(task.metadata.get("environment", {}))
-        seed, id = own.pop("seed", seed), own.pop("id", self._id)
-        options = {**self._options, **own}
-        if id.startswith("FrozenLake"):
-            options = {"is_slippery": False, **options}
-        self.close()
-        self._env = _make(id, options)
-        if not isinstance(self._env.action_space, gymnasium.spaces.Discrete):
-            raise TypeError(f"the actions of {id} are {self._env.action_space}, not discrete")
-        self._first = int(self._env.action_space.start)
-        self._telling = _telling(self._env, id, self._actions)
+        seed = own.pop("seed", seed)
+        self._open(own.pop("id", self._id), own)
+        assert self._env is not None
         self._observation, _ = self._env.reset(seed=seed)
         parts = [self._telling.rules, self._named_actions, self._map(first=True), self._state()]
         return "\n".join(filter(None, parts))
@@ -103,7 +101,24 @@ class GymnasiumEnvironment:
     def close(self) -> None:
         if self._env is not None:
             self._env.close()
-            self._env = None
+            self._env = self._made = None
+
+    def _open(self, id: str, own: dict[str, Any]) -> None:
+        """Make the environment with a task's own options, unless it is made with them."""
+        import gymnasium
+
+        options = {**self._options, **own}
+        if id.startswith("FrozenLake"):
+            options = {"is_slippery": False, **options}
+        if self._made == (id, options):
+            return
+        self.close()
+        self._env = _make(id, options)
+        if not isinstance(self._env.action_space, gymnasium.spaces.Discrete):
+            raise TypeError(f"the actions of {id} are {self._env.action_space}, not discrete")
+        self._first = int(self._env.action_space.start)
+        self._telling = _telling(self._env, id, self._actions)
+        self._made = id, options
 
     @property
     def _named_actions(self) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Protocol
 
 from rayrft.config.explorer import ExplorerConfig
@@ -11,15 +13,19 @@ from rayrft.experience import Task
 from rayrft.explorer.engines.auxiliary import no_auxiliary
 from rayrft.explorer.environments import EnvironmentClient
 from rayrft.explorer.trajectory import Model, Trajectory
+from rayrft.explorer.workflows.isolated import Isolated
 from rayrft.registry import Registry
 
 
 class Workflow(Protocol):
     """One attempt at a task: starts a trajectory, lets the model act, and appends observations. Several trajectories
-    are rows of one attempt, such as its turns as separate rows. One instance serves all tasks of a run; ``env`` is the
-    attempt's own, if the config names an environment. A workflow that cannot do without one says so by a class
-    attribute ``needs_environment = True``, and names the auxiliary models that it needs in an attribute
-    ``needs_auxiliary``."""
+    are rows of one attempt, such as its turns as separate rows. ``env`` is the attempt's own, if the config names an
+    environment. A workflow that cannot do without one says so by a class attribute ``needs_environment = True``, and
+    names the auxiliary models that it needs in an attribute ``needs_auxiliary``.
+
+    One instance serves all tasks of a run, in the Explorer's event loop, and must not block it. One that may block has
+    a class attribute ``blocking = True``: each attempt has an instance and a process of its own, in which ``model`` and
+    ``env`` are handles to those in the Explorer. They have the same methods, but no tokenizer."""
 
     async def run(
         self, task: Task, model: Model, env: EnvironmentClient | None = None
@@ -37,12 +43,14 @@ def build_workflow(
     """Create the workflow with that registered name, or of the class at ``package.module:attribute``. ``auxiliary`` are
     the names of the auxiliary models.
 
-    Raises ConfigError for ``field`` if there is none, for ``explorer.workflow_options`` if it rejects them, and for
-    ``explorer.environment`` or ``auxiliary`` if it needs one that is not configured.
+    Raises ConfigError for ``field`` if there is none or its ``run`` is no coroutine function, for
+    ``explorer.workflow_options`` if it rejects them, and for ``explorer.environment`` or ``auxiliary`` if it needs one
+    that is not configured.
     """
     factory, options = workflows.get(name, field), config.workflow_options.get(name, {})
+    create = partial(factory, **options)
     try:
-        workflow = factory(**options)
+        workflow = create()
     except TypeError as error:
         raise ConfigError(
             f"workflow {name!r} rejects its options: {error}",
@@ -60,4 +68,11 @@ def build_workflow(
     for needed in getattr(workflow, "needs_auxiliary", ()):
         if needed not in auxiliary:
             raise no_auxiliary(needed, auxiliary)
-    return workflow
+    if not inspect.iscoroutinefunction(inspect.unwrap(getattr(workflow, "run", None))):  # type: ignore[arg-type]
+        raise ConfigError(
+            f"run() of workflow {name!r} is no coroutine function",
+            field=field,
+            value=name,
+            remedy="write async def run, and blocking = True in its class if it may block",
+        )
+    return Isolated(create, config.workflow_processes) if getattr(workflow, "blocking", False) else workflow

@@ -1,0 +1,11 @@
+"""A plugin, like `tests/without_vllm.py`: the run's engines die within requests."""
+
+from __future__ import annotations
+
+import ray
+
+from rayrft.core import actors
+from tests.dying_engines import DyingEngine
+
+if ray.get_runtime_context().worker.mode == ray.WORKER_MODE:
+    actors.RolloutEngine = DyingEngine  # type: ignore[misc,assignment]
