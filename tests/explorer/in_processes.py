@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rayrft.explorer import process_server
+
 
 class Unpicklable(Exception):
     def __init__(self, one: str, two: str) -> None:
@@ -69,6 +71,12 @@ class Troublemaker:
 
     def leak_thread(self) -> None:
         threading.Thread(target=time.sleep, args=(1000,), daemon=True, name="leaked").start()
+
+    def leave_asking(self, told: str) -> None:
+        """Leave a thread behind that waits for a reply, once somebody has written what it asks."""
+        ask = process_server.parent.ask
+        threading.Thread(target=ask, args=("never",), daemon=True, name="asking").start()
+        Path(told).read_text()  # of a pipe
 
     def leak_process(self, *, detached: bool = False) -> int:
         """The process survives a kill of its parent's group if it is detached."""

@@ -45,21 +45,19 @@ async def running(tiny_model: Path, engines: Engines, **overrides: Any) -> Async
 
 
 class Slow(Engines):
-    """Never answers the second prompt, and further ones when that was aborted."""
+    """Never answers the first of the later prompts, and others of them when that was aborted."""
 
     def __init__(self) -> None:
         super().__init__()
         self.later, self.aborted = 0, asyncio.Event()
 
     async def generate(self, request: Request, sessions: Sequence[Session] = ()) -> list[Completion]:
-        self.later += bool(self.requests) and request.prompt != self.requests[0][0]
-        if self.later == 1:
+        if self.requests and request.prompt != self.requests[0][0]:
+            self.later += 1
             try:
-                await asyncio.Event().wait()
+                await (asyncio.Event() if self.later == 1 else self.aborted).wait()
             finally:
                 self.aborted.set()
-        if self.later > 1:
-            await self.aborted.wait()
         return await super().generate(request, sessions)
 
 

@@ -107,6 +107,20 @@ async def test_who_leaves_threads_or_processes_behind_is_replaced_with_them(leak
             await gone(each)
 
 
+async def test_who_leaves_a_thread_behind_that_asks_cannot_be_called_again(tmp_path: Path) -> None:
+    os.mkfifo(told := tmp_path / "told")
+
+    async def asked(name: str) -> None:
+        await asyncio.to_thread(told.write_text, name)
+        await asyncio.Event().wait()
+
+    async with pool_of(processes=1) as pool, pool.lease() as worker:
+        await worker.call("leave_asking", str(told), deadline_s=20, asked=asked)
+        # The next call's message would be read by the thread, for the reply that it waits for.
+        with pytest.raises(ProcessDied, match="earlier"):
+            await worker.call("pid", deadline_s=20)
+
+
 @pytest.mark.parametrize("leak", ["leak_process", "leak_daemon"])
 async def test_what_a_process_has_started_dies_with_it(leak: str) -> None:
     async with pool_of() as pool, pool.lease() as worker:
