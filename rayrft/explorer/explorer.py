@@ -98,7 +98,8 @@ class Explorer:
 
         self._evaluator = evaluator(engines)
         self._evaluator_beside = evaluator(EngineClient(evaluation_pool, self._waits)) if evaluation_pool else None
-        self._rolling: dict[Ticket, asyncio.Future[list[Rollout]]] = {}
+        self._rolling: dict[int, dict[Ticket, asyncio.Future[list[Rollout]]]] = {}
+        """By the deadlines of the tickets: thousands are in flight."""
         self._partial = config.explorer.partial
         self._failures, self._flat = 0, 0
         """Numbers of consecutive groups: those that failed, and those of equal rewards."""
@@ -178,15 +179,16 @@ class Explorer:
             if algorithm.needs_greedy_baseline:
                 # One greedy answer as the baseline: it is never trained on, and does not count as sampled.
                 rolling.append(self._runner.run(task, group_id, 1, 0.0))
-            self._rolling[ticket] = asyncio.gather(*rolling)
+            due = self._rolling.setdefault(ticket.deadline, {})
+            due[ticket] = asyncio.gather(*rolling)
             try:
-                rollout, *greedy = await self._rolling[ticket]
+                rollout, *greedy = await due[ticket]
             except asyncio.CancelledError:
-                if ticket in self._rolling:  # the caller was cancelled, not just the rollout
+                if ticket in due:  # the caller was cancelled, not just the rollout
                     raise
                 return await self._buffer.call(Buffer.fail, ticket, "surplus")
             finally:
-                self._rolling.pop(ticket, None)
+                due.pop(ticket, None)
         if rollout.parked:
             return await self._writer.park(to_batch(rollout.parked), ticket)
         if not rollout.rows:
@@ -255,11 +257,13 @@ class Explorer:
         step = -1
         while True:
             step = await self._buffer.call(Buffer.leased, step)
-            for ticket in [ticket for ticket in self._rolling if ticket.deadline <= step]:
-                if self._partial is None:
-                    self._rolling.pop(ticket).cancel()
-                else:
-                    self._runner.park(self._group_id(stage, ticket))
+            for deadline in [deadline for deadline in self._rolling if deadline <= step]:
+                due = self._rolling.pop(deadline)
+                for ticket in list(due):
+                    if self._partial is None:
+                        due.pop(ticket).cancel()
+                    else:
+                        self._runner.park(self._group_id(stage, ticket))
 
     async def _reward(self, task: Task, responses: list[str]) -> list[RewardResult]:
         with self._waits.on(f"reward {self._config.reward.name!r}", task.id):

@@ -1,8 +1,8 @@
 """What a group costs the Explorer, by the number of groups in flight, with real calls between the actors.
 
-An engine without vLLM answers so many requests at each of its steps, the oldest first, so that the others stay in
-flight; a consumer leases and acknowledges every batch at once. Processor seconds are those of the whole process of the
-Explorer. The lag is how much later than due a timer of its event loop runs.
+An engine without vLLM answers so many requests at each of its steps, the oldest first, once all are in flight, so that
+the others stay so; a consumer leases and acknowledges every batch at once. Processor seconds are those of the whole
+process of the Explorer. The lag is how much later than due a timer of its event loop runs.
 """
 
 from __future__ import annotations
@@ -31,18 +31,20 @@ _STEP_S, _TIMER_S = 0.02, 0.01
 
 
 class PacedEngine(Answering):
-    """Answers ``at_once`` requests at each step, each with answers of so many tokens."""
+    """Answers ``at_once`` requests at each step, each with answers of so many tokens; the first when ``in_flight`` have
+    come."""
 
-    def __init__(self, at_once: int, tokens: int) -> None:
+    def __init__(self, at_once: int, tokens: int, in_flight: int) -> None:
         super().__init__()
-        self._at_once, self._answer = at_once, (5,) * tokens
+        self._at_once, self._answer, self._first = at_once, (5,) * tokens, in_flight
         self._asked: deque[asyncio.Future[None]] = deque()
         self._stepping: asyncio.Task[None] | None = None
         self._version = 0
 
     async def generate(self, request: Request, stream: Stream | None = None) -> list[Completion]:
-        self._stepping = self._stepping or asyncio.create_task(self._step())
         self._asked.append(asyncio.get_running_loop().create_future())
+        if len(self._asked) == self._first:
+            self._stepping = self._stepping or asyncio.create_task(self._step())
         await self._asked[-1]
         ids = (*self._answer, request.sampling.stop_token_ids[0])
         return [Completion(ids, (-1.0,) * len(ids), ((0, len(ids), self._version),), "stop")] * request.n
@@ -87,7 +89,8 @@ class MeasuredExplorer(Explorer):
 async def measure(config: RunConfig, prepared: Prepared, in_flight: int, groups: int, at_once: int) -> str:
     """Return a row of the table."""
     stage = config.stages[-1]
-    engine = actor(PacedEngine, "engine-0", at_once, config.explorer.sampling.max_tokens - 1)
+    waves = in_flight // stage.groups
+    engine = actor(PacedEngine, "engine-0", at_once, config.explorer.sampling.max_tokens - 1, waves * stage.groups)
     pool = actor(EnginePool, "engine_pool")
     folder = Path(tempfile.mkdtemp(prefix="bench-"))
     buffer = actor(Buffer, "buffer", "bench", folder, config.buffer, 0, prepared.task_set, prepared.limits)
@@ -95,12 +98,12 @@ async def measure(config: RunConfig, prepared: Prepared, in_flight: int, groups:
     await explorer.call(Explorer.start)
     await pool.call(EnginePool.join, [Member(engine, 0)])
     plan = StagePlan(
-        stage.groups, stage.group_size, max_staleness=in_flight // stage.groups - 1, over_sampling=1.0, version=0,
+        stage.groups, stage.group_size, max_staleness=waves - 1, over_sampling=1.0, version=0,
         name=stage.name,
     )  # fmt: skip
     await buffer.call(Buffer.open_stage, plan)
     exploring = asyncio.ensure_future(explorer.call(Explorer.explore, stage))
-    warm_up, steps, flying = max(in_flight // stage.groups, 10), groups // stage.groups, list[int]()
+    warm_up, steps, flying = 10, groups // stage.groups, list[int]()
     began = cpu = 0.0
     for step in range(warm_up + steps):
         if step == warm_up:
