@@ -42,4 +42,4 @@ def test_it_runs(bench: str) -> None:
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert len(result.stdout.splitlines()) > 1, "no measurement was printed"
+    assert any(map(str.isdigit, result.stdout)), "no measurement was printed"
