@@ -1,6 +1,6 @@
 """Reward functions by name, and the workers that run them."""
 
-from rayrft.rewards import math, text
+from rayrft.rewards import k12, math, text
 from rayrft.rewards.base import Reward, RewardResult, build_reward, inline, register_reward, rewards, runs_inline
 
 __all__ = [
@@ -8,6 +8,7 @@ __all__ = [
     "RewardResult",
     "build_reward",
     "inline",
+    "k12",
     "math",
     "register_reward",
     "rewards",

@@ -1,0 +1,339 @@
+"""Answers to school questions, in English and Chinese: choice, true or false, blanks, and numbers with units."""
+
+from __future__ import annotations
+
+import math
+import re
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any, Literal
+
+from rayrft.experience import Task
+from rayrft.rewards.base import Reward, RewardResult, inline, register_reward
+
+Kind = Literal["choice", "true_false", "blanks", "number"]
+
+_LONGEST, _LONGEST_STATEMENT, _MOST_STATEMENTS = 20_000, 500, 20
+"""Characters from the end of a response in which its answer is looked for, characters of what it states there, and how
+often it may state something that cannot be read: so that no response takes long, whatever it holds."""
+
+
+@register_reward("k12")
+@inline
+def k12(kind: Kind = "blanks", *, strict: bool = False, partial: float = 0.0, tolerance: float = 0.0) -> Reward:
+    """1 if the response's final answer is right, else 0; component ``parsed`` is 1 if it has one.
+
+    The kind is that of the task's ``metadata["kind"]``; else a task with ``metadata["options"]``, the texts of its
+    options in order, is a choice, and any other one is of the ``kind`` given here.
+
+    * ``choice``: the task's answer is the right letters, such as ``B`` or ``AC``. A response names letters, or says the
+      text of one option. Where several are right, some of them without a wrong one give ``partial``.
+    * ``true_false``: the task's answer is a word such as true, 正确, no, F, √; so is that of a response.
+    * ``blanks``: ``metadata["blanks"]`` lists the accepted variants of each blank, in order; else there is one, and the
+      task's answer fills it. Right blanks among wrong ones give their share of ``partial``.
+    * ``number``: right within ``metadata["tolerance"]``, by default ``tolerance``, as a share of the task's answer. A
+      response may leave out the unit; another one of the same dimension is converted.
+
+    What a response announces is its answer: in a box, after ``####``, "the answer is" or 答案; the last of several.
+    Without one its last line is, unless ``strict``.
+    """
+
+    def score(task: Task, response: str) -> RewardResult:
+        asked = task.metadata.get("kind", "choice" if task.metadata.get("options") else kind)
+        statements = _statements(_nfkc(response[-_LONGEST:]).strip(), strict=strict)
+        match asked:
+            case "choice":
+                return _choice(task, statements, partial)
+            case "true_false":
+                return _true_false(task, statements)
+            case "blanks":
+                return _blanks(task, statements, partial)
+            case "number":
+                return _number(task, statements, task.metadata.get("tolerance", tolerance))
+        return RewardResult(None, reason=f"no kind of school question is called {asked!r}")
+
+    return score
+
+
+@dataclass(frozen=True)
+class _Statement:
+    """What a response states as its answer."""
+
+    text: str
+    announced: bool
+
+
+_ANNOUNCED = re.compile(
+    r"\banswers?(?:\s+(?:is|are|should be|must be|would be)\b\s*:?|\s*[:=])|\b(?:choice|option)\s+(?:is|should be)\b"
+    r"|\bI\s+(?:choose|select|pick)\b|####|答案(?:应?该?[是为选]|\s|:)*|[故应]?选(?!项)[择为]?",
+    re.IGNORECASE,
+)
+_BOX = "\\boxed{"
+
+
+def _statements(text: str, *, strict: bool) -> list[_Statement]:
+    """Return what the response may state as its answer: what its last box holds, what it announces, the last first, up
+    to the end of the line, and its last line. The first of these that can be read is its answer."""
+    found = []
+    if (start := text.rfind(_BOX)) >= 0:
+        found.append(_Statement(_braced(text[start + len(_BOX) :]), True))
+    for mark in reversed(list(_ANNOUNCED.finditer(text))[-_MOST_STATEMENTS:]):
+        found.append(_Statement(text[mark.end() :].lstrip(" :*").partition("\n")[0], True))
+    if not strict:
+        found.append(_Statement(text.rpartition("\n")[2], False))
+    cut = [_Statement(statement.text.strip()[:_LONGEST_STATEMENT], statement.announced) for statement in found]
+    return [statement for statement in cut if statement.text]
+
+
+def _braced(text: str) -> str:
+    """Return the text up to the brace that closes the one before it."""
+    depth = 1
+    for at, char in enumerate(text):
+        depth += (char == "{") - (char == "}")
+        if not depth:
+            return text[:at]
+    return text
+
+
+def _nfkc(text: str) -> str:
+    """Return the text with the usual forms of full-width letters, digits and punctuation."""
+    return unicodedata.normalize("NFKC", text)
+
+
+_WRAPPED = re.compile(r"\\(?:text|mathrm|mathbf|textbf|rm|operatorname)\s*\{([^{}]*)\}")
+_FORMAT = re.compile(r"\\\$|\\(?:left|right|displaystyle|quad)(?![A-Za-z])|\\[,;! ()\[\]]|\*\*|[$`~]")
+
+
+def _plain(text: str) -> str:
+    """Return the text without what only formats it."""
+    return _FORMAT.sub(" ", _WRAPPED.sub(r"\1", _nfkc(text))).strip()
+
+
+def _key(text: str) -> str:
+    """Return what answers of the same content have in common."""
+    text = re.sub(r"^(?:the|an?)\s+", "", _plain(text).strip(" \"'“”"), flags=re.IGNORECASE)
+    return re.sub(r"\s+", "", text).rstrip("。.,;:?")
+
+
+# Choice
+
+_LETTER = r"(?:[(\[]\s*(?:[A-Z]{1,8}|[a-z])\s*[)\]]|[A-Z]{1,8}(?![A-Za-z]))"
+_AND = r"\s*(?:[,;&+/、]\s*(?:and\b\s*)?|(?:\band\b|和|与|及|以及)\s*)?"
+_LETTERS = rf"(?>{_LETTER}(?:{_AND}{_LETTER})*)(?![A-Za-z0-9])"
+_LEADING = re.compile(
+    rf"(?:(?:(?i:only|just|both|options?|choices?|letters?)|选项|只有|not\s+{_LETTERS}\s*,?\s*but|不是{_LETTERS},?\s*而是)"
+    rf"[\s:]*)*({_LETTERS})"
+)
+_CORRECT = re.compile(
+    rf"(?<![A-Za-z])({_LETTERS})\s*(?:(?:is|are)\s+(?:the\s+)?(?:(?:correct|right)\b|answers?\b)|(?:项|选项)?[是均都]?正确)"
+)
+_OPEN = re.compile(
+    rf"\s*(?:(?:or\b|或者?)\s*{_LETTER}(?![A-Za-z])|(?:is|are)\s+(?:not\b|in|wrong|false)|[项均都]*(?:错|不))"
+)
+"""What follows letters that are not chosen, or of which it is left open."""
+_ENDS = re.compile(r"\s*(?:$|[^\sA-Za-z]|(?:because|since|as|is|are|which|with|for|due|instead|rather|not|but)\b)")
+
+
+def _choice(task: Task, statements: Sequence[_Statement], partial: float) -> RewardResult:
+    options = [
+        _key(re.sub(r"^\s*(?:\([A-Z]\)|[A-Z][).:、])", "", _nfkc(text))) for text in task.metadata.get("options", ())
+    ]
+    right = set(re.findall("[A-Z]", _nfkc("".join(task.answer)).upper()))
+    if not right:
+        return RewardResult(None, reason=f"the reference answer {task.answer!r} names no option")
+    chosen = next(filter(None, (_chosen(statement, options) for statement in statements)), set[str]())
+    value = 1.0 if chosen == right else partial * bool(chosen) * (chosen < right)
+    return RewardResult(value, {"parsed": float(bool(chosen))}, answer="".join(sorted(chosen)))
+
+
+def _chosen(statement: _Statement, options: Sequence[str]) -> set[str]:
+    """Return the letters that are chosen: none where none is, or it is left open which."""
+    text, last = _plain(statement.text), chr(ord("A") + (len(options) or 26) - 1)
+    bare = re.fullmatch(r"[\s(\[]*([a-zA-Z])[\s)\].。,]*", text)
+    if bare and bare[1] <= last:
+        return {bare[1]}
+    for fold in (str, str.casefold):
+        same = [index for index, option in enumerate(options) if option and fold(option) == fold(_key(statement.text))]
+        if len(same) == 1:
+            return {chr(ord("A") + same[0])}
+    if bare:
+        return {bare[1].upper()}
+    for said in reversed(list(_CORRECT.finditer(text))):
+        if max(_each(said[1])) <= last:
+            return _each(said[1])
+    if not (leading := _LEADING.match(text)):
+        return set()
+    letters, rest = _each(leading[1]), text[leading.end() :]
+    if max(letters) > last or _OPEN.match(rest):
+        return set()
+    # The word that begins a sentence is no letter: "A train …".
+    return letters if _ENDS.match(rest) or (statement.announced and letters != {"A"}) else set()
+
+
+def _each(letters: str) -> set[str]:
+    return set(re.findall("[A-Z]", letters.replace("and", "").upper()))
+
+
+# True or false
+
+_TRUTH = re.compile(
+    r"(?P<not>\bnot\s+|\bisn't\s+|不)?(?:(?P<true>\b(?:true|correct)\b|正确|√|✓|✔)"
+    r"|(?P<false>\b(?:false|incorrect|untrue)\b|错误|×|✗|✘))",
+    re.IGNORECASE,
+)
+_SHORT = {
+    **dict.fromkeys(["t", "y", "yes", "right", "对", "对的", "是", "是的"], True),
+    **dict.fromkeys(["f", "n", "no", "wrong", "not right", "错", "错的", "否", "不对", "不是", "x"], False),
+}
+
+
+def _truth(text: str) -> bool | None:
+    """Return what the text says; None where it says neither, or both."""
+    text = _plain(text)
+    [first, *_] = re.split(r"[\s]*[,.;:!。]", text, maxsplit=1)
+    if first.casefold() in _SHORT:
+        return _SHORT[first.casefold()]
+    said = {(found["true"] is not None) != (found["not"] is not None) for found in _TRUTH.finditer(text)}
+    return said.pop() if len(said) == 1 else None
+
+
+def _true_false(task: Task, statements: Sequence[_Statement]) -> RewardResult:
+    right = _truth(task.answer)
+    if right is None:
+        return RewardResult(None, reason=f"the reference answer {task.answer!r} is neither true nor false")
+    for statement in statements:
+        if (said := _truth(statement.text)) is not None:
+            return RewardResult(float(said == right), {"parsed": 1.0}, answer=str(said))
+    return RewardResult(0.0, {"parsed": 0.0}, answer="")
+
+
+# Blanks
+
+_SENTENCE = re.compile(r"(?<=[^\s.])[.。!?](?:\s|$)")
+
+
+def _blanks(task: Task, statements: Sequence[_Statement], partial: float) -> RewardResult:
+    blanks = [[each] if isinstance(each, str) else each for each in task.metadata.get("blanks", [task.answer])]
+    for statement in statements:
+        filled = _split(_SENTENCE.split(statement.text, maxsplit=1)[0], len(blanks))
+        if len(filled) == len(blanks):
+            right = sum(_fills(text, variants) for text, variants in zip(filled, blanks, strict=True))
+            value = 1.0 if right == len(blanks) else partial * right / len(blanks)
+            return RewardResult(value, {"parsed": 1.0}, answer=";".join(map(_key, filled)))
+    return RewardResult(0.0, {"parsed": 0.0}, answer="")
+
+
+def _split(text: str, count: int) -> list[str]:
+    """Return the parts of an answer to so many blanks, by the first separator that gives so many."""
+    if count > 1:
+        for separator in (r"[;\n]", r"[,、]\s*(?:and\b)?", r"\band\b|和", r"\s+"):
+            parts = [part for part in re.split(separator, _plain(text)) if part.strip()]
+            if len(parts) == count:
+                return parts
+    return [text]
+
+
+def _fills(text: str, variants: Sequence[str]) -> bool:
+    if any(_key(text).casefold() == _key(variant).casefold() for variant in variants):
+        return True
+    said = _quantity(text)
+    return said is not None and any(said == _quantity(variant) for variant in variants)
+
+
+# Numbers
+
+_LONGEST_NUMBER = 200
+"""Characters of a number and its unit: no power or product of such numbers is too large for a float."""
+
+_SCALE = {"%": Fraction(1, 100), "‰": Fraction(1, 1000), "万": Fraction(10**4), "亿": Fraction(10**8)}
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
+_QUANTITY = re.compile(
+    rf"(?P<sign>[-+−]?)\s*(?:\\[dt]?frac\{{(?P<over>\d+)\}}\{{(?P<under>\d+)\}}"
+    rf"|(?P<number>{_DIGITS})(?:\s*/\s*(?P<divisor>\d+(?:\.\d+)?))?"
+    r"(?:\s*(?:[x×*·]|\\times|\\cdot)\s*10\s*(?:\^|\*\*)\s*\{?(?P<power>[-+−]?\d{1,2})\}?|[eE](?P<exponent>[-+−]?\d{1,2}))?)"
+    r"\s*(?P<scale>\\?%|‰|万|亿)?\s*(?P<unit>[^\d\s=,;。].*)?$"
+)
+_UNITS = {
+    "平方千米": "km**2", "平方厘米": "cm**2", "平方米": "m**2", "立方厘米": "cm**3", "立方米": "m**3",
+    "千米": "km", "公里": "km", "厘米": "cm", "毫米": "mm", "分米": "dm", "米": "m",
+    "千克": "kg", "公斤": "kg", "毫克": "mg", "克": "g", "吨": "t", "毫升": "ml", "升": "l",
+    "小时": "h", "分钟": "min", "秒": "s", "天": "day", "牛": "N", "焦耳": "J", "焦": "J",
+    "瓦": "W", "伏": "V", "安": "A", "欧": "ohm", "Ω": "ohm",
+    "摄氏度": "degC", "°C": "degC", "°F": "degF", "°": "degree", "度": "degree", "每": "/",
+}  # fmt: skip
+"""Longer names first: they are replaced in this order."""
+
+
+@dataclass(frozen=True)
+class _Quantity:
+    value: Fraction
+    unit: str = ""
+
+
+def _quantity(text: str) -> _Quantity | None:
+    """Parse a number and the unit after it; None if the text is no such thing."""
+    text = _plain(re.split(r"[=≈]", text)[-1]).rstrip(".。, ")
+    text = re.sub(r"^(?:about|approximately|around|roughly|约为?|大约)\s*", "", text)
+    if len(text) > _LONGEST_NUMBER or (found := _QUANTITY.fullmatch(text)) is None:
+        return None
+    if found["over"] is not None:
+        value, divisor = Fraction(found["over"]), Fraction(found["under"])
+    else:
+        value, divisor = Fraction(found["number"].replace(",", "")), Fraction(found["divisor"] or 1)
+        if power := found["power"] or found["exponent"]:
+            value *= Fraction(10) ** int(power.replace("−", "-"))
+    if not divisor:
+        return None
+    value *= _SCALE.get((found["scale"] or "").lstrip("\\"), 1) / divisor
+    return _Quantity(-value if found["sign"] in {"-", "−"} else value, (found["unit"] or "").strip())
+
+
+@lru_cache(maxsize=1)
+def _registry() -> Any:
+    import pint
+
+    return pint.UnitRegistry(autoconvert_offset_to_baseunit=True)
+
+
+@lru_cache(maxsize=256)
+def _unit(text: str) -> Any:
+    """Return the unit that the text begins with; None if it begins with none."""
+    for name, symbol in _UNITS.items():
+        text = text.replace(name, symbol)
+    text = re.sub(r"(?<=[A-Za-zµμ])\^?\{?([-−]?\d)\}?", r"**\1", text.replace("·", "*").replace("⋅", "*"))
+    words = re.split(r"\s+(?!per\b)(?<!\bper\s)", text.replace("−", "-")[:_LONGEST_NUMBER])[:3]
+    for count in range(len(words), 0, -1):
+        candidate = " ".join(words[:count])
+        if re.fullmatch(r"[A-Za-zµμ_/()*\-\d\s]{1,40}", candidate):
+            try:
+                return _registry().parse_units(candidate)
+            except Exception:  # of pint's, tokenize's and of arithmetic: the text is no unit
+                continue
+    return None
+
+
+def _number(task: Task, statements: Sequence[_Statement], tolerance: float) -> RewardResult:
+    right = _quantity(_nfkc(task.answer))
+    if right is None:
+        return RewardResult(None, reason=f"the reference answer {task.answer!r} is no number")
+    for statement in statements:
+        if found := _quantity(_SENTENCE.split(statement.text, maxsplit=1)[0]):
+            value = _in_unit(found, right.unit)
+            close = value is not None and math.isclose(value, right.value, rel_tol=max(tolerance, 1e-9), abs_tol=1e-12)
+            return RewardResult(float(close), {"parsed": 1.0}, answer=f"{float(found.value):g} {found.unit}".strip())
+    return RewardResult(0.0, {"parsed": 0.0}, answer="")
+
+
+def _in_unit(quantity: _Quantity, wanted: str) -> float | None:
+    """Return the value in a unit, or as it is where it has none; None where its unit is of another dimension."""
+    unit, target = _unit(quantity.unit) if quantity.unit else None, _unit(wanted) if wanted else None
+    if unit is None or target is None:
+        return float(quantity.value)
+    return (
+        float(_registry().Quantity(float(quantity.value), unit).m_as(target))
+        if unit.is_compatible_with(target)
+        else None
+    )

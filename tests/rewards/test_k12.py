@@ -1,0 +1,286 @@
+"""Answers to school questions: what counts as right, in English and Chinese, and what does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayrft.experience import Task
+from rayrft.rewards import RewardResult, build_reward
+from rayrft.rewards.base import score
+from tests.conftest import ROOT
+
+OPTIONS = ("(A)2", "(B)4.5", "(C)45", "(D)a train")
+
+
+def result(answer: str, response: str, settings: dict[str, Any] | None = None, /, **metadata: Any) -> RewardResult:
+    task = Task.create("test", "question", answer, metadata=metadata)
+    return score(build_reward("k12", settings or {}), task, response)
+
+
+def value(answer: str, response: str, settings: dict[str, Any] | None = None, /, **metadata: Any) -> float | None:
+    return result(answer, response, settings, **metadata).value
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "B",
+        "b",
+        "(B)",
+        "（Ｂ）",
+        "B.",
+        "B. 4.5",
+        "4.5",
+        "$4.5$.",
+        "The answer is B.",
+        "The answer is (b).",
+        "the correct answer is: **B**",
+        "The answer is B because 4.5 is half of 9.",
+        "Answer: Option B",
+        "\\boxed{B}",
+        "So it is $\\boxed{\\text{B}}$, and A and C are wrong.",
+        "#### B",
+        "I choose B, not C.",
+        "The answer is not A but B",
+        "Let me see. A is too small.\nThe answer is C? No.\nThe answer is B",
+        "Choice B is correct. Choices A, C, and D are incorrect.",
+        "A is not correct, and B is correct.",
+        "答案：B",
+        "答案是B。",
+        "故选B。",
+        "本题答案为（B），因为其余均错误",
+        "A错误，B正确，C错误，D错误。",
+        "选项B正确",
+        "The answer is not obvious.\nB",
+    ],
+)
+def test_a_choice_is_recognised_however_it_is_said(response: str) -> None:
+    assert value("B", response, options=OPTIONS) == 1.0
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "",
+        "A",
+        "A or B",
+        "The answer is B or C",
+        "Both A and B",
+        "ABCD",
+        "A, B, C, D",
+        "B is incorrect.",
+        "Choices B and C are incorrect.",
+        "45",
+        "4 . 5 or 2",
+        "Options: (A) 2 (B) 4.5",
+        "I do not know",
+        "Because I think so",
+        "The answer is B.\nThe answer is C.",
+        "B错误",
+        "Be brief",
+    ],
+)
+def test_what_chooses_otherwise_or_nothing_is_wrong(response: str) -> None:
+    assert value("B", response, options=OPTIONS) == 0.0
+
+
+def test_the_word_that_begins_a_sentence_is_no_letter() -> None:
+    assert value("A", "A train leaves at noon", options=OPTIONS) == 0.0
+    assert value("D", "A train", options=OPTIONS) == 1.0, "it is the text of D"
+    assert value("A", "The answer is A", options=OPTIONS) == 1.0
+
+
+@pytest.mark.parametrize(
+    "response", ["AC", "A and C", "both A and C", "A, C", "C、A", "A和C", "（A）（C）", "答案：A、C", "故选AC."]
+)
+def test_several_right_options_are_all_to_be_chosen(response: str) -> None:
+    assert value("AC", response, options=OPTIONS) == 1.0
+    assert value("A", response, options=OPTIONS) == 0.0
+    assert value("ACD", response, {"partial": 0.5}, options=OPTIONS) == 0.5
+    assert value("AD", response, {"partial": 0.5}, options=OPTIONS) == 0.0, "one of them is wrong"
+
+
+def test_strict_takes_only_what_is_announced() -> None:
+    assert value("B", "B", {"strict": True}, options=OPTIONS) == 0.0
+    assert value("B", "It is hard.\nThe answer is B", {"strict": True}, options=OPTIONS) == 1.0
+
+
+TRUE = ["True", "T", "yes.", "Yes, it is", "The statement is correct.", "正确", "对", "√", "对的。", "是"]
+FALSE = ["False", "F", "no", "No, never.", "It is not true.", "It is incorrect", "错", "不正确", "×", "否"]
+
+
+@pytest.mark.parametrize(("said", "truth"), [*((each, True) for each in TRUE), *((each, False) for each in FALSE)])
+def test_true_and_false_have_many_words(said: str, truth: bool) -> None:
+    assert value("true", said, kind="true_false") == float(truth)
+    assert value("错误", said, kind="true_false") == float(not truth)
+    assert value(said, "The answer is False", kind="true_false") == float(not truth)
+
+
+@pytest.mark.parametrize(
+    "said", ["", "maybe", "true or false", "no solution exists", "The right triangle", "正确还是错误"]
+)
+def test_what_says_neither_is_wrong_for_both(said: str) -> None:
+    assert value("true", said, kind="true_false") == value("false", said, kind="true_false") == 0.0
+
+
+def test_a_blank_has_variants() -> None:
+    blanks = [["the mitochondrion", "mitochondria", "线粒体"]]
+    for said in ["Mitochondrion", "The answer is mitochondria.", "答案：线粒体。", "  the  mitochondrion "]:
+        assert value("", said, blanks=blanks) == 1.0, said
+    assert value("", "not mitochondria", blanks=blanks) == 0.0
+    assert value("5", "5.0") == value("1/2", "0.5") == value("$-5$", "−5") == 1.0
+    assert value("5", "50") == value("5", "4.5") == 0.0
+
+
+def test_several_blanks_are_compared_in_order() -> None:
+    blanks = [["5"], ["10", "ten"]]
+    for said in ["5; 10", "5, ten", "5和10", "The answer is 5 and 10.", "答案：5；10", "\\boxed{5, 10}"]:
+        assert value("", said, blanks=blanks) == 1.0, said
+    assert value("", "10; 5", blanks=blanks) == 0.0
+    assert value("", "5", blanks=blanks) == 0.0
+    assert value("", "5; 11", {"partial": 0.5}, blanks=blanks) == 0.25
+
+
+@pytest.mark.parametrize(
+    ("answer", "said", "right"),
+    [
+        ("9.8 m/s^2", "9.8 m/s²", True),
+        ("9.8 m/s^2", "The answer is about 9.8 m/s^2.", True),
+        ("9.8 m/s^2", "g = 9.8", True),
+        ("9.8 m/s^2", "980 cm/s^2", True),
+        ("9.8 m/s^2", "9.8 m/s", False),
+        ("9.8 m/s^2", "9.8 kg", False),
+        ("9.8 m/s^2", "9.9 m/s^2", False),
+        ("72 km/h", "20 m/s", True),
+        ("72 km/h", "20米每秒", True),
+        ("3 kg", "3000克", True),
+        ("3 kg", "3千克", True),
+        ("3 m", "3 km", False),
+        ("20 °C", "293.15 K", True),
+        ("1,200", "1200", True),
+        ("1200", "1.2×10^3", True),
+        ("1200", "1.2e3", True),
+        ("1200", "$1.2 \\times 10^{3}$", True),
+        ("0.25", "25%", True),
+        ("0.25", "\\frac{1}{4}", True),
+        ("0.25", "1/4", True),
+        ("25", "25%", False),
+        ("30000", "3万", True),
+        ("5 apples", "5", True),
+        ("5", "5 apples", True),
+        ("5", "-5", False),
+        ("5", "five", False),
+        ("5", "between 4 and 6", False),
+        ("5", "1/0", False),
+    ],
+)
+def test_numbers_are_compared_with_their_units(answer: str, said: str, right: bool) -> None:
+    assert value(answer, said, {"kind": "number"}) == float(right)
+
+
+def test_numbers_may_be_near() -> None:
+    assert value("100", "101", {"kind": "number", "tolerance": 0.02}) == 1.0
+    assert value("100", "103", {"kind": "number", "tolerance": 0.02}) == 0.0
+    assert value("100", "103", kind="number", tolerance=0.05) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "metadata", "reason"),
+    [
+        ("?", {"options": OPTIONS}, "names no option"),
+        ("perhaps", {"kind": "true_false"}, "neither true nor false"),
+        ("many", {"kind": "number"}, "is no number"),
+        ("B", {"kind": "essay"}, "'essay'"),
+    ],
+)
+def test_a_reference_that_answers_nothing_makes_the_reward_unknown(
+    answer: str, metadata: dict[str, Any], reason: str
+) -> None:
+    found = result(answer, "B", **metadata)
+    assert found.value is None and reason in str(found.reason)
+
+
+HOSTILE = [
+    *(
+        "9" * 20_000,
+        "9^" * 10_000,
+        "(" * 20_000,
+        "\\boxed{" * 3_000,
+        "answer is " * 5_000,
+        "A, " * 10_000,
+        "1,000" * 5_000,
+    ),
+    *(
+        "10^99" * 4_000,
+        "5 " + "m" * 20_000,
+        "5 m**9999999999",
+        "5 " + "(m" * 15,
+        "1e999",
+        "5 m" + "/s" * 90,
+        "\0" * 100,
+    ),
+    *("不" * 20_000, "答案" * 10_000, " " * 20_000, "A" * 20_000, "A " * 10_000, "-" * 20_000, "1.5×10^99 " * 50),
+]
+
+
+@pytest.mark.parametrize("kind", ["choice", "true_false", "blanks", "number"])
+@pytest.mark.parametrize("response", HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_responses_are_wrong_and_nothing_else(kind: str, response: str) -> None:
+    answer = {"choice": "B", "true_false": "true", "blanks": "right", "number": "7 m"}[kind]
+    found = result(answer, response, kind=kind, options=OPTIONS)
+    assert found.value == 0.0, found
+
+
+@given(st.text(max_size=200), st.sampled_from(["choice", "true_false", "blanks", "number"]))
+def test_no_response_is_an_error(response: str, kind: str) -> None:
+    answer = {"choice": "B", "true_false": "true", "blanks": "right", "number": "7 m"}[kind]
+    assert result(answer, response, kind=kind, options=OPTIONS).value in {0.0, 1.0}
+
+
+STYLES: list[Callable[[str, list[str]], str]] = [
+    lambda right, texts: right,
+    lambda right, texts: f"The answer is {right}.",
+    lambda right, texts: f"The correct answer is ({')('.join(right)}).",
+    lambda right, texts: f"Let us see.\nAnswer: {', '.join(right)}",
+    lambda right, texts: f"We find that \\boxed{{{right}}} holds.",
+    lambda right, texts: f"Therefore {' and '.join(right)} {'are' if right[1:] else 'is'} correct.",
+    lambda right, texts: f"故选{right}。",
+    lambda right, texts: f"答案：{'、'.join(right)}",
+    lambda right, texts: f"#### {right.lower() if len(right) == 1 else right}",
+    lambda right, texts: texts[0] if len(texts) == 1 else f"Both {' and '.join(right)}",
+]
+
+
+@pytest.mark.parametrize("name", ["sat-math", "gaokao-physics", "gaokao-biology"])
+def test_real_choice_questions_are_told_right_from_wrong_in_ten_styles(name: str) -> None:
+    path = Path(os.environ.get("RAYRFT_TEST_DATA", ROOT / "tests" / "samples"), "agieval", f"{name}.jsonl")
+    if not path.exists():
+        pytest.skip(f"{path} is not there")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    reward, missed, accepted = build_reward("k12", {}), list[Any](), list[Any]()
+    for row in rows:
+        options = row["options"]
+        texts = {text[1]: re.sub(r"^\([A-Z]\)", "", text) for text in options}
+        task = Task.create("agieval", row["question"], "".join(row["label"]), metadata={"options": options})
+        other = chr((ord(task.answer[0]) - ord("A") + 1) % 4 + ord("A"))
+        for number, style in enumerate(STYLES):
+            if number == len(STYLES) - 1 and len(set(texts.values())) < len(options):
+                continue  # two options say the same
+            for letters, found in ((task.answer, missed), (other if other not in task.answer else "", accepted)):
+                said = style(letters, [texts[each] for each in letters]) if letters else ""
+                if letters and score(reward, task, said).value != float(found is missed):
+                    found.append((number, letters, said, task.answer, options))
+    assert not missed and not accepted, (len(missed), len(accepted), missed[:3], accepted[:3])
+
+
+def test_the_answer_is_looked_for_at_the_end_of_a_long_response() -> None:
+    assert value("B", "x" * 10**6 + "\nThe answer is B", options=OPTIONS) == 1.0
