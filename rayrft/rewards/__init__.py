@@ -1,6 +1,6 @@
 """Reward functions by name, and the workers that run them."""
 
-from rayrft.rewards import k12, math, text
+from rayrft.rewards import k12, math, text, vision
 from rayrft.rewards.base import Reward, RewardResult, build_reward, inline, register_reward, rewards, runs_inline
 
 __all__ = [
@@ -14,4 +14,5 @@ __all__ = [
     "rewards",
     "runs_inline",
     "text",
+    "vision",
 ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -12,13 +11,10 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from rayrft.experience import Task
+from rayrft.rewards.answers import Statement, key, nfkc, plain, statements
 from rayrft.rewards.base import Reward, RewardResult, inline, register_reward
 
 Kind = Literal["choice", "true_false", "blanks", "number"]
-
-_LONGEST, _LONGEST_STATEMENT, _MOST_STATEMENTS = 20_000, 500, 20
-"""Characters from the end of a response in which its answer is looked for, characters of what it states there, and how
-often it may state something that cannot be read: so that no response takes long, whatever it holds."""
 
 
 @register_reward("k12")
@@ -43,79 +39,19 @@ def k12(kind: Kind = "blanks", *, strict: bool = False, partial: float = 0.0, to
 
     def score(task: Task, response: str) -> RewardResult:
         asked = task.metadata.get("kind", "choice" if task.metadata.get("options") else kind)
-        statements = _statements(_nfkc(response[-_LONGEST:]).strip(), strict=strict)
+        found = statements(response, strict=strict)
         match asked:
             case "choice":
-                return _choice(task, statements, partial)
+                return choice(task, found, partial)
             case "true_false":
-                return _true_false(task, statements)
+                return _true_false(task, found)
             case "blanks":
-                return _blanks(task, statements, partial)
+                return _blanks(task, found, partial)
             case "number":
-                return _number(task, statements, task.metadata.get("tolerance", tolerance))
+                return _number(task, found, task.metadata.get("tolerance", tolerance))
         return RewardResult(None, reason=f"no kind of school question is called {asked!r}")
 
     return score
-
-
-@dataclass(frozen=True)
-class _Statement:
-    """What a response states as its answer."""
-
-    text: str
-    announced: bool
-
-
-_ANNOUNCED = re.compile(
-    r"\banswers?(?:\s+(?:is|are|should be|must be|would be)\b\s*:?|\s*[:=])|\b(?:choice|option)\s+(?:is|should be)\b"
-    r"|\bI\s+(?:choose|select|pick)\b|####|答案(?:应?该?[是为选]|\s|:)*|[故应]?选(?!项)[择为]?",
-    re.IGNORECASE,
-)
-_BOX = "\\boxed{"
-
-
-def _statements(text: str, *, strict: bool) -> list[_Statement]:
-    """Return what the response may state as its answer: what its last box holds, what it announces, the last first, up
-    to the end of the line, and its last line. The first of these that can be read is its answer."""
-    found = []
-    if (start := text.rfind(_BOX)) >= 0:
-        found.append(_Statement(_braced(text[start + len(_BOX) :]), True))
-    for mark in reversed(list(_ANNOUNCED.finditer(text))[-_MOST_STATEMENTS:]):
-        found.append(_Statement(text[mark.end() :].lstrip(" :*").partition("\n")[0], True))
-    if not strict:
-        found.append(_Statement(text.rpartition("\n")[2], False))
-    cut = [_Statement(statement.text.strip()[:_LONGEST_STATEMENT], statement.announced) for statement in found]
-    return [statement for statement in cut if statement.text]
-
-
-def _braced(text: str) -> str:
-    """Return the text up to the brace that closes the one before it."""
-    depth = 1
-    for at, char in enumerate(text):
-        depth += (char == "{") - (char == "}")
-        if not depth:
-            return text[:at]
-    return text
-
-
-def _nfkc(text: str) -> str:
-    """Return the text with the usual forms of full-width letters, digits and punctuation."""
-    return unicodedata.normalize("NFKC", text)
-
-
-_WRAPPED = re.compile(r"\\(?:text|mathrm|mathbf|textbf|rm|operatorname)\s*\{([^{}]*)\}")
-_FORMAT = re.compile(r"\\\$|\\(?:left|right|displaystyle|quad)(?![A-Za-z])|\\[,;! ()\[\]]|\*\*|[$`~]")
-
-
-def _plain(text: str) -> str:
-    """Return the text without what only formats it."""
-    return _FORMAT.sub(" ", _WRAPPED.sub(r"\1", _nfkc(text))).strip()
-
-
-def _key(text: str) -> str:
-    """Return what answers of the same content have in common."""
-    text = re.sub(r"^(?:the|an?)\s+", "", _plain(text).strip(" \"'“”"), flags=re.IGNORECASE)
-    return re.sub(r"\s+", "", text).rstrip("。.,;:?")
 
 
 # Choice
@@ -137,26 +73,27 @@ _OPEN = re.compile(
 _ENDS = re.compile(r"\s*(?:$|[^\sA-Za-z]|(?:because|since|as|is|are|which|with|for|due|instead|rather|not|but)\b)")
 
 
-def _choice(task: Task, statements: Sequence[_Statement], partial: float) -> RewardResult:
+def choice(task: Task, found: Sequence[Statement], partial: float = 0.0) -> RewardResult:
+    """Score the letters that are chosen; some of the right ones give ``partial``."""
     options = [
-        _key(re.sub(r"^\s*(?:\([A-Z]\)|[A-Z][).:、])", "", _nfkc(text))) for text in task.metadata.get("options", ())
+        key(re.sub(r"^\s*(?:\([A-Z]\)|[A-Z][).:、])", "", nfkc(text))) for text in task.metadata.get("options", ())
     ]
-    right = set(re.findall("[A-Z]", _nfkc("".join(task.answer)).upper()))
+    right = set(re.findall("[A-Z]", nfkc("".join(task.answer)).upper()))
     if not right:
         return RewardResult(None, reason=f"the reference answer {task.answer!r} names no option")
-    chosen = next(filter(None, (_chosen(statement, options) for statement in statements)), set[str]())
+    chosen = next(filter(None, (_chosen(statement, options) for statement in found)), set[str]())
     value = 1.0 if chosen == right else partial * bool(chosen) * (chosen < right)
     return RewardResult(value, {"parsed": float(bool(chosen))}, answer="".join(sorted(chosen)))
 
 
-def _chosen(statement: _Statement, options: Sequence[str]) -> set[str]:
+def _chosen(statement: Statement, options: Sequence[str]) -> set[str]:
     """Return the letters that are chosen: none where none is, or it is left open which."""
-    text, last = _plain(statement.text), chr(ord("A") + (len(options) or 26) - 1)
+    text, last = plain(statement.text), chr(ord("A") + (len(options) or 26) - 1)
     bare = re.fullmatch(r"[\s(\[]*([a-zA-Z])[\s)\].。,]*", text)
     if bare and bare[1] <= last:
         return {bare[1]}
     for fold in (str, str.casefold):
-        same = [index for index, option in enumerate(options) if option and fold(option) == fold(_key(statement.text))]
+        same = [index for index, option in enumerate(options) if option and fold(option) == fold(key(statement.text))]
         if len(same) == 1:
             return {chr(ord("A") + same[0])}
     if bare:
@@ -192,7 +129,7 @@ _SHORT = {
 
 def _truth(text: str) -> bool | None:
     """Return what the text says; None where it says neither, or both."""
-    text = _plain(text)
+    text = plain(text)
     [first, *_] = re.split(r"[\s]*[,.;:!。]", text, maxsplit=1)
     if first.casefold() in _SHORT:
         return _SHORT[first.casefold()]
@@ -200,11 +137,11 @@ def _truth(text: str) -> bool | None:
     return said.pop() if len(said) == 1 else None
 
 
-def _true_false(task: Task, statements: Sequence[_Statement]) -> RewardResult:
+def _true_false(task: Task, found: Sequence[Statement]) -> RewardResult:
     right = _truth(task.answer)
     if right is None:
         return RewardResult(None, reason=f"the reference answer {task.answer!r} is neither true nor false")
-    for statement in statements:
+    for statement in found:
         if (said := _truth(statement.text)) is not None:
             return RewardResult(float(said == right), {"parsed": 1.0}, answer=str(said))
     return RewardResult(0.0, {"parsed": 0.0}, answer="")
@@ -215,14 +152,14 @@ def _true_false(task: Task, statements: Sequence[_Statement]) -> RewardResult:
 _SENTENCE = re.compile(r"(?<=[^\s.])[.。!?](?:\s|$)")
 
 
-def _blanks(task: Task, statements: Sequence[_Statement], partial: float) -> RewardResult:
+def _blanks(task: Task, found: Sequence[Statement], partial: float) -> RewardResult:
     blanks = [[each] if isinstance(each, str) else each for each in task.metadata.get("blanks", [task.answer])]
-    for statement in statements:
+    for statement in found:
         filled = _split(_SENTENCE.split(statement.text, maxsplit=1)[0], len(blanks))
         if len(filled) == len(blanks):
             right = sum(_fills(text, variants) for text, variants in zip(filled, blanks, strict=True))
             value = 1.0 if right == len(blanks) else partial * right / len(blanks)
-            return RewardResult(value, {"parsed": 1.0}, answer=";".join(map(_key, filled)))
+            return RewardResult(value, {"parsed": 1.0}, answer=";".join(map(key, filled)))
     return RewardResult(0.0, {"parsed": 0.0}, answer="")
 
 
@@ -230,14 +167,14 @@ def _split(text: str, count: int) -> list[str]:
     """Return the parts of an answer to so many blanks, by the first separator that gives so many."""
     if count > 1:
         for separator in (r"[;\n]", r"[,、]\s*(?:and\b)?", r"\band\b|和", r"\s+"):
-            parts = [part for part in re.split(separator, _plain(text)) if part.strip()]
+            parts = [part for part in re.split(separator, plain(text)) if part.strip()]
             if len(parts) == count:
                 return parts
     return [text]
 
 
 def _fills(text: str, variants: Sequence[str]) -> bool:
-    if any(_key(text).casefold() == _key(variant).casefold() for variant in variants):
+    if any(key(text).casefold() == key(variant).casefold() for variant in variants):
         return True
     said = _quantity(text)
     return said is not None and any(said == _quantity(variant) for variant in variants)
@@ -275,7 +212,7 @@ class _Quantity:
 
 def _quantity(text: str) -> _Quantity | None:
     """Parse a number and the unit after it; None if the text is no such thing."""
-    text = _plain(re.split(r"[=≈]", text)[-1]).rstrip(".。, ")
+    text = plain(re.split(r"[=≈]", text)[-1]).rstrip(".。, ")
     text = re.sub(r"^(?:about|approximately|around|roughly|约为?|大约)\s*", "", text)
     if len(text) > _LONGEST_NUMBER or (found := _QUANTITY.fullmatch(text)) is None:
         return None
@@ -315,15 +252,15 @@ def _unit(text: str) -> Any:
     return None
 
 
-def _number(task: Task, statements: Sequence[_Statement], tolerance: float) -> RewardResult:
-    right = _quantity(_nfkc(task.answer))
+def _number(task: Task, found: Sequence[Statement], tolerance: float) -> RewardResult:
+    right = _quantity(nfkc(task.answer))
     if right is None:
         return RewardResult(None, reason=f"the reference answer {task.answer!r} is no number")
-    for statement in statements:
-        if found := _quantity(_SENTENCE.split(statement.text, maxsplit=1)[0]):
-            value = _in_unit(found, right.unit)
+    for statement in found:
+        if said := _quantity(_SENTENCE.split(statement.text, maxsplit=1)[0]):
+            value = _in_unit(said, right.unit)
             close = value is not None and math.isclose(value, right.value, rel_tol=max(tolerance, 1e-9), abs_tol=1e-12)
-            return RewardResult(float(close), {"parsed": 1.0}, answer=f"{float(found.value):g} {found.unit}".strip())
+            return RewardResult(float(close), {"parsed": 1.0}, answer=f"{float(said.value):g} {said.unit}".strip())
     return RewardResult(0.0, {"parsed": 0.0}, answer="")
 
 

@@ -112,6 +112,7 @@ def test_several_right_options_are_all_to_be_chosen(response: str) -> None:
 def test_strict_takes_only_what_is_announced() -> None:
     assert value("B", "B", {"strict": True}, options=OPTIONS) == 0.0
     assert value("B", "It is hard.\nThe answer is B", {"strict": True}, options=OPTIONS) == 1.0
+    assert value("B", "It is hard.\n**Answer:**\n\nB", {"strict": True}, options=OPTIONS) == 1.0
 
 
 TRUE = ["True", "T", "yes.", "Yes, it is", "The statement is correct.", "正确", "对", "√", "对的。", "是"]

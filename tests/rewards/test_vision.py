@@ -1,0 +1,153 @@
+"""Answers about pictures: what counts as right, and how much of it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayrft.experience import Task
+from rayrft.rewards import RewardResult, build_reward
+from rayrft.rewards.base import score
+
+
+def result(
+    kind: str, answer: str, response: str, settings: dict[str, Any] | None = None, /, **metadata: Any
+) -> RewardResult:
+    task = Task.create("test", "question", answer, images=("picture.png",), metadata={"kind": kind, **metadata})
+    return score(build_reward("vision", settings or {}), task, response)
+
+
+def value(kind: str, answer: str, response: str, settings: dict[str, Any] | None = None, /, **metadata: Any) -> Any:
+    return result(kind, answer, response, settings, **metadata).value
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "3",
+        "three",
+        "There are 3 cats.",
+        "I see Three dogs",
+        "The answer is 3.",
+        "\\boxed{3}",
+        "3个",
+        "图中有三只猫",
+        "答案：３",
+    ],
+)
+def test_a_count_is_recognised_in_digits_and_words(response: str) -> None:
+    assert value("count", "3", response) == 1.0
+    assert value("count", "4", response) == 0.0
+
+
+@pytest.mark.parametrize("response", ["", "3 or 4", "some", "3.5", "13", "33", "between 2 and 3", "x3", "一般"])
+def test_what_counts_otherwise_or_leaves_it_open_is_wrong(response: str) -> None:
+    assert value("count", "3", response) == 0.0
+
+
+def test_chinese_counts_go_beyond_ten() -> None:
+    for number, said in {10: "十个", 12: "十二个", 20: "二十个", 35: "三十五个", 2: "两个"}.items():
+        assert value("count", str(number), said) == 1.0, said
+
+
+def test_text_is_right_as_far_as_it_is_the_same() -> None:
+    assert value("text", "No Entry", "no  entry\n") == 1.0
+    assert value("text", "No Entry", "The answer is No Entry") == 1.0
+    assert value("text", "abcd", "abce") == 0.75
+    assert value("text", "abcd", "") == 0.0
+    assert value("text", "出口", "出口") == 1.0
+    assert value("text", "abcd", "abcd" * 10_000) < 0.05
+    assert value("text", "abcd", "abce", {"threshold": 0.7}) == 1.0
+    assert value("text", "abcd", "abce", {"threshold": 0.8}) == 0.0
+
+
+@pytest.mark.parametrize(
+    "said",
+    ["(10, 20)", "[10,20]", '{"x": 10, "y": 20}', "<point>10 20</point>", "x1=10, y1=20", "The answer is (10.0, 20)."],
+)
+def test_points_may_be_written_in_many_ways(said: str) -> None:
+    assert value("point", "10, 20", said) == 1.0
+    assert value("point", "11, 20", said) == 0.0
+    assert value("point", "13, 24", said, radius=5) == 1.0
+    assert value("point", "13, 24", said, radius=4.9) == 0.0
+    assert value("point", "", said, box=[0, 0, 10, 20]) == 1.0
+    assert value("point", "", said, box=[11, 0, 20, 20]) == 0.0
+
+
+@pytest.mark.parametrize("said", ["", "10", "10, 20, 30", "nowhere", "1e9999, 4"])
+def test_what_is_no_point_is_wrong(said: str) -> None:
+    assert value("point", "10, 20", said, radius=10**6) == 0.0
+
+
+def test_boxes_are_right_as_far_as_they_overlap() -> None:
+    assert value("box", "0, 0, 10, 10", "[0, 0, 10, 10]") == 1.0
+    assert value("box", "0, 0, 10, 10", '{"bbox_2d": [0, 0, 10, 5]}') == 0.5
+    assert value("box", "0, 0, 10, 10", "5 0 15 10") == pytest.approx(50 / 150)
+    assert value("box", "0, 0, 10, 10", "20, 20, 30, 30") == 0.0
+    assert value("box", "0, 0, 10, 10", "10, 10, 0, 0") == 0.0, "its corners are in another order"
+    assert value("box", "0, 0, 10, 10", "0, 0, 10, 10, 10, 10") == 0.0, "two boxes hedge"
+    assert value("box", "0, 0, 10, 10", "0, 0, 10, 6", {"threshold": 0.5}) == 1.0
+
+
+def test_grids_are_right_as_far_as_their_cells_are() -> None:
+    right = "XO.\n.X.\nO.X"
+    assert value("grid", right, right) == 1.0
+    assert value("grid", right, f"I see:\n```\n{right}\n```\nand nothing else") == 1.0
+    assert value("grid", right, f"This is it:\n{right}") == 1.0
+    assert value("grid", right, right.replace("O", "X")) == pytest.approx(7 / 9)
+    assert value("grid", right, "XO.\n.X.") == 0.0
+    assert value("grid", right, "XO.\n.X.\nO.") == 0.0
+    assert value("grid", "red, blue\ngreen, red", "| red | blue |\n| green | red |") == 1.0
+
+
+def test_choices_are_those_of_school() -> None:
+    assert value("choice", "B", "The answer is (B)", options=["a cat", "a dog"]) == 1.0
+    assert value("choice", "B", "a cat", options=["a cat", "a dog"]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "answer", "reason"),
+    [
+        ("count", "many", "no count"),
+        ("text", " ", "empty"),
+        ("point", "here", "no point"),
+        ("box", "1, 2, 3", "no box"),
+        ("box", "10, 10, 0, 0", "no box"),
+        ("grid", "ab\nc", "no grid"),
+        ("video", "1", "'video'"),
+    ],
+)
+def test_a_reference_that_answers_nothing_makes_the_reward_unknown(kind: str, answer: str, reason: str) -> None:
+    found = result(kind, answer, "1")
+    assert found.value is None and reason in str(found.reason)
+
+
+ANSWERS = {"count": "3", "text": "no entry", "point": "1, 2", "box": "0, 0, 5, 5", "grid": "ab\ncd"}
+HOSTILE = [
+    "9" * 20_000,
+    "1, " * 10_000,
+    "[" * 20_000,
+    " " * 20_000,
+    "|\n" * 10_000,
+    "```\n" * 5_000,
+    "三" * 20_000,
+    "-1." * 9_000,
+]
+
+
+@pytest.mark.parametrize("kind", ANSWERS)
+@pytest.mark.parametrize("response", HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_responses_are_wrong_and_nothing_else(kind: str, response: str) -> None:
+    found = result(kind, ANSWERS[kind], response)
+    assert found.value is not None and found.value < 0.1, found
+
+
+@given(st.text(max_size=200), st.sampled_from(sorted(ANSWERS)))
+def test_no_response_is_an_error(response: str, kind: str) -> None:
+    found = result(kind, ANSWERS[kind], response)
+    assert found.value is not None and 0.0 <= found.value <= 1.0
+    json.dumps(found.answer)
