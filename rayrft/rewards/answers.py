@@ -20,11 +20,14 @@ class Statement:
 
 
 _ANNOUNCED = re.compile(
-    r"\banswers?(?:\s+(?:is|are|should be|must be|would be)\b\s*:?|\s*[:=])|\b(?:choice|option)\s+(?:is|should be)\b"
-    r"|\bI\s+(?:choose|select|pick)\b|####|答案(?:应?该?[是为选]|\s|:)*|[故应]?选(?!项)[择为]?",
+    r"\banswers?\b(?:\s+(?:to|for)\b[^.\n]{0,60}?)?\**\]?(?:\s+(?:is|are|should be|must be|would be)\b"
+    r"(?:\s+(?:therefore|thus|clearly|indeed)\b)?\s*:?|\s*[:=])|<answer>|\bI\s+(?:choose|select|pick)\b"
+    r"|\b(?:choices?|options?)\**\s+(?:is|are|should be)\b|\b(?:correct|right)\s+(?:choice|option)s?\**\s*:"
+    r"|####(?!#)(?=[^\n]*\s*\Z)|【?答案】?(?:应?该?[就即]?(?:[是为]|选(?!项))|\s|:)*|正确(?:选项|一项|的)[是为]"
+    r"|(?<!不)(?<!不应)(?<!不能)(?<!不该)[故应]?选(?!项)[择为]?",
     re.IGNORECASE,
 )
-_BOX = "\\boxed{"
+_BOX = re.compile(r"\\f?box(?:ed)?\s*\{")
 
 
 def statements(response: str, *, strict: bool = False) -> list[Statement]:
@@ -32,10 +35,10 @@ def statements(response: str, *, strict: bool = False) -> list[Statement]:
     hashes, 答案), the last first, up to the end of the line; and, unless ``strict``, its last line. The first of these
     that can be read is its answer."""
     text, found = nfkc(response[-_LONGEST:]).strip(), []
-    if (start := text.rfind(_BOX)) >= 0:
-        found.append(Statement(_braced(text[start + len(_BOX) :]), True))
+    for box in list(_BOX.finditer(text))[-1:]:
+        found.append(Statement(_braced(text[box.end() :]), True))
     for mark in reversed(list(_ANNOUNCED.finditer(text))[-_MOST_STATEMENTS:]):
-        found.append(Statement(text[mark.end() :].lstrip(" :*\n").partition("\n")[0], True))
+        found.append(Statement(text[mark.end() :].lstrip(" :*\n\t").partition("\n")[0], True))
     if not strict:
         found.append(Statement(text.rpartition("\n")[2], False))
     cut = [Statement(statement.text.strip()[:_LONGEST_STATEMENT], statement.announced) for statement in found]
@@ -52,12 +55,20 @@ def _braced(text: str) -> str:
     return text
 
 
+_RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
+
+
 def nfkc(text: str) -> str:
-    """Return the text with the usual forms of full-width letters, digits and punctuation."""
-    return unicodedata.normalize("NFKC", text)
+    """Return the text with the usual forms of full-width letters, digits and punctuation; what is raised becomes a
+    power, and ``2½`` two numbers."""
+    text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺]+", lambda found: "^" + found[0].translate(_RAISED), text)
+    text = re.sub(r"(?<=\d)(?=[½¼¾⅓⅔⅛])", " ", text)
+    # Long runs of combining marks take quadratic time, and say nothing.
+    text = re.sub("[\u0300-\u036f]{4,}", "", text)
+    return unicodedata.normalize("NFKC", text).replace("⁄", "/")[-_LONGEST:]
 
 
-_WRAPPED = re.compile(r"\\(?:text|mathrm|mathbf|textbf|rm|operatorname)\s*\{([^{}]*)\}")
+_WRAPPED = re.compile(r"\\(?:text|textrm|textbf|textit|mathrm|mathbf|mathit|mathsf|rm|operatorname)\s*\{([^{}]*)\}")
 _FORMAT = re.compile(r"\\\$|\\(?:left|right|displaystyle|quad)(?![A-Za-z])|\\[,;! ()\[\]]|\*\*|[$`~]")
 
 
@@ -69,4 +80,4 @@ def plain(text: str) -> str:
 def key(text: str) -> str:
     """Return what answers of the same content have in common."""
     text = re.sub(r"^(?:the|an?)\s+", "", plain(text).strip(" \"'“”"), flags=re.IGNORECASE)
-    return re.sub(r"\s+", "", text).rstrip("。.,;:?")
+    return re.sub(r"\s+", "", re.sub(r"([\^_])\{(-?\w)\}", r"\1\2", text)).rstrip("。.,;:?") or text

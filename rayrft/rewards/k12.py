@@ -60,14 +60,15 @@ _LETTER = r"(?:[(\[]\s*(?:[A-Z]{1,8}|[a-z])\s*[)\]]|[A-Z]{1,8}(?![A-Za-z]))"
 _AND = r"\s*(?:[,;&+/、]\s*(?:and\b\s*)?|(?:\band\b|和|与|及|以及)\s*)?"
 _LETTERS = rf"(?>{_LETTER}(?:{_AND}{_LETTER})*)(?![A-Za-z0-9])"
 _LEADING = re.compile(
-    rf"(?:(?:(?i:only|just|both|options?|choices?|letters?)|选项|只有|not\s+{_LETTERS}\s*,?\s*but|不是{_LETTERS},?\s*而是)"
-    rf"[\s:]*)*({_LETTERS})"
+    rf"(?:(?:(?i:only|just|both|options?|choices?|letters?)|选项|只有|not\s++{_LETTERS}\s*+,?\s*+but|不是{_LETTERS},?\s*+而是)"
+    rf"[\s:]*+)*+({_LETTERS})"
 )
 _CORRECT = re.compile(
-    rf"(?<![A-Za-z])({_LETTERS})\s*(?:(?:is|are)\s+(?:the\s+)?(?:(?:correct|right)\b|answers?\b)|(?:项|选项)?[是均都]?正确)"
+    rf"(?<![A-Za-z])({_LETTERS})\s*(?:(?:is|are)\s+(?:the\s+)?(?:(?:correct|right)\b|answers?\b)|(?:选项|项)?[是均都]?正确)"
 )
+_DENIED = re.compile(r"\b(?:not|never|doubt)\b|n['’]t\b", re.IGNORECASE)
 _OPEN = re.compile(
-    rf"\s*(?:(?:or\b|或者?)\s*{_LETTER}(?![A-Za-z])|(?:is|are)\s+(?:not\b|in|wrong|false)|[项均都]*(?:错|不))"
+    r"[\s,(]*(?:or\b|或者?|\|)|\s*\?|\s*(?:is|are)\s+(?:the\s+)?(?:not\b|in|wrong|false|almost\b|part)|(?:选项|[项是均都并也])*(?:错|不)"
 )
 """What follows letters that are not chosen, or of which it is left open."""
 _ENDS = re.compile(r"\s*(?:$|[^\sA-Za-z]|(?:because|since|as|is|are|which|with|for|due|instead|rather|not|but)\b)")
@@ -78,17 +79,19 @@ def choice(task: Task, found: Sequence[Statement], partial: float = 0.0) -> Rewa
     options = [
         key(re.sub(r"^\s*(?:\([A-Z]\)|[A-Z][).:、])", "", nfkc(text))) for text in task.metadata.get("options", ())
     ]
-    right = set(re.findall("[A-Z]", nfkc("".join(task.answer)).upper()))
-    if not right:
+    reference, last = nfkc(task.answer).upper(), chr(ord("A") + (len(options) or 26) - 1)
+    right = set(re.findall("[A-Z]", reference))
+    if not re.fullmatch(r"[^\w]*[A-Z](?:[^\w]*[A-Z])*[^\w]*", reference) or max(right) > last:
         return RewardResult(None, reason=f"the reference answer {task.answer!r} names no option")
-    chosen = next(filter(None, (_chosen(statement, options) for statement in found)), set[str]())
+    read = (_chosen(statement, options, last) for statement in found)
+    chosen = next((letters for letters in read if letters is not None), set[str]())
     value = 1.0 if chosen == right else partial * bool(chosen) * (chosen < right)
     return RewardResult(value, {"parsed": float(bool(chosen))}, answer="".join(sorted(chosen)))
 
 
-def _chosen(statement: Statement, options: Sequence[str]) -> set[str]:
-    """Return the letters that are chosen: none where none is, or it is left open which."""
-    text, last = plain(statement.text), chr(ord("A") + (len(options) or 26) - 1)
+def _chosen(statement: Statement, options: Sequence[str], last: str) -> set[str] | None:
+    """Return the letters that are chosen: none where it is left open which; None where none can be read."""
+    text = plain(statement.text).strip(" \"'“”_-")
     bare = re.fullmatch(r"[\s(\[]*([a-zA-Z])[\s)\].。,]*", text)
     if bare and bare[1] <= last:
         return {bare[1]}
@@ -98,16 +101,17 @@ def _chosen(statement: Statement, options: Sequence[str]) -> set[str]:
             return {chr(ord("A") + same[0])}
     if bare:
         return {bare[1].upper()}
-    for said in reversed(list(_CORRECT.finditer(text))):
-        if max(_each(said[1])) <= last:
-            return _each(said[1])
-    if not (leading := _LEADING.match(text)):
-        return set()
-    letters, rest = _each(leading[1]), text[leading.end() :]
-    if max(letters) > last or _OPEN.match(rest):
-        return set()
+    leading = _LEADING.match(text)
+    letters, rest = (_each(leading[1]), text[leading.end() :]) if leading else (set[str](), "")
+    known = bool(letters) and max(letters) <= last
     # The word that begins a sentence is no letter: "A train …".
-    return letters if _ENDS.match(rest) or (statement.announced and letters != {"A"}) else set()
+    if known and not _OPEN.match(rest) and (_ENDS.match(rest) or (statement.announced and letters != {"A"})):
+        return letters
+    for said in reversed(list(_CORRECT.finditer(text))):
+        [*_, clause] = re.split(r"[,.;。]", text[: said.start()])
+        if max(_each(said[1])) <= last and not _DENIED.search(clause):
+            return _each(said[1])
+    return set() if known and _OPEN.match(rest) else None
 
 
 def _each(letters: str) -> set[str]:
@@ -117,24 +121,33 @@ def _each(letters: str) -> set[str]:
 # True or false
 
 _TRUTH = re.compile(
-    r"(?P<not>\bnot\s+|\bisn't\s+|不)?(?:(?P<true>\b(?:true|correct)\b|正确|√|✓|✔)"
-    r"|(?P<false>\b(?:false|incorrect|untrue)\b|错误|×|✗|✘))",
+    r"(?P<not>(?:\bnot|n['’]t|\bcannot|\bnever|\bhardly|\bpartially|\bpartly)\s+(?:[a-z]+\s+){0,2}|不(?:完全|一定|总是|能说)?是?|并不)?"
+    r"(?:(?P<true>\b(?:true|correct)\b|(?:\bis|'s|’s)\s+right\b(?!\s+[a-z])|\bright[.!]?$|正确|√|✓|✔|✅)"
+    r"|(?P<false>\b(?:false|incorrect|untrue)\b|(?:\bis|'s|’s)\s+wrong\b|\bwrong[.!]?$|错误|×|✗|✘|❌))",
     re.IGNORECASE,
 )
 _SHORT = {
-    **dict.fromkeys(["t", "y", "yes", "right", "对", "对的", "是", "是的"], True),
-    **dict.fromkeys(["f", "n", "no", "wrong", "not right", "错", "错的", "否", "不对", "不是", "x"], False),
+    **dict.fromkeys(["t", "y", "yes", "right", "对", "对的", "是", "是的", "真", "没错", "真命题"], True),
+    **dict.fromkeys(["f", "n", "no", "wrong", "x", "错", "错的", "否", "不对", "不是", "假", "假命题"], False),
 }
+_SAID_OF_IT = re.compile(r"^.*(?:说法|句话|命题|判断|结论|题)(?:是|为)?(不?对|不?错|真|假)的?$")
 
 
 def _truth(text: str) -> bool | None:
-    """Return what the text says; None where it says neither, or both."""
+    """Return what the first clause of the text says, else the whole; None if it says neither, or both."""
     text = plain(text)
-    [first, *_] = re.split(r"[\s]*[,.;:!。]", text, maxsplit=1)
-    if first.casefold() in _SHORT:
-        return _SHORT[first.casefold()]
-    said = {(found["true"] is not None) != (found["not"] is not None) for found in _TRUTH.finditer(text)}
-    return said.pop() if len(said) == 1 else None
+    for part in (re.split(r"\s*(?:[,.;:!。—]|\b(?:because|since)\b|因为)", text, maxsplit=1)[0], text):
+        word = part.strip(" ()\"'“”*_").casefold()
+        if of_it := _SAID_OF_IT.match(word):
+            word = of_it[1]
+        if word in _SHORT:
+            return _SHORT[word]
+        said = {(found["true"] is not None) != (found["not"] is not None) for found in _TRUTH.finditer(part)}
+        if len(said) == 1 and not text.rstrip().endswith("?"):
+            return said.pop()
+        if said:
+            return None
+    return None
 
 
 def _true_false(task: Task, found: Sequence[Statement]) -> RewardResult:
@@ -149,24 +162,25 @@ def _true_false(task: Task, found: Sequence[Statement]) -> RewardResult:
 
 # Blanks
 
-_SENTENCE = re.compile(r"(?<=[^\s.])[.。!?](?:\s|$)")
+_SENTENCE = re.compile(r"(?<=[^\s.])(?:[.!?](?:\s|$)|。)|\s+\(?(?:because|since|where)\b|,?\s*因为")
 
 
 def _blanks(task: Task, found: Sequence[Statement], partial: float) -> RewardResult:
     blanks = [[each] if isinstance(each, str) else each for each in task.metadata.get("blanks", [task.answer])]
     for statement in found:
-        filled = _split(_SENTENCE.split(statement.text, maxsplit=1)[0], len(blanks))
-        if len(filled) == len(blanks):
-            right = sum(_fills(text, variants) for text, variants in zip(filled, blanks, strict=True))
-            value = 1.0 if right == len(blanks) else partial * right / len(blanks)
-            return RewardResult(value, {"parsed": 1.0}, answer=";".join(map(key, filled)))
+        # The whole line first: "Mr. Smith" is no end of a sentence.
+        tries = [_split(text, len(blanks)) for text in (statement.text, _SENTENCE.split(statement.text, maxsplit=1)[0])]
+        shares = [sum(map(_fills, filled, blanks)) / len(blanks) for filled in tries if len(filled) == len(blanks)]
+        if shares:
+            value = 1.0 if max(shares) == 1 else partial * max(shares)
+            return RewardResult(value, {"parsed": 1.0}, answer=";".join(map(key, tries[-1])))
     return RewardResult(0.0, {"parsed": 0.0}, answer="")
 
 
 def _split(text: str, count: int) -> list[str]:
     """Return the parts of an answer to so many blanks, by the first separator that gives so many."""
     if count > 1:
-        for separator in (r"[;\n]", r"[,、]\s*(?:and\b)?", r"\band\b|和", r"\s+"):
+        for separator in (";", r"[,、]\s*(?:and\b)?", r"\band\b|和", r"[,、]\s*(?:and\b)?|\band\b|和", r"\s+"):
             parts = [part for part in re.split(separator, plain(text)) if part.strip()]
             if len(parts) == count:
                 return parts
@@ -185,23 +199,32 @@ def _fills(text: str, variants: Sequence[str]) -> bool:
 _LONGEST_NUMBER = 200
 """Characters of a number and its unit: no power or product of such numbers is too large for a float."""
 
-_SCALE = {"%": Fraction(1, 100), "‰": Fraction(1, 1000), "万": Fraction(10**4), "亿": Fraction(10**8)}
+_SCALE = {
+    **{"%": Fraction(1, 100), "percent": Fraction(1, 100), "‰": Fraction(1, 1000)},
+    **{"thousand": Fraction(10**3), "million": Fraction(10**6), "billion": Fraction(10**9), "dozen": Fraction(12)},
+    **{"百": Fraction(100), "千": Fraction(1000), "万": Fraction(10**4), "亿": Fraction(10**8)},
+}
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
 _QUANTITY = re.compile(
     rf"(?P<sign>[-+−]?)\s*(?:\\[dt]?frac\{{(?P<over>\d+)\}}\{{(?P<under>\d+)\}}"
     rf"|(?P<number>{_DIGITS})(?:\s*/\s*(?P<divisor>\d+(?:\.\d+)?))?"
     r"(?:\s*(?:[x×*·]|\\times|\\cdot)\s*10\s*(?:\^|\*\*)\s*\{?(?P<power>[-+−]?\d{1,2})\}?|[eE](?P<exponent>[-+−]?\d{1,2}))?)"
-    r"\s*(?P<scale>\\?%|‰|万|亿)?\s*(?P<unit>[^\d\s=,;。].*)?$"
+    r"(?:\s*(?P<scale>\\?%|‰|万|亿|百|千(?![米克瓦伏安牛焦帕])|(?:percent|thousand|million|billion|dozen)\b))?"
+    r"(?P<unit>\s*[^\d\s=,;。].*)?$"
 )
 _UNITS = {
-    "平方千米": "km**2", "平方厘米": "cm**2", "平方米": "m**2", "立方厘米": "cm**3", "立方米": "m**3",
-    "千米": "km", "公里": "km", "厘米": "cm", "毫米": "mm", "分米": "dm", "米": "m",
-    "千克": "kg", "公斤": "kg", "毫克": "mg", "克": "g", "吨": "t", "毫升": "ml", "升": "l",
-    "小时": "h", "分钟": "min", "秒": "s", "天": "day", "牛": "N", "焦耳": "J", "焦": "J",
-    "瓦": "W", "伏": "V", "安": "A", "欧": "ohm", "Ω": "ohm",
+    "千米": "km", "公里": "km", "厘米": "cm", "毫米": "mm", "分米": "dm", "微米": "um", "纳米": "nm", "米": "m",
+    "千克": "kg", "公斤": "kg", "毫克": "mg", "克": "g", "吨": "t", "毫升": "ml", "升": "l", "公顷": "ha",
+    "小时": "h", "分钟": "min", "秒": "s", "天": "day", "时": "h", "焦耳": "J", "牛顿": "N", "千": "k", "毫": "m",
+    "牛": "N", "焦": "J", "瓦": "W", "伏": "V", "安": "A", "帕": "Pa", "欧": "ohm", "Ω": "ohm",
     "摄氏度": "degC", "°C": "degC", "°F": "degF", "°": "degree", "度": "degree", "每": "/",
 }  # fmt: skip
 """Longer names first: they are replaced in this order."""
+
+_NO_UNIT = re.compile(
+    r"^\s*[-+*/^_:|~]|\b(?:or|and|to|not|is|wrong|e)\b|或|(?<![A-Za-z^*\-{])\d|[+×√π±|!<>=?]|\\(?:sqrt|pi|times|pm)|^[xyzijknpqe]$"
+)
+"""What follows a number in an expression, a range or a hedge, and in no unit."""
 
 
 @dataclass(frozen=True)
@@ -210,10 +233,13 @@ class _Quantity:
     unit: str = ""
 
 
+_NAMED = re.compile(r"^\s*\\?[A-Za-zα-ωΔ]\w{0,5}\s*[=≈]\s*")
+_ABOUT = re.compile(r"^(?:about|approximately|around|roughly|约为?|大约|\\approx|≈)\s*", re.IGNORECASE)
+
+
 def _quantity(text: str) -> _Quantity | None:
-    """Parse a number and the unit after it; None if the text is no such thing."""
-    text = plain(re.split(r"[=≈]", text)[-1]).rstrip(".。, ")
-    text = re.sub(r"^(?:about|approximately|around|roughly|约为?|大约)\s*", "", text)
+    """Parse a number and the unit after it, perhaps with a name before it; None if the text is no such thing."""
+    text = _ABOUT.sub("", _NAMED.sub("", plain(text).rstrip(".。, "))).replace("{,}", ",").replace("–", "-")
     if len(text) > _LONGEST_NUMBER or (found := _QUANTITY.fullmatch(text)) is None:
         return None
     if found["over"] is not None:
@@ -222,10 +248,12 @@ def _quantity(text: str) -> _Quantity | None:
         value, divisor = Fraction(found["number"].replace(",", "")), Fraction(found["divisor"] or 1)
         if power := found["power"] or found["exponent"]:
             value *= Fraction(10) ** int(power.replace("−", "-"))
-    if not divisor:
+    unit = (found["unit"] or "").replace("\\cdot", "*")
+    # "5 m" has a unit, "5x" is an expression.
+    if not divisor or _NO_UNIT.search(unit):
         return None
     value *= _SCALE.get((found["scale"] or "").lstrip("\\"), 1) / divisor
-    return _Quantity(-value if found["sign"] in {"-", "−"} else value, (found["unit"] or "").strip())
+    return _Quantity(-value if found["sign"] in {"-", "−"} else value, unit.strip(" *_\"'"))
 
 
 @lru_cache(maxsize=1)
@@ -235,19 +263,25 @@ def _registry() -> Any:
     return pint.UnitRegistry(autoconvert_offset_to_baseunit=True)
 
 
+_FACTOR = r"[A-Za-zµμ_]++(?:\*\*-?\d)?+"
+_UNIT = re.compile(rf"{_FACTOR}(?:(?:\s*+[*/]\s*+|\s++(?:per\s++)?)\(?{_FACTOR}\)?)*+")
+"""Nothing that pint would have to calculate."""
+
+
 @lru_cache(maxsize=256)
 def _unit(text: str) -> Any:
     """Return the unit that the text begins with; None if it begins with none."""
+    power = {"平方": "**2", "立方": "**3"}
+    text = re.sub(r"(平方|立方)(千米|厘米|分米|毫米|米)", lambda found: _UNITS[found[2]] + power[found[1]], text)
     for name, symbol in _UNITS.items():
         text = text.replace(name, symbol)
     text = re.sub(r"(?<=[A-Za-zµμ])\^?\{?([-−]?\d)\}?", r"**\1", text.replace("·", "*").replace("⋅", "*"))
-    words = re.split(r"\s+(?!per\b)(?<!\bper\s)", text.replace("−", "-")[:_LONGEST_NUMBER])[:3]
-    for count in range(len(words), 0, -1):
-        candidate = " ".join(words[:count])
-        if re.fullmatch(r"[A-Za-zµμ_/()*\-\d\s]{1,40}", candidate):
+    [first, *_] = re.split(r"\s+(?![/*(]|per\b)", text)
+    for candidate in (text, first) if "/" in text or "*" in text else (first,):
+        if len(candidate) <= 40 and _UNIT.fullmatch(candidate):
             try:
                 return _registry().parse_units(candidate)
-            except Exception:  # of pint's, tokenize's and of arithmetic: the text is no unit
+            except Exception:  # of pint's and of tokenize's: the text is no unit
                 continue
     return None
 
@@ -257,20 +291,28 @@ def _number(task: Task, found: Sequence[Statement], tolerance: float) -> RewardR
     if right is None:
         return RewardResult(None, reason=f"the reference answer {task.answer!r} is no number")
     for statement in found:
-        if said := _quantity(_SENTENCE.split(statement.text, maxsplit=1)[0]):
-            value = _in_unit(said, right.unit)
+        [said, *_] = _SENTENCE.split(statement.text, maxsplit=1)
+        if (quantity := _quantity(said) or _quantity(_result(said))) is not None:
+            value = _in_unit(quantity, right.unit)
             close = value is not None and math.isclose(value, right.value, rel_tol=max(tolerance, 1e-9), abs_tol=1e-12)
-            return RewardResult(float(close), {"parsed": 1.0}, answer=f"{float(said.value):g} {said.unit}".strip())
+            answer = f"{float(quantity.value):g} {quantity.unit}".strip()
+            return RewardResult(float(close), {"parsed": 1.0}, answer=answer)
     return RewardResult(0.0, {"parsed": 0.0}, answer="")
 
 
+def _result(text: str) -> str:
+    """Return what a calculation comes to; nothing of what only bounds it."""
+    return "" if re.search(r"[<>!≠≤≥]|\\(?:[lg]eq?|neq?)\b", text) else text.rpartition("=")[2]
+
+
 def _in_unit(quantity: _Quantity, wanted: str) -> float | None:
-    """Return the value in a unit, or as it is where it has none; None where its unit is of another dimension."""
-    unit, target = _unit(quantity.unit) if quantity.unit else None, _unit(wanted) if wanted else None
-    if unit is None or target is None:
+    """Return the value in a unit, or as it is where one of them has none; None where the units do not fit."""
+    if not quantity.unit or not wanted or quantity.unit.rstrip("s") == wanted.rstrip("s"):
         return float(quantity.value)
-    return (
-        float(_registry().Quantity(float(quantity.value), unit).m_as(target))
-        if unit.is_compatible_with(target)
-        else None
-    )
+    unit, target = _unit(quantity.unit), _unit(wanted)
+    if unit is None or target is None or not unit.is_compatible_with(target):
+        return None
+    try:
+        return float(_registry().Quantity(float(quantity.value), unit).m_as(target))
+    except Exception:  # of pint's, for units such as decibels that have no such ratio
+        return None
