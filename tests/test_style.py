@@ -17,6 +17,8 @@ SOURCES = sorted((ROOT / "rayrft").rglob("*.py"))
 ORDER = [
     ["errors"],
     ["files", "registry", "waits"],
+    ["process_server"],
+    ["processes"],
     ["handle"],
     ["experience"],
     ["algorithms", "weights"],

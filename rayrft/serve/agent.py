@@ -29,9 +29,9 @@ from rayrft.errors import ActorDied, ConfigError, DataError, FeedbackRefused, Mo
 from rayrft.experience import Task
 from rayrft.explorer.engines.exchange import Completion, Request, Session, Told
 from rayrft.explorer.environments import EnvironmentClient
-from rayrft.explorer.processes import ProcessPool, Worker
 from rayrft.explorer.tools.parsing import CallForm
 from rayrft.explorer.trajectory import ContextFull, Model, Trajectory
+from rayrft.processes import ProcessPool, Worker
 from rayrft.registry import loaded_plugins
 from rayrft.rewards import RewardResult
 from rayrft.serve.app import Endpoint

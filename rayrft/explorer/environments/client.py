@@ -23,7 +23,7 @@ from rayrft.explorer.environments.base import (
     environment_factory,
     runs_in_event_loop,
 )
-from rayrft.explorer.processes import ProcessPool
+from rayrft.processes import ProcessPool
 
 log = logging.getLogger(__name__)
 

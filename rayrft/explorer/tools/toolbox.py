@@ -12,10 +12,10 @@ from functools import partial
 from typing import Any
 
 from rayrft.errors import CallFailed, CallTimeout, ConfigError
-from rayrft.explorer.processes import ProcessPool, Worker
 from rayrft.explorer.tools.base import TOOLS, Tool, ToolFailed, ToolHost, as_text, find_tool, function_tool, methods
 from rayrft.explorer.tools.mcp_servers import McpServer
 from rayrft.explorer.tools.parsing import Malformed, ToolCall
+from rayrft.processes import ProcessPool, Worker
 from rayrft.registry import loaded_plugins
 
 log = logging.getLogger(__name__)

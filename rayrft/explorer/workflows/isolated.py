@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from rayrft import process_server
 from rayrft.data.images import Picture
 from rayrft.data.tokenizer import Tools
 from rayrft.errors import ActorDied, ModelError
 from rayrft.experience import Task
-from rayrft.explorer import process_server
 from rayrft.explorer.engines.exchange import Completion
 from rayrft.explorer.environments import EnvironmentClient, Observation, Step
-from rayrft.explorer.processes import ProcessPool
 from rayrft.explorer.trajectory import ContextFull, Model, Trajectory
+from rayrft.processes import ProcessPool
 from rayrft.registry import loaded_plugins
 from rayrft.rewards import RewardResult
 

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from rayrft.errors import AnswerTooLarge, CallFailed, CallTimeout, ProcessDied
-from rayrft.explorer.processes import ProcessPool
+from rayrft.processes import ProcessPool
 from tests.conftest import ROOT
-from tests.explorer.in_processes import Troublemaker
+from tests.in_processes import Troublemaker
 
 
 @asynccontextmanager
@@ -249,8 +249,8 @@ async def test_the_end_of_the_template_ends_its_processes_and_another_takes_its_
 
 PARENT = """
 import asyncio, sys
-from rayrft.explorer.processes import ProcessPool
-from tests.explorer.in_processes import Troublemaker
+from rayrft.processes import ProcessPool
+from tests.in_processes import Troublemaker
 
 async def main():
     pool = ProcessPool(Troublemaker, processes=2)

@@ -6,7 +6,7 @@
 >>> await pool.close()  # doctest: +SKIP
 
 Every lease has an object that nobody used before. Processes are forked, in milliseconds, from a template that has
-imported the factory's modules and nothing else (see `rayrft.explorer.process_server`); an import that starts threads
+imported the factory's modules and nothing else (see `rayrft.process_server`); an import that starts threads
 belongs into the factory. They inherit no socket but their own, and end with the process that made the pool, even if it
 is killed.
 """
@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 import cloudpickle
 
 from rayrft.errors import AnswerTooLarge, CallFailed, CallTimeout, ProcessDied
-from rayrft.explorer.process_server import HEADER, RECORD, RENEW, STATUS, Answer, Ask, Blueprint, GiveUp, Reply
+from rayrft.process_server import HEADER, RECORD, RENEW, STATUS, Answer, Ask, Blueprint, GiveUp, Reply
 
 _STARTING_AT_ONCE = 8
 """Processes between fork and readiness: more would only compete for the cores."""
@@ -330,7 +330,7 @@ def _closed() -> ProcessDied:
 _MAIN = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
-from rayrft.explorer.process_server import main
+from rayrft.process_server import main
 main(int(sys.argv[2]), int(sys.argv[3]))
 """
 

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rayrft.explorer import process_server
+from rayrft import process_server
 
 
 class Unpicklable(Exception):

@@ -1,4 +1,4 @@
-"""The far side of `rayrft.explorer.processes`: the template process, and the processes that it forks.
+"""The far side of `rayrft.processes`: the template process, and the processes that it forks.
 
 The template imports what the objects need, once, and forks a process for each; it has no thread of its own and runs no
 code of theirs, so that it answers at all times. It reaps what dies, with all that it had started. When the parent dies,
