@@ -14,7 +14,7 @@ import yaml
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.experience import Task
 from rayrft.explorer.rollout import Runner
-from rayrft.rewards import RewardResult, build_reward
+from rayrft.rewards import RewardResult, Transcript, build_reward
 from tests.conftest import ROOT
 from tests.explorer.test_explorer import config
 from tests.explorer.test_rollout import Engines
@@ -61,8 +61,8 @@ async def test_the_examples_of_a_reward_and_a_workflow_run(tiny_model: Path) -> 
     rewards = [name for block in found for name in re.findall(r'register_reward\("(\w+)"\)', block)]
     assert len(workflows) >= 3 and len(rewards) >= 2
 
-    async def score(task: Task, responses: list[str]) -> list[RewardResult]:
-        return [RewardResult(1.0)] * len(responses)
+    async def score(task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
+        return [RewardResult(1.0)] * len(transcripts)
 
     for name in workflows:
         settings: dict[str, Any] = {"explorer.workflow": name}

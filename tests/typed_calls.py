@@ -6,7 +6,6 @@ from __future__ import annotations
 from rayrft.buffer.buffer import Buffer
 from rayrft.core.placement import PlacedClass
 from rayrft.handle import Handle, TrackedHandle, fetch
-from rayrft.rewards.worker import RewardWorker
 from rayrft.trainer.commands import Score, Train
 from rayrft.trainer.trainer import Trainer
 from rayrft.waits import Waits
@@ -24,7 +23,11 @@ async def calls(buffer: Handle[Buffer], trainer: Handle[Trainer]) -> None:
     del name, digest
 
 
-def blocking(worker: Handle[RewardWorker], workers: PlacedClass[[int], RewardWorker]) -> None:
-    ready: int = fetch(worker.call(RewardWorker.ready))  # type: ignore[assignment]  # a method that is no coroutine
-    workers.create("0")  # type: ignore[arg-type]  # a wrong argument of the constructor
+class Blocking:
+    def ready(self) -> None: ...
+
+
+def blocking(actor: Handle[Blocking], actors: PlacedClass[[int], Blocking]) -> None:
+    ready: int = fetch(actor.call(Blocking.ready))  # type: ignore[assignment]  # a method that is no coroutine
+    actors.create("0")  # type: ignore[arg-type]  # a wrong argument of the constructor
     del ready

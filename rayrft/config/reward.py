@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -9,13 +10,70 @@ from pydantic import Field, model_validator
 from rayrft.config.base import Section, invalid
 
 
-class RewardConfig(Section):
-    """Scoring of answers."""
+class RewardPart(Section):
+    """One reward of several."""
+
+    name: str
+    options: dict[str, Any] = Field(default_factory=dict)
+    role: Literal["add", "gate", "shape"] = "add"
+    """``add``: ``weight`` times its value is added to the others. ``gate``: where its value is 0 or below, the sum
+    counts 0. ``shape``: like ``add``, but kept out of the value that filters and evaluations look at."""
+    weight: float = 1.0
+
+
+class RewardModelConfig(Section):
+    """How answers are scored: by the reward of a name, or by several ``parts``."""
 
     name: str = "exact"
     options: dict[str, Any] = Field(default_factory=dict)
+    parts: list[RewardPart] = Field(default_factory=list)
+    """Instead of ``name`` and ``options``: rewards that are scored side by side. The value of each is a component of
+    its name. If one is unknown, so is the reward, unless a gate is shut."""
     deadline_s: float = Field(10.0, gt=0)
-    """Seconds allowed for scoring one group, from the start of execution."""
+    """Seconds for scoring one answer, from the start of execution."""
+    workers: int = Field(1, ge=1)
+    """Processes in which answers are scored, for each Explorer or reward actor and each part; none for a reward that
+    runs inline or is a coroutine."""
+
+    @model_validator(mode="after")
+    def _either(self) -> RewardModelConfig:
+        if self.parts and self.model_fields_set & {"name", "options"}:
+            raise invalid("parts", "stand beside name or options", remedy="make that reward one of the parts")
+        names = [part.name for part in self.parts]
+        if len(set(names)) < len(names):
+            raise invalid("parts", "two have one name", value=names, remedy="give each its own: they name components")
+        return self
+
+    @property
+    def scored_by(self) -> list[RewardPart]:
+        """The parts, or the one reward."""
+        return self.parts or [RewardPart(name=self.name, options=self.options)]
+
+
+class LengthReward(Section):
+    """Kimi k1.5's length reward (Kimi Team 2025, arXiv:2501.12599, sec. 2.3.3): shorter answers of a group earn more.
+
+    Where a group's rows have between ``min`` and ``max`` sampled tokens, one of length ``l`` earns ``weight`` times
+    ``lambda = 0.5 - (l - min) / (max - min)`` if it is right, else ``weight`` times ``min(0, lambda)``.
+    """
+
+    weight: float = Field(1.0, gt=0)
+    warm_up: int = Field(0, ge=0)
+    """Optimiser steps over which the weight grows from 0: from the start, it slows learning down."""
+    right: float = 1.0
+    """The least value of a right answer."""
+
+
+class RewardConfig(RewardModelConfig):
+    """Scoring of answers."""
+
+    domains: dict[str, RewardModelConfig] = Field(default_factory=dict)
+    """How the tasks of each domain are scored, instead of all of them by ``name`` or ``parts``. A domain has workers of
+    its own, so that a slow one holds up no other."""
+    placement: Literal["beside", "pool"] = "beside"
+    """``beside``: in the Explorer and processes on its node. ``pool``: in ``actors`` on any node, with processes."""
+    actors: int = Field(1, ge=1)
+    """Reward actors of each Explorer, with ``placement: pool``."""
     on_unknown: Literal["drop_row", "drop_group", "fallback"] = "drop_row"
     """Policy for an answer (with all its rows) whose reward raised or timed out."""
     fallback: float = 0.0
@@ -28,8 +86,8 @@ class RewardConfig(Section):
     """Tokens over which ``truncated: soft`` grows from 0 to 1; a fifth of max_tokens in the paper."""
     repetition_penalty: float = Field(0.0, ge=0)
     """What an answer loses that was stopped for repetition (`explorer.sampling.repetition`)."""
-    workers: int = Field(1, ge=1)
-    """Actors that score, for each Explorer; none if the reward runs inline."""
+    length: LengthReward | None = None
+    """What short answers earn beside the reward."""
 
     @model_validator(mode="after")
     def _overlong(self) -> RewardConfig:
@@ -39,4 +97,23 @@ class RewardConfig(Section):
                 "truncated: soft and overlong_buffer, its number of tokens, need each other",
                 remedy="give both or none",
             )
+        if self.actors > 1 and self.placement == "beside":
+            raise invalid(
+                "actors", "are those of placement: pool", value=self.actors, remedy="set it, or leave this out"
+            )
+        if self.domains and (given := self.model_fields_set & set(RewardModelConfig.model_fields)):
+            raise invalid(
+                "domains",
+                f"stand beside {', '.join(sorted(given))}, which no task would use",
+                remedy="say it in each domain, or leave domains out",
+            )
         return self
+
+    @property
+    def models(self) -> Mapping[str, RewardModelConfig]:
+        """By domain; by the empty name where all tasks are scored alike."""
+        return self.domains or {"": self}
+
+    def domain_of(self, domain: str) -> str:
+        """The key in `models` for tasks of a domain."""
+        return domain if self.domains else ""

@@ -23,8 +23,7 @@ from rayrft.explorer.engines.engine import RolloutEngine
 from rayrft.explorer.engines.pool import EnginePool, Member
 from rayrft.explorer.explorer import Explorer
 from rayrft.handle import Handle, TrackedHandle
-from rayrft.rewards import runs_inline
-from rayrft.rewards.worker import RewardWorker
+from rayrft.rewards.pool import RewardActor
 from rayrft.serve.keeper import SessionKeeper
 from rayrft.trainer.commands import command_name
 from rayrft.trainer.trainer import RankSetup, Trainer
@@ -179,7 +178,7 @@ def create_actors(
         )
         for name, each in config.auxiliary.items()
     }
-    create_worker = reward_workers(config, placement)
+    create_reward_actor = reward_actors(config, placement)
     tasks, held_out = ray.put(prepared.tasks), ray.put(prepared.held_out)
     explorers = [
         placement.actor(Explorer, "explorer", name=f"explorer-{index}", bundle=index).create(
@@ -189,7 +188,7 @@ def create_actors(
             buffer,
             tasks,
             held_out,
-            create_worker,
+            create_reward_actor,
             prepared.run_id if config.mode == "explore" else "",
             {name: each.engine_pool for name, each in auxiliary.items()},
             evaluation_pool,
@@ -210,11 +209,11 @@ def create_engines(
     ]
 
 
-def reward_workers(config: RunConfig, placement: Placement) -> Callable[[], Handle[RewardWorker]] | None:
-    """Return what creates reward workers; None for a reward that runs beside the workflows."""
-    if runs_inline(config.reward.name):
+def reward_actors(config: RunConfig, placement: Placement) -> Callable[[], Handle[RewardActor]] | None:
+    """Return what creates reward actors; None where Explorers score themselves."""
+    if config.reward.placement == "beside":
         return None
-    return _RewardWorkerFactory(placement.actor(RewardWorker, "reward"), config.reward, config.plugins)
+    return _RewardActors(placement.actor(RewardActor, "reward"), config.reward, config.plugins)
 
 
 async def start_actors(actors: Actors, config: RunConfig, prepared: Prepared, waits: Waits) -> str | None:
@@ -284,12 +283,12 @@ async def _until_dead_for_good(buffer: Handle[Buffer]) -> None:
 
 
 @dataclass(frozen=True)
-class _RewardWorkerFactory:
-    """Creates reward workers in their placement group; it is sent to the Explorer, which replaces workers that hang."""
+class _RewardActors:
+    """Creates reward actors in their placement group; it is sent to the Explorer, which replaces those that die."""
 
-    worker: PlacedClass[[RewardConfig, list[Path]], RewardWorker]
+    placed: PlacedClass[[RewardConfig, list[Path]], RewardActor]
     config: RewardConfig
     plugins: list[Path]
 
-    def __call__(self) -> Handle[RewardWorker]:
-        return self.worker.create(self.config, self.plugins)
+    def __call__(self) -> Handle[RewardActor]:
+        return self.placed.create(self.config, self.plugins)

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from rayrft.config import RunConfig, load_config
-from rayrft.core.actors import create_engines, reward_workers
+from rayrft.core.actors import create_engines, reward_actors
 from rayrft.core.checkpoints import Checkpoints, export, find_folder
 from rayrft.core.cluster import connect
 from rayrft.core.launch import check_room
 from rayrft.core.placement import Placement, plan_placement, show_plan
-from rayrft.core.preflight import check_reward, check_workflows, find_model
+from rayrft.core.preflight import check_rewards, check_workflows, find_model
 from rayrft.core.supervision import root_cause
 from rayrft.data.task_splits import load_tasks, load_taskset
 from rayrft.errors import ModelError, RunNotFound, Stalled
@@ -64,7 +64,7 @@ def bench(
     tasksets = _tasksets(checked)
     check_workflows(checked.explorer, chain.from_iterable(tasksets.values()))
     for tasks in tasksets.values():
-        check_reward(checked.reward, tasks[0])
+        check_rewards(checked.reward, tasks)
     given = checked.bench.models or {"model": str(checked.model.path)}
     found = [_find(name, model, checked.storage, folder) for name, model in given.items()]
     files = {
@@ -127,9 +127,8 @@ class _Evaluation:
         self._model = model
         self._engines = create_engines(placement, config.explorer.engine.count)
         self._pool = placement.actor(EnginePool, "engine_pool", name="engine_pool").create()
-        workers = reward_workers(config, placement)
         self._worker = placement.actor(BenchWorker, "explorer", name="explorer").create(
-            config, model.path, self._pool, workers
+            config, model.path, self._pool, reward_actors(config, placement)
         )
         self._seen = 0
         """Tasks that the worker has answered."""

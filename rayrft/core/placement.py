@@ -10,7 +10,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 from rayrft.config import RunConfig
 from rayrft.errors import PlacementError
 from rayrft.handle import Handle
-from rayrft.rewards import runs_inline
+from rayrft.rewards import where
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -59,12 +59,25 @@ def plan_placement(config: RunConfig) -> list[Part]:
     # An engine and a rank on one GPU must share a bundle: in separate groups Ray may pack two engines on one GPU, or
     # place them on another node than the ranks.
     pairs = config.mode == "both" and config.rolls_out and config.colocated
-    workers = config.explorer.count * config.reward.workers
-    rewards = Part("reward", workers, 0.1, 0, 0.25, f"reward workers: {config.reward.name}")
+    scored_by = {part.name for model in config.reward.models.values() for part in model.scored_by}
+    rewards = Part("reward", config.explorer.count * config.reward.actors, 0.1, 0, 0.25, ", ".join(sorted(scored_by)))
+    pooled = config.reward.placement == "pool"
+    beside = sum(
+        model.workers * (where(part.name) == "process")
+        for model in config.reward.models.values()
+        for part in model.scored_by
+    )
     pools = 1 + len(config.auxiliary) + bool(config.evaluation_engines)
     parts = [
         Part("master", 1, 0.05, 0, 0.3, "paces and supervises"),
-        Part("explorer", config.explorer.count, config.explorer.cpus, 0, 0.5, "tasks, workflows"),
+        Part(
+            "explorer",
+            config.explorer.count,
+            config.explorer.cpus,
+            0,
+            0.5,
+            "tasks, workflows" + (f", {beside} processes that score" if beside and not pooled else ""),
+        ),
         Part(
             "engines",
             engine.count,
@@ -94,7 +107,7 @@ def plan_placement(config: RunConfig) -> list[Part]:
             for name, auxiliary in config.auxiliary.items()
             if config.rolls_out and config.mode != "bench"
         ),
-        *([] if runs_inline(config.reward.name) else [rewards]),
+        *([rewards] if pooled else []),
         *([] if config.buffer.name is not None else [BUFFER]),
         Part("engine_pool", pools, 0.05, 0, 0.25, "which engines take requests"),
         Part("trainer", 1, 0.05, 0, 0.3, "commands the ranks"),

@@ -30,7 +30,9 @@ from rayrft.experience import Experience, Task
 from rayrft.explorer.environments import environment_factory
 from rayrft.explorer.workflows import build_workflow
 from rayrft.files import sync
-from rayrft.rewards import build_reward
+from rayrft.rewards import Transcript, build_reward, where
+from rayrft.rewards.base import invoke
+from rayrft.rewards.scorer import unknown_domain
 from rayrft.serve.protocol import key_digest
 
 _PROBES = [Task.create("probe", question, "12") for question in ("How much is 5 + 7?", "And 15 - 3?")]
@@ -133,7 +135,8 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepare
     if config.tasks is not None:
         splits = load_tasks(config.tasks, config.demonstrations, config.seed)
         for source in range(len(config.tasks.sources)):
-            check_reward(config.reward, splits.train[splits.sources.index(source)])
+            check_rewards(config.reward, [splits.train[splits.sources.index(source)]])
+        check_rewards(config.reward, _all_tasks(splits))
     check_workflows(config.explorer, _all_tasks(splits), config.auxiliary)
     _check_files(config)
     if not resumed:
@@ -342,18 +345,31 @@ def check_workflows(config: ExplorerConfig, tasks: Iterable[Task], auxiliary: Co
         build_workflow(name, config, "workflow of a task", auxiliary=auxiliary)
 
 
-def check_reward(config: RewardConfig, task: Task) -> None:
-    """Score one correct answer. Raises ConfigError if the reward function fails on it."""
-    reward = build_reward(config.name, config.options)
-    try:
-        reward(task, task.answer)
-    except Exception as error:  # user code may raise anything
-        raise ConfigError(
-            f"the reward raised {type(error).__name__}: {error} on the answer of a task",
-            field="reward.name",
-            value=config.name,
-            remedy=f"fix the reward; the task was {json.dumps(task.question)[:80]}",
-        ) from None
+def check_rewards(config: RewardConfig, tasks: Iterable[Task]) -> None:
+    """Build all rewards, and score the right answer of one task of each domain by those that need nothing that runs.
+
+    Raises ConfigError if a task's domain has no reward, a reward cannot be built, or it fails on that answer.
+    """
+    first: dict[str, Task] = {}
+    for task in tasks:
+        first.setdefault(task.domain, task)
+    for domain, task in first.items():
+        model = config.models.get(config.domain_of(domain))
+        if model is None:
+            raise unknown_domain(domain, config.models)
+        for part in model.scored_by:
+            reward = build_reward(part.name, part.options)
+            if where(part.name) == "loop":
+                continue  # it may ask models that are not served yet
+            try:
+                invoke(reward, task, Transcript.of(task, task.answer))
+            except Exception as error:  # user code may raise anything
+                raise ConfigError(
+                    f"the reward raised {type(error).__name__}: {error} on the answer of a task",
+                    field="reward.name",
+                    value=part.name,
+                    remedy=f"fix the reward; the task was {json.dumps(task.question)[:80]}",
+                ) from None
 
 
 def _check_prompts(config: RunConfig, tasks: list[Task], tokenizer: ChatTokenizer) -> None:

@@ -20,8 +20,7 @@ from rayrft.explorer.evaluator import Evaluator
 from rayrft.explorer.rollout import Runner
 from rayrft.handle import Handle
 from rayrft.registry import load_plugins
-from rayrft.rewards import RewardResult
-from rayrft.rewards.worker import RewardPool, RewardWorker
+from rayrft.rewards.pool import RewardActor, RewardPool
 from rayrft.waits import Waits
 
 
@@ -73,19 +72,19 @@ class BenchWorker:
         config: RunConfig,
         model: str,
         engine_pool: Handle[EnginePool],
-        create_worker: Callable[[], Handle[RewardWorker]] | None,
+        create_reward_actor: Callable[[], Handle[RewardActor]] | None,
     ) -> None:
         load_plugins(config.plugins)
         self._config = config
-        self._rewards = RewardPool(config.reward, create_worker)
+        self._rewards = RewardPool(config.reward, config.plugins, create_reward_actor)
         engines = EngineClient(engine_pool, Waits("bench"))
-        runner = Runner(config, ChatTokenizer(model), engines, self._score)
+        runner = Runner(config, ChatTokenizer(model), engines, self._rewards.score)
         self._evaluator = Evaluator(config, runner.beside(engines, config.bench.max_tokens))
         self._answered = 0
         self._changed = asyncio.Condition()
 
     async def start(self) -> None:
-        """Start the reward workers."""
+        """Start what scores."""
         await self._rewards.open()
 
     async def run(self, tasks: list[Task], path: Path) -> None:
@@ -110,6 +109,3 @@ class BenchWorker:
     async def watch(self) -> None:
         """Never return: a caller that awaits it learns at once when this actor dies."""
         await asyncio.Event().wait()
-
-    async def _score(self, task: Task, responses: list[str]) -> list[RewardResult]:
-        return await self._rewards.score(task, responses)

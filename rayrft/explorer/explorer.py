@@ -7,6 +7,7 @@ import gc
 import os
 import uuid
 from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -37,8 +38,8 @@ from rayrft.explorer.scoring import (
 )
 from rayrft.handle import Handle, TrackedHandle
 from rayrft.registry import load_plugins
-from rayrft.rewards import RewardResult
-from rayrft.rewards.worker import RewardPool, RewardWorker
+from rayrft.rewards import RewardResult, Transcript
+from rayrft.rewards.pool import RewardActor, RewardPool
 from rayrft.waits import WaitReport, Waits
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class Explorer:
         buffer: Handle[Buffer],
         tasks: list[Task],
         held_out: list[Task],
-        create_worker: Callable[[], Handle[RewardWorker]] | None,
+        create_reward_actor: Callable[[], Handle[RewardActor]] | None,
         feed: str = "",
         auxiliary: Mapping[str, Handle[EnginePool]] | None = None,
         evaluation_pool: Handle[EnginePool] | None = None,
@@ -81,7 +82,7 @@ class Explorer:
         """Number of tasks that were added to the task set, and are known here."""
         self._name, self._calls = f"explorer-{uuid.uuid4().hex}", 0
         self._held_out = held_out
-        self._rewards = RewardPool(config.reward, create_worker)
+        self._rewards = RewardPool(config.reward, config.plugins, create_reward_actor)
         tokenizer, share = ChatTokenizer(model), 1 / config.explorer.count
         engines = EngineClient(engine_pool, self._waits, share)
         models = {
@@ -105,8 +106,8 @@ class Explorer:
         """Numbers of consecutive groups: those that failed, and those of equal rewards."""
 
     async def start(self) -> None:
-        """Start the reward workers."""
-        with self._waits.on(f"reward {self._config.reward.name!r}", "ready"):
+        """Start what scores."""
+        with self._waits.on("rewards", "ready"):
             await self._rewards.open()
         gc.collect()
         # What lives as long as the actor (modules, tasks) is not traversed again for every few groups, and neither are
@@ -197,9 +198,10 @@ class Explorer:
             await self._buffer.call(Buffer.fail, ticket, reason)
             return self._count_failure(rollout.problem)
         rules, max_tokens = self._config.reward, self._config.explorer.sampling.max_tokens
-        scored = apply_rewards(rollout.rows, rollout.results, rules, max_tokens=max_tokens)
+        score = partial(apply_rewards, config=rules, max_tokens=max_tokens, step=ticket.deadline)
+        scored = score(rollout.rows, rollout.results)
         for baseline in greedy:
-            scored = with_baseline(scored, apply_rewards(baseline.rows, baseline.results, rules, max_tokens=max_tokens))
+            scored = with_baseline(scored, score(baseline.rows, baseline.results))
         if self._config.explorer.drop_zero_variance:
             scored = drop_zero_variance(scored, algorithm)
         if rules.truncated == "mask":
@@ -217,7 +219,7 @@ class Explorer:
         else:
             await self._buffer.call(Buffer.drop, ticket, dict(scored.dropped), scored.report)
         if scored.unknown and not scored.rewards:
-            self._count_failure(f"reward {self._config.reward.name!r}: {scored.unknown}")
+            self._count_failure(f"the reward is unknown: {scored.unknown}")
         else:
             self._failures = 0
         self._flat = 0 if scored.rows else self._flat + bool(scored.dropped["zero_variance"])
@@ -265,9 +267,9 @@ class Explorer:
                     else:
                         self._runner.park(self._group_id(stage, ticket))
 
-    async def _reward(self, task: Task, responses: list[str]) -> list[RewardResult]:
-        with self._waits.on(f"reward {self._config.reward.name!r}", task.id):
-            return await self._rewards.score(task, responses)
+    async def _reward(self, task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
+        with self._waits.on(f"reward of domain {task.domain!r}", task.id):
+            return await self._rewards.score(task, transcripts)
 
     def _count_failure(self, problem: str | None) -> None:
         """Count a group that gave no row, unless its prompt was too long (``problem`` None); raise RayrftError if too

@@ -24,13 +24,13 @@ from rayrft.explorer.engines.exchange import Sampling
 from rayrft.explorer.environments import EnvironmentClient, Environments
 from rayrft.explorer.trajectory import ContextFull, Model, PromptTooLong, Trajectory
 from rayrft.explorer.workflows import Workflow, build_workflow
-from rayrft.rewards import RewardResult
+from rayrft.rewards import RewardResult, Transcript
 
 log = logging.getLogger(__name__)
 
 
-ScoreAnswers = Callable[[Task, list[str]], Awaitable[list[RewardResult]]]
-"""Return one result per response to a task."""
+ScoreAnswers = Callable[[Task, list[Transcript]], Awaitable[list[RewardResult]]]
+"""Return one result per transcript of a task."""
 
 
 @dataclass(frozen=True)
@@ -120,15 +120,14 @@ class Runner:
         common = Sampling(temperature, sampling.max_tokens, (self._tokenizer.eos_id,), seed, sampling.repetition)
         calls = GroupCalls(self._engines, n, common, parking)
         group = GroupDeadline(self._config.explorer.group_deadline_s)
-        attempts = [asyncio.create_task(self._attempt(task, repeat, calls, group, name)) for repeat in range(n)]
+        attempts = [asyncio.create_task(self._scored(task, repeat, calls, group, name)) for repeat in range(n)]
         for repeat, attempt in enumerate(attempts):
             calls.on_park(repeat, attempt.cancel)
-        rows, failed, problem = list[Experience](), Counter[str](), None
+        rows, results, failed, problem = list[Experience](), list[RewardResult](), Counter[str](), None
         if parking is not None:
             self._parkable[name] = calls
         try:
-            with self.rolling:
-                outcomes = await asyncio.gather(*attempts)
+            outcomes = await asyncio.gather(*attempts)
         finally:
             if parking is not None:
                 self._parkable.pop(name, None)
@@ -144,13 +143,22 @@ class Runner:
                 failed[outcome.reason] += 1
                 problem = outcome.problem or problem
             else:
-                rows += outcome
-        return Rollout(rows, await self._results(task, rows), failed, problem)
+                rows += outcome[0]
+                results += outcome[1]
+        return Rollout(rows, results, failed, problem)
 
     def park(self, name: str) -> None:
         """Park the group of that id, which runs with ``parking``; nothing happens if it is not running."""
         if name in self._parkable:
             self._parkable[name].park()
+
+    async def _scored(
+        self, task: Task, repeat: int, calls: GroupCalls, group: GroupDeadline, name: str
+    ) -> tuple[list[Experience], list[RewardResult]] | _Failure:
+        """Make an attempt, and score its rows while others go on."""
+        with self.rolling:
+            made = await self._attempt(task, repeat, calls, group, name)
+        return made if isinstance(made, _Failure) else (made, await self._results(task, made))
 
     async def _attempt(
         self, task: Task, repeat: int, calls: GroupCalls, group: GroupDeadline, name: str
@@ -209,21 +217,24 @@ class Runner:
 
     async def _results(self, task: Task, rows: list[Experience]) -> list[RewardResult]:
         """Return one result per row: the workflow's reward if it set one, else that of the row's last turn."""
-        unscored = [row.turns[-1]["content"] for row in rows if row.reward is None]
-        with self.scoring:
-            found = iter(await self._score(task, unscored) if unscored else [])
+        unscored = [Transcript(row.turns, row.images, row.stop_reason) for row in rows if row.reward is None]
+        if unscored:
+            with self.scoring:
+                found = iter(await self._score(task, unscored))
+        else:
+            found = iter([])
         results = [
             next(found) if row.reward is None else RewardResult.of(row.reward, row.reward_components, row.error)
             for row in rows
         ]
         for result in results:
             if result.value is None:
-                log.warning("reward %r of task %s is unknown: %s", self._config.reward.name, task.id, result.reason)
+                log.warning("the reward of task %s is unknown: %s", task.id, result.reason)
         return results
 
     async def _score_one(self, task: Task, response: str) -> RewardResult:
         with self.scoring:
-            [result] = await self._score(task, [response])
+            [result] = await self._score(task, [Transcript.of(task, response)])
         return result
 
     def _model(self, repeat: int, calls: GroupCalls, name: str) -> Model:

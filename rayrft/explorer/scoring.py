@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rayrft.buffer.events import GroupReport
-from rayrft.config.reward import RewardConfig
+from rayrft.config.reward import LengthReward, RewardConfig
 from rayrft.experience import MASKED, TRUNCATED, Experience
 from rayrft.rewards import RewardResult
 
@@ -28,13 +29,14 @@ class ScoredGroup:
     """The reason why a reward of this group is unknown."""
     rewards: list[float] = field(default_factory=list)
     unpunished: list[float] = field(default_factory=list)
-    """The rewards before the penalties of length and repetition."""
+    """The rewards before shaping: what other rewards of length, format or repetition add or take."""
 
 
 def apply_rewards(
-    rows: list[Experience], results: list[RewardResult], config: RewardConfig, *, max_tokens: int
+    rows: list[Experience], results: list[RewardResult], config: RewardConfig, *, max_tokens: int, step: int = 0
 ) -> ScoredGroup:
-    """Set every row's reward by the config's rules for unknown rewards and for answers truncated at ``max_tokens``.
+    """Set every row's reward by the config's rules for unknown rewards, for answers truncated at ``max_tokens`` and for
+    shaping at that optimiser step.
 
     Rewards set by the workflow are kept. A row with an unknown reward makes the return of its whole trajectory unknown,
     so all rows of that attempt are dropped.
@@ -43,20 +45,26 @@ def apply_rewards(
     lost = {row.repeat for row, result in zip(rows, results, strict=True) if result.value is None}
     if config.on_unknown == "drop_group" and lost:
         lost = {row.repeat for row in rows}
-    kept: list[Experience] = []
+    kept, penalties = list[Experience](), list[float]()
     unpunished: list[float] = []
     for row, result in zip(rows, results, strict=True):
         if row.repeat in lost and config.on_unknown != "fallback":
             continue
-        value, penalty = config.fallback if result.value is None else result.value, 0.0
+        value, penalty = config.fallback if result.value is None else result.value, result.shaping
         if row.reward is None:
             value = earned(row.stop_reason, value, config)
-            penalty = overlong_penalty(row, max_tokens, config.overlong_buffer) if config.overlong_buffer else 0.0
+            penalty += overlong_penalty(row, max_tokens, config.overlong_buffer) if config.overlong_buffer else 0.0
             penalty -= config.repetition_penalty * (row.stop_reason == "repetition")
         unpunished.append(value)
-        reward, components = value + penalty, result.components
-        kept.append(row.with_fields(reward=reward, reward_components=components, error=result.reason))
-    values = [row.reward for row in kept if row.reward is not None]
+        penalties.append(penalty)
+        turns = {f"turn_reward_{turn}": reward for turn, reward in enumerate(result.turns)}
+        metrics = {**row.metrics, **turns} if turns else row.metrics
+        kept.append(row.with_fields(reward_components=result.components, error=result.reason, metrics=metrics))
+    if config.length is not None:
+        lengths = length_rewards([int(row.action_mask.sum()) for row in kept], unpunished, config.length, step)
+        penalties = [penalty + length for penalty, length in zip(penalties, lengths, strict=True)]
+    values = [value + penalty for value, penalty in zip(unpunished, penalties, strict=True)]
+    kept = [row.with_fields(reward=value) for row, value in zip(kept, values, strict=True)]
     report = GroupReport(
         rows=len(rows),
         reward_sum=sum(values),
@@ -79,6 +87,18 @@ def overlong_penalty(row: Experience, max_tokens: int, buffer: int) -> float:
     end = np.flatnonzero(row.action_mask)[-1]
     length = int(end - np.flatnonzero(row.action_mask[:end] == 0)[-1])
     return min(0.0, max(-1.0, (max_tokens - buffer - length) / buffer))
+
+
+def length_rewards(lengths: Sequence[int], values: Sequence[float], config: LengthReward, step: int) -> list[float]:
+    """Compute what the rows of a group earn for their lengths, in tokens, at an optimiser step; see `LengthReward`."""
+    if not lengths or max(lengths) == min(lengths):
+        return [0.0] * len(lengths)
+    weight = config.weight * min(1.0, step / config.warm_up if config.warm_up else 1.0)
+    shares = [0.5 - (length - min(lengths)) / (max(lengths) - min(lengths)) for length in lengths]
+    return [
+        weight * (share if value >= config.right else min(0.0, share))
+        for share, value in zip(shares, values, strict=True)
+    ]
 
 
 def mask_truncated(group: ScoredGroup) -> ScoredGroup:

@@ -1,18 +1,30 @@
 """Reward functions by name, and the workers that run them."""
 
 from rayrft.rewards import k12, math, text, vision
-from rayrft.rewards.base import Reward, RewardResult, build_reward, inline, register_reward, rewards, runs_inline
+from rayrft.rewards.base import (
+    Reward,
+    RewardResult,
+    Transcript,
+    build_reward,
+    imports,
+    inline,
+    register_reward,
+    rewards,
+    where,
+)
 
 __all__ = [
     "Reward",
     "RewardResult",
+    "Transcript",
     "build_reward",
+    "imports",
     "inline",
     "k12",
     "math",
     "register_reward",
     "rewards",
-    "runs_inline",
     "text",
     "vision",
+    "where",
 ]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Protocol, Self, TypeVar
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol, Self, TypeVar, cast
 
+from rayrft.config.reward import RewardPart
 from rayrft.errors import ConfigError
 from rayrft.experience import Task
 from rayrft.registry import Registry
@@ -21,6 +24,12 @@ class RewardResult:
     reason: str | None = None
     answer: str | None = None
     """The answer that was found in the response, for majority votes; by default the whole response."""
+    turns: tuple[float, ...] = ()
+    """Rewards of single turns of the model, in order, beside the value: none, or one for each of its answers."""
+    shaping: float = 0.0
+    """Added to the value for training; filters and evaluations do not see it."""
+    seconds: float = 0.0
+    """What scoring took."""
 
     @classmethod
     def of(cls, value: float, components: dict[str, float], reason: str | None, answer: str | None = None) -> Self:
@@ -30,12 +39,47 @@ class RewardResult:
         return cls(None, components, reason or f"the reward is {value}", answer)
 
 
-class Reward(Protocol):
-    """A function that scores one response; a plain number is a result without components. Raising makes it unknown."""
+@dataclass(frozen=True)
+class Transcript:
+    """What a reward sees of a trajectory: the whole conversation, and how it ended."""
 
-    def __call__(self, task: Task, response: str) -> RewardResult | float: ...
+    turns: tuple[Mapping[str, str], ...]
+    """Messages with ``role`` and ``content``; the last one is the model's."""
+    images: tuple[str, ...] = ()
+    """Paths of all images in the conversation, in order."""
+    stop_reason: str | None = None
+
+    @classmethod
+    def of(cls, task: Task, response: str) -> Self:
+        """Return that of a task with one answer."""
+        return cls((*task.messages, {"role": "assistant", "content": response}), task.images)
+
+    @property
+    def response(self) -> str:
+        """The model's last answer."""
+        return self.turns[-1]["content"]
+
+    @property
+    def answers(self) -> list[str]:
+        """The model's answers, in order."""
+        return [turn["content"] for turn in self.turns if turn["role"] == "assistant"]
 
 
+class RewardFunction(Protocol):
+    """Scores a last answer; a plain number is a result without components. Raising makes the reward unknown."""
+
+    def __call__(self, task: Task, response: str, /) -> RewardResult | float: ...
+
+
+class RewardModel(Protocol):
+    """Scores a whole transcript, likewise."""
+
+    def score(
+        self, task: Task, transcript: Transcript, /
+    ) -> RewardResult | float | Awaitable[RewardResult | float]: ...
+
+
+Reward = RewardFunction | RewardModel
 Factory = TypeVar("Factory", bound="Callable[..., Reward]")
 
 rewards: Registry[Callable[..., Reward]] = Registry("reward")
@@ -51,26 +95,95 @@ def inline(factory: Factory) -> Factory:
     return factory
 
 
-def runs_inline(name: str) -> bool:
-    """Whether the reward of that name is called in the Explorer's own process."""
-    return getattr(rewards.get(name, "reward.name"), "inline", False)
+def imports(*modules: str) -> Callable[[Factory], Factory]:
+    """Decorator of a factory whose reward needs these modules, which take long to import and start no thread: its
+    processes are forked from one that has imported them."""
+
+    def decorate(factory: Factory) -> Factory:
+        factory.imports = modules  # type: ignore[attr-defined]
+        return factory
+
+    return decorate
 
 
-def _numbers(components: dict[str, float]) -> dict[str, float]:
-    return {name: float(value) for name, value in components.items()}
+def where(name: str) -> Literal["inline", "loop", "process"]:
+    """Where the reward of that name runs: in the caller, in its event loop as a coroutine, or in a process."""
+    factory = rewards.get(name, "reward.name")
+    if getattr(factory, "inline", False):
+        return "inline"
+    return "loop" if inspect.iscoroutinefunction(getattr(factory, "score", None)) else "process"
 
 
-def score(reward: Reward, task: Task, response: str) -> RewardResult:
-    """The result of a reward; where it raises, or gives what is no number, an unknown with the error as its reason."""
+def needed_modules(name: str) -> tuple[str, ...]:
+    """The modules of `imports`."""
+    modules: tuple[str, ...] = getattr(rewards.get(name, "reward.name"), "imports", ())
+    return modules
+
+
+def _checked(found: object, transcript: Transcript) -> RewardResult:
+    """Return a result whose numbers are numbers. Raises ValueError or TypeError if they are not."""
+    if not isinstance(found, RewardResult):
+        return RewardResult.of(float(cast("float", found)), {}, None)
+    if found.value is None:
+        return found
+    if len(found.turns) not in (0, len(transcript.answers)):
+        raise ValueError(f"{len(found.turns)} rewards of turns, and the model had {len(transcript.answers)}")
+    components = {name: float(value) for name, value in found.components.items()}
+    turns, shaping = tuple(map(float, found.turns)), float(found.shaping)
+    checked = replace(found, value=float(found.value), components=components, turns=turns, shaping=shaping)
+    wrong = [number for number in (checked.value, shaping, *turns) if not math.isfinite(cast("float", number))]
+    return replace(checked, value=None, reason=found.reason or f"the reward is {wrong[0]}") if wrong else checked
+
+
+def invoke(
+    reward: Reward, task: Task, transcript: Transcript
+) -> RewardResult | float | Awaitable[RewardResult | float]:
+    """Call a reward, whatever its kind."""
+    if hasattr(reward, "score"):
+        return cast("RewardModel", reward).score(task, transcript)
+    return reward(task, transcript.response)
+
+
+async def score(reward: Reward, task: Task, transcript: Transcript) -> RewardResult:
+    """Return the result of a reward; where it raises, or gives what is no number, an unknown with the error as its
+    reason."""
+    started = time.perf_counter()
     try:
-        result = reward(task, response)
-        if not isinstance(result, RewardResult):
-            return RewardResult.of(float(result), {}, None)
-        if result.value is None:
-            return result
-        return RewardResult.of(float(result.value), _numbers(result.components), result.reason, result.answer)
+        found = invoke(reward, task, transcript)
+        result = _checked(await found if inspect.isawaitable(found) else found, transcript)
     except Exception as error:  # user code may raise anything; it becomes data, and the run's policy decides
-        return RewardResult(None, reason=f"{type(error).__name__}: {error}")
+        result = RewardResult(None, reason=f"{type(error).__name__}: {error}")
+    return replace(result, seconds=time.perf_counter() - started)
+
+
+def combine(parts: Sequence[RewardPart], results: Sequence[RewardResult]) -> RewardResult:
+    """Return the reward of several parts: the sum of those that add, 0 where a gate is shut."""
+    pairs = list(zip(parts, results, strict=True))
+    adding, gates, shaping = ([pair for pair in pairs if pair[0].role == role] for role in ("add", "gate", "shape"))
+    shut = any(result.value is not None and result.value <= 0 for _, result in gates)
+    counted = shaping if shut else pairs
+    unknown = [f"{part.name}: {result.reason}" for part, result in counted if result.value is None]
+    known = [f"{part.name}: {result.reason}" for part, result in pairs if result.value is not None and result.reason]
+    components: dict[str, float] = {}
+    for part, result in pairs:
+        components |= {f"{part.name}.{name}": value for name, value in result.components.items()}
+        if result.value is not None:
+            components[part.name] = result.value
+    turns = [[part.weight * reward for reward in result.turns] for part, result in adding if result.turns]
+    return RewardResult(
+        None if unknown else 0.0 if shut else _weighted(adding),
+        components,
+        "; ".join(unknown or known) or None,
+        next((result.answer for result in results if result.answer is not None), None),
+        () if shut else tuple(map(sum, zip(*turns, strict=True))),
+        _weighted(shaping),
+        max(result.seconds for result in results),
+    )
+
+
+def _weighted(pairs: Sequence[tuple[RewardPart, RewardResult]]) -> float:
+    """Return the weighted sum of what is known."""
+    return sum(part.weight * (result.value or 0.0) for part, result in pairs)
 
 
 def build_reward(name: str, options: dict[str, Any]) -> Reward:

@@ -24,7 +24,7 @@ from rayrft.explorer.engines.client import EngineClient
 from rayrft.explorer.engines.engine import RolloutEngine
 from rayrft.explorer.engines.pool import EnginePool, Member
 from rayrft.explorer.rollout import Runner
-from rayrft.rewards import RewardResult
+from rayrft.rewards import RewardResult, Transcript
 from rayrft.waits import Waits
 from tests.bench.local_ray import actor, start_ray
 from tests.conftest import ROOT
@@ -65,8 +65,8 @@ async def measure(config: RunConfig, prepared: Prepared, groups: int, in_flight:
     pool = actor(EnginePool, "engine_pool")
     await pool.call(EnginePool.join, [Member(engine, 0) for engine in engines])
 
-    async def score(task: Task, responses: list[str]) -> list[RewardResult]:
-        return [RewardResult(0.0)] * len(responses)
+    async def score(task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
+        return [RewardResult(0.0)] * len(transcripts)
 
     client = EngineClient(pool, Waits("bench"))
     runner = Runner(config, ChatTokenizer(prepared.model), client, score)

@@ -28,7 +28,6 @@ def test_a_bench_takes_no_stages_and_starts_no_trainer_or_buffer() -> None:
     assert {part.name: part.count for part in plan_placement(config)} == {
         "explorer": 1,
         "engines": 3,
-        "reward": 1,
         "engine_pool": 1,
     }
     assert config.bench.tasksets["words"].sources[0].dataset == "spell_backward", "one source is a task set"

@@ -47,7 +47,11 @@ def test_two_jobs_share_one_config_and_neither_places_the_buffer(mode: str, part
     assert config.buffer_folder == tmp_path / "buffer.lake", "a name that no run can have"
 
 
-def test_every_explorer_has_its_reward_workers() -> None:
+def test_every_explorer_has_its_reward_actors_if_they_are_asked_for() -> None:
     config = load_config(base(), {"explorer.count": 3, "reward.name": "math", "reward.workers": 2})
+    assert {part.name: part.count for part in plan_placement(config)}.get("reward") is None
+    config = load_config(
+        base(), {"explorer.count": 3, "reward.name": "math", "reward.placement": "pool", "reward.actors": 2}
+    )
     parts = {part.name: part.count for part in plan_placement(config)}
     assert (parts["explorer"], parts["reward"]) == (3, 6)

@@ -18,7 +18,7 @@ from rayrft.explorer.engines.exchange import Completion, Request, Session
 from rayrft.explorer.rollout import Rollout, Runner
 from rayrft.explorer.trajectory import Model, Trajectory
 from rayrft.explorer.workflows import build_workflow, register_workflow
-from rayrft.rewards import RewardResult
+from rayrft.rewards import RewardResult, Transcript
 from tests.errors import about
 from tests.explorer.test_explorer import config
 
@@ -58,8 +58,8 @@ class AsksTheJudge:
 async def run(
     model: Path, name: str, judge: Engine, options: dict[str, Any], n: int = 2, **described: Any
 ) -> tuple[Rollout, Engine]:
-    async def score(task: Task, responses: list[str]) -> list[RewardResult]:
-        return [RewardResult(1.0)] * len(responses)
+    async def score(task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
+        return [RewardResult(1.0)] * len(transcripts)
 
     tokenizer = ChatTokenizer(model)
     known = {"judge": {"model": str(model), "max_tokens": 7, "temperature": 0.5, **described}}

@@ -17,14 +17,14 @@ from rayrft.explorer.engines.exchange import Completion, Request, Session
 from rayrft.explorer.evaluation import Attempt, measure
 from rayrft.explorer.evaluator import Evaluator
 from rayrft.explorer.rollout import Runner
-from rayrft.rewards import RewardResult
+from rayrft.rewards import RewardResult, Transcript
 from tests.errors import about
 from tests.explorer.test_explorer import config, spelling
 from tests.explorer.test_rollout import Engines, troubled
 
 
-async def score(task: Task, responses: list[str]) -> list[RewardResult]:
-    return [RewardResult(1.0, answer="x") for _ in responses]
+async def score(task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
+    return [RewardResult(1.0, answer="x") for _ in transcripts]
 
 
 def evaluator(tiny_model: Path, engines: Any, max_tokens: int | None = None, **overrides: Any) -> Evaluator:

@@ -26,7 +26,7 @@ from rayrft.explorer.explorer import Explorer
 from rayrft.explorer.rollout import BusyClock
 from rayrft.explorer.trajectory import Model, Trajectory
 from rayrft.explorer.workflows import register_workflow, workflows
-from rayrft.rewards import RewardResult
+from rayrft.rewards import RewardResult, Transcript
 from tests.config.test_load import base
 from tests.errors import about
 from tests.scripted import remote
@@ -78,12 +78,16 @@ class ScriptedRewards:
 
     def __init__(self, seed: int = 0, unknown: bool = False) -> None:
         self.random, self.unknown = random.Random(seed), unknown
+        self.begun: dict[str, bool] = {}
+        """Tasks of whose two answers one is scored, each with whether it is in a flat group."""
 
-    async def score(self, task: Task, responses: list[str]) -> list[RewardResult]:
+    async def score(self, task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
         if self.unknown:
-            return [RewardResult(None, reason="the judge is away")] * len(responses)
-        flat = self.random.random() < 0.3
-        return [RewardResult(float(flat or index == 0)) for index in range(len(responses))]
+            return [RewardResult(None, reason="the judge is away")]
+        if task.id in self.begun:
+            return [RewardResult(float(self.begun.pop(task.id)))]
+        self.begun[task.id] = self.random.random() < 0.3
+        return [RewardResult(1.0)]
 
 
 def config(**overrides: Any) -> RunConfig:
@@ -340,8 +344,8 @@ async def test_rewards_that_are_never_known_stop_the_run_with_their_reason(tmp_p
 
 async def test_a_run_whose_groups_teach_nothing_ends_after_so_many_tries(tmp_path: Path, tiny_model: Path) -> None:
     class Flat(ScriptedRewards):
-        async def score(self, task: Task, responses: list[str]) -> list[RewardResult]:
-            return [RewardResult(1.0)] * len(responses)
+        async def score(self, task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
+            return [RewardResult(1.0)] * len(transcripts)
 
     settings, buffer = config(**{"explorer.max_tries": 40}), make_buffer(tmp_path)
     explorer = make_explorer(settings, tiny_model, PromptEngine(), buffer, Flat())

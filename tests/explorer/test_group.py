@@ -19,7 +19,7 @@ from rayrft.explorer.engines.exchange import Answering, Completion, Request
 from rayrft.explorer.explorer import Explorer
 from rayrft.explorer.trajectory import Model, Trajectory
 from rayrft.explorer.workflows import register_workflow
-from rayrft.rewards import RewardResult
+from rayrft.rewards import RewardResult, Transcript
 from tests.explorer.test_explorer import config, make_explorer
 
 
@@ -40,7 +40,7 @@ class TwoTurns:
 
 
 class Engine(Answering):
-    """Answers at once, and notes what it was asked."""
+    """Answers at once, at greater length if it is asked for the most likely answer, and notes what it was asked."""
 
     def __init__(self, stop_reason: str = "stop") -> None:
         super().__init__()
@@ -49,18 +49,19 @@ class Engine(Answering):
 
     async def generate(self, request: Request) -> list[Completion]:
         self.asked.append((request.n, request.sampling.temperature))
-        return [Completion((5, 6, 1), (-0.5,) * 3, ((0, 3, 0),), self.stop_reason) for _ in range(request.n)]
+        answer = (5, 6, 1) if request.sampling.temperature else (5, 6, 6, 6, 1)
+        logprobs = (-0.5,) * len(answer)
+        return [Completion(answer, logprobs, ((0, len(answer), 0),), self.stop_reason) for _ in range(request.n)]
 
 
 class Rewards:
-    """These values, in their order."""
+    """These values for the sampled answers, in their order; the last one for all others, and for greedy answers."""
 
     def __init__(self, *values: float | None) -> None:
-        self.values = values
+        self.sampled, self.greedy = iter(values), values[-1]
 
-    async def score(self, task: Task, responses: list[str]) -> list[RewardResult]:
-        """The values of the group's rows; the last one is the greedy answer's, where there is one."""
-        values = self.values[: len(responses)] if len(responses) > 1 else self.values[-1:]
+    async def score(self, task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
+        values = [self.greedy if len(each.response) > 2 else next(self.sampled, self.greedy) for each in transcripts]
         return [RewardResult(value, reason=None if value is not None else "away") for value in values]
 
 

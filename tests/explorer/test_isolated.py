@@ -20,7 +20,7 @@ from rayrft.explorer.engines.exchange import Completion, Request, Session
 from rayrft.explorer.rollout import Runner
 from rayrft.explorer.workflows import build_workflow
 from rayrft.explorer.workflows.isolated import Isolated
-from rayrft.rewards import RewardResult
+from rayrft.rewards import RewardResult, Transcript
 from tests.errors import about
 from tests.explorer.test_explorer import config
 from tests.explorer.test_rollout import Engines, Room, visit
@@ -30,8 +30,8 @@ TASK = Task.create("test", "Spell this word backward: horse", "x")
 
 @contextlib.asynccontextmanager
 async def running(tiny_model: Path, engines: Engines, **overrides: Any) -> AsyncIterator[Runner]:
-    async def score(task: Task, responses: list[str]) -> list[RewardResult]:
-        return [RewardResult(float(len(response))) for response in responses]
+    async def score(task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
+        return [RewardResult(float(len(each.response))) for each in transcripts]
 
     settings, tokenizer = config(**{"auxiliary.judge": {"model": "some/model"}, **overrides}), ChatTokenizer(tiny_model)
     judge = AuxiliaryModel("judge", settings.auxiliary["judge"], tokenizer, engines.generate)

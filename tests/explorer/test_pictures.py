@@ -16,7 +16,7 @@ from rayrft.explorer.environments import EnvironmentClient
 from rayrft.explorer.rollout import Runner
 from rayrft.explorer.trajectory import Model, Trajectory
 from rayrft.explorer.workflows import register_workflow
-from rayrft.rewards import RewardResult
+from rayrft.rewards import RewardResult, Transcript
 from tests.explorer.test_explorer import config
 
 Shown = tuple[Experience, "Engines", ChatTokenizer]
@@ -57,8 +57,8 @@ class Engines:
 
 @pytest.fixture
 async def shown(tiny_vision_model: Path, squares: list[Task], tmp_path: Path) -> Shown:
-    async def score(task: Task, responses: list[str]) -> list[RewardResult]:
-        return [RewardResult(1.0)] * len(responses)
+    async def score(task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
+        return [RewardResult(1.0)] * len(transcripts)
 
     settings = config(
         **{
@@ -98,8 +98,8 @@ async def test_an_answer_with_the_token_of_an_image_is_the_last_one(
     engines = Engines(tokenizer)
     engines.answer = (tokenizer.images.token_id, *engines.answer)
 
-    async def score(task: Task, responses: list[str]) -> list[RewardResult]:
-        return [RewardResult(1.0)] * len(responses)
+    async def score(task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
+        return [RewardResult(1.0)] * len(transcripts)
 
     settings = config(**{"storage": str(tmp_path), "explorer.workflow": "slides", "model.max_length": 220})
     [row] = (await Runner(settings, tokenizer, engines, score).run(squares[0], "group", 1, 1.0)).rows

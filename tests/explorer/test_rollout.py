@@ -24,7 +24,7 @@ from rayrft.explorer.environments import EnvironmentClient, Step, as_messages
 from rayrft.explorer.rollout import Rollout, Runner
 from rayrft.explorer.trajectory import ContextFull, Model, Trajectory
 from rayrft.explorer.workflows import register_workflow
-from rayrft.rewards import RewardResult
+from rayrft.rewards import RewardResult, Transcript
 from tests.errors import about
 from tests.explorer.test_explorer import config
 
@@ -134,8 +134,8 @@ class Troubled:
 
 
 async def run(tiny_model: Path, engines: Engines, n: int = 2, task: Task = TASK, **overrides: Any) -> Rollout:
-    async def score(task: Task, responses: list[str]) -> list[RewardResult]:
-        return [RewardResult(1.0)] * len(responses)
+    async def score(task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
+        return [RewardResult(1.0)] * len(transcripts)
 
     runner = Runner(config(**overrides), ChatTokenizer(tiny_model), engines, score)
     return await runner.run(task, "group", n, 1.0)
@@ -280,8 +280,10 @@ async def test_nothing_of_a_group_that_has_ended_is_left_to_the_garbage_collecto
 async def test_why_a_reward_is_unknown_is_told_with_the_task(
     tiny_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def score(task: Task, responses: list[str]) -> list[RewardResult]:
-        return [RewardResult(1.0), RewardResult(None, reason="the judge is away")]
+    results = iter([RewardResult(1.0), RewardResult(None, reason="the judge is away")])
+
+    async def score(task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
+        return [next(results) for _ in transcripts]
 
     with caplog.at_level(logging.WARNING, "rayrft"):
         await Runner(config(), ChatTokenizer(tiny_model), Engines(), score).run(TASK, "group", 2, 1.0)

@@ -17,7 +17,7 @@ from rayrft.experience import Experience, Task
 from rayrft.explorer.engines.exchange import Completion, Request, Session
 from rayrft.explorer.rollout import Rollout, Runner
 from rayrft.explorer.tools.base import function_tool
-from rayrft.rewards import RewardResult
+from rayrft.rewards import RewardResult, Transcript
 from rayrft.trainer.tiny import make_tokenizer
 from tests.data.expert_data import jsonl, load
 from tests.explorer.sample_tools import multiply
@@ -101,8 +101,8 @@ class Speaker:
 async def play(
     model: Path, answers: Sequence[str] | Iterator[str], task: Task = TASK, stop_reason: str = "stop", **options: Any
 ) -> tuple[Rollout, Speaker]:
-    async def score(task: Task, responses: list[str]) -> list[RewardResult]:
-        return [RewardResult(float(each == task.answer)) for each in responses]
+    async def score(task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
+        return [RewardResult(float(each.response == task.answer)) for each in transcripts]
 
     tools = options.pop("tools", ["multiply", "repeat", "fail"])
     room = options.pop("room", 4000)

@@ -14,7 +14,7 @@ from rayrft.experience import Task
 from rayrft.explorer.engines.exchange import Completion, Request, Session
 from rayrft.explorer.environments import Step
 from rayrft.explorer.rollout import Rollout, Runner
-from rayrft.rewards import RewardResult
+from rayrft.rewards import RewardResult, Transcript
 from tests.errors import about
 from tests.explorer.test_explorer import config
 
@@ -45,8 +45,9 @@ async def run(
 ) -> tuple[Rollout, Speaker]:
     """Answers are right if they are the task's, and of unknown reward if they are "odd"."""
 
-    async def score(task: Task, responses: list[str]) -> list[RewardResult]:
-        values = [None if each == "odd" else float(each == task.answer) for each in responses]
+    async def score(task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
+        said = [each.response for each in transcripts]
+        values = [None if each == "odd" else float(each == task.answer) for each in said]
         return [RewardResult(value, {}, "is odd" if value is None else None) for value in values]
 
     task = more.pop("task", TASK)

@@ -1,23 +1,27 @@
-"""Reward functions, and the pool that runs them under a deadline."""
+"""Reward functions, how several become one, and who runs them under a deadline."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 
-from rayrft.config.reward import RewardConfig
+from rayrft.config.reward import RewardConfig, RewardPart
 from rayrft.errors import ConfigError
 from rayrft.experience import Task
-from rayrft.rewards import RewardResult, build_reward
-from rayrft.rewards.base import score
-from rayrft.rewards.worker import RewardPool, RewardWorker
+from rayrft.rewards import RewardResult, Transcript, build_reward
+from rayrft.rewards.base import combine, score
+from rayrft.rewards.pool import RewardActor, RewardPool
+from rayrft.rewards.scorer import Scorer
 from tests.errors import about
-from tests.scripted import handle, remote
+from tests.scripted import handle
 
 
 def task(answer: str, **metadata: Any) -> Task:
@@ -60,10 +64,13 @@ def test_reasoning_gym_verifies_its_own_tasks() -> None:
     assert value("reasoning_gym", "tac", "xyz", source_dataset="spell_backward", word="cat") < 0.5  # type: ignore[operator]
 
 
+async def scored(reward: Any, response: str = "a") -> RewardResult:
+    return await score(reward, task("a"), Transcript.of(task("a"), response))
+
+
 @pytest.mark.parametrize("found", [float("nan"), float("inf"), RewardResult(float("-inf"), {"part": 1.0})])
-def test_a_reward_that_is_no_number_is_unknown_and_says_so(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rayrft.rewards.worker.build_reward", lambda name, options: lambda task, response: found)
-    [result] = RewardWorker(RewardConfig(name="exact"), []).score(task("a"), ["a"])
+async def test_a_reward_that_is_no_number_is_unknown_and_says_so(found: Any) -> None:
+    result = await scored(lambda task, response: found)
     value = found.value if isinstance(found, RewardResult) else found
     assert result.value is None and result.reason == f"the reward is {value}"
 
@@ -83,94 +90,227 @@ def test_a_reward_by_path_that_does_not_exist_is_refused() -> None:
         build_reward("no.such.module:reward", {})
 
 
-def moody() -> Any:
-    """A reward that does what the response says."""
+@pytest.mark.parametrize(
+    "result",
+    [
+        RewardResult("good"),  # type: ignore[arg-type]
+        RewardResult(1.0, {"part": "some"}),  # type: ignore[dict-item]
+        RewardResult(1.0, turns=(1.0, 0.0)),
+        RewardResult(1.0, turns=(float("nan"),)),
+        RewardResult(1.0, shaping=float("inf")),
+        "good",
+        None,
+    ],
+)
+async def test_what_is_no_number_is_an_unknown_reward_and_not_the_end_of_the_run(result: Any) -> None:
+    found = await scored(lambda task, response: result)
+    assert found.value is None and found.reason
 
-    def score(task: Task, response: str) -> float:
-        if response == "raise":
-            raise ZeroDivisionError("division by zero")
-        if response == "hang":
-            time.sleep(60)
-        if response == "die":
-            os._exit(1)
-        return 1.0
 
-    return score
+async def test_a_function_sees_the_last_answer_and_a_reward_model_the_whole_conversation() -> None:
+    turns = ("user", "Why?"), ("assistant", "So."), ("user", "Sure?"), ("assistant", "Yes.")
+    transcript = Transcript(tuple({"role": role, "content": content} for role, content in turns), ("cat.png",), "stop")
+    seen = list[Any]()
+
+    class Model:
+        def score(self, task: Task, transcript: Transcript) -> RewardResult:
+            seen.append(transcript)
+            return RewardResult(1.0, turns=tuple(float(len(answer)) for answer in transcript.answers))
+
+    class Later(Model):
+        async def score(self, task: Task, transcript: Transcript) -> RewardResult:  # type: ignore[override]
+            return super().score(task, transcript)
+
+    await score(lambda task, response: seen.append(response) or 1.0, task("a"), transcript)
+    for model in (Model(), Later()):
+        assert (await score(model, task("a"), transcript)).turns == (3.0, 4.0)
+    assert seen == ["Yes.", transcript, transcript]
+
+
+# Several rewards of one answer
+
+PARTS = [
+    RewardPart(name="right"),
+    RewardPart(name="style", weight=0.5),
+    RewardPart(name="safe", role="gate"),
+    RewardPart(name="format", role="shape", weight=0.1),
+]
+
+
+def result(value: float | None, **components: float) -> RewardResult:
+    return RewardResult(value, components, None if value is not None else "away")
+
+
+@pytest.mark.parametrize(
+    ("values", "value", "shaping"),
+    [
+        ((1.0, 0.5, 1.0, 1.0), 1.25, 0.1),
+        ((1.0, 0.5, 0.0, -1.0), 0.0, -0.1),
+        ((1.0, 0.5, -3.0, 1.0), 0.0, 0.1),
+        ((None, 0.5, 1.0, 1.0), None, 0.1),
+        ((None, None, 0.0, 1.0), 0.0, 0.1),  # shut, whatever the others would say
+        ((1.0, 0.5, None, 1.0), None, 0.1),
+        ((1.0, 0.5, 1.0, None), None, 0.0),
+    ],
+)
+def test_rewards_are_added_by_weight_shut_by_gates_and_shaped_apart(
+    values: tuple[float | None, ...], value: float | None, shaping: float
+) -> None:
+    found = combine(PARTS, [result(each, seen=2.0) for each in values])
+    assert (found.value, found.shaping) == (value, pytest.approx(shaping))
+    known = {part.name: each for part, each in zip(PARTS, values, strict=True) if each is not None}
+    assert found.components == {**known, **{f"{part.name}.seen": 2.0 for part in PARTS}}
+    assert (found.value is None) == ("away" in str(found.reason))
+
+
+def test_rewards_of_turns_are_added_turn_by_turn() -> None:
+    first, second = RewardResult(1.0, turns=(1.0, 2.0)), RewardResult(1.0, turns=(4.0, 8.0))
+    assert combine(PARTS[:2], [first, second]).turns == (3.0, 6.0)
+    assert combine(PARTS[:3], [first, second, result(0.0)]).turns == (), "shut"
+    assert combine(PARTS[:2], [first, result(1.0)]).turns == (1.0, 2.0)
+
+
+# The scorer
+
+HERE = "tests.rewards.trouble:"
+
+
+@asynccontextmanager
+async def scorer_of(**config: Any) -> AsyncIterator[Scorer]:
+    scorer = Scorer(RewardConfig(**config), [])
+    await scorer.open()
+    try:
+        yield scorer
+    finally:
+        await scorer.close()
+
+
+def transcripts(*responses: str) -> list[Transcript]:
+    return [Transcript.of(task("a"), response) for response in responses]
+
+
+async def test_a_reward_that_raises_hangs_or_dies_is_unknown_and_touches_no_other_of_its_group() -> None:
+    async with scorer_of(name=HERE + "moody", deadline_s=2.0, workers=2) as scorer:
+        answers = transcripts("raise", "fine", "hang", "die", "fine", "say", "fine")
+        results = await scorer.score(task("a"), answers)
+        assert [each.value for each in results] == [None, 1.0, None, None, 1.0, None, 1.0]
+        raised, _, hung, died, _, said, _ = (str(each.reason) for each in results)
+        assert raised == "ZeroDivisionError: division by zero"
+        assert hung == "timeout: no reward within 2 s" and "process died" in died and "exit code 1" in died
+        assert "cannot be unpickled" in said
+        stats = scorer.take_stats()[""]
+        assert (stats.scored, stats.unknown, stats.pending) == (7, 4, 0) and stats.slowest_s >= 2.0
+        assert [each.value for each in await scorer.score(task("a"), transcripts("fine"))] == [1.0]
+        assert scorer.take_stats()[""].unknown == 0
+
+
+async def test_a_call_whose_process_is_killed_from_outside_is_made_again(tmp_path: Path) -> None:
+    async with scorer_of(name=HERE + "killed_once", options={"mark": str(tmp_path / "mark")}) as scorer:
+        [found] = await scorer.score(task("a"), transcripts("a"))
+        assert found.value == 1.0 and (tmp_path / "mark").exists()
+
+
+async def test_a_slow_domain_holds_up_no_other() -> None:
+    domains = {"slow": {"name": HERE + "moody", "deadline_s": 60.0}, "fast": {"name": HERE + "moody"}}
+    async with scorer_of(domains=domains) as scorer:
+        hanging = asyncio.ensure_future(scorer.score(replace(task("a"), domain="slow"), transcripts("hang", "hang")))
+        [fine] = await scorer.score(replace(task("a"), domain="fast"), transcripts("fine"))
+        assert fine.value == 1.0 and not hanging.done()
+        assert {domain: each.pending for domain, each in scorer.take_stats().items()} == {"slow": 2, "fast": 0}
+        hanging.cancel()
+
+
+async def test_the_deadline_of_a_call_begins_when_it_is_made() -> None:
+    async with scorer_of(name=HERE + "moody", deadline_s=2.0) as scorer:
+        results = await scorer.score(task("a"), transcripts("nap", "nap", "nap", "nap"))
+        assert [each.value for each in results] == [1.0] * 4, "four naps of 0.7 s, one after another"
+
+
+async def test_a_coroutine_is_cancelled_at_its_deadline_and_others_run_meanwhile() -> None:
+    async with scorer_of(name=HERE + "Meeting", options={"together": 3}, deadline_s=2.0) as scorer:
+        results = await scorer.score(task("a"), transcripts("a", "b", "c"))
+        assert [each.value for each in results] == [1.0] * 3, "each waits for the others"
+        [alone] = await scorer.score(task("a"), transcripts("never"))
+        assert alone.value is None and alone.reason == "timeout: no reward within 2 s"
+
+
+async def test_a_coroutines_own_timeout_is_its_error_and_no_deadline() -> None:
+    async with scorer_of(name=HERE + "Impatient") as scorer:
+        [found] = await scorer.score(task("a"), transcripts("a"))
+        assert found.reason == "TimeoutError: the judge is away"
+
+
+async def test_who_gives_up_a_call_gets_nothing_of_it_and_holds_up_nobody() -> None:
+    async with scorer_of(name=HERE + "moody") as scorer:
+        given_up = asyncio.ensure_future(scorer.score(task("a"), transcripts("nap", "fine")))
+        await asyncio.sleep(0)
+        following = asyncio.ensure_future(scorer.score(task("a"), transcripts("fine")))
+        given_up.cancel()
+        [found] = await following
+        assert found.value == 1.0 and scorer.take_stats()[""].scored == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        ({"name": HERE + "cannot_be_built"}, "reward.name"),
+        ({"domains": {"a": {"name": HERE + "cannot_be_built", "workers": 3}}}, "reward.name"),
+        ({"name": "exatc"}, "reward.name"),
+        ({"name": "exact", "options": {"strict": True}}, "reward.options"),
+    ],
+)
+async def test_a_reward_that_cannot_be_built_is_an_error_at_the_start(config: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError, check=about(field)):
+        async with scorer_of(**config):
+            pass
+
+
+async def test_a_process_that_cannot_be_started_again_is_an_error_of_every_call(tmp_path: Path) -> None:
+    options = {"mark": str(tmp_path / "mark")}
+    async with scorer_of(name=HERE + "only_once", options=options, deadline_s=1.0) as scorer:
+        outcomes = await asyncio.gather(
+            *(scorer.score(task("a"), transcripts(each)) for each in ("hang", "fine", "fine")), return_exceptions=True
+        )
+        assert isinstance(outcomes[0], list) and outcomes[0][0].value is None
+        for outcome in outcomes[1:]:
+            assert isinstance(outcome, ConfigError) and "no more" in str(outcome)
+        with pytest.raises(ConfigError, match="no more"):
+            await scorer.score(task("a"), transcripts("fine"))
+
+
+async def test_a_task_of_a_domain_without_a_reward_is_refused() -> None:
+    async with scorer_of(domains={"math": {"name": "exact"}}) as scorer:
+        with pytest.raises(ConfigError, check=about("reward.domains", "code")):
+            await scorer.score(replace(task("a"), domain="code"), transcripts("a"))
+
+
+# The pool
 
 
 @pytest.mark.usefixtures("ray_cluster")
-async def test_a_reward_that_raises_hangs_or_dies_is_unknown_and_the_pool_goes_on() -> None:
-    import sys
-
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    config = RewardConfig(name="math", deadline_s=5.0)
-
-    class MoodyWorker(RewardWorker):
-        def __init__(self) -> None:
-            self._reward = moody()
-
-    pool = RewardPool(config, lambda: handle(ray.remote(MoodyWorker).options(num_cpus=0).remote()))
+async def test_reward_actors_share_the_work_and_one_that_dies_is_replaced(tmp_path: Path) -> None:
+    config = RewardConfig(
+        name=HERE + "names_its_actor", options={"mark": str(tmp_path / "mark")}, placement="pool", actors=2
+    )
+    placed = ray.remote(RewardActor).options(num_cpus=0)
+    pool = RewardPool(config, [], lambda: handle(placed.remote(config, [])))
     await pool.open()
-    raised, fine = await pool.score(task("a"), ["raise", "fine"])
-    assert raised.value is None and raised.reason == "ZeroDivisionError: division by zero"
-    assert fine.value == 1.0
-    [hung] = await pool.score(task("a"), ["hang"])
-    assert hung.value is None and hung.reason == "timeout: no reward within 5 s"
-    [dead] = await pool.score(task("a"), ["die"])
-    assert dead.value is None and "reward worker died" in str(dead.reason)
-    results = await asyncio.gather(*(pool.score(task("a"), ["fine"]) for _ in range(5)))
-    assert [each[0].value for each in results] == [1.0] * 5
+    groups = await asyncio.gather(*(pool.score(task("a"), transcripts("where")) for _ in range(2)))
+    first, second = (group[0].answer for group in groups)
+    assert first != second, "the second call goes to the idle one"
+    [dead] = await pool.score(task("a"), transcripts("kill the actor"))
+    assert dead.value == 1.0, "made again on another"
+    [both] = await pool.score(task("a"), transcripts("always kill the actor"))
+    assert both.value is None and "reward actor died" in str(both.reason)
+    [fine] = await pool.score(task("a"), transcripts("where"))
+    assert fine.value == 1.0 and fine.answer not in (first, second)
+    stats = (await pool.take_stats())[""]
+    assert stats.scored >= 1 and stats.pending == 0
 
 
-async def test_a_worker_that_still_works_for_nobody_is_not_free_and_one_that_does_not_return_is_an_error() -> None:
-    working, ended, ready, broken = asyncio.Event(), asyncio.Event(), asyncio.Event(), asyncio.Event()
-
-    class Worker:
-        async def score(self, task: Task, responses: list[str]) -> list[RewardResult]:
-            working.set()
-            await ready.wait()
-            return [RewardResult(1.0)] * len(responses)
-
-        async def ready(self) -> None:
-            await ready.wait()
-            if broken.is_set():
-                raise ConfigError("no such file", field="reward.options")
-            ended.set()
-
-    pool = RewardPool(RewardConfig(name="math"), lambda: remote(Worker()))
-    ready.set()
+async def test_a_reward_that_runs_inline_needs_no_process() -> None:
+    before = psutil.Process().children()
+    pool = RewardPool(RewardConfig(name="exact"), [], None)
     await pool.open()
-    ready.clear()
-    abandoned = asyncio.ensure_future(pool.score(task("a"), ["a"]))
-    await working.wait()
-    abandoned.cancel()
-    following = asyncio.ensure_future(pool.score(task("a"), ["b"]))
-    working.clear()
-    await asyncio.wait({following}, timeout=0.1)
-    assert not working.is_set()
-    ready.set()
-    assert [result.value for result in await following] == [1.0] and ended.is_set()
-    broken.set()
-    ready.clear()
-    working.clear()
-    abandoned = asyncio.ensure_future(pool.score(task("a"), ["a"]))
-    await working.wait()
-    abandoned.cancel()
-    waiters = [asyncio.ensure_future(pool.score(task("a"), ["b"])) for _ in range(2)]
-    ready.set()
-    for waiting in waiters:
-        with pytest.raises(ConfigError, check=about("reward.options")):
-            await asyncio.wait_for(waiting, 20)
-
-
-async def test_a_reward_that_runs_inline_has_no_worker() -> None:
-    pool = RewardPool(RewardConfig(name="exact"), None)
-    await pool.open()
-    right, wrong = await pool.score(task("a"), ["a", "b"])
-    assert (right.value, wrong.value) == (1.0, 0.0)
-
-
-@pytest.mark.parametrize("result", [RewardResult("good"), RewardResult(1.0, {"part": "some"}), "good", None])  # type: ignore[arg-type]
-def test_what_is_no_number_is_an_unknown_reward_and_not_the_end_of_the_run(result: Any) -> None:
-    found = score(lambda task, response: result, task("a"), "a")
-    assert found.value is None and ("Error" in str(found.reason))
+    right, wrong = await pool.score(task("a"), transcripts("a", "b"))
+    assert (right.value, wrong.value) == (1.0, 0.0) and psutil.Process().children() == before

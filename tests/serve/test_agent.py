@@ -17,7 +17,7 @@ from rayrft.experience import Experience, Task
 from rayrft.explorer.calls import Parking
 from rayrft.explorer.engines.exchange import Completion, Request, Sampling
 from rayrft.explorer.rollout import Runner
-from rayrft.rewards import RewardResult
+from rayrft.rewards import RewardResult, Transcript
 from rayrft.serve.agent import Agent, _Attempt
 from rayrft.serve.protocol import ApiError
 from tests.errors import about
@@ -32,7 +32,8 @@ class Ran:
     """A runner over a scripted policy, whose workflow is an application; the reward is the length of a response."""
 
     def __init__(self, folder: Path, agent: str, say: Callable[[str], str], options: Any, settings: Any) -> None:
-        async def score(task: Task, responses: list[str]) -> list[RewardResult]:
+        async def score(task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
+            responses = [each.response for each in transcripts]
             self.scored += responses
             return [RewardResult(float(len(response))) for response in responses]
 

@@ -1,0 +1,281 @@
+"""Scoring by the rewards of a config: each call by itself, under a deadline, where it can be ended."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from rayrft.config.reward import RewardConfig, RewardModelConfig, RewardPart
+from rayrft.errors import CallFailed, CallTimeout, ConfigError, ProcessDied
+from rayrft.experience import Task
+from rayrft.processes import ProcessPool, Worker
+from rayrft.rewards.base import (
+    Reward,
+    RewardResult,
+    Transcript,
+    build_reward,
+    combine,
+    needed_modules,
+    score,
+    where,
+)
+
+_TRIES = 2
+"""How often a call is made whose process dies: it may have been ended by something else."""
+_START_S = 120.0
+
+
+@dataclass(frozen=True)
+class DomainStats:
+    """What a domain's scoring was like since it was last asked."""
+
+    scored: int = 0
+    unknown: int = 0
+    seconds: float = 0.0
+    """Of all calls together, from the start of execution."""
+    slowest_s: float = 0.0
+    pending: int = 0
+    """Transcripts that wait for their reward now."""
+
+    def __add__(self, other: DomainStats) -> DomainStats:
+        return DomainStats(
+            self.scored + other.scored,
+            self.unknown + other.unknown,
+            self.seconds + other.seconds,
+            max(self.slowest_s, other.slowest_s),
+            self.pending + other.pending,
+        )
+
+
+class Scorer:
+    """Scores transcripts by the reward model of their task's domain.
+
+    A reward that is a coroutine runs in the event loop, one that blocks in a process: a call that raises, hangs or
+    kills its process is unknown, and touches no other.
+    """
+
+    def __init__(self, config: RewardConfig, plugins: Sequence[Path]) -> None:
+        self._config = config
+        self._models = {domain: _Model(each, plugins) for domain, each in config.models.items()}
+        self._stats = dict.fromkeys(self._models, DomainStats())
+
+    async def open(self) -> None:
+        """Start the processes. Raises ConfigError where a reward cannot be built."""
+        await asyncio.gather(*(model.open() for model in self._models.values()))
+
+    async def close(self) -> None:
+        """End the processes."""
+        await asyncio.gather(*(model.close() for model in self._models.values()))
+
+    async def score(self, task: Task, transcripts: Sequence[Transcript]) -> list[RewardResult]:
+        """Return one result per transcript. Raises ConfigError if the task's domain has no reward."""
+        domain = self._config.domain_of(task.domain)
+        if domain not in self._models:
+            raise unknown_domain(task.domain, self._models)
+        self._count(domain, DomainStats(pending=len(transcripts)))
+        model = self._models[domain]
+        try:
+            results = await asyncio.gather(*(model.score(task, each) for each in transcripts))
+        finally:
+            self._count(domain, DomainStats(pending=-len(transcripts)))
+        for result in results:
+            self._count(domain, DomainStats(1, int(result.value is None), result.seconds, result.seconds))
+        return results
+
+    def take_stats(self) -> dict[str, DomainStats]:
+        """Return what happened since the last call, by domain."""
+        stats = self._stats
+        self._stats = {domain: DomainStats(pending=each.pending) for domain, each in stats.items()}
+        return stats
+
+    def _count(self, domain: str, more: DomainStats) -> None:
+        self._stats[domain] += more
+
+
+def unknown_domain(domain: str, known: Iterable[str]) -> ConfigError:
+    """Create the error for a task that no reward scores."""
+    remedy = f"give it one, or give the task another domain than those of {', '.join(sorted(known))}"
+    return ConfigError("no reward scores tasks of this domain", field="reward.domains", value=domain, remedy=remedy)
+
+
+class _Model:
+    """The rewards of a domain."""
+
+    def __init__(self, config: RewardModelConfig, plugins: Sequence[Path]) -> None:
+        self._parts = config.parts
+        self._scorings = [_scoring(part, config, plugins) for part in config.scored_by]
+
+    async def open(self) -> None:
+        await asyncio.gather(*(scoring.open() for scoring in self._scorings))
+
+    async def close(self) -> None:
+        await asyncio.gather(*(scoring.close() for scoring in self._scorings))
+
+    async def score(self, task: Task, transcript: Transcript) -> RewardResult:
+        if not self._parts:
+            return await self._scorings[0].score(task, transcript)
+        results = await asyncio.gather(*(scoring.score(task, transcript) for scoring in self._scorings))
+        return combine(self._parts, results)
+
+
+class _Scoring(Protocol):
+    """Scoring by one reward."""
+
+    async def open(self) -> None: ...
+    async def score(self, task: Task, transcript: Transcript) -> RewardResult: ...
+    async def close(self) -> None: ...
+
+
+def _scoring(part: RewardPart, config: RewardModelConfig, plugins: Sequence[Path]) -> _Scoring:
+    match where(part.name):
+        case "inline":
+            return _Here(build_reward(part.name, part.options), None)
+        case "loop":
+            return _Here(build_reward(part.name, part.options), config.deadline_s)
+        case "process":
+            return _InProcesses(part, config, plugins)
+
+
+class _Here:
+    """Scoring in the event loop."""
+
+    def __init__(self, reward: Reward, deadline_s: float | None) -> None:
+        self._reward, self._deadline_s = reward, deadline_s
+
+    async def open(self) -> None:
+        pass
+
+    async def score(self, task: Task, transcript: Transcript) -> RewardResult:
+        started = time.perf_counter()
+        try:
+            async with asyncio.timeout(self._deadline_s) as deadline:
+                return await score(self._reward, task, transcript)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            return _timeout(self._deadline_s or 0.0, time.perf_counter() - started)
+
+    async def close(self) -> None:
+        if close := getattr(self._reward, "close", None):
+            await close()
+
+
+def _timeout(deadline_s: float, seconds: float) -> RewardResult:
+    return RewardResult(None, reason=f"timeout: no reward within {deadline_s:g} s", seconds=seconds)
+
+
+class InProcess:
+    """A reward, in a process of its own."""
+
+    def __init__(self, name: str, options: dict[str, Any]) -> None:
+        self._reward = build_reward(name, options)
+
+    async def score(self, task: Task, transcript: Transcript) -> RewardResult:
+        return await score(self._reward, task, transcript)
+
+
+def _import(modules: Sequence[str]) -> None:
+    for module in modules:
+        importlib.import_module(module)
+
+
+@dataclass
+class _Call:
+    task: Task
+    transcript: Transcript
+    result: asyncio.Future[RewardResult]
+    tries: int = 0
+
+
+class _InProcesses:
+    """Scoring in processes, each of which keeps its reward for as long as it lives."""
+
+    def __init__(self, part: RewardPart, config: RewardModelConfig, plugins: Sequence[Path]) -> None:
+        self._name, self._deadline_s = part.name, config.deadline_s
+        self._pool = ProcessPool(
+            partial(InProcess, part.name, part.options),
+            processes=config.workers,
+            plugins=plugins,
+            spares=0,
+            start_s=_START_S,
+            warm_up=partial(_import, needed_modules(part.name)),
+        )
+        self._workers = config.workers
+        self._working: list[asyncio.Task[None]] = []
+        self._calls: asyncio.Queue[_Call] = asyncio.Queue()
+        self._error: ConfigError | None = None
+        """Why no process can be started any more."""
+
+    async def open(self) -> None:
+        ready = [asyncio.get_running_loop().create_future() for _ in range(self._workers)]
+        self._working = [asyncio.create_task(self._work(each)) for each in ready]
+        await asyncio.gather(*ready)
+
+    async def score(self, task: Task, transcript: Transcript) -> RewardResult:
+        if self._error is not None:
+            raise self._error
+        call = _Call(task, transcript, asyncio.get_running_loop().create_future())
+        self._calls.put_nowait(call)
+        return await call.result
+
+    async def close(self) -> None:
+        for each in self._working:
+            each.cancel()
+        await asyncio.gather(*self._working, return_exceptions=True)
+        await self._pool.close()
+
+    async def _work(self, ready: asyncio.Future[None]) -> None:
+        """Make calls, in one process after another, until none can be started."""
+        again: _Call | None = None
+        try:
+            while True:
+                async with self._pool.lease() as worker:
+                    if not ready.done():
+                        ready.set_result(None)
+                    again = await self._make_calls(worker, again)
+        except CallFailed as error:
+            self._error = ConfigError(
+                f"cannot be built: {error}",
+                field="reward.name",
+                value=self._name,
+                remedy="see the cause, and the reward's own options",
+            )
+            waiting: list[asyncio.Future[Any]] = [ready, *([again.result] if again else [])]
+            while not self._calls.empty():
+                waiting.append(self._calls.get_nowait().result)
+            for each in waiting:
+                if not each.done():
+                    each.set_exception(self._error)
+
+    async def _make_calls(self, worker: Worker, call: _Call | None) -> _Call | None:
+        """Make this call, and others, until the process has died; return the one that is to be made again."""
+        while worker.at_rest:
+            call = call or await self._calls.get()
+            if not call.result.done():  # else nobody waits any more
+                call.tries += 1
+                result = await self._make(worker, call)
+                if result is None:
+                    return call
+                if not call.result.done():
+                    call.result.set_result(result)
+            call = None
+        return None
+
+    async def _make(self, worker: Worker, call: _Call) -> RewardResult | None:
+        """Return the result of a call; None where its process died, and it may be tried again."""
+        started = time.perf_counter()
+        try:
+            found: RewardResult = await worker.call("score", call.task, call.transcript, deadline_s=self._deadline_s)
+        except CallTimeout:
+            return _timeout(self._deadline_s, time.perf_counter() - started)
+        except ProcessDied as error:
+            return None if call.tries < _TRIES else RewardResult(None, reason=f"the reward's process died: {error}")
+        except CallFailed as error:  # the result is no pickle, or too large
+            return RewardResult(None, reason=str(error))
+        return found

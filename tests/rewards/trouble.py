@@ -1,0 +1,85 @@
+"""Rewards that do what the response says, for the tests of who runs them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from rayrft.experience import Task
+from rayrft.rewards import RewardResult, Transcript
+
+
+class Bomb(RewardResult):
+    def __reduce__(self) -> Any:
+        return os.kill, (0, "not a signal")  # raises where it is unpickled
+
+
+def _do(response: str) -> RewardResult:
+    if response == "raise":
+        raise ZeroDivisionError("division by zero")
+    if response == "hang":
+        time.sleep(1000)
+    if response == "nap":
+        time.sleep(0.7)
+    if response == "die":
+        os._exit(1)
+    return (Bomb if response == "say" else RewardResult)(1.0)
+
+
+def moody() -> Any:
+    return lambda task, response: _do(response)
+
+
+def killed_once(mark: str) -> Any:
+    def score(task: Task, response: str) -> float:
+        if not Path(mark).exists():
+            Path(mark).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return 1.0
+
+    return score
+
+
+def only_once(mark: str) -> Any:
+    if Path(mark).exists():
+        raise OSError("no more")
+    Path(mark).touch()
+    return moody()
+
+
+def cannot_be_built() -> Any:
+    raise OSError("no such file")
+
+
+def names_its_actor(mark: str) -> Any:
+    def score(task: Task, response: str) -> RewardResult:
+        # The process was forked from a template, whose parent is the actor.
+        template = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
+        actor = int(template[1])
+        if response == "always kill the actor" or (response == "kill the actor" and not Path(mark).exists()):
+            Path(mark).touch()
+            os.kill(actor, signal.SIGKILL)
+            time.sleep(1000)
+        return RewardResult(1.0, answer=str(actor))
+
+    return score
+
+
+class Meeting:
+    """Each call waits for the others."""
+
+    def __init__(self, together: int) -> None:
+        self.barrier = asyncio.Barrier(together)
+
+    async def score(self, task: Task, transcript: Transcript) -> float:
+        await (asyncio.Event() if transcript.response == "never" else self.barrier).wait()
+        return 1.0
+
+
+class Impatient:
+    async def score(self, task: Task, transcript: Transcript) -> float:
+        raise TimeoutError("the judge is away")
