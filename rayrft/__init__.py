@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rayrft.explorer.tools import register_tool
     from rayrft.explorer.trajectory import Model, Trajectory
     from rayrft.explorer.workflows import Workflow, register_workflow
-    from rayrft.rewards import RewardResult, register_reward
+    from rayrft.rewards import RewardResult, Transcript, register_reward
     from rayrft.weights import WeightTransport, register_transport
 
 _HOME = {
@@ -43,6 +43,7 @@ _HOME = {
     "Workflow": "rayrft.explorer.workflows",
     "register_workflow": "rayrft.explorer.workflows",
     "RewardResult": "rayrft.rewards",
+    "Transcript": "rayrft.rewards",
     "register_reward": "rayrft.rewards",
     "WeightTransport": "rayrft.weights",
     "register_transport": "rayrft.weights",
@@ -59,6 +60,7 @@ __all__ = [
     "Step",
     "Task",
     "Trajectory",
+    "Transcript",
     "WeightTransport",
     "Workflow",
     "attach",

@@ -15,6 +15,7 @@ from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.experience import Task
 from rayrft.explorer.rollout import Runner
 from rayrft.rewards import RewardResult, Transcript, build_reward
+from rayrft.rewards.base import score as score_one
 from tests.conftest import ROOT
 from tests.explorer.test_explorer import config
 from tests.explorer.test_rollout import Engines
@@ -59,7 +60,7 @@ async def test_the_examples_of_a_reward_and_a_workflow_run(tiny_model: Path) -> 
         exec(compile(block, "README", "exec"), {})
     workflows = [name for block in found for name in re.findall(r'register_workflow\("(\w+)"\)', block)]
     rewards = [name for block in found for name in re.findall(r'register_reward\("(\w+)"\)', block)]
-    assert len(workflows) >= 3 and len(rewards) >= 2
+    assert len(workflows) >= 3 and len(rewards) >= 3
 
     async def score(task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
         return [RewardResult(1.0)] * len(transcripts)
@@ -72,5 +73,7 @@ async def test_the_examples_of_a_reward_and_a_workflow_run(tiny_model: Path) -> 
         assert len(rollout.rows) == 2 and not rollout.failed
         assert [turn["role"] for turn in rollout.rows[0].turns] == ["user", "assistant", "user", "assistant"]
     for name in rewards:
-        reward = build_reward(name, {})
-        assert (reward(TASK, "it is esroh"), reward(TASK, "no")) == (1.0, 0.0)
+        results = [
+            await score_one(build_reward(name, {}), TASK, Transcript.of(TASK, said)) for said in ("it is esroh", "no")
+        ]
+        assert [result.value for result in results] == [1.0, 0.0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from rayrft.buffer.ledger import Ledger
 from rayrft.buffer.shared import FeedProgress, SharedBuffer
@@ -14,7 +15,7 @@ from rayrft.core.recorder import Recorder
 from rayrft.core.supervision import unless_stopped
 from rayrft.explorer.engines.engine import RolloutEngine
 from rayrft.explorer.engines.pool import EnginePool, Member
-from rayrft.explorer.explorer import Explorer
+from rayrft.explorer.explorer import Explorer, Timings
 from rayrft.handle import Handle
 from rayrft.monitor.records import RolloutRecord
 
@@ -79,7 +80,8 @@ class ExploreLoop:
         if not groups:
             return
         scored, tokens = new.scored - before.scored, new.tokens - before.tokens
-        timings = await asyncio.gather(*(explorer.call(Explorer.timings) for explorer in self._actors.explorers))
+        explorers = self._actors.explorers
+        timings = Timings.of(await asyncio.gather(*(explorer.call(Explorer.timings) for explorer in explorers)))
         record = RolloutRecord(
             stage=self._stage.name,
             step=progress.groups,
@@ -93,8 +95,7 @@ class ExploreLoop:
             held=progress.ledger.held,
             tokens_per_s=tokens / seconds,
             seconds=seconds,
-            rollout_s=max(rollout for rollout, _ in timings),
-            reward_s=max(reward for _, reward in timings),
+            **asdict(timings),
         )
         self._progress, self.ledger = progress, progress.ledger
         await self._recorder.add(record)

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from rayrft.buffer.leases import Lease
 from rayrft.core.weight_sync import SyncReport
 from rayrft.explorer.evaluation import Evaluation
+from rayrft.explorer.explorer import Timings
 from rayrft.monitor.records import EvaluationRecord, StepRecord
 from rayrft.trainer.result import StepResult
 
@@ -24,8 +25,6 @@ class StepSeconds:
 
     step: float
     wait: float
-    rollout: float
-    reward: float
     train: float
 
 
@@ -36,6 +35,7 @@ def step_record(
     result: StepResult,
     report: SyncReport | None,
     seconds: StepSeconds,
+    timings: Timings,
     lost: dict[str, int],
 ) -> StepRecord:
     """Build the record of an optimiser step; ``report`` is None if none was published, ``lost`` is from
@@ -61,10 +61,9 @@ def step_record(
         tokens_per_s=tokens / seconds.step,
         step_s=seconds.step,
         wait_s=seconds.wait,
-        rollout_s=seconds.rollout,
-        reward_s=seconds.reward,
         train_s=seconds.train,
         sync_s=report.seconds if report else 0.0,
+        **asdict(timings),
         **numbers,
     )
 

@@ -24,7 +24,7 @@ from rayrft.core.supervision import Stopped, unless_stopped
 from rayrft.core.weight_sync import SyncReport, WeightSync
 from rayrft.errors import LeaseEnded, RayrftError, RowsFailed, Stalled, StorageError
 from rayrft.explorer.engines.engine import RolloutEngine
-from rayrft.explorer.explorer import Explorer
+from rayrft.explorer.explorer import Explorer, Timings
 from rayrft.handle import Handle
 from rayrft.monitor.records import StepRecord
 from rayrft.monitor.verdict import verdict
@@ -197,10 +197,10 @@ class TrainLoop:
         trained_s = time.perf_counter() - started - waited_s
         progress.step += 1
         progress.stage_step += 1
-        report, (rollout_s, reward_s) = await asyncio.gather(self._publish_step(stage), self._timings())
-        seconds = StepSeconds(time.perf_counter() - started, waited_s, rollout_s, reward_s, trained_s)
+        report, timings = await asyncio.gather(self._publish_step(stage), self._timings())
+        seconds = StepSeconds(time.perf_counter() - started, waited_s, trained_s)
         record = step_record(
-            stage.name, progress.step, lease, results[0], report, seconds, self.ledger.lost_since(before)
+            stage.name, progress.step, lease, results[0], report, seconds, timings, self.ledger.lost_since(before)
         )
         progress.accuracy, progress.reward = None, record.reward
         # The record is written while new groups are admitted.
@@ -302,11 +302,9 @@ class TrainLoop:
     async def _command(self, command: Command[R]) -> list[R]:
         return await self._trainer.call(Trainer.command, command)
 
-    async def _timings(self) -> tuple[float, float]:
-        """Return the seconds in which any rollout, and any scoring, was running, in the Explorer where it was most."""
-        timings = await asyncio.gather(*(explorer.call(Explorer.timings) for explorer in self._actors.explorers))
-        rollout, reward = zip((0.0, 0.0), *timings, strict=True)
-        return max(rollout), max(reward)
+    async def _timings(self) -> Timings:
+        explorers = self._actors.explorers
+        return Timings.of(await asyncio.gather(*(explorer.call(Explorer.timings) for explorer in explorers)))
 
     def _describe(self, stage: StageConfig) -> str:
         rows = f"{stage.groups} groups of {stage.group_size}" if stage.groups else ""

@@ -6,7 +6,8 @@ import asyncio
 import gc
 import os
 import uuid
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -40,6 +41,7 @@ from rayrft.handle import Handle, TrackedHandle
 from rayrft.registry import load_plugins
 from rayrft.rewards import RewardResult, Transcript
 from rayrft.rewards.pool import RewardActor, RewardPool
+from rayrft.rewards.scorer import DomainStats
 from rayrft.waits import WaitReport, Waits
 
 if TYPE_CHECKING:
@@ -49,6 +51,28 @@ T = TypeVar("T")
 
 _FAILURES_IN_A_ROW = 32
 """Consecutive groups that may fail, in a workflow or its reward, before the run is stopped."""
+
+
+@dataclass(frozen=True)
+class Timings:
+    """What took how long, of one Explorer or several."""
+
+    rollout_s: float = 0.0
+    """In which any rollout was running; of several Explorers, where it was most."""
+    reward_s: float = 0.0
+    """In which any scoring was running, likewise."""
+    rewards: dict[str, DomainStats] = field(default_factory=dict)
+    """By domain."""
+
+    @classmethod
+    def of(cls, several: Sequence[Timings]) -> Timings:
+        """Join those of several Explorers."""
+        domains = {domain for each in several for domain in each.rewards}
+        return cls(
+            max((each.rollout_s for each in several), default=0.0),
+            max((each.reward_s for each in several), default=0.0),
+            {domain: DomainStats.of(each.rewards.get(domain) for each in several) for domain in sorted(domains)},
+        )
 
 
 class Explorer:
@@ -145,9 +169,9 @@ class Explorer:
         groups = [group async for group in evaluator.each(self._held_out, samples, temperature)]
         return measure(chain.from_iterable(groups), [samples], seed=self._config.seed)
 
-    async def timings(self) -> tuple[float, float]:
-        """Return the seconds since the last call in which any rollout, and in which any scoring, was running."""
-        return self._runner.rolling.take(), self._runner.scoring.take()
+    async def timings(self) -> Timings:
+        """Return what took how long since the last call."""
+        return Timings(self._runner.rolling.take(), self._runner.scoring.take(), await self._rewards.take_stats())
 
     async def waiting(self) -> WaitReport:
         """Report what groups and evaluation wait for, and for how long."""

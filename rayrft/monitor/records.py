@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 class StepRecord:
     """One optimiser step. Losses are unweighted (before mu); seconds split the step's wall time.
 
+    ``rewards`` has, by domain, how many answers were ``scored`` since the previous step, of how many the reward is
+    ``unknown``, the ``seconds`` that this took together, the ``slowest_s`` of them, and how many are ``pending``.
     ``reward`` is the mean over all answers sampled since the previous step, kept or dropped. ``rollout_s`` and
     ``reward_s`` are the wall time in which any rollout or scoring was running: with ``max_staleness`` 1 or more they
     overlap the rest.
@@ -58,6 +60,7 @@ class StepRecord:
     wait_s: float
     rollout_s: float
     reward_s: float
+    rewards: dict[str, dict[str, float]]
     train_s: float
     sync_s: float
 
@@ -118,6 +121,7 @@ class RolloutRecord:
     seconds: float
     rollout_s: float
     reward_s: float
+    rewards: dict[str, dict[str, float]]
 
 
 @dataclass(frozen=True)

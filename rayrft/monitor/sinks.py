@@ -39,6 +39,11 @@ def scalars(record: Record) -> dict[str, float]:
     if isinstance(record, StepRecord | RolloutRecord):
         values = {k: v for k, v in asdict(record).items() if isinstance(v, int | float) and k not in ("step", "time")}
         part = "train" if isinstance(record, StepRecord) else "rollout"
+        for domain, stats in record.rewards.items():
+            scored = max(1, stats["scored"])
+            shares = {"unknown_share": stats["unknown"] / scored, "mean_s": stats["seconds"] / scored}
+            for name, value in {**shares, "slowest_s": stats["slowest_s"], "pending": stats["pending"]}.items():
+                values[f"reward_{domain}_{name}" if domain else f"reward_{name}"] = value
         return {f"{part}/{name}": float(value) for name, value in values.items()}
     return {}
 

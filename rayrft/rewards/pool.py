@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import reduce
-from operator import add
 from pathlib import Path
 
 from rayrft.config.reward import RewardConfig
@@ -93,9 +91,7 @@ class RewardPool:
                 raise each
         known = [each for each in found if not isinstance(each, BaseException)]
         domains = {domain for each in known for domain in each}
-        return {
-            domain: reduce(add, (each[domain] for each in known if domain in each), DomainStats()) for domain in domains
-        }
+        return {domain: DomainStats.of(each.get(domain) for each in known) for domain in domains}
 
     def _add(self) -> None:
         assert self._create is not None  # there are actors

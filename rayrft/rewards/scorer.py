@@ -43,13 +43,16 @@ class DomainStats:
     pending: int = 0
     """Transcripts that wait for their reward now."""
 
-    def __add__(self, other: DomainStats) -> DomainStats:
-        return DomainStats(
-            self.scored + other.scored,
-            self.unknown + other.unknown,
-            self.seconds + other.seconds,
-            max(self.slowest_s, other.slowest_s),
-            self.pending + other.pending,
+    @classmethod
+    def of(cls, several: Iterable[DomainStats | None]) -> DomainStats:
+        """Join those of several scorers, or times."""
+        known = [each for each in several if each is not None]
+        return cls(
+            sum(each.scored for each in known),
+            sum(each.unknown for each in known),
+            sum(each.seconds for each in known),
+            max((each.slowest_s for each in known), default=0.0),
+            sum(each.pending for each in known),
         )
 
 
@@ -95,7 +98,7 @@ class Scorer:
         return stats
 
     def _count(self, domain: str, more: DomainStats) -> None:
-        self._stats[domain] += more
+        self._stats[domain] = DomainStats.of((self._stats[domain], more))
 
 
 def unknown_domain(domain: str, known: Iterable[str]) -> ConfigError:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rayrft.experience import Task
-from rayrft.rewards.base import Reward, inline, register_reward
+from rayrft.rewards.base import Reward, RewardResult, inline, register_reward
 
 
 @register_reward("exact")
@@ -13,6 +15,28 @@ def exact() -> Reward:
 
     def score(task: Task, response: str) -> float:
         return float(response.strip() == task.answer.strip())
+
+    return score
+
+
+@register_reward("format")
+@inline
+def tagged_format(tags: Sequence[str] = ("think", "answer")) -> Reward:
+    """1 if the response is one block ``<tag>…</tag>`` for each of the tags, in their order, none empty, with nothing but
+    white space beside them; else 0. Component ``tags`` is the share of tags that open and close once.
+
+    The format reward of DeepSeek-R1 (arXiv:2501.12948, sec. 2.2.2); best as a part whose role is ``shape``.
+    """
+    marks = [(f"<{tag}>", f"</{tag}>") for tag in tags]
+
+    def score(task: Task, response: str) -> RewardResult:
+        once = [all(response.count(mark) == 1 for mark in pair) for pair in marks]
+        rest, well_formed = response.strip(), all(once)
+        for opening, closing in marks:
+            content, closed, after = rest.removeprefix(opening).partition(closing)
+            well_formed = well_formed and rest.startswith(opening) and bool(closed and content.strip())
+            rest = after.strip()
+        return RewardResult(float(well_formed and not rest), {"tags": sum(once) / max(1, len(once))})
 
     return score
 

@@ -33,6 +33,7 @@ from rayrft.core.train_loop import TrainLoop
 from rayrft.data.task_sampler import TaskSet
 from rayrft.errors import RowsFailed, StorageError
 from rayrft.experience import Experience, VersionSpan, pack, to_batch, unpack
+from rayrft.explorer.explorer import Timings
 from rayrft.handle import Handle
 from rayrft.trainer.commands import Command, Save, Score, Train
 from rayrft.trainer.rank import Rank
@@ -121,8 +122,8 @@ class ScriptedExplorer:
         self._calls += 1
         return await self._buffer.call(Buffer.admit, self._name, self._calls, stage.groups)
 
-    async def timings(self) -> tuple[float, float]:
-        return 0.0, 0.0
+    async def timings(self) -> Timings:
+        return Timings()
 
     async def _group(self, stage: StageConfig, ticket: Ticket) -> None:
         chance = np.random.default_rng([int(ticket.task or 0), ticket.sequence])

@@ -214,3 +214,62 @@ def test_a_row_whose_turns_have_rewards_by_number_is_masked_rather_than_one_of_i
     group = mask_old(scored, 5)
     assert [each.status == MASKED for each in group.rows] == [True, False, False]
     assert [each.action_mask.tolist() for each in group.rows] == [[1, 0, 1, 1], [1, 0, 1, 1], [1, 0, 0, 1]]
+
+
+# Shaping
+
+
+def of_lengths(*lengths: int) -> list[Experience]:
+    """Rows with so many sampled tokens."""
+    sized = []
+    for index, length in enumerate(lengths):
+        mask = np.array([0, 0] + [1] * length, dtype=np.uint8)
+        [row] = rows("stop")
+        sized.append(
+            row.with_fields(
+                experience_id=f"g/{index}",
+                token_ids=np.arange(len(mask), dtype=np.int32),
+                action_mask=mask,
+                logprobs=np.zeros(len(mask), np.float32),
+            )
+        )
+    return sized
+
+
+@pytest.mark.parametrize(
+    ("step", "warm_up", "earned"),
+    # lambda of 10, 20, 30 tokens is 0.5, 0, -0.5; the wrong one of 10 earns nothing for being short.
+    [
+        (0, 0, [1.5, 1.0, 0.5, 0.0]),
+        (0, 4, [1.0, 1.0, 1.0, 0.0]),
+        (1, 4, [1.125, 1.0, 0.875, 0.0]),
+        (9, 4, [1.5, 1.0, 0.5, 0.0]),
+    ],
+)
+def test_shorter_right_answers_of_a_group_earn_more_once_it_is_warm(
+    step: int, warm_up: int, earned: list[float]
+) -> None:
+    results = [RewardResult(1.0), RewardResult(1.0), RewardResult(1.0), RewardResult(0.0)]
+    rules = config(length={"warm_up": warm_up})
+    group = apply_rewards(of_lengths(10, 20, 30, 10), results, rules, max_tokens=64, step=step)
+    assert group.rewards == earned == [row.reward for row in group.rows]
+    assert group.unpunished == [1.0, 1.0, 1.0, 0.0]
+
+
+def test_long_wrong_answers_lose_and_equal_lengths_earn_nothing() -> None:
+    wrong = score(of_lengths(10, 20), [RewardResult(0.0)] * 2, config(length={"weight": 2.0}))
+    assert wrong.rewards == [0.0, -1.0]
+    assert score(of_lengths(7, 7), [RewardResult(1.0)] * 2, config(length={})).rewards == [1.0, 1.0]
+    assert score([], [], config(length={})).rewards == []
+
+
+def test_a_group_whose_answers_differ_in_shaping_alone_has_no_variance() -> None:
+    results = [RewardResult(0.0, shaping=0.5), RewardResult(0.0, shaping=-0.5)]
+    scored = score(rows("stop", "stop"), results, config())
+    assert scored.rewards == [0.5, -0.5] and scored.unpunished == [0.0, 0.0]
+    assert drop_zero_variance(scored, build("grpo")).dropped == {"zero_variance": 2}
+
+
+def test_rewards_of_turns_are_kept_with_the_row() -> None:
+    [row] = score(rows("stop"), [RewardResult(1.0, turns=(0.25, 0.75))], config()).rows
+    assert row.metrics == {"turn_reward_0": 0.25, "turn_reward_1": 0.75} and row.reward == 1.0

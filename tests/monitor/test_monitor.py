@@ -29,7 +29,7 @@ from rayrft.monitor.verdict import verdict
 def step(**changes: Any) -> StepRecord:
     zeros = {field.name: 0 for field in dataclasses.fields(StepRecord)}
     values = {"stage": "mix", "step": 3, "usual_rows": 8, "reward": 0.5, "staleness_mean": 0.0, "step_s": 10.0}
-    return StepRecord(**{**zeros, "lost": {}, **values, **changes})  # type: ignore[arg-type]
+    return StepRecord(**{**zeros, "lost": {}, "rewards": {}, **values, **changes})  # type: ignore[arg-type]
 
 
 def evaluation(stage: str, stage_step: int, right: int, temperature: float = 0.0, step: int = 0) -> EvaluationRecord:
@@ -144,9 +144,30 @@ def test_a_step_line_counts_what_was_lost_by_mistake_and_not_what_is_dropped_by_
 
 def test_what_an_explore_job_put_is_a_line_and_numbers_on_the_dashboard() -> None:
     record = RolloutRecord(
-        "live", 24, 1.0, 8, 64, 640, 0.25, None, {"zero_variance": 8, "reward_unknown": 2}, 96, 320.0, 2.0, 1.5, 0.25
+        "live",
+        24,
+        1.0,
+        8,
+        64,
+        640,
+        0.25,
+        None,
+        {"zero_variance": 8, "reward_unknown": 2},
+        96,
+        320.0,
+        2.0,
+        1.5,
+        0.25,
+        {},
     )
     line = format_record(record)
     assert line.startswith("[live    24 groups]  reward 0.250  320 tok/s  held 96")
     assert line.endswith("lost 2 reward_unknown"), "what is by design is no mistake"
     assert scalars(record)["rollout/tokens_per_s"] == 320.0 and "rollout/step" not in scalars(record)
+
+
+@pytest.mark.parametrize(("domain", "name"), [("", "train/reward_"), ("code", "train/reward_code_")])
+def test_what_scoring_a_domain_is_like_is_a_number_each_on_the_dashboard(domain: str, name: str) -> None:
+    stats = {"scored": 8, "unknown": 2, "seconds": 4.0, "slowest_s": 1.5, "pending": 3}
+    numbers = scalars(step(rewards={domain: stats}))
+    assert [numbers[name + each] for each in ("unknown_share", "mean_s", "slowest_s", "pending")] == [0.25, 0.5, 1.5, 3]

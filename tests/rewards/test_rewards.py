@@ -75,6 +75,26 @@ async def test_a_reward_that_is_no_number_is_unknown_and_says_so(found: Any) -> 
     assert result.value is None and result.reason == f"the reward is {value}"
 
 
+@pytest.mark.parametrize(
+    ("response", "value", "tags"),
+    [
+        ("<think>a</think> <answer>b</answer>\n", 1.0, 1.0),
+        ("<think>a</think><answer>b</answer> so", 0.0, 1.0),
+        ("Well: <think>a</think><answer>b</answer>", 0.0, 1.0),
+        ("<answer>b</answer><think>a</think>", 0.0, 1.0),
+        ("<think>a<answer>b</answer></think>", 0.0, 1.0),
+        ("<think> </think><answer>b</answer>", 0.0, 1.0),
+        ("<think>a</think><think>a</think><answer>b</answer>", 0.0, 0.5),
+        ("<think>a</think><answer>b", 0.0, 0.5),
+        ("<think>" * 100_000, 0.0, 0.0),
+        ("", 0.0, 0.0),
+    ],
+)
+def test_a_format_is_its_blocks_in_order_and_nothing_else(response: str, value: float, tags: float) -> None:
+    found = build_reward("format", {})(task("a"), response)  # type: ignore[operator]
+    assert isinstance(found, RewardResult) and (found.value, found.components) == (value, {"tags": tags})
+
+
 def test_an_unknown_reward_names_the_nearest() -> None:
     with pytest.raises(ConfigError, check=about("reward.name", "exatc")):
         build_reward("exatc", {})
