@@ -22,8 +22,8 @@ def exact() -> Reward:
 @register_reward("format")
 @inline
 def tagged_format(tags: Sequence[str] = ("think", "answer")) -> Reward:
-    """1 if the response is one block ``<tag>…</tag>`` for each of the tags, in their order, none empty, with nothing but
-    white space beside them; else 0. Component ``tags`` is the share of tags that open and close once.
+    """1 if the response is one block ``<tag>…</tag>`` for each of the tags, in their order, none empty, and only white
+    space beside them; else 0. Component ``tags`` is the share of tags that open and close once.
 
     The format reward of DeepSeek-R1 (arXiv:2501.12948, sec. 2.2.2); best as a part whose role is ``shape``.
     """
