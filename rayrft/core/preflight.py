@@ -27,6 +27,7 @@ from rayrft.data.task_splits import TaskSplits, load_tasks
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ConfigError, DataError, ModelError
 from rayrft.experience import Experience, Task
+from rayrft.explorer.engines.auxiliary import no_auxiliary
 from rayrft.explorer.environments import environment_factory
 from rayrft.explorer.workflows import build_workflow
 from rayrft.files import sync
@@ -135,8 +136,8 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepare
     if config.tasks is not None:
         splits = load_tasks(config.tasks, config.demonstrations, config.seed)
         for source in range(len(config.tasks.sources)):
-            check_rewards(config.reward, [splits.train[splits.sources.index(source)]])
-        check_rewards(config.reward, _all_tasks(splits))
+            check_rewards(config.reward, [splits.train[splits.sources.index(source)]], config.auxiliary)
+        check_rewards(config.reward, _all_tasks(splits), config.auxiliary)
     check_workflows(config.explorer, _all_tasks(splits), config.auxiliary)
     _check_files(config)
     if not resumed:
@@ -345,10 +346,11 @@ def check_workflows(config: ExplorerConfig, tasks: Iterable[Task], auxiliary: Co
         build_workflow(name, config, "workflow of a task", auxiliary=auxiliary)
 
 
-def check_rewards(config: RewardConfig, tasks: Iterable[Task]) -> None:
+def check_rewards(config: RewardConfig, tasks: Iterable[Task], auxiliary: Collection[str] = ()) -> None:
     """Build all rewards, and score the right answer of one task of each domain by those that need nothing that runs.
 
-    Raises ConfigError if a task's domain has no reward, a reward cannot be built, or it fails on that answer.
+    Raises ConfigError if a task's domain has no reward, a reward cannot be built or needs an auxiliary model that there
+    is not, or it fails on that answer.
     """
     first: dict[str, Task] = {}
     for task in tasks:
@@ -359,6 +361,16 @@ def check_rewards(config: RewardConfig, tasks: Iterable[Task]) -> None:
             raise unknown_domain(domain, config.models)
         for part in model.scored_by:
             reward = build_reward(part.name, part.options)
+            for needed in getattr(reward, "needs_auxiliary", ()):
+                if needed not in auxiliary:
+                    raise no_auxiliary(needed, auxiliary)
+                if config.placement == "pool":
+                    raise ConfigError(
+                        "cannot be asked from reward actors",
+                        field="reward.placement",
+                        value=config.placement,
+                        remedy=f"set it to beside, or serve {needed!r} elsewhere and give its url",
+                    )
             if where(part.name) == "loop":
                 continue  # it may ask models that are not served yet
             try:

@@ -106,7 +106,6 @@ class Explorer:
         """Number of tasks that were added to the task set, and are known here."""
         self._name, self._calls = f"explorer-{uuid.uuid4().hex}", 0
         self._held_out = held_out
-        self._rewards = RewardPool(config.reward, config.plugins, create_reward_actor)
         tokenizer, share = ChatTokenizer(model), 1 / config.explorer.count
         engines = EngineClient(engine_pool, self._waits, share)
         models = {
@@ -116,6 +115,7 @@ class Explorer:
             for name, pool in (auxiliary or {}).items()
             for described in [config.auxiliary[name]]
         }
+        self._rewards = RewardPool(config.reward, config.plugins, create_reward_actor, models)
         self._runner = Runner(config, tokenizer, engines, self._reward, models)
 
         def evaluator(engines: EngineClient) -> Evaluator:

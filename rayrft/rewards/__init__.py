@@ -1,6 +1,6 @@
 """Reward functions by name, and the workers that run them."""
 
-from rayrft.rewards import k12, math, text, vision
+from rayrft.rewards import judge, k12, math, text, vision
 from rayrft.rewards.base import (
     Reward,
     RewardResult,
@@ -20,6 +20,7 @@ __all__ = [
     "build_reward",
     "imports",
     "inline",
+    "judge",
     "k12",
     "math",
     "register_reward",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rayrft.config.reward import RewardConfig
@@ -12,6 +12,7 @@ from rayrft.experience import Task
 from rayrft.handle import Handle
 from rayrft.registry import load_plugins
 from rayrft.rewards.base import RewardResult, Transcript
+from rayrft.rewards.judge import ChatModel
 from rayrft.rewards.scorer import DomainStats, Scorer
 
 
@@ -42,9 +43,14 @@ class RewardPool:
     """
 
     def __init__(
-        self, config: RewardConfig, plugins: Sequence[Path], create: Callable[[], Handle[RewardActor]] | None
+        self,
+        config: RewardConfig,
+        plugins: Sequence[Path],
+        create: Callable[[], Handle[RewardActor]] | None,
+        models: Mapping[str, ChatModel] | None = None,
     ) -> None:
-        self._scorer = Scorer(config, plugins) if create is None else None
+        """``models`` are those that judges may ask, of a scorer of its own."""
+        self._scorer = Scorer(config, plugins, models) if create is None else None
         self._create, self._count = create, config.actors
         self._actors: dict[Handle[RewardActor], asyncio.Future[None]] = {}
         """Each with its start."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from rayrft.rewards.base import (
     score,
     where,
 )
+from rayrft.rewards.judge import ChatModel
 
 _TRIES = 2
 """How often a call is made whose process dies: it may have been ended by something else."""
@@ -63,9 +65,12 @@ class Scorer:
     kills its process is unknown, and touches no other.
     """
 
-    def __init__(self, config: RewardConfig, plugins: Sequence[Path]) -> None:
+    def __init__(
+        self, config: RewardConfig, plugins: Sequence[Path], models: Mapping[str, ChatModel] | None = None
+    ) -> None:
+        """``models`` are those that judges may ask, by name."""
         self._config = config
-        self._models = {domain: _Model(each, plugins) for domain, each in config.models.items()}
+        self._models = {domain: _Model(each, plugins, models or {}) for domain, each in config.models.items()}
         self._stats = dict.fromkeys(self._models, DomainStats())
 
     async def open(self) -> None:
@@ -110,9 +115,9 @@ def unknown_domain(domain: str, known: Iterable[str]) -> ConfigError:
 class _Model:
     """The rewards of a domain."""
 
-    def __init__(self, config: RewardModelConfig, plugins: Sequence[Path]) -> None:
+    def __init__(self, config: RewardModelConfig, plugins: Sequence[Path], models: Mapping[str, ChatModel]) -> None:
         self._parts = config.parts
-        self._scorings = [_scoring(part, config, plugins) for part in config.scored_by]
+        self._scorings = [_scoring(part, config, plugins, models) for part in config.scored_by]
 
     async def open(self) -> None:
         await asyncio.gather(*(scoring.open() for scoring in self._scorings))
@@ -135,34 +140,40 @@ class _Scoring(Protocol):
     async def close(self) -> None: ...
 
 
-def _scoring(part: RewardPart, config: RewardModelConfig, plugins: Sequence[Path]) -> _Scoring:
+def _scoring(
+    part: RewardPart, config: RewardModelConfig, plugins: Sequence[Path], models: Mapping[str, ChatModel]
+) -> _Scoring:
     match where(part.name):
         case "inline":
             return _Here(build_reward(part.name, part.options), None)
         case "loop":
-            return _Here(build_reward(part.name, part.options), config.deadline_s)
+            reward = build_reward(part.name, part.options)
+            if use := getattr(reward, "use", None):
+                use(models)
+            return _Here(reward, config.deadline_s)
         case "process":
             return _InProcesses(part, config, plugins)
 
 
 class _Here:
-    """Scoring in the event loop."""
+    """Scoring in the event loop, of as many at a time as the reward's ``concurrency`` says, if it has one."""
 
     def __init__(self, reward: Reward, deadline_s: float | None) -> None:
         self._reward, self._deadline_s = reward, deadline_s
+        at_once = getattr(reward, "concurrency", None)
+        self._room = contextlib.nullcontext() if at_once is None else asyncio.Semaphore(at_once)
 
     async def open(self) -> None:
         pass
 
     async def score(self, task: Task, transcript: Transcript) -> RewardResult:
-        started = time.perf_counter()
-        try:
-            async with asyncio.timeout(self._deadline_s) as deadline:
-                return await score(self._reward, task, transcript)
-        except TimeoutError:
-            if not deadline.expired():
-                raise
-            return _timeout(self._deadline_s or 0.0, time.perf_counter() - started)
+        async with self._room:
+            started = time.perf_counter()
+            try:
+                async with asyncio.timeout(self._deadline_s):
+                    return await score(self._reward, task, transcript)
+            except TimeoutError:  # that of the reward itself is its error
+                return _timeout(self._deadline_s or 0.0, time.perf_counter() - started)
 
     async def close(self) -> None:
         if close := getattr(self._reward, "close", None):
