@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,10 @@ from rayrft.rewards.judge import ChatModel
 _TRIES = 2
 """How often a call is made whose process dies: it may have been ended by something else."""
 _START_S = 120.0
+_SLOW = 0.25
+"""Share of the deadline after which a call is slow: it takes no worker from others any more."""
+_MOST_SLOW = 32
+"""Slow calls of a reward in processes of their own, beside its workers."""
 
 
 @dataclass(frozen=True)
@@ -208,27 +213,33 @@ class _Call:
 
 
 class _InProcesses:
-    """Scoring in processes, each of which keeps its reward for as long as it lives."""
+    """Scoring in processes, each of which keeps its reward for as long as it lives.
+
+    A call that hangs would hold up others until its deadline: once it is slow, another process works in its place, and
+    its own gives way to others in the kernel's scheduler, and ends with it.
+    """
 
     def __init__(self, part: RewardPart, config: RewardModelConfig, plugins: Sequence[Path]) -> None:
         self._name, self._deadline_s = part.name, config.deadline_s
         self._pool = ProcessPool(
             partial(InProcess, part.name, part.options),
-            processes=config.workers,
+            processes=config.workers + _MOST_SLOW,
             plugins=plugins,
             spares=0,
             start_s=_START_S,
             warm_up=partial(_import, needed_modules(part.name)),
         )
         self._workers = config.workers
-        self._working: list[asyncio.Task[None]] = []
+        self._working = set[asyncio.Task[None]]()
+        self._slow = 0
         self._calls: asyncio.Queue[_Call] = asyncio.Queue()
         self._error: ConfigError | None = None
         """Why no process can be started any more."""
 
     async def open(self) -> None:
         ready = [asyncio.get_running_loop().create_future() for _ in range(self._workers)]
-        self._working = [asyncio.create_task(self._work(each)) for each in ready]
+        for each in ready:
+            self._start(each)
         await asyncio.gather(*ready)
 
     async def score(self, task: Task, transcript: Transcript) -> RewardResult:
@@ -244,15 +255,22 @@ class _InProcesses:
         await asyncio.gather(*self._working, return_exceptions=True)
         await self._pool.close()
 
-    async def _work(self, ready: asyncio.Future[None]) -> None:
-        """Make calls, in one process after another, until none can be started."""
+    def _start(self, ready: asyncio.Future[None] | None = None) -> None:
+        task = asyncio.create_task(self._work(ready))
+        self._working.add(task)
+        task.add_done_callback(self._working.discard)
+
+    async def _work(self, ready: asyncio.Future[None] | None) -> None:
+        """Make calls, in one process after another, until none can be started, or another works in its place."""
         again: _Call | None = None
         try:
             while True:
                 async with self._pool.lease() as worker:
-                    if not ready.done():
+                    if ready is not None and not ready.done():
                         ready.set_result(None)
-                    again = await self._make_calls(worker, again)
+                    again, replaced = await self._make_calls(worker, again)
+                if replaced:
+                    return
         except CallFailed as error:
             self._error = ConfigError(
                 f"cannot be built: {error}",
@@ -260,26 +278,44 @@ class _InProcesses:
                 value=self._name,
                 remedy="see the cause, and the reward's own options",
             )
-            waiting: list[asyncio.Future[Any]] = [ready, *([again.result] if again else [])]
+            waiting: list[asyncio.Future[Any]] = [*filter(None, [ready]), *([again.result] if again else [])]
             while not self._calls.empty():
                 waiting.append(self._calls.get_nowait().result)
             for each in waiting:
                 if not each.done():
                     each.set_exception(self._error)
 
-    async def _make_calls(self, worker: Worker, call: _Call | None) -> _Call | None:
-        """Make this call, and others, until the process has died; return the one that is to be made again."""
-        while worker.at_rest:
+    async def _make_calls(self, worker: Worker, call: _Call | None) -> tuple[_Call | None, bool]:
+        """Make this call, and others, until the process has died. Return the call that is to be made again, and whether
+        another one works in this one's place."""
+        replaced = asyncio.Event()
+        while worker.at_rest and not replaced.is_set():
             call = call or await self._calls.get()
             if not call.result.done():  # else nobody waits any more
                 call.tries += 1
+                timer = asyncio.get_running_loop().call_later(_SLOW * self._deadline_s, self._replace, worker, replaced)
                 result = await self._make(worker, call)
-                if result is None:
-                    return call
-                if not call.result.done():
+                timer.cancel()
+                if result is None and not replaced.is_set():
+                    return call, False
+                if result is None:  # it goes on in the other's process
+                    self._calls.put_nowait(call)
+                elif not call.result.done():
                     call.result.set_result(result)
             call = None
-        return None
+        if replaced.is_set():
+            self._slow -= 1
+            worker.kill()  # its niceness would stay
+        return None, replaced.is_set()
+
+    def _replace(self, worker: Worker, replaced: asyncio.Event) -> None:
+        """Let another process work in the place of one that is slow, which gives way to all others."""
+        if self._slow < _MOST_SLOW:
+            self._slow += 1
+            replaced.set()
+            with contextlib.suppress(OSError):  # it has just died
+                os.setpriority(os.PRIO_PROCESS, worker.pid, 19)
+            self._start()
 
     async def _make(self, worker: Worker, call: _Call) -> RewardResult | None:
         """Return the result of a call; None where its process died, and it may be tried again."""

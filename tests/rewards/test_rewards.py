@@ -246,6 +246,22 @@ async def test_the_deadline_of_a_call_begins_when_it_is_made() -> None:
         assert [each.value for each in results] == [1.0] * 4, "four naps of 0.7 s, one after another"
 
 
+async def test_a_call_that_hangs_takes_no_worker_from_others() -> None:
+    async with scorer_of(name=HERE + "moody", deadline_s=8.0, workers=1) as scorer:
+        hanging = asyncio.ensure_future(scorer.score(task("a"), transcripts("hang", "hang")))
+        fine = await scorer.score(task("a"), transcripts(*["fine"] * 20))
+        assert [each.value for each in fine] == [1.0] * 20 and not hanging.done()
+        assert [each.reason for each in await hanging] == ["timeout: no reward within 8 s"] * 2
+        again = await scorer.score(task("a"), transcripts(*["fine"] * 20))
+        assert [each.value for each in again] == [1.0] * 20
+
+
+async def test_a_slow_call_that_ends_has_its_result_and_its_worker_goes_on() -> None:
+    async with scorer_of(name=HERE + "moody", deadline_s=2.0, workers=1) as scorer:  # slow after half a second
+        napped = await scorer.score(task("a"), transcripts(*["nap", "fine"] * 3))
+        assert [each.value for each in napped] == [1.0] * 6
+
+
 async def test_a_coroutine_is_cancelled_at_its_deadline_and_others_run_meanwhile() -> None:
     async with scorer_of(name=HERE + "Meeting", options={"together": 3}, deadline_s=2.0) as scorer:
         results = await scorer.score(task("a"), transcripts("a", "b", "c"))

@@ -1,0 +1,126 @@
+"""What scoring costs: beside the Explorer and in reward actors, and while calls hang.
+
+    python -m tests.bench.bench_rewards [--rounds 3]
+
+64 callers ask again at once; the reward takes about 2 ms of a core. Then 3 of the 64 make calls that hang, by sleeping
+or by spinning, until their deadline of 2 s: how many the other 61 make, beside 61 alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from rayrft.config.reward import RewardConfig
+from rayrft.experience import Task
+from rayrft.rewards import RewardResult, Transcript
+from rayrft.rewards.base import Reward
+from rayrft.rewards.pool import RewardActor, RewardPool
+from rayrft.rewards.scorer import Scorer
+from tests.bench.local_ray import actor, start_ray
+
+_HERE = "tests.bench.bench_rewards:working"
+_TASK = Task.create("bench", "How much is it?", "#### 72")
+Score = Callable[[Task, list[Transcript]], Awaitable[list[RewardResult]]]
+
+
+def working() -> Reward:
+    """A reward that works, sleeps or spins, as the response says."""
+
+    def score(task: Task, response: str) -> float:
+        if response == "sleep":
+            time.sleep(60)
+        ends = time.process_time() + (60 if response == "spin" else 0.002)
+        while time.process_time() < ends:
+            pass
+        return 1.0
+
+    return score
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Calls per second of those that do not hang, and their latency in seconds."""
+
+    per_s: float
+    p50: float
+    p99: float
+
+
+async def measure(
+    score: Score, seconds: float, callers: int, hang: tuple[str, ...] = (), said: str = "work"
+) -> Measured:
+    """Let callers ask again and again for a while, and others make calls that hang."""
+    ends, latencies = time.perf_counter() + seconds, list[float]()
+
+    async def ask(response: str) -> None:
+        transcript = Transcript.of(_TASK, response)
+        while (started := time.perf_counter()) < ends:
+            [result] = await score(_TASK, [transcript])
+            if result.value is not None:
+                latencies.append(time.perf_counter() - started)
+
+    hanging = [asyncio.create_task(ask(each)) for each in hang]
+    await asyncio.gather(*(ask(said) for _ in range(callers)))
+    for each in hanging:
+        each.cancel()
+    await asyncio.gather(*hanging, return_exceptions=True)
+    latencies.sort()
+    return Measured(len(latencies) / seconds, latencies[len(latencies) // 2], latencies[int(len(latencies) * 0.99)])
+
+
+@asynccontextmanager
+async def scoring(config: RewardConfig) -> AsyncIterator[Score]:
+    """Open a scorer here, or a pool of actors."""
+    if config.placement == "beside":
+        scorer = Scorer(config, [])
+        await scorer.open()
+        yield scorer.score
+        await scorer.close()
+    else:
+        pool = RewardPool(config, [], lambda: actor(RewardActor, "reward", config, []))
+        await pool.open()
+        yield pool.score
+
+
+async def one_round(seconds: float) -> dict[str, list[Measured]]:
+    """Return the measurements of every case, with the one that it is compared with before it."""
+    found = dict[str, list[Measured]]()
+    for placement in ("beside", "pool"):
+        for name, said in ((_HERE, "work"), ("math", "48 + 24 = 72, so\n#### 72")):
+            config = RewardConfig(name=name, deadline_s=2.0, workers=2, placement=placement)  # type: ignore[arg-type]
+            async with scoring(config) as score:
+                await measure(score, seconds / 4, 64, said=said)
+                found[f"{name.rpartition(':')[2]}, {placement}"] = [await measure(score, seconds, 64, said=said)]
+                for how in ("sleep", "spin") if said == "work" else ():
+                    clean = await measure(score, seconds, 61)
+                    found[f"3 of 64 {how}, {placement}"] = [clean, await measure(score, seconds, 61, (how,) * 3)]
+    return found
+
+
+def main() -> None:
+    """Print a line per case: the medians, and the range of the ratio to the clean run."""
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--rounds", type=int, default=3)
+    arguments.add_argument("--seconds", type=float, default=8.0)
+    given = arguments.parse_args()
+    start_ray(4)
+    rounds = [asyncio.run(one_round(given.seconds)) for _ in range(given.rounds)]
+    print(f"{'':24}{'calls/s':>9}{'p50':>10}{'p99':>10}   of the clean run")
+    for case in rounds[0]:
+        last = [each[case][-1] for each in rounds]
+        ratios = sorted(each[case][-1].per_s / each[case][0].per_s for each in rounds)
+        numbers = [statistics.median(getattr(each, field) for each in last) for field in ("per_s", "p50", "p99")]
+        compared = (
+            f"{statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})" if len(rounds[0][case]) > 1 else ""
+        )
+        print(f"{case:24}{numbers[0]:9,.0f}{numbers[1] * 1e3:8.1f} ms{numbers[2] * 1e3:7.1f} ms   {compared}")
+
+
+if __name__ == "__main__":
+    main()
