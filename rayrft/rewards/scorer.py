@@ -32,8 +32,9 @@ from rayrft.rewards.judge import ChatModel
 _TRIES = 2
 """How often a call is made whose process dies: it may have been ended by something else."""
 _START_S = 120.0
-_SLOW = 0.25
-"""Share of the deadline after which a call is slow: it takes no worker from others any more."""
+_SLOW, _LEAST_SLOW_S, _SLOWEST_SHARE = 10.0, 0.05, 0.25
+"""A call is slow, and takes no worker from others any more, once it takes so many times as long as usual, but not
+before so many seconds, and at the latest after this share of the deadline."""
 _MOST_SLOW = 32
 """Slow calls of a reward in processes of their own, beside its workers."""
 
@@ -199,8 +200,9 @@ class InProcess:
         return await score(self._reward, task, transcript)
 
 
-def _import(modules: Sequence[str]) -> None:
-    for module in modules:
+def _import(name: str) -> None:
+    """Import what the reward of that name needs, once for all processes that are forked from this one."""
+    for module in needed_modules(name):
         importlib.import_module(module)
 
 
@@ -227,11 +229,13 @@ class _InProcesses:
             plugins=plugins,
             spares=0,
             start_s=_START_S,
-            warm_up=partial(_import, needed_modules(part.name)),
+            warm_up=partial(_import, part.name),
         )
         self._workers = config.workers
         self._working = set[asyncio.Task[None]]()
         self._slow = 0
+        self._usual_s: float | None = None
+        """Of recent calls that came to their end."""
         self._calls: asyncio.Queue[_Call] = asyncio.Queue()
         self._error: ConfigError | None = None
         """Why no process can be started any more."""
@@ -293,7 +297,7 @@ class _InProcesses:
             call = call or await self._calls.get()
             if not call.result.done():  # else nobody waits any more
                 call.tries += 1
-                timer = asyncio.get_running_loop().call_later(_SLOW * self._deadline_s, self._replace, worker, replaced)
+                timer = asyncio.get_running_loop().call_later(self._slow_after(), self._replace, worker, replaced)
                 result = await self._make(worker, call)
                 timer.cancel()
                 if result is None and not replaced.is_set():
@@ -307,6 +311,10 @@ class _InProcesses:
             self._slow -= 1
             worker.kill()  # its niceness would stay
         return None, replaced.is_set()
+
+    def _slow_after(self) -> float:
+        latest = _SLOWEST_SHARE * self._deadline_s
+        return latest if self._usual_s is None else min(latest, max(_LEAST_SLOW_S, _SLOW * self._usual_s))
 
     def _replace(self, worker: Worker, replaced: asyncio.Event) -> None:
         """Let another process work in the place of one that is slow, which gives way to all others."""
@@ -328,4 +336,6 @@ class _InProcesses:
             return None if call.tries < _TRIES else RewardResult(None, reason=f"the reward's process died: {error}")
         except CallFailed as error:  # the result is no pickle, or too large
             return RewardResult(None, reason=str(error))
+        took = time.perf_counter() - started
+        self._usual_s = took if self._usual_s is None else 0.9 * self._usual_s + 0.1 * took
         return found
