@@ -1,6 +1,6 @@
 """Reward functions by name, and the workers that run them."""
 
-from rayrft.rewards import judge, k12, math, text, vision
+from rayrft.rewards import judge, k12, math, models, text, vision
 from rayrft.rewards.base import (
     Reward,
     RewardResult,
@@ -23,6 +23,7 @@ __all__ = [
     "judge",
     "k12",
     "math",
+    "models",
     "register_reward",
     "rewards",
     "text",

@@ -1,0 +1,81 @@
+"""Learned reward models as rewards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification
+
+from rayrft.config.reward import RewardConfig
+from rayrft.errors import ConfigError, ModelError
+from rayrft.experience import Task
+from rayrft.rewards import Transcript
+from rayrft.rewards.models import ScalarModel
+from rayrft.rewards.scorer import Scorer
+from tests.errors import about
+
+TASK = Task.create("test", "How much is 1 + 1?", "2")
+TRANSCRIPT = Transcript.of(TASK, "It is 2.")
+
+
+def classifier(tiny_model: Path, folder: Path, labels: int = 1, template: bool = True) -> Path:
+    """Save a classifier with weights by chance, and the tokenizer of another model."""
+    torch.manual_seed(0)
+    tokenizer: Any = AutoTokenizer.from_pretrained(tiny_model)
+    if not template:
+        tokenizer.chat_template = None
+    tokenizer.save_pretrained(folder)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = Qwen2Config(vocab_size=len(tokenizer), num_key_value_heads=2, num_labels=labels, pad_token_id=0, **sizes)
+    Qwen2ForSequenceClassification(config).save_pretrained(folder)
+    return folder
+
+
+def by_hand(folder: Path, tokens: int | None = None) -> float:
+    """The output of the classifier for the conversation, or its last tokens."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    text = tokenizer.apply_chat_template([dict(turn) for turn in TRANSCRIPT.turns], tokenize=False)
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+    with torch.no_grad():
+        model = Qwen2ForSequenceClassification.from_pretrained(folder).eval()
+        return float(model(ids if tokens is None else ids[:, -tokens:]).logits)
+
+
+def test_the_reward_is_the_output_on_the_whole_conversation(tiny_model: Path, tmp_path: Path) -> None:
+    folder = classifier(tiny_model, tmp_path / "rm")
+    logit = by_hand(folder)
+    result = ScalarModel(str(folder)).score(TASK, TRANSCRIPT)
+    assert result.value == pytest.approx(logit, abs=1e-5) and result.components == {"logit": result.value}
+    squashed = ScalarModel(str(folder), sigmoid=True, scale=2.0, shift=-1.0).score(TASK, TRANSCRIPT)
+    assert squashed.value == pytest.approx(2 * torch.tensor(logit).sigmoid().item() - 1, abs=1e-5)
+    other = ScalarModel(str(folder)).score(TASK, Transcript.of(TASK, "It is 3."))
+    assert other.value != result.value
+    cut = ScalarModel(str(folder), max_length=5).score(TASK, TRANSCRIPT)
+    assert cut.value == pytest.approx(by_hand(folder, 5), abs=1e-5) and cut.value != result.value
+
+
+async def test_it_scores_in_processes_of_its_own(tiny_model: Path, tmp_path: Path) -> None:
+    folder = classifier(tiny_model, tmp_path / "rm")
+    scorer = Scorer(RewardConfig(name="model", options={"model": str(folder)}, workers=2, deadline_s=60), [])
+    await scorer.open()
+    results = await scorer.score(TASK, [TRANSCRIPT] * 4)
+    await scorer.close()
+    assert [each.value for each in results] == [pytest.approx(by_hand(folder), abs=1e-5)] * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [({"labels": 3}, "has 3 outputs"), ({"template": False}, "no chat template"), (None, "cannot be")],
+)
+async def test_what_gives_no_reward_is_refused(
+    options: dict[str, Any] | None, says: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    folder = tiny_model.parent / "none" if options is None else classifier(tiny_model, tmp_path / "rm", **options)
+    with pytest.raises(ModelError, match=says, check=about("reward.options.model")):
+        ScalarModel(str(folder))
+    if options is None:
+        with pytest.raises(ConfigError, match="cannot be loaded", check=about("reward.name")):
+            await Scorer(RewardConfig(name="model", options={"model": str(folder)}), []).open()
