@@ -23,7 +23,7 @@ def test_the_quickstart_fits_two_cores() -> None:
 
 
 def test_the_plan_names_every_group_and_the_totals() -> None:
-    config = load_config(base(), {"explorer.engine.count": 3, "explorer.engine.cpus": 0.5, "reward.name": "math"})
+    config = load_config(base(), {"explorer.engine.count": 3, "explorer.engine.cpus": 0.5, "reward.placement": "pool"})
     text = show_plan("a", plan_placement(config))
     for name in (
         "a:master",

