@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -59,7 +60,8 @@ class Algorithm(Recipe):
         if self.penalises_rewards:
             self._check(batch, "kl")
             own = batch.own()
-            penalty = self.kl_coef * self._bound("kl")(own.old_logprobs, own.reference_logprobs)
+            kl = self._bound("kl")(own.old_logprobs, own.reference_logprobs, own.behaviour_logprobs)
+            penalty = self.kl_coef * kl
         if self.advantage_is_by_token:
             return with_advantages(batch, self._bound("advantage"), penalty)
         return batch if penalty is None else with_penalty(batch, penalty)
@@ -105,7 +107,8 @@ class Algorithm(Recipe):
             token_loss = self._bound("policy_loss")(output.logprobs, own)
             values = own.weighted(token_loss.values)
             if self.correction != NONE:
-                factor = self._bound("correction")(output.logprobs, own)
+                corrections = (piece.bind(self.coefficients) for piece in self.pieces("correction"))
+                factor = math.prod(correction(output.logprobs, own) for correction in corrections)
                 values = values * factor
                 parts = parts.metric("correction", keep(factor, own.mask))
             parts = parts.add("policy", aggregate(values, own, over.policy), weight)
@@ -114,7 +117,8 @@ class Algorithm(Recipe):
         if "kl" in self.terms:
             self._check(batch, "kl")
             in_loss = self.kl_in == "loss"
-            values = self._bound("kl")(output.logprobs if in_loss else output.logprobs.detach(), own.reference_logprobs)
+            logprobs = output.logprobs if in_loss else output.logprobs.detach()
+            values = self._bound("kl")(logprobs, own.reference_logprobs, own.behaviour_logprobs)
             if in_loss:
                 parts = parts.add("kl", aggregate(own.weighted(values), own, over.policy), weight * self.kl_coef)
             parts = parts.metric("kl", aggregate(values, own, over.policy))

@@ -46,10 +46,18 @@ _HINTS: dict[str, Any] = {
 
 def check_field(algorithm: Algorithm, key: str, value: Any) -> None:
     """Check that a given field has a valid value and an effect."""
-    if wrong := fault(value, _HINTS.get(key, str)):
+    names = value if key == "correction" and isinstance(value, tuple) else (value,)
+    if wrong := next(filter(None, (fault(name, _HINTS.get(key, str)) for name in names)), None):
         raise ConfigError(wrong, field=f"algorithm.{key}", value=value)
     if key in REGISTRIES:
-        algorithm.piece(key)
+        algorithm.pieces(key)
+        if len(names) != 1 and (len(set(names)) < len(names) or not names or NONE in names):
+            raise ConfigError(
+                "must be different ones",
+                field=f"algorithm.{key}",
+                value=list(names),
+                remedy="name each once, or leave it out",
+            )
         if value == NONE and key in _REQUIRED:
             raise ConfigError("must name one", field=f"algorithm.{key}", value=value, remedy="leave it at its default")
     if value not in (NONE, False) and not is_used(algorithm, key):
@@ -146,16 +154,17 @@ def check_whole(algorithm: Algorithm, overrides: Mapping[str, Any]) -> None:
 
 def check_bounds(algorithm: Algorithm) -> None:
     """Check that the bounds of an interval are in order."""
-    piece = algorithm.piece("correction")
-    bounds = {**piece.coefficients, **algorithm.coefficients} if piece else {}
-    low, high = bounds.get("weight_low", 0.0), bounds.get("weight_high", 1.0)
-    if piece and "weight_low" in piece.coefficients and cast(float, low) >= cast(float, high):
-        raise ConfigError(
-            f"leaves nothing: it is not below weight_high {high:g}",
-            field="algorithm.weight_low",
-            value=low,
-            remedy=f"correction {piece.name!r} keeps weights between the two",
-        )
+    for piece in algorithm.pieces("correction"):
+        bounds = {**piece.coefficients, **algorithm.coefficients}
+        for key in ("weight", "sequence"):
+            low, high = bounds.get(f"{key}_low"), bounds.get(f"{key}_high")
+            if f"{key}_low" in piece.coefficients and cast(float, low) >= cast(float, high):
+                raise ConfigError(
+                    f"leaves nothing: it is not below {key}_high {high:g}",
+                    field=f"algorithm.{key}_low",
+                    value=low,
+                    remedy=f"correction {piece.name!r} keeps weights between the two",
+                )
 
 
 def is_used(algorithm: Algorithm, kind: str) -> bool:

@@ -20,7 +20,8 @@ class Recipe:
     advantage: str = NONE
     policy_loss: str = NONE
     aggregation: str = "token_mean"
-    correction: str = NONE
+    correction: str | tuple[str, ...] = NONE
+    """One or several, whose weights multiply."""
     kl: str = NONE
     entropy: str = NONE
     distillation: str = NONE
@@ -50,11 +51,17 @@ class Recipe:
 
     def piece(self, kind: str) -> Piece[Any] | None:
         """Return the piece that the field ``kind`` names, if any. Raises ConfigError on an unknown name."""
-        name = getattr(self, kind)
-        if name == NONE:
-            return None
-        registries = REGISTRIES[kind]
-        return next((registry for registry in registries if name in registry), registries[0]).get(name)
+        return next(iter(self.pieces(kind)), None)
+
+    def pieces(self, kind: str) -> list[Piece[Any]]:
+        """Return the pieces that the field ``kind`` names: one, none, or, of corrections, several. Raises ConfigError
+        on an unknown name."""
+        names, registries = getattr(self, kind), REGISTRIES[kind]
+        return [
+            next((registry for registry in registries if name in registry), registries[0]).get(name)
+            for name in ([names] if isinstance(names, str) else names)
+            if name != NONE
+        ]
 
     @property
     def has_own(self) -> bool:
@@ -158,8 +165,8 @@ class Recipe:
     def needs(self) -> dict[Need, str]:
         """Return the inputs that a run must supply, with the piece that needs them. A term of weight 0 needs none."""
         idle = {"kl", "entropy", "distillation"} - self.terms
-        pieces = [(kind, self.piece(kind)) for kind in REGISTRIES if kind not in idle]
-        return {need: f"{kind} {piece.name!r}" for kind, piece in pieces if piece for need in piece.needs}
+        pieces = [(kind, piece) for kind in REGISTRIES if kind not in idle for piece in self.pieces(kind)]
+        return {need: f"{kind} {piece.name!r}" for kind, piece in pieces for need in piece.needs}
 
     def _has(self, kind: str, trait: Trait) -> bool:
         piece = self.piece(kind)

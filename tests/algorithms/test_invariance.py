@@ -39,6 +39,11 @@ def cases() -> Iterator[Any]:
                     needs = {"kl_in": "reward"}
                 yield pytest.param(build(name, {**pieces, **needs, kind: piece}), id=f"{kind} {piece}")
     yield pytest.param(build("grpo", {"policy_loss": "ppo", "dual_clip": 1.1}), id="dual clip")
+    yield pytest.param(build("gspo", {"correction": ["truncated", "sequence_mask", "off_policy_mask"]}), id="several")
+    yield pytest.param(build("grpo", {"kl": "k3_unbiased", "kl_ratio_cap": 2.0}), id="capped ratio of the KL")
+    for over in ("token", "sum", "max"):
+        pieces = {"correction": "divergence_mask", "divergence_of": over, "divergence_cap": 0.1}
+        yield pytest.param(build("grpo", pieces), id=f"divergence of {over}")
     for keep_where in ("all", "two_side", "ring"):
         yield pytest.param(build("rec", {"keep_where": keep_where, "weigh_by_ratio": True}), id=f"rec {keep_where}")
 

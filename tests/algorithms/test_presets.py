@@ -197,6 +197,15 @@ def test_grpo_with_the_loss_of_gspo_is_gspo() -> None:
         ("ipo", {"distillation": "reverse_kl"}, "distillation"),
         ("dpo", {"label_smoothing": 0.5}, "label_smoothing"),
         ("grpo", {"normalise_advantages": "yes"}, "normalise_advantages"),
+        ("grpo", {"correction": ["truncated", "truncated"]}, "correction"),
+        ("grpo", {"correction": ["truncated", "none"]}, "correction"),
+        ("grpo", {"correction": ["truncated", 3]}, "correction"),
+        ("grpo", {"correction": ["truncated", "sequence_maks"]}, "correction"),
+        ("grpo", {"correction": []}, "correction"),
+        ("sft", {"correction": ["truncated", "masked"]}, "correction"),
+        ("grpo", {"kl": ["k2", "k3"]}, "kl"),
+        ("grpo", {"correction": ["truncated", "token_mask"], "sequence_cap": 2.0}, "sequence_cap"),
+        ("grpo", {"correction": ["truncated", "token_mask"], "weight_cap": 0}, "weight_cap"),
     ],
 )
 def test_a_mistake_names_its_key(name: str, overrides: dict[str, Any], field: str) -> None:
@@ -232,7 +241,9 @@ def test_a_mistake_names_its_key(name: str, overrides: dict[str, Any], field: st
         ),
         ("correction", "truncated", {"weight_cap": 2.0}),  # verl
         ("correction", "masked", {"weight_low": 0.5, "weight_high": 5.0}),  # IcePop
-        ("correction", "sequence_mask", {"weight_low": 0.99, "weight_high": 1.01}),  # SkyRL
+        ("correction", "sequence_mask", {"sequence_low": 0.99, "sequence_high": 1.01}),  # SkyRL
+        ("correction", "sequence_truncated", {"sequence_cap": 2.0, "sequence_ratio": "product"}),  # verl
+        ("correction", "sequence_masked", {"sequence_cap": 3.0, "sequence_ratio": "product"}),  # TRL
         ("value_loss", "clipped", {"value_clip": 0.2}),
         ("preference", "dpo", {"beta": 0.1, "label_smoothing": 0.0}),
     ],
@@ -247,8 +258,9 @@ def test_defaults_are_the_published_ones(kind: str, name: str, defaults: dict[st
     [
         ("grpo", {"kl": "k1"}, "kl"),
         ("grpo", {"correction": "token_mask", "weight_low": 2.0}, "weight_low"),
-        ("grpo", {"correction": "sequence_mask", "weight_high": 0.9}, "weight_low"),
+        ("grpo", {"correction": "sequence_mask", "sequence_high": 0.9}, "sequence_low"),
         ("grpo", {"correction": "masked", "weight_low": 1.0, "weight_high": 1.0}, "weight_low"),
+        ("grpo", {"correction": ["truncated", "sequence_mask"], "sequence_high": 0.9}, "sequence_low"),
         ("gigpo", {"policy_loss": "gspo"}, "policy_loss"),
         ("gigpo", {"policy_loss": "kimi"}, "policy_loss"),
         ("ppo", {"policy_loss": "importance_sequence"}, "policy_loss"),
