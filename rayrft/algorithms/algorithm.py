@@ -12,7 +12,7 @@ from rayrft.algorithms.advantages import Group
 from rayrft.algorithms.batch import PolicyOutput, TokenBatch, keep
 from rayrft.algorithms.loss import Denominators, LossParts
 from rayrft.algorithms.pieces import NONE, Need
-from rayrft.algorithms.preference import margins
+from rayrft.algorithms.preference import Pairs
 from rayrft.algorithms.ratios import token_ratio
 from rayrft.algorithms.recipe import Recipe
 from rayrft.algorithms.values import with_advantages, with_penalty
@@ -32,7 +32,8 @@ class Algorithm(Recipe):
     ``own = policy + kl_coef kl + entropy_coef entropy + distillation_coef distillation``.
 
     Own rows (sampled by the policy) feed only the first term, expert rows the second (MIX as in Trinity-RFT, Pan et al.
-    2025, arXiv:2505.17826), pairs the third; every stream has its own global denominator. GRPO has mu = 0, SFT mu = 1.
+    2025, arXiv:2505.17826), pairs the third, to which ``chosen_coef`` adds the chosen answers' likelihood; every stream
+    has its own global denominator. GRPO has mu = 0, SFT mu = 1.
     A term of weight 0 is not computed, so both extremes are exact.
 
     `rayrft.algorithms.presets.build` makes an Algorithm with all names and coefficients checked.
@@ -91,8 +92,10 @@ class Algorithm(Recipe):
         if self.preference != NONE:
             self._check(batch, "preference")
             rows = batch.only(batch.paired)
-            margin = margins(keep(output.logprobs, rows.mask), rows)
-            parts = parts.add("preference", self._bound("preference")(margin).sum() / (over.pairs or 1.0), 1.0)
+            pairs, number = Pairs.of(keep(output.logprobs, rows.mask), rows), over.pairs or 1.0
+            parts = parts.add("preference", self._bound("preference")(pairs).sum() / number, 1.0)
+            if self.chosen_coef:
+                parts = parts.add("sft", pairs.nll.sum() / number, self.chosen_coef)
         return parts
 
     def _own(

@@ -23,6 +23,7 @@ _WEIGHTS = {
     "entropy_goal": "entropy",
     "entropy_step": "entropy",
     "distillation_coef": "distillation",
+    "chosen_coef": "preference",
     "teacher_candidates": "distillation",
 }
 """Fields that have an effect only if another field names a piece."""
@@ -38,6 +39,7 @@ _HINTS: dict[str, Any] = {
     "entropy_goal": NonNegative | None,
     "entropy_step": Positive,
     "distillation_coef": NonNegative,
+    "chosen_coef": NonNegative,
     "teacher_candidates": Count,
     "normalise_advantages": bool,
 }

@@ -59,6 +59,9 @@ for _preset in (
     # Pairs.
     Algorithm("dpo", preference="dpo"),
     Algorithm("ipo", preference="ipo"),
+    Algorithm("simpo", preference="simpo"),
+    Algorithm("cpo", preference="cpo", chosen_coef=1.0),
+    Algorithm("orpo", preference="orpo", chosen_coef=1.0),
     # A teacher.
     Algorithm("distill", distillation="reverse_kl"),
     Algorithm("jsd", distillation="jsd"),

@@ -30,6 +30,8 @@ class Recipe:
     mu_schedule: str = "constant"
     preference: str = NONE
     value_loss: str = NONE
+    chosen_coef: float = 0.0
+    """Weight of the negative log-likelihood per token of chosen answers, added to the preference loss."""
     kl_coef: float = 1e-3
     kl_in: Literal["loss", "reward"] = "loss"
     """With ``reward``, the old policy's KL from a token to the end of its row is subtracted from its advantage."""

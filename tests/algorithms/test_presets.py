@@ -29,6 +29,7 @@ def needs(algorithm: Algorithm) -> set[str]:
         ("chord_mu", {"rollouts", "expert"}),
         ("dpo", {"pairs", "reference"}),
         ("ipo", {"pairs", "reference"}),
+        *((name, {"pairs"}) for name in ("simpo", "cpo", "orpo")),
         ("ppo", {"rollouts", "critic"}),
         ("remax", {"rollouts", "greedy_baseline"}),
         ("gigpo", {"rollouts", "turns"}),
@@ -246,6 +247,9 @@ def test_a_mistake_names_its_key(name: str, overrides: dict[str, Any], field: st
         ("correction", "sequence_masked", {"sequence_cap": 3.0, "sequence_ratio": "product"}),  # TRL
         ("value_loss", "clipped", {"value_clip": 0.2}),
         ("preference", "dpo", {"beta": 0.1, "label_smoothing": 0.0}),
+        ("preference", "dpo_by_length", {"beta": 5.0, "label_smoothing": 0.0}),  # Tulu 3
+        ("preference", "simpo", {"beta": 2.0, "target_margin": 1.0}),
+        ("preference", "orpo", {"beta": 0.1}),  # TRL
     ],
 )
 def test_defaults_are_the_published_ones(kind: str, name: str, defaults: dict[str, Any]) -> None:
