@@ -41,7 +41,7 @@ class Algorithm(Recipe):
 
     def group_advantages(self, rewards: Tensor, group: Group) -> Tensor:
         """Compute ``[n]`` advantages, one per row of a group, or per turn of its rows if the piece needs turns; see
-        `rayrft.algorithms.advantages`. Zeros without a policy loss.
+        `rayrft.algorithms.advantages`. Rewards are clipped and scaled first. Zeros without a policy loss.
 
         Raises ValueError if they come from a critic instead.
         """
@@ -49,14 +49,21 @@ class Algorithm(Recipe):
             return torch.zeros_like(rewards)
         if self.advantage_is_by_token:
             raise ValueError(f"advantage {self.advantage!r} is computed by the trainer, not where groups are scored")
-        return self._bound("advantage")(rewards, group)
+        if group.greedy_reward is not None:
+            group = replace(group, greedy_reward=self._shaped(rewards.new_tensor(group.greedy_reward)).item())
+        return self._bound("advantage")(self._shaped(rewards), group)
 
     def token_advantages(self, batch: TokenBatch) -> TokenBatch:
-        """Return the batch with the advantages that only the trainer can compute: from rewards and values, with
-        returns; with a KL in the reward, minus the old policy's KL summed from the token to the end of its row.
+        """Return the batch with rewards clipped and scaled, and with the advantages that only the trainer can compute:
+        from rewards and values, with returns; with a KL in the reward, minus the old policy's KL summed from the token
+        to the end of its row.
 
         Raises ValueError if the batch lacks a field.
         """
+        if self.shapes_rewards:
+            rewards = {"reward": batch.reward, "turn_rewards": batch.turn_rewards}
+            shaped = {name: self._shaped(values) for name, values in rewards.items() if values is not None}
+            batch = replace(batch, **shaped)
         penalty = None
         if self.penalises_rewards:
             self._check(batch, "kl")
@@ -66,6 +73,12 @@ class Algorithm(Recipe):
         if self.advantage_is_by_token:
             return with_advantages(batch, self._bound("advantage"), penalty)
         return batch if penalty is None else with_penalty(batch, penalty)
+
+    def _shaped(self, rewards: Tensor) -> Tensor:
+        """Return ``reward_scale clip(r, reward_low, reward_high)``."""
+        if self.reward_low is not None or self.reward_high is not None:
+            rewards = rewards.clamp(self.reward_low, self.reward_high)
+        return rewards * self.reward_scale
 
     def value_loss_of(self, values: Tensor, batch: TokenBatch, over: Denominators) -> Tensor:
         """Compute this micro-batch's share of the critic's loss, the mean over own action tokens, from the critic's new

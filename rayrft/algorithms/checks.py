@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from rayrft.algorithms.algorithm import Algorithm
-from rayrft.algorithms.pieces import NONE, Count, NonNegative, Piece, Positive, fault
+from rayrft.algorithms.pieces import NONE, Count, NonNegative, Piece, Positive, Weight, fault
 from rayrft.algorithms.registries import REGISTRIES
 from rayrft.algorithms.values import token_advantages
 from rayrft.errors import ConfigError, nearest
@@ -28,8 +28,13 @@ _WEIGHTS = {
 }
 """Fields that have an effect only if another field names a piece."""
 
+_OF_REWARDS = ("normalise_by", "reward_low", "reward_high", "reward_scale")
+"""Fields that act on rewards and advantages."""
+
 _REQUIRED = ("aggregation", "sft_aggregation", "mu_schedule")
 """Pieces that cannot be left out."""
+
+_CHOICES = {"kl_in": ("loss", "reward"), "normalise_by": ("tokens", "answers", "rewards")}
 
 _HINTS: dict[str, Any] = {
     "kl_coef": NonNegative,
@@ -40,6 +45,9 @@ _HINTS: dict[str, Any] = {
     "entropy_step": Positive,
     "distillation_coef": NonNegative,
     "chosen_coef": NonNegative,
+    "reward_scale": Positive,
+    "reward_low": Weight | None,
+    "reward_high": Weight | None,
     "teacher_candidates": Count,
     "normalise_advantages": bool,
 }
@@ -69,12 +77,12 @@ def check_field(algorithm: Algorithm, key: str, value: Any) -> None:
             value=value,
             remedy="leave it out",
         )
-    if key == "kl_in" and value not in ("loss", "reward"):
+    if key in _CHOICES and value not in _CHOICES[key]:
         raise ConfigError(
-            "must be one of loss, reward",
-            field="algorithm.kl_in",
+            f"must be one of {', '.join(_CHOICES[key])}",
+            field=f"algorithm.{key}",
             value=value,
-            remedy="write kl_in: loss or kl_in: reward",
+            remedy=f"write {' or '.join(f'{key}: {choice}' for choice in _CHOICES[key])}",
         )
     if key in _WEIGHTS and getattr(algorithm, _WEIGHTS[key]) == NONE:
         raise ConfigError(
@@ -134,7 +142,8 @@ def check_whole(algorithm: Algorithm, overrides: Mapping[str, Any]) -> None:
             value=NONE,
             remedy="name one, such as clipped or squared",
         )
-    if algorithm.normalise_advantages and (selects := algorithm.piece("advantage")) and "selects" in selects.traits:
+    centres = algorithm.normalise_advantages and algorithm.normalise_by != "rewards"
+    if centres and (selects := algorithm.piece("advantage")) and "selects" in selects.traits:
         raise ConfigError(
             f"would train on what advantage {selects.name!r} leaves out: 0 is not the mean of the batch",
             field="algorithm.normalise_advantages",
@@ -142,6 +151,7 @@ def check_whole(algorithm: Algorithm, overrides: Mapping[str, Any]) -> None:
             remedy="leave it out, or use another advantage",
         )
     _check_advantage(algorithm)
+    _check_rewards(algorithm, overrides)
     if algorithm.kl_in == "reward":
         _check_penalty(algorithm)
     elif "kl" in algorithm.terms and (kl := algorithm.piece("kl")) and "no_gradient" in kl.traits:
@@ -175,6 +185,7 @@ def is_used(algorithm: Algorithm, kind: str) -> bool:
         "advantage": algorithm.policy_loss != NONE,
         "correction": algorithm.policy_loss != NONE,
         "normalise_advantages": algorithm.policy_loss != NONE,
+        **dict.fromkeys(_OF_REWARDS, algorithm.policy_loss != NONE),
         "aggregation": algorithm.has_own,
         "kl": algorithm.has_own,
         "entropy": algorithm.has_own,
@@ -204,6 +215,41 @@ def _check_advantage(algorithm: Algorithm) -> None:
             field="algorithm.policy_loss",
             value=loss.name,
             remedy="use another loss, or another advantage",
+        )
+
+
+def _check_rewards(algorithm: Algorithm, overrides: Mapping[str, Any]) -> None:
+    if "normalise_by" in overrides and not algorithm.normalise_advantages:
+        raise ConfigError(
+            "is not used: advantages are not normalised over the batch",
+            field="algorithm.normalise_by",
+            value=algorithm.normalise_by,
+            remedy="add normalise_advantages: true, or leave this out",
+        )
+    advantage = algorithm.piece("advantage")
+    by_answer = algorithm.normalise_advantages and algorithm.normalise_by != "tokens"
+    if by_answer and advantage and "varies_in_row" in advantage.traits:
+        raise ConfigError(
+            f"is for advantages of whole answers, and those of {advantage.name!r} differ within one",
+            field="algorithm.normalise_by",
+            value=algorithm.normalise_by,
+            remedy="use normalise_by: tokens",
+        )
+    shaping = [key for key in ("reward_low", "reward_high", "reward_scale") if key in overrides]
+    if shaping and algorithm.needs_components:
+        raise ConfigError(
+            f"is not used: {algorithm.needs()['components']} looks at the components of the reward",
+            field=f"algorithm.{shaping[0]}",
+            value=overrides[shaping[0]],
+            remedy="leave it out",
+        )
+    low, high = algorithm.reward_low, algorithm.reward_high
+    if low is not None and high is not None and low >= high:
+        raise ConfigError(
+            f"makes all rewards equal: it is not below reward_high {high:g}",
+            field="algorithm.reward_low",
+            value=low,
+            remedy="rewards are clipped to the interval of the two",
         )
 
 

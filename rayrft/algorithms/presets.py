@@ -35,6 +35,7 @@ for _preset in (
     Algorithm("gspo", advantage="grpo", policy_loss="gspo", aggregation="sequence_mean_token_mean", correction=_TIS),
     Algorithm("cispo", advantage="grpo", policy_loss="cispo"),
     Algorithm("sapo", advantage="grpo", policy_loss="sapo", aggregation="sequence_mean_token_mean"),
+    Algorithm("gdpo", advantage="gdpo", policy_loss="ppo", normalise_advantages=True, normalise_by="answers"),
     Algorithm("rloo", advantage="rloo", policy_loss="ppo"),
     # The mean is Trinity-RFT's default baseline; `advantage: opmd` is the estimate of tau log Z.
     Algorithm("opmd", advantage="dr_grpo", policy_loss="opmd"),

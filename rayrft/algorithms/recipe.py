@@ -47,7 +47,15 @@ class Recipe:
     teacher_candidates: int = 64
     """Top-k of the teacher's distribution that distillation over distributions compares with the policy's."""
     normalise_advantages: bool = False
-    """Normalise over all own action tokens of a step; see `rayrft.algorithms.normalisation`."""
+    """Normalise over all own rows of a step; see `rayrft.algorithms.normalisation`."""
+    normalise_by: Literal["tokens", "answers", "rewards"] = "tokens"
+    """Mean and deviation are those of all tokens, or of answers; or the deviation alone, of the answers' rewards."""
+    reward_low: float | None = None
+    """Rewards below are raised to this, before advantages are computed."""
+    reward_high: float | None = None
+    """Rewards above are lowered to this."""
+    reward_scale: float = 1.0
+    """Factor of the rewards after that."""
     coefficients: Mapping[str, Coefficient] = field(default_factory=dict)
     """Coefficients of the pieces that differ from their defaults."""
 
@@ -118,6 +126,26 @@ class Recipe:
     @cached_property  # asked for every group
     def needs_turns(self) -> bool:
         return bool({"turns", "states"} & set(self.needs()))
+
+    @cached_property  # asked for every group
+    def needs_components(self) -> bool:
+        return "components" in self.needs()
+
+    @property
+    def reward_components(self) -> tuple[str, ...]:
+        """Names of the components of rewards that its advantages use; empty for all that there are."""
+        named = self.coefficients.get("reward_components")
+        return tuple(named) if isinstance(named, Mapping) else ()
+
+    @property
+    def shapes_rewards(self) -> bool:
+        """Whether it clips or scales rewards."""
+        return (self.reward_low, self.reward_high, self.reward_scale) != (None, None, 1.0)
+
+    @property
+    def bootstraps(self) -> bool:
+        """Whether its advantages need the critic's values of the states in which answers were truncated."""
+        return bool(self.coefficients.get("bootstrap_truncated"))
 
     @cached_property  # asked for every group
     def needs_greedy_baseline(self) -> bool:

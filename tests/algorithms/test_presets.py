@@ -204,6 +204,23 @@ def test_grpo_with_the_loss_of_gspo_is_gspo() -> None:
         ("grpo", {"correction": ["truncated", "sequence_maks"]}, "correction"),
         ("grpo", {"correction": []}, "correction"),
         ("sft", {"correction": ["truncated", "masked"]}, "correction"),
+        ("gdpo", {"reward_components": "right"}, "reward_components"),
+        ("gdpo", {"reward_components": {"right": "much"}}, "reward_components"),
+        ("gdpo", {"reward_components": {1: 1.0}}, "reward_components"),
+        ("gdpo", {"reward_components": {"right": float("nan")}}, "reward_components"),
+        ("gdpo", {"reward_scale": 2.0}, "reward_scale"),
+        ("gdpo", {"reward_high": 2.0}, "reward_high"),
+        ("grpo", {"reward_components": {"right": 1.0}}, "reward_components"),
+        ("sft", {"reward_scale": 2.0}, "reward_scale"),
+        ("grpo", {"reward_scale": 0}, "reward_scale"),
+        ("grpo", {"reward_low": 1.0, "reward_high": 1.0}, "reward_low"),
+        ("grpo", {"reward_low": float("inf")}, "reward_low"),
+        ("grpo", {"normalise_by": "answers"}, "normalise_by"),
+        ("ppo", {"normalise_by": "answers"}, "normalise_by"),
+        ("reinforce_pp", {"normalise_by": "answer"}, "normalise_by"),
+        ("red_drop", {"normalise_advantages": True, "normalise_by": "answers"}, "normalise_advantages"),
+        ("grpo", {"below_threshold": "keep"}, "below_threshold"),
+        ("dpo", {"chosen_coef": -1.0}, "chosen_coef"),
         ("grpo", {"kl": ["k2", "k3"]}, "kl"),
         ("grpo", {"correction": ["truncated", "token_mask"], "sequence_cap": 2.0}, "sequence_cap"),
         ("grpo", {"correction": ["truncated", "token_mask"], "weight_cap": 0}, "weight_cap"),
@@ -217,10 +234,10 @@ def test_a_mistake_names_its_key(name: str, overrides: dict[str, Any], field: st
 @pytest.mark.parametrize(
     ("kind", "name", "defaults"),
     [
-        ("advantage", "grpo", {"epsilon": 1e-6}),  # verl
+        ("advantage", "grpo", {"epsilon": 1e-6, "std_threshold": 0.0, "below_threshold": "drop"}),  # verl
         ("advantage", "gigpo", {"step_weight": 1.0, "discount": 0.95, "deviation": True, "epsilon": 1e-6}),
         ("advantage", "asymre", {"baseline_shift": -0.1}),
-        ("advantage", "gae", {"gamma": 1.0, "lam": 1.0}),
+        ("advantage", "gae", {"gamma": 1.0, "lam": 1.0, "bootstrap_truncated": False}),
         ("policy_loss", "ppo", {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}),
         ("policy_loss", "gspo", {"clip_low": 3e-4, "clip_high": 4e-4}),
         ("policy_loss", "gspo_token", {"clip_low": 3e-4, "clip_high": 4e-4}),
@@ -290,6 +307,13 @@ def test_every_name_stands_in_the_readme() -> None:
     names = {name for registries in REGISTRIES.values() for registry in registries for name in registry}
     missing = {name for name in names | set(presets) if f"`{name}`" not in section}
     assert not {name for name in missing if not name.startswith(("tanh_", "above_"))}, "an example's may be loaded"
+
+
+def test_weights_of_reward_components_are_named() -> None:
+    algorithm = build("gdpo", {"reward_components": {"right": 1, "form": -0.5}})
+    assert algorithm.reward_components == ("right", "form") and algorithm.needs_components
+    assert build("gdpo").reward_components == () and not build("grpo").needs_components
+    assert build("red_drop", {"normalise_advantages": True, "normalise_by": "rewards"}).normalise_advantages
 
 
 def test_none_leaves_a_piece_out() -> None:
