@@ -25,6 +25,7 @@ from rayrft.algorithms.pieces import Fraction, NonNegative, Positive, Steps
 from rayrft.algorithms.preference import Pairs, preferences
 from rayrft.algorithms.presets import build, presets
 from rayrft.algorithms.ratios import TokenLoss, policy_losses, token_ratio
+from rayrft.algorithms.reward_model import reward_model_losses
 from rayrft.algorithms.sft import mu_schedules, sft_losses
 from rayrft.algorithms.values import mean_value_errors, token_advantages, value_losses
 
@@ -61,6 +62,7 @@ __all__ = [
     "policy_losses",
     "preferences",
     "presets",
+    "reward_model_losses",
     "sft_losses",
     "sum_moments",
     "token_advantages",
