@@ -22,9 +22,10 @@ from rayrft.algorithms.logprobs import chosen_logprobs, token_logprobs
 from rayrft.algorithms.loss import Denominators, LossParts, count
 from rayrft.algorithms.normalisation import Moments, normalise, sum_moments
 from rayrft.algorithms.pieces import Fraction, NonNegative, Positive, Steps
-from rayrft.algorithms.preference import preferences
+from rayrft.algorithms.preference import Pairs, preferences
 from rayrft.algorithms.presets import build, presets
 from rayrft.algorithms.ratios import TokenLoss, policy_losses, token_ratio
+from rayrft.algorithms.reward_model import reward_model_losses
 from rayrft.algorithms.sft import mu_schedules, sft_losses
 from rayrft.algorithms.values import mean_value_errors, token_advantages, value_losses
 
@@ -39,6 +40,7 @@ __all__ = [
     "LossParts",
     "Moments",
     "NonNegative",
+    "Pairs",
     "PolicyOutput",
     "Positive",
     "Steps",
@@ -60,6 +62,7 @@ __all__ = [
     "policy_losses",
     "preferences",
     "presets",
+    "reward_model_losses",
     "sft_losses",
     "sum_moments",
     "token_advantages",

@@ -13,13 +13,14 @@ divisor n - 1, as in TRL, verl and Trinity-RFT; advantages normalised over a bat
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from rayrft.algorithms.pieces import Pieces, Positive
+from rayrft.algorithms.pieces import NonNegative, Pieces, Positive, Weight
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class Group:
     """int64: index of the step in its trajectory, ascending."""
     state: Tensor | None = None
     """int64: the state in which the step was taken; equal states have equal numbers."""
+    components: Mapping[str, Tensor] | None = None
+    """The parts of the rewards, by name, each of the same shape."""
 
 
 class GroupAdvantage(Protocol):
@@ -66,13 +69,54 @@ def centred(rewards: Tensor) -> Tensor:
 
 
 @group_advantages.register("grpo", traits=["compares"])
-def grpo(rewards: Tensor, group: Group, *, epsilon: Positive = 1e-6) -> Tensor:
+def grpo(
+    rewards: Tensor,
+    group: Group,
+    *,
+    epsilon: Positive = 1e-6,
+    std_threshold: NonNegative = 0.0,
+    below_threshold: Literal["drop", "centre"] = "drop",
+) -> Tensor:
     """GRPO: the reward of an answer relative to its group (Shao et al. 2024, arXiv:2402.03300, eq. 3).
 
     ``A_i = (r_i - mean(r)) / (std(r) + epsilon)``. A group whose rewards are all equal carries no preference: 0.
     epsilon: 1e-6 as in verl; TRL has 1e-4.
+
+    Differences that are noise become as large as any by the division. A group whose deviation is at most
+    ``std_threshold`` gets 0 (``drop``, as with Trinity-RFT's threshold of this name), so that it may be dropped as a
+    whole (`explorer.drop_zero_variance`), or ``r_i - mean(r)`` (``centre``).
     """
+    check_group(rewards)
+    if rewards.numel() > 1 and rewards.std() <= std_threshold:
+        return centred(rewards) if below_threshold == "centre" else torch.zeros_like(rewards)
     return group_relative_advantages(rewards, epsilon=epsilon)
+
+
+@group_advantages.register("gdpo", needs=["components"], traits=["compares"])
+def gdpo(
+    rewards: Tensor,
+    group: Group,
+    *,
+    reward_components: Mapping[str, Weight] | None = None,
+    epsilon: Positive = 1e-6,
+) -> Tensor:
+    """GDPO: several rewards, each relative to its group (Liu et al. 2026, arXiv:2601.05242).
+
+    ``A_i = sum_k w_k (r_ik - mean(r_k)) / (std(r_k) + epsilon)`` over the components k of the rewards, with weights
+    ``w_k = reward_components[k]``; by default all components of the rows, with weights 1. The preset then normalises
+    over the answers of the batch, so that the scale does not depend on the number of components. Were the rewards
+    summed first, as in `grpo`, groups with different components would often have the same advantages, and the component
+    of the largest deviation would decide.
+
+    The reward itself has no part in it, nor have penalties that are in no component. Raises ValueError if the group has
+    no components, and KeyError if it lacks one.
+    """
+    check_group(rewards)
+    if group.components is None:
+        raise ValueError("gdpo needs the components of the rewards")
+    weights = reward_components or dict.fromkeys(group.components, 1.0)
+    parts = [w * group_relative_advantages(group.components[name], epsilon=epsilon) for name, w in weights.items()]
+    return torch.stack(parts).sum(0) if parts else torch.zeros_like(rewards)
 
 
 @group_advantages.register("dr_grpo", traits=["compares"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,7 +12,7 @@ from rayrft.algorithms.advantages import Group
 from rayrft.algorithms.batch import PolicyOutput, TokenBatch, keep
 from rayrft.algorithms.loss import Denominators, LossParts
 from rayrft.algorithms.pieces import NONE, Need
-from rayrft.algorithms.preference import margins
+from rayrft.algorithms.preference import Pairs
 from rayrft.algorithms.ratios import token_ratio
 from rayrft.algorithms.recipe import Recipe
 from rayrft.algorithms.values import with_advantages, with_penalty
@@ -31,7 +32,8 @@ class Algorithm(Recipe):
     ``own = policy + kl_coef kl + entropy_coef entropy + distillation_coef distillation``.
 
     Own rows (sampled by the policy) feed only the first term, expert rows the second (MIX as in Trinity-RFT, Pan et al.
-    2025, arXiv:2505.17826), pairs the third; every stream has its own global denominator. GRPO has mu = 0, SFT mu = 1.
+    2025, arXiv:2505.17826), pairs the third, to which ``chosen_coef`` adds the chosen answers' likelihood; every stream
+    has its own global denominator. GRPO has mu = 0, SFT mu = 1.
     A term of weight 0 is not computed, so both extremes are exact.
 
     `rayrft.algorithms.presets.build` makes an Algorithm with all names and coefficients checked.
@@ -39,7 +41,7 @@ class Algorithm(Recipe):
 
     def group_advantages(self, rewards: Tensor, group: Group) -> Tensor:
         """Compute ``[n]`` advantages, one per row of a group, or per turn of its rows if the piece needs turns; see
-        `rayrft.algorithms.advantages`. Zeros without a policy loss.
+        `rayrft.algorithms.advantages`. Rewards are clipped and scaled first. Zeros without a policy loss.
 
         Raises ValueError if they come from a critic instead.
         """
@@ -47,22 +49,36 @@ class Algorithm(Recipe):
             return torch.zeros_like(rewards)
         if self.advantage_is_by_token:
             raise ValueError(f"advantage {self.advantage!r} is computed by the trainer, not where groups are scored")
-        return self._bound("advantage")(rewards, group)
+        if group.greedy_reward is not None:
+            group = replace(group, greedy_reward=self._shaped(rewards.new_tensor(group.greedy_reward)).item())
+        return self._bound("advantage")(self._shaped(rewards), group)
 
     def token_advantages(self, batch: TokenBatch) -> TokenBatch:
-        """Return the batch with the advantages that only the trainer can compute: from rewards and values, with
-        returns; with a KL in the reward, minus the old policy's KL summed from the token to the end of its row.
+        """Return the batch with rewards clipped and scaled, and with the advantages that only the trainer can compute:
+        from rewards and values, with returns; with a KL in the reward, minus the old policy's KL summed from the token
+        to the end of its row.
 
         Raises ValueError if the batch lacks a field.
         """
+        if self.shapes_rewards:
+            rewards = {"reward": batch.reward, "turn_rewards": batch.turn_rewards}
+            shaped = {name: self._shaped(values) for name, values in rewards.items() if values is not None}
+            batch = replace(batch, **shaped)
         penalty = None
         if self.penalises_rewards:
             self._check(batch, "kl")
             own = batch.own()
-            penalty = self.kl_coef * self._bound("kl")(own.old_logprobs, own.reference_logprobs)
+            kl = self._bound("kl")(own.old_logprobs, own.reference_logprobs, own.behaviour_logprobs)
+            penalty = self.kl_coef * kl
         if self.advantage_is_by_token:
             return with_advantages(batch, self._bound("advantage"), penalty)
         return batch if penalty is None else with_penalty(batch, penalty)
+
+    def _shaped(self, rewards: Tensor) -> Tensor:
+        """Return ``reward_scale clip(r, reward_low, reward_high)``."""
+        if self.reward_low is not None or self.reward_high is not None:
+            rewards = rewards.clamp(self.reward_low, self.reward_high)
+        return rewards * self.reward_scale
 
     def value_loss_of(self, values: Tensor, batch: TokenBatch, over: Denominators) -> Tensor:
         """Compute this micro-batch's share of the critic's loss, the mean over own action tokens, from the critic's new
@@ -89,8 +105,10 @@ class Algorithm(Recipe):
         if self.preference != NONE:
             self._check(batch, "preference")
             rows = batch.only(batch.paired)
-            margin = margins(keep(output.logprobs, rows.mask), rows)
-            parts = parts.add("preference", self._bound("preference")(margin).sum() / (over.pairs or 1.0), 1.0)
+            pairs, number = Pairs.of(keep(output.logprobs, rows.mask), rows), over.pairs or 1.0
+            parts = parts.add("preference", self._bound("preference")(pairs).sum() / number, 1.0)
+            if self.chosen_coef:
+                parts = parts.add("sft", pairs.nll.sum() / number, self.chosen_coef)
         return parts
 
     def _own(
@@ -105,7 +123,8 @@ class Algorithm(Recipe):
             token_loss = self._bound("policy_loss")(output.logprobs, own)
             values = own.weighted(token_loss.values)
             if self.correction != NONE:
-                factor = self._bound("correction")(output.logprobs, own)
+                corrections = (piece.bind(self.coefficients) for piece in self.pieces("correction"))
+                factor = math.prod(correction(output.logprobs, own) for correction in corrections)
                 values = values * factor
                 parts = parts.metric("correction", keep(factor, own.mask))
             parts = parts.add("policy", aggregate(values, own, over.policy), weight)
@@ -114,7 +133,8 @@ class Algorithm(Recipe):
         if "kl" in self.terms:
             self._check(batch, "kl")
             in_loss = self.kl_in == "loss"
-            values = self._bound("kl")(output.logprobs if in_loss else output.logprobs.detach(), own.reference_logprobs)
+            logprobs = output.logprobs if in_loss else output.logprobs.detach()
+            values = self._bound("kl")(logprobs, own.reference_logprobs, own.behaviour_logprobs)
             if in_loss:
                 parts = parts.add("kl", aggregate(own.weighted(values), own, over.policy), weight * self.kl_coef)
             parts = parts.metric("kl", aggregate(values, own, over.policy))

@@ -34,6 +34,10 @@ class TokenBatch:
     critic's."""
     reward: Tensor | None = None
     """``[N]``"""
+    turn_rewards: Tensor | None = None
+    """Rewards of turns, each on its turn's last token, besides the row's own."""
+    truncated: Tensor | None = None
+    """``[N]`` bool: answers that were cut for their length."""
     pair: Tensor | None = None
     """``[N]`` int64: number of the preference pair, 0 to P - 1; -1 for a row in none."""
     chosen: Tensor | None = None
@@ -47,6 +51,8 @@ class TokenBatch:
     """``[T, K]``: the teacher's log-probs of its K most likely tokens, or of the whole vocabulary."""
     values: Tensor | None = None
     """The critic's values, before the first update on this batch, of the state before the token."""
+    final_values: Tensor | None = None
+    """``[N]``: the critic's values of the states in which truncated answers were cut; 0 for others."""
     returns: Tensor | None = None
 
     @property
@@ -106,6 +112,7 @@ class TokenBatch:
 _PER_TOKEN = (
     "behaviour_logprobs",
     "advantages",
+    "turn_rewards",
     "proximal_logprobs",
     "reference_logprobs",
     "teacher_logprobs",

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from rayrft.algorithms.algorithm import Algorithm
-from rayrft.algorithms.pieces import NONE, Count, NonNegative, Piece, Positive, fault
+from rayrft.algorithms.pieces import NONE, Count, NonNegative, Piece, Positive, Weight, fault
 from rayrft.algorithms.registries import REGISTRIES
 from rayrft.algorithms.values import token_advantages
 from rayrft.errors import ConfigError, nearest
@@ -23,12 +23,18 @@ _WEIGHTS = {
     "entropy_goal": "entropy",
     "entropy_step": "entropy",
     "distillation_coef": "distillation",
+    "chosen_coef": "preference",
     "teacher_candidates": "distillation",
 }
 """Fields that have an effect only if another field names a piece."""
 
+_OF_REWARDS = ("normalise_by", "reward_low", "reward_high", "reward_scale")
+"""Fields that act on rewards and advantages."""
+
 _REQUIRED = ("aggregation", "sft_aggregation", "mu_schedule")
 """Pieces that cannot be left out."""
+
+_CHOICES = {"kl_in": ("loss", "reward"), "normalise_by": ("tokens", "answers", "rewards")}
 
 _HINTS: dict[str, Any] = {
     "kl_coef": NonNegative,
@@ -38,6 +44,10 @@ _HINTS: dict[str, Any] = {
     "entropy_goal": NonNegative | None,
     "entropy_step": Positive,
     "distillation_coef": NonNegative,
+    "chosen_coef": NonNegative,
+    "reward_scale": Positive,
+    "reward_low": Weight | None,
+    "reward_high": Weight | None,
     "teacher_candidates": Count,
     "normalise_advantages": bool,
 }
@@ -46,10 +56,18 @@ _HINTS: dict[str, Any] = {
 
 def check_field(algorithm: Algorithm, key: str, value: Any) -> None:
     """Check that a given field has a valid value and an effect."""
-    if wrong := fault(value, _HINTS.get(key, str)):
+    names = value if key == "correction" and isinstance(value, tuple) else (value,)
+    if wrong := next(filter(None, (fault(name, _HINTS.get(key, str)) for name in names)), None):
         raise ConfigError(wrong, field=f"algorithm.{key}", value=value)
     if key in REGISTRIES:
-        algorithm.piece(key)
+        algorithm.pieces(key)
+        if len(names) != 1 and (len(set(names)) < len(names) or not names or NONE in names):
+            raise ConfigError(
+                "must be different ones",
+                field=f"algorithm.{key}",
+                value=list(names),
+                remedy="name each once, or leave it out",
+            )
         if value == NONE and key in _REQUIRED:
             raise ConfigError("must name one", field=f"algorithm.{key}", value=value, remedy="leave it at its default")
     if value not in (NONE, False) and not is_used(algorithm, key):
@@ -59,12 +77,12 @@ def check_field(algorithm: Algorithm, key: str, value: Any) -> None:
             value=value,
             remedy="leave it out",
         )
-    if key == "kl_in" and value not in ("loss", "reward"):
+    if key in _CHOICES and value not in _CHOICES[key]:
         raise ConfigError(
-            "must be one of loss, reward",
-            field="algorithm.kl_in",
+            f"must be one of {', '.join(_CHOICES[key])}",
+            field=f"algorithm.{key}",
             value=value,
-            remedy="write kl_in: loss or kl_in: reward",
+            remedy=f"write {' or '.join(f'{key}: {choice}' for choice in _CHOICES[key])}",
         )
     if key in _WEIGHTS and getattr(algorithm, _WEIGHTS[key]) == NONE:
         raise ConfigError(
@@ -124,7 +142,8 @@ def check_whole(algorithm: Algorithm, overrides: Mapping[str, Any]) -> None:
             value=NONE,
             remedy="name one, such as clipped or squared",
         )
-    if algorithm.normalise_advantages and (selects := algorithm.piece("advantage")) and "selects" in selects.traits:
+    centres = algorithm.normalise_advantages and algorithm.normalise_by != "rewards"
+    if centres and (selects := algorithm.piece("advantage")) and "selects" in selects.traits:
         raise ConfigError(
             f"would train on what advantage {selects.name!r} leaves out: 0 is not the mean of the batch",
             field="algorithm.normalise_advantages",
@@ -132,6 +151,7 @@ def check_whole(algorithm: Algorithm, overrides: Mapping[str, Any]) -> None:
             remedy="leave it out, or use another advantage",
         )
     _check_advantage(algorithm)
+    _check_rewards(algorithm, overrides)
     if algorithm.kl_in == "reward":
         _check_penalty(algorithm)
     elif "kl" in algorithm.terms and (kl := algorithm.piece("kl")) and "no_gradient" in kl.traits:
@@ -146,16 +166,17 @@ def check_whole(algorithm: Algorithm, overrides: Mapping[str, Any]) -> None:
 
 def check_bounds(algorithm: Algorithm) -> None:
     """Check that the bounds of an interval are in order."""
-    piece = algorithm.piece("correction")
-    bounds = {**piece.coefficients, **algorithm.coefficients} if piece else {}
-    low, high = bounds.get("weight_low", 0.0), bounds.get("weight_high", 1.0)
-    if piece and "weight_low" in piece.coefficients and cast(float, low) >= cast(float, high):
-        raise ConfigError(
-            f"leaves nothing: it is not below weight_high {high:g}",
-            field="algorithm.weight_low",
-            value=low,
-            remedy=f"correction {piece.name!r} keeps weights between the two",
-        )
+    for piece in algorithm.pieces("correction"):
+        bounds = {**piece.coefficients, **algorithm.coefficients}
+        for key in ("weight", "sequence"):
+            low, high = bounds.get(f"{key}_low"), bounds.get(f"{key}_high")
+            if f"{key}_low" in piece.coefficients and cast(float, low) >= cast(float, high):
+                raise ConfigError(
+                    f"leaves nothing: it is not below {key}_high {high:g}",
+                    field=f"algorithm.{key}_low",
+                    value=low,
+                    remedy=f"correction {piece.name!r} keeps weights between the two",
+                )
 
 
 def is_used(algorithm: Algorithm, kind: str) -> bool:
@@ -164,6 +185,7 @@ def is_used(algorithm: Algorithm, kind: str) -> bool:
         "advantage": algorithm.policy_loss != NONE,
         "correction": algorithm.policy_loss != NONE,
         "normalise_advantages": algorithm.policy_loss != NONE,
+        **dict.fromkeys(_OF_REWARDS, algorithm.policy_loss != NONE),
         "aggregation": algorithm.has_own,
         "kl": algorithm.has_own,
         "entropy": algorithm.has_own,
@@ -193,6 +215,41 @@ def _check_advantage(algorithm: Algorithm) -> None:
             field="algorithm.policy_loss",
             value=loss.name,
             remedy="use another loss, or another advantage",
+        )
+
+
+def _check_rewards(algorithm: Algorithm, overrides: Mapping[str, Any]) -> None:
+    if "normalise_by" in overrides and not algorithm.normalise_advantages:
+        raise ConfigError(
+            "is not used: advantages are not normalised over the batch",
+            field="algorithm.normalise_by",
+            value=algorithm.normalise_by,
+            remedy="add normalise_advantages: true, or leave this out",
+        )
+    advantage = algorithm.piece("advantage")
+    by_answer = algorithm.normalise_advantages and algorithm.normalise_by != "tokens"
+    if by_answer and advantage and "varies_in_row" in advantage.traits:
+        raise ConfigError(
+            f"is for advantages of whole answers, and those of {advantage.name!r} differ within one",
+            field="algorithm.normalise_by",
+            value=algorithm.normalise_by,
+            remedy="use normalise_by: tokens",
+        )
+    shaping = [key for key in ("reward_low", "reward_high", "reward_scale") if key in overrides]
+    if shaping and algorithm.needs_components:
+        raise ConfigError(
+            f"is not used: {algorithm.needs()['components']} looks at the components of the reward",
+            field=f"algorithm.{shaping[0]}",
+            value=overrides[shaping[0]],
+            remedy="leave it out",
+        )
+    low, high = algorithm.reward_low, algorithm.reward_high
+    if low is not None and high is not None and low >= high:
+        raise ConfigError(
+            f"makes all rewards equal: it is not below reward_high {high:g}",
+            field="algorithm.reward_low",
+            value=low,
+            remedy="rewards are clipped to the interval of the two",
         )
 
 

@@ -4,7 +4,7 @@ With ``d_t = log pi(y_t) - log pi_ref(y_t)``, clamped to +-20, an estimate is ``
 k3 are unbiased if the policy sampled the tokens, and k2 nearly so if the policies are close. As losses their gradients
 matter: that of k2 is unbiased, that of k1 is 0 on average (use it in the reward, or straight through), and that of k3
 is the gradient of the other direction, ``KL(pi_ref || pi)``. Straight-through variants (``_st``) have the value of
-their name and the gradient of k2.
+their name and the gradient of k2. If another policy sampled the tokens, all are biased but `k3_unbiased`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol, Self
 
 from torch import Tensor
 
-from rayrft.algorithms.pieces import Pieces
+from rayrft.algorithms.pieces import AboveOne, Pieces
 from rayrft.algorithms.ratios import log_ratio
 
 K3_BOUND = 10.0
@@ -23,28 +23,29 @@ than the reference. Beyond that its gradient, ``1 - exp(-d)``, would let a singl
 
 
 class KL(Protocol):
-    """A function of the policy's (with gradient) and the reference's log-probs, ``[T]``, to estimates ``[T]``."""
+    """A function of the log-probs of the policy (with gradient), the reference and the behaviour policy, which sampled
+    the tokens, ``[T]`` each, to estimates ``[T]``."""
 
-    def __call__(self, logprobs: Tensor, reference: Tensor, /) -> Tensor: ...
+    def __call__(self, logprobs: Tensor, reference: Tensor, behaviour: Tensor, /) -> Tensor: ...
 
 
 kls: Pieces[KL] = Pieces("kl")
 
 
 @kls.register("k1", needs=["reference"], traits=["no_gradient"])
-def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
+def k1(logprobs: Tensor, reference: Tensor, behaviour: Tensor) -> Tensor:
     """``d``: unbiased, of high variance, often negative."""
     return log_ratio(logprobs, reference)
 
 
 @kls.register("k2", needs=["reference"])
-def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
+def k2(logprobs: Tensor, reference: Tensor, behaviour: Tensor) -> Tensor:
     """``d^2 / 2``: never negative, biased by the third order of d; its gradient ``d grad log pi`` is unbiased."""
     return 0.5 * log_ratio(logprobs, reference).square()
 
 
 @kls.register("k3", needs=["reference"])
-def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
+def k3(logprobs: Tensor, reference: Tensor, behaviour: Tensor) -> Tensor:
     """``exp(-d) - 1 + d``: unbiased and never negative; GRPO's (Shao et al. 2024, arXiv:2402.03300, eq. 4). Clamped at
     `K3_BOUND`, beyond which its gradient is 0; `k3_st` keeps one."""
     d = log_ratio(logprobs, reference)
@@ -52,15 +53,30 @@ def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 
 @kls.register("k1_st", needs=["reference"])
-def k1_st(logprobs: Tensor, reference: Tensor) -> Tensor:
+def k1_st(logprobs: Tensor, reference: Tensor, behaviour: Tensor) -> Tensor:
     """The value of k1 with the gradient of k2."""
-    return straight_through(k1(logprobs, reference), k2(logprobs, reference))
+    return straight_through(k1(logprobs, reference, behaviour), k2(logprobs, reference, behaviour))
 
 
 @kls.register("k3_st", needs=["reference"])
-def k3_st(logprobs: Tensor, reference: Tensor) -> Tensor:
+def k3_st(logprobs: Tensor, reference: Tensor, behaviour: Tensor) -> Tensor:
     """The value of k3 with the gradient of k2 (verl's ``k3+``)."""
-    return straight_through(k3(logprobs, reference), k2(logprobs, reference))
+    return straight_through(k3(logprobs, reference, behaviour), k2(logprobs, reference, behaviour))
+
+
+@kls.register("k3_unbiased", needs=["reference"])
+def k3_unbiased(
+    logprobs: Tensor, reference: Tensor, behaviour: Tensor, *, kl_ratio_cap: AboveOne | None = None
+) -> Tensor:
+    """``rho k3`` with ``rho = pi(y_t) / pi_behaviour(y_t)``, which carries a gradient too (DeepSeek-V3.2, DeepSeek-AI
+    2025, arXiv:2512.02556, sec. 3.1; TRL's ``use_bias_correction_kl``).
+
+    At every visited state both value and gradient are unbiased for ``KL(pi || pi_ref)``, also off-policy, while neither
+    `K3_BOUND` nor ``kl_ratio_cap`` c binds: ``min(rho, c)`` bounds the variance, and is not in the paper.
+    """
+    rho = log_ratio(logprobs, behaviour).exp()
+    rho = rho if kl_ratio_cap is None else rho.clamp(max=kl_ratio_cap)
+    return rho * k3(logprobs, reference, behaviour)
 
 
 def straight_through(value: Tensor, gradient: Tensor) -> Tensor:

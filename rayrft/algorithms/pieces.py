@@ -23,7 +23,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 NONE = "none"
 """The name for no piece."""
 
-Coefficient = float | int | bool | str | None
+Coefficient = float | int | bool | str | Mapping[str, float] | None
 
 Need = Literal[
     "reference",
@@ -35,6 +35,7 @@ Need = Literal[
     "greedy_baseline",
     "turns",
     "states",
+    "components",
     "answer_length",
 ]
 """Inputs of a piece besides own rows with rewards and behaviour log-probs, or expert rows."""
@@ -83,6 +84,7 @@ BelowHalf = Annotated[float, Interval(0.0, 0.5, high_is_in=False)]
 Positive = Annotated[float, Interval(0.0, math.inf, low_is_in=False)]
 NonNegative = Annotated[float, Interval(0.0, math.inf)]
 AboveOne = Annotated[float, Interval(1.0, math.inf, low_is_in=False)]
+Weight = Annotated[float, Interval(-math.inf, math.inf, low_is_in=False)]
 Steps = Annotated[int, Interval(0.0, math.inf)]
 Count = Annotated[int, Interval(1.0, math.inf)]
 
@@ -146,8 +148,8 @@ class Pieces(Generic[F]):
 
 
 def fault(value: Coefficient, hint: Any) -> str | None:
-    """Return why a value does not fit the annotation ``hint``; None if it fits, or ``hint`` is not of numbers, flags
-    and strings."""
+    """Return why a value does not fit the annotation ``hint``; None if it fits, or ``hint`` is not of numbers, flags,
+    strings and mappings of names to them."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         faults = [fault(value, member) for member in arguments]
@@ -155,6 +157,11 @@ def fault(value: Coefficient, hint: Any) -> str | None:
     if origin is Annotated:
         kind, interval = arguments
         return fault(value, kind) or (None if cast(float, value) in interval else f"must {interval}")
+    if origin is Mapping:
+        if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+            return "must be a mapping of names to numbers"
+        named = {key: fault(each, arguments[1]) for key, each in value.items()}
+        return next((f"of {key!r} {wrong}" for key, wrong in named.items() if wrong), None)
     if origin is Literal:
         return None if value in arguments else f"must be one of {', '.join(map(str, arguments))}"
     if hint is type(None):

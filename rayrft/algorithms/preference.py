@@ -1,57 +1,181 @@
 """Losses on pairs of answers to the same prompt, one chosen, one rejected.
 
-With ``h(y) = log pi(y) - log pi_ref(y)``, the sum over the answer's tokens, all depend only on the margin
-``m = h(chosen) - h(rejected)`` (``[P]`` nats), and return ``[P]``. The share of a step is their sum divided by the
-step's number of pairs. Both rows of a pair are in the same micro-batch.
+A loss takes the `Pairs` of a micro-batch and returns ``[P]``. The share of a step is their sum divided by the step's
+number of pairs. Both rows of a pair are in the same micro-batch.
+
+Notation: w is the chosen answer, l the rejected one, ``log pi(y)`` the sum over the answer's tokens, ``|y|`` their
+number, ``h(y) = log pi(y) - log pi_ref(y)``, and ``m = h(w) - h(l)`` the margin, all in nats.
+
+A negative log-likelihood of the chosen answers is no piece: the field ``chosen_coef`` of an algorithm adds it to any of
+them (`Pairs.nll`).
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from rayrft.algorithms.batch import TokenBatch
-from rayrft.algorithms.pieces import BelowHalf, Pieces, Positive
+from rayrft.algorithms.pieces import BelowHalf, NonNegative, Pieces, Positive
+
+_CERTAIN = -1e-6
+"""Bound of a mean log-prob, for the odds of probability 1 are infinite."""
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """P pairs; row 0 of every field is of the chosen answers, row 1 of the rejected ones, each ``[2, P]``."""
+
+    logprobs: Tensor
+    """``log pi(y)``, with gradient."""
+    lengths: Tensor
+    """Numbers of action tokens, at least 1."""
+    ratios: Tensor | None = None
+    """``h(y)``, with gradient; None without a reference."""
+
+    @classmethod
+    def of(cls, logprobs: Tensor, batch: TokenBatch) -> Self:
+        """Collect the pairs of a batch, in their order. Raises ValueError if it has none, or if one is not one chosen
+        and one rejected row."""
+        if batch.pair is None or batch.chosen is None:
+            raise ValueError("a preference loss needs pairs")
+        paired = batch.paired
+        place = batch.pair[paired] * 2 + (~batch.chosen[paired]).long()
+        count = int(place.max()) // 2 + 1 if place.numel() else 0
+        if (torch.bincount(place, minlength=2 * count) != 1).any():
+            raise ValueError("every pair must hold one chosen and one rejected row in the same micro-batch")
+
+        def gather(rows: Tensor) -> Tensor:
+            return rows.new_zeros(2 * count).index_add(0, place, rows[paired]).view(count, 2).T
+
+        reference = batch.reference_logprobs
+        ratios = None if reference is None else gather(batch.sum(logprobs - reference))
+        return cls(gather(batch.sum(logprobs)), gather(batch.lengths.clamp(min=1)), ratios)
+
+    @property
+    def gains(self) -> Tensor:
+        """``h(y)``. Raises ValueError without log-probs of the reference."""
+        if self.ratios is None:
+            raise ValueError("this preference loss needs the reference's log-probs")
+        return self.ratios
+
+    @property
+    def margin(self) -> Tensor:
+        """``m = h(w) - h(l)``, ``[P]``."""
+        return difference(self.gains)
+
+    @property
+    def means(self) -> Tensor:
+        """``log pi(y) / |y|``"""
+        return self.logprobs / self.lengths
+
+    @property
+    def nll(self) -> Tensor:
+        """``-log pi(w) / |w|``, ``[P]``, as in RPO (Pang et al. 2024, arXiv:2404.19733). TRL, where it is
+        ``rpo_alpha``, ``cpo_alpha`` and a part of ORPO, takes the mean over the tokens of all chosen answers."""
+        return -self.means[0]
 
 
 class PreferenceLoss(Protocol):
-    def __call__(self, margin: Tensor, /) -> Tensor: ...
+    def __call__(self, pairs: Pairs, /) -> Tensor: ...
 
 
 preferences: Pieces[PreferenceLoss] = Pieces("preference")
 
 
-def margins(logprobs: Tensor, batch: TokenBatch) -> Tensor:
-    """Compute the margin of every pair in the batch, ``[P]``. Raises ValueError if pairs or reference log-probs are
-    missing, or a pair is not one chosen and one rejected row."""
-    if batch.pair is None or batch.chosen is None or batch.reference_logprobs is None:
-        raise ValueError("a preference loss needs pairs and the reference's log-probs")
-    paired = batch.paired
-    pair, chosen = batch.pair[paired], batch.chosen[paired]
-    count = int(pair.max()) + 1 if pair.numel() else 0
-    if (torch.bincount(pair * 2 + chosen, minlength=2 * count) != 1).any():
-        raise ValueError("every pair must hold one chosen and one rejected row in the same micro-batch")
-    gain = batch.sum(logprobs - batch.reference_logprobs)[paired]
-    return gain.new_zeros(count).index_add(0, pair, torch.where(chosen, gain, -gain))
+def difference(values: Tensor) -> Tensor:
+    """Return chosen less rejected, ``[P]``, of ``[2, P]``."""
+    return values[0] - values[1]
 
 
 @preferences.register("dpo", needs=["pairs", "reference"])
-def dpo(margin: Tensor, *, beta: Positive = 0.1, label_smoothing: BelowHalf = 0.0) -> Tensor:
+def dpo(pairs: Pairs, *, beta: Positive = 0.1, label_smoothing: BelowHalf = 0.0) -> Tensor:
     """DPO: ``-log sigmoid(beta m)`` (Rafailov et al. 2023, arXiv:2305.18290, eq. 7).
 
     With label smoothing e, the probability of a wrong label: ``-(1 - e) log sigmoid(beta m) - e log sigmoid(-beta m)``
     (conservative DPO, Mitchell 2023), which has a finite minimum at ``m = log((1 - e) / e) / beta``. e is below 1/2, at
     which labels carry no information.
     """
-    right, wrong = logsigmoid(beta * margin), logsigmoid(-beta * margin)
-    return -(1 - label_smoothing) * right - label_smoothing * wrong
+    return _smoothed(beta * pairs.margin, 1 - label_smoothing, label_smoothing)
+
+
+@preferences.register("dpo_robust", needs=["pairs", "reference"])
+def dpo_robust(pairs: Pairs, *, beta: Positive = 0.1, label_smoothing: BelowHalf = 0.1) -> Tensor:
+    """Robust DPO: ``(-(1 - e) log sigmoid(beta m) + e log sigmoid(-beta m)) / (1 - 2e)``, whose mean over labels that
+    are wrong with probability e is DPO's loss on the right ones (Chowdhury et al. 2024, arXiv:2403.00409; TRL's
+    ``robust``). Unlike with smoothed labels, the margin has no finite goal."""
+    e = label_smoothing
+    return _smoothed(beta * pairs.margin, 1 - e, -e) / (1 - 2 * e)
+
+
+@preferences.register("dpo_by_length", needs=["pairs", "reference"])
+def dpo_by_length(pairs: Pairs, *, beta: Positive = 5.0, label_smoothing: BelowHalf = 0.0) -> Tensor:
+    """DPO normalised by length: ``-log sigmoid(beta (h(w) / |w| - h(l) / |l|))``, in which long answers have no larger
+    margins (Lambert et al. 2024, "Tulu 3", arXiv:2411.15124, whose beta this is; TRL's ``sigmoid_norm``). Label
+    smoothing as in `dpo`."""
+    return _smoothed(beta * difference(pairs.gains / pairs.lengths), 1 - label_smoothing, label_smoothing)
 
 
 @preferences.register("ipo", needs=["pairs", "reference"])
-def ipo(margin: Tensor, *, beta: Positive = 0.1) -> Tensor:
+def ipo(pairs: Pairs, *, beta: Positive = 0.1) -> Tensor:
     """IPO: ``(m - 1 / (2 beta))^2``: regression of the margin to a target (Azar et al. 2023, arXiv:2310.12036). The
     margin uses sums over tokens, as in the paper; TRL uses means."""
-    return (margin - 1 / (2 * beta)).square()
+    return (pairs.margin - 1 / (2 * beta)).square()
+
+
+@preferences.register("hinge", needs=["pairs", "reference"])
+def hinge(pairs: Pairs, *, beta: Positive = 0.1) -> Tensor:
+    """``max(0, 1 - beta m)``: the loss of SLiC (Zhao et al. 2023, arXiv:2305.10425) on DPO's margin (RSO, Liu et al.
+    2023, arXiv:2309.06657; TRL's ``hinge``), beyond 1 without a gradient."""
+    return (1 - beta * pairs.margin).clamp(min=0)
+
+
+@preferences.register("apo_zero", needs=["pairs", "reference"])
+def apo_zero(pairs: Pairs, *, beta: Positive = 0.1) -> Tensor:
+    """APO-zero: ``1 - sigmoid(beta h(w)) + sigmoid(beta h(l))``: the chosen answer becomes likelier and the rejected
+    one less likely, each for itself (D'Oosterlinck et al. 2024, arXiv:2408.06266, eq. 7, plus 1 as in TRL). For
+    chosen answers that are better than the policy's."""
+    chosen, rejected = (beta * pairs.gains).sigmoid()
+    return 1 - chosen + rejected
+
+
+@preferences.register("apo_down", needs=["pairs", "reference"])
+def apo_down(pairs: Pairs, *, beta: Positive = 0.1) -> Tensor:
+    """APO-down: ``sigmoid(beta h(w)) + 1 - sigmoid(beta m)``: both become less likely, the rejected one by more
+    (D'Oosterlinck et al. 2024, arXiv:2408.06266, eq. 8, plus 1 as in TRL). For policies that are better than the chosen
+    answers."""
+    return (beta * pairs.gains[0]).sigmoid() + 1 - (beta * pairs.margin).sigmoid()
+
+
+@preferences.register("cpo", needs=["pairs"])
+def cpo(pairs: Pairs, *, beta: Positive = 0.1, label_smoothing: BelowHalf = 0.0) -> Tensor:
+    """CPO: DPO without a reference, ``-log sigmoid(beta (log pi(w) - log pi(l)))`` (Xu et al. 2024, arXiv:2401.08417).
+    The preset adds the paper's likelihood of the chosen answer (``chosen_coef: 1``). Label smoothing as in
+    `dpo`."""
+    return _smoothed(beta * difference(pairs.logprobs), 1 - label_smoothing, label_smoothing)
+
+
+@preferences.register("simpo", needs=["pairs"])
+def simpo(pairs: Pairs, *, beta: Positive = 2.0, target_margin: NonNegative = 1.0) -> Tensor:
+    """SimPO: ``-log sigmoid(beta (log pi(w) / |w| - log pi(l) / |l|) - target_margin)`` (Meng et al. 2024,
+    arXiv:2405.14734, eq. 6), without a reference. ``target_margin`` is the paper's gamma, here half of beta, as its
+    authors advise for a start (TRL's ``simpo_gamma`` is the same number, 0.5 by default)."""
+    return -logsigmoid(beta * difference(pairs.means) - target_margin)
+
+
+@preferences.register("orpo", needs=["pairs"])
+def orpo(pairs: Pairs, *, beta: Positive = 0.1) -> Tensor:
+    """ORPO's odds ratio: ``-beta log sigmoid(log odds(w) - log odds(l))`` with ``odds(y) = p / (1 - p)`` of the
+    geometric mean ``p = pi(y)^(1/|y|)`` (Hong et al. 2024, arXiv:2403.07691, eq. 6 and 7; beta is its lambda, 0.1 in
+    TRL), without a reference. The preset adds the likelihood of the chosen answer (``chosen_coef: 1``)."""
+    means = pairs.means.clamp(max=_CERTAIN)
+    return -beta * logsigmoid(difference(means - torch.log(-torch.expm1(means))))
+
+
+def _smoothed(margin: Tensor, right: float, wrong: float) -> Tensor:
+    """Return ``-right log sigmoid(margin) - wrong log sigmoid(-margin)``."""
+    return -right * logsigmoid(margin) - wrong * logsigmoid(-margin)

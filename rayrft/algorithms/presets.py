@@ -35,6 +35,7 @@ for _preset in (
     Algorithm("gspo", advantage="grpo", policy_loss="gspo", aggregation="sequence_mean_token_mean", correction=_TIS),
     Algorithm("cispo", advantage="grpo", policy_loss="cispo"),
     Algorithm("sapo", advantage="grpo", policy_loss="sapo", aggregation="sequence_mean_token_mean"),
+    Algorithm("gdpo", advantage="gdpo", policy_loss="ppo", normalise_advantages=True, normalise_by="answers"),
     Algorithm("rloo", advantage="rloo", policy_loss="ppo"),
     # The mean is Trinity-RFT's default baseline; `advantage: opmd` is the estimate of tau log Z.
     Algorithm("opmd", advantage="dr_grpo", policy_loss="opmd"),
@@ -59,6 +60,9 @@ for _preset in (
     # Pairs.
     Algorithm("dpo", preference="dpo"),
     Algorithm("ipo", preference="ipo"),
+    Algorithm("simpo", preference="simpo"),
+    Algorithm("cpo", preference="cpo", chosen_coef=1.0),
+    Algorithm("orpo", preference="orpo", chosen_coef=1.0),
     # A teacher.
     Algorithm("distill", distillation="reverse_kl"),
     Algorithm("jsd", distillation="jsd"),
@@ -68,11 +72,12 @@ for _preset in (
 
 def build(name: str, overrides: Mapping[str, Any] | None = None) -> Algorithm:
     """Build a preset with overrides: other pieces (``policy_loss: gspo``) or coefficients (``clip_low: 0.1``).
+    ``correction`` may be a list.
 
     Raises ConfigError on an unknown preset, piece or key, naming the nearest valid one; on a coefficient that the
     algorithm's pieces do not use; and on an invalid value.
     """
-    overrides = dict(overrides or {})
+    overrides = {key: tuple(value) if isinstance(value, list) else value for key, value in (overrides or {}).items()}
     preset = presets.get(name, "algorithm.name")
     own = {field.name for field in fields(Algorithm)} - {"name", "coefficients"}
     algorithm = replace(preset, **{key: value for key, value in overrides.items() if key in own})
@@ -80,14 +85,15 @@ def build(name: str, overrides: Mapping[str, Any] | None = None) -> Algorithm:
         if key in own:
             check_field(algorithm, key, value)
     algorithm = _with_default_correction(algorithm, named="correction" in overrides)
-    pieces = [piece for kind in REGISTRIES if (piece := algorithm.piece(kind)) and is_used(algorithm, kind)]
+    pieces = [piece for kind in REGISTRIES if is_used(algorithm, kind) for piece in algorithm.pieces(kind)]
     given = {key: value for key, value in overrides.items() if key not in own}
     for key, value in given.items():
         check_coefficient(algorithm, pieces, own, key, value)
     check_whole(algorithm, overrides)
     algorithm = _with_default_aggregation(algorithm, named="aggregation" in overrides)
     # Drop the preset's coefficients of replaced pieces, even if the new piece has a coefficient of the same name.
-    used = {key for piece in pieces if getattr(preset, piece.kind) == piece.name for key in piece.coefficients}
+    before = {(kind, piece.name) for kind in REGISTRIES for piece in preset.pieces(kind)}
+    used = {key for piece in pieces if (piece.kind, piece.name) in before for key in piece.coefficients}
     kept = {key: value for key, value in preset.coefficients.items() if key in used}
     algorithm = replace(algorithm, coefficients={**kept, **given})
     check_bounds(algorithm)

@@ -20,7 +20,8 @@ class Recipe:
     advantage: str = NONE
     policy_loss: str = NONE
     aggregation: str = "token_mean"
-    correction: str = NONE
+    correction: str | tuple[str, ...] = NONE
+    """One or several, whose weights multiply."""
     kl: str = NONE
     entropy: str = NONE
     distillation: str = NONE
@@ -29,6 +30,8 @@ class Recipe:
     mu_schedule: str = "constant"
     preference: str = NONE
     value_loss: str = NONE
+    chosen_coef: float = 0.0
+    """Weight of the negative log-likelihood per token of chosen answers, added to the preference loss."""
     kl_coef: float = 1e-3
     kl_in: Literal["loss", "reward"] = "loss"
     """With ``reward``, the old policy's KL from a token to the end of its row is subtracted from its advantage."""
@@ -44,17 +47,31 @@ class Recipe:
     teacher_candidates: int = 64
     """Top-k of the teacher's distribution that distillation over distributions compares with the policy's."""
     normalise_advantages: bool = False
-    """Normalise over all own action tokens of a step; see `rayrft.algorithms.normalisation`."""
+    """Normalise over all own rows of a step; see `rayrft.algorithms.normalisation`."""
+    normalise_by: Literal["tokens", "answers", "rewards"] = "tokens"
+    """Mean and deviation are those of all tokens, or of answers; or the deviation alone, of the answers' rewards."""
+    reward_low: float | None = None
+    """Rewards below are raised to this, before advantages are computed."""
+    reward_high: float | None = None
+    """Rewards above are lowered to this."""
+    reward_scale: float = 1.0
+    """Factor of the rewards after that."""
     coefficients: Mapping[str, Coefficient] = field(default_factory=dict)
     """Coefficients of the pieces that differ from their defaults."""
 
     def piece(self, kind: str) -> Piece[Any] | None:
         """Return the piece that the field ``kind`` names, if any. Raises ConfigError on an unknown name."""
-        name = getattr(self, kind)
-        if name == NONE:
-            return None
-        registries = REGISTRIES[kind]
-        return next((registry for registry in registries if name in registry), registries[0]).get(name)
+        return next(iter(self.pieces(kind)), None)
+
+    def pieces(self, kind: str) -> list[Piece[Any]]:
+        """Return the pieces that the field ``kind`` names: one, none, or, of corrections, several. Raises ConfigError
+        on an unknown name."""
+        names, registries = getattr(self, kind), REGISTRIES[kind]
+        return [
+            next((registry for registry in registries if name in registry), registries[0]).get(name)
+            for name in ([names] if isinstance(names, str) else names)
+            if name != NONE
+        ]
 
     @property
     def has_own(self) -> bool:
@@ -111,6 +128,26 @@ class Recipe:
         return bool({"turns", "states"} & set(self.needs()))
 
     @cached_property  # asked for every group
+    def needs_components(self) -> bool:
+        return "components" in self.needs()
+
+    @property
+    def reward_components(self) -> tuple[str, ...]:
+        """Names of the components of rewards that its advantages use; empty for all that there are."""
+        named = self.coefficients.get("reward_components")
+        return tuple(named) if isinstance(named, Mapping) else ()
+
+    @property
+    def shapes_rewards(self) -> bool:
+        """Whether it clips or scales rewards."""
+        return (self.reward_low, self.reward_high, self.reward_scale) != (None, None, 1.0)
+
+    @property
+    def bootstraps(self) -> bool:
+        """Whether its advantages need the critic's values of the states in which answers were truncated."""
+        return bool(self.coefficients.get("bootstrap_truncated"))
+
+    @cached_property  # asked for every group
     def needs_greedy_baseline(self) -> bool:
         return "greedy_baseline" in self.needs()
 
@@ -158,8 +195,8 @@ class Recipe:
     def needs(self) -> dict[Need, str]:
         """Return the inputs that a run must supply, with the piece that needs them. A term of weight 0 needs none."""
         idle = {"kl", "entropy", "distillation"} - self.terms
-        pieces = [(kind, self.piece(kind)) for kind in REGISTRIES if kind not in idle]
-        return {need: f"{kind} {piece.name!r}" for kind, piece in pieces if piece for need in piece.needs}
+        pieces = [(kind, piece) for kind in REGISTRIES if kind not in idle for piece in self.pieces(kind)]
+        return {need: f"{kind} {piece.name!r}" for kind, piece in pieces for need in piece.needs}
 
     def _has(self, kind: str, trait: Trait) -> bool:
         piece = self.piece(kind)

@@ -30,8 +30,9 @@ value_losses: Pieces[ValueLoss] = Pieces("value_loss")
 
 
 def token_rewards(batch: TokenBatch, penalty: Tensor | None = None) -> Tensor:
-    """Return token rewards ``[T]``: a row's reward on its last action token, minus a penalty on every action token
-    (``kl_coef`` times the KL, for a KL in the reward: Ouyang et al. 2022, arXiv:2203.02155).
+    """Return token rewards ``[T]``: the rewards of turns on the last token of each, plus a row's reward on its last
+    action token, minus a penalty on every action token (``kl_coef`` times the KL, for a KL in the reward: Ouyang et al.
+    2022, arXiv:2203.02155).
 
     Raises ValueError if the batch has no rewards.
     """
@@ -42,16 +43,30 @@ def token_rewards(batch: TokenBatch, penalty: Tensor | None = None) -> Tensor:
     last = last.scatter_reduce(0, batch.sequence[batch.mask], index[batch.mask], "amax")
     rewards = torch.zeros_like(batch.advantages)
     rewards[last[last >= 0]] = batch.reward[last >= 0].to(rewards.dtype)
+    if batch.turn_rewards is not None:
+        rewards = rewards + keep(batch.turn_rewards, batch.mask)
     return rewards if penalty is None else rewards - keep(penalty, batch.mask)
 
 
 @token_advantages.register("gae", needs=["critic"], traits=["varies_in_row"])
-def gae(rewards: Tensor, batch: TokenBatch, *, gamma: Fraction = 1.0, lam: Fraction = 1.0) -> tuple[Tensor, Tensor]:
+def gae(
+    rewards: Tensor,
+    batch: TokenBatch,
+    *,
+    gamma: Fraction = 1.0,
+    lam: Fraction = 1.0,
+    bootstrap_truncated: bool = False,
+) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438, eq. 16) over the action tokens.
 
     ``delta_t = r_t + gamma V_{t+1} - V_t``, ``A_t = delta_t + gamma lam A_{t+1}``, ``R_t = A_t + V_t``. Observations
     and prompts are skipped: t + 1 is the row's next action token, and after the last one V and A are 0. So the tokens
-    of a tool's answer neither discount nor have values. Advantages are not normalised here.
+    of a tool's answer neither discount nor have values. Advantages are not normalised here. With a KL in the reward,
+    or rewards of turns, ``r_t`` is not 0 before the last token.
+
+    An answer truncated for its length would have gone on. With ``bootstrap_truncated`` V after its last token is the
+    critic's value of the state in which it was cut, instead of 0, the value of an end (Pardo et al. 2018,
+    arXiv:1712.00378). Without it, being cut is worth its reward alone, which depends on `reward.truncated`.
 
     Raises ValueError if the batch has no values.
     """
@@ -60,6 +75,13 @@ def gae(rewards: Tensor, batch: TokenBatch, *, gamma: Fraction = 1.0, lam: Fract
     grid = Grid.of(batch)
     value = grid.unflatten(batch.values)
     after = torch.nn.functional.pad(value, (0, 1))[:, 1:]
+    if bootstrap_truncated:
+        if batch.final_values is None:
+            raise ValueError("bootstrapping needs the critic's values of the states in which answers were truncated")
+        ends = batch.lengths.long()[:, None]
+        after = torch.where(
+            torch.arange(1, after.shape[1] + 1, device=ends.device) == ends, batch.final_values[:, None], after
+        )
     advantage = to_go(grid.unflatten(rewards) + gamma * after - value, gamma * lam)
     return grid.flatten(advantage), grid.flatten(advantage + value)
 

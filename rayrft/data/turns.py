@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rayrft.algorithms import Algorithm, Group
+from rayrft.errors import DataError
 from rayrft.experience import Experience
 
 
@@ -21,7 +23,7 @@ def group_advantages(
 
     They are equal on all action tokens of a row or, if the algorithm uses turns, of a turn, and 0 elsewhere.
     ``rewards`` replace those of the rows. Raises ValueError if the advantages come from a critic, or compare with a
-    greedy answer whose reward is missing.
+    greedy answer whose reward is missing, and DataError if a row lacks a component of its reward that they use.
     """
     if rewards is not None:
         rows = [row.with_fields(reward=reward) for row, reward in zip(rows, rewards, strict=True)]
@@ -30,8 +32,36 @@ def group_advantages(
         known = replace(turns.group, greedy_reward=rows[0].greedy_reward)
         return turns.spread(algorithm.group_advantages(turns.rewards, known), rows)
     values = torch.tensor([row.reward for row in rows], dtype=torch.float64)
-    found = algorithm.group_advantages(values, Group(rows[0].greedy_reward)).tolist()
+    components = reward_components(rows, algorithm.reward_components) if algorithm.needs_components else None
+    found = algorithm.group_advantages(values, Group(rows[0].greedy_reward, components=components)).tolist()
     return [row.action_mask * np.float32(value) for row, value in zip(rows, found, strict=True)]
+
+
+def reward_components(rows: list[Experience], names: tuple[str, ...]) -> dict[str, Tensor]:
+    """Collect the named components of the rows' rewards, ``[n]`` float64 each; without names, all that any row has.
+
+    Raises DataError if there is none, or a row lacks one or holds a number that is not finite.
+    """
+    names = names or tuple(sorted({name for row in rows for name in row.reward_components}))
+    for row in rows:
+        lacking = [name for name in names if not math.isfinite(row.reward_components.get(name, math.nan))]
+        if lacking or not names:
+            raise DataError(
+                f"the reward of row {row.experience_id!r} has no {', '.join(lacking) or 'components'}",
+                field="reward_components",
+                value=row.reward_components,
+                remedy="let the reward return every component for every answer, or name others in "
+                "algorithm.reward_components",
+            )
+    return {name: torch.tensor([row.reward_components[name] for row in rows], dtype=torch.float64) for name in names}
+
+
+def turn_rewards(mask: np.ndarray, metrics: Mapping[str, float]) -> np.ndarray:
+    """Return the rewards of a row's turns, without the row's own, each on the turn's last token, ``[T]`` float32."""
+    rewards = np.zeros(len(mask), np.float32)
+    for k, (_, _, end) in enumerate(_runs(mask)):
+        rewards[end - 1] = metrics.get(f"turn_reward_{k}", 0.0)
+    return rewards
 
 
 @dataclass(frozen=True)
@@ -45,8 +75,8 @@ class Turns:
     * ``turn_state_<k>``: a number that is equal in equal states. Without it, states are equal if the tokens right
       before the turn are equal: the prompt, or the last observation.
 
-    Only ``step_wise`` and ``gigpo`` use rewards and states of turns; all other advantages, also a critic's, use the
-    reward of the row.
+    Rewards of turns are used by ``step_wise``, ``gigpo`` and the advantages of a critic (`turn_rewards`), which know
+    only the turns of the same row; all others use the reward of the row alone.
     """
 
     rewards: Tensor

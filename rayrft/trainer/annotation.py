@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rayrft.algorithms import Algorithm, mean_value_errors
+from rayrft.algorithms.batch import keep
 from rayrft.trainer.batches import MicroBatch
 from rayrft.trainer.model import reshard
 from rayrft.trainer.policy import Policy
@@ -29,9 +30,17 @@ def with_logprobs(batches: Batches, name: str, policy: Policy, temperature: floa
     return annotated
 
 
-def with_values(batches: Batches, critic: Critic) -> Batches:
-    """Return the batches with the critic's values."""
-    annotated = [[_with(micro, values=critic.values(micro)) for micro in batch] for batch in batches]
+def with_values(batches: Batches, critic: Critic, *, final: bool = False) -> Batches:
+    """Return the batches with the critic's values; with ``final``, also those of the states in which truncated answers
+    were cut."""
+
+    def annotate(micro: MicroBatch) -> MicroBatch:
+        values, ends = critic.values(micro, final=final)
+        if not final or micro.tokens.truncated is None:
+            return _with(micro, values=values)
+        return _with(micro, values=values, final_values=keep(ends, micro.tokens.truncated))
+
+    annotated = [[annotate(micro) for micro in batch] for batch in batches]
     reshard(critic)
     return annotated
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rayrft.algorithms import Algorithm, TokenBatch
 from rayrft.buffer.leases import BatchShare, BlockRows
-from rayrft.data.turns import group_advantages
+from rayrft.data.turns import group_advantages, turn_rewards
 from rayrft.experience import from_batch, list_column, unpack
 from rayrft.trainer.packing import Packing, common_prefix, shared_prefixes
 
@@ -38,6 +38,10 @@ class TrainRow:
     expert: bool
     weight: float = 1.0
     reward: float = 0.0
+    turn_rewards: np.ndarray | None = None
+    """None if no turn has a reward of its own."""
+    truncated: bool = False
+    """Whether the answer was cut for its length."""
     pair: int | None = None
     chosen: bool = False
     images: tuple[str, ...] = ()
@@ -97,10 +101,11 @@ def read_rows(batch: pa.RecordBatch, part: BlockRows, algorithm: Algorithm, *, s
         list_column(batch.column(name), indices) for name in ("token_ids", "action_mask", "logprobs")
     )
     taken = (
-        batch.select(["source", "reward", "pair_id", "chosen", "images", "group_id", "experience_id"])
+        batch.select(["source", "reward", "pair_id", "chosen", "images", "group_id", "experience_id", "stop_reason"])
         .take(pa.array(indices))
         .to_pydict()
     )
+    turns = _turn_rewards(batch, indices) if algorithm.advantage_is_by_token else {}
     advantages = _advantages(batch, part.groups, algorithm)
     rows: list[TrainRow] = []
     pair_ids = taken["pair_id"]
@@ -119,6 +124,8 @@ def read_rows(batch: pa.RecordBatch, part: BlockRows, algorithm: Algorithm, *, s
                 expert=taken["source"][i] == "expert",
                 weight=float(part.weights[i]),
                 reward=taken["reward"][i] or 0.0,
+                turn_rewards=turns.get(i),
+                truncated=taken["stop_reason"][i] == "length",
                 pair=pair,
                 chosen=bool(taken["chosen"][i]),
                 images=tuple(taken["images"][i] or ()),
@@ -138,6 +145,14 @@ def _advantages(batch: pa.RecordBatch, groups: np.ndarray, algorithm: Algorithm)
             rows = from_batch(batch.slice(first, count))
             found.update(enumerate(group_advantages(rows, algorithm) if rows else [], start=first))
     return found
+
+
+def _turn_rewards(batch: pa.RecordBatch, indices: np.ndarray) -> dict[int, np.ndarray]:
+    """Return the rewards of turns by place in ``indices``, of the rows that have any."""
+    taken = batch.select(["metrics", "action_mask"]).take(pa.array(indices))
+    metrics, masks = taken.column("metrics").to_pylist(), list_column(taken.column("action_mask"))
+    found = {i: turn_rewards(mask, dict(metrics[i] or ())) for i, mask in enumerate(masks) if mask is not None}
+    return {i: rewards for i, rewards in found.items() if rewards.any()}
 
 
 def micro_batches(
@@ -246,6 +261,8 @@ def _flatten(rows: list[TrainRow], device: torch.device) -> MicroBatch:
         expert=torch.tensor([row.expert for row in rows], device=device),
         weight=torch.tensor([row.weight for row in rows], dtype=torch.float32, device=device),
         reward=torch.tensor([row.reward for row in rows], dtype=torch.float32, device=device),
+        turn_rewards=_join_turns(rows, device),
+        truncated=torch.tensor([row.truncated for row in rows], device=device),
         pair=torch.tensor([-1 if row.pair is None else pairs[row.pair] for row in rows], device=device),
         chosen=torch.tensor([row.chosen for row in rows], device=device),
     )
@@ -260,6 +277,14 @@ def _flatten(rows: list[TrainRow], device: torch.device) -> MicroBatch:
         groups=tuple(row.group for row in rows),
         experiences=tuple(row.experience for row in rows if row.experience),
     )
+
+
+def _join_turns(rows: list[TrainRow], device: torch.device) -> Tensor | None:
+    if all(row.turn_rewards is None for row in rows):
+        return None
+    zeros = (np.zeros(len(row.token_ids), np.float32) for row in rows)
+    arrays = [none if row.turn_rewards is None else row.turn_rewards for row, none in zip(rows, zeros, strict=True)]
+    return _join(arrays).to(device)
 
 
 def _join(arrays: list[np.ndarray]) -> Tensor:

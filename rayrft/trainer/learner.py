@@ -184,14 +184,15 @@ class Learner:
             with self.reference.active():
                 batches = with_logprobs(batches, "reference_logprobs", self.policy, self._temperature)
         if self.critic is not None:
-            batches = with_values(batches, self.critic)
+            batches = with_values(batches, self.critic, final=self._algorithm.bootstraps)
         batches = [
             [replace(micro, tokens=self._algorithm.token_advantages(micro.tokens)) for micro in batch]
             for batch in batches
         ]
         if self._algorithm.normalise_advantages:
-            sums = sum_moments((micro.tokens for batch in batches for micro in batch), self._device)
-            moments = Moments.of(self._reduce(sums))
+            by = self._algorithm.normalise_by
+            sums = sum_moments((micro.tokens for batch in batches for micro in batch), self._device, by)
+            moments = Moments.of(self._reduce(sums), by)
             batches = [[replace(m, tokens=normalise(m.tokens, moments)) for m in batch] for batch in batches]
         if self.teacher is not None:
             vocabulary = self.policy.vocabulary

@@ -199,23 +199,27 @@ def _in_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
             parameter.data = data
 
 
-def model_inputs(batch: MicroBatch, *, packs: bool, images: ImageReader | None) -> tuple[dict[str, Any], Tensor]:
-    """Return inputs for `run_model`, and for every predicted token the index of the state before it in the flattened
-    output. Raises ModelError if rows have images and the model takes none."""
+def model_inputs(
+    batch: MicroBatch, *, packs: bool, images: ImageReader | None, at: Tensor | None = None
+) -> tuple[dict[str, Any], Tensor]:
+    """Return inputs for `run_model`, and the indices of states in the flattened output: those after the tokens ``at``
+    (int64), by default those before predicted tokens. Raises ModelError if rows have images and the model takes
+    none."""
     layout = batch.packing
+    at = batch.predicted - 1 if at is None else at
     if images is None:
         reject_images(batch.images)
     inputs: dict[str, Any]
     if packs:
         ids, positions = batch.token_ids[layout.computed], layout.positions[layout.computed]
         inputs = {"input_ids": ids[None], "position_ids": positions[None], "packing": layout}
-        return inputs, layout.states[batch.predicted - 1]
+        return inputs, layout.states[at]
     # Padding is on the right and attention is causal, so no real token sees it: no attention mask is needed.
     padded = batch.token_ids.new_zeros(len(batch.lengths), layout.longest)
     padded[batch.tokens.sequence, layout.positions] = batch.token_ids
     inputs = {"input_ids": padded} if images is None else with_images(padded, batch.images, images)
     flat = batch.tokens.sequence * inputs["input_ids"].shape[1] + layout.positions
-    return inputs, flat[batch.predicted] - 1
+    return inputs, flat[at]
 
 
 def _temperatures(batch: MicroBatch, temperature: float) -> Tensor:

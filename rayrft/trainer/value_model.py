@@ -38,19 +38,23 @@ class Critic(nn.Module):
         self.optimizer = Optimizer(self.parameters(), config, steps, updates_per_step)
         self._ranks = ranks
 
-    def forward(self, batch: MicroBatch) -> Tensor:
-        """Compute the value of the state before every action token, ``[T]``, 0 elsewhere."""
-        inputs, before = model_inputs(batch, packs=self.packs, images=self.images)
-        states = run_model(self.model, inputs).last_hidden_state.flatten(0, 1)[before]
-        values = self.head(states).squeeze(-1)
+    def forward(self, batch: MicroBatch, *, final: bool = False) -> tuple[Tensor, Tensor]:
+        """Compute the value of the state before every action token, ``[T]``, 0 elsewhere; with ``final`` also that of
+        the state after the last token of every row, ``[N]``, otherwise empty."""
+        at = batch.predicted - 1
+        if final:
+            at = torch.cat([at, torch.tensor(batch.lengths, device=at.device).cumsum(0) - 1])
+        inputs, states = model_inputs(batch, packs=self.packs, images=self.images, at=at)
+        values = self.head(run_model(self.model, inputs).last_hidden_state.flatten(0, 1)[states]).squeeze(-1)
         values = values.to(torch.promote_types(values.dtype, torch.float32))
-        return values.new_zeros(len(batch.token_ids)).index_copy(0, batch.predicted, values)
+        before, ends = values.split([len(batch.predicted), len(at) - len(batch.predicted)])
+        return before.new_zeros(len(batch.token_ids)).index_copy(0, batch.predicted, before), ends
 
     @torch.no_grad()
-    def values(self, batch: MicroBatch) -> Tensor:
+    def values(self, batch: MicroBatch, *, final: bool = False) -> tuple[Tensor, Tensor]:
         """Compute values as `forward` does, without gradient."""
         with blaming(batch):
-            values: Tensor = self(batch)
+            values: tuple[Tensor, Tensor] = self(batch, final=final)
         return values
 
     def backward(self, batches: list[MicroBatch], over: Denominators, algorithm: Algorithm) -> Tensor:
@@ -60,7 +64,7 @@ class Critic(nn.Module):
             if isinstance(self, FSDPModule):
                 self.set_requires_gradient_sync(index == len(batches) - 1)
             with blaming(micro):
-                loss = algorithm.value_loss_of(self(micro), micro.tokens, over)
+                loss = algorithm.value_loss_of(self(micro)[0], micro.tokens, over)
                 torch.autograd.backward(loss * self._ranks)
             total += loss.detach().cpu()
         return total

@@ -12,6 +12,7 @@ from rayrft.algorithms import Algorithm, Denominators, PolicyOutput, TokenBatch,
 PER_TOKEN = (
     "behaviour_logprobs",
     "advantages",
+    "turn_rewards",
     "proximal_logprobs",
     "reference_logprobs",
     "teacher_logprobs",
@@ -55,7 +56,7 @@ def make_rows(garbage: float = torch.nan, scale: float = 0.5, dtype: torch.dtype
         # In the first row the policies are close, so that not even the narrowest clip binds.
         near = 1e-4 if number == 0 else 1.0
         fields = {name: -(base + noise() * near).abs() for name in PER_TOKEN if name.endswith("logprobs")}
-        fields |= {name: noise() for name in ("values", "returns")}
+        fields |= {name: noise() for name in ("turn_rewards", "values", "returns")}
         fields["advantages"] = torch.full((length,), float(torch.randn(())), dtype=dtype)
         fields["teacher_candidates"] = (torch.randn(length, CANDIDATES + 1, dtype=dtype) * scale).log_softmax(-1)[:, 1:]
         candidates = (torch.randn(length, CANDIDATES + 1, dtype=dtype) * scale).log_softmax(-1)[:, 1:]
@@ -77,6 +78,8 @@ def collate(rows: list[Row], numbers: list[int], leaves: list[dict[str, Tensor]]
         expert=torch.tensor([row.expert for row in picked]),
         weight=torch.tensor([row.weight for row in picked]),
         reward=torch.tensor([float(row.chosen) for row in picked], dtype=picked[0].fields["values"].dtype),
+        truncated=torch.tensor([row.weight == 3.0 for row in picked]),
+        final_values=torch.tensor([row.weight - 1.0 for row in picked], dtype=picked[0].fields["values"].dtype),
         pair=torch.tensor([pairs.index(row.pair) if row.pair >= 0 else -1 for row in picked]),
         chosen=torch.tensor([row.chosen for row in picked]),
         **{name: torch.cat([row.fields[name] for row in picked]) for name in PER_TOKEN},

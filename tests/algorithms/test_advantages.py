@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from rayrft.algorithms import Group, build, group_advantages, group_relative_advantages
-from rayrft.algorithms.advantages import accept, asymre, dr_grpo, grpo, opmd, red_drop, reinforce_pp, remax, rloo
+from rayrft.algorithms.advantages import accept, asymre, dr_grpo, gdpo, grpo, opmd, red_drop, reinforce_pp, remax, rloo
 from rayrft.algorithms.normalisation import Moments, normalise, sum_moments
 from tests.algorithms.flat import make_batch, on_mask
 
 ONE_RIGHT = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)
-LONE = Group(greedy_reward=0.5, trajectory=torch.tensor([0]), turn=torch.tensor([0]), state=torch.tensor([0]))
+LONE = Group(0.5, torch.tensor([0]), torch.tensor([0]), torch.tensor([0]), {"right": torch.tensor([1.0])})
 
 
 def test_grpo_by_hand() -> None:
@@ -21,6 +22,48 @@ def test_grpo_by_hand() -> None:
     assert grpo(ONE_RIGHT, Group(), epsilon=1e-12).tolist() == pytest.approx([1.5, -0.5, -0.5, -0.5])
     assert grpo(ONE_RIGHT, Group(), epsilon=0.25).tolist() == pytest.approx([1.0, -1 / 3, -1 / 3, -1 / 3])
     assert grpo(ONE_RIGHT, Group()).tolist() == group_relative_advantages(ONE_RIGHT).tolist()
+
+
+def test_grpo_does_not_blow_up_differences_that_are_noise() -> None:
+    # Deviation 0.5: at or below a threshold of 0.5 there is no advantage, or it is not divided.
+    for below, expected in (("drop", [0.0] * 4), ("centre", [0.75] + [-0.25] * 3)):
+        found = grpo(ONE_RIGHT, Group(), std_threshold=0.5, below_threshold=below)  # type: ignore[arg-type]
+        assert found.tolist() == expected
+        assert (
+            grpo(ONE_RIGHT, Group(), std_threshold=0.49, below_threshold=below).tolist()
+            == grpo(  # type: ignore[arg-type]
+                ONE_RIGHT, Group()
+            ).tolist()
+        )
+    assert grpo(torch.ones(1), Group(), std_threshold=9.0).tolist() == [0.0]
+
+
+def test_gdpo_by_hand() -> None:
+    # "right" is ONE_RIGHT: 1.5 and -0.5; "form" 0, 2, 0, 2 of mean 1, deviation sqrt(4/3): -+sqrt(3)/2.
+    form, root = torch.tensor([0.0, 2.0, 0.0, 2.0], dtype=torch.float64), math.sqrt(3) / 2
+    group = Group(components={"right": ONE_RIGHT, "form": form, "flat": torch.ones(4).double()})
+    found = gdpo(ONE_RIGHT + form, group, epsilon=1e-12)
+    assert found.tolist() == pytest.approx([1.5 - root, -0.5 + root, -0.5 - root, -0.5 + root])
+    found = gdpo(ONE_RIGHT, group, reward_components={"form": 2.0, "right": -1.0}, epsilon=1e-12)
+    assert found.tolist() == pytest.approx([-1.5 - 2 * root, 0.5 + 2 * root, 0.5 - 2 * root, 0.5 + 2 * root])
+    assert gdpo(ONE_RIGHT, group, reward_components={"form": 1.0}, epsilon=1.0)[0].item() == pytest.approx(
+        -1 / (1 + math.sqrt(4 / 3))
+    )
+    assert gdpo(torch.zeros(4), group).tolist() == gdpo(ONE_RIGHT, group).tolist(), "the reward has no part in it"
+    with pytest.raises(ValueError, match="needs the components"):
+        gdpo(ONE_RIGHT, Group())
+
+
+def test_gdpo_tells_apart_what_a_sum_of_rewards_does_not() -> None:
+    # Two groups, one answer with one and with both of two rewards: the same advantages from their sums.
+    none = torch.zeros(3, dtype=torch.float64)
+    one, both = none.clone(), none.clone()
+    one[0], both[0] = 1.0, 1.0
+    groups = [Group(components={"a": one, "b": none}), Group(components={"a": both, "b": both})]
+    sums = [grpo(one, Group()), grpo(2 * one, Group())]
+    torch.testing.assert_close(sums[0], sums[1], atol=1e-5, rtol=0)
+    first, second = (gdpo(one, group) for group in groups)
+    torch.testing.assert_close(second, 2 * first)
 
 
 def test_dr_grpo_by_hand() -> None:
@@ -110,7 +153,8 @@ def test_a_group_of_one_carries_no_preference(name: str) -> None:
 @pytest.mark.parametrize("rewards", [[0.5] * 3, [0.1] * 7])
 def test_equal_rewards_carry_no_preference(name: str, rewards: list[float]) -> None:
     count = torch.arange(len(rewards))
-    group = Group(trajectory=count, turn=torch.zeros_like(count), state=torch.zeros_like(count))
+    components = {"a": torch.tensor(rewards), "b": torch.ones(len(rewards))}
+    group = Group(trajectory=count, turn=torch.zeros_like(count), state=torch.zeros_like(count), components=components)
     assert group_advantages.get(name).bind({})(torch.tensor(rewards), group).tolist() == [0.0] * len(rewards)
 
 
@@ -119,8 +163,12 @@ def test_the_order_of_a_group_changes_nothing(name: str) -> None:
     rewards, order = torch.randn(6, dtype=torch.float64), torch.randperm(6)
     trajectory, turn, state = torch.tensor([0, 0, 1, 1, 2, 2]), torch.arange(6) % 2, torch.tensor([0, 1, 0, 1, 1, 2])
     advantage = group_advantages.get(name).bind({})
-    plain = advantage(rewards, Group(0.3, trajectory, turn, state))
-    shuffled = advantage(rewards[order], Group(0.3, trajectory[order], turn[order], state[order]))
+    parts = {"a": torch.randn(6, dtype=torch.float64), "b": rewards}
+    plain = advantage(rewards, Group(0.3, trajectory, turn, state, parts))
+    mixed = Group(
+        0.3, trajectory[order], turn[order], state[order], {name: part[order] for name, part in parts.items()}
+    )
+    shuffled = advantage(rewards[order], mixed)
     torch.testing.assert_close(shuffled, plain[order])
 
 
@@ -156,3 +204,53 @@ def test_normalisation_over_the_batch_by_hand() -> None:
     halves = [make_batch([[0.0] * 3], [[1.0] * 3]), make_batch([[0.0]], [[-3.0]])]
     assert Moments.of(sum(sum_moments([half]) for half in halves)) == moments
     assert Moments.of(sum_moments([])) == Moments(0.0, 0.0)
+
+
+def test_by_answers_each_counts_once_whatever_its_length() -> None:
+    # Advantages 1 (three tokens) and 5: mean 3, deviation 2; weights 3 and 1: mean 2, variance (3 + 9) / 4 = 3. An
+    # expert's row, and one without tokens, are not counted.
+    rows, values = [[0.0] * 3, [0.0], [0.0], []], [[1.0] * 3, [5.0], [70.0], []]
+    batch = make_batch(rows, values, expert=[False, False, True, False])
+    moments = Moments.of(sum_moments([batch], by="answers"), "answers")
+    assert (moments.mean, moments.deviation) == pytest.approx((3.0, 2.0))
+    assert on_mask(normalise(batch, moments).advantages, batch.own()) == pytest.approx([-1.0] * 3 + [1.0])
+    weighed = replace(batch, weight=torch.tensor([3.0, 1.0, 9.0, 9.0]))
+    moments = Moments.of(sum_moments([weighed], by="answers"), "answers")
+    assert (moments.mean, moments.deviation) == pytest.approx((2.0, 3**0.5))
+
+
+def test_by_rewards_advantages_are_scaled_and_not_shifted() -> None:
+    # Rewards 1 and 5 (the expert's 9 is not counted): deviation 2, whatever the lengths.
+    rows, values = [[0.0] * 3, [0.0], [0.0]], [[1.0] * 3, [3.0], [7.0]]
+    reward = torch.tensor([1.0, 5.0, 9.0])
+    batch = make_batch(rows, values, expert=[False, False, True], reward=reward)
+    moments = Moments.of(sum_moments([batch], by="rewards"), "rewards")
+    assert (moments.mean, moments.deviation) == pytest.approx((0.0, 2.0))
+    assert on_mask(normalise(batch, moments).advantages, batch.own()) == pytest.approx([0.5] * 3 + [1.5])
+    with pytest.raises(ValueError, match="needs the rewards"):
+        sum_moments([replace(batch, reward=None)], by="rewards")
+
+
+def test_nothing_is_divided_by_a_deviation_of_rounding_errors() -> None:
+    batch = make_batch([[0.0], [0.0]], [[0.1], [0.1]], reward=torch.tensor([0.3, 0.3]))
+    for by, expected in (("rewards", 0.1), ("answers", 0.0), ("tokens", 0.0)):
+        moments = Moments.of(sum_moments([batch], by=by), by)  # type: ignore[arg-type]
+        assert on_mask(normalise(batch, moments).advantages, batch) == pytest.approx([expected] * 2, abs=1e-9)
+
+
+def test_rewards_are_clipped_and_scaled_before_they_are_compared() -> None:
+    rewards = torch.tensor([-3.0, 0.5, 7.0])
+    shaping = {"reward_low": -1.0, "reward_high": 2.0, "reward_scale": 10.0}
+    for given, expected in (
+        (shaping, [-10.0, 5.0, 20.0]),
+        ({"reward_low": -1.0}, [-1.0, 0.5, 7.0]),
+        ({"reward_high": 2.0}, [-3.0, 0.5, 2.0]),
+        ({"reward_scale": 0.5}, [-1.5, 0.25, 3.5]),
+        ({}, [-3.0, 0.5, 7.0]),
+    ):
+        assert build("reinforce_pp", given).group_advantages(rewards, Group()).tolist() == expected
+    assert build("remax", shaping).group_advantages(rewards, Group(greedy_reward=9.0)).tolist() == [-30.0, -15.0, 0.0]
+    batch = make_batch([[0.0], [0.0]], reward=torch.tensor([-3.0, 1.0]), turn_rewards=[[4.0], [0.0]])
+    seen = build("grpo", shaping).token_advantages(batch)
+    assert seen.reward is not None and seen.reward.tolist() == [-10.0, 10.0]
+    assert seen.turn_rewards is not None and on_mask(seen.turn_rewards, batch) == [20.0, 0.0]

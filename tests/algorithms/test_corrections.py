@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import math
+import pickle
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from rayrft.algorithms import Denominators, build, corrections
-from rayrft.algorithms.corrections import decoupled, masked, sequence_mask, token_mask, truncated
+from rayrft.algorithms.corrections import (
+    decoupled,
+    divergence_mask,
+    masked,
+    off_policy_mask,
+    sequence_mask,
+    sequence_masked,
+    sequence_truncated,
+    token_mask,
+    truncated,
+)
 from tests.algorithms.flat import LOG2, leaf, make_batch, on_mask, output, own, tokens
 
 # Two answers; ratios of the proximal policy to the behaviour policy 1 and 4, then 1/4.
@@ -36,14 +49,84 @@ def test_token_mask_by_hand() -> None:
 
 def test_sequence_mask_by_hand() -> None:
     # Geometric means: sqrt(1 * 4) = 2, kept whole up to rounding of the bound; 1/4, left out whole.
-    assert on_mask(sequence_mask(NOW, GAP, weight_high=2.001), GAP) == [1.0, 1.0, 0.0]
-    assert on_mask(sequence_mask(NOW, GAP, weight_high=1.9), GAP) == [0.0, 0.0, 0.0]
+    assert on_mask(sequence_mask(NOW, GAP, sequence_high=2.001), GAP) == [1.0, 1.0, 0.0]
+    assert on_mask(sequence_mask(NOW, GAP, sequence_high=1.9), GAP) == [0.0, 0.0, 0.0]
 
 
 def test_by_default_an_answer_is_masked_that_is_off_by_two_per_cent_a_token() -> None:
     # Tokens of all three are off by half; so are those of the last on the whole.
     batch = own([[0.0] * 2] * 3, proximal_logprobs=[[0.5, -0.5], [0.5, -0.499], [0.5, -0.46]])
     assert on_mask(sequence_mask(NOW, batch), batch) == [1.0] * 4 + [0.0] * 2
+
+
+def test_weights_of_whole_answers_by_hand() -> None:
+    # Products 1 * 4 and 1/4; geometric means 2 and 1/4.
+    assert on_mask(sequence_truncated(NOW, GAP), GAP) == pytest.approx([2.0, 2.0, 0.25])
+    assert on_mask(sequence_truncated(NOW, GAP, sequence_cap=5.0), GAP) == pytest.approx([4.0, 4.0, 0.25])
+    assert on_mask(sequence_masked(NOW, GAP), GAP) == pytest.approx([0.0, 0.0, 0.25])
+    assert on_mask(sequence_masked(NOW, GAP, sequence_cap=5.0), GAP) == pytest.approx([4.0, 4.0, 0.25])
+    for weigh in (sequence_truncated, sequence_masked):
+        weights = weigh(NOW, GAP, sequence_cap=3.0, sequence_ratio="geometric")
+        assert on_mask(weights, GAP) == pytest.approx([2.0, 2.0, 0.25])
+
+
+def test_the_weight_of_a_long_answer_does_not_overflow() -> None:
+    batch = own([[-10.0] * 50], proximal_logprobs=[[0.0] * 50])
+    assert on_mask(sequence_truncated(NOW, batch, sequence_cap=1e9), batch) == pytest.approx([math.exp(20)] * 50)
+
+
+@pytest.mark.parametrize(
+    ("divergence", "over", "values"),
+    [
+        # Gaps 0 and log 4 in one answer, -log 4 in the other: k2 (log 4)^2 / 2 for both.
+        ("k2", "token", [0.0, 2 * LOG2**2, 2 * LOG2**2]),
+        ("k2", "mean", [LOG2**2, LOG2**2, 2 * LOG2**2]),
+        ("k2", "sum", [2 * LOG2**2] * 3),
+        # k3: 4 - 1 - log 4 = 1.614 and 1/4 - 1 + log 4 = 0.636.
+        ("k3", "token", [0.0, 3 - 2 * LOG2, 2 * LOG2 - 0.75]),
+        ("k3", "mean", [1.5 - LOG2, 1.5 - LOG2, 2 * LOG2 - 0.75]),
+        ("k3", "max", [3 - 2 * LOG2, 3 - 2 * LOG2, 2 * LOG2 - 0.75]),
+    ],
+)
+def test_divergence_mask_by_hand(divergence: Any, over: Any, values: list[float]) -> None:
+    for cap in (value + sign * 1e-6 for value in values for sign in (-1, 1) if value + sign * 1e-6 > 0):
+        kept = divergence_mask(NOW, GAP, divergence=divergence, divergence_of=over, divergence_cap=cap)
+        assert on_mask(kept, GAP) == [float(value <= cap) for value in values]
+
+
+def test_gaps_of_opposite_sign_cancel_in_the_ratio_of_an_answer_and_not_in_its_divergence() -> None:
+    batch = own([[-1.0, -1.0]], proximal_logprobs=[[-0.5, -1.5]])
+    assert on_mask(sequence_mask(NOW, batch), batch) == [1.0, 1.0]
+    assert on_mask(divergence_mask(NOW, batch), batch) == [0.0, 0.0]
+
+
+def test_what_the_policy_left_behind_is_not_pushed_further_down() -> None:
+    # Means of log behaviour / now: (0 + 1.2) / 2 = 0.6, 0.6, 0.4, -0.6. The proximal policy has no part in it.
+    behaviour = [[-1.0, -1.0], [-1.0], [-1.0], [-1.0]]
+    advantages = [[-1.0, 0.5], [1.0], [-1.0], [-1.0]]
+    batch = own(behaviour, advantages, proximal_logprobs=[[-9.0, -9.0], [-9.0], [-9.0], [-9.0]])
+    now = leaf([[-1.0, -2.2], [-1.6], [-1.4], [-0.4]])
+    kept = off_policy_mask(now, batch)
+    assert on_mask(kept, batch) == [0.0, 1.0, 1.0, 1.0, 1.0] and not kept.requires_grad
+    assert on_mask(off_policy_mask(now, batch, off_policy_cap=0.3), batch) == [0.0, 1.0, 1.0, 0.0, 1.0]
+    assert on_mask(off_policy_mask(now, batch, off_policy_cap=0.7), batch) == [1.0] * 5
+    even = replace(batch, advantages=torch.zeros_like(batch.advantages))
+    assert on_mask(off_policy_mask(now, even), batch) == [1.0] * 5
+
+
+def test_several_corrections_multiply() -> None:
+    # One answer with token ratios 1 and 4, capped at 2 and 3; the other's is 1/4, which the mask leaves out.
+    batch = make_batch([[-1.0, -3.0], [-1.0]], [[1.0, 1.0], [1.0]], proximal_logprobs=[[-1.0, -3.0 + 2 * LOG2], [-2.4]])
+    over, pieces = Denominators(3, 2), ["truncated", "sequence_mask"]
+    algorithm = build(
+        "rloo", {"correction": pieces, "weight_cap": 3.0, "sequence_high": 2.1, "policy_loss": "reinforce"}
+    )
+    parts = algorithm.loss(output(leaf([[-1.0, -3.0], [-1.0]])), batch, over)
+    assert parts.loss.item() == pytest.approx((1.0 * 1 + 3.0 * 3) / 3)
+    assert parts.correction.item() == pytest.approx(4.0)
+    assert algorithm.needs() == {"proximal": "correction 'truncated'"}
+    assert build("rloo", {"correction": pieces[:1]}).needs_proximal and build("gspo", {"correction": pieces})
+    assert pickle.loads(pickle.dumps(algorithm)) == algorithm
 
 
 def test_without_a_proximal_policy_masks_look_at_the_present_one() -> None:

@@ -39,6 +39,12 @@ def cases() -> Iterator[Any]:
                     needs = {"kl_in": "reward"}
                 yield pytest.param(build(name, {**pieces, **needs, kind: piece}), id=f"{kind} {piece}")
     yield pytest.param(build("grpo", {"policy_loss": "ppo", "dual_clip": 1.1}), id="dual clip")
+    yield pytest.param(build("gspo", {"correction": ["truncated", "sequence_mask", "off_policy_mask"]}), id="several")
+    yield pytest.param(build("grpo", {"kl": "k3_unbiased", "kl_ratio_cap": 2.0}), id="capped ratio of the KL")
+    yield pytest.param(build("dpo", {"chosen_coef": 0.5}), id="likelihood of the chosen")
+    for over in ("token", "sum", "max"):
+        pieces = {"correction": "divergence_mask", "divergence_of": over, "divergence_cap": 0.1}
+        yield pytest.param(build("grpo", pieces), id=f"divergence of {over}")
     for keep_where in ("all", "two_side", "ring"):
         yield pytest.param(build("rec", {"keep_where": keep_where, "weigh_by_ratio": True}), id=f"rec {keep_where}")
 
@@ -131,7 +137,10 @@ def test_at_the_policy_that_sampled_every_policy_loss_has_the_gradient_of_reinfo
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-9)
 
 
-@pytest.mark.parametrize(("name", "pieces"), [("ppo", {"gamma": 0.9, "lam": 0.8}), ("grpo", {}), ("reinforce_pp", {})])
+GAE = {"gamma": 0.9, "lam": 0.8, "bootstrap_truncated": True, "reward_high": 0.9}
+
+
+@pytest.mark.parametrize(("name", "pieces"), [("ppo", GAE), ("grpo", {}), ("reinforce_pp", {})])
 def test_advantages_that_the_trainer_computes_do_not_depend_on_the_split(name: str, pieces: dict[str, Any]) -> None:
     rows = make_rows()
     algorithm = build(name, {"kl": "k1", "kl_in": "reward", "kl_coef": 0.3, **pieces})

@@ -29,6 +29,7 @@ def needs(algorithm: Algorithm) -> set[str]:
         ("chord_mu", {"rollouts", "expert"}),
         ("dpo", {"pairs", "reference"}),
         ("ipo", {"pairs", "reference"}),
+        *((name, {"pairs"}) for name in ("simpo", "cpo", "orpo")),
         ("ppo", {"rollouts", "critic"}),
         ("remax", {"rollouts", "greedy_baseline"}),
         ("gigpo", {"rollouts", "turns"}),
@@ -197,6 +198,32 @@ def test_grpo_with_the_loss_of_gspo_is_gspo() -> None:
         ("ipo", {"distillation": "reverse_kl"}, "distillation"),
         ("dpo", {"label_smoothing": 0.5}, "label_smoothing"),
         ("grpo", {"normalise_advantages": "yes"}, "normalise_advantages"),
+        ("grpo", {"correction": ["truncated", "truncated"]}, "correction"),
+        ("grpo", {"correction": ["truncated", "none"]}, "correction"),
+        ("grpo", {"correction": ["truncated", 3]}, "correction"),
+        ("grpo", {"correction": ["truncated", "sequence_maks"]}, "correction"),
+        ("grpo", {"correction": []}, "correction"),
+        ("sft", {"correction": ["truncated", "masked"]}, "correction"),
+        ("gdpo", {"reward_components": "right"}, "reward_components"),
+        ("gdpo", {"reward_components": {"right": "much"}}, "reward_components"),
+        ("gdpo", {"reward_components": {1: 1.0}}, "reward_components"),
+        ("gdpo", {"reward_components": {"right": float("nan")}}, "reward_components"),
+        ("gdpo", {"reward_scale": 2.0}, "reward_scale"),
+        ("gdpo", {"reward_high": 2.0}, "reward_high"),
+        ("grpo", {"reward_components": {"right": 1.0}}, "reward_components"),
+        ("sft", {"reward_scale": 2.0}, "reward_scale"),
+        ("grpo", {"reward_scale": 0}, "reward_scale"),
+        ("grpo", {"reward_low": 1.0, "reward_high": 1.0}, "reward_low"),
+        ("grpo", {"reward_low": float("inf")}, "reward_low"),
+        ("grpo", {"normalise_by": "answers"}, "normalise_by"),
+        ("ppo", {"normalise_by": "answers"}, "normalise_by"),
+        ("reinforce_pp", {"normalise_by": "answer"}, "normalise_by"),
+        ("red_drop", {"normalise_advantages": True, "normalise_by": "answers"}, "normalise_advantages"),
+        ("grpo", {"below_threshold": "keep"}, "below_threshold"),
+        ("dpo", {"chosen_coef": -1.0}, "chosen_coef"),
+        ("grpo", {"kl": ["k2", "k3"]}, "kl"),
+        ("grpo", {"correction": ["truncated", "token_mask"], "sequence_cap": 2.0}, "sequence_cap"),
+        ("grpo", {"correction": ["truncated", "token_mask"], "weight_cap": 0}, "weight_cap"),
     ],
 )
 def test_a_mistake_names_its_key(name: str, overrides: dict[str, Any], field: str) -> None:
@@ -207,10 +234,10 @@ def test_a_mistake_names_its_key(name: str, overrides: dict[str, Any], field: st
 @pytest.mark.parametrize(
     ("kind", "name", "defaults"),
     [
-        ("advantage", "grpo", {"epsilon": 1e-6}),  # verl
+        ("advantage", "grpo", {"epsilon": 1e-6, "std_threshold": 0.0, "below_threshold": "drop"}),  # verl
         ("advantage", "gigpo", {"step_weight": 1.0, "discount": 0.95, "deviation": True, "epsilon": 1e-6}),
         ("advantage", "asymre", {"baseline_shift": -0.1}),
-        ("advantage", "gae", {"gamma": 1.0, "lam": 1.0}),
+        ("advantage", "gae", {"gamma": 1.0, "lam": 1.0, "bootstrap_truncated": False}),
         ("policy_loss", "ppo", {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}),
         ("policy_loss", "gspo", {"clip_low": 3e-4, "clip_high": 4e-4}),
         ("policy_loss", "gspo_token", {"clip_low": 3e-4, "clip_high": 4e-4}),
@@ -232,9 +259,14 @@ def test_a_mistake_names_its_key(name: str, overrides: dict[str, Any], field: st
         ),
         ("correction", "truncated", {"weight_cap": 2.0}),  # verl
         ("correction", "masked", {"weight_low": 0.5, "weight_high": 5.0}),  # IcePop
-        ("correction", "sequence_mask", {"weight_low": 0.99, "weight_high": 1.01}),  # SkyRL
+        ("correction", "sequence_mask", {"sequence_low": 0.99, "sequence_high": 1.01}),  # SkyRL
+        ("correction", "sequence_truncated", {"sequence_cap": 2.0, "sequence_ratio": "product"}),  # verl
+        ("correction", "sequence_masked", {"sequence_cap": 3.0, "sequence_ratio": "product"}),  # TRL
         ("value_loss", "clipped", {"value_clip": 0.2}),
         ("preference", "dpo", {"beta": 0.1, "label_smoothing": 0.0}),
+        ("preference", "dpo_by_length", {"beta": 5.0, "label_smoothing": 0.0}),  # Tulu 3
+        ("preference", "simpo", {"beta": 2.0, "target_margin": 1.0}),
+        ("preference", "orpo", {"beta": 0.1}),  # TRL
     ],
 )
 def test_defaults_are_the_published_ones(kind: str, name: str, defaults: dict[str, Any]) -> None:
@@ -247,8 +279,9 @@ def test_defaults_are_the_published_ones(kind: str, name: str, defaults: dict[st
     [
         ("grpo", {"kl": "k1"}, "kl"),
         ("grpo", {"correction": "token_mask", "weight_low": 2.0}, "weight_low"),
-        ("grpo", {"correction": "sequence_mask", "weight_high": 0.9}, "weight_low"),
+        ("grpo", {"correction": "sequence_mask", "sequence_high": 0.9}, "sequence_low"),
         ("grpo", {"correction": "masked", "weight_low": 1.0, "weight_high": 1.0}, "weight_low"),
+        ("grpo", {"correction": ["truncated", "sequence_mask"], "sequence_high": 0.9}, "sequence_low"),
         ("gigpo", {"policy_loss": "gspo"}, "policy_loss"),
         ("gigpo", {"policy_loss": "kimi"}, "policy_loss"),
         ("ppo", {"policy_loss": "importance_sequence"}, "policy_loss"),
@@ -274,6 +307,13 @@ def test_every_name_stands_in_the_readme() -> None:
     names = {name for registries in REGISTRIES.values() for registry in registries for name in registry}
     missing = {name for name in names | set(presets) if f"`{name}`" not in section}
     assert not {name for name in missing if not name.startswith(("tanh_", "above_"))}, "an example's may be loaded"
+
+
+def test_weights_of_reward_components_are_named() -> None:
+    algorithm = build("gdpo", {"reward_components": {"right": 1, "form": -0.5}})
+    assert algorithm.reward_components == ("right", "form") and algorithm.needs_components
+    assert build("gdpo").reward_components == () and not build("grpo").needs_components
+    assert build("red_drop", {"normalise_advantages": True, "normalise_by": "rewards"}).normalise_advantages
 
 
 def test_none_leaves_a_piece_out() -> None:

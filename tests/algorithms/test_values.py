@@ -30,6 +30,31 @@ def test_gae_with_gamma_and_lambda_1_is_return_less_value() -> None:
     assert on_mask(returns, batch) == pytest.approx([1.0, 1.0, 1.0, 2.0, 2.0])
 
 
+def test_an_answer_that_was_cut_goes_on_with_the_critics_value_by_hand() -> None:
+    # As above, but V after the last token is 2 in the first row: delta = 1 + 0.5 * 2 - 0.25 = 1.75; then
+    # -0.375 + 0.25 * 1.75 = 0.0625. The second row, not cut, and the third, without tokens, are as they were.
+    final = torch.tensor([2.0, 0.0, 5.0], dtype=torch.float64)
+    batch = own([[0.0, 0.0], [0.0], []], values=[[0.5, 0.25], [0.5], []], final_values=final)
+    rewards = tokens([[0.0, 1.0], [1.0], []], prompt=0.0)
+    advantages, returns = gae(rewards, batch, gamma=0.5, lam=0.5, bootstrap_truncated=True)
+    assert on_mask(advantages, batch) == pytest.approx([0.0625, 1.75, 0.5])
+    assert on_mask(returns, batch) == pytest.approx([0.5625, 2.0, 1.0])
+    plain, _ = gae(rewards, batch, gamma=0.5, lam=0.5)
+    assert on_mask(plain, batch) == pytest.approx([-0.1875, 0.75, 0.5])
+    assert build("ppo", {"bootstrap_truncated": True}).bootstraps and not build("ppo").bootstraps
+    with pytest.raises(ValueError, match="needs the critic's values of the states in which"):
+        gae(rewards, own([[0.0]], values=[[0.5]]), bootstrap_truncated=True)
+
+
+def test_rewards_of_turns_stand_where_the_turns_end() -> None:
+    # Turn rewards 0.5 and 0.25, the row's own 1: with gamma and lambda 1 the rest of them less V.
+    fields = {"turn_rewards": [[0.5, 0.0, 0.25]], "values": [[0.125] * 3], "reward": torch.ones(1).double()}
+    batch = own([[0.0] * 3], **fields)
+    assert on_mask(token_rewards(batch), batch) == [0.5, 0.0, 1.25]
+    filled = build("ppo").token_advantages(batch)
+    assert on_mask(filled.advantages, batch) == pytest.approx([1.625, 1.125, 1.125])
+
+
 def test_gae_skips_what_the_policy_did_not_produce() -> None:
     """An observation between two action tokens, and rows that lie interleaved, change nothing."""
     values, rewards = torch.tensor([0.5, 9.0, 0.3, 0.25, 0.0]), torch.tensor([0.0, 0.0, 1.0, 1.0, 0.0])

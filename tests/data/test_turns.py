@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from rayrft.algorithms import build, presets
-from rayrft.data.turns import Turns, group_advantages
+from rayrft.data.turns import Turns, group_advantages, turn_rewards
+from rayrft.errors import DataError
 from rayrft.experience import Experience
+from tests.errors import about
 
 MASK = np.array([0, 0, 1, 1, 0, 1, 1, 1], np.uint8)
 """A prompt of two tokens, a turn of two, an observation of one, a turn of three."""
@@ -84,10 +86,49 @@ def test_of_one_turn_each_gigpo_is_grpo_twice_over() -> None:
 
 @pytest.mark.parametrize("name", [name for name in presets if build(name).needs_rollouts and name != "ppo"])
 def test_every_algorithm_computes_advantages_on_action_tokens_alone(name: str) -> None:
-    rows = [replace(row(str(number)), reward=reward, greedy_reward=0.25) for number, reward in enumerate([1.0, 0.5])]
+    rows = [
+        replace(row(str(number)), reward=reward, greedy_reward=0.25, reward_components={"right": reward})
+        for number, reward in enumerate([1.0, 0.5])
+    ]
     found = group_advantages(rows, build(name))
     assert all(values.dtype == np.float32 and not values[MASK == 0].any() for values in found)
     assert any(values.any() for values in found) == (name not in ("distill", "jsd"))
+
+
+def scored(*components: dict[str, float]) -> list[Experience]:
+    return [replace(row(str(n)), reward=0.0, reward_components=each) for n, each in enumerate(components)]
+
+
+def test_components_of_rewards_are_compared_apart() -> None:
+    rows = scored({"right": 1.0, "form": 5.0}, {"form": 5.0, "right": 0.0})
+    for given in ({}, {"reward_components": {"right": 1.0}}, {"reward_components": {"form": 3.0, "right": 1.0}}):
+        found = group_advantages(rows, build("gdpo", given))
+        assert [values[2] for values in found] == pytest.approx([0.5**0.5, -(0.5**0.5)], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("components", "given", "lacking"),
+    [
+        ([{"right": 1.0}, {"right": 0.0, "form": 1.0}], {}, "'g/0' has no form"),
+        ([{"right": 1.0}, {"right": 0.0}], {"right": 1.0, "form": 1.0}, "'g/0' has no form"),
+        ([{"right": 1.0, "form": 0.0}, {"form": 0.0}], {"right": 1.0}, "'g/1' has no right"),
+        ([{"right": 1.0}, {"right": np.nan}], {}, "'g/1' has no right"),
+        ([{"right": 1.0}, {"right": np.inf}], {}, "'g/1' has no right"),
+        ([{}, {}], {}, "'g/0' has no components"),
+    ],
+)
+def test_a_row_without_a_component_of_its_reward_is_refused(
+    components: list[dict[str, float]], given: dict[str, float], lacking: str
+) -> None:
+    algorithm = build("gdpo", {"reward_components": given})
+    with pytest.raises(DataError, match=lacking, check=about("reward_components")):
+        group_advantages(scored(*components), algorithm)
+
+
+def test_rewards_of_turns_are_on_their_last_tokens() -> None:
+    found = turn_rewards(MASK, {"turn_reward_0": 0.5, "turn_reward_1": -1.0, "turn_reward_2": 9.0, "other": 9.0})
+    assert found.tolist() == [0, 0, 0, 0.5, 0, 0, 0, -1.0] and found.dtype == np.float32
+    assert turn_rewards(MASK, {"turn_reward_1": 2.0}).tolist() == [0] * 7 + [2.0]
 
 
 def test_remax_compares_with_the_greedy_answer() -> None:

@@ -16,7 +16,8 @@ from rayrft.algorithms import build
 from rayrft.buffer.leases import BlockRows, Unit, deal
 from rayrft.buffer.log.segments import Extent
 from rayrft.buffer.state import ExpertCursor
-from rayrft.experience import to_batch
+from rayrft.errors import DataError
+from rayrft.experience import Experience, to_batch
 from rayrft.trainer.batches import TrainRow, micro_batches, read_rows
 from tests.buffer.rows import expert_rows
 from tests.trainer.test_updates import make_learner
@@ -141,3 +142,41 @@ def test_no_other_grouping_of_padded_rows_needs_fewer_passes(sizes: list[int], b
 
     best = min(passes(order) for order in permutations(sizes))
     assert len(shapes([row(n) for n in sizes], budget, padded=True)) == best
+
+
+def group_of_two() -> tuple[pa.RecordBatch, BlockRows]:
+    """A group of two answers in two turns, the second cut for its length."""
+    mask = np.array([0, 1, 0, 1, 1], np.uint8)
+    base = Experience("g/0", "g", "t", np.arange(5, dtype=np.int32), 1, mask, np.zeros(5, np.float32), reward=1.0)
+    rows = [
+        replace(
+            base, reward_components={"right": 1.0, "form": 0.0}, metrics={"turn_reward_0": 0.5}, stop_reason="stop"
+        ),
+        replace(base, experience_id="g/1", reward_components={"right": 0.0, "form": 0.0}, stop_reason="length"),
+    ]
+    groups = np.array([[0, 2], [0, 2]])
+    return to_batch(rows), BlockRows(None, np.array([1, 0]), groups, np.ones(2, np.float32), np.zeros(2, bool))  # type: ignore[arg-type]
+
+
+def test_components_of_rewards_come_from_the_lease_to_the_advantages() -> None:
+    rows = read_rows(*group_of_two(), build("gdpo"))
+    assert [float(each.advantages[1]) for each in rows] == pytest.approx([-(0.5**0.5), 0.5**0.5], abs=1e-5)
+    with pytest.raises(DataError, match="has no speed"):
+        read_rows(*group_of_two(), build("gdpo", {"reward_components": {"speed": 1.0}}))
+
+
+def test_what_a_critics_advantages_need_comes_from_the_lease_to_the_micro_batch() -> None:
+    cut, whole = read_rows(*group_of_two(), build("ppo"))
+    assert (cut.truncated, whole.truncated) == (True, False) and cut.turn_rewards is None
+    assert whole.turn_rewards is not None and whole.turn_rewards.tolist() == [0, 0.5, 0, 0, 0]
+    for each in ([cut, whole], [whole, cut]):
+        [micro] = micro_batches(each, 100, CPU)
+        assert micro.tokens.turn_rewards is not None and micro.tokens.truncated is not None
+        first = micro.tokens.truncated.tolist().index(True)
+        by_row = micro.tokens.turn_rewards.view(2, 5).tolist()
+        assert (by_row[first], by_row[1 - first]) == ([0.0] * 5, [0, 0.5, 0, 0, 0])
+    [micro] = micro_batches([cut], 100, CPU)
+    assert micro.tokens.turn_rewards is None
+    assert all(each.turn_rewards is None for each in read_rows(*group_of_two(), build("grpo"))), (
+        "it has no use for them"
+    )

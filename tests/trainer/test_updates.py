@@ -388,3 +388,40 @@ def test_everything_is_the_same_on_two_ranks(
     critic = ("value_loss", "value_grad_norm")
     for field in ("loss", "grad_norm", *critic, "distillation_loss", "kl", "entropy", "policy_tokens"):
         assert getattr(one[0], field) == pytest.approx(getattr(two[0], field), abs=1e-6), field
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_a_truncated_answer_is_worth_what_the_critic_makes_of_its_end(packs: bool) -> None:
+    learner = make_learner("ppo", {"bootstrap_truncated": True, "normalise_advantages": False})
+    critic = learner.critic
+    assert critic is not None
+    critic.packs = learner.policy.packs = packs
+    if not packs:
+        for model in (critic.model, learner.policy.model):
+            model.set_attn_implementation("sdpa")
+    torch.nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(5))
+    rows = [replace(row, reward=0.5, truncated=number % 2 == 0) for number, row in enumerate(own_rows(4))]
+    [batch] = learner._compute_old_logprobs(learner._make_micro_batches([rows]))
+    critic.model.set_attn_implementation("sdpa")
+    seen = 0
+    for micro in batch:
+        assert micro.tokens.returns is not None and micro.tokens.truncated is not None
+        for row, ids in enumerate(micro.token_ids.split(micro.lengths)):
+            with torch.no_grad():
+                states = critic.model(input_ids=ids[None]).last_hidden_state
+                value = critic.head(states)[0, -1, 0].item()
+            mine = micro.tokens.mask & (micro.tokens.sequence == row)
+            cut = bool(micro.tokens.truncated[row])
+            expected = 0.5 + value * cut
+            assert micro.tokens.returns[mine].tolist() == pytest.approx([expected] * int(mine.sum()), abs=1e-5)
+            assert not cut or abs(value) > 1e-3
+            seen += cut
+    assert seen == 2
+
+
+def test_by_rewards_the_deviation_is_that_of_the_whole_batch() -> None:
+    # Rewards 0, 1, 0, 1, doubled: deviation 1. Without normalisation the gradient is the same.
+    rows = [replace(row, reward=float(number % 2)) for number, row in enumerate(own_rows(4))]
+    pieces = {"normalise_advantages": True, "normalise_by": "rewards", "reward_scale": 2.0}
+    scaled, plain = make_learner("dr_grpo", pieces), make_learner("dr_grpo")
+    assert scaled.gradient(rows)[0].loss.item() == pytest.approx(plain.gradient(rows)[0].loss.item(), rel=1e-5)
