@@ -1,23 +1,24 @@
 """Code against tests, in a sandbox, so that the verdict is not the code's own.
 
-A solution is a Python function that tests call, or a program in Python or C++ that reads stdin and writes stdout. Its tests
-are in the task's metadata:
+A solution is a Python function that tests call, or a program in Python or C++ that reads stdin and writes stdout. Its
+tests are in the task's metadata:
 
 * ``tests``: a list, of one of these kinds (or JSON of it):
     ``{"args": [3, 4], "expected": 7}``, also with ``kwargs``: calls of the function ``entry_point``;
     ``{"stdin": "3 4", "stdout": "7"}``: runs of the program;
     ``"assert add(3, 4) == 7"``: statements that call ``entry_point`` (MBPP).
-* ``test``, without ``tests``: source that defines ``check(candidate)`` (HumanEval). With ``tests`` that are statements, it is
-  run before them.
-* ``prompt``: source that a solution continues or may use, such as imports and helpers; it is run before both solution and
-  tests.
+* ``test``: source that defines ``check(candidate)``, which is the only test (HumanEval). With ``tests`` that are
+  statements, it is run before them.
+* ``prompt``: source that a solution continues or may use, such as imports and helpers; it is run before both solution
+  and tests. A program does not have it.
 * ``language``: ``python`` or ``cpp``, which only programs can be in; else the option's.
 
-What is expected never enters the sandbox of the solution. Calls are sent there one by one, and a value comes back, which is
-compared outside; statements run in another sandbox, without the solution, where the function they call stands for it.
-So a solution can only gain by returning the right value for what it is asked. Values travel as plain data: None, numbers,
-strings, bytes, lists, tuples, sets and dictionaries, and what derives from them or is numpy's. A list is not a tuple, 1
-is neither True nor 1.0. Arguments travel by value: tests cannot see that a function changed them.
+What is expected never enters the sandbox of the solution. Calls are sent there one by one, and a value comes back,
+which is compared outside; statements run in another sandbox, without the solution, where the function they call stands
+for it. So a solution can only gain by returning the right value for what it is asked. Values travel as plain data: None,
+numbers, strings, bytes, lists, tuples, sets and dictionaries, and what derives from them or is numpy's. A list is not a
+tuple, 1 is neither True nor 1.0. Arguments travel by value: tests cannot see that a function changed them. Tests that
+run what a function returned, by ``eval``, are at its mercy.
 """
 
 from __future__ import annotations
@@ -81,15 +82,16 @@ def code(
 ) -> Reward:
     """1 if the code passes all of the task's tests, else 0; with ``partial`` the share that it passes.
 
-    The code is the last fenced block of the response in its language, or without a language; without any fence, it is the
-    response. Components: ``passed``, the share of tests, of which none after the first failure is run unless
+    The code is the last fenced block of the response in its language, or without a language; without any fence, it is
+    the response. Components: ``passed``, the share of tests, of which none after the first failure is run unless
     ``partial``; ``compiled``, 1 if it compiles and, where it is a function, its module can be loaded.
 
     ``isolation`` and ``packages`` are those of `Sandbox`. ``tolerance``, relative or absolute, is for floats that are
-    expected of a function, and for numbers on stdout; text on stdout is compared line by line without white space at the end.
-    ``test_s`` is the wall and CPU time of a test, ``budget_s`` that of a response: with the number of a task's
-    responses it must stay below ``reward.deadline_s``. What exceeds its time, or ``memory_mib``, has failed. The reward is
-    unknown where tests cannot be run, or a response passes its tests each in time and there are too many for the budget.
+    expected of a function, and for numbers but integers on stdout; text on stdout is compared line by line, without
+    white space at the end. ``test_s`` is the wall time of a test, and its CPU time where it is a program; ``budget_s``
+    is the wall time of a response: with the number of a task's responses it must stay below ``reward.deadline_s``. What
+    exceeds its time, or ``memory_mib``, has failed. The reward is unknown where tests cannot be run, or where a
+    response passes its tests in time and there are too many for the budget.
     """
     sandbox = Sandbox(isolation, packages=packages)
     judge = Judge(sandbox, Limits(test_s, test_s, memory_mib), budget_s, tolerance)
@@ -300,7 +302,7 @@ class _Trial:
         before, source = str(self._task.metadata.get("prompt", "")), str(self._task.metadata.get("test", ""))
         if mode == "solve":
             source = self._source
-            if re.match(r"[ \t]+\S", source.lstrip("\n")):  # it continues the prompt in the middle of a function
+            if re.match(r"(?:[ \t]*\n)*[ \t]+\S", source):  # it continues the prompt in the middle of a function
                 before, source = "", f"{before}\n{source}"
         orders = {"before": before, "source": source, "name": self._entry_point(), "statements": list(tests)}
         command = [*self._sandbox.python, "runner.py", mode, *self._sandbox.paths]

@@ -5,9 +5,9 @@
     solve [PATH …]         load a solution, then answer calls of its function
     check [PATH …]         run tests, whose calls of the function are sent out and answered
 
-``solve`` and ``check`` are told in lines that are Python literals, which the process outside made, and answer in lines of
-JSON. JSON has no tuples, sets and the like: such a value is an object of one key, its type. Nothing that a solution says is
-ever evaluated here or outside. It imports nothing that is not needed, for every program waits for it.
+``solve`` and ``check`` are told in lines that are Python literals, which the process outside made, and answer in lines
+of JSON. JSON has no tuples, sets and the like: such a value is an object of one key, its type. Nothing that a solution
+says is ever evaluated here or outside. The script imports little, for every program waits for it.
 """
 
 import sys

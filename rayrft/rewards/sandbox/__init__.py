@@ -6,10 +6,10 @@
 
 Where nothing can isolate, it refuses. What keeps a program in is in `isolation.py` (files, network, processes) and
 `seccomp.py` (system calls). Time and memory are kept twice. The kernel limits each process (address space, CPU time,
-files) and their number. A watch looks every 20 ms at the sums over all processes of resident memory and of CPU time, and
-ends the program that exceeds them: so the sum of memory is bounded by ``memory_mib``, what can be filled within 20 ms,
-and twice ``folder_mib`` of files. The hard bound, should the watch come late, is twice ``memory_mib`` for each of its
-processes. Nothing is asked of cgroups, which most users cannot make.
+files) and their number. A watch looks every 20 ms at the sums over all processes of resident memory and of CPU time,
+and ends the program that exceeds them: so the sum of memory is bounded by ``memory_mib``, what can be filled between
+two looks, and twice ``folder_mib`` of files. The hard bound, should the watch come late, is twice ``memory_mib`` for
+each of ``processes``. Nothing is asked of cgroups, which most users cannot make.
 
 A program ends with its first process: whatever else it started is dead when a call returns, and also when the caller is
 killed.
@@ -96,8 +96,7 @@ class Process:
         self._stdin, self._stdout, self._stderr = (
             each.fileno() for each in (self._process.stdin, self._process.stdout, self._process.stderr)
         )
-        self._sending = self._received = self._errors = b""
-        self._status = b""
+        self._sending, self._received, self._errors, self._status = bytearray(), bytearray(), b"", b""
         self._written = {self._stdout: 0, self._stderr: 0}
         self._end_input = False
         self._outcome: Outcome | None = None
@@ -106,10 +105,12 @@ class Process:
         self._poller = select.poll()
         try:
             self._begin()
-        except BaseException:
+        except BaseException as error:
             self._process.kill()
             self._process.wait()
             self._close()
+            if isinstance(error, OSError):
+                raise SandboxFailed("the sandbox did not start", value=str(error)) from None
             raise
 
     def _begin(self) -> None:
@@ -174,7 +175,9 @@ class Process:
             self._turn(deadline)
             if beside is not None and beside._outcome is None:
                 beside._turn(0.0)
-        line, _, self._received = self._received.partition(b"\n")
+        end = self._received.index(b"\n")
+        line = bytes(self._received[:end])
+        del self._received[: end + 1]
         return line
 
     def wait(self) -> Outcome:
@@ -184,8 +187,8 @@ class Process:
         return self._outcome
 
     def finish(self) -> Outcome:
-        """End what no longer answers: by its limit of time if it could still write, else once it has had a moment to end
-        by itself."""
+        """End what no longer answers: by its limit of time if it could still write, else once it has had a moment to
+        end by itself."""
         if self._outcome is None and self._stdout in self._open:
             return self.kill("wall")
         deadline = time.monotonic() + _LAST_MOMENT_S
@@ -220,7 +223,8 @@ class Process:
         """Read, write and watch for a moment."""
         now, ends_at = time.monotonic(), self._began + self._limits.wall_s
         until = min(self._watch_at, ends_at, ends_at if deadline is None else deadline)
-        events = self._poller.poll(max(0.0, 1000 * (until - now)))
+        # What was killed is only to be waited for.
+        events = self._poller.poll(max(0.0, 1000 * (until - now)) if self._why == "exit" else None)
         for fd, _ in events:
             if fd == self._stdin:
                 self._write()
@@ -238,11 +242,11 @@ class Process:
 
     def _write(self) -> None:
         try:
-            self._sending = self._sending[os.write(self._stdin, self._sending[: 1 << 16]) :]
+            del self._sending[: os.write(self._stdin, self._sending)]
         except BlockingIOError:
             return
         except BrokenPipeError:
-            self._sending, self._end_input = b"", True
+            self._sending, self._end_input = bytearray(), True
         if not self._sending:
             self._poller.unregister(self._stdin)
             if self._end_input:
@@ -250,20 +254,22 @@ class Process:
                 assert self._process.stdin
                 self._process.stdin.close()
 
-    def _read(self, fd: int) -> None:
+    def _read(self, fd: int) -> bool:
+        """Take what there is; whether there was something."""
         try:
             data = os.read(fd, 1 << 16)
         except BlockingIOError:
-            return
+            return False
         if not data:
             self._poller.unregister(fd)
             self._open.discard(fd)
-            return
+            return False
         self._written[fd] += len(data)
         if fd == self._stderr:
             self._errors = (self._errors + data)[-_ERRORS_KEPT:]
         elif self._written[fd] <= self._limits.output_bytes:
             self._received += data
+        return True
 
     def _watch(self) -> None:
         count, memory, seconds = _usage(self._first_pid, itself=self._started.status is None)
@@ -272,7 +278,7 @@ class Process:
             self.kill("memory")
         elif seconds > self._limits.cpu_s:
             self.kill("cpu")
-        elif count > self._limits.processes:
+        elif count > self._limits.processes + 1:  # more than the kernel should have let it have
             self.kill("processes")
 
     def _finish(self) -> None:
@@ -289,15 +295,17 @@ class Process:
                 self._status += said
             code = self._reported("exit-code")
         for fd in (self._stdout, self._stderr):
-            while fd in self._open:
-                self._read(fd)
+            while self._written[fd] <= self._limits.output_bytes and fd in self._open and self._read(fd):
+                pass
         if self._why == "exit" and max(self._written.values()) > self._limits.output_bytes:
             self._why = "output"
         by_itself = self._why == "exit"
-        self._outcome = Outcome(self._why, code if by_itself else None, self._received, self._errors, seconds)
+        self._outcome = Outcome(self._why, code if by_itself else None, bytes(self._received), self._errors, seconds)
         self._close()
         if by_itself and code is None:
-            raise SandboxFailed("the sandbox ended before its program did", value=self._outcome.stderr.decode()[-500:])
+            raise SandboxFailed(
+                "the sandbox ended before its program did", value=self._errors.decode(errors="replace")[-500:]
+            )
 
     def _close(self) -> None:
         for stream in (self._process.stdin, self._process.stdout, self._process.stderr):

@@ -1,8 +1,8 @@
 """The filter of system calls in a sandbox, as the BPF program that seccomp takes (linux/seccomp.h, linux/filter.h).
 
-What can reach beyond a process fails with EPERM; calls newer than the table fail with ENOSYS, for what they reach is not
-known. A call in the form of another architecture (int 0x80 and x32 on x86-64) ends the process, for its number means
-something else.
+What can reach beyond a process fails with EPERM; calls newer than the table fail with ENOSYS, for what they reach is
+not known. A call in the form of another architecture (int 0x80 and x32 on x86-64) ends the process, for its number
+means something else.
 """
 
 from __future__ import annotations
