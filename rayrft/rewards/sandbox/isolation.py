@@ -179,7 +179,9 @@ class Bubblewrap:
             fds = [_in_memory(seccomp.program())]
             words = ["bwrap", "--die-with-parent", "--new-session", "--hostname", "sandbox", "--cap-drop", "ALL"]
             words += ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
-            inside = [*_prlimit(job.limits.rlimits()), *job.command]
+            # bwrap's own process 1 is left to the host's, which may reap nobody.
+            words += ["--as-pid-1"]
+            inside = [*_prlimit(job.limits.rlimits()), "/bin/sh", "-c", '"$@"; exit $?', "sh", *job.command]
             if os.geteuid() == 0:
                 # In a user namespace root stays root outside, and may have any number of processes.
                 user = str(unused_user())
