@@ -85,6 +85,10 @@ class AnswerTooLarge(CallFailed):
     """The answer exceeds the limit, and the process was killed; ``value`` is its size in bytes."""
 
 
+class SandboxFailed(RayrftError):
+    """A sandbox could not start a program or was ended from outside; it says nothing about the program."""
+
+
 class EnvironmentFailed(RayrftError):
     """The environment of one attempt failed, or what it returned is not valid."""
 

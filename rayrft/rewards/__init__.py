@@ -1,6 +1,6 @@
-"""Reward functions by name, and the workers that run them."""
+"""Reward models by name, and what they are made of."""
 
-from rayrft.rewards import judge, k12, math, models, text, vision
+from rayrft.rewards import code, judge, k12, math, models, text, vision
 from rayrft.rewards.base import (
     Reward,
     RewardResult,
@@ -18,6 +18,7 @@ __all__ = [
     "RewardResult",
     "Transcript",
     "build_reward",
+    "code",
     "imports",
     "inline",
     "judge",

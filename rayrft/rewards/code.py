@@ -1,0 +1,406 @@
+"""Code against tests, in a sandbox, so that the verdict is not the code's own.
+
+A solution is a Python function that tests call, or a program in Python or C++ that reads stdin and writes stdout. Its
+tests are in the task's metadata:
+
+* ``tests``: a list, of one of these kinds (or JSON of it):
+    ``{"args": [3, 4], "expected": 7}``, also with ``kwargs``: calls of the function ``entry_point``;
+    ``{"stdin": "3 4", "stdout": "7"}``: runs of the program;
+    ``"assert add(3, 4) == 7"``: statements that call ``entry_point`` (MBPP).
+* ``test``: source that defines ``check(candidate)``, which is the only test (HumanEval). With ``tests`` that are
+  statements, it is run before them.
+* ``prompt``: source that a solution continues or may use, such as imports and helpers; it is run before both solution
+  and tests. A program does not have it.
+* ``language``: ``python`` or ``cpp``, which only programs can be in; else the option's.
+
+What is expected never enters the sandbox of the solution. Calls are sent there one by one, and a value comes back,
+which is compared outside; statements run in another sandbox, without the solution, where the function they call stands
+for it. So a solution can only gain by returning the right value for what it is asked. Values travel as plain data: None,
+numbers, strings, bytes, lists, tuples, sets and dictionaries, and what derives from them or is numpy's. A list is not a
+tuple, 1 is neither True nor 1.0. Arguments travel by value: tests cannot see that a function changed them. Tests that
+run what a function returned, by ``eval``, are at its mercy.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from rayrft.errors import ConfigError, DataError, SandboxFailed
+from rayrft.experience import Task
+from rayrft.rewards import code_runner
+from rayrft.rewards.base import Reward, RewardResult, register_reward
+from rayrft.rewards.code_values import literal, same_text, same_value
+from rayrft.rewards.sandbox import Limits, Outcome, Process, Sandbox
+
+Language = Literal["python", "cpp"]
+
+_RUNNER = Path(code_runner.__file__).read_text()
+_FENCE = re.compile(
+    r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+#.-]*)[^\n]*\n(.*?)(?:^[ \t]*\1[ \t]*$|\Z)", re.MULTILINE | re.DOTALL
+)
+_TAGS = {"python": {"python", "py", "python3"}, "cpp": {"cpp", "c++", "cc", "cxx"}}
+_BINARY_MIB = 32
+_CONVERSATION_BYTES = 8 << 20
+"""What a function, or its tests, may say in all its answers."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a solution: for each test that ran, None if it passed, else why not."""
+
+    compiled: bool
+    failures: list[str | None]
+    problem: str | None = None
+    """Why it did not compile or load."""
+
+    def passed(self, index: int) -> bool:
+        """Whether that test ran and passed."""
+        return index < len(self.failures) and self.failures[index] is None
+
+
+@register_reward("code")
+def code(
+    language: Language = "python",
+    *,
+    partial: bool = False,
+    isolation: str = "auto",
+    packages: bool = False,
+    tolerance: float = 1e-6,
+    test_s: float = 4.0,
+    budget_s: float = 8.0,
+    memory_mib: int = 512,
+) -> Reward:
+    """1 if the code passes all of the task's tests, else 0; with ``partial`` the share that it passes.
+
+    The code is the last fenced block of the response in its language, or without a language; without any fence, it is
+    the response. Components: ``passed``, the share of tests, of which none after the first failure is run unless
+    ``partial``; ``compiled``, 1 if it compiles and, where it is a function, its module can be loaded.
+
+    ``isolation`` and ``packages`` are those of `Sandbox`. ``tolerance``, relative or absolute, is for floats that are
+    expected of a function, and for numbers but integers on stdout; text on stdout is compared line by line, without
+    white space at the end. ``test_s`` is the wall time of a test, and its CPU time where it is a program; ``budget_s``
+    is the wall time of a response: with the number of a task's responses it must stay below ``reward.deadline_s``. What
+    exceeds its time, or ``memory_mib``, has failed. The reward is unknown where tests cannot be run, or where a
+    response passes its tests in time and there are too many for the budget.
+    """
+    sandbox = Sandbox(isolation, packages=packages)
+    judge = Judge(sandbox, Limits(test_s, test_s, memory_mib), budget_s, tolerance)
+
+    def score(task: Task, response: str) -> RewardResult:
+        own: Language = task.metadata.get("language", language)
+        tests = tests_of(task)
+        verdict = judge(task, extract(response, own), tests, own, until_failure=not partial)
+        share = sum(map(verdict.passed, range(len(tests)))) / len(tests)
+        components = {"passed": share, "compiled": float(verdict.compiled)}
+        reasons = [verdict.problem, *(why and f"test {number}: {why}" for number, why in enumerate(verdict.failures))]
+        reason = next((why for why in reasons if why), None)
+        return RewardResult.of(share if partial else float(share == 1), components, reason)
+
+    return score
+
+
+def checked_tests(
+    task: Task, candidates: Sequence[Any], solutions: Sequence[str], judge: Judge, language: Language = "python"
+) -> list[Any]:
+    """Return those candidates for tests, all of one kind, that every solution passes; none if there is no solution.
+
+    A model's own tests are checked so against reference solutions of a task. One that cannot be run is not kept.
+    """
+    kept = list(candidates) if solutions else []
+    for solution in solutions:
+        kept = [test for test in kept if judge.agrees(task, solution, test, language)]
+    return kept
+
+
+def extract(response: str, language: Language) -> str:
+    """Return the last fenced block in this language or in none that is named, else the last block, else all."""
+    blocks = [(tag.lower(), text) for _, tag, text in _FENCE.findall(response)]
+    fitting = [text for tag, text in blocks if not tag or tag in _TAGS[language]]
+    return (fitting or [text for _, text in blocks] or [response])[-1]
+
+
+def tests_of(task: Task) -> list[Any]:
+    """Return the task's tests. Raises DataError if it has none, or they are of several kinds."""
+    tests = task.metadata.get("tests")
+    if tests is None and "test" in task.metadata:
+        return ["check(candidate)"]
+    if isinstance(tests, str):
+        tests = json.loads(tests)
+    kinds = {_kind(test) for test in tests or ()}
+    if len(kinds) != 1 or None in kinds:
+        raise DataError(
+            "the task has no tests of one kind",
+            field="metadata.tests",
+            value=tests and str(tests)[:200],
+            remedy="give a list of calls (args, expected), runs (stdin, stdout) or assertions",
+        )
+    return list(tests or ())
+
+
+def _kind(test: Any) -> str | None:
+    if isinstance(test, str):
+        return "statement"
+    if isinstance(test, Mapping):
+        return "call" if {"args", "expected"} <= test.keys() else "run" if {"stdin", "stdout"} <= test.keys() else None
+    return None
+
+
+class _OutOfTime(Exception):
+    """The budget is spent."""
+
+
+class Judge:
+    """Runs the tests of solutions; ``limits`` are those of one test, ``budget_s`` is wall time for all."""
+
+    def __init__(self, sandbox: Sandbox, limits: Limits, budget_s: float, tolerance: float = 1e-6) -> None:
+        self._sandbox, self._limits, self._budget_s, self._tolerance = sandbox, limits, budget_s, tolerance
+
+    def __call__(
+        self,
+        task: Task,
+        source: str,
+        tests: Sequence[Any],
+        language: Language = "python",
+        *,
+        until_failure: bool = False,
+    ) -> Verdict:
+        """Return what became of the tests, up to the first failure if so wished.
+
+        Raises DataError or SandboxFailed where this says nothing about the solution.
+        """
+        kind = _kind(tests[0])
+        if language == "cpp" and kind != "run":
+            raise DataError("C++ is tested by stdin and stdout", field="metadata.tests", value=kind)
+        trial = _Trial(self._sandbox, self._limits, self._tolerance, task, source, time.monotonic() + self._budget_s)
+        run = {"call": trial.calls, "statement": trial.statements, "run": trial.runs}[str(kind)]
+        failures: list[str | None] = []
+        try:
+            for failure in run(tests, language):
+                failures.append(failure)
+                if failure and until_failure:
+                    break
+        except _NotLoaded as problem:
+            return Verdict(False, failures, str(problem))
+        except _OutOfTime:
+            mean = self._budget_s / (len(failures) + 1)
+            if failures and not any(failures) and mean < self._limits.wall_s / 4:
+                raise DataError(
+                    "the tests do not fit the budget",
+                    field="metadata.tests",
+                    value=f"{len(failures)} of {len(tests)} in {self._budget_s:g} s",
+                    remedy="raise reward.options.budget_s and reward.deadline_s, or take fewer tests",
+                ) from None
+            failures.append(f"time: {self._budget_s:g} s are over after {len(failures)} of {len(tests)} tests")
+        return Verdict(True, failures)
+
+    def agrees(self, task: Task, solution: str, test: Any, language: Language) -> bool:
+        """Whether the test can be run, and the solution passes it."""
+        if _kind(test) is None:
+            return False
+        try:
+            return self(task, solution, [test], language).passed(0)
+        except DataError:
+            return False
+
+
+class _NotLoaded(Exception):
+    """The solution does not compile, or cannot be loaded."""
+
+
+class _Trial:
+    """One solution and its tests. Each kind of test gives, one by one, None for one that passed, else why not."""
+
+    def __init__(
+        self, sandbox: Sandbox, limits: Limits, tolerance: float, task: Task, source: str, deadline: float
+    ) -> None:
+        self._sandbox, self._limits, self._tolerance = sandbox, limits, tolerance
+        self._task, self._source, self._deadline = task, source, deadline
+
+    def _left(self, at_most: float = math.inf) -> float:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise _OutOfTime
+        return min(left, at_most)
+
+    # Programs
+
+    def runs(self, tests: Sequence[Any], language: Language) -> Iterator[str | None]:
+        files, command = self._compiled(language)
+        for test in tests:
+            outcome = self._sandbox.run(files, command, str(test["stdin"]).encode(), self._limited())
+            if outcome.ended == "wall":
+                self._left()  # whose time is up
+            if outcome.ended != "exit" or outcome.exit_code != 0:
+                yield outcome.describe()
+            else:
+                same = same_text(str(test["stdout"]), outcome.stdout.decode(errors="replace"), self._tolerance)
+                yield None if same else f"it wrote {outcome.stdout[:100].decode(errors='replace')!r}"
+
+    def _limited(self) -> Limits:
+        return replace(self._limits, wall_s=self._left(self._limits.wall_s))
+
+    def _compiled(self, language: Language) -> tuple[dict[str, str | bytes], list[str]]:
+        """Compile the solution in a sandbox, and return the files and the command that run it in another."""
+        if language == "python":
+            files: dict[str, str | bytes] = {"runner.py": _RUNNER, "solution.py": self._source}
+            python = [*self._sandbox.python, "runner.py"]
+            self._compile(files, [*python, "compile", "solution.py"], self._limits)
+            return files, [*python, "program", "solution.py", *self._sandbox.paths]
+        command = f"{compiler()} -O2 -std=c++17 -o program solution.cpp && cat program"
+        more = Limits(cpu_s=60, memory_mib=2048, folder_mib=2 * _BINARY_MIB, output_bytes=_BINARY_MIB << 20)
+        program = self._compile({"solution.cpp": self._source}, ["/bin/sh", "-c", command], more).stdout
+        return {"program": program}, ["./program"]
+
+    def _compile(self, files: Mapping[str, str | bytes], command: list[str], limits: Limits) -> Outcome:
+        outcome = self._sandbox.run(files, command, limits=replace(limits, wall_s=self._left()))
+        if outcome.ended == "wall":
+            raise SandboxFailed("the solution was not compiled in time", value=f"{outcome.seconds:.1f} s")
+        if outcome.ended != "exit" or outcome.exit_code != 0:
+            errors = [line for line in outcome.stderr.decode(errors="replace").splitlines() if "error" in line.lower()]
+            raise _NotLoaded(f"it does not compile: {errors[0][:200] if errors else outcome.describe()}")
+        return outcome
+
+    # Functions
+
+    def calls(self, tests: Sequence[Any], language: Language) -> Iterator[str | None]:
+        with _Solution(self) as solution:
+            for test in tests:
+                wanted = json.loads(_encoded(test["expected"]))
+                arguments = _encoded(tuple(test["args"])), _encoded(dict(test.get("kwargs", {})))
+                answer = solution.call(*(json.loads(each) for each in arguments))
+                if "value" in answer:
+                    same = same_value(wanted, answer["value"], self._tolerance)
+                    yield None if same else f"it returned {literal(answer['value'])[:100]}"
+                else:
+                    yield _describe(answer)
+
+    def statements(self, tests: Sequence[Any], language: Language) -> Iterator[str | None]:
+        with _Solution(self) as solution, self._started("check", tests) as tester:
+            for _ in tests:
+                while "call" in (said := self._heard(tester, solution)):
+                    answer = solution.call(*said["call"])
+                    reply = {name: f"{each!r}" for name, each in answer.items() if name != "value"}
+                    if "value" in answer:
+                        reply["value"] = literal(answer["value"])
+                    tester.send(("{" + ", ".join(f"{name!r}: {each}" for name, each in reply.items()) + "}\n").encode())
+                if "broken" in said:
+                    raise DataError("the tests cannot be run", field="metadata.tests", value=said["broken"])
+                yield said.get("failed")
+
+    def _started(self, mode: Literal["check", "solve"], tests: Sequence[str] = ()) -> Process:
+        """Start the tests, or the solution; they may take the time of all tests together."""
+        before, source = str(self._task.metadata.get("prompt", "")), str(self._task.metadata.get("test", ""))
+        if mode == "solve":
+            source = self._source
+            if re.match(r"(?:[ \t]*\n)*[ \t]+\S", source):  # it continues the prompt in the middle of a function
+                before, source = "", f"{before}\n{source}"
+        orders = {"before": before, "source": source, "name": self._entry_point(), "statements": list(tests)}
+        command = [*self._sandbox.python, "runner.py", mode, *self._sandbox.paths]
+        limits = replace(self._limits, wall_s=self._left(), cpu_s=self._left(), output_bytes=_CONVERSATION_BYTES)
+        process = self._sandbox.start({"runner.py": _RUNNER}, command, limits)
+        process.send(repr(orders).encode() + b"\n")
+        return process
+
+    def _entry_point(self) -> str:
+        name = self._task.metadata.get("entry_point")
+        if not isinstance(name, str):
+            raise DataError("the task does not name its function", field="metadata.entry_point", value=name)
+        return name
+
+    def _heard(self, tester: Process, solution: _Solution) -> dict[str, Any]:
+        """What the tests say next. They are trusted, but for the values that they were given."""
+        line = tester.line(self._left(), beside=solution.process)
+        if line is not None:
+            return json.loads(line)
+        self._left()
+        return {"failed": f"the tests: {tester.finish().describe()}"}
+
+
+class _Solution:
+    """A function that lives in a sandbox, and is started anew where a call ended it."""
+
+    def __init__(self, trial: _Trial) -> None:
+        self._trial = trial
+        self.process: Process | None = None
+
+    def __enter__(self) -> _Solution:
+        self._load()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process is not None:
+            self.process.kill()
+
+    def _load(self) -> Process:
+        trial = self._trial
+        self.process = process = trial._started("solve")
+        if process.line(trial._left()) != b'{"ready": true}':
+            trial._left()
+            raise DataError("the prompt cannot be run", field="metadata.prompt", value=process.finish().describe())
+        said = _checked(process.line(trial._left(trial._limits.wall_s)))
+        if said != {"loaded": True}:
+            raise _NotLoaded(str(said.get("failed") or process.finish().describe())[:500])
+        return process
+
+    def call(self, args: Any, kwargs: Any) -> dict[str, Any]:
+        """Return ``value`` (still encoded), ``raised`` (a name and a message) or ``wrong`` (why there is none)."""
+        trial = self._trial
+        process = self.process or self._load()
+        process.send(f"({literal(args)}, {literal(kwargs)})\n".encode())
+        line = process.line(trial._left(trial._limits.wall_s))
+        answer = _checked(line)
+        if answer.keys() & {"value", "raised", "wrong"}:
+            return answer
+        self.process, outcome = None, process.finish()
+        trial._left()
+        return {"wrong": outcome.describe() if line is None else "it returned what is no value"}
+
+
+def _checked(line: bytes | None) -> dict[str, Any]:
+    """Return what a solution says, if it is an answer of the form that `code_runner` gives, else nothing."""
+    try:
+        said = json.loads(line or b"{}")
+        if not isinstance(said, dict) or len(said) != 1:
+            return {}
+        if "value" in said:
+            literal(said["value"])
+        elif "raised" in said:
+            name, message = map(str, said["raised"])
+            return {"raised": [name[:100], message[:500]]}
+        elif said != {"loaded": True}:
+            return {str(name): str(text)[:500] for name, text in said.items()}
+    except (ValueError, TypeError, RecursionError):
+        return {}
+    return said
+
+
+def _describe(answer: Mapping[str, Any]) -> str:
+    return answer["wrong"] if "wrong" in answer else ": ".join(answer["raised"])
+
+
+def _encoded(value: Any) -> str:
+    try:
+        return code_runner.encode(value)
+    except code_runner.NotPlain as error:
+        raise DataError("a test has a value that cannot be sent", field="metadata.tests", value=str(error)) from None
+
+
+@lru_cache
+def compiler() -> str:
+    """Return the path of a C++ compiler. Raises ConfigError if there is none."""
+    for name in ("g++", "clang++", "c++"):
+        if found := shutil.which(name, path="/usr/local/bin:/usr/bin"):
+            return os.path.realpath(found)
+    raise ConfigError(
+        "there is no C++ compiler", field="reward.options.language", value="cpp", remedy="apt-get install g++"
+    )

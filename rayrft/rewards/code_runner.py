@@ -1,0 +1,205 @@
+"""What runs beside a solution inside the sandbox, and beside tests in another one: a script that `code.py` sends there.
+
+    compile FILE           say whether it compiles
+    program FILE [PATH …]  run it as a script; packages are looked for in the paths
+    solve [PATH …]         load a solution, then answer calls of its function
+    check [PATH …]         run tests, whose calls of the function are sent out and answered
+
+``solve`` and ``check`` are told in lines that are Python literals, which the process outside made, and answer in lines
+of JSON. JSON has no tuples, sets and the like: such a value is an object of one key, its type. Nothing that a solution
+says is ever evaluated here or outside. The script imports little, for every program waits for it.
+"""
+
+import sys
+from _json import encode_basestring_ascii as _quote
+from collections.abc import Callable, Iterator
+from typing import Any
+
+_DEEPEST = 40
+
+
+class NotPlain(Exception):
+    """A value that is not made of plain types."""
+
+
+def encode(value: Any, depth: int = _DEEPEST) -> str:
+    """Return a value of plain types, or of types derived from them, as JSON. Raises NotPlain for others."""
+    if depth == 0:
+        raise NotPlain("a value that is nested too deep")
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return _quote(value)
+    if isinstance(value, int):
+        return int.__repr__(value) if -(2**63) < value < 2**63 else f'{{"int": "{int.__format__(value, "x")}"}}'
+    if isinstance(value, float):
+        text = float.__repr__(value)
+        return {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}.get(text, text)
+    if isinstance(value, complex):
+        return f'{{"complex": [{encode(value.real)}, {encode(value.imag)}]}}'
+    if isinstance(value, bytes):
+        return f'{{"bytes": "{bytes.hex(value)}"}}'
+    if isinstance(value, dict):
+        pairs = (f"[{encode(key, depth - 1)}, {encode(each, depth - 1)}]" for key, each in dict.items(value))
+        return f'{{"dict": [{", ".join(pairs)}]}}'
+    for kind in (list, tuple, set, frozenset):
+        if isinstance(value, kind):
+            own: Any = kind.__iter__  # whatever a class derived from it says
+            items = f"[{', '.join(encode(each, depth - 1) for each in own(value))}]"
+            return items if kind is list else f'{{"{kind.__name__}": {items}}}'
+    if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
+        return encode(value.tolist(), depth - 1)
+    raise NotPlain(f"a {type(value).__name__}")
+
+
+_NAMES: dict[str, Any] = {
+    "__builtins__": {},
+    **{kind.__name__: kind for kind in (set, frozenset, dict, complex)},
+    "nan": float("nan"),
+    "inf": float("inf"),
+}
+
+
+def _conversation() -> tuple[Iterator[Any], Callable[[str], None]]:
+    """Return what comes in, and a function that sends. The program itself finds its stdin empty, and nobody reads its
+    stdout."""
+    import os
+
+    incoming, outgoing = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="ascii")
+    nothing = os.open("/dev/null", os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.dup2(nothing, 1)
+    os.close(nothing)
+
+    def send(line: str) -> None:
+        outgoing.write(line + "\n")
+        outgoing.flush()
+
+    return (eval(line, dict(_NAMES)) for line in incoming), send
+
+
+def _module(name: str) -> dict[str, Any]:
+    """A module as whose code a source can run; classes in it can be pickled, and dataclasses find their names."""
+    import builtins
+
+    builtins.exit = builtins.quit = _leave  # type: ignore[assignment]
+    module = type(sys)(name)
+    sys.modules[name] = module
+    return module.__dict__
+
+
+def _leave(code: Any = None) -> None:
+    """What `site` gives as ``exit`` and ``quit``."""
+    raise SystemExit(code)
+
+
+def _run(source: str, names: dict[str, Any], title: str) -> None:
+    exec(compile(source, title, "exec"), names)
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:500]
+
+
+def solve() -> None:
+    """Load the solution, then answer calls."""
+    incoming, send = _conversation()
+    orders = next(incoming)
+    names = _module("solution")
+    _run(orders["before"], names, "prompt.py")
+    send('{"ready": true}')  # what follows may be the solution's word
+    try:
+        _run(orders["source"], names, "solution.py")
+        function = names[orders["name"]]
+    except BaseException as error:
+        send(f'{{"failed": {_quote(_said(error))}}}')
+        return
+    send('{"loaded": true}')
+    for args, kwargs in incoming:
+        try:
+            answer = f'{{"value": {encode(function(*args, **kwargs))}}}'
+        except NotPlain as error:
+            answer = f'{{"wrong": {_quote(f"it returned {error}")}}}'
+        except BaseException as error:
+            answer = f'{{"raised": [{_quote(type(error).__name__)}, {_quote(str(error)[:500])}]}}'
+        send(answer)
+
+
+class _Gone(BaseException):
+    """The solution gives no answer."""
+
+
+def _exception(name: str, message: str) -> Exception:
+    """What the solution raised, as far as it is an exception that every program knows."""
+    import builtins
+
+    kind = getattr(builtins, name, None)
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        try:
+            return kind(message)
+        except TypeError:  # it takes more than a message
+            pass
+    return RuntimeError(f"{name}: {message}")
+
+
+def check() -> None:
+    """Run the tests; the solution is elsewhere."""
+    incoming, send = _conversation()
+    orders = next(incoming)
+    thrown: list[BaseException] = []
+    calls = 0
+
+    def candidate(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        send(f'{{"call": [{encode(args)}, {encode(kwargs)}]}}')
+        answer = next(incoming)
+        calls += 1
+        if "value" in answer:
+            return answer["value"]
+        if "raised" in answer:
+            thrown.append(_exception(*answer["raised"]))
+        else:
+            thrown.append(_Gone(answer["wrong"]))
+        raise thrown[-1]
+
+    names = _module("tests")
+    try:
+        _run(orders["before"], names, "prompt.py")
+        names["candidate"] = names[orders["name"]] = candidate
+        _run(orders["source"], names, "tests.py")
+    except Exception as error:
+        send(f'{{"broken": {_quote(_said(error))}}}')
+        return
+    for number, statement in enumerate(orders["statements"]):
+        calls = 0
+        try:
+            _run(statement, names, f"test {number}")
+        except NotPlain as error:
+            send(f'{{"broken": {_quote(f"a test calls the function with {error}")}}}')
+        except BaseException as error:
+            own = error not in thrown and (calls == 0 or isinstance(error, NameError | ImportError | SyntaxError))
+            what = str(error) if isinstance(error, _Gone) else _said(error)
+            send(f'{{"{"broken" if own else "failed"}": {_quote(what)}}}')
+        else:
+            send('{"passed": true}')
+
+
+def main() -> None:
+    mode, *paths = sys.argv[1:]
+    if mode == "solve" or mode == "check":
+        sys.path += paths
+        solve() if mode == "solve" else check()
+        return
+    file, *paths = paths
+    with open(file, encoding="utf-8") as source:
+        code = compile(source.read(), file, "exec")
+    if mode == "program":
+        sys.argv[:] = [file]
+        sys.path += paths
+        exec(code, _module("__main__"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""What a function returned and what a program wrote, and whether it is what was expected.
+
+Values come as trees of JSON, as `code_runner.encode` gives them, from a process that may write anything.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+
+def literal(tree: Any, *, key: bool = False, depth: int = 50) -> str:
+    """Return an encoded value as a literal of Python. Raises ValueError if it is not one."""
+    if depth == 0:
+        raise ValueError("nested too deep")
+    if tree is None or isinstance(tree, bool | int | float | str):
+        return repr(tree)
+    if isinstance(tree, list) and not key:
+        return f"[{', '.join(literal(each, depth=depth - 1) for each in tree)}]"
+    if isinstance(tree, dict) and len(tree) == 1:
+        [(kind, content)] = tree.items()
+        if kind == "int" and isinstance(content, str):
+            return hex(int(content, 16))
+        if kind == "bytes" and isinstance(content, str):
+            return repr(bytes.fromhex(content))
+        if kind == "complex" and isinstance(content, list) and len(content) == 2:
+            return f"complex({float(content[0])!r}, {float(content[1])!r})"
+        if kind == "dict" and isinstance(content, list) and not key and all(_is_pair(each) for each in content):
+            pairs = (
+                f"({literal(name, key=True, depth=depth - 1)}, {literal(each, depth=depth - 1)})"
+                for name, each in content
+            )
+            return f"dict([{', '.join(pairs)}])"
+        if kind in ("tuple", "set", "frozenset") and isinstance(content, list) and not (key and kind == "set"):
+            hashed = key or kind != "tuple"
+            items = "".join(literal(each, key=hashed, depth=depth - 1) + ", " for each in content)
+            return f"({items})" if kind == "tuple" else f"{kind}([{items}])"
+    raise ValueError("not a value")
+
+
+def _is_pair(tree: Any) -> bool:
+    return isinstance(tree, list) and len(tree) == 2
+
+
+def same_value(wanted: Any, found: Any, tolerance: float = 0.0) -> bool:
+    """Whether encoded values are equal, and of the same types; floats within the tolerance, relative or absolute."""
+    if isinstance(wanted, float) and isinstance(found, float):
+        near = math.isclose(wanted, found, rel_tol=tolerance, abs_tol=tolerance)
+        return near or (math.isnan(wanted) and math.isnan(found))
+    if type(wanted) is not type(found):
+        return False
+    if isinstance(wanted, list):
+        pairs = zip(wanted, found, strict=False)
+        return len(wanted) == len(found) and all(same_value(one, other, tolerance) for one, other in pairs)
+    if isinstance(wanted, dict):
+        if wanted.keys() != found.keys():
+            return False
+        kind, one = next(iter(wanted.items()))
+        other = found[kind]
+        if kind in ("set", "frozenset"):
+            return _sorted(one) == _sorted(other)
+        if kind == "dict":
+            return same_value(_sorted(one), _sorted(other), tolerance)
+        return same_value(one, other, tolerance)
+    return wanted == found
+
+
+def _sorted(items: list[Any]) -> list[Any]:
+    """Items of a set, or pairs of a dictionary, in an order that does not depend on how they were made."""
+    return sorted((_ordered(each) for each in items), key=lambda each: json.dumps(each))
+
+
+def _ordered(tree: Any) -> Any:
+    if isinstance(tree, list):
+        return [_ordered(each) for each in tree]
+    if isinstance(tree, dict):
+        return {
+            kind: _sorted(each) if kind in ("set", "frozenset", "dict") else _ordered(each)
+            for kind, each in tree.items()
+        }
+    return tree
+
+
+def same_text(wanted: str, found: str, tolerance: float = 0.0) -> bool:
+    """Whether what a program wrote is what it should, but for white space at the ends of lines and of the text; with
+    a tolerance, words that are numbers, but no integers, need only be so near."""
+    lines, others = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (wanted, found))
+    if lines == others or not tolerance or len(lines) != len(others):
+        return lines == others
+    for line, other in zip(lines, others, strict=True):
+        words, found_words = line.split(), other.split()
+        if len(words) != len(found_words):
+            return False
+        if not all(_near(*pair, tolerance) for pair in zip(words, found_words, strict=True)):
+            return False
+    return True
+
+
+def _near(wanted: str, found: str, tolerance: float) -> bool:
+    if wanted == found or re.fullmatch(r"[+-]?\d+", wanted):
+        return wanted == found
+    try:
+        return math.isclose(float(wanted), float(found), rel_tol=tolerance, abs_tol=tolerance)
+    except ValueError:
+        return False

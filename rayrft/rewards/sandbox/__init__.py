@@ -1,0 +1,432 @@
+"""Programs of unknown intent, run so that they can reach nothing but their own folder.
+
+    sandbox = Sandbox()
+    outcome = sandbox.run({"a.py": "print(input()[::-1])"}, [*sandbox.python, "a.py"], b"abc")
+    assert outcome.stdout == b"cba\\n"
+
+Where nothing can isolate, it refuses. What keeps a program in is in `isolation.py` (files, network, processes) and
+`seccomp.py` (system calls). Time and memory are kept twice. The kernel limits each process (address space, CPU time,
+files) and their number. A watch looks every 20 ms at the sums over all processes of resident memory and of CPU time,
+and ends the program that exceeds them: so the sum of memory is bounded by ``memory_mib``, what can be filled between
+two looks, and twice ``folder_mib`` of files. The hard bound, should the watch come late, is twice ``memory_mib`` for
+each of ``processes``. Nothing is asked of cgroups, which most users cannot make.
+
+A program ends with its first process: whatever else it started is dead when a call returns, and also when the caller is
+killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import sys
+import sysconfig
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from types import TracebackType
+from typing import Literal, Self
+
+from rayrft.errors import ConfigError, SandboxFailed
+from rayrft.rewards.sandbox.isolation import (
+    Bubblewrap,
+    Isolation,
+    Job,
+    Limits,
+    Namespaces,
+    Nothing,
+    Root,
+    Runsc,
+    Started,
+)
+
+__all__ = ["ISOLATIONS", "Limits", "Outcome", "Process", "Sandbox", "isolate"]
+
+Ended = Literal["exit", "wall", "cpu", "memory", "processes", "output", "killed"]
+
+_USUAL = Limits()
+_WATCH_S = 0.02
+_START_S = 20.0
+"""Until a sandbox must be there; usually 10 ms."""
+_LAST_MOMENT_S = 0.2
+_ERRORS_KEPT = 1 << 14
+"""Bytes from the end of stderr."""
+
+ISOLATIONS: dict[str, Isolation] = {each.name: each for each in (Bubblewrap(), Namespaces(), Runsc(), Nothing())}
+_BY_ITSELF = ("bwrap", "unshare")
+"""Those that are taken without being named, in this order."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a program ended."""
+
+    ended: Ended
+    """``exit``: by itself, or by a signal; ``killed``: by the caller; else by the limit of this name."""
+    exit_code: int | None
+    """Its exit status, or 128 and the number of the signal; None unless it ended by itself."""
+    stdout: bytes
+    """What it wrote and nobody read, up to ``output_bytes``."""
+    stderr: bytes
+    """The end of what it wrote, 16 KiB at most."""
+    seconds: float
+    """Wall time from when it began to run."""
+
+    def describe(self) -> str:
+        """Say it in a few words, with the last line of stderr."""
+        if self.ended == "killed":
+            return f"it was stopped after {self.seconds:.1f} s"
+        if self.ended != "exit":
+            what = "time" if self.ended == "wall" else "CPU time" if self.ended == "cpu" else self.ended
+            return f"ended by the limit of {what} after {self.seconds:.1f} s"
+        lines = self.stderr.decode(errors="replace").strip().splitlines()
+        return f"exit status {self.exit_code}" + (f": {lines[-1][:200]}" if lines else "")
+
+
+class Process:
+    """A program that runs in a sandbox. Leaving its context kills it with everything it started."""
+
+    def __init__(self, started: Started, limits: Limits) -> None:
+        self._started, self._process, self._limits = started, started.process, limits
+        assert self._process.stdin and self._process.stdout and self._process.stderr
+        self._stdin, self._stdout, self._stderr = (
+            each.fileno() for each in (self._process.stdin, self._process.stdout, self._process.stderr)
+        )
+        self._sending, self._received, self._errors, self._status = bytearray(), bytearray(), b"", b""
+        self._written = {self._stdout: 0, self._stderr: 0}
+        self._end_input = False
+        self._outcome: Outcome | None = None
+        self._why: Ended = "exit"
+        self._first = -1
+        self._poller = select.poll()
+        try:
+            self._begin()
+        except BaseException as error:
+            self._process.kill()
+            self._process.wait()
+            self._close()
+            if isinstance(error, OSError):
+                raise SandboxFailed("the sandbox did not start", value=str(error)) from None
+            raise
+
+    def _begin(self) -> None:
+        first = self._process.pid if self._started.status is None else self._read_first()
+        self._first_pid, self._first = first, os.pidfd_open(first)
+        for fd in (self._stdin, self._stdout, self._stderr):
+            os.set_blocking(fd, False)
+        for fd in (self._stdout, self._stderr, self._first):
+            self._poller.register(fd, select.POLLIN)
+        self._open = {self._stdout, self._stderr, self._stdin}
+        self._began = time.monotonic()
+        self._watch_at = self._began + _WATCH_S / 2
+        if self._started.go is not None:
+            os.write(self._started.go, b"1")
+
+    def _read_first(self) -> int:
+        """Wait for the process that is the first one inside."""
+        assert self._started.status is not None
+        poller, deadline = select.poll(), time.monotonic() + _START_S
+        poller.register(self._started.status, select.POLLIN)
+        while (left := deadline - time.monotonic()) > 0 and poller.poll(1000 * left):
+            said = os.read(self._started.status, 4096)
+            if not said:
+                raise SandboxFailed("the sandbox did not start", value=self._last_words())
+            self._status += said
+            if b"\n" in self._status and (pid := self._reported("child-pid")) is not None:
+                return pid
+        raise SandboxFailed("the sandbox did not start", value=f"nothing within {_START_S:g} s")
+
+    def _last_words(self) -> str:
+        assert self._process.stderr
+        self._process.wait()
+        return (self._process.stderr.read() or b"").decode(errors="replace").strip()[-500:]
+
+    def _reported(self, what: str) -> int | None:
+        """What the isolation reported under this name."""
+        for line in self._status.replace(b"}", b"}\n").split(b"\n"):
+            if f'"{what}"'.encode() in line:
+                return json.loads(line)[what]
+        return None
+
+    def send(self, data: bytes) -> None:
+        """Give it something to read; it is written while something is waited for."""
+        if self._stdin in self._open:
+            self._sending += data
+            self._poller.register(self._stdin, select.POLLOUT)
+
+    def end_input(self) -> None:
+        """Close its stdin once all is written."""
+        self._end_input = True
+        self.send(b"")
+
+    def line(self, seconds: float, beside: Process | None = None) -> bytes | None:
+        """Return the next line that it writes, without its end; None where none comes within that time, or ever.
+
+        ``beside`` is another one that runs in the meantime, to be watched, too.
+        """
+        deadline = time.monotonic() + seconds
+        while b"\n" not in self._received:
+            if self._outcome is not None or self._stdout not in self._open or time.monotonic() >= deadline:
+                return None
+            self._turn(deadline)
+            if beside is not None and beside._outcome is None:
+                beside._turn(0.0)
+        end = self._received.index(b"\n")
+        line = bytes(self._received[:end])
+        del self._received[: end + 1]
+        return line
+
+    def wait(self) -> Outcome:
+        """Wait for its end. Raises SandboxFailed where something other than itself and its limits ended it."""
+        while self._outcome is None:
+            self._turn(None)
+        return self._outcome
+
+    def finish(self) -> Outcome:
+        """End what no longer answers: by its limit of time if it could still write, else once it has had a moment to
+        end by itself."""
+        if self._outcome is None and self._stdout in self._open:
+            return self.kill("wall")
+        deadline = time.monotonic() + _LAST_MOMENT_S
+        while self._outcome is None and time.monotonic() < deadline:
+            self._turn(deadline)
+        return self.kill()
+
+    def kill(self, why: Ended = "killed") -> Outcome:
+        """End it, and everything it started."""
+        if self._outcome is None and self._why == "exit":
+            self._why = why
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                if self._started.status is None:
+                    os.killpg(self._first_pid, signal.SIGKILL)
+                else:
+                    signal.pidfd_send_signal(self._first, signal.SIGKILL)
+        return self.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.kill()
+        except SandboxFailed:
+            if error is None:
+                raise
+
+    def _turn(self, deadline: float | None) -> None:
+        """Read, write and watch for a moment."""
+        now, ends_at = time.monotonic(), self._began + self._limits.wall_s
+        until = min(self._watch_at, ends_at, ends_at if deadline is None else deadline)
+        # What was killed is only to be waited for.
+        events = self._poller.poll(max(0.0, 1000 * (until - now)) if self._why == "exit" else None)
+        for fd, _ in events:
+            if fd == self._stdin:
+                self._write()
+            elif fd != self._first:
+                self._read(fd)
+        if any(fd == self._first for fd, _ in events):
+            self._finish()
+        elif self._why == "exit":
+            if max(self._written.values()) > self._limits.output_bytes:
+                self.kill("output")
+            elif time.monotonic() >= ends_at:
+                self.kill("wall")
+            elif time.monotonic() >= self._watch_at:
+                self._watch()
+
+    def _write(self) -> None:
+        try:
+            del self._sending[: os.write(self._stdin, self._sending)]
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            self._sending, self._end_input = bytearray(), True
+        if not self._sending:
+            self._poller.unregister(self._stdin)
+            if self._end_input:
+                self._open.discard(self._stdin)
+                assert self._process.stdin
+                self._process.stdin.close()
+
+    def _read(self, fd: int) -> bool:
+        """Take what there is; whether there was something."""
+        try:
+            data = os.read(fd, 1 << 16)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._poller.unregister(fd)
+            self._open.discard(fd)
+            return False
+        self._written[fd] += len(data)
+        if fd == self._stderr:
+            self._errors = (self._errors + data)[-_ERRORS_KEPT:]
+        elif self._written[fd] <= self._limits.output_bytes:
+            self._received += data
+        return True
+
+    def _watch(self) -> None:
+        count, memory, seconds = _usage(self._first_pid, itself=self._started.status is None)
+        self._watch_at = time.monotonic() + _WATCH_S
+        if memory > self._limits.memory_mib << 20:
+            self.kill("memory")
+        elif seconds > self._limits.cpu_s:
+            self.kill("cpu")
+        elif count > self._limits.processes + 1:  # more than the kernel should have let it have
+            self.kill("processes")
+
+    def _finish(self) -> None:
+        """The first process is dead, and with it all others."""
+        seconds = time.monotonic() - self._began
+        if self._started.status is None:
+            code: int | None = self._process.wait()
+            code = 128 - code if code is not None and code < 0 else code
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._first_pid, signal.SIGKILL)
+        else:
+            self._process.wait()
+            while said := os.read(self._started.status, 4096):
+                self._status += said
+            code = self._reported("exit-code")
+        for fd in (self._stdout, self._stderr):
+            while self._written[fd] <= self._limits.output_bytes and fd in self._open and self._read(fd):
+                pass
+        if self._why == "exit" and max(self._written.values()) > self._limits.output_bytes:
+            self._why = "output"
+        by_itself = self._why == "exit"
+        self._outcome = Outcome(self._why, code if by_itself else None, bytes(self._received), self._errors, seconds)
+        self._close()
+        if by_itself and code is None:
+            raise SandboxFailed(
+                "the sandbox ended before its program did", value=self._errors.decode(errors="replace")[-500:]
+            )
+
+    def _close(self) -> None:
+        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
+            if stream:
+                stream.close()
+        for fd in (self._started.status, self._started.go, self._first):
+            if fd is not None and fd >= 0:
+                os.close(fd)
+        self._started.clean()
+
+
+def _usage(first: int, *, itself: bool) -> tuple[int, int, float]:
+    """Return how many processes descend from this one, their resident bytes, and their CPU time with that of those
+    already dead."""
+    todo, count, pages, ticks = [first], 0, 0, 0
+    while todo:
+        pid = todo.pop()
+        try:
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                fields = file.read().rpartition(b")")[2].split()
+            for task in os.listdir(f"/proc/{pid}/task"):
+                with open(f"/proc/{pid}/task/{task}/children", "rb") as file:
+                    todo += map(int, file.read().split())
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has just ended
+        if pid != first or itself:
+            count += 1
+            pages += int(fields[21])
+            ticks += int(fields[11]) + int(fields[12])
+        ticks += int(fields[13]) + int(fields[14])  # of its dead children
+    return count, pages * os.sysconf("SC_PAGE_SIZE"), ticks / os.sysconf("SC_CLK_TCK")
+
+
+class Sandbox:
+    """Runs programs in the isolation of this name: ``auto`` is what the host gives of bubblewrap and namespaces;
+    ``runsc`` must be named, and so must ``none_i_trust_the_code``, which only limits.
+
+    ``packages``: programs can read the packages that are installed beside this one, such as numpy; `paths` has them.
+    Raises ConfigError, with the remedy, where the host does not give it.
+    """
+
+    def __init__(self, isolation: str = "auto", *, packages: bool = False) -> None:
+        names = ("purelib", "platlib")
+        self.paths = sorted({os.path.realpath(sysconfig.get_path(name)) for name in names}) if packages else []
+        self.python = [os.path.realpath(sys.executable), "-I", "-S", "-B", "-X", "utf8"]
+        """The command that begins a call of Python: without `site`, packages or any file that is not Python's."""
+        self._root = Root.of_host(self.paths)
+        self._isolation = isolate(isolation)
+
+    def describe(self) -> str:
+        """Return one line on what isolates."""
+        name = self._isolation.name
+        if name == "none_i_trust_the_code":
+            return "code runs with limits of time and memory and without isolation: it can read and write what you can"
+        return f"code runs isolated by {_DETAILS[name]}"
+
+    def start(self, files: Mapping[str, str | bytes], command: Sequence[str], limits: Limits = _USUAL) -> Process:
+        """Start a program. ``files`` lie in its folder, in which it runs; the command's first word is a path.
+
+        Raises SandboxFailed where it cannot be started.
+        """
+        content = {
+            name: each.encode(errors="replace") if isinstance(each, str) else each for name, each in files.items()
+        }
+        return Process(self._isolation.start(Job(self._root, content, command, limits)), limits)
+
+    def run(
+        self,
+        files: Mapping[str, str | bytes],
+        command: Sequence[str],
+        stdin: bytes = b"",
+        limits: Limits = _USUAL,
+    ) -> Outcome:
+        """Run a program to its end. Raises SandboxFailed where something other than itself and its limits ended it."""
+        with self.start(files, command, limits) as process:
+            process.send(stdin)
+            process.end_input()
+            return process.wait()
+
+
+_DETAILS = {
+    "bwrap": "bubblewrap: namespaces, seccomp and limits",
+    "unshare": "namespaces, Landlock, seccomp and limits",
+    "runsc": "gVisor",
+}
+
+
+@lru_cache
+def isolate(name: str) -> Isolation:
+    """Return the isolation of this name, or the best one for ``auto``, once a program has run in it.
+
+    Raises ConfigError with what each one lacks, and the remedy.
+    """
+    if name != "auto" and name not in ISOLATIONS:
+        raise ConfigError(
+            "there is no such isolation",
+            field="reward.options.isolation",
+            value=name,
+            remedy=f"choose one of auto, {', '.join(ISOLATIONS)}",
+        )
+    lacking = []
+    for each in _BY_ITSELF if name == "auto" else (name,):
+        problem = ISOLATIONS[each].missing() or _try(ISOLATIONS[each])
+        if problem is None:
+            return ISOLATIONS[each]
+        lacking.append(f"{each}: {problem}")
+    raise ConfigError(
+        f"code cannot be isolated on this machine ({'; '.join(lacking)})",
+        field="reward.options.isolation",
+        value=name,
+        remedy="install bubblewrap (`apt-get install bubblewrap`); in a container, allow user namespaces, or give it "
+        "CAP_SYS_ADMIN; where all code is trusted, set it to none_i_trust_the_code",
+    )
+
+
+def _try(isolation: Isolation) -> str | None:
+    """Return why a trivial program does not run in it, or None."""
+    command = [os.path.realpath(sys.executable), "-I", "-S", "-c", "print(6 * 7)"]
+    try:
+        with Process(isolation.start(Job(Root.of_host([]), {}, command, Limits())), Limits()) as process:
+            outcome = process.wait()
+    except (SandboxFailed, OSError) as error:
+        return str(error)
+    return None if outcome.stdout == b"42\n" else outcome.describe()

@@ -1,0 +1,333 @@
+"""How a program is kept from the rest of the machine, by what the host gives.
+
+Whatever isolates it, a program sees the same: /usr and the libraries, Python's own folder and a few devices, all of
+which it can only read; /box, its folder, and /dev/shm, in memory and of limited size; no /proc, no /etc, no network, no
+process but its own, an environment of its own. It is a user without rights: as root a number that nobody has,
+else nobody in a user namespace, so that its processes are counted by themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import marshal
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from rayrft.rewards.sandbox import seccomp
+
+FOLDER = "/box"
+"""Where a program runs and its files lie."""
+ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "HOME": FOLDER,
+    "TMPDIR": FOLDER,
+    "LANG": "C.UTF-8",
+    "OMP_NUM_THREADS": "1",  # which OpenBLAS heeds, too: a thread for each core may be too many processes
+}
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+_NOBODY = 65534
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a program may use."""
+
+    wall_s: float = 10.0
+    cpu_s: float = 10.0
+    """Of all its processes together."""
+    memory_mib: int = 512
+    """Resident memory of all its processes together; the address space of each is twice as much."""
+    folder_mib: int = 16
+    """Of its folder and of /dev/shm, each, and of a file."""
+    processes: int = 16
+    """Processes and threads."""
+    open_files: int = 64
+    output_bytes: int = 1 << 20
+    """Of stdout, and of stderr."""
+
+    def rlimits(self) -> dict[str, int]:
+        """Limits that the kernel keeps for each process, by the names that end `resource.RLIMIT_…`."""
+        return {
+            "AS": 2 * self.memory_mib << 20,
+            "CORE": 0,
+            "CPU": int(self.cpu_s) + 2,  # the watch over the sum comes first
+            "FSIZE": self.folder_mib << 20,
+            "NOFILE": self.open_files,
+            "NPROC": self.processes + 1,  # process 1 is counted, too
+        }
+
+
+@dataclass(frozen=True)
+class Root:
+    """What of the host a program can read."""
+
+    binds: tuple[str, ...]
+    links: Mapping[str, str]
+
+    @classmethod
+    def of_host(cls, folders: Sequence[str]) -> Root:
+        """Return /usr, the libraries, the folders of this Python and those given here."""
+        binds, links = ["/usr"], {"/tmp": FOLDER}
+        for path in ("/bin", "/sbin", "/lib", "/lib32", "/lib64"):
+            if os.path.islink(path):
+                links[path] = os.readlink(path)
+            elif os.path.isdir(path):
+                binds.append(path)
+        own = [os.path.realpath(path) for path in (sys.base_prefix, sys.base_exec_prefix, *folders)]
+        for path in sorted({"/etc/ld.so.cache", *own}):
+            if os.path.exists(path) and not any(Path(path).is_relative_to(bind) for bind in binds):
+                binds.append(path)
+        return cls(tuple(binds), links)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A program to be started: files by their names in its folder, in which it runs, and a command, whose first word is
+    a path."""
+
+    root: Root
+    files: Mapping[str, bytes]
+    command: Sequence[str]
+    limits: Limits
+
+
+@dataclass
+class Started:
+    """A program about to run. ``status`` says which process is its first one, and, if it ran, how it ended; it runs
+    once something is written to ``go``. Without these its first process is ``process``."""
+
+    process: subprocess.Popen[bytes]
+    status: int | None = None
+    go: int | None = None
+    clean: Callable[[], None] = field(default=lambda: None)
+
+
+class Isolation(Protocol):
+    """A way to start programs."""
+
+    name: str
+
+    def missing(self) -> str | None:
+        """What the host lacks for it, as far as can be seen without running a program."""
+
+    def start(self, job: Job) -> Started: ...
+
+
+def _popen(command: Sequence[str], fds: Sequence[int], **options: Any) -> subprocess.Popen[bytes]:
+    pipe = subprocess.PIPE
+    options = {"env": ENVIRONMENT, "cwd": "/", "bufsize": 0, "start_new_session": True, **options}
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, pass_fds=fds, **options)
+
+
+def _supervised(start: Callable[[int, int], tuple[Sequence[str], list[int]]]) -> Started:
+    """Start what reports on a descriptor and waits for another; ``start`` gives its command, and more descriptors that
+    it takes."""
+    status, status_inside = os.pipe()
+    go_inside, go = os.pipe()
+    fds: list[int] = []
+    try:
+        command, fds = start(status_inside, go_inside)
+        return Started(_popen(command, [status_inside, go_inside, *fds]), status, go)
+    except BaseException:
+        os.close(status)
+        os.close(go)
+        raise
+    finally:
+        for fd in (status_inside, go_inside, *fds):
+            os.close(fd)
+
+
+def _in_memory(content: bytes) -> int:
+    fd = os.memfd_create("rayrft", 0)
+    with open(fd, "wb", closefd=False) as file:
+        file.write(content)
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
+
+
+def unused_user() -> int:
+    """Return the number of a user that nobody is, as far as this process's user namespace has such numbers."""
+    lines = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
+    end = min(max(int(first) + int(count) for first, _, count in lines), 1 << 31)
+    return end - 2 - secrets.randbelow(end // 8)
+
+
+def _prlimit(limits: Mapping[str, int]) -> list[str]:
+    return ["/usr/bin/prlimit", *(f"--{name.lower()}={limit}" for name, limit in limits.items())]
+
+
+class Bubblewrap:
+    """Namespaces and mounts by `bwrap`, with a filter of system calls and limits."""
+
+    name = "bwrap"
+
+    def missing(self) -> str | None:
+        tools = ["bwrap", "prlimit", *(["setpriv"] if os.geteuid() == 0 else [])]
+        lacking = [tool for tool in tools if shutil.which(tool, path=ENVIRONMENT["PATH"]) is None]
+        return f"there is no {' and no '.join(lacking)}" if lacking else None
+
+    def start(self, job: Job) -> Started:
+        def command(status: int, go: int) -> tuple[list[str], list[int]]:
+            fds = [_in_memory(seccomp.program())]
+            words = ["bwrap", "--die-with-parent", "--new-session", "--hostname", "sandbox", "--cap-drop", "ALL"]
+            words += ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+            # bwrap's own process 1 is left to the host's, which may reap nobody.
+            words += ["--as-pid-1"]
+            inside = [*_prlimit(job.limits.rlimits()), "/bin/sh", "-c", '"$@"; exit $?', "sh", *job.command]
+            if os.geteuid() == 0:
+                # In a user namespace root stays root outside, and may have any number of processes.
+                user = str(unused_user())
+                words += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+                inside = ["/usr/bin/setpriv", "--reuid", user, "--regid", user, "--clear-groups", *inside]
+            else:
+                words += ["--unshare-user", "--uid", str(_NOBODY), "--gid", str(_NOBODY)]
+            # bwrap makes folders that nobody but root can enter.
+            parents = {str(parent) for bind in job.root.binds for parent in Path(bind).parents} - {"/"}
+            for path in sorted(parents):
+                words += ["--perms", "0755", "--dir", path]
+            for path in job.root.binds:
+                words += ["--ro-bind", path, path]
+            for path, target in job.root.links.items():
+                words += ["--symlink", target, path]
+            words += ["--perms", "0755", "--dir", "/dev"]
+            for path in _DEVICES:
+                words += ["--dev-bind-try", path, path]
+            for path in (FOLDER, "/dev/shm"):
+                words += ["--perms", "1777", "--size", str(job.limits.folder_mib << 20), "--tmpfs", path]
+            for name, content in job.files.items():
+                fds.append(_in_memory(content))
+                words += ["--perms", "0755", "--file", str(fds[-1]), f"{FOLDER}/{name}"]
+            words += ["--remount-ro", "/", "--chdir", FOLDER, "--seccomp", str(fds[0])]
+            words += ["--json-status-fd", str(status), "--block-fd", str(go), "--"]
+            return words + inside, fds
+
+        return _supervised(command)
+
+
+class Namespaces:
+    """The same by a launcher in Python, with Landlock as a second wall around files."""
+
+    name = "unshare"
+
+    def missing(self) -> str | None:
+        return None
+
+    def start(self, job: Job) -> Started:
+        def command(status: int, go: int) -> tuple[list[str], list[int]]:
+            size = job.limits.folder_mib << 20
+            orders = {
+                "status": status,
+                "go": go,
+                "user": unused_user() if os.geteuid() == 0 else None,
+                "nobody": _NOBODY,
+                "binds": [*job.root.binds, *(path for path in _DEVICES if os.path.exists(path))],
+                "links": dict(job.root.links),
+                "folders": {FOLDER: size, "/dev/shm": size},
+                "files": {f"{FOLDER}/{name}": content for name, content in job.files.items()},
+                "folder": FOLDER,
+                "writable": [FOLDER, "/dev/shm", *(path for path in _DEVICES if os.path.exists(path))],
+                "rlimits": job.limits.rlimits(),
+                "seccomp": seccomp.program(),
+                "command": list(job.command),
+                "environment": ENVIRONMENT,
+            }
+            fd = _in_memory(marshal.dumps(orders))
+            launcher = str(Path(__file__).with_name("launcher.py"))
+            return [sys.executable, "-I", "-S", launcher, str(fd)], [fd]
+
+        return _supervised(command)
+
+
+class Runsc:
+    """gVisor: a kernel of its own for each program, by `runsc` and an OCI bundle."""
+
+    name = "runsc"
+
+    def missing(self) -> str | None:
+        return None if shutil.which("runsc") else "there is no runsc"
+
+    def start(self, job: Job) -> Started:
+        bundle = Path(tempfile.mkdtemp(prefix="rayrft-sandbox-"))
+        (bundle / "rootfs").mkdir()
+        (bundle / "files").mkdir(mode=0o755)
+        for name, content in job.files.items():
+            (bundle / "files" / name).write_bytes(content)
+            (bundle / "files" / name).chmod(0o755)
+        (bundle / "config.json").write_text(json.dumps(self._config(job, bundle)))
+        flags = ["--network=none", "--host-uds=none", *(["--rootless"] if os.geteuid() else [])]
+        process = _popen(["runsc", *flags, "run", "--bundle", str(bundle), bundle.name], [], env=dict(os.environ))
+
+        def clean() -> None:
+            subprocess.run(["runsc", "delete", "--force", bundle.name], capture_output=True)
+            shutil.rmtree(bundle, ignore_errors=True)
+
+        return Started(process, clean=clean)
+
+    @staticmethod
+    def _config(job: Job, bundle: Path) -> dict[str, Any]:
+        size = job.limits.folder_mib << 20
+        read = [*job.root.binds, *(target for target in job.root.links if os.path.isdir(target) and target != "/tmp")]
+        mounts: list[dict[str, Any]] = [
+            {"destination": path, "type": "bind", "source": os.path.realpath(path), "options": ["rbind", "ro"]}
+            for path in read
+        ]
+        for path in (FOLDER, "/tmp"):
+            options = ["nosuid", "nodev", "mode=1777", f"size={size}"]
+            mounts.append({"destination": path, "type": "tmpfs", "source": "tmpfs", "options": options})
+        for name in job.files:
+            source = str(bundle / "files" / name)
+            mounts.append(
+                {"destination": f"{FOLDER}/{name}", "type": "bind", "source": source, "options": ["bind", "ro"]}
+            )
+        rlimits = [
+            {"type": f"RLIMIT_{name}", "hard": limit, "soft": limit} for name, limit in job.limits.rlimits().items()
+        ]
+        return {
+            "ociVersion": "1.0.2",
+            "process": {
+                "user": {"uid": _NOBODY, "gid": _NOBODY},
+                "args": list(job.command),
+                "env": [f"{name}={value}" for name, value in ENVIRONMENT.items()],
+                "cwd": FOLDER,
+                "noNewPrivileges": True,
+                "capabilities": {},
+                "rlimits": rlimits,
+            },
+            "root": {"path": "rootfs", "readonly": True},
+            "hostname": "sandbox",
+            "mounts": mounts,
+            "linux": {
+                "namespaces": [{"type": kind} for kind in ("pid", "network", "ipc", "uts", "mount")],
+                "resources": {
+                    "memory": {"limit": job.limits.memory_mib << 20},
+                    "pids": {"limit": job.limits.processes},
+                },
+            },
+        }
+
+
+class Nothing:
+    """No isolation: limits, and a folder of its own. For code that is trusted."""
+
+    name = "none_i_trust_the_code"
+
+    def missing(self) -> str | None:
+        return None
+
+    def start(self, job: Job) -> Started:
+        folder = tempfile.mkdtemp(prefix="rayrft-code-")
+        for name, content in job.files.items():
+            Path(folder, name).write_bytes(content)
+            Path(folder, name).chmod(0o755)
+        limits = {name: limit for name, limit in job.limits.rlimits().items() if name != "NPROC"}  # it is per user
+        environment = {**ENVIRONMENT, "HOME": folder, "TMPDIR": folder}
+        process = _popen([*_prlimit(limits), *job.command], [], cwd=folder, env=environment)
+        return Started(process, clean=lambda: shutil.rmtree(folder, ignore_errors=True))

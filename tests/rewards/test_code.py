@@ -1,0 +1,513 @@
+"""Code against tests: what passes, what fails, what is unknown, and what code may try instead of solving its task."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayrft.errors import ConfigError
+from rayrft.experience import Task
+from rayrft.rewards import RewardResult, build_reward
+from rayrft.rewards.base import score
+from rayrft.rewards.code import Judge, checked_tests, extract
+from rayrft.rewards.code_runner import encode
+from rayrft.rewards.code_values import literal, same_text, same_value
+from rayrft.rewards.sandbox import Limits, Process, Sandbox, isolate
+from tests.conftest import ROOT
+from tests.rewards.attacks import ATTACKS
+
+
+def isolated(name: str) -> str:
+    """The name, where the host gives this isolation."""
+    try:
+        isolate(name)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    return name
+
+
+@pytest.fixture(scope="module", params=["bwrap", "unshare"])
+def isolation(request: pytest.FixtureRequest) -> str:
+    return isolated(request.param)
+
+
+def result(response: str, settings: dict[str, Any] | None = None, /, **metadata: Any) -> RewardResult:
+    options = {"test_s": 10, "budget_s": 60, **(settings or {})}
+    return score(build_reward("code", options), Task.create("test", "question", "", metadata=metadata), response)
+
+
+ADD = "def add(a, b):\n    return a + b\n"
+CALLS = [{"args": [1, 2], "expected": 3}, {"args": ["a", "b"], "expected": "ab"}]
+CHECK = "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate('a', 'b') == 'ab'\n"
+ASSERTIONS = ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'"]
+TASKS: dict[str, dict[str, Any]] = {
+    "calls": {"entry_point": "add", "tests": CALLS},
+    "json": {"entry_point": "add", "tests": json.dumps(CALLS)},
+    "check": {"entry_point": "add", "test": CHECK},
+    "assertions": {"entry_point": "add", "tests": ASSERTIONS},
+}
+
+
+@pytest.mark.parametrize("kind", TASKS)
+def test_a_function_is_right_if_it_passes_all_tests(kind: str, isolation: str) -> None:
+    settings = {"isolation": isolation}
+    right = result(f"So:\n```python\n{ADD}```\n", settings, **TASKS[kind])
+    assert (right.value, right.components, right.reason) == (1.0, {"passed": 1.0, "compiled": 1.0}, None)
+    wrong = result(ADD.replace("a + b", "a - b"), settings, **TASKS[kind])
+    assert wrong.value == 0.0 and wrong.components["compiled"] == 1.0 and wrong.reason
+
+
+@pytest.mark.parametrize(("kind", "share"), [("calls", 0.5), ("assertions", 0.5), ("check", 0.0)])
+def test_partial_credit_is_the_share_of_tests(kind: str, share: float) -> None:
+    half = "def add(a, b):\n    return a + b if isinstance(a, str) else 0\n"
+    found = result(half, {"partial": True}, **TASKS[kind])
+    assert found.value == found.components["passed"] == share
+    assert result(half, **TASKS[kind]).value == 0.0
+
+
+def test_a_call_that_ends_the_program_does_not_take_the_others_along() -> None:
+    crashing = "import os\ndef add(a, b):\n    return a + b if isinstance(a, str) else os._exit(0)\n"
+    for kind in ("calls", "assertions"):
+        found = result(crashing, {"partial": True}, **TASKS[kind])
+        assert found.value == 0.5 and "exit status 0" in str(found.reason)
+
+
+@pytest.mark.parametrize(
+    ("solution", "compiled", "reason"),
+    [
+        ("def add(a, b:", 0.0, "SyntaxError"),
+        ("", 0.0, "KeyError: 'add'"),
+        ("import nothing_of_this_name", 0.0, "ModuleNotFoundError"),
+        ("\0", 0.0, "null bytes"),
+        ("def add(a, b):\n    raise ValueError('no')", 1.0, "ValueError: no"),
+        ("def add(a, b):\n    while True: pass", 1.0, "limit of"),
+        ("def add(a, b):\n    return [0] * 10**9", 1.0, "MemoryError"),
+        ("def add(a, b):\n    return object()", 1.0, "it returned a object"),
+        ("def add(a, b):\n    return float(a + b)", 1.0, "it returned 3.0"),
+        ("def add(a, b):\n    return (a, b)", 1.0, "it returned (1, 2, )"),
+    ],
+)
+def test_what_the_solution_did_wrong_is_zero_with_a_reason(solution: str, compiled: float, reason: str) -> None:
+    found = result(f"```\n{solution}\n```", {"test_s": 2}, **TASKS["calls"])
+    assert found.value == 0.0 and found.components == {"passed": 0.0, "compiled": compiled}
+    assert reason in str(found.reason)
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {},
+        {"entry_point": "add", "tests": []},
+        {"entry_point": "add", "tests": [*CALLS, {"stdin": "", "stdout": ""}]},
+        {"tests": CALLS},
+        {"entry_point": "add", "tests": [{"args": [object()], "expected": 1}]},
+        {"entry_point": "add", "test": "def check(candidate:"},
+        {"entry_point": "add", "test": "def check(candidate):\n    assert undefined(candidate(1, 2))"},
+        {"entry_point": "add", "test": "def check(candidate):\n    assert 1 == 2"},
+        {"entry_point": "add", "test": "def check(candidate):\n    candidate(lambda: 1)"},
+        {"entry_point": "add", "tests": CALLS, "prompt": "1 / 0"},
+        {"entry_point": "add", "tests": CALLS, "language": "cpp"},
+    ],
+)
+def test_what_is_wrong_with_the_task_is_unknown(metadata: dict[str, Any]) -> None:
+    found = result(ADD, **metadata)
+    assert found.value is None and found.reason
+
+
+def test_too_many_tests_for_the_budget_are_unknown_and_slow_ones_are_wrong() -> None:
+    many = {"entry_point": "add", "tests": CALLS * 100_000}
+    assert "do not fit" in str(result(ADD, {"budget_s": 2}, **many).reason)
+    slow = result(
+        "import time\ndef add(a, b):\n    time.sleep(0.9)\n    return a + b", {"budget_s": 2, "test_s": 1}, **many
+    )
+    assert slow.value == 0.0 and "2 s are over" in str(slow.reason)
+
+
+PROGRAM = [{"stdin": "3 4\n", "stdout": "7\n"}, {"stdin": "-1 1", "stdout": "0"}]
+
+
+@pytest.mark.parametrize(
+    ("solution", "value"),
+    [
+        ("print(sum(map(int, input().split())))", 1.0),
+        ("import sys\na, b = map(int, sys.stdin.read().split())\nprint(a + b, '  \\n\\n')\nexit()", 1.0),
+        ("if __name__ == '__main__':\n    print(sum(int(each) for each in open(0).read().split()))", 1.0),
+        ("a, b = map(int, input().split())\ndef f(): return a + b\nclass A:\n    x = f()\nprint(A.x)", 1.0),
+        ("print(7)", 0.0),
+        ("print('7\\n0')", 0.0),
+        ("print(sum(map(int, input().split())))\nraise SystemExit(1)", 0.0),
+        ("print(sum(map(int, input().split())), end='')\nprint(1 / 0)", 0.0),
+    ],
+)
+def test_a_program_reads_and_writes(solution: str, value: float, isolation: str) -> None:
+    found = result(f"```py\n{solution}\n```", {"isolation": isolation}, tests=PROGRAM)
+    assert found.value == value and found.components["compiled"] == 1.0, found
+
+
+def test_a_program_that_does_not_compile_is_not_run() -> None:
+    found = result("print(", tests=PROGRAM)
+    assert found.value == 0.0 and found.components == {"passed": 0.0, "compiled": 0.0}
+    assert "SyntaxError" in str(found.reason)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+def test_a_program_in_cpp_is_compiled_inside_and_run(isolation: str) -> None:
+    settings = {"language": "cpp", "isolation": isolation}
+    source = "#include <iostream>\nint main() { int a, b; std::cin >> a >> b; std::cout << a + b << std::endl; }"
+    assert result(f"```cpp\n{source}\n```\nIn Python: `x`", settings, tests=PROGRAM).value == 1.0
+    wrong = result(source.replace("+", "*"), settings, tests=PROGRAM)
+    assert wrong.value == 0.0 and wrong.components["compiled"] == 1.0
+    broken = result(source.replace(";", ""), settings, tests=PROGRAM)
+    assert broken.components["compiled"] == 0.0 and "error" in str(broken.reason)
+    stolen = result('#include "/etc/passwd"\nint main() {}', settings, tests=PROGRAM)
+    assert stolen.components["compiled"] == 0.0 and "root" not in str(stolen.reason)
+
+
+def test_a_solution_continues_its_prompt_or_uses_it() -> None:
+    prompt = 'from math import tau\n\ndef helper(x):\n    return x + 1\n\ndef add(a, b):\n    """Add."""\n'
+    check = "def check(candidate):\n    assert candidate(1, 2) == helper(2)"
+    for response in ("\n  \n    # so:\n    return a + b\n", "def add(a, b):\n    return helper(a) + b - 1", ADD):
+        assert result(response, entry_point="add", prompt=prompt, test=check).value == 1.0
+    future = "from __future__ import annotations\n" + ADD
+    assert result(future, entry_point="add", prompt=prompt, test=check).value == 1.0
+    assert result("x = 1", entry_point="add", prompt=prompt, test=check).value == 0.0, "what the prompt leaves open"
+
+
+def test_tests_may_expect_an_exception() -> None:
+    raises = (
+        "def check(f):\n    try:\n        f(1)\n    except ValueError as error:\n        assert str(error) == 'no'\n"
+    )
+    raises += "    else:\n        assert False\n"
+    task = {"entry_point": "f", "test": raises}
+    assert result("def f(x):\n    raise ValueError('no')", **task).value == 1.0
+    for other in ("TypeError('no')", "ValueError('yes')", "SystemExit", "UnicodeDecodeError('a', b'', 0, 0, 'no')"):
+        assert result(f"def f(x):\n    raise {other}", **task).value == 0.0
+    assert result("import os\ndef f(x):\n    os._exit(0)", **task).value == 0.0
+
+
+def test_installed_packages_are_there_when_asked_for() -> None:
+    solution = "import numpy\ndef add(a, b):\n    return numpy.array([a, b]).sum()"
+    tests = [{"args": [1, 2], "expected": 3}]
+    assert result(solution, {"packages": True}, entry_point="add", tests=tests).value == 1.0
+    assert "ModuleNotFoundError" in str(result(solution, entry_point="add", tests=tests).reason)
+
+
+@pytest.mark.parametrize(
+    ("response", "code"),
+    [
+        ("x = 1", "x = 1"),
+        ("Text\n```python\nx = 1\n```\nmore", "x = 1\n"),
+        ("```python\nx = 1\n```\n```python\nx = 2\n```", "x = 2\n"),
+        ("```python\nx = 1\n```\nIt prints\n```text\n1\n```", "x = 1\n"),
+        ("```\nx = 1\n```", "x = 1\n"),
+        ("~~~py\nx = 1\n~~~", "x = 1\n"),
+        ("````md\n```\nx\n```\n````\n```python\nx = 1\n```", "x = 1\n"),
+        ("```python\nx = 1", "x = 1"),
+        ("```python\ns = '```'\n```", "s = '```'\n"),
+        ("- so\n  ```python\n  x = 1\n  ```", "  x = 1\n"),
+    ],
+)
+def test_the_code_is_the_last_block(response: str, code: str) -> None:
+    assert extract(response, "python") == code
+
+
+VALUES: list[Any] = [
+    None, True, False, 0, 1, -(2**63), 2**63, 10**5000, 0.0, 1.0, 1.5, float("inf"), -float("inf"), 1j, "", "a'\"\n\0\ud800é",
+    b"", b"\0\xff", [], [1], (), (1,), [[1, (2,)], {3}], set(), {1}, frozenset({(1, 2)}), {}, {1: 2}, {"1": 2}, {(1, "a"): [{}]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", VALUES, ids=range(len(VALUES)))
+def test_values_come_through_and_equal_only_those_of_their_type(value: Any) -> None:
+    sys.set_int_max_str_digits(6000)
+    tree = json.loads(encode(value))
+    names = {
+        "__builtins__": {"set": set, "frozenset": frozenset, "dict": dict, "complex": complex},
+        "inf": float("inf"),
+    }
+    assert eval(literal(tree), names) == value and type(eval(literal(tree), names)) is type(value)
+    assert [same_value(json.loads(encode(other)), tree) for other in VALUES] == [other is value for other in VALUES]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"set": [[1]]}, {"dict": [[[1], 2]]}, {"dict": [[1]]}, {"int": "x"}, {"bytes": "zz"}, {"complex": [1]}, {}, {"a": 1},
+        {"tuple": 1}, {"set": [{"tuple": [[1]]}]}, {"set": [1], "tuple": []}, {"int": "1); evil("}, {"complex": ["a", 1]},
+        {"frozenset": [{"dict": []}]},
+    ],
+)  # fmt: skip
+def test_what_is_no_value_is_refused(said: Any) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        literal(said)
+
+
+def test_sets_and_dictionaries_have_no_order_and_floats_a_tolerance() -> None:
+    def same(one: Any, other: Any, tolerance: float = 0.0) -> bool:
+        return same_value(json.loads(encode(one)), json.loads(encode(other)), tolerance)
+
+    assert same({"a": {1, 2}, "b": 0}, {"b": 0, "a": {2, 1}}) and same(
+        {(1, frozenset({1, 2}))}, {(1, frozenset({2, 1}))}
+    )
+    assert not same([1, 2], [2, 1]) and not same({1: 2}, {1: 3}) and not same({1}, {1, 2}) and not same({}, set())
+    assert same([0.1 + 0.2], [0.3], 1e-6) and not same([0.1 + 0.2], [0.3]) and not same([3.0], [3], 1e-6)
+    assert same({"a": 0.1 + 0.2}, {"a": 0.3}, 1e-6) and not same([1000000], [1000001], 1e-3)
+    assert same(float("nan"), float("nan")) and not same(float("nan"), 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found", "same"),
+    [
+        ("1\n2", "1\n2\n\n", True),
+        ("1 \n2\n", "1\n2", True),
+        ("1\n2", "1 2", False),
+        ("", "\n", True),
+        ("0.30000000", "0.3", True),
+        ("0.3 1", "0.3000000001 1", True),
+        ("1000000", "1000000.1", False),
+        ("0.3", "0.4", False),
+        ("0.3", "x", False),
+        ("0.3", "0.3 0.3", False),
+        ("nan", "1", False),
+    ],
+)
+def test_what_is_written_may_differ_at_the_ends_of_lines_and_in_the_last_digits(
+    wanted: str, found: str, same: bool
+) -> None:
+    assert same_text(wanted, found, 1e-6) == same
+
+
+def test_tests_of_a_model_are_kept_where_all_solutions_agree() -> None:
+    judge = Judge(Sandbox(), Limits(10, 10), 60)
+    task = Task.create("test", "question", "", metadata={"entry_point": "add"})
+    tests = ["assert add(1, 2) == 3", "assert add(1, 2) == 4", "assert add('a', 'b') == 'ab'", "assert undefined", "("]
+    sums = "def add(a, b):\n    return sum((a, b))"  # not of strings
+    assert checked_tests(task, tests, [ADD], judge) == [tests[0], tests[2]]
+    assert checked_tests(task, tests, [ADD, sums], judge) == [tests[0]]
+    assert checked_tests(task, tests, [], judge) == []
+    calls: list[Any] = [*CALLS, {"args": [1, 2], "expected": 4}, {"args": [1]}, "nonsense"]
+    assert checked_tests(task, calls, [ADD], judge) == CALLS
+    assert checked_tests(task, PROGRAM, ["print(7)"], judge) == PROGRAM[:1]
+
+
+# Attacks
+
+
+@dataclass
+class World:
+    """What lies outside: a secret that must not come in, and what must not be harmed."""
+
+    secret: str
+    file: Path
+    canary: subprocess.Popen[bytes]
+    port: int
+    abstract: str
+    socket: Path
+    inherited: int
+
+    def told(self, attack: str) -> str:
+        names = {
+            "SECRET_FILE": self.file,
+            "PARENT": os.getpid(),
+            "CANARY": self.canary.pid,
+            "PORT": self.port,
+            "ABSTRACT": self.abstract,
+            "SOCKET": self.socket,
+            "INHERITED": self.inherited,
+        }
+        for name, value in names.items():
+            attack = attack.replace(name, str(value))
+        return attack
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    secret, folder = f"secret-{secrets.token_hex(8)}", tmp_path_factory.mktemp("world")
+    (folder / "secret").write_text(secret)
+    (folder / "secret").chmod(0o666)
+    abstract = f"rayrft-{secrets.token_hex(8)}"
+    listeners = [socket.create_server(("127.0.0.1", 0))]
+    for address in (f"\0{abstract}", str(folder / "socket")):
+        listeners.append(socket.socket(socket.AF_UNIX))
+        listeners[-1].bind(address)
+        listeners[-1].listen()
+
+    def serve(listener: socket.socket) -> None:
+        while True:
+            try:
+                with listener.accept()[0] as connection:
+                    connection.sendall(secret.encode())
+            except OSError:
+                return
+
+    for listener in listeners:
+        threading.Thread(target=serve, args=(listener,), daemon=True).start()
+    with socket.create_connection(listeners[0].getsockname()) as connection:
+        assert connection.recv(100).decode() == secret, "the secret is there to be had"
+    inherited = os.open(folder / "secret", os.O_RDONLY)
+    os.set_inheritable(inherited, True)
+    canary = subprocess.Popen(["sleep", "1000"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SECRET", secret)
+        port = listeners[0].getsockname()[1]
+        yield World(secret, folder / "secret", canary, port, abstract, folder / "socket", inherited)
+    canary.kill()
+    canary.wait()
+    os.close(inherited)
+    for listener in listeners:
+        listener.close()
+
+
+@pytest.fixture
+def spaces(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The process namespaces of all sandboxes that a test starts."""
+    seen, read_first = set[str](), Process._read_first
+
+    def noting(self: Process) -> int:
+        pid = read_first(self)
+        seen.add(os.readlink(f"/proc/{pid}/ns/pid"))
+        return pid
+
+    monkeypatch.setattr(Process, "_read_first", noting)
+    return seen
+
+
+def running(spaces: set[str]) -> list[int]:
+    """Processes in one of these namespaces."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if os.readlink(f"/proc/{pid}/ns/pid") in spaces:
+                found.append(int(pid))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_an_attack_neither_scores_nor_harms_nor_stays(
+    attack: str, isolation: str, world: World, spaces: set[str]
+) -> None:
+    limits = {"test_s": 1, "budget_s": 3, "memory_mib": 128, "isolation": isolation, "partial": True}
+    reward = build_reward("code", limits)
+    forms = [{"tests": [{"args": [3], "expected": world.secret}]}, {"tests": [f"assert f(3) == {world.secret!r}"]}]
+    for metadata in forms:
+        task = Task.create("test", "question", "", metadata={"entry_point": "f", **metadata})
+        found = score(reward, task, world.told(ATTACKS[attack]))
+        assert found.value == 0.0, found
+        assert "HARM" not in str(found.reason) and world.secret not in str(found.reason)
+    assert len(spaces) >= len(forms) and not running(spaces)
+    assert world.canary.poll() is None and world.file.read_text() == world.secret
+    assert result(ADD, {"isolation": isolation}, **TASKS["calls"]).value == 1.0
+
+
+def test_a_right_answer_by_the_same_ways_scores(isolation: str, world: World) -> None:
+    """The attacks fail for what they do, not because nothing of their form could score."""
+    told = f"def f(x):\n    return {world.secret!r}"
+    for test in ({"args": [3], "expected": world.secret}, f"assert f(3) == {world.secret!r}"):
+        assert result(told, {"isolation": isolation}, entry_point="f", tests=[test]).value == 1.0
+
+
+FORGERIES = {
+    "marker": "print('PASSED'); print('ok'); print({'passed': True})",
+    "leaves": "import os; os._exit(0)",
+    "closes": "import os; os.closerange(0, 100)",
+    "reads": "import os; print(open('runner.py').read(), os.listdir('.'), os.environ)",
+    "files": "print(open('SECRET_FILE').read())",
+    "frames": "import sys, gc; print([o for o in gc.get_objects() if 'secret-' in str(o)[:1000]])",
+    "background": "import os, time\nif os.fork():\n    os._exit(0)\nos.setsid()\nprint('secret-', flush=True)\ntime.sleep(1000)",
+    "everything": "for n in range(10**9): print(f'secret-{n:016x}')",
+}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_a_program_cannot_forge_what_is_expected_of_it(
+    forgery: str, isolation: str, world: World, spaces: set[str]
+) -> None:
+    settings = {"test_s": 2, "memory_mib": 128, "isolation": isolation}
+    tests = [{"stdin": "3", "stdout": world.secret}]
+    found = result(world.told(FORGERIES[forgery]), settings, tests=tests)
+    assert found.value == 0.0 and world.secret not in str(found.reason)
+    assert not running(spaces)
+
+
+# Real problems
+
+
+def problems() -> list[dict[str, Any]]:
+    path = Path(os.environ.get("RAYRFT_TEST_DATA", ROOT / "tests" / "samples"), "humaneval", "problems.jsonl")
+    if not path.exists():
+        pytest.skip(f"{path} is not there")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_real_reference_solutions_pass_and_empty_ones_fail() -> None:
+    rows = problems()
+    failed = {}
+    for row in rows:
+        found = result(row["canonical_solution"], **row)
+        if found.value != 1.0:
+            failed[row["task_id"]] = found
+    assert not failed
+    for row in rows[::10]:
+        assert result("    return None\n", **row).value == 0.0, row["task_id"]
+
+
+def mutants(source: str) -> Iterator[tuple[str, str]]:
+    """Each way to change one operator, constant or return of a program, with what was changed."""
+    swaps: dict[type, type] = {
+        ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+        ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Mod: ast.FloorDiv, ast.FloorDiv: ast.Mod, ast.Div: ast.Mult,
+        ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Pow: ast.Mult,
+    }  # fmt: skip
+    count = sum(1 for _ in ast.walk(ast.parse(source)))
+    for number in range(count):
+        tree = ast.parse(source)
+        node = list(ast.walk(tree))[number]
+        line = getattr(node, "lineno", 0)
+        if isinstance(node, ast.BinOp | ast.AugAssign) and type(node.op) in swaps:
+            change, node.op = f"{type(node.op).__name__} in line {line}", swaps[type(node.op)]()
+        elif isinstance(node, ast.Compare) and type(node.ops[0]) in swaps:
+            change, node.ops[0] = f"{type(node.ops[0]).__name__} in line {line}", swaps[type(node.ops[0])]()
+        elif isinstance(node, ast.Constant) and type(node.value) is int:
+            change, node.value = f"{node.value} in line {line}", node.value + 1
+        elif isinstance(node, ast.Return) and node.value is not None:
+            change, node.value = f"return in line {line}", None
+        else:
+            continue
+        yield change, ast.unparse(tree)
+
+
+def survivors(rows: list[dict[str, Any]], every: int) -> tuple[int, list[tuple[str, str]]]:
+    """How many mutants of real solutions were tried, and which of them pass."""
+    tried, passed = 0, list[tuple[str, str]]()
+    for row in rows:
+        source = row["prompt"] + row["canonical_solution"]
+        for change, mutant in list(mutants(source))[::every]:
+            tried += 1
+            if result(mutant, {"test_s": 2, "budget_s": 6}, **row).value == 1.0:
+                passed.append((row["task_id"], f"{change}: {source.splitlines()[int(change.split()[-1]) - 1].strip()}"))
+    return tried, passed
+
+
+def test_most_mutants_of_real_solutions_fail() -> None:
+    tried, passed = survivors(problems()[::4], every=3)
+    assert tried > 40 and len(passed) < 0.2 * tried, passed
+
+
+if __name__ == "__main__":  # all of them, some minutes: python -m tests.rewards.test_code
+    tried, passed = survivors(problems(), every=1)
+    print(*passed, f"{tried} mutants, {len(passed)} pass", sep="\n")
