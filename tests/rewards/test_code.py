@@ -21,13 +21,13 @@ import pytest
 from rayrft.errors import ConfigError
 from rayrft.experience import Task
 from rayrft.rewards import RewardResult, build_reward
-from rayrft.rewards.base import score
 from rayrft.rewards.code import Judge, checked_tests, extract
 from rayrft.rewards.code_runner import encode
 from rayrft.rewards.code_values import literal, same_text, same_value
 from rayrft.rewards.sandbox import Limits, Process, Sandbox, isolate
 from tests.conftest import ROOT
 from tests.rewards.attacks import ATTACKS
+from tests.rewards.scored import score
 
 
 def isolated(name: str) -> str:
