@@ -15,24 +15,24 @@ tests are in the task's metadata:
 
 What is expected never enters the sandbox of the solution. Calls are sent there one by one, and a value comes back,
 which is compared outside; statements run in another sandbox, without the solution, where the function they call stands
-for it. So a solution can only gain by returning the right value for what it is asked. Values travel as plain data: None,
-numbers, strings, bytes, lists, tuples, sets and dictionaries, and what derives from them or is numpy's. A list is not a
-tuple, 1 is neither True nor 1.0. Arguments travel by value: tests cannot see that a function changed them. Tests that
-run what a function returned, by ``eval``, are at its mercy.
+for it. So a solution can only gain by returning the right value for what it is asked. Values travel as plain data:
+None, numbers, strings, bytes, lists, tuples, sets and dictionaries, and what derives from them or is numpy's. A list is
+not a tuple, 1 is neither True nor 1.0. Arguments travel by value: tests cannot see that a function changed them. Tests
+that run what a function returned, by ``eval``, are at its mercy.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Literal
 
 from rayrft.errors import ConfigError, DataError, SandboxFailed
@@ -40,11 +40,11 @@ from rayrft.experience import Task
 from rayrft.rewards import code_runner
 from rayrft.rewards.base import Reward, RewardResult, register_reward
 from rayrft.rewards.code_values import literal, same_text, same_value
-from rayrft.rewards.sandbox import Limits, Outcome, Process, Sandbox
+from rayrft.rewards.sandbox import Limits, Outcome, Process, Sandbox, bytecode
 
 Language = Literal["python", "cpp"]
 
-_RUNNER = Path(code_runner.__file__).read_text()
+_RUNNER = "runner.pyc"
 _FENCE = re.compile(
     r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+#.-]*)[^\n]*\n(.*?)(?:^[ \t]*\1[ \t]*$|\Z)", re.MULTILINE | re.DOTALL
 )
@@ -185,10 +185,11 @@ class Judge:
         run = {"call": trial.calls, "statement": trial.statements, "run": trial.runs}[str(kind)]
         failures: list[str | None] = []
         try:
-            for failure in run(tests, language):
-                failures.append(failure)
-                if failure and until_failure:
-                    break
+            with contextlib.closing(run(tests, language)) as results:
+                for failure in results:
+                    failures.append(failure)
+                    if failure and until_failure:
+                        break
         except _NotLoaded as problem:
             return Verdict(False, failures, str(problem))
         except _OutOfTime:
@@ -234,7 +235,7 @@ class _Trial:
 
     # Programs
 
-    def runs(self, tests: Sequence[Any], language: Language) -> Iterator[str | None]:
+    def runs(self, tests: Sequence[Any], language: Language) -> Generator[str | None]:
         files, command = self._compiled(language)
         for test in tests:
             outcome = self._sandbox.run(files, command, str(test["stdin"]).encode(), self._limited())
@@ -252,8 +253,8 @@ class _Trial:
     def _compiled(self, language: Language) -> tuple[dict[str, str | bytes], list[str]]:
         """Compile the solution in a sandbox, and return the files and the command that run it in another."""
         if language == "python":
-            files: dict[str, str | bytes] = {"runner.py": _RUNNER, "solution.py": self._source}
-            python = [*self._sandbox.python, "runner.py"]
+            files: dict[str, str | bytes] = {_RUNNER: bytecode(code_runner.__file__), "solution.py": self._source}
+            python = [*self._sandbox.python, _RUNNER]
             self._compile(files, [*python, "compile", "solution.py"], self._limits)
             return files, [*python, "program", "solution.py", *self._sandbox.paths]
         command = f"{compiler()} -O2 -std=c++17 -o program solution.cpp && cat program"
@@ -272,8 +273,9 @@ class _Trial:
 
     # Functions
 
-    def calls(self, tests: Sequence[Any], language: Language) -> Iterator[str | None]:
+    def calls(self, tests: Sequence[Any], language: Language) -> Generator[str | None]:
         with _Solution(self) as solution:
+            solution.load()
             for test in tests:
                 wanted = json.loads(_encoded(test["expected"]))
                 arguments = _encoded(tuple(test["args"])), _encoded(dict(test.get("kwargs", {})))
@@ -284,8 +286,14 @@ class _Trial:
                 else:
                     yield _describe(answer)
 
-    def statements(self, tests: Sequence[Any], language: Language) -> Iterator[str | None]:
-        with _Solution(self) as solution, self._started("check", tests) as tester:
+    def statements(self, tests: Sequence[Any], language: Language) -> Generator[str | None]:
+        with _Solution(self) as solution:
+            solution.load()
+            yield from self._told(tests, solution)
+
+    def _told(self, tests: Sequence[str], solution: _Solution) -> Generator[str | None]:
+        """What becomes of statements whose calls the solution answers."""
+        with self._started("check", tests) as tester:
             for _ in tests:
                 while "call" in (said := self._heard(tester, solution)):
                     answer = solution.call(*said["call"])
@@ -305,9 +313,9 @@ class _Trial:
             if re.match(r"(?:[ \t]*\n)*[ \t]+\S", source):  # it continues the prompt in the middle of a function
                 before, source = "", f"{before}\n{source}"
         orders = {"before": before, "source": source, "name": self._entry_point(), "statements": list(tests)}
-        command = [*self._sandbox.python, "runner.py", mode, *self._sandbox.paths]
+        command = [*self._sandbox.python, _RUNNER, mode, *self._sandbox.paths]
         limits = replace(self._limits, wall_s=self._left(), cpu_s=self._left(), output_bytes=_CONVERSATION_BYTES)
-        process = self._sandbox.start({"runner.py": _RUNNER}, command, limits)
+        process = self._sandbox.start({_RUNNER: bytecode(code_runner.__file__)}, command, limits)
         process.send(repr(orders).encode() + b"\n")
         return process
 
@@ -334,14 +342,14 @@ class _Solution:
         self.process: Process | None = None
 
     def __enter__(self) -> _Solution:
-        self._load()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self.process is not None:
             self.process.kill()
 
-    def _load(self) -> Process:
+    def load(self) -> Process:
+        """Start it, and wait until it can be called. Raises _NotLoaded where it cannot be."""
         trial = self._trial
         self.process = process = trial._started("solve")
         if process.line(trial._left()) != b'{"ready": true}':
@@ -355,7 +363,7 @@ class _Solution:
     def call(self, args: Any, kwargs: Any) -> dict[str, Any]:
         """Return ``value`` (still encoded), ``raised`` (a name and a message) or ``wrong`` (why there is none)."""
         trial = self._trial
-        process = self.process or self._load()
+        process = self.process or self.load()
         process.send(f"({literal(args)}, {literal(kwargs)})\n".encode())
         line = process.line(trial._left(trial._limits.wall_s))
         answer = _checked(line)

@@ -10,10 +10,15 @@ of JSON. JSON has no tuples, sets and the like: such a value is an object of one
 says is ever evaluated here or outside. The script imports little, for every program waits for it.
 """
 
+from __future__ import annotations
+
 import sys
 from _json import encode_basestring_ascii as _quote
-from collections.abc import Callable, Iterator
-from typing import Any
+
+TYPE_CHECKING = False  # typing takes longer to import than a program to start
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import Any
 
 _DEEPEST = 40
 

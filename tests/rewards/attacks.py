@@ -177,7 +177,8 @@ def f(x):
 import gc
 def f(x):
     for thing in gc.get_objects():
-        for part in [thing, *(thing.values() if type(thing) is dict else thing if type(thing) in (list, tuple) else ())]:
+        inner = thing.values() if type(thing) is dict else thing if type(thing) in (list, tuple) else ()
+        for part in [thing, *inner]:
             if type(part) is str and part.startswith("secret-") and len(part) == 23:
                 return part
 """,
@@ -599,7 +600,8 @@ def f(x):
 import ctypes, os
 libc = ctypes.CDLL(None, use_errno=True)
 def f(x):
-    for what in (lambda: libc.mount(b"none", b"/box", b"tmpfs", 0, None), lambda: libc.mount(b"none", b"/box", b"proc", 0, None),
+    for what in (lambda: libc.mount(b"none", b"/box", b"tmpfs", 0, None),
+                 lambda: libc.mount(b"none", b"/box", b"proc", 0, None),
                  lambda: libc.umount2(b"/box", 2), lambda: libc.mount(None, b"/usr", None, 32 | 4096, None),
                  lambda: libc.chroot(b"/box"), lambda: libc.unshare(0x10000000), lambda: libc.unshare(0x20000),
                  lambda: libc.setns(0, 0), lambda: libc.setuid(0), lambda: libc.setgroups(1, b"\\0\\0\\0\\0"),

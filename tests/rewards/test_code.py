@@ -225,8 +225,9 @@ def test_the_code_is_the_last_block(response: str, code: str) -> None:
 
 
 VALUES: list[Any] = [
-    None, True, False, 0, 1, -(2**63), 2**63, 10**5000, 0.0, 1.0, 1.5, float("inf"), -float("inf"), 1j, "", "a'\"\n\0\ud800é",
-    b"", b"\0\xff", [], [1], (), (1,), [[1, (2,)], {3}], set(), {1}, frozenset({(1, 2)}), {}, {1: 2}, {"1": 2}, {(1, "a"): [{}]},
+    None, True, False, 0, 1, -(2**63), 2**63, 10**5000, 0.0, 1.0, 1.5, float("inf"), -float("inf"), 1j,
+    "", "a'\"\n\0\ud800é", b"", b"\0\xff", [], [1], (), (1,), [[1, (2,)], {3}], set(), {1}, frozenset({(1, 2)}),
+    {}, {1: 2}, {"1": 2}, {(1, "a"): [{}]},
 ]  # fmt: skip
 
 
@@ -245,9 +246,9 @@ def test_values_come_through_and_equal_only_those_of_their_type(value: Any) -> N
 @pytest.mark.parametrize(
     "said",
     [
-        {"set": [[1]]}, {"dict": [[[1], 2]]}, {"dict": [[1]]}, {"int": "x"}, {"bytes": "zz"}, {"complex": [1]}, {}, {"a": 1},
-        {"tuple": 1}, {"set": [{"tuple": [[1]]}]}, {"set": [1], "tuple": []}, {"int": "1); evil("}, {"complex": ["a", 1]},
-        {"frozenset": [{"dict": []}]},
+        {"set": [[1]]}, {"dict": [[[1], 2]]}, {"dict": [[1]]}, {"int": "x"}, {"bytes": "zz"}, {"complex": [1]}, {},
+        {"a": 1}, {"tuple": 1}, {"set": [{"tuple": [[1]]}]}, {"set": [1], "tuple": []}, {"int": "1); evil("},
+        {"complex": ["a", 1]}, {"frozenset": [{"dict": []}]},
     ],
 )  # fmt: skip
 def test_what_is_no_value_is_refused(said: Any) -> None:
@@ -372,25 +373,27 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 @pytest.fixture
-def spaces(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The process namespaces of all sandboxes that a test starts."""
-    seen, read_first = set[str](), Process._read_first
+def spaces(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The process namespaces of all sandboxes that a test starts, held open so that none has the name of another."""
+    seen, read_first = list[int](), Process._read_first
 
     def noting(self: Process) -> int:
         pid = read_first(self)
-        seen.add(os.readlink(f"/proc/{pid}/ns/pid"))
+        seen.append(os.open(f"/proc/{pid}/ns/pid", os.O_RDONLY))
         return pid
 
     monkeypatch.setattr(Process, "_read_first", noting)
-    return seen
+    yield seen
+    for space in seen:
+        os.close(space)
 
 
-def running(spaces: set[str]) -> list[int]:
+def running(spaces: list[int]) -> list[int]:
     """Processes in one of these namespaces."""
-    found = []
+    found, own = [], [os.fstat(space).st_ino for space in spaces]
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
-            if os.readlink(f"/proc/{pid}/ns/pid") in spaces:
+            if os.stat(f"/proc/{pid}/ns/pid").st_ino in own:
                 found.append(int(pid))
         except OSError:
             continue
@@ -399,7 +402,7 @@ def running(spaces: set[str]) -> list[int]:
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_an_attack_neither_scores_nor_harms_nor_stays(
-    attack: str, isolation: str, world: World, spaces: set[str]
+    attack: str, isolation: str, world: World, spaces: list[int]
 ) -> None:
     limits = {"test_s": 1, "budget_s": 3, "memory_mib": 128, "isolation": isolation, "partial": True}
     reward = build_reward("code", limits)
@@ -425,17 +428,17 @@ FORGERIES = {
     "marker": "print('PASSED'); print('ok'); print({'passed': True})",
     "leaves": "import os; os._exit(0)",
     "closes": "import os; os.closerange(0, 100)",
-    "reads": "import os; print(open('runner.py').read(), os.listdir('.'), os.environ)",
+    "reads": "import os; print(open('runner.pyc', 'rb').read(), os.listdir('.'), os.environ)",
     "files": "print(open('SECRET_FILE').read())",
     "frames": "import sys, gc; print([o for o in gc.get_objects() if 'secret-' in str(o)[:1000]])",
-    "background": "import os, time\nif os.fork():\n    os._exit(0)\nos.setsid()\nprint('secret-', flush=True)\ntime.sleep(1000)",
+    "background": "import os, time\nif os.fork():\n    os._exit(0)\nos.setsid()\ntime.sleep(1000)",
     "everything": "for n in range(10**9): print(f'secret-{n:016x}')",
 }
 
 
 @pytest.mark.parametrize("forgery", FORGERIES)
 def test_a_program_cannot_forge_what_is_expected_of_it(
-    forgery: str, isolation: str, world: World, spaces: set[str]
+    forgery: str, isolation: str, world: World, spaces: list[int]
 ) -> None:
     settings = {"test_s": 2, "memory_mib": 128, "isolation": isolation}
     tests = [{"stdin": "3", "stdout": world.secret}]
@@ -466,18 +469,20 @@ def test_real_reference_solutions_pass_and_empty_ones_fail() -> None:
         assert result("    return None\n", **row).value == 0.0, row["task_id"]
 
 
-def mutants(source: str) -> Iterator[tuple[str, str]]:
-    """Each way to change one operator, constant or return of a program, with what was changed."""
+def mutants(source: str, after: int = 0) -> Iterator[tuple[str, str]]:
+    """Each way to change one operator, constant or return of a program after that line, with what was changed."""
     swaps: dict[type, type] = {
         ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
-        ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Mod: ast.FloorDiv, ast.FloorDiv: ast.Mod, ast.Div: ast.Mult,
-        ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Pow: ast.Mult,
+        ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Mod: ast.FloorDiv, ast.FloorDiv: ast.Mod,
+        ast.Div: ast.Mult, ast.Pow: ast.Mult, ast.In: ast.NotIn, ast.NotIn: ast.In,
     }  # fmt: skip
     count = sum(1 for _ in ast.walk(ast.parse(source)))
     for number in range(count):
         tree = ast.parse(source)
         node = list(ast.walk(tree))[number]
         line = getattr(node, "lineno", 0)
+        if line <= after:
+            continue
         if isinstance(node, ast.BinOp | ast.AugAssign) and type(node.op) in swaps:
             change, node.op = f"{type(node.op).__name__} in line {line}", swaps[type(node.op)]()
         elif isinstance(node, ast.Compare) and type(node.ops[0]) in swaps:
@@ -496,7 +501,7 @@ def survivors(rows: list[dict[str, Any]], every: int) -> tuple[int, list[tuple[s
     tried, passed = 0, list[tuple[str, str]]()
     for row in rows:
         source = row["prompt"] + row["canonical_solution"]
-        for change, mutant in list(mutants(source))[::every]:
+        for change, mutant in list(mutants(source, row["prompt"].count("\n")))[::every]:
             tried += 1
             if result(mutant, {"test_s": 2, "budget_s": 6}, **row).value == 1.0:
                 passed.append((row["task_id"], f"{change}: {source.splitlines()[int(change.split()[-1]) - 1].strip()}"))

@@ -42,9 +42,10 @@ from rayrft.rewards.sandbox.isolation import (
     Root,
     Runsc,
     Started,
+    bytecode,
 )
 
-__all__ = ["ISOLATIONS", "Limits", "Outcome", "Process", "Sandbox", "isolate"]
+__all__ = ["ISOLATIONS", "Limits", "Outcome", "Process", "Sandbox", "bytecode", "isolate"]
 
 Ended = Literal["exit", "wall", "cpu", "memory", "processes", "output", "killed"]
 

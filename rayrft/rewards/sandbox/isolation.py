@@ -8,6 +8,7 @@ else nobody in a user namespace, so that its processes are counted by themselves
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import marshal
 import os
@@ -18,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -153,6 +155,13 @@ def _in_memory(content: bytes) -> int:
     return fd
 
 
+@lru_cache
+def bytecode(script: str) -> bytes:
+    """Return a script of Python in the form that this Python need not compile (that of a .pyc file)."""
+    code = compile(Path(script).read_text(), Path(script).name, "exec")
+    return importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(code)
+
+
 def unused_user() -> int:
     """Return the number of a user that nobody is, as far as this process's user namespace has such numbers."""
     lines = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
@@ -239,9 +248,11 @@ class Namespaces:
                 "command": list(job.command),
                 "environment": ENVIRONMENT,
             }
-            fd = _in_memory(marshal.dumps(orders))
-            launcher = str(Path(__file__).with_name("launcher.py"))
-            return [sys.executable, "-I", "-S", launcher, str(fd)], [fd]
+            fds = [
+                _in_memory(marshal.dumps(orders)),
+                _in_memory(bytecode(str(Path(__file__).with_name("launcher.py")))),
+            ]
+            return [sys.executable, "-I", "-S", f"/proc/self/fd/{fds[1]}", str(fds[0])], fds
 
         return _supervised(command)
 

@@ -4,13 +4,18 @@ It takes the number of a file descriptor that holds its orders (`marshal`, from 
 what bubblewrap says with ``--json-status-fd``. It imports little, for every program waits for it.
 """
 
+from __future__ import annotations
+
 import ctypes
 import marshal
 import os
 import resource
 import struct
 import sys
-from typing import Any
+
+TYPE_CHECKING = False  # typing takes as long to import as all the others
+if TYPE_CHECKING:
+    from typing import Any
 
 _NEWNS, _NEWCGROUP, _NEWUTS, _NEWIPC, _NEWUSER = 0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000
 _NEWPID, _NEWNET = 0x20000000, 0x40000000
@@ -33,7 +38,7 @@ def _checked(what: str, result: int) -> int:
     return result
 
 
-def _call(what: str, number: int, *arguments: "int | bytes | None") -> int:
+def _call(what: str, number: int, *arguments: int | bytes | None) -> int:
     wide = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]
     return _checked(what, _libc.syscall(ctypes.c_long(number), *wide))
 

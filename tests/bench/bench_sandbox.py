@@ -1,0 +1,75 @@
+"""What a sandbox costs: runs of a trivial Python program, per second, and the time that one takes.
+
+    python -m tests.bench.bench_sandbox
+
+Workers are processes, each of which runs one program after another. A start is the time from the call until the
+program's first word arrives; a run ends when everything of it is gone. ``bare`` is the same program without a sandbox.
+CPU time is that of all processes, per run: unlike the others it says something on a machine that does other things, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import subprocess
+import time
+from concurrent.futures import ProcessPoolExecutor
+
+from rayrft.errors import ConfigError
+from rayrft.rewards.sandbox import Limits, Sandbox
+
+WORD = "print('a word')"
+
+
+def runs(isolation: str, seconds: float) -> tuple[list[float], list[float], float]:
+    """Seconds until the first word and until the end, for each run that fits the time, and the CPU seconds of all."""
+    starts, wholes = [], []
+    sandbox = None if isolation == "bare" else Sandbox(isolation)
+    python = Sandbox("none_i_trust_the_code").python
+    before, end = os.times(), time.monotonic() + seconds
+    while (began := time.monotonic()) < end:
+        if sandbox is None:
+            subprocess.run([*python, "-c", WORD], stdin=subprocess.DEVNULL, capture_output=True, check=True)
+            starts.append(time.monotonic() - began)
+        else:
+            with sandbox.start({"word.py": WORD}, [*sandbox.python, "word.py"], Limits()) as process:
+                assert process.line(10) == b"a word"
+                starts.append(time.monotonic() - began)
+                process.wait()
+        wholes.append(time.monotonic() - began)
+    after = os.times()
+    return starts, wholes, sum(after[:4]) - sum(before[:4])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=10)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    print(f"{'':>8} {'runs/s':>8} {'start p50':>10} {'p99':>8} {'run p50':>9} {'p99':>8} {'CPU/run':>9}")
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.workers, mp_context=spawn) as pool:
+        for isolation in ("bare", "bwrap", "unshare"):
+            try:
+                list(pool.map(runs, [isolation] * options.workers, [0.2] * options.workers))
+            except ConfigError as error:
+                print(f"{isolation:>8} {error}")
+                continue
+            for _ in range(options.rounds):
+                results = list(pool.map(runs, [isolation] * options.workers, [options.seconds] * options.workers))
+                starts, wholes = (sorted(each for result in results for each in result[i]) for i in (0, 1))
+                cells = [
+                    f"{1000 * statistics.quantiles(times, n=100, method='inclusive')[at]:.1f} ms"
+                    for times in (starts, wholes)
+                    for at in (49, 98)
+                ]
+                line = f"{isolation:>8} {len(wholes) / options.seconds:>8.1f} {cells[0]:>10} {cells[1]:>8}"
+                cpu = 1000 * sum(result[2] for result in results) / len(wholes)
+                print(f"{line} {cells[2]:>9} {cells[3]:>8} {cpu:>6.1f} ms", flush=True)
+
+
+if __name__ == "__main__":
+    main()
