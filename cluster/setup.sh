@@ -79,6 +79,18 @@ for package in torchvision torchaudio torchcodec; do
   fi
 done
 
+# Programs that models write run in bubblewrap where it is, which bounds more than the kernel's namespaces do by themselves.
+as_root=()
+[ "$(id -u)" = 0 ] || as_root=(sudo -n)
+install_bubblewrap() {
+  command -v apt-get && { [ "$(id -u)" = 0 ] || sudo -n true; } || return
+  "${as_root[@]}" apt-get install -y bubblewrap ||
+    { "${as_root[@]}" apt-get update && "${as_root[@]}" apt-get install -y bubblewrap; }
+}
+if ! command -v bwrap >/dev/null && ! install_bubblewrap </dev/null >/dev/null 2>&1; then
+  say "bubblewrap could not be installed: reward code uses the kernel's namespaces instead, or install it as root: apt-get install bubblewrap"
+fi
+
 printf '%s\n%s\n' "$wanted" "$extras" >"$in_part"
 mv "$in_part" "$stamp"
 say "ready: .venv ($extras)"

@@ -48,6 +48,36 @@ def asked(checkout: Path) -> Callable[[], str]:
     return lambda: (checkout / "calls").read_text()
 
 
+@pytest.fixture
+def without_bubblewrap(tmp_path: Path) -> Path:
+    """A folder for PATH with all that set-up calls but bubblewrap and what could install it."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    tools = "bash cat cksum cp cut dirname flock grep head id mkdir mv paste printf rm sed sort tail touch tr"
+    for name in tools.split():
+        (folder / name).symlink_to(str(shutil.which(name)))
+    return folder
+
+
+@pytest.mark.parametrize(("works", "asked_for"), [(0, 1), (1, 2)], ids=["it can be installed", "it cannot"])
+def test_bubblewrap_is_installed_where_it_may_and_else_said_how(
+    works: int, asked_for: int, setup: Setup, without_bubblewrap: Path
+) -> None:
+    for name, script in (("apt-get", f'echo "$*" >>{without_bubblewrap}/said\nexit {works}'), ("sudo", 'shift\n"$@"')):
+        (without_bubblewrap / name).write_text(f"#!/bin/bash\n{script}\n")
+        (without_bubblewrap / name).chmod(0o755)
+    result = setup(PATH=str(without_bubblewrap))
+    assert result.returncode == 0, result.stderr
+    lines = (without_bubblewrap / "said").read_text().splitlines()
+    assert lines[0] == "install -y bubblewrap" and len(lines) == asked_for
+    assert ("apt-get install bubblewrap" in result.stderr) == bool(works)
+
+
+def test_without_a_way_to_install_bubblewrap_it_is_said_how(setup: Setup, without_bubblewrap: Path) -> None:
+    result = setup(PATH=str(without_bubblewrap))
+    assert result.returncode == 0 and "apt-get install bubblewrap" in result.stderr
+
+
 def test_a_second_call_does_nothing_unless_something_changed(
     setup: Setup, asked: Callable[[], str], checkout: Path
 ) -> None:
