@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Sets up .venv in the project's root: everything rayrft needs, in tested versions. Safe to run again: it does nothing
-# when nothing has changed, and begins anew where it was interrupted.
+# when nothing has changed, and begins anew where it was interrupted. As root, or where sudo asks for no password, it
+# also installs bubblewrap, which code rewards run code in; else it says so and goes on.
 #
 #   bash cluster/setup.sh [extra …]      extras besides cpu or gpu, such as: test
 #
@@ -78,6 +79,19 @@ for package in torchvision torchaudio torchcodec; do
     "${pip[@]}" uninstall -q -y "$package" 2>/dev/null
   fi
 done
+
+# What isolates code from the machine best, where it is run to be rewarded.
+if ! command -v bwrap >/dev/null 2>&1; then
+  root=()
+  [ "$(id -u)" = 0 ] || root=(sudo -n)
+  apt() { ${root[@]+"${root[@]}"} apt-get "$@" >/dev/null 2>&1; }
+  if command -v apt-get >/dev/null 2>&1 &&
+    { apt install -y -qq bubblewrap || { apt update -qq && apt install -y -qq bubblewrap; }; }; then
+    say "installed bubblewrap"
+  else
+    say "bubblewrap is missing and cannot be installed from here; for code rewards: sudo apt-get install bubblewrap"
+  fi
+fi
 
 printf '%s\n%s\n' "$wanted" "$extras" >"$in_part"
 mv "$in_part" "$stamp"
