@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Sets up .venv in the project's root: everything rayrft needs, in tested versions. Safe to run again: it does nothing
-# when nothing has changed, and begins anew where it was interrupted.
+# when nothing has changed, and begins anew where it was interrupted. As root, or where sudo asks for no password, it
+# also installs bubblewrap, which code rewards run code in; else it says so and goes on.
 #
 #   bash cluster/setup.sh [extra …]      extras besides cpu or gpu, such as: test
 #
@@ -79,16 +80,17 @@ for package in torchvision torchaudio torchcodec; do
   fi
 done
 
-# Programs that models write run in bubblewrap where it is, which bounds more than the kernel's namespaces do by themselves.
-as_root=()
-[ "$(id -u)" = 0 ] || as_root=(sudo -n)
-install_bubblewrap() {
-  command -v apt-get && { [ "$(id -u)" = 0 ] || sudo -n true; } || return
-  "${as_root[@]}" apt-get install -y bubblewrap ||
-    { "${as_root[@]}" apt-get update && "${as_root[@]}" apt-get install -y bubblewrap; }
-}
-if ! command -v bwrap >/dev/null && ! install_bubblewrap </dev/null >/dev/null 2>&1; then
-  say "bubblewrap could not be installed: reward code uses the kernel's namespaces instead, or install it as root: apt-get install bubblewrap"
+# What isolates code from the machine best, where it is run to be rewarded.
+if ! command -v bwrap >/dev/null 2>&1; then
+  root=()
+  [ "$(id -u)" = 0 ] || root=(sudo -n)
+  apt() { ${root[@]+"${root[@]}"} apt-get "$@" >/dev/null 2>&1; }
+  if command -v apt-get >/dev/null 2>&1 &&
+    { apt install -y -qq bubblewrap || { apt update -qq && apt install -y -qq bubblewrap; }; }; then
+    say "installed bubblewrap"
+  else
+    say "bubblewrap is missing and cannot be installed from here; for code rewards: sudo apt-get install bubblewrap"
+  fi
 fi
 
 printf '%s\n%s\n' "$wanted" "$extras" >"$in_part"

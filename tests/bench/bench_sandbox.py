@@ -4,7 +4,7 @@
 
 Workers are processes, each of which runs one program after another. A start is the time from the call until the
 program's first word arrives; a run ends when everything of it is gone. ``bare`` is the same program without a sandbox.
-CPU time is that of all processes, per run: unlike the others it says something on a busy machine, too.
+CPU time is that of all processes, per run: it says something on a busy machine, too.
 """
 
 from __future__ import annotations

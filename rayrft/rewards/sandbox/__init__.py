@@ -182,7 +182,7 @@ class Process:
         return line
 
     def wait(self) -> Outcome:
-        """Wait for its end. Raises SandboxFailed where something other than itself and its limits ended it."""
+        """Wait for its end. Raises SandboxFailed where the sandbox ended before it."""
         while self._outcome is None:
             self._turn(None)
         return self._outcome
@@ -380,7 +380,7 @@ class Sandbox:
         stdin: bytes = b"",
         limits: Limits = _USUAL,
     ) -> Outcome:
-        """Run a program to its end. Raises SandboxFailed where something other than itself and its limits ended it."""
+        """Run a program to its end. Raises SandboxFailed where it cannot be started, or the sandbox ended before it."""
         with self.start(files, command, limits) as process:
             process.send(stdin)
             process.end_input()

@@ -188,9 +188,7 @@ class Bubblewrap:
             fds = [_in_memory(seccomp.program())]
             words = ["bwrap", "--die-with-parent", "--new-session", "--hostname", "sandbox", "--cap-drop", "ALL"]
             words += ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
-            # bwrap's own process 1 is left to the host's, which may reap nobody.
-            words += ["--as-pid-1"]
-            inside = [*_prlimit(job.limits.rlimits()), "/bin/sh", "-c", '"$@"; exit $?', "sh", *job.command]
+            inside = [*_prlimit(job.limits.rlimits()), *job.command]
             if os.geteuid() == 0:
                 # In a user namespace root stays root outside, and may have any number of processes.
                 user = str(unused_user())
@@ -198,6 +196,10 @@ class Bubblewrap:
                 inside = ["/usr/bin/setpriv", "--reuid", user, "--regid", user, "--clear-groups", *inside]
             else:
                 words += ["--unshare-user", "--uid", str(_NOBODY), "--gid", str(_NOBODY)]
+            # Process 1. bwrap's own is left to the host's, which may reap nobody; one that becomes another user forgets
+            # that it is to die with its parent.
+            words += ["--as-pid-1"]
+            inside = ["/bin/sh", "-c", '"$@"; exit $?', "sh", *inside]
             # bwrap makes folders that nobody but root can enter.
             parents = {str(parent) for bind in job.root.binds for parent in Path(bind).parents} - {"/"}
             for path in sorted(parents):

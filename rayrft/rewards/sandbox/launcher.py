@@ -10,6 +10,7 @@ import ctypes
 import marshal
 import os
 import resource
+import select
 import struct
 import sys
 
@@ -23,7 +24,8 @@ _NOSUID, _NODEV, _BIND, _REC, _PRIVATE, _DETACH = 0x2, 0x4, 0x1000, 0x4000, 0x40
 _PDEATHSIG, _SECCOMP, _NO_NEW_PRIVS, _FILTER = 1, 22, 38, 2
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _CAPSET = {"x86_64": 126, "aarch64": 91}
-_MOUNT_SETATTR, _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 442, 444, 445, 446  # on both
+_CLOSE_RANGE, _MOUNT_SETATTR = 436, 442  # these, and the three of Landlock, on both
+_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _AT_FDCWD, _AT_RECURSIVE, _READ_ONLY = -100, 0x8000, 0x1
 _SIGKILL, _IGNORED_BY_PYTHON = 9, (13, 25)  # SIGPIPE, SIGXFSZ
 
@@ -128,12 +130,14 @@ def _init(orders: dict[str, Any]) -> None:
     _build_root(orders)
     _checked("set the host's name", _libc.sethostname(b"sandbox", 7))
     _drop(orders)
+    _die_with_parent(orders["go"])
     os.set_inheritable(orders["status"], False)
     child = os.fork()
     if child == 0:
         for number in _IGNORED_BY_PYTHON:
             _libc.signal(number, None)
         os.chdir(orders["folder"])
+        _call("close_range", _CLOSE_RANGE, 3, 0xFFFFFFFF, 0)
         os.execve(orders["command"][0], orders["command"], orders["environment"])
     for fd in (0, 1, 2):
         os.close(fd)
@@ -143,6 +147,14 @@ def _init(orders: dict[str, Any]) -> None:
             code = os.waitstatus_to_exitcode(status)
             os.write(orders["status"], b'{"exit-code": %d}\n' % (code if code >= 0 else 128 - code))
             return
+
+
+def _die_with_parent(go: int) -> None:
+    """Be killed when the parent dies, and end at once if it is dead already: then ``go`` is at its end, for who holds
+    the other one is the launcher's parent. A process that becomes another user forgets this."""
+    _checked("prctl", _libc.prctl(_PDEATHSIG, _SIGKILL, 0, 0, 0))
+    if select.select([go], [], [], 0)[0] and not os.read(go, 1):
+        os._exit(1)
 
 
 def _map_user(inside: int, user: int, group: int) -> None:
@@ -159,10 +171,8 @@ def _map_user(inside: int, user: int, group: int) -> None:
 def main() -> int:
     with open(int(sys.argv[1]), "rb") as file:
         orders = marshal.load(file)
-    parent, user, group = os.getppid(), os.geteuid(), os.getegid()
-    _checked("prctl", _libc.prctl(_PDEATHSIG, _SIGKILL, 0, 0, 0))
-    if os.getppid() != parent:
-        return 1  # who asked for this died before
+    user, group = os.geteuid(), os.getegid()
+    _die_with_parent(orders["go"])
     spaces = _NEWNS | _NEWPID | _NEWNET | _NEWIPC | _NEWUTS | _NEWCGROUP
     _checked("unshare", _libc.unshare(spaces | (_NEWUSER if orders["user"] is None else 0)))
     if orders["user"] is None:
@@ -170,9 +180,7 @@ def main() -> int:
     child = os.fork()
     if child == 0:
         try:
-            _checked("prctl", _libc.prctl(_PDEATHSIG, _SIGKILL, 0, 0, 0))
             os.read(orders["go"], 1)
-            os.close(orders["go"])
             _init(orders)
         except OSError as error:
             os.write(2, f"launcher: {error.filename or 'cannot start the program'}: {error.strerror}\n".encode())
