@@ -144,16 +144,28 @@ def invoke(
     return reward(task, transcript.response)
 
 
+def score_inline(reward: Reward, task: Task, transcript: Transcript) -> RewardResult:
+    """Return the result of a reward that is no coroutine; where it raises, or gives what is no number, an unknown with
+    the error as its reason."""
+    try:
+        return _checked(invoke(reward, task, transcript), transcript)
+    except Exception as error:  # user code may raise anything; it becomes data, and the run's policy decides
+        return _raised(error)
+
+
 async def score(reward: Reward, task: Task, transcript: Transcript) -> RewardResult:
-    """Return the result of a reward; where it raises, or gives what is no number, an unknown with the error as its
-    reason."""
+    """Return the result of a reward, as `score_inline` does, be it a coroutine, with the seconds that it took."""
     started = time.perf_counter()
     try:
         found = invoke(reward, task, transcript)
         result = _checked(await found if inspect.isawaitable(found) else found, transcript)
-    except Exception as error:  # user code may raise anything; it becomes data, and the run's policy decides
-        result = RewardResult(None, reason=f"{type(error).__name__}: {error}")
+    except Exception as error:  # likewise
+        result = _raised(error)
     return replace(result, seconds=time.perf_counter() - started)
+
+
+def _raised(error: Exception) -> RewardResult:
+    return RewardResult(None, reason=f"{type(error).__name__}: {error}")
 
 
 def combine(parts: Sequence[RewardPart], results: Sequence[RewardResult]) -> RewardResult:

@@ -25,6 +25,7 @@ from rayrft.rewards.base import (
     combine,
     needed_modules,
     score,
+    score_inline,
     where,
 )
 from rayrft.rewards.judge import ChatModel
@@ -64,6 +65,29 @@ class DomainStats:
         )
 
 
+@dataclass
+class _Tally:
+    """Counts what `DomainStats` says."""
+
+    scored: int = 0
+    unknown: int = 0
+    seconds: float = 0.0
+    slowest_s: float = 0.0
+    pending: int = 0
+
+    def add(self, result: RewardResult) -> None:
+        self.scored += 1
+        self.unknown += result.value is None
+        self.seconds += result.seconds
+        self.slowest_s = max(self.slowest_s, result.seconds)
+
+    def take(self) -> DomainStats:
+        """Return what was counted, and begin anew."""
+        taken = DomainStats(self.scored, self.unknown, self.seconds, self.slowest_s, self.pending)
+        self.scored, self.unknown, self.seconds, self.slowest_s = 0, 0, 0.0, 0.0
+        return taken
+
+
 class Scorer:
     """Scores transcripts by the reward model of their task's domain.
 
@@ -77,7 +101,7 @@ class Scorer:
         """``models`` are those that judges may ask, by name."""
         self._config = config
         self._models = {domain: _Model(each, plugins, models or {}) for domain, each in config.models.items()}
-        self._stats = dict.fromkeys(self._models, DomainStats())
+        self._stats = {domain: _Tally() for domain in self._models}
 
     async def open(self) -> None:
         """Start the processes. Raises ConfigError where a reward cannot be built."""
@@ -92,24 +116,22 @@ class Scorer:
         domain = self._config.domain_of(task.domain)
         if domain not in self._models:
             raise unknown_domain(task.domain, self._models)
-        self._count(domain, DomainStats(pending=len(transcripts)))
-        model = self._models[domain]
-        try:
-            results = await asyncio.gather(*(model.score(task, each) for each in transcripts))
-        finally:
-            self._count(domain, DomainStats(pending=-len(transcripts)))
+        model, stats = self._models[domain], self._stats[domain]
+        if model.inline:
+            results = [model.score_inline(task, each) for each in transcripts]
+        else:
+            stats.pending += len(transcripts)
+            try:
+                results = await asyncio.gather(*(model.score(task, each) for each in transcripts))
+            finally:
+                stats.pending -= len(transcripts)
         for result in results:
-            self._count(domain, DomainStats(1, int(result.value is None), result.seconds, result.seconds))
+            stats.add(result)
         return results
 
     def take_stats(self) -> dict[str, DomainStats]:
         """Return what happened since the last call, by domain."""
-        stats = self._stats
-        self._stats = {domain: DomainStats(pending=each.pending) for domain, each in stats.items()}
-        return stats
-
-    def _count(self, domain: str, more: DomainStats) -> None:
-        self._stats[domain] = DomainStats.of((self._stats[domain], more))
+        return {domain: stats.take() for domain, stats in self._stats.items()}
 
 
 def unknown_domain(domain: str, known: Iterable[str]) -> ConfigError:
@@ -124,12 +146,19 @@ class _Model:
     def __init__(self, config: RewardModelConfig, plugins: Sequence[Path], models: Mapping[str, ChatModel]) -> None:
         self._parts = config.parts
         self._scorings = [_scoring(part, config, plugins, models) for part in config.scored_by]
+        self._inline = [each.reward for each in self._scorings if isinstance(each, _Here) and each.inline]
+        self.inline = len(self._inline) == len(self._scorings)
 
     async def open(self) -> None:
         await asyncio.gather(*(scoring.open() for scoring in self._scorings))
 
     async def close(self) -> None:
         await asyncio.gather(*(scoring.close() for scoring in self._scorings))
+
+    def score_inline(self, task: Task, transcript: Transcript) -> RewardResult:
+        """Score where all rewards run inline."""
+        results = [score_inline(reward, task, transcript) for reward in self._inline]
+        return combine(self._parts, results) if self._parts else results[0]
 
     async def score(self, task: Task, transcript: Transcript) -> RewardResult:
         if not self._parts:
@@ -165,7 +194,8 @@ class _Here:
     """Scoring in the event loop, of as many at a time as the reward's ``concurrency`` says, if it has one."""
 
     def __init__(self, reward: Reward, deadline_s: float | None) -> None:
-        self._reward, self._deadline_s = reward, deadline_s
+        self.reward, self.inline = reward, deadline_s is None
+        self._deadline_s = deadline_s
         at_once = getattr(reward, "concurrency", None)
         self._room = contextlib.nullcontext() if at_once is None else asyncio.Semaphore(at_once)
 
@@ -177,12 +207,12 @@ class _Here:
             started = time.perf_counter()
             try:
                 async with asyncio.timeout(self._deadline_s):
-                    return await score(self._reward, task, transcript)
+                    return await score(self.reward, task, transcript)
             except TimeoutError:  # that of the reward itself is its error
                 return _timeout(self._deadline_s or 0.0, time.perf_counter() - started)
 
     async def close(self) -> None:
-        if close := getattr(self._reward, "close", None):
+        if close := getattr(self.reward, "close", None):
             await close()
 
 

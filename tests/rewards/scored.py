@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from rayrft.experience import Task
-from rayrft.rewards import Reward, RewardResult, Transcript, base
+from rayrft.rewards import Reward, RewardResult, Transcript
+from rayrft.rewards.base import score_inline
 
 
 def score(reward: Reward, task: Task, response: str) -> RewardResult:
-    """Return the result of a reward that is no coroutine, without an event loop."""
-    scoring = base.score(reward, task, Transcript.of(task, response))
-    try:
-        scoring.send(None)
-    except StopIteration as done:
-        result: RewardResult = done.value
-        return result
-    raise AssertionError("the reward waits for something")
+    """Return the result of a reward that is no coroutine."""
+    return score_inline(reward, task, Transcript.of(task, response))
