@@ -46,12 +46,13 @@ Language = Literal["python", "cpp"]
 
 _RUNNER = "runner.pyc"
 _FENCE = re.compile(
-    r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+#.-]*)[^\n]*\n(.*?)(?:^[ \t]*\1[ \t]*$|\Z)", re.MULTILINE | re.DOTALL
+    r"^[ \t]*+(`{3,}+|~{3,}+)[ \t]*+([\w+#.-]*+)[^\n]*+\n(.*?)(?:^[ \t]*+\1[ \t]*+$|\Z)", re.MULTILINE | re.DOTALL
 )
 _TAGS = {"python": {"python", "py", "python3"}, "cpp": {"cpp", "c++", "cc", "cxx"}}
 _BINARY_MIB = 32
 _CONVERSATION_BYTES = 8 << 20
 """What a function, or its tests, may say in all its answers."""
+_ANSWER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -366,7 +367,7 @@ class _Solution:
         process = self.process or self.load()
         process.send(f"({literal(args)}, {literal(kwargs)})\n".encode())
         line = process.line(trial._left(trial._limits.wall_s))
-        answer = _checked(line)
+        answer = _checked(line) if len(line or b"") <= _ANSWER_BYTES else {"wrong": "it returned more than 1 MiB"}
         if answer.keys() & {"value", "raised", "wrong"}:
             return answer
         self.process, outcome = None, process.finish()

@@ -224,6 +224,12 @@ def test_the_code_is_the_last_block(response: str, code: str) -> None:
     assert extract(response, "python") == code
 
 
+@pytest.mark.parametrize("piece", ["```", "```\n", "`", "~~~ ", "```a", " ", "\n ", "```a\n```b\n", "````\n```\n"])
+def test_the_code_of_a_long_response_is_found_at_once(piece: str) -> None:
+    assert isinstance(extract("```" + piece * 100_000, "python"), str)
+    assert isinstance(extract(piece * 100_000 + "a" * 100_000, "python"), str)
+
+
 VALUES: list[Any] = [
     None, True, False, 0, 1, -(2**63), 2**63, 10**5000, 0.0, 1.0, 1.5, float("inf"), -float("inf"), 1j,
     "", "a'\"\n\0\ud800é", b"", b"\0\xff", [], [1], (), (1,), [[1, (2,)], {3}], set(), {1}, frozenset({(1, 2)}),

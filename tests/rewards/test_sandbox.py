@@ -223,6 +223,25 @@ def test_a_compiler_works_inside(sandbox: Sandbox) -> None:
     assert outcome.stdout == b"compiled\n", outcome
 
 
+def test_landlock_alone_keeps_writing_to_the_folder(tmp_path: Path) -> None:
+    try:
+        isolate("unshare")
+    except ConfigError as error:
+        pytest.skip(str(error))
+    (tmp_path / "folder").mkdir()
+    code = """
+import sys
+from rayrft.rewards.sandbox import launcher
+launcher._libc.prctl(38, 1, 0, 0, 0)
+launcher._confine_files([sys.argv[1] + "/folder"])
+open(sys.argv[1] + "/folder/file", "w").write("inside")
+print(open(sys.argv[1] + "/folder/file").read())
+open(sys.argv[1] + "/file", "w")
+"""
+    result = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=ROOT, capture_output=True, text=True)
+    assert result.stdout == "inside\n" and "PermissionError" in result.stderr
+
+
 def descendants(pid: int) -> set[int]:
     found, todo = set[int](), [pid]
     while todo:
@@ -272,8 +291,13 @@ def test_nothing_is_left_open_or_unreaped(sandbox: Sandbox) -> None:
         "import os\nos.fork()\nos.closerange(0, 9)",
     ):
         run(sandbox, source)
-    with sandbox.start({}, [*sandbox.python, "-c", "input()"]):
+    with sandbox.start({}, [*sandbox.python, "-c", "input()"]) as process:
         pass
+    # What nobody reaps would fill a container whose own process 1 reaps nobody.
+    assert not os.path.exists(f"/proc/{process._first_pid}")
+    with sandbox.start({}, [*sandbox.python, "-c", "print()"]) as process:
+        process.wait()
+    assert not os.path.exists(f"/proc/{process._first_pid}")
     with pytest.raises(ZeroDivisionError), sandbox.start({}, [*sandbox.python, "-c", "input()"]):
         _ = 1 / 0
     assert left() == before
@@ -313,12 +337,13 @@ try:
 except OSError as error:
     print(len(ps) < 10, error.errno)
 print(os.listdir("/box"), os.path.exists("/proc/self"), os.path.exists("FILE"))
-for path in ("FILE", "/usr/new"):
-    try:
-        os.chmod(path, 0)
-        print("changed")
-    except OSError:
-        pass
+for path in ("FILE", "/usr/new", "/new", "/etc/new", "/dev/new"):
+    for change in (lambda: os.chmod(path, 0), lambda: open(path, "w")):
+        try:
+            change()
+            print("changed", path)
+        except OSError:
+            pass
 '''}, [*sandbox.python, "p.py"], limits=Limits(processes=8))
 print(outcome.stdout.decode(), outcome.stderr.decode())
 assert sandbox.run({}, [*sandbox.python, "-c", "while True: pass"], limits=Limits(cpu_s=0.2)).ended == "cpu"
