@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-_LONGEST, _LONGEST_STATEMENT, _MOST_STATEMENTS = 20_000, 500, 20
+_LONGEST, LONGEST_STATEMENT, _MOST_STATEMENTS = 20_000, 500, 20
 """Characters from the end of a response in which its answer is looked for, characters of what it states there, and how
 often it may state something that cannot be read: so that no response takes long, whatever it holds."""
 
@@ -17,6 +17,7 @@ class Statement:
 
     text: str
     announced: bool
+    boxed: bool = False
 
 
 _ANNOUNCED = re.compile(
@@ -36,12 +37,12 @@ def statements(response: str, *, strict: bool = False) -> list[Statement]:
     that can be read is its answer."""
     text, found = nfkc(response[-_LONGEST:]).strip(), []
     for box in list(_BOX.finditer(text))[-1:]:
-        found.append(Statement(_braced(text[box.end() :]), True))
+        found.append(Statement(_braced(text[box.end() :]), True, boxed=True))
     for mark in reversed(list(_ANNOUNCED.finditer(text))[-_MOST_STATEMENTS:]):
         found.append(Statement(text[mark.end() :].lstrip(" :*\n\t").partition("\n")[0], True))
     if not strict:
         found.append(Statement(text.rpartition("\n")[2], False))
-    cut = [Statement(statement.text.strip()[:_LONGEST_STATEMENT], statement.announced) for statement in found]
+    cut = [replace(statement, text=statement.text.strip()[:LONGEST_STATEMENT]) for statement in found]
     return [statement for statement in cut if statement.text]
 
 

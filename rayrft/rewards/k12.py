@@ -269,7 +269,7 @@ _UNIT = re.compile(rf"{_FACTOR}(?:(?:\s*+[*/]\s*+|\s++(?:per\s++)?)\(?{_FACTOR}\
 
 
 @lru_cache(maxsize=256)
-def _unit(text: str) -> Any:
+def parse_unit(text: str) -> Any:
     """Return the unit that the text begins with; None if it begins with none."""
     power = {"平方": "**2", "立方": "**3"}
     text = re.sub(r"(平方|立方)(千米|厘米|分米|毫米|米)", lambda found: _UNITS[found[2]] + power[found[1]], text)
@@ -309,7 +309,7 @@ def _in_unit(quantity: _Quantity, wanted: str) -> float | None:
     """Return the value in a unit, or as it is where one of them has none; None where the units do not fit."""
     if not quantity.unit or not wanted or quantity.unit.rstrip("s") == wanted.rstrip("s"):
         return float(quantity.value)
-    unit, target = _unit(quantity.unit), _unit(wanted)
+    unit, target = parse_unit(quantity.unit), parse_unit(wanted)
     if unit is None or target is None or not unit.is_compatible_with(target):
         return None
     try:

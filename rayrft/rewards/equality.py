@@ -1,0 +1,219 @@
+"""Whether two mathematical answers are equal, and one text for all that are."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import Any
+
+from rayrft.rewards.formula import Node, TooLarge, Unreadable, agree, parse_formula, real, values
+from rayrft.rewards.k12 import parse_unit
+from rayrft.rewards.reading import Answer, Formula, Group, Number, Other, Relation, Words, is_constant
+
+
+class Undecided(Exception):
+    """Whether two answers are equal is left to math-verify."""
+
+
+def equal(truth: Answer, answer: Answer, tolerance: float = 0.0) -> bool:
+    """Whether an answer equals the truth, or its numbers differ by no more than this share of the truth's.
+
+    Raises Undecided where this is left to math-verify, TooLarge where a value is too large to be computed.
+    """
+    if _squeezed(truth.text) == _squeezed(answer.text):
+        return True
+    if isinstance(truth, Relation) or isinstance(answer, Relation):
+        return _relations(truth, answer, tolerance)
+    if isinstance(truth, Group) or isinstance(answer, Group):
+        return _groups(truth, answer, tolerance)
+    if isinstance(truth, Words) or isinstance(answer, Words):
+        return _word(truth) == _word(answer)
+    if isinstance(truth, Other) or isinstance(answer, Other):
+        raise Undecided
+    factor = _factor(truth.unit, answer.unit)
+    if factor is None:
+        return False
+    if isinstance(truth, Number) and isinstance(answer, Number):
+        value = answer.value if truth.percent == answer.percent else _as_percent(truth, answer)
+        return agree(truth.value, value * factor, tolerance or (0.0 if factor in {1, 100, Fraction(1, 100)} else 1e-9))
+    left, right = _node(truth), _node(answer)
+    names = left.names() | right.names()
+    decided = False
+    for one, other in zip(values(left, names), values(right, names), strict=True):
+        if one is None and other is None:
+            continue
+        decided = True
+        if other is None or not agree(one, other if factor == 1 else real(other) * real(factor), tolerance):
+            return False
+    if not decided and names:
+        raise Undecided
+    return decided
+
+
+def _as_percent(truth: Number, answer: Number) -> Fraction:
+    """Return the answer's value as the truth counts where one of them has a percent sign: both 25 and 0.25 are 25%."""
+    hundredth = Fraction(1, 100)
+    if truth.percent:
+        return answer.value if answer.value == truth.value else answer.value / hundredth
+    return answer.value if answer.value == truth.value else answer.value * hundredth
+
+
+def _node(answer: Number | Formula) -> Node:
+    if isinstance(answer, Formula):
+        return answer.node
+    return Node("number", value=answer.value / (100 if answer.percent else 1))
+
+
+def _word(answer: Answer) -> str:
+    text = re.sub(r"\\text ?\{([^{}]*)\}", r"\1", answer.text)
+    text = re.sub(r"[\s(){}]", "", text)
+    return text if len(text) == 1 else text.casefold()
+
+
+_MONEY = {"$": 100, "usd": 100, "dollar": 100, "dollars": 100, "cent": 1, "cents": 1, "¢": 1}
+_ANGLES = {"°": "degree", "degree": "degree", "degrees": "degree"}
+
+
+def _factor(wanted: str, given: str) -> Fraction | None:
+    """Return what a value in the given unit is to be multiplied with; None where the units are of other dimensions.
+    A unit that is left out, or not known, is the wanted one."""
+    wanted, given = wanted.strip(". "), given.strip(". ")
+    if not wanted or not given or wanted.casefold().rstrip("s") == given.casefold().rstrip("s"):
+        return Fraction(1)
+    money = _MONEY.get(wanted.casefold()), _MONEY.get(given.casefold())
+    if money[0] and money[1]:
+        return Fraction(money[1], money[0])
+    target, unit = parse_unit(_ANGLES.get(wanted, wanted)), parse_unit(_ANGLES.get(given, given))
+    if (money[0] and unit is not None) or (money[1] and target is not None):
+        return None
+    if unit is None or target is None:
+        return Fraction(1)
+    if not unit.is_compatible_with(target):
+        return None
+    if unit == target:
+        return Fraction(1)
+    return Fraction(float((1 * unit).m_as(target))).limit_denominator(10**9)
+
+
+def _relations(truth: Answer, answer: Answer, tolerance: float) -> bool:
+    if not isinstance(truth, Relation):
+        return isinstance(answer, Relation) and _value_of(answer, truth, tolerance)
+    if not isinstance(answer, Relation):
+        return bool(truth.op == "=" and truth.name) and equal(truth.right, answer, tolerance)
+    if truth.op != answer.op:
+        return False
+    if truth.name and answer.name and truth.name == answer.name and equal(truth.right, answer.right, tolerance):
+        return True
+    return _proportional(truth, answer, tolerance)
+
+
+def _value_of(answer: Relation, truth: Answer, tolerance: float) -> bool:
+    """Whether an equation gives the truth: ``x = 5``, whatever the name, or ``2 + 3 = 5``, but not ``3 = 5``."""
+    if answer.op != "=":
+        return False
+    if not answer.name and (not is_constant(answer.left) or not equal(answer.right, answer.left)):
+        return False
+    return equal(truth, answer.right, tolerance)
+
+
+def _proportional(truth: Relation, answer: Relation, tolerance: float) -> bool:
+    """Whether the two sides' differences have a constant ratio, which an inequality asks to be positive."""
+    sides = (truth.left, truth.right, answer.left, answer.right)
+    if not all(isinstance(side, Number | Formula | Words) for side in sides):
+        if isinstance(truth.right, Group) or isinstance(answer.right, Group):
+            return False
+        raise Undecided
+    try:
+        nodes = [parse_formula(side.text) if isinstance(side, Words) else _node(side) for side in sides]  # type: ignore[arg-type]
+    except Unreadable:
+        return False
+    left, right = Node("-", (nodes[0], nodes[1])), Node("-", (nodes[2], nodes[3]))
+    names, ratios = left.names() | right.names(), list[Any]()
+    for one, other in zip(values(left, names), values(right, names), strict=True):
+        if one and other:
+            exact = isinstance(one, Fraction) and isinstance(other, Fraction)
+            ratios.append(other / one if exact else real(other) / real(one))
+    if len(ratios) < 2:
+        raise Undecided
+    positive = truth.op in {"=", "\\ne"} or all(real(ratio).real > 0 for ratio in ratios)
+    return positive and all(agree(ratios[0], ratio, tolerance) for ratio in ratios[1:])
+
+
+def _groups(truth: Answer, answer: Answer, tolerance: float) -> bool:
+    if not isinstance(truth, Group):
+        return (
+            isinstance(answer, Group)
+            and answer.kind == "set"
+            and all(equal(truth, item, tolerance) for item in answer.items)
+        )
+    if not isinstance(answer, Group):
+        if isinstance(answer, Other) or (isinstance(answer, Words) and truth.kind == "union"):
+            raise Undecided
+        return truth.kind == "set" and all(equal(item, answer, tolerance) for item in truth.items)
+    if truth.kind == answer.kind == "set" or truth.kind == answer.kind == "union":
+        each = all(any(equal(item, other, tolerance) for other in answer.items) for item in truth.items)
+        same = each and all(any(equal(item, other, tolerance) for item in truth.items) for other in answer.items)
+        if not same and truth.kind == "union":
+            raise Undecided
+        return same
+    if "union" in {truth.kind, answer.kind}:
+        raise Undecided
+    left, right = _vector(truth), _vector(answer)
+    ordered = answer.kind in {truth.kind, left.kind} or (answer.kind == "set" and truth.kind in {"()", "blanks"})
+    if not (ordered or (left.kind == right.kind)):
+        return False
+    return len(left.items) == len(right.items) and all(
+        equal(item, other, tolerance) for item, other in zip(left.items, right.items, strict=True)
+    )
+
+
+def _vector(group: Group) -> Group:
+    """Return a column as the tuple that it is."""
+    if (
+        group.kind == "matrix"
+        and len(group.items) > 1
+        and all(isinstance(row, Group) and len(row.items) == 1 for row in group.items)
+    ):
+        return Group(group.text, "()", tuple(row.items[0] for row in group.items if isinstance(row, Group)))
+    return group
+
+
+def canonical(answer: Answer) -> str:
+    """Return a text that is the same for most equal answers, for majority votes: exact for numbers, 15 digits for other
+    constants, the order of a set left out."""
+    match answer:
+        case Number(_, value, percent):
+            return f"{value}%" if percent else str(value)
+        case Formula(text, node) if is_constant(answer):
+            try:
+                [value] = values(node)
+            except (TooLarge, RecursionError):
+                return _squeezed(text)
+            return (
+                str(value) if isinstance(value, Fraction) else _shown(value) if value is not None else _squeezed(text)
+            )
+        case Words():
+            return _word(answer)
+        case Relation(_, "=", left, right, name) if name or is_constant(left):
+            return canonical(right)
+        case Relation(_, op, left, right):
+            return f"{canonical(left)} {op} {canonical(right)}"
+        case Group(_, kind, items):
+            inner = list(map(canonical, items))
+            if kind in {"set", "union"}:
+                inner = sorted(set(inner))
+            opening, closing = (kind[0], kind[1]) if kind in {"()", "[]", "(]", "[)"} else ("", "")
+            joined = {"union": " \\cup ", "blanks": "; ", "matrix": "; "}.get(kind, ", ").join(inner)
+            return f"{opening}{joined}{closing}"
+    return _squeezed(answer.text)
+
+
+def _squeezed(text: str) -> str:
+    """Return the text without spaces, but for those between digits."""
+    return re.sub(r"(?<!\d) | (?!\d)", "", re.sub(r"([\^_])\{(\w)\}", r"\1\2", text))
+
+
+def _shown(value: object) -> str:
+    import mpmath  # type: ignore[import-untyped]
+
+    return str(mpmath.nstr(mpmath.chop(value, 1e-30), 15))

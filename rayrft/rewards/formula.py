@@ -1,0 +1,395 @@
+"""Formulas in LaTeX or plain text: a parser, and their values in exact or 60-digit arithmetic.
+
+What it costs is bounded by the length of the text, whatever the text holds: no value has more than ``_MOST_BITS`` bits,
+and nothing but the operations below is ever evaluated. It is no computer algebra: formulas are equal where their values
+agree at random points (DeMillo & Lipton 1978, Schwartz 1980, Zippel 1979), exactly where all operations are rational.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from math import comb, factorial
+from typing import Any
+
+_MOST_BITS, _LARGEST_FACTORIAL, _DEEPEST, _DIGITS, _AGREE, _POINTS = 20_000, 2_000, 40, 60, 45, 4
+
+
+class Unreadable(ValueError):
+    """The text is no formula that this parser knows."""
+
+
+class TooLarge(ArithmeticError):
+    """A value is too large to be computed."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """An operation (``+``, ``^``, ``sin`` …) and its operands; a number, or a name, has none."""
+
+    op: str
+    args: tuple[Node, ...] = ()
+    value: Fraction | str = ""
+
+    def names(self) -> frozenset[str]:
+        """Return the names of its variables."""
+        if self.op == "name":
+            return frozenset([str(self.value)])
+        return frozenset[str]().union(*(arg.names() for arg in self.args))
+
+
+_FUNCTIONS = {
+    *("sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh"),
+    *("ln", "log", "lg", "exp"),
+}
+CONSTANTS = {"\\pi", "e", "i"}
+_CLOSING = {"(": ")", "[": "]", "{": "}", "|": "|", "\\{": "\\}", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}
+_TOKEN = re.compile(r"\s*(\\[A-Za-z]+|\\[{}]|\d+(?:\.\d+)?|\.\d+|[A-Za-z]|[-+*/^_!%()\[\]{}|':])")
+_GREEK = re.compile(
+    r"\\(?:alpha|beta|gamma|delta|epsilon|varepsilon|zeta|eta|theta|vartheta|iota|kappa|lambda|mu|nu|xi|rho|sigma|tau"
+    r"|phi|varphi|chi|psi|omega|Gamma|Delta|Theta|Lambda|Xi|Sigma|Phi|Psi|Omega|infty|ell|hbar)\Z"
+)
+_TEXT = re.compile(r"\s*\{([A-Za-z0-9 ]{1,20})\}")
+_SUBSCRIPT = re.compile(r"\s*_\s*(?:\{([A-Za-z0-9+\-, ]{1,20})\}|([A-Za-z0-9]))")
+
+
+def parse_formula(text: str) -> Node:
+    """Parse a formula. Raises Unreadable if it is none, TooLarge if it is nested too deeply."""
+    parser = _Parser(text)
+    node = parser.sum()
+    if parser.peek():
+        raise Unreadable(text)
+    return node
+
+
+class _Parser:
+    """Recursive descent; a product without a sign binds more tightly than a division, as in math-verify."""
+
+    def __init__(self, text: str) -> None:
+        self._text, self._at, self._depth, self._bars = text.rstrip(), 0, 0, 0
+
+    def peek(self) -> str:
+        """Return the next token; empty at the end."""
+        if self._at >= len(self._text):
+            return ""
+        if not (found := _TOKEN.match(self._text, self._at)):
+            raise Unreadable(self._text)
+        return found[1]
+
+    def take(self) -> str:
+        token = self.peek()
+        if not token:
+            raise Unreadable(self._text)
+        self._at = _TOKEN.match(self._text, self._at).end()  # type: ignore[union-attr]
+        return token
+
+    def _expect(self, token: str) -> None:
+        if self.take() != token:
+            raise Unreadable(self._text)
+
+    def _deeper(self) -> None:
+        self._depth += 1
+        if self._depth > _DEEPEST:
+            raise TooLarge("nested too deeply")
+
+    def sum(self) -> Node:
+        """Parse terms with signs between them."""
+        self._deeper()
+        node = self._product()
+        while (sign := self.peek()) in {"+", "-"}:
+            self.take()
+            node = Node(sign, (node, self._product()))
+        self._depth -= 1
+        return node
+
+    def _product(self) -> Node:
+        node = self._factors()
+        while (sign := self.peek()) in {"*", "/", "\\cdot", "\\times", "\\div", "\\ast", ":"}:
+            self.take()
+            node = Node("/" if sign in {"/", "\\div", ":"} else "*", (node, self._factors()))
+        return node
+
+    def _factors(self, *, argument: bool = False) -> Node:
+        """Parse a signed product without signs between its factors, or the bare argument of a function."""
+        if (sign := self.peek()) in {"+", "-"}:
+            self.take()
+            self._deeper()
+            node = self._factors(argument=argument)
+            self._depth -= 1
+            return Node("neg", (node,)) if sign == "-" else node
+        whole, node = re.match(r"\s*\d+\s*\\frac(?![A-Za-z])", self._text[self._at :]), self._power()
+        while self._begins_factor(argument):
+            last = self._power()
+            mixed = whole and last.op == "/" and {arg.op for arg in last.args} == {"number"}
+            node, whole = Node("+" if mixed else "*", (node, last)), None
+        return node
+
+    def _begins_factor(self, argument: bool) -> bool:
+        token = self.peek()
+        if token == "|":
+            return self._bars == 0
+        if token[:1] == "\\" and token[1:] in _FUNCTIONS:
+            return not argument
+        stops = {"", "+", "-", "*", "/", "^", "_", "!", "%", "'", ":", ")", "]", "}", "\\}", "\\rfloor", "\\rceil"}
+        return token not in stops | {"\\cdot", "\\times", "\\div", "\\ast"}
+
+    def _power(self) -> Node:
+        node = self._atom()
+        while (token := self.peek()) in {"^", "!", "%"}:
+            self.take()
+            if token == "^":
+                node = self._raised(node)
+            elif token == "!" and node.op != "!":
+                node = Node("!", (node,))
+            elif token == "!":
+                raise Unreadable("a double factorial")
+            else:
+                node = Node("/", (node, _number(100)))
+        return node
+
+    def _raised(self, base: Node) -> Node:
+        if re.match(r"\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\})", self._text[self._at :]):
+            self._at = self._text.index("\\circ", self._at) + len("\\circ")
+            if self.peek() == "}":
+                self.take()
+            return Node("/", (Node("*", (base, Node("name", value="\\pi"))), _number(180)))
+        minus = self.peek() == "-" and self.take()
+        exponent = self._atom()
+        if self.peek() == "^":
+            self.take()
+            self._deeper()
+            exponent = self._raised(exponent)
+            self._depth -= 1
+        return Node("^", (base, Node("neg", (exponent,)) if minus else exponent))
+
+    def _atom(self) -> Node:
+        token = self.take()
+        if token[0].isdigit() or token[0] == ".":
+            return _number(token)
+        if token in {"(", "[", "{", "\\{"}:
+            return self._closed(_CLOSING[token])
+        if token == "|":
+            self._bars += 1
+            node = self.sum()
+            self._bars -= 1
+            self._expect("|")
+            return Node("abs", (node,))
+        if token in {"\\lfloor", "\\lceil"}:
+            return Node(token[2:], (self._closed(_CLOSING[token]),))
+        if token in {"\\frac", "\\binom"}:
+            return Node("/" if token == "\\frac" else "binom", (self._argument(), self._argument()))
+        if token == "\\sqrt":
+            return self._root()
+        if token[1:] in _FUNCTIONS and token[0] == "\\":
+            return self._function(token[1:])
+        if token in {"\\text", "\\mathrm"}:
+            return self._named(token)
+        if token.isalpha() or token == "\\pi" or _GREEK.match(token):
+            if subscript := _SUBSCRIPT.match(self._text, self._at):
+                self._at = subscript.end()
+                token += "_" + (subscript[1] or subscript[2]).replace(" ", "")
+            while self.peek() == "'":
+                token += self.take()
+            return Node("name", value=token)
+        raise Unreadable(self._text)
+
+    def _closed(self, closing: str) -> Node:
+        bars, self._bars = self._bars, 0
+        node = self.sum()
+        self._expect(closing)
+        self._bars = bars
+        return node
+
+    def _argument(self) -> Node:
+        r"""Parse what a command takes: a group, or one digit or letter (``\frac12``)."""
+        if self.peek() == "{":
+            self.take()
+            return self._closed("}")
+        if digit := re.match(r"\s*(\d)", self._text[self._at :]):
+            self._at += digit.end()
+            return _number(digit[1])
+        self._deeper()
+        node = self._atom()
+        self._depth -= 1
+        return node
+
+    def _root(self) -> Node:
+        degree = _number(2)
+        if self.peek() == "[":
+            self.take()
+            degree = self._closed("]")
+        return Node("^", (self._argument(), Node("/", (_number(1), degree))))
+
+    def _function(self, name: str) -> Node:
+        base = _number(10)
+        if name == "log" and self.peek() == "_":
+            self.take()
+            base = self._argument()
+        power = None
+        if self.peek() == "^":
+            self.take()
+            minus = self.peek() == "-" and self.take()
+            power = Node("neg", (self._atom(),)) if minus else self._atom()
+        bracketed = self.peek() in {"(", "["}
+        node = self._closed(_CLOSING[self.take()]) if bracketed else self._factors(argument=True)
+        if power is not None and power.op == "neg" and name in {"sin", "cos", "tan"}:
+            name, power = "arc" + name, None
+        if name == "lg":
+            name = "log"
+        applied = Node(name, (node, base) if name == "log" else (node,))
+        return applied if power is None else Node("^", (applied, power))
+
+    def _named(self, token: str) -> Node:
+        if not (found := _TEXT.match(self._text, self._at)):
+            raise Unreadable(self._text)
+        self._at = found.end()
+        name = found[1].strip()
+        return Node("name", value=name if token == "\\text" or len(name) == 1 else f"{token}{name}")
+
+
+def _number(value: str | int) -> Node:
+    return Node("number", value=Fraction(value))
+
+
+# Values
+
+
+def values(node: Node, names: frozenset[str] | None = None) -> Iterator[Any]:
+    """Yield the node's values where its variables take values that depend on their names alone: one if there are none,
+    else one for each of some points, None where it has none. Values are Fractions or mpmath's numbers.
+
+    Raises TooLarge.
+    """
+    import mpmath  # type: ignore[import-untyped]
+
+    variables = sorted((node.names() if names is None else names) - CONSTANTS)
+    with mpmath.workdps(_DIGITS):
+        for point in range(_POINTS if variables else 1):
+            env = {name: _sample(name, point) for name in variables}
+            try:
+                yield _bounded(_evaluate(node, env))
+            except TooLarge:
+                raise
+            except (ArithmeticError, ValueError):  # division by zero, or a pole
+                yield None
+
+
+def _sample(name: str, point: int) -> Fraction:
+    """Return a value of this name; all are positive at the first point."""
+    seed = zlib.crc32(f"{point}{name}".encode())
+    value = Fraction(seed % 1997 + 503, 701)
+    return -value if point and seed >> 20 & 1 else value
+
+
+def agree(left: Any, right: Any, tolerance: float = 0.0) -> bool:
+    """Whether two values are the same, or differ by no more than this share of the first one."""
+    import mpmath
+
+    if left is None or right is None:
+        return False
+    if isinstance(left, Fraction) and isinstance(right, Fraction):
+        return left == right or abs(left - right) <= Fraction(tolerance) * abs(left)
+    with mpmath.workdps(_DIGITS):
+        difference, size = abs(real(left) - real(right)), max(abs(real(left)), abs(real(right)))
+        if mpmath.isnan(difference):
+            return False
+        return bool(difference <= max(mpmath.mpf(10) ** -_AGREE * max(size, 1e-5), tolerance * abs(real(left))))
+
+
+def real(value: Any) -> Any:
+    """Return a value in mpmath's numbers."""
+    import mpmath
+
+    if isinstance(value, Fraction):
+        with mpmath.workdps(_DIGITS):
+            return mpmath.mpf(value.numerator) / value.denominator
+    return value
+
+
+def _bounded(value: Any) -> Any:
+    import mpmath
+
+    if isinstance(value, Fraction):
+        if value.numerator.bit_length() + value.denominator.bit_length() > 2 * _MOST_BITS:
+            raise TooLarge
+        return value
+    if not mpmath.isfinite(value):
+        raise ValueError("not finite")
+    if value and abs(mpmath.mag(value)) > _MOST_BITS:
+        raise TooLarge
+    return value
+
+
+def _evaluate(node: Node, env: dict[str, Fraction]) -> Any:
+    import mpmath
+
+    if node.op == "number":
+        return node.value
+    if node.op == "name":
+        name = str(node.value)
+        known = {"\\pi": mpmath.pi, "e": mpmath.e, "i": mpmath.mpc(0, 1)}
+        return +known[name] if name in known else env[name]
+    args = [_bounded(_evaluate(arg, env)) for arg in node.args]
+    if node.op in _RATIONAL:
+        if not all(isinstance(arg, Fraction) for arg in args):
+            args = [real(arg) for arg in args]
+        return _RATIONAL[node.op](*args)
+    if node.op == "^":
+        return _raise(args[0], args[1])
+    if node.op in {"!", "binom", "floor", "ceil"}:
+        return _whole(node.op, args)
+    [argument, *base] = map(real, args)
+    if node.op in {"exp", "sinh", "cosh", "tanh"} and abs(argument) > _MOST_BITS:
+        raise TooLarge
+    if node.op in {"ln", "log"}:
+        return mpmath.log(argument) / (mpmath.log(base[0]) if base else 1)
+    return getattr(mpmath, _MPMATH.get(node.op, node.op))(argument)
+
+
+_RATIONAL: dict[str, Callable[..., Any]] = {
+    "+": lambda a, b: a + b,
+    "-": lambda a, b: a - b,
+    "*": lambda a, b: a * b,
+    "/": lambda a, b: a / b,
+    "neg": lambda a: -a,
+    "abs": abs,
+}
+_MPMATH = {"arcsin": "asin", "arccos": "acos", "arctan": "atan"}
+
+
+def _raise(base: Any, exponent: Any) -> Any:
+    """Return the power, exactly where it is rational."""
+    import mpmath
+
+    if isinstance(base, Fraction) and isinstance(exponent, Fraction) and exponent.denominator == 1:
+        bits = max(base.numerator.bit_length(), base.denominator.bit_length())
+        if base not in {0, 1, -1} and (bits - 1) * abs(exponent.numerator) > _MOST_BITS:
+            raise TooLarge
+        return base**exponent.numerator if base not in {1, -1} else base ** (exponent.numerator % 2)
+    odd = isinstance(exponent, Fraction) and exponent.denominator % 2 and exponent.denominator > 1
+    sign = -1 if odd and exponent.numerator % 2 else 1
+    base, exponent = real(base), real(exponent)
+    if odd and not mpmath.im(base) and mpmath.re(base) < 0:  # the real root of a negative number
+        return sign * _raise(-base, exponent)
+    if base and abs(exponent) * max(abs(mpmath.mag(base)), 1) > _MOST_BITS:
+        raise TooLarge
+    if not base and exponent.real <= 0:
+        raise ValueError("no power of zero")
+    return mpmath.power(base, exponent)
+
+
+def _whole(op: str, args: list[Any]) -> Any:
+    import mpmath
+
+    if op in {"floor", "ceil"}:
+        [value] = args
+        return Fraction(int((mpmath.floor if op == "floor" else mpmath.ceil)(real(value)).real))
+    if not all(isinstance(arg, Fraction) and arg.denominator == 1 and arg >= 0 for arg in args):
+        raise ValueError("not a whole number")
+    if args[0] > _LARGEST_FACTORIAL:
+        raise TooLarge
+    whole = [arg.numerator for arg in args]
+    return Fraction(factorial(whole[0]) if op == "!" else comb(*whole))

@@ -1,0 +1,380 @@
+"""What the text of a mathematical answer means."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+
+from rayrft.rewards.answers import nfkc
+from rayrft.rewards.formula import CONSTANTS, Node, Unreadable, parse_formula
+
+
+@dataclass(frozen=True)
+class Number:
+    """A rational number; ``text`` is what it was read from."""
+
+    text: str
+    value: Fraction
+    percent: bool = False
+    unit: str = ""
+
+
+@dataclass(frozen=True)
+class Formula:
+    """Anything that has a value, perhaps with variables."""
+
+    text: str
+    node: Node
+    unit: str = ""
+
+
+@dataclass(frozen=True)
+class Words:
+    """An answer that is no mathematics: a weekday, a letter of an option."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Group:
+    """Several answers: ``kind`` is ``set`` (order-free), ``blanks`` (in order), ``union`` (of sets), ``matrix`` (of
+    rows), or the two brackets of a tuple or an interval."""
+
+    text: str
+    kind: str
+    items: tuple[Answer, ...]
+
+
+@dataclass(frozen=True)
+class Relation:
+    """An equation, or an inequality by ``<``, ``\\le`` or ``\\ne``; of an equation ``name = value``, its name."""
+
+    text: str
+    op: str
+    left: Answer
+    right: Answer
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Other:
+    """LaTeX that only math-verify may know."""
+
+    text: str
+
+
+Answer = Number | Formula | Words | Group | Relation | Other
+
+
+def clear(answer: Answer) -> bool:
+    """Whether nothing in the answer is left to math-verify."""
+    if isinstance(answer, Relation):
+        return clear(answer.left) and clear(answer.right)
+    return all(map(clear, answer.items)) if isinstance(answer, Group) else not isinstance(answer, Other)
+
+
+def is_constant(answer: Answer) -> bool:
+    """Whether the answer is a number or a formula without variables."""
+    return isinstance(answer, Number) or (isinstance(answer, Formula) and not answer.node.names() - CONSTANTS)
+
+
+# Reading
+
+_SYMBOLS = {
+    "×": "\\times ", "·": "\\cdot ", "⋅": "\\cdot ", "÷": "\\div ", "√": "\\sqrt ", "π": "\\pi ", "∞": "\\infty ",
+    "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "±": "\\pm ", "∓": "\\mp ", "−": "-", "°": "^\\circ ", "\u222a": "\\cup ",
+    "∈": "\\in ", "≈": "\\approx ", "θ": "\\theta ", "α": "\\alpha ", "β": "\\beta ", "λ": "\\lambda ",
+    "，": ",", "、": ",", "；": ";", "、 ": ",", "∅": "\\emptyset ",
+}  # fmt: skip
+_REWRITTEN = [
+    (re.compile(r"(?<!\\)\\[,;:! >]|\\(?:left|right|[bB]igg?|displaystyle|limits|q?quad)(?![A-Za-z])|~"), " "),
+    (re.compile(r"\\(?:text|mathrm)\s*\{\s*(?:and|or|,)\s*\}|(?:\s*,)?\s*(?<!\\)\b(?:and|or)\b"), ","),
+    (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
+    (re.compile(r"\\(?:text(?:bf|it|rm|normal|sf)?|mbox|mathbf|mathit|mathsf|rm|bf|operatorname)\s*(?=\{)"), r"\\text"),
+    (re.compile(r"\\mathrm\s*(?=\{)"), r"\\text"),
+    (re.compile(r"\\text\s*\{\s*([a-zA-Z])\s*\}"), r" \1 "),
+    (re.compile(r"\\leqslant(?![A-Za-z])|\\leq(?![A-Za-z])|<="), r"\\le "),
+    (re.compile(r"\\geqslant(?![A-Za-z])|\\geq(?![A-Za-z])|>="), r"\\ge "),
+    (re.compile(r"\\neq(?![A-Za-z])|!="), r"\\ne "),
+    (re.compile(r"\\lt(?![A-Za-z])"), "<"),
+    (re.compile(r"\\gt(?![A-Za-z])"), ">"),
+    (re.compile(r"\\degrees?(?![A-Za-z])|\\text\s*\{\s*degrees?\s*\}|(?<=\d)\s*degrees?\b"), r"^\\circ "),
+    (re.compile(r"\\text\s*\{\s*(?:percent|%|\\%)\s*\}|\\%|(?<=[\d} ])\s*(?:percent\b|%)"), "%"),
+    (re.compile(r"\\lbrace(?![A-Za-z])"), r"\\{"),
+    (re.compile(r"\\rbrace(?![A-Za-z])"), r"\\}"),
+    (re.compile(r"\\[lr]?vert(?![A-Za-z])"), "|"),
+    (re.compile(r"\\langle(?![A-Za-z])"), "("),
+    (re.compile(r"\\rangle(?![A-Za-z])"), ")"),
+    (re.compile(r"(?<![A-Za-z\\])(sqrt|pi|(?:arc)?(?:sin|cos|tan)|sec|csc|cot|ln|log|exp|infty)(?![A-Za-z])"), r"\\\1"),
+    (re.compile(r"(?<![A-Za-z\\])(?:infinity|oo|inf)(?![A-Za-z])"), r"\\infty "),
+    (re.compile(r"\*\*(?=\s*[\d({-])"), "^"),
+    (re.compile(r"\*\*|`"), " "),
+    (re.compile(r"\{\s*,\s*\}"), ","),
+    (re.compile(r"(?<=\d),\s+(?=\d{3}(?:\D|$))"), ", "),
+]  # fmt: skip
+_BEFORE, _AFTER = " \t\n:;,*", " \t\n.:;,*"
+"""What is no part of an answer at its begin and its end."""
+
+
+def normalized(text: str) -> str:
+    """Return the text with one spelling for what has several, without what only formats it."""
+    text = nfkc(text)
+    for symbol, command in _SYMBOLS.items():
+        text = text.replace(symbol, command)
+    # A space command after a comma between digits is that of a thousand's separator: 5,\!525.
+    text = re.sub(r"(?<=\d),\s*\\!\s*(?=\d{3})", ",", text).replace("\\$", "$")
+    for pattern, replacement in _REWRITTEN:
+        text = pattern.sub(replacement, text)
+    text = re.sub(r"(?<!\\)\\[()\[\]]", " ", text)
+    return re.sub(r"\s+", " ", text).lstrip(_BEFORE).rstrip(_AFTER)
+
+
+_DIGITS = r"(?:[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?|[1-9]\d{0,2}(?: \d{3})+(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)"
+_NUMBER = re.compile(
+    rf"(?P<sign>[-+]?) ?(?:(?:(?P<whole>\d+) ?)?\\frac ?(?:\{{ ?(?P<over>[-+]? ?{_DIGITS}) ?\}}|(?P<over1>\d)) ?"
+    rf"(?:\{{ ?(?P<under>{_DIGITS}) ?\}}|(?P<under1>\d))"
+    rf"|(?:(?P<units>\d+) )?(?P<numerator>\d+) ?/ ?(?P<denominator>\d+)"
+    rf"|(?P<decimal>{_DIGITS})(?: ?(?:\\times|\\cdot|\*|x) ?10 ?\^ ?\{{? ?(?P<power>[-+]?\d{{1,3}}) ?\}}?"
+    r"|[eE](?P<exponent>[-+]?\d{1,3}))?) ?(?P<percent>%?)"
+)
+
+
+def read_number(text: str) -> Number | None:
+    """Read a normalized text as an integer, decimal, fraction, mixed number or percentage; None if it is none."""
+    if not (found := _NUMBER.fullmatch(text)):
+        return None
+    if decimal := found["decimal"]:
+        value = _decimal(decimal) * Fraction(10) ** int(found["power"] or found["exponent"] or 0)
+    else:
+        over = _decimal(found["over"] or found["over1"] or found["numerator"])
+        under = _decimal(found["under"] or found["under1"] or found["denominator"])
+        if not under:
+            return None
+        whole = int(found["whole"] or found["units"] or 0)
+        if whole and over < 0:
+            return None
+        value = whole + over / under
+    return Number(text, -value if found["sign"] == "-" else value, percent=bool(found["percent"]))
+
+
+def _decimal(text: str) -> Fraction:
+    return Fraction(text.replace(",", "").replace(" ", "").rstrip("."))
+
+
+_UNIT_WORD = r"[A-Za-zµμΩ]+\.?(?: ?\^ ?\{? ?-?\d ?\}?)?"
+_UNIT = re.compile(
+    r"(?P<value>.*?[\d)}A-Za-z])"
+    r"(?P<unit> ?(?:\\text ?\{[^{}]*[A-Za-z][^{}]*\}(?: ?\^ ?\{? ?-?\d ?\}?)?(?: ?/ ?)?)+"
+    rf"|(?<=[\d}}])(?: ?{_UNIT_WORD}| {_UNIT_WORD}(?:(?: ?[/*] ?| ){_UNIT_WORD})*))"
+)
+_CURRENCY = re.compile(r"(?P<sign>-?) ?(?P<unit>[$€£¥]|USD|Rs\.?) ?(?P<value>[-\d.].*)")
+_BARE_UNITS = {"m", "g", "s", "h", "L", "J", "N", "V", "W", "K", "C", "A", "t", "l", "F"}
+_WORDS = re.compile(r"\(?(?:\\text ?\{[^{}]*\}|[A-Za-z]{3,}|no|No|[A-Z])\)?")
+_MATRIX = re.compile(r"\\begin ?\{([pbvB]?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end ?\{\1\}")
+_NAME = re.compile(
+    r"(?:\\text ?\{[^{}]*\}|\\angle|\\triangle|[A-Za-z(){}\[\]' _,|]|(?<=[_{A-Za-z])\d+"
+    r"|\\(?:alpha|beta|gamma|theta|lambda|mu|phi|omega|overline|vec|frac|prime)(?![A-Za-z]))+"
+)
+_RELATIONS = re.compile(r"\\le(?![A-Za-z])|\\ge(?![A-Za-z])|\\ne(?![A-Za-z])|\\approx(?![A-Za-z])|[=<>]")
+_PROSE = re.compile(
+    r"(?<![\\A-Za-z])(?:[A-Za-z]{4,}|[A-Za-z]{2,} [A-Za-z]{2,}"
+    r"|(?:so|it|is|we|he|of|to|in|at|by|the|for|has|are|was|get|per|all|an|not|no|from|on|as|if|be)\b)",
+    re.IGNORECASE,
+)
+"""What no formula holds."""
+_CLOSING = {"(": ")", "[": "]"}
+
+
+@lru_cache(maxsize=1024)
+def read_answer(text: str) -> Answer:
+    """Read a text that is an answer as a whole. Raises TooLarge if it is nested too deeply."""
+    return _read(normalized(text))
+
+
+def _read(text: str) -> Answer:
+    if (number := read_number(text)) is not None:
+        return number
+    text = _undressed(text)
+    blanks = _split(text, ";")
+    if len(blanks) > 1 and not _enclosed(text):
+        return Group(text, "blanks", tuple(map(_read, blanks)))
+    if matrix := _MATRIX.fullmatch(text):
+        rows = [row for row in matrix[2].split("\\\\") if row.strip()]
+        cells = (Group(row, "row", tuple(_read(cell.strip()) for cell in row.split("&"))) for row in rows)
+        return Group(text, "matrix", tuple(cells))
+    parts = [part for part in _split(text, ",") if part]
+    if len(parts) > 1:
+        return Group(text, "set", _flat([_read(part) for part in parts]))
+    if enclosed := _enclosed(text):
+        kind, inner = enclosed
+        # The comma of (100,200) is none between thousands, unless others are followed by a space.
+        items = [_read(item) for item in _split(inner, ",;", thousands=", " in inner) if item]
+        if kind == "set":
+            return Group(text, "set", _flat(items))
+        if len(items) > 1:
+            return Group(text, kind, tuple(items))
+    if "\\pm" in text or "\\mp" in text:
+        signs = [("\\pm", "+", "\\mp", "-"), ("\\pm", "-", "\\mp", "+")]
+        both = (text.replace(a, f" {b} ").replace(c, f" {d} ") for a, b, c, d in signs)
+        return Group(text, "set", tuple(_read(re.sub(r"\s+", " ", each).strip().removeprefix("+ ")) for each in both))
+    if related := _related(text):
+        return related
+    union = _split(text, "\\cup")
+    if len(union) > 1:
+        return Group(text, "union", tuple(map(_read, union)))
+    return _scalar(text)
+
+
+def _undressed(text: str) -> str:
+    """Return the text without dollar signs of mathematics, braces around all of it, and the set that a name is in."""
+    if text.count("$") >= 2:
+        text = re.sub(r"\$(?!\d[^$]*$)", " ", text)
+    text = re.sub(r"\s+", " ", text).lstrip(_BEFORE).rstrip(_AFTER)
+    while text.startswith("{") and _end(text, 0) == len(text) - 1:
+        text = text[1:-1].strip()
+    return re.sub(r"^[A-Za-z\\]{1,10} ?\\in(?![A-Za-z]) ?", "", text)
+
+
+def _end(text: str, start: int) -> int:
+    """Return where the bracket closes that opens at this place; -1 where none does."""
+    depth = 0
+    for at in range(start, len(text)):
+        depth += (text[at] in "([{") - (text[at] in ")]}")
+        if not depth:
+            return at
+    return -1
+
+
+def _enclosed(text: str) -> tuple[str, str] | None:
+    """Return the kind of a set, tuple or interval and what its brackets hold."""
+    if text.startswith("\\{") and text.endswith("\\}") and _end(text, 1) == len(text) - 1:
+        return "set", text[2:-2].strip()
+    if text[:1] in _CLOSING and text[-1:] in {")", "]"} and _end(text, 0) == len(text) - 1:
+        return text[0] + text[-1], text[1:-1].strip()
+    return None
+
+
+def _split(text: str, separators: str, *, thousands: bool = True) -> list[str]:
+    """Split at what lies in no bracket: one of some characters (but no comma between thousands), or a command."""
+    parts, start, depth = [], 0, 0
+    command = separators if separators.startswith("\\") else ""
+    for at, char in enumerate(text):
+        depth += (char in "([{") - (char in ")]}")
+        if depth:
+            continue
+        if command and text.startswith(command, at):
+            parts.append(text[start:at].strip())
+            start = at + len(command)
+        elif not command and char in separators and not (char == "," and thousands and _in_thousands(text, at)):
+            parts.append(text[start:at].strip())
+            start = at + 1
+    return [*parts, text[start:].strip()]
+
+
+def _in_thousands(text: str, at: int) -> bool:
+    return bool(
+        re.match(r",\d{3}(?!\d)", text[at : at + 5]) and re.search(r"(?<!\d)[1-9]\d{0,2}(?:,\d{3})*$", text[:at])
+    )
+
+
+def _flat(items: Sequence[Answer]) -> tuple[Answer, ...]:
+    flat: list[Answer] = []
+    for item in items:
+        flat.extend(item.items if isinstance(item, Group) and item.kind == "set" else [item])
+    return tuple(flat)
+
+
+def _related(text: str) -> Answer | None:
+    """Read equations and inequalities; what bounds a variable by constants is an interval."""
+    signs, depth = list[re.Match[str]](), 0
+    at = 0
+    while at < len(text):
+        depth += (text[at] in "([{") - (text[at] in ")]}")
+        if depth == 0 and (found := _RELATIONS.match(text, at)):
+            signs.append(found)
+            at = found.end()
+        else:
+            at += 1
+    if not signs:
+        return None
+    ends = [0, *(sign.end() for sign in signs)]
+    sides = [text[start:end].strip() for start, end in zip(ends, [*(s.start() for s in signs), len(text)], strict=True)]
+    ops = [sign[0] for sign in signs]
+    if not all(sides[1:]):
+        return Other(text)
+    if ops[-1] == "\\approx":  # what it is about follows what it is
+        return _read(
+            " ".join(f"{side} {op}" for side, op in zip(sides, ops, strict=False)).removesuffix("\\approx").strip()
+        )
+    if set(ops) == {"="}:
+        left = _read(sides[0]) if sides[0] else Words("")
+        name = re.sub(r"[\s{}]|\\text", "", sides[0]) if not sides[0] or _NAME.fullmatch(sides[0]) else ""
+        return Relation(text, "=", left, _read(sides[-1]), name or ("" if sides[0] else "="))
+    if len(ops) == 1 and ops[0] == "\\ne":
+        if _NAME.fullmatch(sides[0]):
+            return _read(f"(-\\infty ,{sides[1]})\\cup ({sides[1]},\\infty )")
+        return Relation(text, "\\ne", _read(sides[0]), _read(sides[1]))
+    if "=" in ops or "\\ne" in ops or len(ops) > 2:
+        return Other(text)
+    return _inequality(text, sides, ops)
+
+
+def _inequality(text: str, sides: list[str], ops: list[str]) -> Answer:
+    if ops[0] in {">", "\\ge"}:
+        sides, ops = sides[::-1], [{">": "<", "\\ge": "\\le"}.get(op, op) for op in ops[::-1]]
+    if not set(ops) <= {"<", "\\le"}:
+        return Other(text)
+    read = list(map(_read, sides))
+    constant = [is_constant(side) or "\\infty" in side.text for side in read]
+    opening, closing = {"<": ("(", ")"), "\\le": ("[", "]")}, {"<": ")", "\\le": "]"}
+    infinity = Formula("\\infty", Node("name", value="\\infty"))
+    below = Formula("-\\infty", Node("neg", (infinity.node,)))
+    if len(read) == 3 and constant == [True, False, True]:
+        return Group(text, opening[ops[0]][0] + closing[ops[1]], (read[0], read[2]))
+    if len(read) == 2 and constant == [True, False] and _NAME.fullmatch(sides[1]):
+        return Group(text, opening[ops[0]][0] + ")", (read[0], infinity))
+    if len(read) == 2 and constant == [False, True] and _NAME.fullmatch(sides[0]):
+        return Group(text, "(" + closing[ops[0]], (below, read[1]))
+    return Relation(text, ops[0], read[0], read[1]) if len(read) == 2 else Other(text)
+
+
+def _scalar(text: str) -> Answer:
+    text = re.sub(r"(?<![\d,.])[1-9]\d{0,2}(?:,\d{3})+(?!\d)", lambda found: found[0].replace(",", ""), text)
+    if _WORDS.fullmatch(text):
+        return Words(text)
+    value, unit = text, ""
+    if currency := _CURRENCY.fullmatch(text):
+        value, unit = currency["sign"] + currency["value"], currency["unit"]
+    if (number := read_number(value)) is not None:
+        return Number(text, number.value, number.percent, unit)
+    if measured := _measured(text, value, unit):
+        return measured
+    degrees = re.fullmatch(r"(.+?) ?\^ ?(?:\\circ|\{ ?\\circ ?\})(?: ?([CFK]))?", value)
+    if degrees and (number := read_number(degrees[1].strip())) is not None:
+        return Number(text, number.value, unit="°" + (degrees[2] or ""))
+    if _PROSE.search(re.sub(r"\\text ?\{[^{}]*\}", " ", value)):
+        return Other(text)
+    try:
+        node = parse_formula(value)
+    except Unreadable:
+        return Other(text)
+    return Formula(text, node, unit)
+
+
+def _measured(text: str, value: str, currency: str) -> Answer | None:
+    """Read a value with a unit after it: words, or one letter after a space."""
+    if not (found := _UNIT.fullmatch(value)):
+        return None
+    unit = re.sub(r"\\text ?\{([^{}]*)\}", r"\1", found["unit"]).strip()
+    letters = re.match("[^A-Za-z]*([A-Za-z]*)", unit)[1]  # type: ignore[index]
+    if "\\text" not in found["unit"] and len(letters) < 2 and not (found["unit"][0] == " " and unit in _BARE_UNITS):
+        return None
+    inner = _read(found["value"].strip())
+    if isinstance(inner, Number) and not inner.unit:
+        return Number(text, inner.value, inner.percent, currency or unit)
+    if isinstance(inner, Formula) and not inner.unit:
+        return Formula(text, inner.node, currency or unit)
+    return None

@@ -1,0 +1,501 @@
+"""The math reward: what equals the ground truth, what states an answer, and that nothing takes long or runs code."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import threading
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from rayrft.experience import Task
+from rayrft.rewards import RewardResult, build_reward
+from rayrft.rewards.base import score
+from rayrft.rewards.formula import TooLarge, parse_formula, values
+from rayrft.rewards.reading import Number, read_answer
+from rayrft.rewards.symbolic import OutOfTime, time_limit, verify
+from tests.rewards import math_on_real_data as real
+
+
+def result(truth: str, response: str, /, **options: Any) -> RewardResult:
+    return score(build_reward("math", options), Task.create("test", "question", truth), response)
+
+
+def value(truth: str, response: str, /, **options: Any) -> float | None:
+    return result(truth, response, **options).value
+
+
+EQUAL = [
+    ("72", "72.0"),
+    ("1000", "1,000"),
+    ("1000000", "1 000 000"),
+    (r"371,\!043,\!400", "371043400"),
+    (r"\frac{12}{5,\!525}", "12/5525"),
+    (r"\frac{1}{2}", "0.5"),
+    (r"\frac12", ".5"),
+    (r"\frac{-1}{2}", r"-\frac{1}{2}"),
+    (r"1\frac{12}{13}", "25/13"),
+    ("1 1/2", "1.5"),
+    ("1500", r"1.5 \times 10^3"),
+    ("1500", "1.5e3"),
+    ("1024", "2^{10}"),
+    ("2^{2005}", r"2 \cdot 2^{2004}"),
+    ("25\\%", "25%"),
+    ("25\\%", "0.25"),
+    ("25\\%", "25"),
+    ("0.25", "25%"),
+    ("25", "25 percent"),
+    (r"2\sqrt{22}", r"\sqrt{88}"),
+    (r"\frac{\sqrt6}3", r"\sqrt{\frac{2}{3}}"),
+    (r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt{2}}"),
+    (r"\sqrt[3]{x+1}", "(x+1)^{1/3}"),
+    ("4x(8x^2-x+5)", "32x^3 - 4x^2 + 20x"),
+    ("6r^2-4r-24", "-24 - 4r + 6r^2"),
+    (r"2 \tan x", r"\frac{2\sin x}{\cos x}"),
+    (r"\cos 58^\circ", r"\sin 32^\circ"),
+    ("-375 + 500i", "125(4i - 3)"),
+    (r"9 \pi", "9*pi"),
+    (r"\sqrt{3} - 4", "sqrt(3)-4"),
+    (r"\frac{2n}{n+1}", r"2 - \frac{2}{n+1}"),
+    ("5!", "120"),
+    (r"\binom{5}{2}", "10"),
+    (r"\log_2 8", "3"),
+    ("5", "x = 5"),
+    ("x = 5", "5"),
+    ("5", r"2 + 3 = 5"),
+    ("5", r"\text{Area} = 5"),
+    (r"\sqrt{2}", r"\sqrt{2} \approx 1.414"),
+    ("x - 3z = 0", "x = 3z"),
+    (r"\frac{x^2}{16} - \frac{y^2}{9} = 1", "9x^2 - 16y^2 = 144"),
+    (r"y = \pm\sqrt{3}x", r"y = \sqrt{3}x \text{ or } y = -\sqrt{3}x"),
+    (r"\sqrt{5}, -\sqrt{5}", r"\pm\sqrt{5}"),
+    ("0,4", "4, 0"),
+    ("0,4", "x = 4 or x = 0"),
+    ("0,4", r"\{0, 4\}"),
+    ("B, C", "C and B"),
+    ("(9, 3)", r"\left(9, \frac{6}{2}\right)"),
+    ("(9, 3)", "x = 9, y = 3"),
+    ("(100,200)", "(100, 200)"),
+    (r"\left[ \frac{3}{2}, 2 \right)", "[1.5, 2)"),
+    ("(3,4]", r"3 < \lambda \le 4"),
+    (r"[3,\infty)", r"x \ge 3"),
+    (r"(-\infty,-7) \cup (1,2)", r"(1,2)\cup(-\infty,-7)"),
+    (r"(-\infty,2)\cup(2,\infty)", r"x \ne 2"),
+    (r"\begin{pmatrix} 2/5 \\ -1/5 \end{pmatrix}", r"\begin{bmatrix}0.4\\-0.2\end{bmatrix}"),
+    (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", "(1, 2)"),
+    (r"17\text{ meters}", "17"),
+    (r"17\text{ meters}", "17 m"),
+    (r"17\text{ meters}", r"1700\text{ cm}"),
+    (r"8\sqrt{3} \text { square inches}", r"\sqrt{192}"),
+    ("2 hours", "120 minutes"),
+    (r"156^\circ", "156 degrees"),
+    (r"156^\circ", "156"),
+    (r"\$6", "6 dollars"),
+    (r"\$2.50", "250 cents"),
+    ("3:1", "6:2"),
+    (r"\text{even}", "Even"),
+    (r"\text{(E)}", "E"),
+    ("1;\\frac{8}{9}", "1, 8/9"),
+    ("55", r"\sum_{i=1}^{10} i"),
+    (r"\frac{1}{3}", r"\int_0^1 x^2 dx"),
+]  # fmt: skip
+
+DIFFERENT = [
+    ("5", "6"),
+    ("5", "-5"),
+    (r"\frac{1}{3}", "0.33"),
+    (r"\frac{1}{3}", "0.3333333333"),
+    (r"\sqrt{2}", "1.41421356"),
+    ("0", "0.00000001"),
+    ("12", "1 2"),
+    ("11/2", "1 1/2"),
+    ("1.000000000000000000000000000001", "1"),
+    ("2^{2005}", "2^{2004}"),
+    ("25\\%", "2.5%"),
+    ("25\\%", "0.0025"),
+    ("5", "3 = 5"),
+    ("5", "2x + 1 = 5"),
+    ("x = 5", "y = 5"),
+    ("x^2", "x"),
+    ("x", "X"),
+    (r"\sqrt{x^2}", "x"),
+    ("2x+1", "2t+1"),
+    ("4", "3 or 4"),
+    ("4", "3, 4"),
+    ("4", r"\{3, 4\}"),
+    ("4", r"\pm 4"),
+    ("0,4", "4"),
+    ("0,4", "0, 4, 5"),
+    ("0,4", "(0, 4)"),
+    ("(9, 3)", "(3, 9)"),
+    ("(9, 3)", "3, 9"),
+    ("(9, 3)", "(9, 3, 0)"),
+    ("(3,4]", "(3,4)"),
+    ("(3,4]", "[3,4]"),
+    ("(3,4]", r"3 \le x \le 4"),
+    (r"[3,\infty)", "x > 3"),
+    (r"(-\infty,-7) \cup (1,2)", r"(1,2)"),
+    ("x - 3z = 0", "x = 4z"),
+    ("x < y", "x > y"),
+    (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 1 & 2 \end{pmatrix}"),
+    (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", r"\begin{pmatrix} 1 & 3 \\ 2 & 4 \end{pmatrix}"),
+    (r"17\text{ meters}", r"17\text{ seconds}"),
+    (r"17\text{ meters}", "17 cm"),
+    (r"\$6", "6 cents"),
+    (r"\$6", "6 kg"),
+    ("3:1", "1:3"),
+    (r"\text{even}", "odd"),
+    ("1;\\frac{8}{9}", "8/9; 1"),
+    ("1;\\frac{8}{9}", "8/9, 1"),
+    ("55", r"\sum_{i=1}^{9} i"),
+    ("5", "1/0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("truth", "answer"), EQUAL)
+def test_equal_answers_are_right_boxed_announced_and_bare(truth: str, answer: str) -> None:
+    assert value(truth, f"So we get $\\boxed{{{answer}}}$.") == 1.0
+    assert value(truth, f"The answer is ${answer}$.") == 1.0
+    assert value(truth, truth) == 1.0 or read_answer(truth).__class__.__name__ == "Words"
+
+
+@pytest.mark.parametrize(("truth", "answer"), DIFFERENT)
+def test_other_answers_are_wrong_boxed_announced_and_bare(truth: str, answer: str) -> None:
+    for response in (f"So we get $\\boxed{{{answer}}}$.", f"The answer is ${answer}$.", f"Hence\n${answer}$"):
+        found = result(truth, response)
+        assert found.value == 0.0, response
+        assert found.components == {"parsed": 1.0}
+
+
+STATED = [
+    ("#### 5", "5"),
+    ("6 + 1 = 7 and\n#### 5\n", "5"),
+    ("The answer is 5.", "5"),
+    ("The answer is: 5", "5"),
+    ("**Answer:** 5", "5"),
+    ("The final answer is $5$. I hope it is correct.", "5"),
+    ("The answer is 5, because 2 + 3 = 5.", "5"),
+    ("The answer is 5 apples and not 7 apples.", "5"),
+    ("The answer is therefore $x = 5$.", "5"),
+    ("The answer is that he has 5 eggs left.", "5"),
+    ("Answer: \\[ 5 \\]", "5"),
+    ("<answer>5</answer>", "5"),
+    ("The answer is 4. No, wait. The answer is 5.", "5"),
+    ("\\boxed{4} was wrong: \\boxed{5}", "5"),
+    ("The answer is 4, I mean $\\boxed{5}$", "5"),
+    ("\\fbox{5}", "5"),
+    ("答案是 \uff15。", "5"),
+    ("The answer is -5", "-5"),
+    ("The answer is $-\\frac{1}{2}$", "-1/2"),
+    ("The answer is 1,234.50 dollars.", "2469/2"),
+    ("The answer is 3 and 4.", "3, 4"),
+    ("The answer is $3$ and $4$.", "3, 4"),
+    ("The answer is either 3 or 4.", "3, 4"),
+]
+BARE = [
+    ("5", "5"),
+    ("**5**", "5"),
+    ("So he has 5.", "5"),
+    ("It costs $5 a day.", "5"),
+    ("2 + 3 = 5", "5"),
+    ("Thus $x = 5$", "5"),
+    ("First 3, then 4, and finally 5 eggs", "5"),
+    ("Therefore the probability is $\\frac{1}{2}$.", "1/2"),
+    ("He is 5.\n\nThat is all.", "5"),
+    ("- 5", "5"),
+    ("-5", "-5"),
+    ("\\[\n5\n\\]", "5"),
+    ("It is 3 or 4", "3, 4"),
+    ("The result is 50%.", "50%"),
+]
+NOTHING = [
+    "",
+    "   \n",
+    "no idea",
+    "I do not know the answer.",
+    "The answer is not 5.",
+    "The answer isn't 5",
+    "The answer is between 3 and 5.",
+    "The answer is at least 5",
+    "The answer is 3 to 5",
+    "Is the answer 5?",
+    "The answer is 5?",
+    "The answer is 6, no: it is not 5\nSo the answer is not 5",
+    "\\boxed{}",
+    "\\boxed{\\frac{1}{}",
+    "A train leaves",
+]
+
+
+@pytest.mark.parametrize(("response", "answer"), STATED)
+def test_what_is_announced_is_the_answer(response: str, answer: str) -> None:
+    for strict in (False, True):
+        assert result("7", response, strict=strict).answer == answer
+    assert value(answer.replace(", ", " and "), response) == 1.0
+
+
+@pytest.mark.parametrize(("response", "answer"), BARE)
+def test_without_an_announcement_the_last_formula_is_the_answer_unless_strict(response: str, answer: str) -> None:
+    assert result("7", response).answer == answer
+    assert result("7", response, strict=True).components == {"parsed": 0.0}
+    assert value(answer, response, strict=True) == 0.0
+
+
+@pytest.mark.parametrize("response", NOTHING)
+def test_what_states_no_answer_is_wrong_and_says_so(response: str) -> None:
+    for truth in ("5", "3", "6"):
+        found = result(truth, response)
+        assert (found.value, found.components) == (0.0, {"parsed": 0.0})
+
+
+@pytest.mark.parametrize("truth", ["no number at all", "", "  ", r"\frac{1}{", "x" * 600, "see below: 5 of them"])
+def test_a_ground_truth_that_cannot_be_read_makes_the_reward_unknown(truth: str) -> None:
+    found = result(truth, "The answer is 5.")
+    assert found.value is None and "ground truth" in str(found.reason)
+
+
+def test_a_whole_solution_may_be_the_ground_truth() -> None:
+    assert value("2 + 3 = 5, so\n#### 5", "The answer is 5") == 1.0
+    assert value("The sum is 6, so it is $\\boxed{5}$ in all.", "The answer is 6") == 0.0
+
+
+def test_tolerance_is_a_share_of_the_truth() -> None:
+    assert value(r"\frac{1}{3}", "0.33", tolerance=0.02) == 1.0
+    assert value(r"\frac{1}{3}", "0.32", tolerance=0.02) == 0.0
+    assert value(r"\sqrt{2}", "1.41", tolerance=0.01) == 1.0
+    assert value(r"(\sqrt{2}, 1)", "(1.41, 1)", tolerance=0.01) == 1.0
+    assert value("-100", "-99", tolerance=0.01) == 1.0
+    assert value("-100", "100", tolerance=0.01) == 0.0
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        ("5", "5.0", "x = 5", "5 apples", "10/2"),
+        (r"\frac{\sqrt6}{3}", r"\sqrt{2/3}"),
+        ("3, 4", "4 and 3", r"\{3,4\}"),
+        ("(1, 2)", "(1.0, 2)"),
+        ("Even", r"\text{even}"),
+    ],
+)
+def test_equal_answers_have_one_vote(answers: tuple[str, ...]) -> None:
+    assert len({result("7", f"\\boxed{{{answer}}}").answer for answer in answers}) == 1
+
+
+# Nothing takes long or runs code
+
+HOSTILE = {
+    "tower": r"\boxed{9^{9^{9^9}}}",
+    "tower in plain text": "The answer is 9^9^9^9^9^9",
+    "factorial": r"\boxed{99999999!}",
+    "factorials of factorials": r"\boxed{((((9!)!)!)!)!}",
+    "power of a long number": r"\boxed{(10^{400})^{400}}",
+    "small power": r"\boxed{0.9^{99999999999}}",
+    "exponentials": r"\boxed{\exp(\exp(\exp(\exp(9))))}",
+    "binomial": r"\boxed{\binom{999999999}{499999999}}",
+    "sum": r"\boxed{\sum_{n=1}^{10^{100}} n^{n}}",
+    "product": r"\boxed{\prod_{i=1}^{99999999} i}",
+    "tower in a sum": r"\boxed{\sum_{i=1}^{2} 9^{9^9}}",
+    "parentheses around a sum": r"\boxed{" + "(" * 60 + r"\sum_{i=1}^{2} i" + ")" * 60 + "}",
+    "a megabyte of terms": r"\boxed{1" + "+1" * 400_000 + "}",
+    "a megabyte of signs": "-" * 1_000_000 + "1",
+    "a megabyte of powers": "2^" * 300_000 + "2",
+    "integral": r"\boxed{\int_0^1 e^{\sin(x^x)} \sin(\cos(e^{x})) dx}",
+}  # fmt: skip
+LONG = {
+    "a megabyte of fractions": r"\boxed{" + r"\frac{1}{" * 100_000 + "}",
+    "digits": "9" * 1_000_000,
+    "digits after an equals sign": "= " + "0" * 1_000_000 + "5",
+    "braces": "\\boxed{" + "{" * 500_000 + "}" * 500_000,
+    "parentheses": "The answer is " + "(" * 500_000,
+    "boxes": r"\boxed{1}" * 100_000,
+    "announcements": "the answer is " * 70_000,
+    "dollars": "$a" * 400_000,
+    "lines": "\n" * 1_000_000,
+    "list": "1," * 400_000,
+    "alternatives": "1 or " * 200_000,
+    "hashes": "####" * 200_000,
+    "texts": r"\text{" * 100_000,
+    "combining marks": "a" + "\u0301" * 500_000,
+    "units": "The answer is 6 " + "km " * 100_000,
+    "zeros": r"\boxed{\operatorname{zeros}(100000,100000)}",
+    "file": r"\boxed{\input{/etc/passwd}}",
+    "nul": "\x00" * 1000,
+    "half a character": "\ud800 6",
+}
+
+
+@pytest.mark.parametrize("response", HOSTILE.values(), ids=HOSTILE)
+def test_what_is_too_large_to_be_computed_is_unknown(response: str) -> None:
+    found = result("5", response, seconds=0.2)
+    assert found.value is None and found.reason
+
+
+@pytest.mark.parametrize("response", LONG.values(), ids=LONG)
+def test_what_is_only_long_or_odd_is_never_right(response: str) -> None:
+    for truth in ("5", r"\frac{x+1}{2}", "(3,4]", r"17\text{ meters}"):
+        assert value(truth, response) in {0.0, None}
+
+
+PIECES = "( { \\{ ^ ! | \\frac \\sqrt 1, - $ = < \\cup # * m/ a_ (1, % ' _{".split() + ["or ", "\\pm ", "* "]
+
+
+@pytest.mark.parametrize("piece", PIECES)
+def test_a_hostile_piece_repeated_is_never_right(piece: str) -> None:
+    for count in (30, 200, 5_000):
+        for response in (
+            piece * count,
+            f"\\boxed{{{piece * count}}}",
+            f"The answer is {piece * count}7",
+            f"{piece * count}7",
+        ):
+            for truth in ("5", "x+1", "(3,4]", "3 m"):
+                assert value(truth, response, seconds=0.2) in {0.0, None}
+
+
+CODE = "__import__('os').system('touch {path}')"
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        CODE,
+        "The answer is " + CODE,
+        r"\boxed{" + CODE + "}",
+        "$" + CODE + "$",
+        r"\boxed{\text{" + CODE + "}}",
+        r"\boxed{\sum_{i=1}^{3} " + CODE + "}",
+        r"\boxed{x_{" + CODE + "}}",
+        r"\boxed{\operatorname{" + CODE + "}(3)}",
+        "1 + " + CODE,
+        "(lambda: " + CODE + ")()",
+    ],
+)
+def test_no_response_runs_code(shape: str, tmp_path: Path) -> None:
+    path = tmp_path / "made"
+    for truth in ("5", r"\sum_{i=1}^{3} i", "(3,4]"):
+        assert value(truth, shape.replace("{path}", str(path))) in {0.0, None}
+    assert not path.exists()
+
+
+def test_the_comparison_stops_at_its_limit_and_leaves_the_timer_as_it_was() -> None:
+    before = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(OutOfTime), time_limit(0.05):
+        while True:
+            with contextlib.suppress(Exception):  # as sympy does
+                sum(range(1000))
+    assert signal.getsignal(signal.SIGALRM) is before and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_in_another_thread_than_the_main_one_the_reward_works_without_its_own_limit() -> None:
+    found: list[float | None] = []
+    thread = threading.Thread(target=lambda: found.append(value("55", r"\boxed{\sum_{i=1}^{10} i}")))
+    thread.start()
+    thread.join()
+    assert found == [1.0]
+
+
+def test_formulas_with_the_same_values_cost_no_more_than_their_length() -> None:
+    for text in ("(1+x)^{19000}", "e^{e^{e^{e^{e}}}}", "9" * 450 + "^" + "9" * 40, "0.1^{" * 39 + "9" + "}" * 39):
+        with contextlib.suppress(TooLarge):
+            assert len(list(values(parse_formula(text)))) in {1, 4}
+
+
+# Numbers are decided exactly, as math-verify does where it is exact
+
+DIGITS = st.integers(min_value=0, max_value=10**7)
+
+
+def spelled(value: Fraction, how: int) -> str | None:
+    """One of the ways to write a number; None where it has none."""
+    sign, size = "-" if value < 0 else "", abs(value)
+    if how == 0:
+        return f"{value.numerator}/{value.denominator}"
+    if how == 1:
+        return f"{sign}\\frac{{{size.numerator}}}{{{size.denominator}}}"
+    if how == 2:
+        return f"{sign}{size.numerator:,}" if size.denominator == 1 else None
+    scaled = size * 10**6
+    if scaled.denominator != 1:
+        return None
+    whole, rest = divmod(scaled.numerator, 10**6)
+    return f"{sign}{whole:,}.{rest:06}" if how == 3 else f"{sign}{whole}.{rest:06}".rstrip("0").rstrip(".")
+
+
+@given(DIGITS, st.integers(1, 999), st.booleans(), st.integers(0, 4))
+def test_a_number_is_read_as_it_is_written(numerator: int, denominator: int, negative: bool, how: int) -> None:
+    number = Fraction(-numerator if negative else numerator, denominator)
+    text = spelled(number, how)
+    assume(text is not None)
+    read = read_answer(str(text))
+    assert isinstance(read, Number) and read.value == number and not read.percent and not read.unit
+
+
+@given(
+    st.fractions(-1000, 1000, max_denominator=64),
+    st.sampled_from([0, 0, Fraction(1), Fraction(1, 8), Fraction(-1, 100)]),
+    st.integers(0, 4),
+    st.integers(0, 4),
+)
+def test_numbers_are_decided_as_math_verify_decides_them(value_: Fraction, by: Fraction, one: int, two: int) -> None:
+    truth, answer = spelled(value_, one), spelled(value_ + by, two)
+    assume(truth is not None and answer is not None)
+    mine = value(str(truth), f"\\boxed{{{answer}}}")
+    assert mine == float(by == 0)
+    assert verify(str(truth), str(answer), 5.0) == (by == 0)
+
+
+@given(st.integers(0, 500), st.integers(0, 500))
+def test_percentages_are_decided_as_math_verify_decides_them(one: int, two: int) -> None:
+    for truth, answer in ((f"{one}\\%", f"{two}\\%"), (f"{one}", f"{two}\\%"), (f"{one}\\%", f"{two}")):
+        assert value(truth, f"\\boxed{{{answer}}}") == float(one == two)
+        assert verify(truth, answer, 5.0) == (one == two)
+    assert value(f"{one}\\%", f"{Fraction(one, 100)}") == 1.0
+    assert value(f"{Fraction(one, 100)}", f"{one}%") == 1.0
+
+
+LEAVES = {"x": "x", "y": "y", "2": "2", "-1": "(-1)", r"\frac{1}{2}": "(1/2)", r"\pi": "pi", r"\sqrt{2}": "sqrt(2)"}
+TERMS = st.recursive(
+    st.sampled_from(sorted(LEAVES.items())),
+    lambda inner: st.one_of(
+        st.tuples(inner, st.sampled_from("+-*"), inner).map(
+            lambda each: (f"({each[0][0]} {each[1]} {each[2][0]})", f"({each[0][1]} {each[1]} {each[2][1]})")
+        ),
+        inner.map(lambda each: (f"({each[0]})^{{2}}", f"({each[1]})**2")),
+        inner.map(lambda each: (f"\\frac{{{each[0]}}}{{3}}", f"({each[1]})/3")),
+    ),
+    max_leaves=4,
+)
+
+
+@given(TERMS, TERMS)
+def test_formulas_are_decided_as_sympy_decides_them(one: tuple[str, str], two: tuple[str, str]) -> None:
+    import sympy
+
+    left, right = (sympy.sympify(each[1], rational=True) for each in (one, two))
+    same = sympy.expand(left - right) == 0
+    assert value(one[0], f"\boxed{{{two[0]}}}") == float(same)
+    assert value(one[0], f"\boxed{{{sympy.latex(left.expand())}}}") == 1.0
+
+
+# Real answers
+
+
+def test_solutions_of_gsm8k_are_right_in_every_form_and_wrong_with_another_number() -> None:
+    cases = list(real.gsm8k_cases(random.Random(0).sample(real.gsm8k(), 50)))
+    assert [case for case, decided in real.decide(cases, real.rayrft) if decided != case.right] == []
+
+
+@pytest.mark.skipif(
+    not (real.DATA / "agieval").exists(), reason="RAYRFT_TEST_DATA names no folder with agieval/math.jsonl"
+)
+def test_answers_of_math_are_right_in_every_rewriting_and_those_of_other_rows_wrong() -> None:
+    cases = list(real.math_cases(real.math_answers()[::4], others=5))
+    wrong = [case for case, decided in real.decide(cases, real.rayrft) if decided != case.right]
+    assert [case for case in wrong if (case.truth, case.response) not in real.TRULY_EQUAL] == []
