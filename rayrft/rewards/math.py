@@ -17,7 +17,7 @@ import re
 
 from rayrft.experience import Task
 from rayrft.rewards.answers import LONGEST_STATEMENT, nfkc, statements
-from rayrft.rewards.base import Reward, RewardResult, register_reward
+from rayrft.rewards.base import Reward, RewardResult, imports, register_reward
 from rayrft.rewards.equality import Undecided, canonical, equal
 from rayrft.rewards.formula import TooLarge, Unreadable
 from rayrft.rewards.reading import Answer, Other, Words, clear, normalized, read_answer
@@ -27,6 +27,7 @@ _LONGEST_TRUTH = 500
 
 
 @register_reward("math")
+@imports("math_verify")
 def math_answer(*, strict: bool = False, tolerance: float = 0.0, seconds: float = 1.0) -> Reward:
     """1 if the response's final answer equals the ground truth mathematically, else 0.
 

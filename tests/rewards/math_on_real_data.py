@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rayrft.experience import Task
 from rayrft.rewards import build_reward
-from rayrft.rewards.base import score
+from tests.rewards.scored import score
 from tests.conftest import ROOT
 
 DATA = Path(os.environ.get("RAYRFT_TEST_DATA", ROOT / "tests" / "samples"))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from rayrft.experience import Task
 from rayrft.rewards import RewardResult, build_reward
-from rayrft.rewards.base import score
+from tests.rewards.scored import score
 from rayrft.rewards.formula import TooLarge, parse_formula, values
 from rayrft.rewards.reading import Number, read_answer
 from rayrft.rewards.symbolic import OutOfTime, time_limit, verify
@@ -343,7 +343,33 @@ def test_what_is_only_long_or_odd_is_never_right(response: str) -> None:
         assert value(truth, response) in {0.0, None}
 
 
-PIECES = "( { \\{ ^ ! | \\frac \\sqrt 1, - $ = < \\cup # * m/ a_ (1, % ' _{".split() + ["or ", "\\pm ", "* "]
+PIECES = [
+    "(",
+    "{",
+    "\\{",
+    "^",
+    "!",
+    "|",
+    "\\frac",
+    "\\sqrt",
+    "1,",
+    "-",
+    "$",
+    "=",
+    "<",
+    "\\cup",
+    "#",
+    "*",
+    "m/",
+    "a_",
+    "(1,",
+    "%",
+    "'",
+    "_{",
+    "or ",
+    "\\pm ",
+    "* ",
+]
 
 
 @pytest.mark.parametrize("piece", PIECES)
