@@ -19,8 +19,8 @@ from pathlib import Path
 
 from rayrft.experience import Task
 from rayrft.rewards import build_reward
-from tests.rewards.scored import score
 from tests.conftest import ROOT
+from tests.rewards.scored import score
 
 DATA = Path(os.environ.get("RAYRFT_TEST_DATA", ROOT / "tests" / "samples"))
 Judge = Callable[[str, str], bool | None]

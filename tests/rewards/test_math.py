@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from rayrft.experience import Task
 from rayrft.rewards import RewardResult, build_reward
-from tests.rewards.scored import score
 from rayrft.rewards.formula import TooLarge, parse_formula, values
 from rayrft.rewards.reading import Number, read_answer
 from rayrft.rewards.symbolic import OutOfTime, time_limit, verify
 from tests.rewards import math_on_real_data as real
+from tests.rewards.scored import score
 
 
 def result(truth: str, response: str, /, **options: Any) -> RewardResult:
