@@ -35,13 +35,20 @@ class RewardModelConfig(Section):
     """Processes in which answers are scored, for each Explorer or reward actor and each part; none for a reward that
     runs inline or is a coroutine."""
 
+    spare_workers: int = Field(8, ge=0)
+    """Processes beside ``workers``, started where calls take far longer than usual, so that those that hang hold up no
+    others. 0 where a process takes much memory, as one with a model does."""
+
     @model_validator(mode="after")
     def _either(self) -> RewardModelConfig:
         if self.parts and self.model_fields_set & {"name", "options"}:
             raise invalid("parts", "stand beside name or options", remedy="make that reward one of the parts")
         names = [part.name for part in self.parts]
         if len(set(names)) < len(names):
-            raise invalid("parts", "two have one name", value=names, remedy="give each its own: they name components")
+            remedy = "they name components: register one under another name"
+            raise invalid("parts", "two have one name", value=names, remedy=remedy)
+        if self.parts and all(part.role != "add" for part in self.parts):
+            raise invalid("parts", "none is added", value=names, remedy="let the role of one be add")
         return self
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import inspect
 import json
 import os
 from collections import Counter
@@ -371,6 +372,13 @@ def check_rewards(config: RewardConfig, tasks: Iterable[Task], auxiliary: Collec
                         value=config.placement,
                         remedy=f"set it to beside, or serve {needed!r} elsewhere and give its url",
                     )
+            if where(part.name) != "loop" and inspect.iscoroutinefunction(getattr(reward, "score", None)):
+                raise ConfigError(
+                    "gives a reward that is a coroutine, which is run as one only if its class is registered",
+                    field="reward.name",
+                    value=part.name,
+                    remedy="register the class itself, such as a subclass with the options set",
+                )
             if where(part.name) == "loop":
                 continue  # it may ask models that are not served yet
             try:

@@ -62,7 +62,11 @@ def apply_rewards(
         kept.append(row.with_fields(reward_components=result.components, error=result.reason, metrics=metrics))
     if config.length is not None:
         lengths = length_rewards([int(row.action_mask.sum()) for row in kept], unpunished, config.length, step)
-        penalties = [penalty + length for penalty, length in zip(penalties, lengths, strict=True)]
+        # Those of a workflow are kept.
+        penalties = [
+            penalty + length * (row.reward is None)
+            for row, penalty, length in zip(kept, penalties, lengths, strict=True)
+        ]
     values = [value + penalty for value, penalty in zip(unpunished, penalties, strict=True)]
     kept = [row.with_fields(reward=value) for row, value in zip(kept, values, strict=True)]
     report = GroupReport(

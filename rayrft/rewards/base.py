@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
 import time
@@ -121,18 +122,26 @@ def needed_modules(name: str) -> tuple[str, ...]:
 
 
 def _checked(found: object, transcript: Transcript) -> RewardResult:
-    """Return a result whose numbers are numbers. Raises ValueError or TypeError if they are not."""
+    """Return a result whose numbers are finite, or an unknown one. Raises ValueError or TypeError if they are none."""
     if not isinstance(found, RewardResult):
         return RewardResult.of(float(cast("float", found)), {}, None)
     if found.value is None:
-        return found
+        return _unknown(found, found.reason)
     if len(found.turns) not in (0, len(transcript.answers)):
         raise ValueError(f"{len(found.turns)} rewards of turns, and the model had {len(transcript.answers)}")
     components = {name: float(value) for name, value in found.components.items()}
     turns, shaping = tuple(map(float, found.turns)), float(found.shaping)
     checked = replace(found, value=float(found.value), components=components, turns=turns, shaping=shaping)
-    wrong = [number for number in (checked.value, shaping, *turns) if not math.isfinite(cast("float", number))]
-    return replace(checked, value=None, reason=found.reason or f"the reward is {wrong[0]}") if wrong else checked
+    numbers = (cast("float", checked.value), shaping, *turns, *components.values())
+    wrong = [number for number in numbers if not math.isfinite(number)]
+    return _unknown(checked, found.reason or f"the reward is {wrong[0]}") if wrong else checked
+
+
+def _unknown(found: RewardResult, reason: str | None) -> RewardResult:
+    """Return an unknown result with those components that are finite numbers."""
+    known = {name: float(value) for name, value in found.components.items()}
+    components = {name: value for name, value in known.items() if math.isfinite(value)}
+    return RewardResult(None, components, reason, found.answer)
 
 
 def invoke(
@@ -149,7 +158,10 @@ def score_inline(reward: Reward, task: Task, transcript: Transcript) -> RewardRe
     the error as its reason."""
     try:
         return _checked(invoke(reward, task, transcript), transcript)
-    except Exception as error:  # user code may raise anything; it becomes data, and the run's policy decides
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # user code may raise anything; it becomes data, and the run's policy decides
         return _raised(error)
 
 
@@ -159,12 +171,17 @@ async def score(reward: Reward, task: Task, transcript: Transcript) -> RewardRes
     try:
         found = invoke(reward, task, transcript)
         result = _checked(await found if inspect.isawaitable(found) else found, transcript)
-    except Exception as error:  # likewise
+    except (Exception, SystemExit) as error:  # likewise
         result = _raised(error)
+    except asyncio.CancelledError as error:
+        current = asyncio.current_task()
+        if current is None or current.cancelling():
+            raise
+        result = _raised(error)  # of a task of the reward's own
     return replace(result, seconds=time.perf_counter() - started)
 
 
-def _raised(error: Exception) -> RewardResult:
+def _raised(error: BaseException) -> RewardResult:
     return RewardResult(None, reason=f"{type(error).__name__}: {error}")
 
 
@@ -188,7 +205,7 @@ def combine(parts: Sequence[RewardPart], results: Sequence[RewardResult]) -> Rew
         "; ".join(unknown or known) or None,
         next((result.answer for result in results if result.answer is not None), None),
         () if shut else tuple(map(sum, zip(*turns, strict=True))),
-        _weighted(shaping),
+        _weighted(shaping) + sum(part.weight * result.shaping for part, result in pairs),
         max(result.seconds for result in results),
     )
 

@@ -92,8 +92,11 @@ class Judge:
             raise _invalid("a judge is an auxiliary model, or a model at a url", "auxiliary", auxiliary or url)
         if compare not in ("none", "reference"):
             raise _invalid("compare is none or reference", "compare", compare)
-        if low >= high or votes < 1:
-            raise _invalid("low is below high, and there is a vote", "low", (low, high, votes))
+        if low >= high:
+            raise _invalid("low is not below high", "low", (low, high))
+        for name, count in (("votes", votes), ("calls", calls), ("longest", longest), ("max_tokens", max_tokens)):
+            if count < 1:
+                raise _invalid("at least 1", name, count)
         if votes > 1 and not temperature:
             raise _invalid("several votes are all the same at temperature 0", "temperature", temperature)
         self.needs_auxiliary = () if auxiliary is None else (auxiliary,)
@@ -121,6 +124,8 @@ class Judge:
     async def score(self, task: Task, transcript: Transcript) -> RewardResult:
         if self._compare == "none":
             return self._of(await self._ask(self._prompt(task, transcript), task, transcript))
+        if not task.answer.strip():
+            return RewardResult(None, reason="the task has no answer to compare with")
         first, second = await asyncio.gather(
             self._ask(self._prompt(task, transcript, swapped=False), task, transcript),
             self._ask(self._prompt(task, transcript, swapped=True), task, transcript),
@@ -162,9 +167,7 @@ class Judge:
         return (grade - self._low) / (self._high - self._low)
 
     def _prompt(self, task: Task, transcript: Transcript, swapped: bool = False) -> Messages:
-        turns = list(transcript.turns)
-        asked = "\n\n".join(f"{turn['role']}: {self._cut(turn['content'])}" for turn in turns[:-1])
-        parts = [("question", asked)]
+        parts = [(re.sub(r"\W", "", turn["role"]), self._cut(turn["content"])) for turn in transcript.turns[:-1]]
         if self._compare == "reference":
             both = [self._cut(transcript.response), self._cut(task.answer)]
             first, second = reversed(both) if swapped else both
@@ -194,20 +197,22 @@ def _digest(*texts: str) -> bytes:
     return hashlib.blake2b(json.dumps(texts).encode(), digest_size=8).digest()
 
 
-_THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
 _MOST_BRACES = 200
 
 
 def _last_object(reply: str) -> dict[str, Any]:
-    """Return the last JSON object in a reply, after what the model may have thought; an empty one if there is none."""
-    text, decoder = _THOUGHT.sub("", reply), json.JSONDecoder()
+    """Return the JSON object that a reply ends with, after what the model may have thought; an empty one if it ends
+    otherwise, as where it was cut: an object in its midst may be quoted from what is judged."""
+    text, decoder = reply.rpartition("</think>")[2], json.JSONDecoder()
+    if "<think>" in text:
+        return {}
     for start in [found.start() for found in re.finditer("{", text)][: -_MOST_BRACES - 1 : -1]:
         try:
-            found, _ = decoder.raw_decode(text, start)
+            found, end = decoder.raw_decode(text, start)
         except (ValueError, RecursionError):
             continue
-        if isinstance(found, dict) and ("grade" in found or "better" in found):
-            return found
+        if not text[end:].strip(" \n\t`"):
+            return dict(found)
     return {}
 
 

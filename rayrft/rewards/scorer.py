@@ -36,8 +36,8 @@ _START_S = 120.0
 _SLOW, _LEAST_SLOW_S, _SLOWEST_SHARE = 10.0, 0.05, 0.25
 """A call is slow, and takes no worker from others any more, once it takes so many times as long as usual, but not
 before so many seconds, and at the latest after this share of the deadline."""
-_MOST_SLOW = 32
-"""Slow calls of a reward in processes of their own, beside its workers."""
+_STARTS = 3
+"""How often in a row a process is started that dies, or is not there in time."""
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ class _InProcesses:
         self._name, self._deadline_s = part.name, config.deadline_s
         self._pool = ProcessPool(
             partial(InProcess, part.name, part.options),
-            processes=config.workers + _MOST_SLOW,
+            processes=config.workers + config.spare_workers,
             plugins=plugins,
             spares=0,
             start_s=_START_S,
@@ -263,7 +263,9 @@ class _InProcesses:
         )
         self._workers = config.workers
         self._working = set[asyncio.Task[None]]()
-        self._slow = 0
+        self._slow, self._most_slow = 0, config.spare_workers
+        self._missing = 0
+        """Slow calls whose places were to be taken, and were not."""
         self._usual_s: float | None = None
         """Of recent calls that came to their end."""
         self._calls: asyncio.Queue[_Call] = asyncio.Queue()
@@ -295,29 +297,42 @@ class _InProcesses:
         task.add_done_callback(self._working.discard)
 
     async def _work(self, ready: asyncio.Future[None] | None) -> None:
-        """Make calls, in one process after another, until none can be started, or another works in its place."""
+        """Make calls, in one process after another, until none can be started, or another works in its place. One that
+        stands in for another (``ready`` is None) gives up where it cannot start, if others go on."""
         again: _Call | None = None
-        try:
-            while True:
+        starts = 0
+        while True:
+            try:
                 async with self._pool.lease() as worker:
+                    starts = 0
                     if ready is not None and not ready.done():
                         ready.set_result(None)
                     again, replaced = await self._make_calls(worker, again)
-                if replaced:
+            except CallFailed as error:
+                starts += 1
+                if ready is None and len(self._working) > 1 and again is None:
+                    self._missing += 1
                     return
-        except CallFailed as error:
-            self._error = ConfigError(
-                f"cannot be built: {error}",
-                field="reward.name",
-                value=self._name,
-                remedy="see the cause, and the reward's own options",
-            )
-            waiting: list[asyncio.Future[Any]] = [*filter(None, [ready]), *([again.result] if again else [])]
-            while not self._calls.empty():
-                waiting.append(self._calls.get_nowait().result)
-            for each in waiting:
-                if not each.done():
-                    each.set_exception(self._error)
+                if starts < _STARTS and isinstance(error, ProcessDied | CallTimeout):
+                    continue
+                return self._fail(error, [*filter(None, [ready]), *([again.result] if again else [])])
+            if replaced and not self._missing:
+                return
+            self._missing -= replaced
+
+    def _fail(self, error: CallFailed, waiting: list[asyncio.Future[Any]]) -> None:
+        """Raise the error in all calls, now and later."""
+        self._error = ConfigError(
+            f"cannot be built: {error}",
+            field="reward.name",
+            value=self._name,
+            remedy="see the cause, and the reward's own options",
+        )
+        while not self._calls.empty():
+            waiting.append(self._calls.get_nowait().result)
+        for each in waiting:
+            if not each.done():
+                each.set_exception(self._error)
 
     async def _make_calls(self, worker: Worker, call: _Call | None) -> tuple[_Call | None, bool]:
         """Make this call, and others, until the process has died. Return the call that is to be made again, and whether
@@ -328,8 +343,10 @@ class _InProcesses:
             if not call.result.done():  # else nobody waits any more
                 call.tries += 1
                 timer = asyncio.get_running_loop().call_later(self._slow_after(), self._replace, worker, replaced)
-                result = await self._make(worker, call)
-                timer.cancel()
+                try:
+                    result = await self._make(worker, call)
+                finally:
+                    timer.cancel()
                 if result is None and not replaced.is_set():
                     return call, False
                 if result is None:  # it goes on in the other's process
@@ -344,11 +361,13 @@ class _InProcesses:
 
     def _slow_after(self) -> float:
         latest = _SLOWEST_SHARE * self._deadline_s
-        return latest if self._usual_s is None else min(latest, max(_LEAST_SLOW_S, _SLOW * self._usual_s))
+        if self._usual_s is None:
+            return latest
+        return max(_LEAST_SLOW_S, min(latest, _SLOW * self._usual_s), 2 * self._usual_s)
 
     def _replace(self, worker: Worker, replaced: asyncio.Event) -> None:
         """Let another process work in the place of one that is slow, which gives way to all others."""
-        if self._slow < _MOST_SLOW:
+        if self._slow < self._most_slow:
             self._slow += 1
             replaced.set()
             with contextlib.suppress(OSError):  # it has just died
@@ -366,6 +385,8 @@ class _InProcesses:
             return None if call.tries < _TRIES else RewardResult(None, reason=f"the reward's process died: {error}")
         except CallFailed as error:  # the result is no pickle, or too large
             return RewardResult(None, reason=str(error))
+        except Exception as error:  # of pickling: a task may hold anything
+            return RewardResult(None, reason=f"the task cannot be sent: {type(error).__name__}: {error}")
         took = time.perf_counter() - started
         self._usual_s = took if self._usual_s is None else 0.9 * self._usual_s + 0.1 * took
         return found

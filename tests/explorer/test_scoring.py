@@ -263,6 +263,12 @@ def test_long_wrong_answers_lose_and_equal_lengths_earn_nothing() -> None:
     assert score([], [], config(length={})).rewards == []
 
 
+def test_rewards_of_a_workflow_are_kept_whatever_their_lengths() -> None:
+    short, long = of_lengths(10, 20)
+    rows = [short.with_fields(reward=0.25), long]
+    assert score(rows, [RewardResult(0.25), RewardResult(1.0)], config(length={})).rewards == [0.25, 0.5]
+
+
 def test_a_group_whose_answers_differ_in_shaping_alone_has_no_variance() -> None:
     results = [RewardResult(0.0, shaping=0.5), RewardResult(0.0, shaping=-0.5)]
     scored = score(rows("stop", "stop"), results, config())

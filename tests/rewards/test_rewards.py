@@ -118,6 +118,8 @@ def test_a_reward_by_path_that_does_not_exist_is_refused() -> None:
         RewardResult(1.0, turns=(1.0, 0.0)),
         RewardResult(1.0, turns=(float("nan"),)),
         RewardResult(1.0, shaping=float("inf")),
+        RewardResult(1.0, {"part": float("nan")}),
+        RewardResult(None, {"part": float("nan")}, "away", turns=(1.0, 2.0), shaping=float("nan")),
         "good",
         None,
     ],
@@ -125,6 +127,7 @@ def test_a_reward_by_path_that_does_not_exist_is_refused() -> None:
 async def test_what_is_no_number_is_an_unknown_reward_and_not_the_end_of_the_run(result: Any) -> None:
     found = await scored(lambda task, response: result)
     assert found.value is None and found.reason
+    assert (found.turns, found.shaping) == ((), 0.0) and "part" not in found.components
 
 
 async def test_a_function_sees_the_last_answer_and_a_reward_model_the_whole_conversation() -> None:
@@ -181,6 +184,16 @@ def test_rewards_are_added_by_weight_shut_by_gates_and_shaped_apart(
     known = {part.name: each for part, each in zip(PARTS, values, strict=True) if each is not None}
     assert found.components == {**known, **{f"{part.name}.seen": 2.0 for part in PARTS}}
     assert (found.value is None) == ("away" in str(found.reason))
+
+
+def test_what_a_part_shapes_by_itself_is_weighed_with_it() -> None:
+    found = combine(PARTS[:2], [RewardResult(1.0, shaping=0.5), RewardResult(1.0, shaping=-1.0)])
+    assert (found.value, found.shaping) == (1.5, 0.0)
+
+
+def test_parts_of_which_none_is_added_are_refused() -> None:
+    with pytest.raises(ValueError, match="none is added"):
+        RewardConfig(parts=[{"name": "exact", "role": "gate"}])
 
 
 def test_rewards_of_turns_are_added_turn_by_turn() -> None:
@@ -254,6 +267,29 @@ async def test_a_call_that_hangs_takes_no_worker_from_others() -> None:
         assert [each.reason for each in await hanging] == ["timeout: no reward within 8 s"] * 2
         again = await scorer.score(task("a"), transcripts(*["fine"] * 20))
         assert [each.value for each in again] == [1.0] * 20
+
+
+async def test_a_stand_in_that_cannot_be_started_costs_no_call(tmp_path: Path) -> None:
+    options = {"mark": str(tmp_path / "mark")}
+    async with scorer_of(name=HERE + "one_at_a_time", options=options, deadline_s=20.0, workers=1) as scorer:
+        # A nap is slow after calls that took no time, and there is no room for a second process.
+        results = await scorer.score(task("a"), transcripts(*["fine"] * 3, "nap", "fine", "nap", "fine"))
+        assert [each.value for each in results] == [1.0] * 7
+
+
+async def test_a_task_that_cannot_be_sent_is_unknown_and_holds_up_nobody() -> None:
+    async with scorer_of(name=HERE + "moody", workers=1) as scorer:
+        [found] = await scorer.score(task("a", hook=lambda: None), transcripts("fine"))
+        assert found.value is None and "cannot be sent" in str(found.reason)
+        [fine] = await scorer.score(task("a"), transcripts("fine"))
+        assert fine.value == 1.0
+
+
+@pytest.mark.parametrize("trouble", ["cancelled", "exits"])
+async def test_a_coroutine_that_cancels_or_exits_is_unknown_and_costs_no_other(trouble: str) -> None:
+    async with scorer_of(name=HERE + "Gone") as scorer:
+        gone, fine = await scorer.score(task("a"), transcripts(trouble, "fine"))
+        assert gone.value is None and gone.reason and fine.value == 1.0
 
 
 async def test_a_slow_call_that_ends_has_its_result_and_its_worker_goes_on() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import os
 import signal
 import time
@@ -51,6 +53,16 @@ def only_once(mark: str) -> Any:
     return moody()
 
 
+def one_at_a_time(mark: str) -> Any:
+    file = os.open(mark, os.O_CREAT | os.O_RDWR)  # open for as long as the process lives
+    for _ in range(20):  # one that was killed is gone a little later
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lambda task, response: _do(response)
+        time.sleep(0.01)
+    raise OSError("no room for another")
+
+
 def cannot_be_built() -> Any:
     raise OSError("no such file")
 
@@ -83,3 +95,14 @@ class Meeting:
 class Impatient:
     async def score(self, task: Task, transcript: Transcript) -> float:
         raise TimeoutError("the judge is away")
+
+
+class Gone:
+    async def score(self, task: Task, transcript: Transcript) -> float:
+        if transcript.response == "cancelled":
+            waiting = asyncio.ensure_future(asyncio.Event().wait())
+            asyncio.get_running_loop().call_soon(waiting.cancel)
+            await waiting
+        if transcript.response == "exits":
+            raise SystemExit(3)
+        return 1.0
