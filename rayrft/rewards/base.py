@@ -158,10 +158,7 @@ def score_inline(reward: Reward, task: Task, transcript: Transcript) -> RewardRe
     the error as its reason."""
     try:
         return _checked(invoke(reward, task, transcript), transcript)
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # user code may raise anything; it becomes data, and the run's policy decides
+    except (Exception, SystemExit) as error:  # user code may raise anything; it becomes data
         return _raised(error)
 
 
