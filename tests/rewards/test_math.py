@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 import signal
 import threading
 from fractions import Fraction
@@ -94,6 +95,8 @@ EQUAL = [
     (r"17\text{ meters}", r"1700\text{ cm}"),
     (r"8\sqrt{3} \text { square inches}", r"\sqrt{192}"),
     ("2 hours", "120 minutes"),
+    (r"2\text{ square feet}", r"288\text{ square inches}"),
+    (r"2\text{ cm}^2", "2 square cm"),
     (r"156^\circ", "156 degrees"),
     (r"156^\circ", "156"),
     (r"\$6", "6 dollars"),
@@ -147,6 +150,7 @@ DIFFERENT = [
     (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", r"\begin{pmatrix} 1 & 3 \\ 2 & 4 \end{pmatrix}"),
     (r"17\text{ meters}", r"17\text{ seconds}"),
     (r"17\text{ meters}", "17 cm"),
+    (r"17\text{ square meters}", r"17\text{ meters}"),
     (r"\$6", "6 cents"),
     (r"\$6", "6 kg"),
     ("3:1", "1:3"),
@@ -162,7 +166,7 @@ DIFFERENT = [
 def test_equal_answers_are_right_boxed_announced_and_bare(truth: str, answer: str) -> None:
     assert value(truth, f"So we get $\\boxed{{{answer}}}$.") == 1.0
     assert value(truth, f"The answer is ${answer}$.") == 1.0
-    assert value(truth, truth) == 1.0 or read_answer(truth).__class__.__name__ == "Words"
+    assert value(truth, f"Hence\n${answer}$") == 1.0
 
 
 @pytest.mark.parametrize(("truth", "answer"), DIFFERENT)
@@ -225,6 +229,8 @@ NOTHING = [
     "The answer is at least 5",
     "The answer is 3 to 5",
     "Is the answer 5?",
+    "Is the answer $5$?",
+    "It isn't $\\$5$",
     "The answer is 5?",
     "The answer is 6, no: it is not 5\nSo the answer is not 5",
     "\\boxed{}",
@@ -343,10 +349,10 @@ def test_what_is_only_long_or_odd_is_never_right(response: str) -> None:
         assert value(truth, response) in {0.0, None}
 
 
-PIECES = "( { \\{ ^ ! | \\frac \\sqrt 1, - $ = < \\cup # * m/ a_ (1, % ' _{".split() + ["or ", "\\pm ", "* "]
+PIECES = r"( { \{ ^ ! | \frac \sqrt 1, - $ = < \cup # * m/ a_ (1, % ' _{ \pm"
 
 
-@pytest.mark.parametrize("piece", PIECES)
+@pytest.mark.parametrize("piece", [*re.split(" ", PIECES), "or ", "* "])
 def test_a_hostile_piece_repeated_is_never_right(piece: str) -> None:
     for count in (30, 200, 5_000):
         for response in (
@@ -385,12 +391,12 @@ def test_no_response_runs_code(shape: str, tmp_path: Path) -> None:
 
 
 def test_the_comparison_stops_at_its_limit_and_leaves_the_timer_as_it_was() -> None:
-    before = signal.getsignal(signal.SIGALRM)
+    before = signal.getsignal(signal.SIGVTALRM)
     with pytest.raises(OutOfTime), time_limit(0.05):
         while True:
             with contextlib.suppress(Exception):  # as sympy does
                 sum(range(1000))
-    assert signal.getsignal(signal.SIGALRM) is before and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGVTALRM) is before and signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
 
 
 def test_in_another_thread_than_the_main_one_the_reward_works_without_its_own_limit() -> None:
@@ -480,8 +486,8 @@ def test_formulas_are_decided_as_sympy_decides_them(one: tuple[str, str], two: t
 
     left, right = (sympy.sympify(each[1], rational=True) for each in (one, two))
     same = sympy.expand(left - right) == 0
-    assert value(one[0], f"\boxed{{{two[0]}}}") == float(same)
-    assert value(one[0], f"\boxed{{{sympy.latex(left.expand())}}}") == 1.0
+    assert value(one[0], f"\\boxed{{{two[0]}}}") == float(same)
+    assert value(one[0], f"\\boxed{{{sympy.latex(left.expand())}}}") == 1.0
 
 
 # Real answers
@@ -495,7 +501,8 @@ def test_solutions_of_gsm8k_are_right_in_every_form_and_wrong_with_another_numbe
 @pytest.mark.skipif(
     not (real.DATA / "agieval").exists(), reason="RAYRFT_TEST_DATA names no folder with agieval/math.jsonl"
 )
-def test_answers_of_math_are_right_in_every_rewriting_and_those_of_other_rows_wrong() -> None:
-    cases = list(real.math_cases(real.math_answers()[::4], others=5))
+def test_answers_of_math_are_right_in_every_rewriting_and_wrong_in_every_trap_or_other_row() -> None:
+    answers = real.math_answers()[::4]
+    cases = [*real.math_cases(answers, others=5), *real.trap_cases(answers)]
     wrong = [case for case, decided in real.decide(cases, real.rayrft) if decided != case.right]
     assert [case for case in wrong if (case.truth, case.response) not in real.TRULY_EQUAL] == []
