@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from rayrft.experience import Task
 from rayrft.rewards import RewardResult, build_reward
 from rayrft.rewards.base import score
-from rayrft.rewards.formula import TooLarge, parse_formula, values
+from rayrft.rewards.formula import TooLarge, Unreadable, parse_formula, values
 from rayrft.rewards.reading import Number, read_answer
-from rayrft.rewards.symbolic import OutOfTime, time_limit, verify
+from rayrft.rewards.symbolic import OutOfTime, parse, time_limit, verify
 from tests.rewards import math_on_real_data as real
 
 
@@ -363,6 +363,49 @@ def test_a_hostile_piece_repeated_is_never_right(piece: str) -> None:
         ):
             for truth in ("5", "x+1", "(3,4]", "3 m"):
                 assert value(truth, response, seconds=0.2) in {0.0, None}
+
+
+def test_of_what_a_box_holds_no_part_is_judged() -> None:
+    assert value("258", "\\boxed{10" + "+1" * 248 + "}") == 1.0
+    for terms in (249, 300, 9_000, 20_000):
+        for truth in ("258", "259", str(10 + terms)):
+            assert value(truth, "\\boxed{10" + "+1" * terms + "}") is None
+    for truth in ("250", "251"):
+        assert value(truth, "So we get " + "+".join(["1"] * 30_000)) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        r"\det(\begin{pmatrix}1&2\\3&4\end{pmatrix})",
+        r"\operatorname{zeros}(9,9)",
+        "x.__class__",
+        "f(x'",
+        "1 @ 2",
+        r"\input{a}",
+    ],
+)
+def test_math_verify_is_given_nothing_but_known_commands(text: str) -> None:
+    with pytest.raises(Unreadable):
+        parse(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "((((((((" + r"\sum_{i=1}^{2} i" + "))))))))",
+        r"\sum_{i=1}^{2} 9^{(9^{9})}",
+        r"\sum_{i=1}^{2} 9^{99999}",
+        r"\int_0^1 \binom{99999}{5} dx",
+        r"\sum_{i=1}^{2} 99999!",
+        r"\sum_{i=1}^{2} (9!)!",
+        r"\int_0^1 x dx + " + "x + " * 100 + "x",
+        r"\sum_{i=1}^{2} 12345678901234567890",
+    ],
+)
+def test_math_verify_is_given_nothing_large(text: str) -> None:
+    with pytest.raises(TooLarge):
+        parse(text)
 
 
 CODE = "__import__('os').system('touch {path}')"
