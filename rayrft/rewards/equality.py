@@ -83,7 +83,7 @@ def _factor(wanted: str, given: str) -> Fraction | None:
     money = _MONEY.get(wanted.casefold()), _MONEY.get(given.casefold())
     if money[0] and money[1]:
         return Fraction(money[1], money[0])
-    target, unit = parse_unit(_ANGLES.get(wanted, wanted)), parse_unit(_ANGLES.get(given, given))
+    target, unit = _unit(wanted), _unit(given)
     if (money[0] and unit is not None) or (money[1] and target is not None):
         return None
     if unit is None or target is None:
@@ -93,6 +93,11 @@ def _factor(wanted: str, given: str) -> Fraction | None:
     if unit == target:
         return Fraction(1)
     return Fraction(float((1 * unit).m_as(target))).limit_denominator(10**9)
+
+
+def _unit(text: str) -> Any:
+    text = re.sub(r"\b(?:square|sq\.?) (\w+)", r"\1^2", re.sub(r"\bcubic (\w+)", r"\1^3", text))
+    return parse_unit(_ANGLES.get(text, text))
 
 
 def _relations(truth: Answer, answer: Answer, tolerance: float) -> bool:

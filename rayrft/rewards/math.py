@@ -28,16 +28,16 @@ _LONGEST_TRUTH = 500
 
 @register_reward("math")
 @imports("math_verify")
-def math_answer(*, strict: bool = False, tolerance: float = 0.0, seconds: float = 1.0) -> Reward:
+def math_answer(*, strict: bool = False, tolerance: float = 0.0, seconds: float = 2.0) -> Reward:
     """1 if the response's final answer equals the ground truth mathematically, else 0.
 
     What a response announces is its answer: in its last box, after ``####`` or "the answer is"; the last of several.
     Without one its last formula or number is, unless ``strict``. An answer that is denied ("not 5") or left open ("3 to
     4") is none. Component ``parsed`` is 1 if the response contains an answer.
 
-    ``tolerance`` is the share of the truth by which a number may differ. ``seconds`` bound what math-verify compares,
-    in a process's main thread; the worker's deadline bounds everything. What takes longer, or would be too large to
-    compute, is unknown, and so is a ground truth that is no mathematical answer.
+    ``tolerance`` is the share of the truth by which a number may differ. ``seconds`` of processor time
+    bound what math-verify compares, in a process's main thread; the worker's deadline bounds everything. What takes
+    longer, or would be too large to compute, is unknown, and so is a ground truth that is no mathematical answer.
     """
 
     def score(task: Task, response: str) -> RewardResult:
@@ -52,7 +52,9 @@ def math_answer(*, strict: bool = False, tolerance: float = 0.0, seconds: float 
         except (TooLarge, RecursionError):
             return RewardResult(None, {"parsed": 1.0}, reason="too large to be computed: the answer, or the truth")
         except OutOfTime:
-            return RewardResult(None, {"parsed": 1.0}, reason=f"timeout: not compared within {seconds:g} s")
+            return RewardResult(
+                None, {"parsed": 1.0}, reason=f"timeout: not compared within {seconds:g} s of processor time"
+            )
 
     def _scored(truth: Answer, response: str) -> RewardResult:
         text = find_answer(response, strict=strict)
@@ -162,7 +164,11 @@ def _inner(span: re.Match[str]) -> str:
 def _unmarked(text: str) -> str:
     """Return the text without the marks of mathematics in it and of emphasis."""
     text = re.sub(r"(?<!\\)\$((?:\\.|[^$\\])*)\$", r" \1 ", text.replace("\\!", ""))
-    return re.sub(r"(?<!\\)\\[()\[\],;]|\*\*|\\(?:left|right)(?![A-Za-z])", " ", text).replace("{,}", ",")
+    return (
+        re.sub(r"(?<!\\)\\[()\[\],;]|\*\*|\\(?:left|right)(?![A-Za-z])", " ", text)
+        .replace("{,}", ",")
+        .replace("\\$", "$")
+    )
 
 
 def _run(text: str) -> str | None:
@@ -214,9 +220,10 @@ def _last(response: str) -> str | None:
             continue
         if cut and runs[-1].start() <= 1:
             raise TooLarge("cut")
-        if spans and not re.search(r"\d", line[spans[-1].end() :]):
+        if spans and not re.search(r"\d", rest := line[spans[-1].end() :]):
             inner = _inner(spans[-1])
             if inner.strip() in runs[-1][0] and not re.search(r"\b(?:or|and)\b", runs[-1][0]):
-                return None if _BEFORE.search(line[: spans[-1].start()]) else inner
+                left_open = _LEFT_OPEN.match(rest) or _BEFORE.search(line[: spans[-1].start()])
+                return None if left_open else inner
         return _finished(text, runs[-1]) or None
     return None

@@ -29,8 +29,9 @@ class OutOfTime(BaseException):
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise OutOfTime in the block after so many seconds; only in the main thread, where signals can do so. One long
-    step of an extension module, such as a power of large integers, still runs to its end."""
+    """Raise OutOfTime in the block after so many seconds of the process's own time, so that a busy machine decides
+    nothing; only in the main thread, where signals can do so. One long step of an extension module, such as a power of
+    large integers, still runs to its end."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -38,14 +39,14 @@ def time_limit(seconds: float) -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         raise OutOfTime
 
-    before = signal.signal(signal.SIGALRM, stop)
+    before = signal.signal(signal.SIGVTALRM, stop)
     # Again and again, for what is raised in a callback of the interpreter is only printed.
-    signal.setitimer(signal.ITIMER_REAL, seconds, 0.05)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 0.05)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 _COMMANDS = {
@@ -100,9 +101,9 @@ def verify(truth: str, answer: str, seconds: float) -> bool:
     from math_verify import verify as equal  # before the limit: a first import takes seconds
 
     with time_limit(seconds):
-        parsed = _parsed(truth), _parsed(answer)
+        both = parse(truth), parse(answer)
         try:
-            return bool(equal(*parsed, allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True))
+            return bool(equal(*both, allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True))
         except (RecursionError, MemoryError):
             raise TooLarge(answer) from None
         except Exception:  # of sympy's, on what it has no comparison for
@@ -110,7 +111,8 @@ def verify(truth: str, answer: str, seconds: float) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _parsed(text: str) -> Any:
+def parse(text: str) -> Any:
+    """Parse LaTeX. Raises Unreadable or TooLarge."""
     from latex2sympy2_extended.latex2sympy2 import (  # type: ignore[import-untyped]
         NormalizationConfig,
         latex2sympy,

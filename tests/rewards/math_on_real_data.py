@@ -1,7 +1,8 @@
 """The math reward on real answers, beside plain math-verify: what is refused that is right, and taken that is wrong.
 
 ``RAYRFT_TEST_DATA=… python -m tests.rewards.math_on_real_data`` prints the table; with ``--show`` what was decided
-wrongly. The folder holds GSM8K (``gsm8k/*.jsonl``) and MATH from AGIEval (``agieval/math.jsonl``).
+wrongly. The folder holds GSM8K (``gsm8k/*.jsonl``), and MATH and blanks of Gaokao from AGIEval
+(``agieval/math.jsonl``, ``gaokao-mathcloze.jsonl``).
 """
 
 from __future__ import annotations
@@ -98,6 +99,14 @@ def gsm8k_cases(solutions: Sequence[str]) -> Iterator[Case]:
 def math_answers() -> list[str]:
     """The answers of all rows."""
     return [json.loads(line)["answer"] for line in (DATA / "agieval" / "math.jsonl").open()]
+
+
+def gaokao_cases() -> Iterator[Case]:
+    """Answers to blanks, often with signs of mathematics in them, in all styles."""
+    for line in (DATA / "agieval" / "gaokao-mathcloze.jsonl").open():
+        answer = json.loads(line)["answer"]
+        for style in STYLES:
+            yield Case("gaokao: itself", answer, style(answer.replace("$", "")), True)
 
 
 def _decimal(text: str) -> str | None:
@@ -211,6 +220,52 @@ def math_cases(answers: Sequence[str], others: int, seed: int = 0) -> Iterator[C
                 yield Case("math: of another row", answer, STYLES[0](other), False)
 
 
+def _near(text: str) -> str | None:
+    """A fraction rounded to four decimals, where it is not finite."""
+    found = re.fullmatch(r"(-?)\\[dt]?frac\{(\d+)\}\{(\d+)\}", text.strip())
+    return f"{found[1]}{int(found[2]) / int(found[3]):.4f}" if found and _decimal(text) is None else None
+
+
+def _swapped(text: str) -> str | None:
+    """A tuple of other numbers in the other order, or an interval with another bracket."""
+    found = re.fullmatch(r"\(([^,()]+), ?([^,()]+)\)", text)
+    if found and found[1] != found[2]:
+        return f"({found[2]}, {found[1]})"
+    return f"({text[1:]}" if re.fullmatch(r"\[[^,]+,[^,]+[\])]", text) else None
+
+
+TRAPS: dict[str, Callable[[str], str | None]] = {
+    "hedged": lambda text: f"The answer is either ${text}$ or $98765$.",
+    "hedged, boxed": lambda text: f"\\boxed{{{text} \\text{{ or }} 98765}}",
+    "one of many": lambda text: f"\\boxed{{{text}, 98765}}" if ";" not in text else None,
+    "denied": lambda text: f"The answer is not ${text}$.",
+    "isn't": lambda text: f"It isn't ${text}$",
+    "asked": lambda text: f"Is the answer ${text}$?",
+    "an earlier box": lambda text: f"First \\boxed{{{text}}}. But that is wrong. Hence \\boxed{{98765}}.",
+    "an earlier announcement": lambda text: f"The answer is ${text}$. No: the answer is $98765$.",
+    "range": lambda text: f"The answer is ${text}$ to $98765$.",
+    "false equation": lambda text: f"\\boxed{{98765 = {text}}}" if not re.search("[A-Za-z=]", text) else None,
+    "rounded": lambda text: f"\\boxed{{{_near(text)}}}" if _near(text) else None,
+    "a little more": lambda text: f"\\boxed{{{text}.0000001}}" if text.isdigit() else None,
+    "negated": lambda text: f"\\boxed{{-{text}}}" if re.fullmatch(r"[1-9]\d*|\\frac\{\d+\}\{\d+\}", text) else None,
+    "tuple or interval changed": lambda text: f"\\boxed{{{_swapped(text)}}}" if _swapped(text) else None,
+    "unit of another dimension": lambda text: (
+        f"\\boxed{{{re.sub(r'meters|cm|square inches', 'seconds', text)}}}"
+        if re.search("meters|cm|inches", text)
+        else None
+    ),
+    "exponent": lambda text: f"\\boxed{{{text}^2}}" if text.isdigit() and int(text) > 1 else None,
+}
+
+
+def trap_cases(answers: Sequence[str]) -> Iterator[Case]:
+    """Responses that hold a right answer and do not state it, or nearly state it."""
+    for answer in dict.fromkeys(answers):
+        for name, trap in TRAPS.items():
+            if (response := trap(answer)) is not None:
+                yield Case(f"trap: {name}", answer, response, False)
+
+
 TRULY_EQUAL = {(r"25\%", STYLES[0](r"\frac{1}{4}"))}
 """Answers of other rows that are equal all the same."""
 
@@ -263,7 +318,7 @@ def main() -> None:
         report("all rows", {"rayrft": decide(whole, rayrft)}, options.show)
         report("some rows", {"rayrft": decide(few, rayrft), "math-verify": decide(few, math_verify)}, False)
     if options.only != "gsm8k":
-        cases = list(math_cases(math_answers(), options.others))
+        cases = [*math_cases(math_answers(), options.others), *trap_cases(math_answers()), *gaokao_cases()]
         report("MATH", {"rayrft": decide(cases, rayrft), "math-verify": decide(cases, math_verify)}, options.show)
 
 
