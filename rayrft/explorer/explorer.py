@@ -209,9 +209,13 @@ class Explorer:
             try:
                 rollout, *greedy = await due[ticket]
             except asyncio.CancelledError:
-                if ticket in due:  # the caller was cancelled, not just the rollout
+                current = asyncio.current_task()
+                assert current is not None  # a coroutine is running
+                if current.cancelling():  # the caller was cancelled, not just the rollout
                     raise
-                return await self._buffer.call(Buffer.fail, ticket, "surplus")
+                # A group that ends cancelled by itself must not keep its ticket: the step would wait for it.
+                reason = "workflow_error" if ticket in due else "surplus"
+                return await self._buffer.call(Buffer.fail, ticket, reason)
             finally:
                 due.pop(ticket, None)
         if rollout.parked:
