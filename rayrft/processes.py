@@ -67,8 +67,10 @@ class Worker:
             raise ProcessDied("its process was killed after an earlier call", field=method)
         if not self.at_rest:
             raise CallFailed("is called before the last call has ended", field=method)
+        message = pickle.dumps(
+            (method, arguments), pickle.HIGHEST_PROTOCOL
+        )  # where it raises, the process is as it was
         self.at_rest = False
-        message = pickle.dumps((method, arguments), pickle.HIGHEST_PROTOCOL)
         try:
             async with asyncio.timeout(deadline_s):
                 return await self._answer(method, HEADER.pack(len(message)) + message, asked)

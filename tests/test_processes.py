@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import select
 import signal
 import subprocess
@@ -86,6 +87,14 @@ async def test_what_an_object_raises_is_told_and_its_process_goes_on(method: str
         async with pool.lease() as worker:
             assert await worker.call("pid", deadline_s=20) == pid
             assert await worker.call("count", deadline_s=20) == 1, "an object of its own"
+
+
+async def test_arguments_that_cannot_be_sent_leave_the_process_as_it_was() -> None:
+    async with pool_of(processes=1) as pool, pool.lease() as worker:
+        assert await worker.call("count", deadline_s=20) == 1
+        with pytest.raises((AttributeError, TypeError, pickle.PicklingError)):
+            await worker.call("count", lambda: None, deadline_s=20)
+        assert await worker.call("count", deadline_s=20) == 2
 
 
 async def test_what_a_process_prints_or_imports_is_its_own_affair() -> None:
