@@ -247,7 +247,9 @@ class Parent:
 
     def _read_if_ready(self) -> None:
         with self._lock:
-            if select.select([self._connection], [], [], 0)[0]:  # another thread may have read it meanwhile
+            ready = select.poll()
+            ready.register(self._connection, select.POLLIN)
+            if ready.poll(0):  # another thread may have read it meanwhile
                 try:
                     self._read()
                 except ConnectionError:

@@ -312,16 +312,21 @@ def test_a_sandbox_that_is_killed_from_outside_says_nothing_of_its_program(sandb
             process.wait()
 
 
-def test_several_threads_may_use_one(sandbox: Sandbox) -> None:
+def test_several_threads_may_use_one_in_a_process_that_holds_many_files(sandbox: Sandbox) -> None:
     found = []
     threads = [
         threading.Thread(target=lambda n=n: found.append(run(sandbox, f"print({n})", wall_s=60).stdout))
         for n in range(6)
     ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]  # select() takes no descriptor above 1023
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        for fd in held:
+            os.close(fd)
     assert sorted(found) == [f"{n}\n".encode() for n in range(6)]
 
 

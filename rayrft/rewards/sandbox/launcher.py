@@ -153,7 +153,9 @@ def _die_with_parent(go: int) -> None:
     """Be killed when the parent dies, and end at once if it is dead already: then ``go`` is at its end, for who holds
     the other one is the launcher's parent. A process that becomes another user forgets this."""
     _checked("prctl", _libc.prctl(_PDEATHSIG, _SIGKILL, 0, 0, 0))
-    if select.select([go], [], [], 0)[0] and not os.read(go, 1):
+    ready = select.poll()  # select() takes no descriptor above 1023, and a parent that holds many hands one on
+    ready.register(go, select.POLLIN)
+    if ready.poll(0) and not os.read(go, 1):
         os._exit(1)
 
 
