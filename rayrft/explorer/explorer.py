@@ -278,7 +278,8 @@ class Explorer:
             return None
         begun: list[Experience] = []
         for ref, rows in await self._buffer.call(Buffer.parked, ticket) if ticket.resumes else ():
-            begun += from_batch(unpack(await ref).take(pa.array(rows)))
+            with self._waits.on("object store", f"parked calls of ticket {ticket.sequence}"):
+                begun += from_batch(unpack(await ref).take(pa.array(rows)))
         return Parking(self._partial.budget, begun)
 
     async def _end_surplus(self, stage: StageConfig) -> None:
