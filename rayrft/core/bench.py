@@ -63,8 +63,9 @@ def bench(
     connect()  # files of tasks are read by Ray
     tasksets = _tasksets(checked)
     check_workflows(checked.explorer, chain.from_iterable(tasksets.values()))
-    for tasks in tasksets.values():
-        check_rewards(checked.reward, tasks)
+    numbered = ((task, number) for number, tasks in enumerate(tasksets.values()) for task in tasks)
+    for notice in check_rewards(checked.reward, numbered):
+        say(notice)
     given = checked.bench.models or {"model": str(checked.model.path)}
     found = [_find(name, model, checked.storage, folder) for name, model in given.items()]
     files = {

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from pathlib import Path
 
 from rayrft.buffer.log.storage import Storage
@@ -19,7 +19,7 @@ from rayrft.buffer.scores import scores
 from rayrft.buffer.validation import Limits
 from rayrft.config import RunConfig, dump_config
 from rayrft.config.explorer import ExplorerConfig
-from rayrft.config.reward import RewardConfig
+from rayrft.config.reward import RewardConfig, RewardModelConfig
 from rayrft.config.serve import ServeConfig
 from rayrft.data.demonstrations import demonstrate, from_file, from_tasks
 from rayrft.data.formats import conversations, read_rows
@@ -32,7 +32,7 @@ from rayrft.explorer.engines.auxiliary import no_auxiliary
 from rayrft.explorer.environments import environment_factory
 from rayrft.explorer.workflows import build_workflow
 from rayrft.files import sync
-from rayrft.rewards import Transcript, build_reward, where
+from rayrft.rewards import Reward, Transcript, build_reward, where
 from rayrft.rewards.base import invoke
 from rayrft.rewards.scorer import unknown_domain
 from rayrft.serve.protocol import key_digest
@@ -116,6 +116,8 @@ class Prepared:
     """Rows on which engine and trainer must agree: questions with images and answers, held-out ones first."""
     left_out: dict[str, Counter[str]] = field(default_factory=dict)
     """Counts of skipped demonstrations by name and reason."""
+    notices: tuple[str, ...] = ()
+    """What its rewards say of how they score."""
     tokenizer: str = ""
     """Digest of its tokenizer."""
     key_digests: tuple[str, ...] = ()
@@ -133,12 +135,12 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepare
         ChatTokenizer(find_model(auxiliary.model, f"auxiliary.{name}.model"), f"auxiliary.{name}.model")
     samplers.get(config.buffer.sampler.name, "buffer.sampler.name")
     scores.get(config.buffer.sampler.score, "buffer.sampler.score")
-    splits = TaskSplits([], [], [], {})
+    splits, notices = TaskSplits([], [], [], {}), list[str]()
     if config.tasks is not None:
         splits = load_tasks(config.tasks, config.demonstrations, config.seed)
-        for source in range(len(config.tasks.sources)):
-            check_rewards(config.reward, [splits.train[splits.sources.index(source)]], config.auxiliary)
-        check_rewards(config.reward, _all_tasks(splits), config.auxiliary)
+        others = chain(splits.evaluation, *splits.demonstrated.values())
+        by_source = chain(zip(splits.train, splits.sources, strict=True), zip(others, repeat(-1)))
+        notices = check_rewards(config.reward, by_source, config.auxiliary)
     check_workflows(config.explorer, _all_tasks(splits), config.auxiliary)
     _check_files(config)
     if not resumed:
@@ -179,6 +181,7 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepare
         limits,
         probe,
         left_out,
+        tuple(notices),
         tokenizer.digest,
         keys,
         config.explorer.drop_zero_variance and all(algorithm.zero_advantage_is_noop for algorithm in learns),
@@ -347,49 +350,70 @@ def check_workflows(config: ExplorerConfig, tasks: Iterable[Task], auxiliary: Co
         build_workflow(name, config, "workflow of a task", auxiliary=auxiliary)
 
 
-def check_rewards(config: RewardConfig, tasks: Iterable[Task], auxiliary: Collection[str] = ()) -> None:
-    """Build all rewards, and score the right answer of one task of each domain by those that need nothing that runs.
+def check_rewards(
+    config: RewardConfig, tasks: Iterable[tuple[Task, int]], auxiliary: Collection[str] = ()
+) -> list[str]:
+    """Build all rewards of tasks, which come with the number of their source, and return what they say of themselves.
+    Those that need nothing that runs score the right answer of one task of each domain and source.
 
-    Raises ConfigError if a task's domain has no reward, a reward cannot be built or needs an auxiliary model that there
-    is not, or it fails on that answer.
+    Raises ConfigError if a task's domain has no reward, a reward cannot be built, needs an auxiliary model that there
+    is not or more time than its deadline, or fails on that answer.
     """
-    first: dict[str, Task] = {}
-    for task in tasks:
-        first.setdefault(task.domain, task)
-    for domain, task in first.items():
+    examples: dict[str, dict[int, Task]] = {}
+    for task, source in tasks:
+        examples.setdefault(task.domain, {}).setdefault(source, task)
+    notices: dict[str, None] = {}
+    for domain, by_source in examples.items():
         model = config.models.get(config.domain_of(domain))
         if model is None:
             raise unknown_domain(domain, config.models)
         for part in model.scored_by:
             reward = build_reward(part.name, part.options)
-            for needed in getattr(reward, "needs_auxiliary", ()):
-                if needed not in auxiliary:
-                    raise no_auxiliary(needed, auxiliary)
-                if config.placement == "pool":
-                    raise ConfigError(
-                        "cannot be asked from reward actors",
-                        field="reward.placement",
-                        value=config.placement,
-                        remedy=f"set it to beside, or serve {needed!r} elsewhere and give its url",
-                    )
-            if where(part.name) != "loop" and inspect.iscoroutinefunction(getattr(reward, "score", None)):
-                raise ConfigError(
-                    "gives a reward that is a coroutine, which is run as one only if its class is registered",
-                    field="reward.name",
-                    value=part.name,
-                    remedy="register the class itself, such as a subclass with the options set",
-                )
+            _check_needs(reward, part.name, model, config.placement, auxiliary)
+            if notice := getattr(reward, "notice", None):
+                notices[f"reward {part.name!r}: {notice}"] = None
             if where(part.name) == "loop":
                 continue  # it may ask models that are not served yet
-            try:
-                invoke(reward, task, Transcript.of(task, task.answer))
-            except Exception as error:  # user code may raise anything
-                raise ConfigError(
-                    f"the reward raised {type(error).__name__}: {error} on the answer of a task",
-                    field="reward.name",
-                    value=part.name,
-                    remedy=f"fix the reward; the task was {json.dumps(task.question)[:80]}",
-                ) from None
+            for task in by_source.values():
+                try:
+                    invoke(reward, task, Transcript.of(task, task.answer))
+                except Exception as error:  # user code may raise anything
+                    raise ConfigError(
+                        f"the reward raised {type(error).__name__}: {error} on the answer of a task",
+                        field="reward.name",
+                        value=part.name,
+                        remedy=f"fix the reward; the task was {json.dumps(task.question)[:80]}",
+                    ) from None
+    return list(notices)
+
+
+def _check_needs(
+    reward: Reward, name: str, model: RewardModelConfig, placement: str, auxiliary: Collection[str]
+) -> None:
+    for needed in getattr(reward, "needs_auxiliary", ()):
+        if needed not in auxiliary:
+            raise no_auxiliary(needed, auxiliary)
+        if placement == "pool":
+            raise ConfigError(
+                "cannot be asked from reward actors",
+                field="reward.placement",
+                value=placement,
+                remedy=f"set it to beside, or serve {needed!r} elsewhere and give its url",
+            )
+    if (longest := getattr(reward, "longest_s", 0.0)) >= model.deadline_s:
+        raise ConfigError(
+            f"reward {name!r} gives itself {longest:g} s, and would be stopped before: unknown, not 0",
+            field="reward.deadline_s",
+            value=model.deadline_s,
+            remedy="raise it above that, or lower the reward's own budget",
+        )
+    if where(name) != "loop" and inspect.iscoroutinefunction(getattr(reward, "score", None)):
+        raise ConfigError(
+            "gives a reward that is a coroutine, which is run as one only if its class is registered",
+            field="reward.name",
+            value=name,
+            remedy="register the class itself, such as a subclass with the options set",
+        )
 
 
 def _check_prompts(config: RunConfig, tasks: list[Task], tokenizer: ChatTokenizer) -> None:

@@ -81,6 +81,9 @@ class RewardModel(Protocol):
 
 
 Reward = RewardFunction | RewardModel
+"""What a factory makes. Of its attributes, where it has them, ``needs_auxiliary`` names auxiliary models that it asks,
+``longest_s`` is the time in seconds that it gives itself, which must be below its deadline, and ``notice`` is a line
+that is printed before a run starts."""
 Factory = TypeVar("Factory", bound="Callable[..., Reward]")
 
 rewards: Registry[Callable[..., Reward]] = Registry("reward")
