@@ -49,11 +49,15 @@ class Transcript:
     images: tuple[str, ...] = ()
     """Paths of all images in the conversation, in order."""
     stop_reason: str | None = None
+    given: int = 0
+    """Number of the assistant's messages that the model did not write, such as examples in the prompt; they come
+    first."""
 
     @classmethod
     def of(cls, task: Task, response: str) -> Self:
         """Return that of a task with one answer."""
-        return cls((*task.messages, {"role": "assistant", "content": response}), task.images)
+        given = sum(message["role"] == "assistant" for message in task.messages)
+        return cls((*task.messages, {"role": "assistant", "content": response}), task.images, given=given)
 
     @property
     def response(self) -> str:
@@ -63,7 +67,7 @@ class Transcript:
     @property
     def answers(self) -> list[str]:
         """The model's answers, in order."""
-        return [turn["content"] for turn in self.turns if turn["role"] == "assistant"]
+        return [turn["content"] for turn in self.turns if turn["role"] == "assistant"][self.given :]
 
 
 class RewardFunction(Protocol):
@@ -124,7 +128,7 @@ def needed_modules(name: str) -> tuple[str, ...]:
     return modules
 
 
-def _checked(found: object, transcript: Transcript) -> RewardResult:
+def checked(found: object, transcript: Transcript) -> RewardResult:
     """Return a result whose numbers are finite, or an unknown one. Raises ValueError or TypeError if they are none."""
     if not isinstance(found, RewardResult):
         return RewardResult.of(float(cast("float", found)), {}, None)
@@ -134,10 +138,10 @@ def _checked(found: object, transcript: Transcript) -> RewardResult:
         raise ValueError(f"{len(found.turns)} rewards of turns, and the model had {len(transcript.answers)}")
     components = {name: float(value) for name, value in found.components.items()}
     turns, shaping = tuple(map(float, found.turns)), float(found.shaping)
-    checked = replace(found, value=float(found.value), components=components, turns=turns, shaping=shaping)
-    numbers = (cast("float", checked.value), shaping, *turns, *components.values())
-    wrong = [number for number in numbers if not math.isfinite(number)]
-    return _unknown(checked, found.reason or f"the reward is {wrong[0]}") if wrong else checked
+    value = float(found.value)
+    wrong = [number for number in (value, shaping, *turns, *components.values()) if not math.isfinite(number)]
+    result = replace(found, value=value, components=components, turns=turns, shaping=shaping)
+    return _unknown(result, found.reason or f"the reward is {wrong[0]}") if wrong else result
 
 
 def _unknown(found: RewardResult, reason: str | None) -> RewardResult:
@@ -160,7 +164,7 @@ def score_inline(reward: Reward, task: Task, transcript: Transcript) -> RewardRe
     """Return the result of a reward that is no coroutine; where it raises, or gives what is no number, an unknown with
     the error as its reason."""
     try:
-        return _checked(invoke(reward, task, transcript), transcript)
+        return checked(invoke(reward, task, transcript), transcript)
     except (Exception, SystemExit) as error:  # user code may raise anything; it becomes data
         return _raised(error)
 
@@ -170,7 +174,7 @@ async def score(reward: Reward, task: Task, transcript: Transcript) -> RewardRes
     started = time.perf_counter()
     try:
         found = invoke(reward, task, transcript)
-        result = _checked(await found if inspect.isawaitable(found) else found, transcript)
+        result = checked(await found if inspect.isawaitable(found) else found, transcript)
     except (Exception, SystemExit) as error:  # likewise
         result = _raised(error)
     except asyncio.CancelledError as error:
