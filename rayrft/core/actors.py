@@ -265,6 +265,7 @@ async def _serve(actors: Auxiliary, config: AuxiliaryConfig, seed: int) -> None:
             max_length=config.max_length,
             dtype=config.dtype,
             seed=seed + index,
+            structured=True,
         )
         for index, handle in enumerate(actors.engines)
     ]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+import jsonschema
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
@@ -35,7 +36,16 @@ class Scripted:
     def with_seed(self, seed: int | None) -> Self:
         return type(self)(self.reply, seed or 0, self.asked)
 
-    async def chat(self, messages: Messages, *, max_tokens: int | None = None, temperature: float | None = None) -> str:
+    async def chat(
+        self,
+        messages: Messages,
+        *,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        json_schema: Mapping[str, Any] | None = None,
+    ) -> str:
+        assert json_schema is not None
+        jsonschema.Draft202012Validator.check_schema(json_schema)
         self.asked.append(messages)
         return self.reply(messages, self.seed)
 
@@ -201,4 +211,9 @@ async def test_a_judge_behind_the_api_of_openai_is_asked_for_json_with_its_key(m
         await scorer.close()
     assert fine.value == 1.0 and broken.value is None and "no such model" in str(broken.reason)
     key, body = asked[0]
-    assert key == "Bearer secret" and body["response_format"] == {"type": "json_object"} and body["model"] == "m"
+    assert key == "Bearer secret" and body["model"] == "m"
+    schema = body["response_format"]["json_schema"]["schema"]
+    jsonschema.validate({"reason": "", "grade": 4}, schema)
+    for wrong in ({"grade": 10}, {"reason": "", "grade": 5}, {"reason": "", "grade": 1, "more": 1}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(wrong, schema)
