@@ -27,7 +27,7 @@ PLACES = (-3, 0, 2, 7)
 """Where a function is called."""
 
 
-def write_task(folder: Path, seed: int, *, demonstrations: int = 300, tasks: int = 6000, held_out: int = 500) -> None:
+def write_task(folder: Path, seed: int, *, demonstrations: int = 300, tasks: int = 6000, held_out: int = 200) -> None:
     """Write tasks of two or three steps, demonstrations, and a random model with its tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
@@ -63,12 +63,13 @@ def write_task(folder: Path, seed: int, *, demonstrations: int = 300, tasks: int
 
 def make_config(folder: Path, seed: int, *, steps: int = 60, controls: bool = True) -> dict[str, Any]:
     """Return the config of a warm-up on the demonstrations, controls from it, and GRPO from it."""
-    grpo = {"steps": steps, "batch_size": 128, "group_size": 8, "evaluate_every": 20, "optimizer": {"lr": 3e-4}}
+    grpo = {"steps": steps, "batch_size": 128, "group_size": 8, "evaluate_every": 30, "optimizer": {"lr": 3e-4}}
     return lessons.make_config(
         "programs",
         folder,
         seed,
         max_length=96,
+        eval_size=200,
         reward={"name": "code", "workers": 2, "deadline_s": 30, "options": {"budget_s": 20}},
         explorer={
             "engine": {"count": 1},
@@ -76,7 +77,7 @@ def make_config(folder: Path, seed: int, *, steps: int = 60, controls: bool = Tr
             "over_sampling": 1.5,
         },
         stages=make_stages(
-            batch_size=64, warmup_steps=150, grpo=grpo, control_steps=150, control_every=50, controls=controls
+            batch_size=64, warmup_steps=150, grpo=grpo, control_steps=150, control_every=75, controls=controls
         ),
     )
 
