@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from rayrft.config.base import Section, invalid
+from rayrft.errors import ConfigError
 
 
 class RewardPart(Section):
@@ -57,6 +58,38 @@ class RewardModelConfig(Section):
         return self.parts or [RewardPart(name=self.name, options=self.options)]
 
 
+class RewardModelsConfig(RewardModelConfig):
+    """How the tasks of all domains are scored: alike, or each domain in its own way."""
+
+    domains: dict[str, RewardModelConfig] = Field(default_factory=dict)
+    """How the tasks of each domain are scored, instead of all of them by ``name`` or ``parts``. A domain has workers of
+    its own, so that a slow one holds up no other."""
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        if self.domains and (given := self.model_fields_set & set(RewardModelConfig.model_fields)):
+            raise invalid(
+                "domains",
+                f"stand beside {', '.join(sorted(given))}, which no task would use",
+                remedy="say it in each domain, or leave domains out",
+            )
+        return self
+
+    @property
+    def models(self) -> Mapping[str, RewardModelConfig]:
+        """By domain; by the empty name where all tasks are scored alike."""
+        return self.domains or {"": self}
+
+    def domain_of(self, domain: str) -> str:
+        """Return the key in `models` for tasks of a domain. Raises ConfigError if there is none."""
+        if self.domains and domain not in self.domains:
+            remedy = f"give it one, or give the task another domain than those of {', '.join(sorted(self.domains))}"
+            raise ConfigError(
+                "no reward scores tasks of this domain", field="reward.domains", value=domain, remedy=remedy
+            )
+        return domain if self.domains else ""
+
+
 class LengthReward(Section):
     """Kimi k1.5's length reward (Kimi Team 2025, arXiv:2501.12599, sec. 2.3.3): shorter answers of a group earn more.
 
@@ -71,12 +104,9 @@ class LengthReward(Section):
     """The least value of a right answer."""
 
 
-class RewardConfig(RewardModelConfig):
+class RewardConfig(RewardModelsConfig):
     """Scoring of answers."""
 
-    domains: dict[str, RewardModelConfig] = Field(default_factory=dict)
-    """How the tasks of each domain are scored, instead of all of them by ``name`` or ``parts``. A domain has workers of
-    its own, so that a slow one holds up no other."""
     placement: Literal["beside", "pool"] = "beside"
     """``beside``: in the Explorer and processes on its node. ``pool``: in ``actors`` on any node, with processes."""
     actors: int = Field(1, ge=1)
@@ -108,19 +138,4 @@ class RewardConfig(RewardModelConfig):
             raise invalid(
                 "actors", "are those of placement: pool", value=self.actors, remedy="set it, or leave this out"
             )
-        if self.domains and (given := self.model_fields_set & set(RewardModelConfig.model_fields)):
-            raise invalid(
-                "domains",
-                f"stand beside {', '.join(sorted(given))}, which no task would use",
-                remedy="say it in each domain, or leave domains out",
-            )
         return self
-
-    @property
-    def models(self) -> Mapping[str, RewardModelConfig]:
-        """By domain; by the empty name where all tasks are scored alike."""
-        return self.domains or {"": self}
-
-    def domain_of(self, domain: str) -> str:
-        """The key in `models` for tasks of a domain."""
-        return domain if self.domains else ""

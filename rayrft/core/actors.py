@@ -23,7 +23,7 @@ from rayrft.explorer.engines.engine import RolloutEngine
 from rayrft.explorer.engines.pool import EnginePool, Member
 from rayrft.explorer.explorer import Explorer
 from rayrft.handle import Handle, TrackedHandle
-from rayrft.rewards.pool import RewardActor
+from rayrft.rewards.pool import ActorScoring, RewardActor, Scoring
 from rayrft.serve.keeper import SessionKeeper
 from rayrft.trainer.commands import command_name
 from rayrft.trainer.trainer import RankSetup, Trainer
@@ -178,7 +178,6 @@ def create_actors(
         )
         for name, each in config.auxiliary.items()
     }
-    create_reward_actor = reward_actors(config, placement)
     tasks, held_out = ray.put(prepared.tasks), ray.put(prepared.held_out)
     explorers = [
         placement.actor(Explorer, "explorer", name=f"explorer-{index}", bundle=index).create(
@@ -188,7 +187,7 @@ def create_actors(
             buffer,
             tasks,
             held_out,
-            create_reward_actor,
+            scoring(config, placement),
             prepared.run_id if config.mode == "explore" else "",
             {name: each.engine_pool for name, each in auxiliary.items()},
             evaluation_pool,
@@ -209,11 +208,12 @@ def create_engines(
     ]
 
 
-def reward_actors(config: RunConfig, placement: Placement) -> Callable[[], Handle[RewardActor]] | None:
-    """Return what creates reward actors; None where Explorers score themselves."""
+def scoring(config: RunConfig, placement: Placement) -> Callable[[], Scoring] | None:
+    """Return what gives an Explorer those that score for it; None where it scores itself."""
     if config.reward.placement == "beside":
         return None
-    return _RewardActors(placement.actor(RewardActor, "reward"), config.reward, config.plugins)
+    create = _RewardActors(placement.actor(RewardActor, "reward"), config.reward, config.plugins)
+    return partial(ActorScoring, create, config.reward.actors)
 
 
 async def start_actors(actors: Actors, config: RunConfig, prepared: Prepared, waits: Waits) -> str | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rayrft.config import RunConfig, load_config
-from rayrft.core.actors import create_engines, reward_actors
+from rayrft.core.actors import create_engines, scoring
 from rayrft.core.checkpoints import Checkpoints, export, find_folder
 from rayrft.core.cluster import connect
 from rayrft.core.launch import check_room
@@ -128,7 +128,7 @@ class _Evaluation:
         self._engines = create_engines(placement, config.explorer.engine.count)
         self._pool = placement.actor(EnginePool, "engine_pool", name="engine_pool").create()
         self._worker = placement.actor(BenchWorker, "explorer", name="explorer").create(
-            config, model.path, self._pool, reward_actors(config, placement)
+            config, model.path, self._pool, scoring(config, placement)
         )
         self._seen = 0
         """Tasks that the worker has answered."""

@@ -34,7 +34,6 @@ from rayrft.explorer.workflows import build_workflow
 from rayrft.files import sync
 from rayrft.rewards import Transcript, build_reward, where
 from rayrft.rewards.base import invoke
-from rayrft.rewards.scorer import unknown_domain
 from rayrft.serve.protocol import key_digest
 
 _PROBES = [Task.create("probe", question, "12") for question in ("How much is 5 + 7?", "And 15 - 3?")]
@@ -357,10 +356,7 @@ def check_rewards(config: RewardConfig, tasks: Iterable[Task], auxiliary: Collec
     for task in tasks:
         first.setdefault(task.domain, task)
     for domain, task in first.items():
-        model = config.models.get(config.domain_of(domain))
-        if model is None:
-            raise unknown_domain(domain, config.models)
-        for part in model.scored_by:
+        for part in config.models[config.domain_of(domain)].scored_by:
             reward = build_reward(part.name, part.options)
             for needed in getattr(reward, "needs_auxiliary", ()):
                 if needed not in auxiliary:
