@@ -22,6 +22,25 @@ class RewardPart(Section):
     weight: float = 1.0
 
 
+class ReplicasConfig(Section):
+    """The replicas of a domain on Ray Serve, each with ``workers`` processes for each part."""
+
+    min: int = Field(1, ge=1)
+    max: int = Field(1, ge=1)
+    pending: int = Field(16, ge=1)
+    """Answers that are pending for each replica, beyond which another one is started, and below which one ends."""
+    cpus: float = Field(0.1, ge=0)
+    gpus: float = Field(0.0, ge=0)
+    """For a learned reward model with ``device: cuda``."""
+    memory_gib: float = Field(0.25, gt=0)
+
+    @model_validator(mode="after")
+    def _range(self) -> Self:
+        if self.max < self.min:
+            raise invalid("max", "is below min", value=self.max, remedy=f"use {self.min} or more")
+        return self
+
+
 class RewardModelConfig(Section):
     """How answers are scored: by the reward of a name, or by several ``parts``."""
 
@@ -39,6 +58,8 @@ class RewardModelConfig(Section):
     spare_workers: int = Field(8, ge=0)
     """Processes beside ``workers``, started where calls take far longer than usual, so that those that hang hold up no
     others. 0 where a process takes much memory, as one with a model does."""
+    replicas: ReplicasConfig = ReplicasConfig()
+    """With ``placement: serve``, and for `rayrft serve rewards`."""
 
     @model_validator(mode="after")
     def _either(self) -> RewardModelConfig:
@@ -107,8 +128,10 @@ class LengthReward(Section):
 class RewardConfig(RewardModelsConfig):
     """Scoring of answers."""
 
-    placement: Literal["beside", "pool"] = "beside"
-    """``beside``: in the Explorer and processes on its node. ``pool``: in ``actors`` on any node, with processes."""
+    placement: Literal["beside", "pool", "serve"] = "beside"
+    """``beside``: in the Explorer and processes on its node. ``pool``: in ``actors`` on any node, with processes.
+    ``serve``: in a deployment on Ray Serve for each domain, which has as many replicas as it needs, for all Explorers
+    together."""
     actors: int = Field(1, ge=1)
     """Reward actors of each Explorer, with ``placement: pool``."""
     on_unknown: Literal["drop_row", "drop_group", "fallback"] = "drop_row"
@@ -134,8 +157,13 @@ class RewardConfig(RewardModelsConfig):
                 "truncated: soft and overlong_buffer, its number of tokens, need each other",
                 remedy="give both or none",
             )
-        if self.actors > 1 and self.placement == "beside":
+        if self.actors > 1 and self.placement != "pool":
             raise invalid(
                 "actors", "are those of placement: pool", value=self.actors, remedy="set it, or leave this out"
             )
+        if self.placement != "serve":
+            for domain, model in self.models.items():
+                if "replicas" in model.model_fields_set:
+                    field = f"domains.{domain}.replicas" if domain else "replicas"
+                    raise invalid(field, "are those of placement: serve", remedy="set it, or leave this out")
         return self

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from rayrft.config import RunConfig, load_config
-from rayrft.core.actors import create_engines, scoring
+from rayrft.config.serve import ServeConfig
+from rayrft.core.actors import create_engines, reward_service, scoring
 from rayrft.core.checkpoints import Checkpoints, export, find_folder
 from rayrft.core.cluster import connect
 from rayrft.core.launch import check_room
-from rayrft.core.placement import Placement, plan_placement, show_plan
+from rayrft.core.placement import NAMESPACE, Placement, actor_name, plan_placement, show_plan
 from rayrft.core.preflight import check_rewards, check_workflows, find_model
 from rayrft.core.supervision import root_cause
 from rayrft.data.task_splits import load_tasks, load_taskset
@@ -83,12 +84,13 @@ def bench(
         check_room(parts)
         placement = Placement(run, parts)
         try:
-            placement.reserve([part.name for part in parts])
-            for model in found:
-                if missing[model.name]:
-                    with _Evaluation(checked, placement, model) as evaluation:
-                        for name in missing[model.name]:
-                            evaluation.run(name, tasksets[name], files[model.name, name], say)
+            placement.reserve([part.name for part in parts if not part.served])
+            with _rewards_open(checked):
+                for model in found:
+                    if missing[model.name]:
+                        with _Evaluation(checked, placement, model) as evaluation:
+                            for name in missing[model.name]:
+                                evaluation.run(name, tasksets[name], files[model.name, name], say)
         finally:
             placement.remove()
     result = BenchResult(
@@ -117,6 +119,18 @@ def _deaths(model: str) -> Iterator[None]:
         cause = root_cause(error, "bench")
         cause.remedy = cause.remedy or "start the bench again: it goes on where it stopped"
         raise cause from None
+
+
+def _rewards_open(config: RunConfig) -> contextlib.AbstractContextManager[object]:
+    """Have the rewards on Ray Serve, if they belong there, inside a ``with``."""
+    service = reward_service(config)
+    if service is None:
+        return contextlib.nullcontext()
+    from rayrft.applications import Owner
+    from rayrft.rewards.service import rewards_open
+
+    owner, address = Owner(NAMESPACE, actor_name(service.name, "rewards")), ServeConfig()
+    return rewards_open(service, config.reward, config.plugins, owner, (address.host, address.port))
 
 
 class _Evaluation:

@@ -361,9 +361,9 @@ def check_rewards(config: RewardConfig, tasks: Iterable[Task], auxiliary: Collec
             for needed in getattr(reward, "needs_auxiliary", ()):
                 if needed not in auxiliary:
                     raise no_auxiliary(needed, auxiliary)
-                if config.placement == "pool":
+                if config.placement != "beside":
                     raise ConfigError(
-                        "cannot be asked from reward actors",
+                        f"{needed!r} cannot be asked from elsewhere than the Explorer",
                         field="reward.placement",
                         value=config.placement,
                         remedy=f"set it to beside, or serve {needed!r} elsewhere and give its url",

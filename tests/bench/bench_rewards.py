@@ -83,7 +83,9 @@ async def scoring(config: RewardConfig) -> AsyncIterator[Score]:
         yield scorer.score
         await scorer.close()
     else:
-        pool = RewardPool(config, [], lambda: ActorScoring(lambda: actor(RewardActor, "reward", config, []), config.actors))
+        pool = RewardPool(
+            config, [], lambda: ActorScoring(lambda: actor(RewardActor, "reward", config, []), config.actors)
+        )
         await pool.open()
         yield pool.score
 
