@@ -36,6 +36,7 @@ from rayrft.process_server import HEADER, RECORD, RENEW, STATUS, Answer, Ask, Bl
 _STARTING_AT_ONCE = 8
 """Processes between fork and readiness: more would only compete for the cores."""
 
+_NICEST = 19
 
 Asked = Callable[..., Awaitable[Any]]
 """Replies to what an object asks during a call: takes a name and arguments."""
@@ -171,6 +172,17 @@ class Worker:
         self._writer.close()
         if self.pid and not self.ended.done():
             self._template.kill(self.pid)
+
+    def give_way(self) -> None:
+        """Let the process, and all that it has started or will start, give way to others in the kernel's scheduler."""
+        left = [self.pid]
+        while left:
+            pid = left.pop()
+            with contextlib.suppress(OSError):  # it has just ended
+                for thread in Path(f"/proc/{pid}/task").iterdir():
+                    # First the thread: what it starts from now on gives way by itself.
+                    os.setpriority(os.PRIO_PROCESS, int(thread.name), _NICEST)
+                    left += map(int, (thread / "children").read_text().split())
 
     def _died(self, method: str) -> ProcessDied:
         code = self.ended.result()

@@ -139,6 +139,22 @@ async def test_what_a_process_has_started_dies_with_it(leak: str) -> None:
         await gone(leaked)
 
 
+async def test_a_process_gives_way_with_its_threads_and_all_that_it_has_started() -> None:
+    async with pool_of() as pool, pool.lease() as worker, pool.lease() as other:
+        await worker.call("leak_thread", deadline_s=20)
+        children = [await worker.call(leak, deadline_s=20) for leak in ("leak_process", "leak_daemon")]
+        worker.give_way()
+        threads = [int(thread) for pid in (worker.pid, *children) for thread in os.listdir(f"/proc/{pid}/task")]
+        assert len(threads) >= 4
+        assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {19}
+        later = await worker.call("leak_process", deadline_s=20)
+        assert os.getpriority(os.PRIO_PROCESS, later) == 19
+        assert os.getpriority(os.PRIO_PROCESS, other.pid) < 19, "no other does"
+        worker.kill()
+        await gone(worker.pid)
+        worker.give_way()  # too late, and nobody minds
+
+
 async def test_a_cancelled_call_costs_its_process_and_no_other() -> None:
     async with pool_of(processes=1) as pool:
         async with pool.lease() as worker:

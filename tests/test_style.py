@@ -20,6 +20,7 @@ ORDER = [
     ["process_server"],
     ["processes"],
     ["handle"],
+    ["applications"],
     ["experience"],
     ["algorithms", "weights"],
     ["config"],

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from rayrft.config.base import Section, invalid
+from rayrft.errors import ConfigError
 
 
 class RewardPart(Section):
@@ -19,6 +20,25 @@ class RewardPart(Section):
     """``add``: ``weight`` times its value is added to the others. ``gate``: where its value is 0 or below, the sum
     counts 0. ``shape``: like ``add``, but kept out of the value that filters and evaluations look at."""
     weight: float = 1.0
+
+
+class ReplicasConfig(Section):
+    """The replicas of a domain on Ray Serve, each with ``workers`` processes for each part."""
+
+    min: int = Field(1, ge=1)
+    max: int = Field(1, ge=1)
+    pending: int = Field(16, ge=1)
+    """Answers that are pending for each replica, beyond which another one is started, and below which one ends."""
+    cpus: float = Field(0.1, ge=0)
+    gpus: float = Field(0.0, ge=0)
+    """For a learned reward model with ``device: cuda``."""
+    memory_gib: float = Field(0.25, gt=0)
+
+    @model_validator(mode="after")
+    def _range(self) -> Self:
+        if self.max < self.min:
+            raise invalid("max", "is below min", value=self.max, remedy=f"use {self.min} or more")
+        return self
 
 
 class RewardModelConfig(Section):
@@ -38,6 +58,8 @@ class RewardModelConfig(Section):
     spare_workers: int = Field(8, ge=0)
     """Processes beside ``workers``, started where calls take far longer than usual, so that those that hang hold up no
     others. 0 where a process takes much memory, as one with a model does."""
+    replicas: ReplicasConfig = ReplicasConfig()
+    """With ``placement: serve``, and for `rayrft serve rewards`."""
 
     @model_validator(mode="after")
     def _either(self) -> RewardModelConfig:
@@ -57,6 +79,38 @@ class RewardModelConfig(Section):
         return self.parts or [RewardPart(name=self.name, options=self.options)]
 
 
+class RewardModelsConfig(RewardModelConfig):
+    """How the tasks of all domains are scored: alike, or each domain in its own way."""
+
+    domains: dict[str, RewardModelConfig] = Field(default_factory=dict)
+    """How the tasks of each domain are scored, instead of all of them by ``name`` or ``parts``. A domain has workers of
+    its own, so that a slow one holds up no other."""
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        if self.domains and (given := self.model_fields_set & set(RewardModelConfig.model_fields)):
+            raise invalid(
+                "domains",
+                f"stand beside {', '.join(sorted(given))}, which no task would use",
+                remedy="say it in each domain, or leave domains out",
+            )
+        return self
+
+    @property
+    def models(self) -> Mapping[str, RewardModelConfig]:
+        """By domain; by the empty name where all tasks are scored alike."""
+        return self.domains or {"": self}
+
+    def domain_of(self, domain: str) -> str:
+        """Return the key in `models` for tasks of a domain. Raises ConfigError if there is none."""
+        if self.domains and domain not in self.domains:
+            remedy = f"give it one, or give the task another domain than those of {', '.join(sorted(self.domains))}"
+            raise ConfigError(
+                "no reward scores tasks of this domain", field="reward.domains", value=domain, remedy=remedy
+            )
+        return domain if self.domains else ""
+
+
 class LengthReward(Section):
     """Kimi k1.5's length reward (Kimi Team 2025, arXiv:2501.12599, sec. 2.3.3): shorter answers of a group earn more.
 
@@ -71,14 +125,13 @@ class LengthReward(Section):
     """The least value of a right answer."""
 
 
-class RewardConfig(RewardModelConfig):
+class RewardConfig(RewardModelsConfig):
     """Scoring of answers."""
 
-    domains: dict[str, RewardModelConfig] = Field(default_factory=dict)
-    """How the tasks of each domain are scored, instead of all of them by ``name`` or ``parts``. A domain has workers of
-    its own, so that a slow one holds up no other."""
-    placement: Literal["beside", "pool"] = "beside"
-    """``beside``: in the Explorer and processes on its node. ``pool``: in ``actors`` on any node, with processes."""
+    placement: Literal["beside", "pool", "serve"] = "beside"
+    """``beside``: in the Explorer and processes on its node. ``pool``: in ``actors`` on any node, with processes.
+    ``serve``: in a deployment on Ray Serve for each domain, which has as many replicas as it needs, for all Explorers
+    together."""
     actors: int = Field(1, ge=1)
     """Reward actors of each Explorer, with ``placement: pool``."""
     on_unknown: Literal["drop_row", "drop_group", "fallback"] = "drop_row"
@@ -104,23 +157,13 @@ class RewardConfig(RewardModelConfig):
                 "truncated: soft and overlong_buffer, its number of tokens, need each other",
                 remedy="give both or none",
             )
-        if self.actors > 1 and self.placement == "beside":
+        if self.actors > 1 and self.placement != "pool":
             raise invalid(
                 "actors", "are those of placement: pool", value=self.actors, remedy="set it, or leave this out"
             )
-        if self.domains and (given := self.model_fields_set & set(RewardModelConfig.model_fields)):
-            raise invalid(
-                "domains",
-                f"stand beside {', '.join(sorted(given))}, which no task would use",
-                remedy="say it in each domain, or leave domains out",
-            )
+        if self.placement != "serve":
+            for domain, model in self.models.items():
+                if "replicas" in model.model_fields_set:
+                    field = f"domains.{domain}.replicas" if domain else "replicas"
+                    raise invalid(field, "are those of placement: serve", remedy="set it, or leave this out")
         return self
-
-    @property
-    def models(self) -> Mapping[str, RewardModelConfig]:
-        """By domain; by the empty name where all tasks are scored alike."""
-        return self.domains or {"": self}
-
-    def domain_of(self, domain: str) -> str:
-        """The key in `models` for tasks of a domain."""
-        return domain if self.domains else ""

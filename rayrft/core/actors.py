@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.shared import SharedBuffer
@@ -23,11 +23,14 @@ from rayrft.explorer.engines.engine import RolloutEngine
 from rayrft.explorer.engines.pool import EnginePool, Member
 from rayrft.explorer.explorer import Explorer
 from rayrft.handle import Handle, TrackedHandle
-from rayrft.rewards.pool import RewardActor
+from rayrft.rewards.pool import ActorScoring, RewardActor, Scoring
 from rayrft.serve.keeper import SessionKeeper
 from rayrft.trainer.commands import command_name
 from rayrft.trainer.trainer import RankSetup, Trainer
 from rayrft.waits import Waits
+
+if TYPE_CHECKING:
+    from rayrft.rewards.service import RewardService
 
 
 @dataclass(frozen=True)
@@ -178,7 +181,6 @@ def create_actors(
         )
         for name, each in config.auxiliary.items()
     }
-    create_reward_actor = reward_actors(config, placement)
     tasks, held_out = ray.put(prepared.tasks), ray.put(prepared.held_out)
     explorers = [
         placement.actor(Explorer, "explorer", name=f"explorer-{index}", bundle=index).create(
@@ -188,7 +190,7 @@ def create_actors(
             buffer,
             tasks,
             held_out,
-            create_reward_actor,
+            scoring(config, placement),
             prepared.run_id if config.mode == "explore" else "",
             {name: each.engine_pool for name, each in auxiliary.items()},
             evaluation_pool,
@@ -209,15 +211,33 @@ def create_engines(
     ]
 
 
-def reward_actors(config: RunConfig, placement: Placement) -> Callable[[], Handle[RewardActor]] | None:
-    """Return what creates reward actors; None where Explorers score themselves."""
+def scoring(config: RunConfig, placement: Placement) -> Callable[[], Scoring] | None:
+    """Return what gives an Explorer those that score for it; None where it scores itself."""
     if config.reward.placement == "beside":
         return None
-    return _RewardActors(placement.actor(RewardActor, "reward"), config.reward, config.plugins)
+    if (service := reward_service(config)) is not None:
+        from rayrft.rewards.service import ServedScoring
+
+        return partial(ServedScoring, service, config.reward)
+    create = _RewardActors(placement.actor(RewardActor, "reward"), config.reward, config.plugins)
+    return partial(ActorScoring, create, config.reward.actors)
 
 
-async def start_actors(actors: Actors, config: RunConfig, prepared: Prepared, waits: Waits) -> str | None:
-    """Start all actors concurrently; return when the run can begin, with the trainer's warning about the model."""
+def reward_service(config: RunConfig) -> RewardService | None:
+    """Return the applications on Ray Serve that score for the run, if it has them."""
+    if config.reward.placement != "serve" or not config.rolls_out or config.mode == "serve":
+        return None
+    from rayrft.rewards.service import RewardService
+
+    name = f"{config.name}-bench" if config.mode == "bench" else config.name  # both may be on one cluster
+    return RewardService.of(name, config.reward, config.plugins)
+
+
+async def start_actors(
+    actors: Actors, config: RunConfig, prepared: Prepared, waits: Waits, rewards: Awaitable[None]
+) -> str | None:
+    """Start all actors concurrently; return when the run can begin, with the trainer's warning about the model. The
+    Explorers start when ``rewards`` are there."""
     import ray
 
     engine, trainer = config.explorer.engine, actors.trainer
@@ -233,7 +253,7 @@ async def start_actors(actors: Actors, config: RunConfig, prepared: Prepared, wa
         )
         for index, handle in enumerate([*actors.engines, *actors.evaluation_engines])
     ]
-    others += [explorer.call(Explorer.start) for explorer in actors.explorers]
+    others.append(_start_explorers(actors.explorers, rewards))
     others += [_serve(each, config.auxiliary[name], config.seed) for name, each in actors.auxiliary.items()]
     if actors.keeper is not None:
         others.append(actors.keeper.call(SessionKeeper.start))
@@ -253,6 +273,11 @@ async def start_actors(actors: Actors, config: RunConfig, prepared: Prepared, wa
     )
     warning, *_ = await asyncio.gather(actors.trainer.call(Trainer.start, config.folder, setup), *others)
     return warning
+
+
+async def _start_explorers(explorers: list[Handle[Explorer]], rewards: Awaitable[None]) -> None:
+    await rewards
+    await asyncio.gather(*(explorer.call(Explorer.start) for explorer in explorers))
 
 
 async def _serve(actors: Auxiliary, config: AuxiliaryConfig, seed: int) -> None:

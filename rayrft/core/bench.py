@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from rayrft.config import RunConfig, load_config
-from rayrft.core.actors import create_engines, reward_actors
+from rayrft.config.serve import ServeConfig
+from rayrft.core.actors import create_engines, reward_service, scoring
 from rayrft.core.checkpoints import Checkpoints, export, find_folder
 from rayrft.core.cluster import connect
 from rayrft.core.launch import check_room
-from rayrft.core.placement import Placement, plan_placement, show_plan
+from rayrft.core.placement import NAMESPACE, Placement, actor_name, plan_placement, show_plan
 from rayrft.core.preflight import check_rewards, check_workflows, find_model
 from rayrft.core.supervision import root_cause
 from rayrft.data.task_splits import load_tasks, load_taskset
@@ -84,12 +85,13 @@ def bench(
         check_room(parts)
         placement = Placement(run, parts)
         try:
-            placement.reserve([part.name for part in parts])
-            for model in found:
-                if missing[model.name]:
-                    with _Evaluation(checked, placement, model) as evaluation:
-                        for name in missing[model.name]:
-                            evaluation.run(name, tasksets[name], files[model.name, name], say)
+            placement.reserve([part.name for part in parts if not part.served])
+            with _rewards_open(checked):
+                for model in found:
+                    if missing[model.name]:
+                        with _Evaluation(checked, placement, model) as evaluation:
+                            for name in missing[model.name]:
+                                evaluation.run(name, tasksets[name], files[model.name, name], say)
         finally:
             placement.remove()
     result = BenchResult(
@@ -120,6 +122,18 @@ def _deaths(model: str) -> Iterator[None]:
         raise cause from None
 
 
+def _rewards_open(config: RunConfig) -> contextlib.AbstractContextManager[object]:
+    """Have the rewards on Ray Serve, if they belong there, inside a ``with``."""
+    service = reward_service(config)
+    if service is None:
+        return contextlib.nullcontext()
+    from rayrft.applications import Owner
+    from rayrft.rewards.service import rewards_open
+
+    owner, address = Owner(NAMESPACE, actor_name(service.name, "rewards")), ServeConfig()
+    return rewards_open(service, config.reward, config.plugins, owner, (address.host, address.port))
+
+
 class _Evaluation:
     """Actors that evaluate one model, inside a ``with``: another model gets new ones, for it may be of another kind."""
 
@@ -129,7 +143,7 @@ class _Evaluation:
         self._engines = create_engines(placement, config.explorer.engine.count)
         self._pool = placement.actor(EnginePool, "engine_pool", name="engine_pool").create()
         self._worker = placement.actor(BenchWorker, "explorer", name="explorer").create(
-            config, model.path, self._pool, reward_actors(config, placement)
+            config, model.path, self._pool, scoring(config, placement)
         )
         self._seen = 0
         """Tasks that the worker has answered."""

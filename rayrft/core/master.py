@@ -13,7 +13,8 @@ from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.ledger import BufferStats, Ledger
 from rayrft.buffer.shared import SharedBuffer
 from rayrft.config import RunConfig
-from rayrft.core.actors import Actors, create_actors, start_actors
+from rayrft.config.serve import ServeConfig
+from rayrft.core.actors import Actors, create_actors, reward_service, start_actors
 from rayrft.core.checkpoints import Progress
 from rayrft.core.explore_loop import ExploreLoop
 from rayrft.core.placement import NAMESPACE, Placement, actor_name, plan_placement
@@ -70,6 +71,7 @@ class Master:
             error = await self._outcome(prepared, placement)
             try:
                 await self._close_endpoint()
+                await self._close_rewards()
                 stats = await self._stats()
             except Exception as failure:  # such as a ledger that does not close: raised below
                 self._status, error = "failed", error or root_cause(failure, "buffer")
@@ -128,7 +130,7 @@ class Master:
     async def _outcome(self, prepared: Prepared, placement: Placement) -> RayrftError | None:
         """Create the actors and run all stages; return why the run failed, or None if it finished or was stopped."""
         try:
-            parts = [part.name for part in plan_placement(self._config) if part.name != "master"]
+            parts = [part.name for part in plan_placement(self._config) if part.name != "master" and not part.served]
             await unless_stopped(self._stop, asyncio.to_thread(placement.reserve, parts))
             shared = await asyncio.to_thread(open_buffer, self._config) if self._config.buffer.name else None
             self._actors = create_actors(self._config, prepared, placement, self._progress.logged, shared)
@@ -186,7 +188,9 @@ class Master:
                 await self._recorder.note(f"demonstrations {name!r}: left out {dict(reasons)}")
         # The stages' algorithms import torch, which takes seconds: meanwhile the actors start.
         loading = asyncio.to_thread(import_module, "rayrft.algorithms")
-        warning, _ = await asyncio.gather(start_actors(actors, self._config, prepared, self._waits), loading)
+        warning, _ = await asyncio.gather(
+            start_actors(actors, self._config, prepared, self._waits, self._open_rewards()), loading
+        )
         if warning:
             await self._recorder.note(f"trainer: {warning}")
         if isinstance(loop, TrainLoop):
@@ -202,6 +206,34 @@ class Master:
         seconds = time.time() - started
         served = f"; endpoint at {url}" if url else ""
         await self._recorder.note(f"up after {seconds:.0f} s{probe}{served}", startup_s=seconds)
+
+    async def _open_rewards(self) -> None:
+        """Deploy the rewards, if the run has them on Ray Serve."""
+        service = reward_service(self._config)
+        if service is None:
+            return
+        from rayrft.applications import Owner
+        from rayrft.rewards.service import open_rewards
+
+        config, owner = self._config, Owner(NAMESPACE, actor_name(self._config.name, "master"))
+        address = config.endpoint or ServeConfig()
+        with self._waits.on("rewards", "deployed"):
+            await open_rewards(
+                service,
+                config.reward,
+                config.plugins,
+                owner,
+                (address.host, address.port),
+                http=config.endpoint is not None,
+            )
+
+    async def _close_rewards(self) -> None:
+        """Delete the rewards on Ray Serve."""
+        service = reward_service(self._config)
+        if service is not None:
+            from rayrft.rewards.service import close_rewards
+
+            await asyncio.to_thread(close_rewards, service)
 
     async def _open_endpoint(self, actors: Actors, prepared: Prepared) -> str | None:
         """Open the endpoint, if the run has one; return its URL."""
@@ -226,9 +258,9 @@ class Master:
 
         if self._config.endpoint is None:
             return
-        from rayrft.serve import deployment
+        from rayrft.applications import delete_applications
 
-        await asyncio.to_thread(deployment.close_endpoint, actor_name(self._config.name, "serve"))
+        await asyncio.to_thread(delete_applications, actor_name(self._config.name, "serve"))
         if self._actors is not None and self._actors.keeper is not None:
             with contextlib.suppress(RayActorError, TimeoutError):
                 await asyncio.wait_for(self._actors.keeper.call(SessionKeeper.close), _STATS_DEADLINE_S)

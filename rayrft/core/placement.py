@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from rayrft.config import RunConfig
+from rayrft.config.reward import RewardModelConfig
 from rayrft.errors import PlacementError
 from rayrft.handle import Handle
 from rayrft.rewards import where
@@ -33,6 +34,8 @@ class Part:
     note: str
     beside: Part | None = None
     """Another part that shares every bundle, and so the GPU, with this one."""
+    served: bool = False
+    """Whether they are replicas of Ray Serve, which has no placement group: the plan counts the most there may be."""
 
     @property
     def actor_resources(self) -> dict[str, float]:
@@ -61,7 +64,11 @@ def plan_placement(config: RunConfig) -> list[Part]:
     pairs = config.mode == "both" and config.rolls_out and config.colocated
     scored_by = {part.name for model in config.reward.models.values() for part in model.scored_by}
     rewards = Part("reward", config.explorer.count * config.reward.actors, 0.1, 0, 0.25, ", ".join(sorted(scored_by)))
-    pooled = config.reward.placement == "pool"
+    scoring = {
+        "beside": [],
+        "pool": [rewards],
+        "serve": [_served(domain, model) for domain, model in config.reward.models.items()],
+    }[config.reward.placement]
     beside = sum(
         model.workers * (where(part.name) == "process")
         for model in config.reward.models.values()
@@ -76,7 +83,7 @@ def plan_placement(config: RunConfig) -> list[Part]:
             config.explorer.cpus,
             0,
             0.5,
-            "tasks, workflows" + (f", {beside} processes that score" if beside and not pooled else ""),
+            "tasks, workflows" + (f", {beside} processes that score" if beside and not scoring else ""),
         ),
         Part(
             "engines",
@@ -107,7 +114,7 @@ def plan_placement(config: RunConfig) -> list[Part]:
             for name, auxiliary in config.auxiliary.items()
             if config.rolls_out and config.mode != "bench"
         ),
-        *([rewards] if pooled else []),
+        *scoring,
         *([] if config.buffer.name is not None else [BUFFER]),
         Part("engine_pool", pools, 0.05, 0, 0.25, "which engines take requests"),
         Part("trainer", 1, 0.05, 0, 0.3, "commands the ranks"),
@@ -119,10 +126,26 @@ def plan_placement(config: RunConfig) -> list[Part]:
     if not config.rolls_out:
         idle |= {"engines", "engine_pool"}
     if not config.rolls_out or config.mode == "serve":
-        idle |= {"explorer", "reward"}
+        idle |= {"explorer", *(part.name for part in scoring)}
     if not config.trains:
         idle |= {"trainer", "ranks"}
     return [part for part in parts if part.count and part.name not in idle]
+
+
+def _served(domain: str, model: RewardModelConfig) -> Part:
+    """Return the replicas of a domain's rewards."""
+    replicas, scored_by = model.replicas, ", ".join(sorted(part.name for part in model.scored_by))
+    processes = sum(model.workers * (where(part.name) == "process") for part in model.scored_by)
+    return Part(
+        f"reward-{domain}" if domain else "reward",
+        replicas.max,
+        replicas.cpus,
+        replicas.gpus,
+        replicas.memory_gib,
+        f"on Ray Serve, {replicas.min} to {replicas.max}: {scored_by}"
+        + (f", {processes} processes each" if processes else ""),
+        served=True,
+    )
 
 
 def show_plan(run: str, parts: list[Part]) -> str:

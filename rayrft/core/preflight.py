@@ -34,7 +34,6 @@ from rayrft.explorer.workflows import build_workflow
 from rayrft.files import sync
 from rayrft.rewards import Reward, Transcript, build_reward, where
 from rayrft.rewards.base import invoke
-from rayrft.rewards.scorer import unknown_domain
 from rayrft.serve.protocol import key_digest
 
 _PROBES = [Task.create("probe", question, "12") for question in ("How much is 5 + 7?", "And 15 - 3?")]
@@ -364,9 +363,7 @@ def check_rewards(
         examples.setdefault(task.domain, {}).setdefault(source, task)
     notices: dict[str, None] = {}
     for domain, by_source in examples.items():
-        model = config.models.get(config.domain_of(domain))
-        if model is None:
-            raise unknown_domain(domain, config.models)
+        model = config.models[config.domain_of(domain)]
         for part in model.scored_by:
             reward = build_reward(part.name, part.options)
             _check_needs(reward, part.name, model, config.placement, auxiliary)
@@ -393,9 +390,9 @@ def _check_needs(
     for needed in getattr(reward, "needs_auxiliary", ()):
         if needed not in auxiliary:
             raise no_auxiliary(needed, auxiliary)
-        if placement == "pool":
+        if placement != "beside":
             raise ConfigError(
-                "cannot be asked from reward actors",
+                f"{needed!r} cannot be asked from elsewhere than the Explorer",
                 field="reward.placement",
                 value=placement,
                 remedy=f"set it to beside, or serve {needed!r} elsewhere and give its url",

@@ -20,7 +20,7 @@ from rayrft.explorer.evaluator import Evaluator
 from rayrft.explorer.rollout import Runner
 from rayrft.handle import Handle
 from rayrft.registry import load_plugins
-from rayrft.rewards.pool import RewardActor, RewardPool
+from rayrft.rewards.pool import RewardPool, Scoring
 from rayrft.waits import Waits
 
 
@@ -72,11 +72,11 @@ class BenchWorker:
         config: RunConfig,
         model: str,
         engine_pool: Handle[EnginePool],
-        create_reward_actor: Callable[[], Handle[RewardActor]] | None,
+        scoring: Callable[[], Scoring] | None,
     ) -> None:
         load_plugins(config.plugins)
         self._config = config
-        self._rewards = RewardPool(config.reward, config.plugins, create_reward_actor)
+        self._rewards = RewardPool(config.reward, config.plugins, scoring)
         engines = EngineClient(engine_pool, Waits("bench"))
         runner = Runner(config, ChatTokenizer(model), engines, self._rewards.score)
         self._evaluator = Evaluator(config, runner.beside(engines, config.bench.max_tokens))

@@ -40,8 +40,8 @@ from rayrft.explorer.scoring import (
 from rayrft.handle import Handle, TrackedHandle
 from rayrft.registry import load_plugins
 from rayrft.rewards import RewardResult, Transcript
-from rayrft.rewards.pool import RewardActor, RewardPool
-from rayrft.rewards.scorer import DomainStats
+from rayrft.rewards.pool import RewardPool, Scoring
+from rayrft.rewards.stats import DomainStats
 from rayrft.waits import WaitReport, Waits
 
 if TYPE_CHECKING:
@@ -86,13 +86,13 @@ class Explorer:
         buffer: Handle[Buffer],
         tasks: list[Task],
         held_out: list[Task],
-        create_reward_actor: Callable[[], Handle[RewardActor]] | None,
+        scoring: Callable[[], Scoring] | None,
         feed: str = "",
         auxiliary: Mapping[str, Handle[EnginePool]] | None = None,
         evaluation_pool: Handle[EnginePool] | None = None,
     ) -> None:
-        """``feed`` is that of an explore job, whose Buffer belongs to no run; ``auxiliary`` has the pools of the
-        auxiliary models."""
+        """``scoring``: who scores, if not the Explorer itself. ``feed`` is that of an explore job, whose Buffer belongs
+        to no run; ``auxiliary`` has the pools of the auxiliary models."""
         load_plugins(config.plugins)
         self._config = config
         self._waits = Waits("explorer")
@@ -115,7 +115,7 @@ class Explorer:
             for name, pool in (auxiliary or {}).items()
             for described in [config.auxiliary[name]]
         }
-        self._rewards = RewardPool(config.reward, config.plugins, create_reward_actor, models)
+        self._rewards = RewardPool(config.reward, config.plugins, scoring, models)
         self._runner = Runner(config, tokenizer, engines, self._reward, models)
 
         def evaluator(engines: EngineClient) -> Evaluator:
@@ -171,7 +171,7 @@ class Explorer:
 
     async def timings(self) -> Timings:
         """Return what took how long since the last call."""
-        return Timings(self._runner.rolling.take(), self._runner.scoring.take(), await self._rewards.take_stats())
+        return Timings(self._runner.rolling.take(), self._runner.scoring.take(), self._rewards.take_stats())
 
     async def waiting(self) -> WaitReport:
         """Report what groups and evaluation wait for, and for how long."""

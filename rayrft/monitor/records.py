@@ -14,7 +14,8 @@ class StepRecord:
     """One optimiser step. Losses are unweighted (before mu); seconds split the step's wall time.
 
     ``rewards`` has, by domain, how many answers were ``scored`` since the previous step, of how many the reward is
-    ``unknown``, the ``seconds`` that this took together, the ``slowest_s`` of them, and how many are ``pending``.
+    ``unknown``, how many of these are ``errors``, how many calls were ``retried``, the ``seconds`` that this took
+    together, the ``slowest_s`` of them, and how many are ``pending``.
     ``reward`` is the mean over all answers sampled since the previous step, kept or dropped. ``rollout_s`` and
     ``reward_s`` are the wall time in which any rollout or scoring was running: with ``max_staleness`` 1 or more they
     overlap the rest.

@@ -42,7 +42,8 @@ def scalars(record: Record) -> dict[str, float]:
         for domain, stats in record.rewards.items():
             scored = max(1, stats["scored"])
             shares = {"unknown_share": stats["unknown"] / scored, "mean_s": stats["seconds"] / scored}
-            for name, value in {**shares, "slowest_s": stats["slowest_s"], "pending": stats["pending"]}.items():
+            counts = {name: stats[name] for name in ("errors", "retried", "slowest_s", "pending")}
+            for name, value in {**shares, **counts}.items():
                 values[f"reward_{domain}_{name}" if domain else f"reward_{name}"] = value
         return {f"{part}/{name}": float(value) for name, value in values.items()}
     return {}

@@ -31,6 +31,10 @@ class RewardResult:
     """Added to the value for training; filters and evaluations do not see it."""
     seconds: float = 0.0
     """What scoring took."""
+    error: bool = False
+    """Whether it is unknown because scoring raised, was not done in time, or died."""
+    tries: int = 1
+    """How often scoring was begun: again where a process or an actor died of it."""
 
     @classmethod
     def of(cls, value: float, components: dict[str, float], reason: str | None, answer: str | None = None) -> Self:
@@ -82,6 +86,15 @@ class RewardModel(Protocol):
     def score(
         self, task: Task, transcript: Transcript, /
     ) -> RewardResult | float | Awaitable[RewardResult | float]: ...
+
+
+class BatchRewardModel(RewardModel, Protocol):
+    """Scores several calls at a time, as that is faster: those that wait. A call has the same result alone."""
+
+    max_batch: int
+    """Most calls at a time."""
+
+    def score_batch(self, calls: Sequence[tuple[Task, Transcript]], /) -> Sequence[RewardResult | float]: ...
 
 
 Reward = RewardFunction | RewardModel
@@ -185,8 +198,22 @@ async def score(reward: Reward, task: Task, transcript: Transcript) -> RewardRes
     return replace(result, seconds=time.perf_counter() - started)
 
 
+async def score_batch(reward: Reward, calls: Sequence[tuple[Task, Transcript]]) -> list[RewardResult]:
+    """Return the results of a `BatchRewardModel` for several calls; one by one, if together they fail."""
+    if len(calls) > 1:
+        started = time.perf_counter()
+        try:
+            found = cast("BatchRewardModel", reward).score_batch(calls)
+            results = [checked(each, call[1]) for each, call in zip(found, calls, strict=True)]
+        except Exception:  # user code may raise anything; whose fault it is shows when each is alone
+            results = []
+        if results:
+            return [replace(each, seconds=time.perf_counter() - started) for each in results]
+    return [await score(reward, task, transcript) for task, transcript in calls]
+
+
 def _raised(error: BaseException) -> RewardResult:
-    return RewardResult(None, reason=f"{type(error).__name__}: {error}")
+    return RewardResult(None, reason=f"{type(error).__name__}: {error}", error=True)
 
 
 def combine(parts: Sequence[RewardPart], results: Sequence[RewardResult]) -> RewardResult:
@@ -211,6 +238,8 @@ def combine(parts: Sequence[RewardPart], results: Sequence[RewardResult]) -> Rew
         () if shut else tuple(map(sum, zip(*turns, strict=True))),
         _weighted(shaping) + sum(part.weight * result.shaping for part, result in pairs),
         max(result.seconds for result in results),
+        any(result.error for _, result in counted if result.value is None),
+        1 + sum(result.tries - 1 for result in results),
     )
 
 

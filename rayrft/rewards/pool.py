@@ -1,25 +1,78 @@
-"""Who scores for an Explorer: itself, or reward actors on any node."""
+"""Who scores for an Explorer: itself, reward actors on any node, or Serve deployments (`rayrft.rewards.service`)."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
-from rayrft.config.reward import RewardConfig
+from rayrft.config.reward import RewardModelsConfig
 from rayrft.experience import Task
 from rayrft.handle import Handle
 from rayrft.registry import load_plugins
 from rayrft.rewards.base import RewardResult, Transcript
 from rayrft.rewards.judge import ChatModel
-from rayrft.rewards.scorer import DomainStats, Scorer
+from rayrft.rewards.scorer import Scorer
+from rayrft.rewards.stats import DomainStats, Tally
+
+TRIES = 2
+"""How often a call is made whose actor or replica dies of it, or of something else."""
+
+
+class Scoring(Protocol):
+    """Scores transcripts of a task, here or elsewhere."""
+
+    async def open(self) -> None:
+        """Start what scores. Raises ConfigError where a reward cannot be built."""
+
+    async def score(self, task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
+        """Return one result per transcript. Raises ConfigError if the task's domain has no reward."""
+        ...
+
+
+class RewardPool:
+    """Scores, wherever that is done, and counts by domain."""
+
+    def __init__(
+        self,
+        config: RewardModelsConfig,
+        plugins: Sequence[Path],
+        elsewhere: Callable[[], Scoring] | None,
+        models: Mapping[str, ChatModel] | None = None,
+    ) -> None:
+        """Without ``elsewhere`` a scorer of this process scores; ``models`` are those that its judges may ask."""
+        self._config = config
+        self._scoring: Scoring = Scorer(config, plugins, models) if elsewhere is None else elsewhere()
+        self._tallies = {domain: Tally() for domain in config.models}
+
+    async def open(self) -> None:
+        """Start what scores. Raises ConfigError where a reward cannot be built."""
+        await self._scoring.open()
+
+    async def score(self, task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
+        """Return one result per transcript. Raises ConfigError if the task's domain has no reward."""
+        tally = self._tallies[self._config.domain_of(task.domain)]
+        tally.pending += len(transcripts)
+        try:
+            results = await self._scoring.score(task, transcripts)
+        finally:
+            tally.pending -= len(transcripts)
+        for result in results:
+            tally.add(result)
+        return results
+
+    def take_stats(self) -> dict[str, DomainStats]:
+        """Return what happened since the last call, by domain."""
+        return {domain: tally.take() for domain, tally in self._tallies.items()}
 
 
 class RewardActor:
     """The actor: a scorer, with its processes."""
 
-    def __init__(self, config: RewardConfig, plugins: list[Path]) -> None:
+    def __init__(self, config: RewardModelsConfig, plugins: list[Path]) -> None:
         load_plugins(plugins)
         self._scorer = Scorer(config, plugins)
 
@@ -31,35 +84,21 @@ class RewardActor:
         """Return one result per transcript."""
         return await self._scorer.score(task, transcripts)
 
-    async def take_stats(self) -> dict[str, DomainStats]:
-        """Return what happened since the last call, by domain."""
-        return self._scorer.take_stats()
 
-
-class RewardPool:
-    """Scores by a scorer of its own or, with ``create``, by reward actors: the one that owes the fewest results.
+class ActorScoring:
+    """Scores by ``count`` reward actors: each call by the one that owes the fewest results.
 
     An actor that dies is replaced, and its calls are made again, once.
     """
 
-    def __init__(
-        self,
-        config: RewardConfig,
-        plugins: Sequence[Path],
-        create: Callable[[], Handle[RewardActor]] | None,
-        models: Mapping[str, ChatModel] | None = None,
-    ) -> None:
-        """``models`` are those that judges may ask, of a scorer of its own."""
-        self._scorer = Scorer(config, plugins, models) if create is None else None
-        self._create, self._count = create, config.actors
+    def __init__(self, create: Callable[[], Handle[RewardActor]], count: int) -> None:
+        self._create, self._count = create, count
         self._actors: dict[Handle[RewardActor], asyncio.Future[None]] = {}
         """Each with its start."""
         self._owed = Counter[Handle[RewardActor]]()
 
     async def open(self) -> None:
-        """Start scorer or actors. Raises ConfigError where a reward cannot be built."""
-        if self._scorer is not None:
-            return await self._scorer.open()
+        """Start the actors. Raises ConfigError where a reward cannot be built."""
         for _ in range(self._count):
             self._add()
         await asyncio.gather(*self._actors.values())
@@ -68,38 +107,31 @@ class RewardPool:
         """Return one result per transcript; all unknown if two actors died of them."""
         from ray.exceptions import RayActorError
 
-        if self._scorer is not None:
-            return await self._scorer.score(task, transcripts)
-        for _ in range(2):
+        reason = ""
+        for tries in range(TRIES):
             actor = min(self._actors, key=self._owed.__getitem__)
             self._owed[actor] += len(transcripts)
             try:
                 await asyncio.shield(self._actors[actor])
-                return await actor.call(RewardActor.score, task, transcripts)
+                return again(tries, await actor.call(RewardActor.score, task, transcripts))
             except RayActorError as error:
                 reason = f"reward actor died: {str(error).splitlines()[0]}"
                 if self._actors.pop(actor, None) is not None:
                     self._add()
             finally:
                 self._owed[actor] -= len(transcripts)
-        return [RewardResult(None, reason=reason)] * len(transcripts)
-
-    async def take_stats(self) -> dict[str, DomainStats]:
-        """Return what happened since the last call, by domain; nothing of actors that have died."""
-        from ray.exceptions import RayActorError
-
-        if self._scorer is not None:
-            return self._scorer.take_stats()
-        calls = [actor.call(RewardActor.take_stats) for actor, start in self._actors.items() if start.done()]
-        found = await asyncio.gather(*calls, return_exceptions=True)
-        for each in found:
-            if isinstance(each, BaseException) and not isinstance(each, RayActorError):
-                raise each
-        known = [each for each in found if not isinstance(each, BaseException)]
-        domains = {domain for each in known for domain in each}
-        return {domain: DomainStats.of(each.get(domain) for each in known) for domain in domains}
+        return died(reason, transcripts)
 
     def _add(self) -> None:
-        assert self._create is not None  # there are actors
         actor = self._create()
         self._actors[actor] = asyncio.ensure_future(actor.call(RewardActor.start))
+
+
+def again(tries: int, results: list[RewardResult]) -> list[RewardResult]:
+    """Return the results of a call that was made so many times before."""
+    return [replace(each, tries=each.tries + tries) for each in results] if tries else results
+
+
+def died(reason: str, transcripts: Sequence[Transcript]) -> list[RewardResult]:
+    """Return the results of a call of which every actor died."""
+    return [RewardResult(None, reason=reason, error=True, tries=TRIES)] * len(transcripts)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
-import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from rayrft.config.reward import RewardConfig, RewardModelConfig, RewardPart
+from rayrft.config.reward import RewardModelConfig, RewardModelsConfig, RewardPart
 from rayrft.errors import CallFailed, CallTimeout, ConfigError, ProcessDied
 from rayrft.experience import Task
 from rayrft.processes import ProcessPool, Worker
@@ -25,6 +24,7 @@ from rayrft.rewards.base import (
     combine,
     needed_modules,
     score,
+    score_batch,
     score_inline,
     where,
 )
@@ -40,54 +40,6 @@ _STARTS = 3
 """How often in a row a process is started that dies, or is not there in time."""
 
 
-@dataclass(frozen=True)
-class DomainStats:
-    """What a domain's scoring was like since it was last asked."""
-
-    scored: int = 0
-    unknown: int = 0
-    seconds: float = 0.0
-    """Of all calls together, from the start of execution."""
-    slowest_s: float = 0.0
-    pending: int = 0
-    """Transcripts that wait for their reward now."""
-
-    @classmethod
-    def of(cls, several: Iterable[DomainStats | None]) -> DomainStats:
-        """Join those of several scorers, or times."""
-        known = [each for each in several if each is not None]
-        return cls(
-            sum(each.scored for each in known),
-            sum(each.unknown for each in known),
-            sum(each.seconds for each in known),
-            max((each.slowest_s for each in known), default=0.0),
-            sum(each.pending for each in known),
-        )
-
-
-@dataclass
-class _Tally:
-    """Counts what `DomainStats` says."""
-
-    scored: int = 0
-    unknown: int = 0
-    seconds: float = 0.0
-    slowest_s: float = 0.0
-    pending: int = 0
-
-    def add(self, result: RewardResult) -> None:
-        self.scored += 1
-        self.unknown += result.value is None
-        self.seconds += result.seconds
-        self.slowest_s = max(self.slowest_s, result.seconds)
-
-    def take(self) -> DomainStats:
-        """Return what was counted, and begin anew."""
-        taken = DomainStats(self.scored, self.unknown, self.seconds, self.slowest_s, self.pending)
-        self.scored, self.unknown, self.seconds, self.slowest_s = 0, 0, 0.0, 0.0
-        return taken
-
-
 class Scorer:
     """Scores transcripts by the reward model of their task's domain.
 
@@ -96,12 +48,11 @@ class Scorer:
     """
 
     def __init__(
-        self, config: RewardConfig, plugins: Sequence[Path], models: Mapping[str, ChatModel] | None = None
+        self, config: RewardModelsConfig, plugins: Sequence[Path], models: Mapping[str, ChatModel] | None = None
     ) -> None:
         """``models`` are those that judges may ask, by name."""
         self._config = config
         self._models = {domain: _Model(each, plugins, models or {}) for domain, each in config.models.items()}
-        self._stats = {domain: _Tally() for domain in self._models}
 
     async def open(self) -> None:
         """Start the processes. Raises ConfigError where a reward cannot be built."""
@@ -113,31 +64,10 @@ class Scorer:
 
     async def score(self, task: Task, transcripts: Sequence[Transcript]) -> list[RewardResult]:
         """Return one result per transcript. Raises ConfigError if the task's domain has no reward."""
-        domain = self._config.domain_of(task.domain)
-        if domain not in self._models:
-            raise unknown_domain(task.domain, self._models)
-        model, stats = self._models[domain], self._stats[domain]
+        model = self._models[self._config.domain_of(task.domain)]
         if model.inline:
-            results = [model.score_inline(task, each) for each in transcripts]
-        else:
-            stats.pending += len(transcripts)
-            try:
-                results = await asyncio.gather(*(model.score(task, each) for each in transcripts))
-            finally:
-                stats.pending -= len(transcripts)
-        for result in results:
-            stats.add(result)
-        return results
-
-    def take_stats(self) -> dict[str, DomainStats]:
-        """Return what happened since the last call, by domain."""
-        return {domain: stats.take() for domain, stats in self._stats.items()}
-
-
-def unknown_domain(domain: str, known: Iterable[str]) -> ConfigError:
-    """Create the error for a task that no reward scores."""
-    remedy = f"give it one, or give the task another domain than those of {', '.join(sorted(known))}"
-    return ConfigError("no reward scores tasks of this domain", field="reward.domains", value=domain, remedy=remedy)
+            return [model.score_inline(task, each) for each in transcripts]
+        return await asyncio.gather(*(model.score(task, each) for each in transcripts))
 
 
 class _Model:
@@ -217,7 +147,7 @@ class _Here:
 
 
 def _timeout(deadline_s: float, seconds: float) -> RewardResult:
-    return RewardResult(None, reason=f"timeout: no reward within {deadline_s:g} s", seconds=seconds)
+    return RewardResult(None, reason=f"timeout: no reward within {deadline_s:g} s", seconds=seconds, error=True)
 
 
 class InProcess:
@@ -226,8 +156,12 @@ class InProcess:
     def __init__(self, name: str, options: dict[str, Any]) -> None:
         self._reward = build_reward(name, options)
 
-    async def score(self, task: Task, transcript: Transcript) -> RewardResult:
-        return await score(self._reward, task, transcript)
+    def most(self) -> int:
+        """Return how many calls may be made at a time."""
+        return getattr(self._reward, "max_batch", 1)
+
+    async def score(self, calls: list[tuple[Task, Transcript]]) -> list[RewardResult]:
+        return await score_batch(self._reward, calls)
 
 
 def _import(name: str) -> None:
@@ -246,6 +180,9 @@ class _Call:
 
 class _InProcesses:
     """Scoring in processes, each of which keeps its reward for as long as it lives.
+
+    A process whose reward takes several calls at a time takes those that wait when it is free, as many as are done in a
+    fraction of the deadline. Where they fail together, each is made again alone.
 
     A call that hangs would hold up others until its deadline: once it is slow, another process works in its place, and
     its own gives way to others in the kernel's scheduler, and ends with it.
@@ -267,7 +204,7 @@ class _InProcesses:
         self._missing = 0
         """Slow calls whose places were to be taken, and were not."""
         self._usual_s: float | None = None
-        """Of recent calls that came to their end."""
+        """Of recent calls that came to their end, each by its share of those made at a time."""
         self._calls: asyncio.Queue[_Call] = asyncio.Queue()
         self._error: ConfigError | None = None
         """Why no process can be started any more."""
@@ -299,7 +236,6 @@ class _InProcesses:
     async def _work(self, ready: asyncio.Future[None] | None) -> None:
         """Make calls, in one process after another, until none can be started, or another works in its place. One that
         stands in for another (``ready`` is None) gives up where it cannot start, if others go on."""
-        again: _Call | None = None
         starts = 0
         while True:
             try:
@@ -307,15 +243,15 @@ class _InProcesses:
                     starts = 0
                     if ready is not None and not ready.done():
                         ready.set_result(None)
-                    again, replaced = await self._make_calls(worker, again)
+                    replaced = await self._make_calls(worker)
             except CallFailed as error:
                 starts += 1
-                if ready is None and len(self._working) > 1 and again is None:
+                if ready is None and len(self._working) > 1:
                     self._missing += 1
                     return
                 if starts < _STARTS and isinstance(error, ProcessDied | CallTimeout):
                     continue
-                return self._fail(error, [*filter(None, [ready]), *([again.result] if again else [])])
+                return self._fail(error, [ready] if ready else [])
             if replaced and not self._missing:
                 return
             self._missing -= replaced
@@ -334,59 +270,79 @@ class _InProcesses:
             if not each.done():
                 each.set_exception(self._error)
 
-    async def _make_calls(self, worker: Worker, call: _Call | None) -> tuple[_Call | None, bool]:
-        """Make this call, and others, until the process has died. Return the call that is to be made again, and whether
-        another one works in this one's place."""
+    async def _make_calls(self, worker: Worker) -> bool:
+        """Make calls until the process has died; return whether another one works in its place."""
+        most: int = await worker.call("most", deadline_s=_START_S)
         replaced = asyncio.Event()
         while worker.at_rest and not replaced.is_set():
-            call = call or await self._calls.get()
-            if not call.result.done():  # else nobody waits any more
-                call.tries += 1
-                timer = asyncio.get_running_loop().call_later(self._slow_after(), self._replace, worker, replaced)
-                try:
-                    result = await self._make(worker, call)
-                finally:
-                    timer.cancel()
-                if result is None and not replaced.is_set():
-                    return call, False
-                if result is None:  # it goes on in the other's process
+            calls = await self._take(most)
+            timer = asyncio.get_running_loop().call_later(self._slow_after(len(calls)), self._replace, worker, replaced)
+            try:
+                results = await self._make(worker, calls)
+            finally:
+                timer.cancel()
+            for call, result in zip(calls, results, strict=True):
+                if result is None:
                     self._calls.put_nowait(call)
                 elif not call.result.done():
-                    call.result.set_result(result)
-            call = None
+                    call.result.set_result(replace(result, tries=call.tries))
         if replaced.is_set():
             self._slow -= 1
             worker.kill()  # its niceness would stay
-        return None, replaced.is_set()
+        return replaced.is_set()
 
-    def _slow_after(self) -> float:
+    async def _take(self, most: int) -> list[_Call]:
+        """Wait for a call, and return it with others that wait; one that was made before, alone."""
+        most = min(most, int(_SLOWEST_SHARE * self._deadline_s / self._usual_s)) if self._usual_s else 1
+        calls = list[_Call]()
+        while not calls or (len(calls) < most and not calls[0].tries and not self._calls.empty()):
+            call = await self._calls.get()
+            if call.result.done():  # nobody waits any more
+                continue
+            if calls and call.tries:
+                self._calls.put_nowait(call)
+                break
+            calls.append(call)
+        for call in calls:
+            call.tries += 1
+        return calls
+
+    def _slow_after(self, calls: int) -> float:
         latest = _SLOWEST_SHARE * self._deadline_s
         if self._usual_s is None:
             return latest
-        return max(_LEAST_SLOW_S, min(latest, _SLOW * self._usual_s), 2 * self._usual_s)
+        usual_s = calls * self._usual_s
+        return max(_LEAST_SLOW_S, min(latest, _SLOW * usual_s), 2 * usual_s)
 
     def _replace(self, worker: Worker, replaced: asyncio.Event) -> None:
         """Let another process work in the place of one that is slow, which gives way to all others."""
         if self._slow < self._most_slow:
             self._slow += 1
             replaced.set()
-            with contextlib.suppress(OSError):  # it has just died
-                os.setpriority(os.PRIO_PROCESS, worker.pid, 19)
+            worker.give_way()
             self._start()
 
-    async def _make(self, worker: Worker, call: _Call) -> RewardResult | None:
-        """Return the result of a call; None where its process died, and it may be tried again."""
+    async def _make(self, worker: Worker, calls: list[_Call]) -> list[RewardResult | None]:
+        """Return the results of calls; None for those that are to be made again."""
         started = time.perf_counter()
+        failed = RewardResult(None, error=True)
+        again: list[RewardResult | None] = [None] * len(calls)
+        alone = len(calls) == 1
         try:
-            found: RewardResult = await worker.call("score", call.task, call.transcript, deadline_s=self._deadline_s)
+            found: list[RewardResult] = await worker.call(
+                "score", [(call.task, call.transcript) for call in calls], deadline_s=self._deadline_s
+            )
         except CallTimeout:
-            return _timeout(self._deadline_s, time.perf_counter() - started)
+            return [_timeout(self._deadline_s, time.perf_counter() - started)] if alone else again
         except ProcessDied as error:
-            return None if call.tries < _TRIES else RewardResult(None, reason=f"the reward's process died: {error}")
+            if not alone or calls[0].tries < _TRIES:
+                return again
+            return [replace(failed, reason=f"the reward's process died: {error}")]
         except CallFailed as error:  # the result is no pickle, or too large
-            return RewardResult(None, reason=str(error))
+            return [replace(failed, reason=str(error))] if alone else again
         except Exception as error:  # of pickling: a task may hold anything
-            return RewardResult(None, reason=f"the task cannot be sent: {type(error).__name__}: {error}")
-        took = time.perf_counter() - started
+            reason = f"the task cannot be sent: {type(error).__name__}: {error}"
+            return [replace(failed, reason=reason)] if alone else again
+        took = (time.perf_counter() - started) / len(calls)
         self._usual_s = took if self._usual_s is None else 0.9 * self._usual_s + 0.1 * took
-        return found
+        return list(found)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import socket
 import urllib.error
 import urllib.request
 from typing import Any
@@ -12,11 +10,10 @@ from typing import Any
 import ray
 from fastapi import FastAPI
 from ray import serve
-from ray._common.constants import HEAD_NODE_RESOURCE_NAME
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayTaskError
 from ray.util.metrics import Counter
 
-from rayrft.config.serve import ServeConfig
+from rayrft.applications import ON_HEAD, Owner, delete_applications, delete_with, start_serve
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ConfigError
 from rayrft.explorer.engines.client import EngineClient
@@ -60,7 +57,7 @@ class EndpointReplica:
             settings,
         )
         self._endpoint = Endpoint(responder, lambda outcome: counter.inc(tags={"app": app_name, "outcome": outcome}))
-        self._watching = asyncio.create_task(_delete_with(pool, app_name))
+        self._watching = asyncio.create_task(delete_with(Owner(actors.namespace, actors.engine_pool), app_name))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._endpoint.app()
@@ -74,18 +71,15 @@ async def open_endpoint(
     It listens on the cluster's head node. Raises ConfigError if the port is in use there by another program, or if Ray
     Serve has another port on this cluster.
     """
-    # Where the caller is does not matter, and heads may have no CPUs to offer.
-    on_head = ray.remote(_open).options(num_cpus=0, resources={HEAD_NODE_RESOURCE_NAME: 0.001}, max_retries=0)
     try:
-        return await on_head.remote(app_name, route, model, settings, actors)
+        return await ray.remote(_open).options(**ON_HEAD).remote(app_name, route, model, settings, actors)
     except RayTaskError as error:
         raise error.cause from None
 
 
 def _open(app_name: str, route: str, model: str, settings: EndpointSettings, actors: EndpointActors) -> str:
     config = settings.config
-    _check_address(config)
-    serve.start(http_options={"host": config.host, "port": config.port}, proxy_location="HeadOnly")
+    start_serve(config.host, config.port)
     replica = serve.deployment(serve.ingress()(EndpointReplica)).options(
         num_replicas=config.replicas,
         ray_actor_options={"num_cpus": config.cpus},
@@ -102,7 +96,7 @@ def _open(app_name: str, route: str, model: str, settings: EndpointSettings, act
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy knows this machine
         direct.open(f"{url}/health", timeout=_ANSWER_S).close()
     except (urllib.error.URLError, TimeoutError) as error:
-        close_endpoint(app_name)
+        delete_applications(app_name)
         raise ConfigError(
             f"the endpoint does not answer at {url}: {error}",
             field="serve.port",
@@ -110,46 +104,3 @@ def _open(app_name: str, route: str, model: str, settings: EndpointSettings, act
             remedy="Ray Serve has one port in a cluster: give that of the run which started it, or shut Serve down",
         ) from None
     return f"{url}/v1"
-
-
-def close_endpoint(app_name: str) -> None:
-    """Delete the application, if it is there."""
-    with contextlib.suppress(Exception):  # Serve raises what it will where it, or the application, has ended
-        if app_name in serve.status().applications:
-            serve.delete(app_name)
-
-
-def _check_address(config: ServeConfig) -> None:
-    """Raise ConfigError if another program has the port or, where Serve is running, if that is not its address."""
-    with contextlib.suppress(ValueError):  # it is not running
-        controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
-        running = ray.get(controller.get_http_config.remote())
-        for field in ("host", "port"):
-            if getattr(running, field) != getattr(config, field):
-                raise ConfigError(
-                    f"Ray Serve is running on this cluster at {running.host}:{running.port}, and has one address",
-                    field=f"serve.{field}",
-                    value=getattr(config, field),
-                    remedy="give that address, or shut Serve down: serve shutdown",
-                )
-        return
-    try:
-        family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as listening:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind((config.host, config.port))
-    except OSError as error:
-        raise ConfigError(
-            f"cannot be listened on: {error.strerror}",
-            field="serve.port",
-            value=config.port,
-            remedy="another program uses it: give another port",
-        ) from None
-
-
-async def _delete_with(pool: Handle[EnginePool], app_name: str) -> None:
-    """Delete the application when the engine pool, and with it the run, has died."""
-    try:
-        await pool.call(EnginePool.watch)
-    except RayActorError:
-        await asyncio.to_thread(serve.delete, app_name, _blocking=False)

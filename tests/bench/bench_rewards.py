@@ -20,7 +20,7 @@ from rayrft.config.reward import RewardConfig
 from rayrft.experience import Task
 from rayrft.rewards import RewardResult, Transcript
 from rayrft.rewards.base import Reward
-from rayrft.rewards.pool import RewardActor, RewardPool
+from rayrft.rewards.pool import ActorScoring, RewardActor, RewardPool
 from rayrft.rewards.scorer import Scorer
 from tests.bench.local_ray import actor, start_ray
 
@@ -83,7 +83,9 @@ async def scoring(config: RewardConfig) -> AsyncIterator[Score]:
         yield scorer.score
         await scorer.close()
     else:
-        pool = RewardPool(config, [], lambda: actor(RewardActor, "reward", config, []))
+        pool = RewardPool(
+            config, [], lambda: ActorScoring(lambda: actor(RewardActor, "reward", config, []), config.actors)
+        )
         await pool.open()
         yield pool.score
 

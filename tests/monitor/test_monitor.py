@@ -168,6 +168,8 @@ def test_what_an_explore_job_put_is_a_line_and_numbers_on_the_dashboard() -> Non
 
 @pytest.mark.parametrize(("domain", "name"), [("", "train/reward_"), ("code", "train/reward_code_")])
 def test_what_scoring_a_domain_is_like_is_a_number_each_on_the_dashboard(domain: str, name: str) -> None:
-    stats = {"scored": 8, "unknown": 2, "seconds": 4.0, "slowest_s": 1.5, "pending": 3}
+    stats = {"scored": 8, "unknown": 2, "errors": 1, "retried": 4, "seconds": 4.0, "slowest_s": 1.5, "pending": 3}
     numbers = scalars(step(rewards={domain: stats}))
-    assert [numbers[name + each] for each in ("unknown_share", "mean_s", "slowest_s", "pending")] == [0.25, 0.5, 1.5, 3]
+    assert [
+        numbers[name + each] for each in ("unknown_share", "mean_s", "errors", "retried", "slowest_s", "pending")
+    ] == [0.25, 0.5, 1, 4, 1.5, 3]

@@ -21,7 +21,7 @@ TASK = Task.create("test", "How much is 1 + 1?", "2")
 TRANSCRIPT = Transcript.of(TASK, "It is 2.")
 
 
-def classifier(tiny_model: Path, folder: Path, labels: int = 1, template: bool = True) -> Path:
+def classifier(tiny_model: Path, folder: Path, labels: int = 1, template: bool = True, padding: int | None = 0) -> Path:
     """Save a classifier with weights by chance, and the tokenizer of another model."""
     torch.manual_seed(0)
     tokenizer: Any = AutoTokenizer.from_pretrained(tiny_model)
@@ -29,7 +29,9 @@ def classifier(tiny_model: Path, folder: Path, labels: int = 1, template: bool =
         tokenizer.chat_template = None
     tokenizer.save_pretrained(folder)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = Qwen2Config(vocab_size=len(tokenizer), num_key_value_heads=2, num_labels=labels, pad_token_id=0, **sizes)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer), num_key_value_heads=2, num_labels=labels, pad_token_id=padding, **sizes
+    )
     Qwen2ForSequenceClassification(config).save_pretrained(folder)
     return folder
 
@@ -55,6 +57,22 @@ def test_the_reward_is_the_output_on_the_whole_conversation(tiny_model: Path, tm
     assert other.value != result.value
     cut = ScalarModel(str(folder), max_length=5).score(TASK, TRANSCRIPT)
     assert cut.value == pytest.approx(by_hand(folder, 5), abs=1e-5) and cut.value != result.value
+
+
+@pytest.mark.parametrize("padding", [0, None])
+def test_calls_together_have_the_values_that_each_has_alone(
+    padding: int | None, tiny_model: Path, tmp_path: Path
+) -> None:
+    folder = classifier(tiny_model, tmp_path / "rm", padding=padding)
+    calls = [(TASK, Transcript.of(TASK, "It is " + "cat " * count)) for count in (9, 0, 30, 2, 2, 17, 1)]
+    # 30 cats alone fill what one forward may take.
+    model = ScalarModel(str(folder), max_batch=8, batch_tokens=60)
+    alone = [model.score(*call) for call in calls]
+    assert len({each.value for each in alone}) == 6, "two of them are alike"
+    assert [each.value for each in model.score_batch(calls)] == pytest.approx([each.value for each in alone], abs=1e-5)
+    longer = ScalarModel(str(folder)).score_batch(calls)
+    assert [each.value for each in longer] == pytest.approx([each.value for each in alone], abs=1e-5)
+    assert model.max_batch == (1 if padding is None else 8)
 
 
 async def test_it_scores_in_processes_of_its_own(tiny_model: Path, tmp_path: Path) -> None:

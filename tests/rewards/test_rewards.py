@@ -18,8 +18,9 @@ from rayrft.errors import ConfigError
 from rayrft.experience import Task
 from rayrft.rewards import RewardResult, Transcript, build_reward
 from rayrft.rewards.base import combine, score
-from rayrft.rewards.pool import RewardActor, RewardPool
+from rayrft.rewards.pool import ActorScoring, RewardActor, RewardPool
 from rayrft.rewards.scorer import Scorer
+from rayrft.rewards.stats import DomainStats
 from tests.errors import about
 from tests.scripted import handle
 
@@ -209,11 +210,12 @@ HERE = "tests.rewards.trouble:"
 
 
 @asynccontextmanager
-async def scorer_of(**config: Any) -> AsyncIterator[Scorer]:
+async def scorer_of(**config: Any) -> AsyncIterator[RewardPool]:
     scorer = Scorer(RewardConfig(**config), [])
-    await scorer.open()
+    pool = RewardPool(RewardConfig(**config), [], lambda: scorer)
+    await pool.open()
     try:
-        yield scorer
+        yield pool
     finally:
         await scorer.close()
 
@@ -233,6 +235,7 @@ async def test_a_reward_that_raises_hangs_or_dies_is_unknown_and_touches_no_othe
         assert "cannot be unpickled" in said
         stats = scorer.take_stats()[""]
         assert (stats.scored, stats.unknown, stats.pending) == (7, 4, 0) and stats.slowest_s >= 2.0
+        assert (stats.errors, stats.retried) == (4, 1), "a call whose process dies is made twice"
         assert [each.value for each in await scorer.score(task("a"), transcripts("fine"))] == [1.0]
         assert scorer.take_stats()[""].unknown == 0
 
@@ -275,6 +278,20 @@ async def test_a_stand_in_that_cannot_be_started_costs_no_call(tmp_path: Path) -
         # A nap is slow after calls that took no time, and there is no room for a second process.
         results = await scorer.score(task("a"), transcripts(*["fine"] * 3, "nap", "fine", "nap", "fine"))
         assert [each.value for each in results] == [1.0] * 7
+
+
+async def test_calls_that_wait_are_made_together_and_those_that_fail_together_each_alone() -> None:
+    async with scorer_of(name=HERE + "Together", deadline_s=2.0, workers=1) as scorer:
+        fine = await scorer.score(task("a"), transcripts(*["fine", "bad"] * 5))
+        assert [each.value for each in fine] == [1.0, 0.0] * 5, "each has its own"
+        sizes = [each.components["of"] for each in fine]
+        assert sizes == [1.0] + [4.0] * 8 + [1.0], "the first one says how long it takes"
+        for trouble, tries in (("raise", 1), ("lose", 1), ("die", 2), ("hang", 2)):
+            spoilt = await scorer.score(task("a"), transcripts("fine", trouble, "fine", "fine"))
+            assert [each.value for each in spoilt] == [1.0, None if trouble != "lose" else 1.0, 1.0, 1.0], trouble
+            assert [each.tries for each in spoilt] == [tries] * 4, trouble
+        stats = scorer.take_stats()[""]
+        assert (stats.scored, stats.errors) == (26, 3)
 
 
 async def test_a_task_that_cannot_be_sent_is_unknown_and_holds_up_nobody() -> None:
@@ -365,7 +382,7 @@ async def test_reward_actors_share_the_work_and_one_that_dies_is_replaced(tmp_pa
         name=HERE + "names_its_actor", options={"mark": str(tmp_path / "mark")}, placement="pool", actors=2
     )
     placed = ray.remote(RewardActor).options(num_cpus=0)
-    pool = RewardPool(config, [], lambda: handle(placed.remote(config, [])))
+    pool = RewardPool(config, [], lambda: ActorScoring(lambda: handle(placed.remote(config, [])), config.actors))
     await pool.open()
     groups = await asyncio.gather(*(pool.score(task("a"), transcripts("where")) for _ in range(2)))
     first, second = (group[0].answer for group in groups)
@@ -376,8 +393,8 @@ async def test_reward_actors_share_the_work_and_one_that_dies_is_replaced(tmp_pa
     assert both.value is None and "reward actor died" in str(both.reason)
     [fine] = await pool.score(task("a"), transcripts("where"))
     assert fine.value == 1.0 and fine.answer not in (first, second)
-    stats = (await pool.take_stats())[""]
-    assert stats.scored >= 1 and stats.pending == 0
+    stats = pool.take_stats()[""]
+    assert stats == DomainStats(5, 1, 1, 2, stats.seconds, stats.slowest_s), "those of the dead are known, too"
 
 
 async def test_a_reward_that_runs_inline_needs_no_process() -> None:

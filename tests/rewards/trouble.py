@@ -8,6 +8,7 @@ import fcntl
 import os
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,3 +107,18 @@ class Gone:
         if transcript.response == "exits":
             raise SystemExit(3)
         return 1.0
+
+
+class Together:
+    """Takes calls together, and says how many there were. One that spoils spoils all of them."""
+
+    max_batch = 4
+
+    def score(self, task: Task, transcript: Transcript) -> RewardResult:
+        return self.score_batch([(task, transcript)])[0]
+
+    def score_batch(self, calls: Sequence[tuple[Task, Transcript]]) -> list[RewardResult]:
+        for _, transcript in calls:
+            _do(transcript.response)
+        results = [RewardResult(float(call[1].response[-1] == "e"), {"of": len(calls)}) for call in calls]
+        return results[1:] if results[1:] and any(call[1].response == "lose" for call in calls) else results

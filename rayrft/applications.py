@@ -1,0 +1,143 @@
+"""Applications on Ray Serve: what they need to start, and their end, which is that of their owner."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from dataclasses import dataclass
+
+import ray
+from ray import serve
+from ray._common.constants import HEAD_NODE_RESOURCE_NAME
+from ray.exceptions import RayActorError
+from ray.serve.config import ProxyLocation
+from ray.serve.schema import ServeStatus
+
+from rayrft.errors import ConfigError
+from rayrft.handle import Handle, Watched
+
+ON_HEAD = {"num_cpus": 0, "resources": {HEAD_NODE_RESOURCE_NAME: 0.001}, "max_retries": 0}
+"""Ray's options of a task that runs on the head node, where Serve listens; a head may have no CPUs to offer."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The actor whose applications end with it, by its name."""
+
+    namespace: str
+    name: str
+
+
+def start_serve(host: str, port: int, *, http: bool = True) -> None:
+    """Start Ray Serve, unless it runs; to be called on the head node.
+
+    Serve has one address in a cluster. Without ``http`` it is taken for those who come later, if it is free. Raises
+    ConfigError if another program has the port, or if Serve is running at another address, or at none.
+    """
+    with contextlib.suppress(ValueError):  # it is not running
+        controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+        if http:
+            running, location = ray.get([controller.get_http_config.remote(), controller.get_proxy_location.remote()])
+            _check_running(running, location, host, port)
+        return
+    reason = _taken(host, port)
+    if reason is not None and http:
+        raise ConfigError(
+            f"cannot be listened on: {reason}",
+            field="serve.port",
+            value=port,
+            remedy="another program uses it: give another port",
+        )
+    location = ProxyLocation.HeadOnly if reason is None else ProxyLocation.Disabled
+    serve.start(http_options={"host": host, "port": port}, proxy_location=location)
+
+
+def applications(prefix: str = "") -> list[str]:
+    """Return the names of the applications that begin so; none where Serve is not running."""
+    return [name for name in _status().applications if name.startswith(prefix)]
+
+
+def delete_applications(prefix: str) -> None:
+    """Delete the applications whose names begin so, if there are any, with their replicas."""
+    for name in applications(prefix):
+        with contextlib.suppress(Exception):  # Serve raises what it will where it, or the application, has ended
+            serve.delete(name)
+
+
+class Anchor:
+    """An actor that owns the applications of a process that is none."""
+
+    async def watch(self) -> None:
+        """Never return."""
+        await asyncio.Event().wait()
+
+
+def create_anchor(owner: Owner) -> Handle[Anchor]:
+    """Create the actor of that name, which ends with this process. Raises ConfigError if there is one."""
+    try:
+        actor = ray.remote(Anchor).options(num_cpus=0, name=owner.name, namespace=owner.namespace).remote()
+    except ValueError:
+        raise ConfigError(
+            "is served on this cluster",
+            field="name",
+            value=owner.name.partition(":")[0],
+            remedy="choose another name (name=…), or end what has it",
+        ) from None
+    return Handle(owner.name, actor)
+
+
+async def delete_with(owner: Owner, application: str) -> None:
+    """Delete an application when its owner has died, for then nobody else may be left to do so; unless another has the
+    owner's place, who has begun by that. Raises ValueError if there is no owner."""
+
+    def find() -> Handle[Watched]:
+        return Handle(owner.name, ray.get_actor(owner.name, namespace=owner.namespace))
+
+    actor = await asyncio.to_thread(find)
+    try:
+        await actor.call(Watched.watch)
+    except RayActorError:
+        try:
+            await asyncio.to_thread(find)
+        except ValueError:
+            await asyncio.to_thread(serve.delete, application, _blocking=False)
+
+
+def _status() -> ServeStatus:
+    try:
+        ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+        return serve.status()
+    except (ValueError, RayActorError):
+        return ServeStatus()
+
+
+def _check_running(running: serve.HTTPOptions, location: ProxyLocation, host: str, port: int) -> None:
+    """Raise ConfigError unless Serve runs at this address."""
+    if location == ProxyLocation.Disabled:
+        raise ConfigError(
+            "Ray Serve is running on this cluster without HTTP, for rewards alone, as it found its port taken",
+            field="serve.port",
+            value=port,
+            remedy="end the run whose rewards it serves, and shut Serve down: serve shutdown",
+        )
+    for field, theirs, ours in (("host", running.host, host), ("port", running.port, port)):
+        if theirs != ours:
+            raise ConfigError(
+                f"Ray Serve is running on this cluster at {running.host}:{running.port}, and has one address",
+                field=f"serve.{field}",
+                value=ours,
+                remedy="give that address, or shut Serve down: serve shutdown",
+            )
+
+
+def _taken(host: str, port: int) -> str | None:
+    """Return why an address cannot be listened on here; None if it can."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as listening:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind((host, port))
+    except OSError as error:
+        return error.strerror
+    return None

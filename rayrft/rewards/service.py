@@ -1,0 +1,227 @@
+"""Rewards on Ray Serve: an application for each domain, whose replicas come and go with what is asked of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import ray
+from ray import serve
+from ray.exceptions import RayActorError, RayTaskError
+
+from rayrft.applications import ON_HEAD, Anchor, Owner, create_anchor, delete_applications, delete_with, start_serve
+from rayrft.config.reward import ReplicasConfig, RewardModelsConfig
+from rayrft.errors import ConfigError
+from rayrft.experience import Task
+from rayrft.handle import Handle
+from rayrft.registry import load_plugins
+from rayrft.rewards.base import RewardResult, Transcript
+from rayrft.rewards.pool import TRIES, again, died
+from rayrft.rewards.scorer import Scorer
+
+_GIB = 1 << 30
+_DEPLOYMENT = "rewards"
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What a replica replies: one result per transcript, by rewards of that version."""
+
+    results: list[RewardResult]
+    version: str
+
+
+@dataclass(frozen=True)
+class RewardService:
+    """The applications that score for a run, or for whoever asks, by the name of that and by the rewards' version.
+
+    They are frozen: another config is another version, and has applications of its own.
+    """
+
+    name: str
+    version: str
+
+    @classmethod
+    def of(cls, name: str, config: RewardModelsConfig, plugins: Sequence[Path]) -> RewardService:
+        """Return that of a config. Its version is a digest of what decides about rewards: names, options, parts and
+        deadlines, and the text of plugins; the weights of models and what plugins import are not in it."""
+        decides = {"name", "options", "parts", "deadline_s"}
+        models = {domain: model.model_dump(mode="json", include=decides) for domain, model in config.models.items()}
+        digest = hashlib.blake2b(json.dumps(models, sort_keys=True).encode(), digest_size=6)
+        for plugin in plugins:
+            digest.update(plugin.read_bytes())
+        return cls(name, digest.hexdigest())
+
+    @property
+    def all_versions(self) -> str:
+        """What the names of the applications of any version begin with."""
+        return f"{self.name}:rewards-"
+
+    def application(self, domain: str) -> str:
+        """Return the name of a domain's application."""
+        return f"{self.all_versions}{self.version}" + (f"-{quote(domain, safe='')}" if domain else "")
+
+
+class RewardReplica:
+    """One process of a domain, with the processes in which its rewards score."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it, and the replica is ready when it is done
+        self, config: RewardModelsConfig, plugins: list[Path], version: str, owner: Owner, application: str
+    ) -> None:
+        load_plugins(plugins)
+        self._version = version
+        self._scorer = Scorer(config, plugins)
+        await self._scorer.open()
+        self._watching = asyncio.create_task(delete_with(owner, application))
+
+    async def score(self, task: Task, transcripts: list[Transcript]) -> Scored:
+        """Return one result per transcript."""
+        return Scored(await self._scorer.score(task, transcripts), self._version)
+
+
+class ServedScoring:
+    """Scores by the replicas of a `RewardService`. A call whose replica dies is made again, once."""
+
+    def __init__(self, service: RewardService, config: RewardModelsConfig) -> None:
+        self._service, self._config = service, config
+        self._handles: dict[str, Any] = {}
+
+    async def open(self) -> None:
+        """Find the deployments, which are there."""
+        for domain in self._config.models:
+            self._handles[domain] = await asyncio.to_thread(
+                serve.get_deployment_handle, _DEPLOYMENT, self._service.application(domain)
+            )
+
+    async def score(self, task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
+        """Return one result per transcript; all unknown if two replicas died of them. Raises ConfigError if the task's
+        domain has no reward."""
+        handle, reason = self._handles[self._config.domain_of(task.domain)], ""
+        for tries in range(TRIES):
+            response = handle.score.remote(task, transcripts)
+            try:
+                scored: Scored = await response
+                return again(tries, scored.results)
+            except RayActorError as error:
+                reason = f"reward replica died: {str(error).splitlines()[0]}"
+            except asyncio.CancelledError:
+                response.cancel()
+                raise
+        return died(reason, transcripts)
+
+
+async def open_rewards(
+    service: RewardService,
+    config: RewardModelsConfig,
+    plugins: list[Path],
+    owner: Owner,
+    address: tuple[str, int],
+    *,
+    http: bool = False,
+) -> None:
+    """Deploy the applications, which end with their owner; return when each has its least number of replicas.
+
+    ``address`` is that of Serve, if it does not run yet; ``http``: see `start_serve`. Raises ConfigError where a reward
+    cannot be built.
+    """
+    try:
+        await ray.remote(_open).options(**ON_HEAD).remote(service, config, plugins, owner, address, http)
+    except RayTaskError as error:
+        raise error.cause from None
+
+
+@contextlib.contextmanager
+def rewards_open(
+    service: RewardService,
+    config: RewardModelsConfig,
+    plugins: list[Path],
+    owner: Owner,
+    address: tuple[str, int],
+    *,
+    http: bool = False,
+) -> Iterator[Handle[Anchor]]:
+    """Deploy the applications for the time of a ``with``, outside of event loops; see `open_rewards`. Their owner is
+    made for them, and given: if it dies, so do they."""
+    anchor = create_anchor(owner)
+    try:
+        asyncio.run(open_rewards(service, config, plugins, owner, address, http=http))
+        yield anchor
+    finally:
+        close_rewards(service)
+        anchor.kill()
+
+
+def close_rewards(service: RewardService) -> None:
+    """Delete the applications, with their replicas."""
+    delete_applications(service.all_versions)
+
+
+def _open(
+    service: RewardService,
+    config: RewardModelsConfig,
+    plugins: list[Path],
+    owner: Owner,
+    address: tuple[str, int],
+    http: bool,
+) -> None:
+    start_serve(*address, http=http)
+    # Those of an owner that was killed may be there yet.
+    delete_applications(service.all_versions)
+    targets = []
+    for domain, model in config.models.items():
+        name = service.application(domain)
+        one = config if not domain else RewardModelsConfig(domains={domain: model})
+        replica = serve.deployment(RewardReplica).options(name=_DEPLOYMENT, **_options(model.replicas))
+        target = replica.bind(one, plugins, service.version, owner, name)
+        targets.append(serve.RunTarget(target, name=name, route_prefix=None))
+    try:
+        serve.run_many(targets)
+    except RuntimeError:
+        cause = _cause(service)
+        delete_applications(service.all_versions)
+        remedy = "see the logs of Serve in the Ray dashboard"
+        raise ConfigError(f"cannot be served: {cause}", field="reward", remedy=remedy) from None
+
+
+def _cause(service: RewardService) -> str:
+    """Return what a replica has raised, as Serve tells it: the last line of a trace."""
+    messages = [
+        replicas.message
+        for name, application in serve.status().applications.items()
+        for replicas in application.deployments.values()
+        if name.startswith(service.all_versions) and replicas.message
+    ]
+    lines = [line.strip() for message in messages for line in message.splitlines()]
+    return next(reversed([line for line in lines if line]), "a replica does not start")
+
+
+def _options(replicas: ReplicasConfig) -> dict[str, Any]:
+    """Return Serve's options of a deployment."""
+    return {
+        "autoscaling_config": {
+            "min_replicas": replicas.min,
+            "max_replicas": replicas.max,
+            "target_ongoing_requests": replicas.pending,
+            "metrics_interval_s": 1.0,
+            "look_back_period_s": 5.0,
+            "upscale_delay_s": 5.0,
+            "downscale_delay_s": 60.0,
+        },
+        # Few wait in a replica, where another one that is started could not take them; a call that hangs holds up none.
+        "max_ongoing_requests": 4 * replicas.pending,
+        "max_constructor_retry_count": 2,
+        "ray_actor_options": {
+            "num_cpus": replicas.cpus,
+            "num_gpus": replicas.gpus,
+            "memory": replicas.memory_gib * _GIB,
+        },
+        "graceful_shutdown_timeout_s": 2.0,
+        "graceful_shutdown_wait_loop_s": 0.1,
+    }
