@@ -213,7 +213,7 @@ def reward_actors(config: RunConfig, placement: Placement) -> Callable[[], Handl
     """Return what creates reward actors; None where Explorers score themselves."""
     if config.reward.placement == "beside":
         return None
-    return _RewardActors(placement.actor(RewardActor, "reward"), config.reward, config.plugins)
+    return _RewardActors(placement.actor(RewardActor, "reward"), config.scoring, config.plugins)
 
 
 async def start_actors(actors: Actors, config: RunConfig, prepared: Prepared, waits: Waits) -> str | None:

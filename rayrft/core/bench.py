@@ -64,7 +64,7 @@ def bench(
     tasksets = _tasksets(checked)
     check_workflows(checked.explorer, chain.from_iterable(tasksets.values()))
     for tasks in tasksets.values():
-        check_rewards(checked.reward, tasks)
+        check_rewards(checked.scoring, tasks)
     given = checked.bench.models or {"model": str(checked.model.path)}
     found = [_find(name, model, checked.storage, folder) for name, model in given.items()]
     files = {

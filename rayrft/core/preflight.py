@@ -19,7 +19,7 @@ from rayrft.buffer.scores import scores
 from rayrft.buffer.validation import Limits
 from rayrft.config import RunConfig, dump_config
 from rayrft.config.explorer import ExplorerConfig
-from rayrft.config.reward import RewardConfig
+from rayrft.config.reward import RewardConfig, RewardPart, trained_by
 from rayrft.config.serve import ServeConfig
 from rayrft.data.demonstrations import demonstrate, from_file, from_tasks
 from rayrft.data.formats import conversations, read_rows
@@ -33,7 +33,7 @@ from rayrft.explorer.environments import environment_factory
 from rayrft.explorer.workflows import build_workflow
 from rayrft.files import sync
 from rayrft.rewards import Transcript, build_reward, where
-from rayrft.rewards.base import invoke
+from rayrft.rewards.base import invoke, rewards
 from rayrft.rewards.scorer import unknown_domain
 from rayrft.serve.protocol import key_digest
 
@@ -150,6 +150,8 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepare
     for number, stage in enumerate(config.stages):
         if stage.teacher is not None:
             check_teacher(stage.teacher, f"stages.{number}.teacher", model, tokenizer)
+        if stage.trains_reward_model:
+            _check_classifier(model, stage.name)
     if any(task.images for task in _all_tasks(splits)):
         _ = tokenizer.images  # raises if the model does not accept images
     if config.rolls_out and splits.train:
@@ -161,7 +163,8 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepare
             rows = from_tasks(name, splits.demonstrated[name], spec, tokenizer, config.seed)
             demonstrations[name], left_out[name] = _short_enough(name, rows, max_length)
         else:
-            demonstrations[name], report = from_file(name, spec, tokenizer, max_length, held_out)
+            whole = name in config.scored_demonstrations
+            demonstrations[name], report = from_file(name, spec, tokenizer, max_length, held_out, whole=whole)
             left_out[name] = report.counts
     compared = chain(splits.evaluation, splits.train, _PROBES) if config.rolls_out else []
     probe = choose_probe(compared, tokenizer, config.model.max_length)
@@ -350,8 +353,8 @@ def check_workflows(config: ExplorerConfig, tasks: Iterable[Task], auxiliary: Co
 def check_rewards(config: RewardConfig, tasks: Iterable[Task], auxiliary: Collection[str] = ()) -> None:
     """Build all rewards, and score the right answer of one task of each domain by those that need nothing that runs.
 
-    Raises ConfigError if a task's domain has no reward, a reward cannot be built or needs an auxiliary model that there
-    is not, or it fails on that answer.
+    One that a stage trains is not built. Raises ConfigError if a task's domain has no reward, a reward cannot be built
+    or needs an auxiliary model that there is not, or it fails on that answer.
     """
     first: dict[str, Task] = {}
     for task in tasks:
@@ -361,6 +364,9 @@ def check_rewards(config: RewardConfig, tasks: Iterable[Task], auxiliary: Collec
         if model is None:
             raise unknown_domain(domain, config.models)
         for part in model.scored_by:
+            if trained_by(part) is not None:
+                _check_trained(part)
+                continue
             reward = build_reward(part.name, part.options)
             for needed in getattr(reward, "needs_auxiliary", ()):
                 if needed not in auxiliary:
@@ -390,6 +396,35 @@ def check_rewards(config: RewardConfig, tasks: Iterable[Task], auxiliary: Collec
                     value=part.name,
                     remedy=f"fix the reward; the task was {json.dumps(task.question)[:80]}",
                 ) from None
+
+
+def _check_trained(part: RewardPart) -> None:
+    """Raise ConfigError unless a reward accepts its options with the folder that its stage will leave."""
+    options = {name: option for name, option in part.options.items() if name != "stage"}
+    try:
+        inspect.signature(rewards.get(part.name)).bind(model="", **options)
+    except TypeError as error:
+        raise ConfigError(
+            f"refused by {part.name!r}: {error}",
+            field="reward.options",
+            value=part.options,
+            remedy="with 'stage', leave 'model' out, and see the reward's own parameters for the others",
+        ) from None
+
+
+def _check_classifier(model: str, stage: str) -> None:
+    """Raise ModelError unless transformers has a sequence classifier of the model's kind."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
+    kind = type(AutoConfig.from_pretrained(model))
+    if kind not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise ModelError(
+            f"transformers has no sequence classifier for it, which stage {stage!r} trains",
+            field="model.path",
+            value=kind.__name__,
+            remedy="choose a model such as Llama, Qwen or Gemma, without images",
+        )
 
 
 def _check_prompts(config: RunConfig, tasks: list[Task], tokenizer: ChatTokenizer) -> None:
