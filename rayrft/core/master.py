@@ -220,7 +220,7 @@ class Master:
         with self._waits.on("rewards", "deployed"):
             await open_rewards(
                 service,
-                config.reward,
+                config.scoring,
                 config.plugins,
                 owner,
                 (address.host, address.port),

@@ -19,7 +19,7 @@ from rayrft.buffer.scores import scores
 from rayrft.buffer.validation import Limits
 from rayrft.config import RunConfig, dump_config
 from rayrft.config.explorer import ExplorerConfig
-from rayrft.config.reward import RewardConfig, RewardModelConfig
+from rayrft.config.reward import RewardConfig, RewardModelConfig, RewardPart, trained_by
 from rayrft.config.serve import ServeConfig
 from rayrft.data.demonstrations import demonstrate, from_file, from_tasks
 from rayrft.data.formats import conversations, read_rows
@@ -33,7 +33,7 @@ from rayrft.explorer.environments import environment_factory
 from rayrft.explorer.workflows import build_workflow
 from rayrft.files import sync
 from rayrft.rewards import Reward, Transcript, build_reward, where
-from rayrft.rewards.base import invoke
+from rayrft.rewards.base import invoke, rewards
 from rayrft.serve.protocol import key_digest
 
 _PROBES = [Task.create("probe", question, "12") for question in ("How much is 5 + 7?", "And 15 - 3?")]
@@ -151,6 +151,8 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepare
     for number, stage in enumerate(config.stages):
         if stage.teacher is not None:
             check_teacher(stage.teacher, f"stages.{number}.teacher", model, tokenizer)
+        if stage.trains_reward_model:
+            _check_classifier(model, stage.name)
     if any(task.images for task in _all_tasks(splits)):
         _ = tokenizer.images  # raises if the model does not accept images
     if config.rolls_out and splits.train:
@@ -162,7 +164,8 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepare
             rows = from_tasks(name, splits.demonstrated[name], spec, tokenizer, config.seed)
             demonstrations[name], left_out[name] = _short_enough(name, rows, max_length)
         else:
-            demonstrations[name], report = from_file(name, spec, tokenizer, max_length, held_out)
+            whole = name in config.scored_demonstrations
+            demonstrations[name], report = from_file(name, spec, tokenizer, max_length, held_out, whole=whole)
             left_out[name] = report.counts
     compared = chain(splits.evaluation, splits.train, _PROBES) if config.rolls_out else []
     probe = choose_probe(compared, tokenizer, config.model.max_length)
@@ -355,8 +358,8 @@ def check_rewards(
     """Build all rewards of tasks, which come with the number of their source, and return what they say of themselves.
     Those that need nothing that runs score the right answer of one task of each domain and source.
 
-    Raises ConfigError if a task's domain has no reward, a reward cannot be built, needs an auxiliary model that there
-    is not or more time than its deadline, or fails on that answer.
+    One that a stage trains is not built. Raises ConfigError if a task's domain has no reward, a reward cannot be built,
+    needs an auxiliary model that there is not or more time than its deadline, or fails on that answer.
     """
     examples: dict[str, dict[int, Task]] = {}
     for task, source in tasks:
@@ -365,6 +368,9 @@ def check_rewards(
     for domain, by_source in examples.items():
         model = config.models[config.domain_of(domain)]
         for part in model.scored_by:
+            if trained_by(part) is not None:
+                _check_trained(part)
+                continue
             reward = build_reward(part.name, part.options)
             _check_needs(reward, part.name, model, config.placement, auxiliary)
             if notice := getattr(reward, "notice", None):
@@ -410,6 +416,35 @@ def _check_needs(
             field="reward.name",
             value=name,
             remedy="register the class itself, such as a subclass with the options set",
+        )
+
+
+def _check_trained(part: RewardPart) -> None:
+    """Raise ConfigError unless a reward accepts its options with the folder that its stage will leave."""
+    options = {name: option for name, option in part.options.items() if name != "stage"}
+    try:
+        inspect.signature(rewards.get(part.name)).bind(model="", **options)
+    except TypeError as error:
+        raise ConfigError(
+            f"refused by {part.name!r}: {error}",
+            field="reward.options",
+            value=part.options,
+            remedy="with 'stage', leave 'model' out, and see the reward's own parameters for the others",
+        ) from None
+
+
+def _check_classifier(model: str, stage: str) -> None:
+    """Raise ModelError unless transformers has a sequence classifier of the model's kind."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
+    kind = type(AutoConfig.from_pretrained(model))
+    if kind not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise ModelError(
+            f"transformers has no sequence classifier for it, which stage {stage!r} trains",
+            field="model.path",
+            value=kind.__name__,
+            remedy="choose a model such as Llama, Qwen or Gemma, without images",
         )
 
 
