@@ -172,7 +172,7 @@ class RewardConfig(RewardModelsConfig):
             )
         if self.placement != "serve":
             for domain, model in self.models.items():
-                if "replicas" in model.model_fields_set:
+                if model.replicas != ReplicasConfig():
                     field = f"domains.{domain}.replicas" if domain else "replicas"
                     raise invalid(field, "are those of placement: serve", remedy="set it, or leave this out")
         return self
