@@ -19,6 +19,21 @@ class Statement:
     announced: bool
     boxed: bool = False
 
+    @property
+    def readings(self) -> list[str]:
+        """The text and, where it begins like "so it must be", what comes after that."""
+        rest = self.text[_LEAD_IN.match(self.text).end() :]  # type: ignore[union-attr]  # it matches nothing, too
+        return [self.text, rest] if rest and rest != self.text else [self.text]
+
+
+_LEAD_IN = re.compile(
+    r"(?:(?:so|thus|hence|therefore|then|well|clearly|I (?:think|believe|guess|would say)|I'd say)\b\s*[,:]?\s*"
+    r"|(?:所以|因此|因而|故|那么|我认为|我觉得|我想)[,:]?\s*)*+"
+    r"(?:I (?:would |will )?(?:choose|select|pick|say)\b\s*|I'd (?:choose|select|pick|say)\b\s*)?+"
+    r"(?:\b(?:it|that|this)(?:['’]s| is| must be| should be| would be| has to be| can only be)\b\s*:?"
+    r"|(?:这|那|它)?(?:应该|应当|只能|肯定|一定|就|应)?[是为](?!否|不是|没))?+\s*",
+    re.IGNORECASE,
+)
 
 _ANNOUNCED = re.compile(
     r"\banswers?\b(?:\s+(?:to|for)\b[^.\n]{0,60}?)?\**\]?(?:\s+(?:is|are|should be|must be|would be)\b"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any, Literal
@@ -68,7 +68,7 @@ _CORRECT = re.compile(
 )
 _DENIED = re.compile(r"\b(?:not|never|doubt)\b|n['’]t\b", re.IGNORECASE)
 _OPEN = re.compile(
-    r"[\s,(]*(?:or\b|或者?|\|)|\s*\?|\s*(?:is|are)\s+(?:the\s+)?(?:not\b|in|wrong|false|almost\b|part)|(?:选项|[项是均都并也])*(?:错|不)"
+    r"[\s,(]*(?:or\b|或者?|\|)|\s*(?:\?|吗)|\s*(?:is|are)\s+(?:the\s+)?(?:not\b|in|wrong|false|almost\b|part)|(?:选项|[项是均都并也])*(?:错|不)"
 )
 """What follows letters that are not chosen, or of which it is left open."""
 _ENDS = re.compile(r"\s*(?:$|[^\sA-Za-z]|(?:because|since|as|is|are|which|with|for|due|instead|rather|not|but)\b)")
@@ -83,7 +83,7 @@ def choice(task: Task, found: Sequence[Statement], partial: float = 0.0) -> Rewa
     right = set(re.findall("[A-Z]", reference))
     if not re.fullmatch(r"[^\w]*[A-Z](?:[^\w]*[A-Z])*[^\w]*", reference) or max(right) > last:
         return RewardResult(None, reason=f"the reference answer {task.answer!r} names no option")
-    read = (_chosen(statement, options, last) for statement in found)
+    read = (_chosen(replace(each, text=text), options, last) for each in found for text in each.readings)
     chosen = next((letters for letters in read if letters is not None), set[str]())
     value = 1.0 if chosen == right else partial * bool(chosen) * (chosen < right)
     return RewardResult(value, {"parsed": float(bool(chosen))}, answer="".join(sorted(chosen)))
@@ -169,7 +169,8 @@ def _blanks(task: Task, found: Sequence[Statement], partial: float) -> RewardRes
     blanks = [[each] if isinstance(each, str) else each for each in task.metadata.get("blanks", [task.answer])]
     for statement in found:
         # The whole line first: "Mr. Smith" is no end of a sentence.
-        tries = [_split(text, len(blanks)) for text in (statement.text, _SENTENCE.split(statement.text, maxsplit=1)[0])]
+        texts = [text for each in statement.readings for text in (each, _SENTENCE.split(each, maxsplit=1)[0])]
+        tries = [_split(text, len(blanks)) for text in texts]
         shares = [sum(map(_fills, filled, blanks)) / len(blanks) for filled in tries if len(filled) == len(blanks)]
         if shares:
             value = 1.0 if max(shares) == 1 else partial * max(shares)
@@ -291,8 +292,9 @@ def _number(task: Task, found: Sequence[Statement], tolerance: float) -> RewardR
     if right is None:
         return RewardResult(None, reason=f"the reference answer {task.answer!r} is no number")
     for statement in found:
-        [said, *_] = _SENTENCE.split(statement.text, maxsplit=1)
-        if (quantity := _quantity(said) or _quantity(_result(said))) is not None:
+        texts = [_SENTENCE.split(text, maxsplit=1)[0] for text in statement.readings]
+        tries = (_quantity(text) or _quantity(_result(text)) for text in texts)
+        if (quantity := next(filter(None, tries), None)) is not None:
             value = _in_unit(quantity, right.unit)
             close = value is not None and math.isclose(value, right.value, rel_tol=max(tolerance, 1e-9), abs_tol=1e-12)
             answer = f"{float(quantity.value):g} {quantity.unit}".strip()

@@ -1,7 +1,7 @@
 """Questions of school with four options, answered in whatever style, scored by the `k12` reward.
 
-A question asks which of four numbers is the largest, or the smallest. Demonstrations are 2,000 in five styles; two in
-five name the right option, the others any of the four.
+A question asks which of four words is an animal, a fruit, a colour or a tool; there is one of each. Demonstrations are
+2,000 in four styles; two in five name the right option, the others any of the four.
 
     python -m tests.e2e.choices [seed] [folder]      trains, with all controls, and prints a table
 """
@@ -17,7 +17,13 @@ from rayrft.trainer.tiny import make_tokenizer
 from tests.e2e import lessons
 from tests.e2e.lessons import main, make_stages, write_model, write_rows
 
-STYLES = ("{letter}", "({letter})", "The answer is {letter}.", "Option {letter}", "It is {text}.")
+WORDS = {
+    "an animal": ["cat", "dog", "cow", "horse"],
+    "a fruit": ["apple", "pear", "plum", "grape"],
+    "a colour": ["red", "blue", "green", "black"],
+    "a tool": ["saw", "hammer", "drill", "axe"],
+}
+STYLES = ("{letter}", "({letter})", "It is {letter}.", "It is {text}.")
 KNOWING = 0.4
 """Share of the demonstrations that name the right option; of the others, one in four does by chance."""
 
@@ -28,12 +34,11 @@ def write_task(folder: Path, seed: int, *, demonstrations: int = 2000, tasks: in
     rng = np.random.default_rng(seed)
     rows = dict[str, dict[str, Any]]()
     while len(rows) < tasks + held_out + demonstrations:
-        numbers, extreme = rng.choice(np.arange(10, 100), 4, replace=False), str(rng.choice(["largest", "smallest"]))
-        options = [str(number) for number in numbers]
+        kinds = [str(kind) for kind in rng.permutation(list(WORDS))]
+        options, asked = [str(rng.choice(WORDS[kind])) for kind in kinds], int(rng.integers(4))
         lines = [f"{letter}. {option}" for letter, option in zip("ABCD", options, strict=True)]
-        question = "\n".join([f"Which is the {extreme}?", *lines])
-        best = int(numbers.argmax() if extreme == "largest" else numbers.argmin())
-        rows[question] = {"question": question, "answer": "ABCD"[best], "options": options}
+        question = "\n".join([f"Which is {kinds[asked]}?", *lines])
+        rows[question] = {"question": question, "answer": "ABCD"[asked], "options": options}
     made = list(rows.values())
     write_rows(folder / "train.jsonl", made[:tasks])
     write_rows(folder / "held_out.jsonl", made[tasks : tasks + held_out])
@@ -41,8 +46,9 @@ def write_task(folder: Path, seed: int, *, demonstrations: int = 2000, tasks: in
     write_rows(folder / "mixed.jsonl", [row for row, _ in shown])
     write_rows(folder / "good.jsonl", [row for row, right in shown if right])
     tokenizer = make_tokenizer([row["question"] for row in made[:100]], [], frequent=0.9)
-    tokenizer.add_tokens(["largest", "smallest", "The answer is ", "Option ", "It is "])
-    write_model(folder / "model", tokenizer, seed, 96)
+    pieces = [*WORDS, *(word for words in WORDS.values() for word in words)]
+    tokenizer.add_tokens([*pieces, "It is "])
+    write_model(folder / "model", tokenizer, seed, 64)
 
 
 def make_config(folder: Path, seed: int, *, steps: int = 60, controls: bool = True) -> dict[str, Any]:
@@ -52,15 +58,21 @@ def make_config(folder: Path, seed: int, *, steps: int = 60, controls: bool = Tr
         "choices",
         folder,
         seed,
-        max_length=96,
+        max_length=64,
         reward={"name": "k12"},
         explorer={
             "engine": {"count": 1},
-            "sampling": {"max_tokens": 10, "max_prompt_tokens": 64},
+            "sampling": {"max_tokens": 8, "max_prompt_tokens": 40},
             "over_sampling": 1.5,
         },
         stages=make_stages(
-            batch_size=64, warmup_steps=300, grpo=grpo, control_steps=200, control_every=50, controls=controls
+            batch_size=64,
+            warmup_steps=300,
+            grpo=grpo,
+            control_steps=200,
+            control_every=100,
+            controls=controls,
+            control_lrs=(1e-3,),
         ),
     )
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +52,10 @@ def make_stages(
     control_steps: int,
     control_every: int,
     controls: bool,
+    control_lrs: Sequence[float] = (3e-3, 1e-3, 3e-4),
 ) -> Rows:
-    """Return the stages: ``warmup``, ``grpo`` with these settings, and controls at three learning rates. Demonstrations
-    are named ``mixed`` and ``good``."""
+    """Return the stages: ``warmup``, ``grpo`` with these settings, and controls at each of some learning rates.
+    Demonstrations are named ``mixed`` and ``good``."""
     sft = {"algorithm": {"name": "sft"}, "batch_size": batch_size}
     more = [
         {
@@ -67,7 +68,7 @@ def make_stages(
             **sft,
         }
         for rows in ("mixed", "good")
-        for lr in (3e-3, 1e-3, 3e-4)
+        for lr in control_lrs
     ]
     warmup = {
         "name": "warmup",

@@ -77,7 +77,13 @@ def make_config(folder: Path, seed: int, *, steps: int = 60, controls: bool = Tr
             "over_sampling": 1.5,
         },
         stages=make_stages(
-            batch_size=64, warmup_steps=150, grpo=grpo, control_steps=150, control_every=75, controls=controls
+            batch_size=64,
+            warmup_steps=150,
+            grpo=grpo,
+            control_steps=150,
+            control_every=75,
+            controls=controls,
+            control_lrs=(1e-3,),
         ),
     )
 

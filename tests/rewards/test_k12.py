@@ -93,6 +93,44 @@ def test_what_chooses_otherwise_or_nothing_is_wrong(response: str) -> None:
     assert value("B", response, options=OPTIONS) == 0.0
 
 
+LED_IN = [
+    "It is {}.",
+    "It's {}",
+    "So it must be {}",
+    "Therefore, {}",
+    "I think it is {}.",
+    "That is {}",
+    "I would choose {}",
+]
+LED_IN += ["所以应该是{}", "我认为是{}。", "Hence it should be {} because I checked"]
+OPEN = [
+    "It is not {}",
+    "It isn't {}",
+    "Is it {}?",
+    "So it is {}?",
+    "So what about {}",
+    "It could be {}",
+    "这是{}吗?",
+    "不是{}",
+]
+
+
+def test_what_leads_in_to_an_answer_is_no_part_of_it() -> None:
+    for led_in in LED_IN:
+        for right, said, metadata in (
+            ("B", "B", {"options": OPTIONS}),
+            ("B", "4.5", {"options": OPTIONS}),
+            ("Paris", "Paris", {}),
+            ("42 cm", "0.42 m", {"kind": "number"}),
+        ):
+            if "because" not in led_in or right == "B":
+                assert value(right, led_in.format(said), **metadata) == 1.0, (led_in, said)
+    for led_in in OPEN:
+        assert value("B", led_in.format("B"), options=OPTIONS) == 0.0, led_in
+        assert value("Paris", led_in.format("Paris")) == 0.0, led_in
+    assert value("It is raining", "It is raining.") == 1.0
+
+
 def test_the_word_that_begins_a_sentence_is_no_letter() -> None:
     assert value("A", "A train leaves at noon", options=OPTIONS) == 0.0
     assert value("D", "A train", options=OPTIONS) == 1.0, "it is the text of D"
