@@ -19,8 +19,8 @@ from rayrft.buffer.scores import scores
 from rayrft.buffer.validation import Limits
 from rayrft.config import RunConfig, dump_config
 from rayrft.config.explorer import ExplorerConfig
-from rayrft.config.reward import RewardConfig
-from rayrft.config.serve import ServeConfig
+from rayrft.config.reward import RewardConfig, RewardPart
+from rayrft.config.serve import HttpConfig
 from rayrft.data.demonstrations import demonstrate, from_file, from_tasks
 from rayrft.data.formats import conversations, read_rows
 from rayrft.data.task_sampler import TaskSetSpec
@@ -32,7 +32,7 @@ from rayrft.explorer.engines.auxiliary import no_auxiliary
 from rayrft.explorer.environments import environment_factory
 from rayrft.explorer.workflows import build_workflow
 from rayrft.files import sync
-from rayrft.rewards import Transcript, build_reward, where
+from rayrft.rewards import Reward, Transcript, build_reward, where
 from rayrft.rewards.base import invoke
 from rayrft.serve.protocol import key_digest
 
@@ -184,8 +184,8 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepare
     )
 
 
-def read_keys(config: ServeConfig) -> tuple[str, ...]:
-    """Return the digests of the endpoint's API keys. Raises ConfigError if they are not where the config says."""
+def read_keys(config: HttpConfig) -> tuple[str, ...]:
+    """Return the digests of a server's API keys. Raises ConfigError if they are not where the config says."""
     keys = list[str]()
     if config.keys_file is not None:
         try:
@@ -346,6 +346,23 @@ def check_workflows(config: ExplorerConfig, tasks: Iterable[Task], auxiliary: Co
         build_workflow(name, config, "workflow of a task", auxiliary=auxiliary)
 
 
+def check_reward(part: RewardPart, auxiliary: Collection[str] = ()) -> Reward:
+    """Build a reward. Raises ConfigError if that is not possible, or if it needs an auxiliary model that there is
+    not."""
+    reward = build_reward(part.name, part.options)
+    for needed in getattr(reward, "needs_auxiliary", ()):
+        if needed not in auxiliary:
+            raise no_auxiliary(needed, auxiliary)
+    if where(part.name) != "loop" and inspect.iscoroutinefunction(getattr(reward, "score", None)):
+        raise ConfigError(
+            "gives a reward that is a coroutine, which is run as one only if its class is registered",
+            field="reward.name",
+            value=part.name,
+            remedy="register the class itself, such as a subclass with the options set",
+        )
+    return reward
+
+
 def check_rewards(config: RewardConfig, tasks: Iterable[Task], auxiliary: Collection[str] = ()) -> None:
     """Build all rewards, and score the right answer of one task of each domain by those that need nothing that runs.
 
@@ -357,10 +374,8 @@ def check_rewards(config: RewardConfig, tasks: Iterable[Task], auxiliary: Collec
         first.setdefault(task.domain, task)
     for domain, task in first.items():
         for part in config.models[config.domain_of(domain)].scored_by:
-            reward = build_reward(part.name, part.options)
+            reward = check_reward(part, auxiliary)
             for needed in getattr(reward, "needs_auxiliary", ()):
-                if needed not in auxiliary:
-                    raise no_auxiliary(needed, auxiliary)
                 if config.placement != "beside":
                     raise ConfigError(
                         f"{needed!r} cannot be asked from elsewhere than the Explorer",
@@ -368,13 +383,6 @@ def check_rewards(config: RewardConfig, tasks: Iterable[Task], auxiliary: Collec
                         value=config.placement,
                         remedy=f"set it to beside, or serve {needed!r} elsewhere and give its url",
                     )
-            if where(part.name) != "loop" and inspect.iscoroutinefunction(getattr(reward, "score", None)):
-                raise ConfigError(
-                    "gives a reward that is a coroutine, which is run as one only if its class is registered",
-                    field="reward.name",
-                    value=part.name,
-                    remedy="register the class itself, such as a subclass with the options set",
-                )
             if where(part.name) == "loop":
                 continue  # it may ask models that are not served yet
             try:
