@@ -21,7 +21,7 @@ from rayrft.errors import DataError
 
 Source = Literal["usual", "expert", "human", "synthetic"]
 SOURCES: tuple[str, ...] = ("usual", "expert", "human", "synthetic")
-SCHEMA_VERSION = "3"
+SCHEMA_VERSION = "4"
 
 TRUNCATED = ("length", "repetition")
 """Stop reasons of answers that the model did not end."""
@@ -109,6 +109,8 @@ class Experience:
     images: tuple[str, ...] = ()
     pair_id: str | None = None
     chosen: bool | None = None
+    margin: float | None = None
+    """By how much the chosen row of its pair is the better one, as its annotators say, for reward models."""
     teacher_logprobs: np.ndarray | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     labels: dict[str, str] = field(default_factory=dict)
@@ -163,6 +165,7 @@ SCHEMA = pa.schema(
         pa.field("images", pa.list_(pa.string())),
         pa.field("pair_id", pa.string()),
         pa.field("chosen", pa.bool_()),
+        pa.field("margin", pa.float32()),
         pa.field("teacher_logprobs", pa.list_(pa.float32())),
         pa.field("metrics", pa.map_(pa.string(), pa.float32())),
         pa.field("labels", pa.map_(pa.string(), pa.string())),

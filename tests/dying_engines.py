@@ -19,7 +19,9 @@ class DyingEngine(ScriptedEngine):
     """Takes some time for an answer, and dies within one request of ten, until there were twenty deaths. Each leaves a
     line with the engine's name in the file ``deaths`` beside the model's folder."""
 
-    async def start(self, model: str, config: EngineConfig, *, max_length: int, dtype: str, seed: int) -> None:
+    async def start(
+        self, model: str, config: EngineConfig, *, max_length: int, dtype: str, seed: int, structured: bool = False
+    ) -> None:
         await super().start(model, config, max_length=max_length, dtype=dtype, seed=seed)
         self._deaths, self._rng = Path(model).parent / "deaths", random.Random()
 

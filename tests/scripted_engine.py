@@ -21,7 +21,9 @@ class ScriptedEngine(Answering):
     It meets the trainer and receives every broadcast as a real engine does, digests it, and forgets it.
     """
 
-    async def start(self, model: str, config: EngineConfig, *, max_length: int, dtype: str, seed: int) -> None:
+    async def start(
+        self, model: str, config: EngineConfig, *, max_length: int, dtype: str, seed: int, structured: bool = False
+    ) -> None:
         self._held = EngineWeights(0, ("",))
 
     async def generate(self, request: Request, stream: Stream | None = None) -> list[Completion]:

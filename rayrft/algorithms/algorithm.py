@@ -12,7 +12,7 @@ from rayrft.algorithms.advantages import Group
 from rayrft.algorithms.batch import PolicyOutput, TokenBatch, keep
 from rayrft.algorithms.loss import Denominators, LossParts
 from rayrft.algorithms.pieces import NONE, Need
-from rayrft.algorithms.preference import Pairs
+from rayrft.algorithms.preference import Pairs, by_pair
 from rayrft.algorithms.ratios import token_ratio
 from rayrft.algorithms.recipe import Recipe
 from rayrft.algorithms.values import with_advantages, with_penalty
@@ -34,7 +34,7 @@ class Algorithm(Recipe):
     Own rows (sampled by the policy) feed only the first term, expert rows the second (MIX as in Trinity-RFT, Pan et al.
     2025, arXiv:2505.17826), pairs the third, to which ``chosen_coef`` adds the chosen answers' likelihood; every stream
     has its own global denominator. GRPO has mu = 0, SFT mu = 1.
-    A term of weight 0 is not computed, so both extremes are exact.
+    A term of weight 0 is not computed, so both extremes are exact. The loss of a reward model is `score_loss` instead.
 
     `rayrft.algorithms.presets.build` makes an Algorithm with all names and coefficients checked.
     """
@@ -87,6 +87,16 @@ class Algorithm(Recipe):
         losses = own.weighted(self._bound("value_loss")(keep(values, own.mask), own))
         return keep(losses, own.mask).sum() / over.policy.tokens
 
+    def score_loss(self, scores: Tensor, batch: TokenBatch, over: Denominators) -> LossParts:
+        """Compute this micro-batch's share of the loss of a reward model, the mean over pairs, from its ``scores``
+        ``[N]``, with gradient. Raises ValueError as `by_pair` does."""
+        pairs = by_pair(scores, batch)
+        margin = None if batch.margin is None else by_pair(batch.margin, batch)[0]
+        # Zero, but part of the graph: a rank without pairs must still take part in the backward pass.
+        parts = LossParts.zero(keep(scores, torch.zeros_like(batch.expert)).sum())
+        share = self._bound("reward_model")(pairs, margin).sum() / (over.pairs or 1.0)
+        return parts.add("preference", share, 1.0).of_pairs(pairs)
+
     def loss(self, output: PolicyOutput, batch: TokenBatch, over: Denominators, *, step: int = 0) -> LossParts:
         """Compute this micro-batch's share of the step's loss; the sum over all micro-batches and ranks is the loss.
 
@@ -107,6 +117,7 @@ class Algorithm(Recipe):
             rows = batch.only(batch.paired)
             pairs, number = Pairs.of(keep(output.logprobs, rows.mask), rows), over.pairs or 1.0
             parts = parts.add("preference", self._bound("preference")(pairs).sum() / number, 1.0)
+            parts = parts.of_pairs(pairs.scores)
             if self.chosen_coef:
                 parts = parts.add("sft", pairs.nll.sum() / number, self.chosen_coef)
         return parts

@@ -42,6 +42,8 @@ class TokenBatch:
     """``[N]`` int64: number of the preference pair, 0 to P - 1; -1 for a row in none."""
     chosen: Tensor | None = None
     """``[N]`` bool: the preferred row of its pair."""
+    margin: Tensor | None = None
+    """``[N]``: by how much the chosen row of a pair is the better one, for reward models; 0 if that is not known."""
 
     proximal_logprobs: Tensor | None = None
     """Log-probs under the trainer's policy before the first update on this batch ("old" log-probs)."""

@@ -31,6 +31,9 @@ _WEIGHTS = {
 _OF_REWARDS = ("normalise_by", "reward_low", "reward_high", "reward_scale")
 """Fields that act on rewards and advantages."""
 
+_TERMS = ("policy_loss", "distillation", "sft", "preference")
+"""Pieces that train the policy."""
+
 _REQUIRED = ("aggregation", "sft_aggregation", "mu_schedule")
 """Pieces that cannot be left out."""
 
@@ -128,6 +131,14 @@ def check_coefficient(algorithm: Algorithm, pieces: list[Piece[Any]], own: set[s
 
 def check_whole(algorithm: Algorithm, overrides: Mapping[str, Any]) -> None:
     """Check that the pieces work together; ``overrides`` are the keys given by the user."""
+    others = [kind for kind in _TERMS if getattr(algorithm, kind) != NONE]
+    if algorithm.trains_reward_model and others:
+        raise ConfigError(
+            f"is not used: {algorithm.name!r} trains a reward model, and not the policy",
+            field=f"algorithm.{others[0]}",
+            value=getattr(algorithm, others[0]),
+            remedy="leave it out, or train the policy in a stage of its own",
+        )
     if algorithm.policy_loss != NONE and algorithm.advantage == NONE:
         raise ConfigError(
             f"policy_loss {algorithm.policy_loss!r} needs one",

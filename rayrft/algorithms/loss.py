@@ -72,8 +72,8 @@ class LossParts:
     """A micro-batch's share of the step's loss and of the step's metrics; all scalars.
 
     ``loss`` carries the gradient. Terms exclude their coefficients and are divided by their global denominators; the KL
-    also excludes importance weights, because its controller may follow it. The last five are sums over own action
-    tokens, to be divided by ``Denominators.policy.tokens`` after summation.
+    also excludes importance weights, because its controller may follow it. Those from the entropy on are sums over own
+    action tokens, to be divided by ``Denominators.policy.tokens`` after summation, and the last three sums over pairs.
     """
 
     loss: Tensor
@@ -83,6 +83,7 @@ class LossParts:
     distillation: Tensor
     sft: Tensor
     preference: Tensor
+    """Of a preference loss, or of a reward model's."""
 
     entropy: Tensor
     ratio: Tensor
@@ -92,6 +93,13 @@ class LossParts:
     """Tokens on which the policy loss binds the ratio."""
     correction: Tensor
     """Weights of the correction for the gap between engine and trainer."""
+
+    pair_accuracy: Tensor
+    """Pairs whose chosen answer has the higher score: a reward model's, or `Pairs.scores`."""
+    pair_margin: Tensor
+    """Scores of chosen answers less those of rejected ones."""
+    pair_score: Tensor
+    """Mean scores of pairs."""
 
     @classmethod
     def zero(cls, loss: Tensor) -> Self:
@@ -105,6 +113,12 @@ class LossParts:
     def metric(self, name: str, values: Tensor) -> Self:
         """Return the parts with a metric set to the sum of ``values``, which are zero off the mask."""
         return replace(self, **{name: values.detach().sum().to(self.loss.dtype)})
+
+    def of_pairs(self, scores: Tensor) -> Self:
+        """Return the parts with the metrics of pairs, from scores ``[2, P]``."""
+        gaps = scores[0] - scores[1]
+        parts = self.metric("pair_accuracy", gaps > 0).metric("pair_margin", gaps)
+        return parts.metric("pair_score", scores.mean(0))
 
     def stack(self) -> Tensor:
         """Return all fields as one detached tensor, to be summed over micro-batches and ranks."""

@@ -39,22 +39,10 @@ class Pairs:
 
     @classmethod
     def of(cls, logprobs: Tensor, batch: TokenBatch) -> Self:
-        """Collect the pairs of a batch, in their order. Raises ValueError if it has none, or if one is not one chosen
-        and one rejected row."""
-        if batch.pair is None or batch.chosen is None:
-            raise ValueError("a preference loss needs pairs")
-        paired = batch.paired
-        place = batch.pair[paired] * 2 + (~batch.chosen[paired]).long()
-        count = int(place.max()) // 2 + 1 if place.numel() else 0
-        if (torch.bincount(place, minlength=2 * count) != 1).any():
-            raise ValueError("every pair must hold one chosen and one rejected row in the same micro-batch")
-
-        def gather(rows: Tensor) -> Tensor:
-            return rows.new_zeros(2 * count).index_add(0, place, rows[paired]).view(count, 2).T
-
+        """Collect the pairs of a batch, in their order. Raises ValueError as `by_pair` does."""
         reference = batch.reference_logprobs
-        ratios = None if reference is None else gather(batch.sum(logprobs - reference))
-        return cls(gather(batch.sum(logprobs)), gather(batch.lengths.clamp(min=1)), ratios)
+        ratios = None if reference is None else by_pair(batch.sum(logprobs - reference), batch)
+        return cls(by_pair(batch.sum(logprobs), batch), by_pair(batch.lengths.clamp(min=1), batch), ratios)
 
     @property
     def gains(self) -> Tensor:
@@ -74,10 +62,28 @@ class Pairs:
         return self.logprobs / self.lengths
 
     @property
+    def scores(self) -> Tensor:
+        """How good the policy finds each answer, beside beta: ``h(y)``, or ``log pi(y) / |y|`` without a reference."""
+        return self.means if self.ratios is None else self.ratios
+
+    @property
     def nll(self) -> Tensor:
         """``-log pi(w) / |w|``, ``[P]``, as in RPO (Pang et al. 2024, arXiv:2404.19733). TRL, where it is
         ``rpo_alpha``, ``cpo_alpha`` and a part of ORPO, takes the mean over the tokens of all chosen answers."""
         return -self.means[0]
+
+
+def by_pair(rows: Tensor, batch: TokenBatch) -> Tensor:
+    """Arrange values of a batch's rows, ``[N]``, by its pairs, in their order: ``[2, P]``, those of chosen rows first.
+    Raises ValueError if it has no pairs, or if one is not one chosen and one rejected row."""
+    if batch.pair is None or batch.chosen is None:
+        raise ValueError("a loss of pairs needs pairs")
+    paired = batch.paired
+    place = batch.pair[paired] * 2 + (~batch.chosen[paired]).long()
+    count = int(place.max()) // 2 + 1 if place.numel() else 0
+    if (torch.bincount(place, minlength=2 * count) != 1).any():
+        raise ValueError("every pair must hold one chosen and one rejected row in the same micro-batch")
+    return rows.new_zeros(2 * count).index_add(0, place, rows[paired]).view(count, 2).T
 
 
 class PreferenceLoss(Protocol):

@@ -29,6 +29,8 @@ class Recipe:
     sft_aggregation: str = "token_mean"
     mu_schedule: str = "constant"
     preference: str = NONE
+    reward_model: str = NONE
+    """A loss of the scores of pairs. What is trained is then a reward model, and the policy stays as it is."""
     value_loss: str = NONE
     chosen_coef: float = 0.0
     """Weight of the negative log-likelihood per token of chosen answers, added to the preference loss."""
@@ -94,6 +96,11 @@ class Recipe:
     @property
     def needs_expert(self) -> bool:
         return self.sft != NONE and not (self.mixes and self.mu_schedule == "constant" and self.mu() == 0.0)
+
+    @property
+    def trains_reward_model(self) -> bool:
+        """Whether it trains a reward model instead of the policy."""
+        return self.reward_model != NONE
 
     @property
     def needs_pairs(self) -> bool:

@@ -14,6 +14,7 @@ from rayrft.algorithms.kl import kls
 from rayrft.algorithms.pieces import Pieces
 from rayrft.algorithms.preference import preferences
 from rayrft.algorithms.ratios import policy_losses
+from rayrft.algorithms.reward_model import reward_model_losses
 from rayrft.algorithms.sft import mu_schedules, sft_losses
 from rayrft.algorithms.values import token_advantages, value_losses
 
@@ -29,6 +30,7 @@ REGISTRIES: dict[str, tuple[Pieces[Any], ...]] = {
     "sft_aggregation": (aggregations,),
     "mu_schedule": (mu_schedules,),
     "preference": (preferences,),
+    "reward_model": (reward_model_losses,),
     "value_loss": (value_losses,),
 }
 """The fields of an `Algorithm` that name a piece, and the registries in which the name is looked up."""

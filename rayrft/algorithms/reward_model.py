@@ -1,8 +1,8 @@
 """Losses of reward models, which score whole answers: from the scores of pairs to a loss per pair.
 
-``chosen`` and ``rejected`` are the scores of both answers to a prompt, ``[P]`` with gradient, and ``margin`` ``[P]`` is
-by how much the first is the better one, on the scale of the scores, if that is known. A loss returns ``[P]``; the share
-of a step is its sum divided by the step's number of pairs. No algorithm names one: a stage trains a policy.
+``scores`` are those of both answers to a prompt, ``[2, P]`` with gradient, the chosen one's first, and ``margin``
+``[P]`` is by how much that is the better one, on the scale of the scores, if it is known. A loss returns ``[P]``; the
+share of a step is its sum divided by the step's number of pairs.
 """
 
 from __future__ import annotations
@@ -13,19 +13,18 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from rayrft.algorithms.pieces import NonNegative, Pieces
+from rayrft.algorithms.preference import difference
 
 
 class RewardModelLoss(Protocol):
-    def __call__(self, chosen: Tensor, rejected: Tensor, margin: Tensor | None, /) -> Tensor: ...
+    def __call__(self, scores: Tensor, margin: Tensor | None, /) -> Tensor: ...
 
 
-reward_model_losses: Pieces[RewardModelLoss] = Pieces("reward_model_loss")
+reward_model_losses: Pieces[RewardModelLoss] = Pieces("reward_model")
 
 
 @reward_model_losses.register("bradley_terry", needs=["pairs"])
-def bradley_terry(
-    chosen: Tensor, rejected: Tensor, margin: Tensor | None = None, *, center: NonNegative = 0.0
-) -> Tensor:
+def bradley_terry(scores: Tensor, margin: Tensor | None = None, *, center: NonNegative = 0.0) -> Tensor:
     """``-log sigmoid(r_w - r_l - margin) + center (r_w + r_l)^2`` with scores r_w of the chosen and r_l of the rejected
     answer (Ouyang et al. 2022, arXiv:2203.02155, eq. 1; margin: Touvron et al. 2023, "Llama 2", arXiv:2307.09288,
     sec. 3.2.2).
@@ -34,5 +33,5 @@ def bradley_terry(
     prompts can be compared (Eisenstein et al. 2023, arXiv:2312.09244; 0.01 in TRL's examples, where it is off by
     default, too).
     """
-    difference = chosen - rejected if margin is None else chosen - rejected - margin
-    return -logsigmoid(difference) + center * (chosen + rejected).square()
+    gap = difference(scores) if margin is None else difference(scores) - margin
+    return -logsigmoid(gap) + center * scores.sum(0).square()

@@ -79,12 +79,16 @@ class BufferWriter:
             if call is not None and sum(entry.nbytes for entry, _, _ in self._waiting) < _CALL_BYTES:
                 await call
             sent = self._next()
-            payload = self._pack(sent)
-            if call is not None:
-                await call
-            call = asyncio.create_task(self._call(sent, payload))
-            await asyncio.sleep(0)  # send the call before packing the next one
-            if not self._waiting:
+            try:
+                payload = self._pack(sent)
+            except Exception as error:  # raised in the callers of `put`, as those of the call
+                _fail(sent, error)
+            else:
+                if call is not None:
+                    await call
+                call = asyncio.create_task(self._call(sent, payload))
+                await asyncio.sleep(0)  # send the call before packing the next one
+            if call is not None and not self._waiting:
                 await call
 
     def _next(self) -> list[_Waiting]:
@@ -110,13 +114,17 @@ class BufferWriter:
         try:
             receipts = await self._buffer.call(Buffer.put, [entry for entry, _, _ in sent], payload)
         except Exception as error:  # any error is raised in the callers of `put`
-            for _, _, done in sent:
-                if not done.done():
-                    done.set_exception(error)
+            _fail(sent, error)
         else:
             for (_, _, done), receipt in zip(sent, receipts, strict=True):
                 if not done.done():
                     done.set_result(receipt)
+
+
+def _fail(sent: list[_Waiting], error: Exception) -> None:
+    for _, _, done in sent:
+        if not done.done():
+            done.set_exception(error)
 
 
 def _payload(message: pa.Buffer) -> Any:

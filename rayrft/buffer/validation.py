@@ -111,8 +111,9 @@ def find_faults(batch: pa.RecordBatch, limits: Limits = Limits()) -> dict[int, s
     rewards = batch.column("reward").to_numpy(zero_copy_only=False)
     known = batch.column("reward").is_valid().to_numpy(zero_copy_only=False)
     mark(known & ~np.isfinite(rewards), "reward is not finite")
-    greedy = pc.fill_null(batch.column("greedy_reward"), 0.0).to_numpy(zero_copy_only=False)
-    mark(~np.isfinite(greedy), "greedy_reward is not finite")
+    for name in ("greedy_reward", "margin"):
+        numbers = pc.fill_null(batch.column(name), 0.0).to_numpy(zero_copy_only=False)
+        mark(~np.isfinite(numbers), f"{name} is not finite")
     for name in ("action_mask", "logprobs", "teacher_logprobs"):
         column = batch.column(name)
         if column.null_count == batch.num_rows:

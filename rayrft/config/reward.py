@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -41,11 +42,19 @@ class ReplicasConfig(Section):
         return self
 
 
+def trained_by(part: RewardPart | RewardModelConfig) -> str | None:
+    """The stage of this run that trains the reward model of a part, if one does: option ``stage`` of ``model``."""
+    stage = part.options.get("stage") if part.name == "model" else None
+    return None if stage is None else str(stage)
+
+
 class RewardModelConfig(Section):
     """How answers are scored: by the reward of a name, or by several ``parts``."""
 
     name: str = "exact"
     options: dict[str, Any] = Field(default_factory=dict)
+    """What the reward takes. Reward ``model`` takes ``stage`` instead of ``model``: an earlier stage of this run, which
+    trains the reward model."""
     parts: list[RewardPart] = Field(default_factory=list)
     """Instead of ``name`` and ``options``: rewards that are scored side by side. The value of each is a component of
     its name. If one is unknown, so is the reward, unless a gate is shut."""
@@ -173,3 +182,29 @@ class RewardConfig(RewardModelsConfig):
                     field = f"domains.{domain}.replicas" if domain else "replicas"
                     raise invalid(field, "are those of placement: serve", remedy="set it, or leave this out")
         return self
+
+    @property
+    def stages(self) -> set[str]:
+        """The stages of this run whose reward models score."""
+        parts = [part for model in self.models.values() for part in model.scored_by]
+        return {stage for part in parts if (stage := trained_by(part)) is not None}
+
+    def resolved(self, checkpoints: Path) -> RewardConfig:
+        """Return the same with the folders of the reward models that stages train, which are in ``checkpoints``."""
+        if not self.stages:
+            return self
+        domains = {name: each.model_copy(update=_resolved(each, checkpoints)) for name, each in self.domains.items()}
+        return self.model_copy(update={**_resolved(self, checkpoints), "domains": domains})
+
+
+def _resolved(model: RewardModelConfig, checkpoints: Path) -> dict[str, Any]:
+    """Return the fields that say what scores, with folders instead of stages."""
+
+    def options(part: RewardPart | RewardModelConfig) -> dict[str, Any]:
+        if (stage := trained_by(part)) is None:
+            return part.options
+        others = {name: option for name, option in part.options.items() if name != "stage"}
+        return {**others, "model": str(checkpoints / stage)}
+
+    parts = [part.model_copy(update={"options": options(part)}) for part in model.parts]
+    return {"options": options(model), "parts": parts}

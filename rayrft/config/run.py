@@ -95,6 +95,22 @@ class RunConfig(Section):
         return self.mode in ("both", "train", "serve")
 
     @property
+    def scoring(self) -> RewardConfig:
+        """``reward``, with the folders of the reward models that stages train."""
+        return self.reward.resolved(self.folder / "checkpoints")
+
+    @property
+    def scored_after(self) -> int:
+        """Index of the stage after which answers can be scored; -1 if they always can."""
+        trained = [number for number, stage in enumerate(self.stages) if stage.name in self.reward.stages]
+        return max(trained, default=-1)
+
+    @property
+    def scored_demonstrations(self) -> set[str]:
+        """The entries of ``demonstrations`` that reward models are trained on."""
+        return {stage.demonstrations or "" for stage in self.stages if stage.trains_reward_model}
+
+    @property
     def explored_stage(self) -> StageConfig:
         """Mode ``explore``: the stage that says which groups are sampled."""
         return next(stage for stage in self.stages if stage.groups)
@@ -207,6 +223,50 @@ class RunConfig(Section):
                     remedy="enlarge it or lower trainer.ranks",
                 )
             seen.append(stage.name)
+        return self
+
+    @model_validator(mode="after")
+    def _reward_models(self) -> RunConfig:
+        """Check who trains reward models, on what, and who uses them."""
+        trains = {stage.name: stage.trains_reward_model for stage in self.stages}
+        for stage in self.stages:
+            if stage.start_from is not None and trains[stage.start_from]:
+                raise invalid(
+                    f"stages.{stage.name}.start_from",
+                    "trains a reward model, which no stage can start from",
+                    value=stage.start_from,
+                    remedy="leave it out: the policy is as it was before that stage",
+                )
+            if not trains[stage.name] and stage.expert_rows and stage.demonstrations in self.scored_demonstrations:
+                raise invalid(
+                    f"stages.{stage.name}.demonstrations",
+                    "are those of a reward model, whose tokens are the chat template's to their very end",
+                    value=stage.demonstrations,
+                    remedy="give the file a second entry in 'demonstrations'",
+                )
+        if not self.reward.stages:
+            return self
+        if unknown := sorted(name for name in self.reward.stages if not trains.get(name, False)):
+            known = [name for name, trained in trains.items() if trained]
+            raise invalid(
+                "reward.options.stage",
+                "is no stage that trains a reward model",
+                value=unknown[0],
+                remedy=f"choose one of: {', '.join(known)}" if known else "add one, or give 'model', a folder",
+            )
+        if self.mode not in ("both", "bench"):
+            problem = f"is trained in mode 'both', and not {self.mode!r}"
+            raise invalid("reward.options.stage", problem, remedy="give 'model', the folder of a trained one")
+        if self.mode == "both" and self.reward.placement == "serve":
+            problem = "is started with the run, before the reward model is trained"
+            raise invalid("reward.placement", problem, value="serve", remedy="set it to beside or pool")
+        for stage in self.stages[: self.scored_after + 1]:
+            if stage.groups or stage.evaluate_every:
+                raise invalid(
+                    f"stages.{stage.name}.{'algorithm' if stage.groups else 'evaluate_every'}",
+                    "needs rewards before the reward model is trained",
+                    remedy=f"put it after stage {self.stages[self.scored_after].name!r}, or leave it out",
+                )
         return self
 
     @model_validator(mode="after")

@@ -113,6 +113,8 @@ class StageConfig(Section):
             raise invalid("demonstrations", f"{name} needs them, where its {rows} are", remedy="name an entry of them")
         if build.needs_pairs and self.batch_size % 2:
             raise invalid("batch_size", "is not a number of whole pairs", value=self.batch_size, remedy="make it even")
+        if build.trains_reward_model and self.evaluate_every:
+            raise invalid("evaluate_every", f"is not used: {name} does not change the policy", remedy="leave it out")
         share = self.batch_size * self._share
         if abs(share - round(share)) > 1e-6:
             raise invalid(
@@ -162,6 +164,11 @@ class StageConfig(Section):
             )
         if update.reset_optimizer and not update.reference_refresh:
             raise invalid("update.reset_optimizer", "is not used without reference_refresh", remedy="leave it out")
+
+    @property
+    def trains_reward_model(self) -> bool:
+        """Whether the stage trains a reward model, and leaves the policy as it is."""
+        return self.algorithm.build().trains_reward_model
 
     @property
     def _fixed_share(self) -> float:

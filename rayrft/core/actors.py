@@ -218,8 +218,8 @@ def scoring(config: RunConfig, placement: Placement) -> Callable[[], Scoring] | 
     if (service := reward_service(config)) is not None:
         from rayrft.rewards.service import ServedScoring
 
-        return partial(ServedScoring, service, config.reward)
-    create = _RewardActors(placement.actor(RewardActor, "reward"), config.reward, config.plugins)
+        return partial(ServedScoring, service, config.scoring)
+    create = _RewardActors(placement.actor(RewardActor, "reward"), config.scoring, config.plugins)
     return partial(ActorScoring, create, config.reward.actors)
 
 
@@ -230,7 +230,7 @@ def reward_service(config: RunConfig) -> RewardService | None:
     from rayrft.rewards.service import RewardService
 
     name = f"{config.name}-bench" if config.mode == "bench" else config.name  # both may be on one cluster
-    return RewardService.of(name, config.reward, config.plugins)
+    return RewardService.of(name, config.scoring, config.plugins)
 
 
 async def start_actors(
@@ -290,6 +290,7 @@ async def _serve(actors: Auxiliary, config: AuxiliaryConfig, seed: int) -> None:
             max_length=config.max_length,
             dtype=config.dtype,
             seed=seed + index,
+            structured=True,
         )
         for index, handle in enumerate(actors.engines)
     ]

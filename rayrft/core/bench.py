@@ -64,8 +64,9 @@ def bench(
     connect()  # files of tasks are read by Ray
     tasksets = _tasksets(checked)
     check_workflows(checked.explorer, chain.from_iterable(tasksets.values()))
-    for tasks in tasksets.values():
-        check_rewards(checked.reward, tasks)
+    numbered = ((task, number) for number, tasks in enumerate(tasksets.values()) for task in tasks)
+    for notice in check_rewards(checked.scoring, numbered):
+        say(notice)
     given = checked.bench.models or {"model": str(checked.model.path)}
     found = [_find(name, model, checked.storage, folder) for name, model in given.items()]
     files = {
@@ -130,7 +131,7 @@ def _rewards_open(config: RunConfig) -> contextlib.AbstractContextManager[object
     from rayrft.rewards.service import rewards_open
 
     owner, address = Owner(NAMESPACE, actor_name(service.name, "rewards")), ServeConfig()
-    return rewards_open(service, config.reward, config.plugins, owner, (address.host, address.port))
+    return rewards_open(service, config.scoring, config.plugins, owner, (address.host, address.port))
 
 
 class _Evaluation:

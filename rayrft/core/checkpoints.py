@@ -302,15 +302,17 @@ class Saver:
 def export(run_folder: Path, to: Path, step: int | None = None, *, merged: bool = True) -> int:
     """Write a run's checkpoint of that step (the latest by default) to the folder ``to``; return the step.
 
-    An adapter is ``merged`` into the model's weights, or written in peft format. Works in this process, on the CPU,
-    without Ray; the run need not be running. Raises RunNotFound if there is no such checkpoint, and ConfigError if
-    ``to`` is not empty, or if the run has no adapter and ``merged`` is False.
+    Of a stage that trains a reward model, that is written, a sequence classifier. An adapter is ``merged`` into the
+    model's weights, or written in peft format. Works in this process, on the CPU, without Ray; the run need not be
+    running. Raises RunNotFound if there is no such checkpoint, and ConfigError if ``to`` is not empty, or if ``merged``
+    is False and the run has no adapter, or none that a language model could use.
     """
     import torch
 
     from rayrft.trainer.dcp import load_weights, read_base
     from rayrft.trainer.lora import Lora
     from rayrft.trainer.model import load_policy, write_adapter, write_hf
+    from rayrft.trainer.reward_model import RewardClassifier, padding_of
 
     config = load_config(run_folder / "config.yaml")
     lora = config.trainer.lora
@@ -319,7 +321,8 @@ def export(run_folder: Path, to: Path, step: int | None = None, *, merged: bool 
             "the run has no adapter: its checkpoints are full models", field="merge", value=merged, remedy="omit it"
         )
     checkpoints = Checkpoints(run_folder, config.checkpoint)
-    steps = [progress.step for progress in checkpoints.all() if progress.step]
+    stages = {progress.step: config.stages[progress.stage] for progress in checkpoints.all() if progress.step}
+    steps = list(stages)
     wanted = max(steps, default=None) if step is None else step
     if wanted is None or wanted not in steps:
         raise RunNotFound(
@@ -328,6 +331,14 @@ def export(run_folder: Path, to: Path, step: int | None = None, *, merged: bool 
             value=step,
             remedy=f"choose one of the steps {steps}" if steps else "the run has none yet",
         )
+    stage = stages[wanted]
+    if stage.algorithm.build().trains_reward_model and not merged:
+        raise ConfigError(
+            "the checkpoint is a reward model's, whose adapter is of no use without its head",
+            field="merge",
+            value=merged,
+            remedy="omit it",
+        )
     if to.exists() and any(to.iterdir()):
         raise ConfigError("the folder is not empty", field="to", value=str(to), remedy="give a new folder")
     model = str(run_folder / "model") if config.model.tiny is not None else str(config.model.path)
@@ -335,8 +346,12 @@ def export(run_folder: Path, to: Path, step: int | None = None, *, merged: bool 
     policy = load_policy(base)
     if lora is not None:
         policy.lora = Lora(policy.model, lora, origin=base, compute=torch.float32, seed=config.seed)
-    trained = {name: weight.detach() for name, weight in policy.model.named_parameters() if weight.requires_grad}
-    load_weights(checkpoints.at(wanted), trained)
+    if stage.algorithm.build().trains_reward_model:
+        classifier = RewardClassifier(policy, padding_of(model))
+        load_weights(checkpoints.at(wanted), classifier)
+        classifier.write(classifier.state_dict(), model, to)
+        return wanted
+    load_weights(checkpoints.at(wanted), policy)
     if merged:
         write_hf(policy, policy.model.state_dict(), model, to)
     else:

@@ -181,6 +181,8 @@ class Master:
         started = time.time()
         parts = [name for name, there in (("engines", actors.engines), ("trainer", actors.trainer)) if there]
         await self._recorder.note(f"starting {' and '.join(parts)}", step=self._progress.step)
+        for notice in prepared.notices:
+            await self._recorder.note(notice)
         for name, reasons in prepared.left_out.items():
             if reasons:
                 await self._recorder.note(f"demonstrations {name!r}: left out {dict(reasons)}")
@@ -218,7 +220,7 @@ class Master:
         with self._waits.on("rewards", "deployed"):
             await open_rewards(
                 service,
-                config.reward,
+                config.scoring,
                 config.plugins,
                 owner,
                 (address.host, address.port),

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from pathlib import Path
 
 from rayrft.buffer.log.storage import Storage
@@ -19,7 +19,7 @@ from rayrft.buffer.scores import scores
 from rayrft.buffer.validation import Limits
 from rayrft.config import RunConfig, dump_config
 from rayrft.config.explorer import ExplorerConfig
-from rayrft.config.reward import RewardConfig, RewardPart
+from rayrft.config.reward import RewardConfig, RewardModelConfig, RewardPart, trained_by
 from rayrft.config.serve import HttpConfig
 from rayrft.data.demonstrations import demonstrate, from_file, from_tasks
 from rayrft.data.formats import conversations, read_rows
@@ -33,7 +33,7 @@ from rayrft.explorer.environments import environment_factory
 from rayrft.explorer.workflows import build_workflow
 from rayrft.files import sync
 from rayrft.rewards import Reward, Transcript, build_reward, where
-from rayrft.rewards.base import invoke
+from rayrft.rewards.base import invoke, rewards
 from rayrft.serve.protocol import key_digest
 
 _PROBES = [Task.create("probe", question, "12") for question in ("How much is 5 + 7?", "And 15 - 3?")]
@@ -115,6 +115,8 @@ class Prepared:
     """Rows on which engine and trainer must agree: questions with images and answers, held-out ones first."""
     left_out: dict[str, Counter[str]] = field(default_factory=dict)
     """Counts of skipped demonstrations by name and reason."""
+    notices: tuple[str, ...] = ()
+    """What its rewards say of how they score."""
     tokenizer: str = ""
     """Digest of its tokenizer."""
     key_digests: tuple[str, ...] = ()
@@ -132,12 +134,12 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepare
         ChatTokenizer(find_model(auxiliary.model, f"auxiliary.{name}.model"), f"auxiliary.{name}.model")
     samplers.get(config.buffer.sampler.name, "buffer.sampler.name")
     scores.get(config.buffer.sampler.score, "buffer.sampler.score")
-    splits = TaskSplits([], [], [], {})
+    splits, notices = TaskSplits([], [], [], {}), list[str]()
     if config.tasks is not None:
         splits = load_tasks(config.tasks, config.demonstrations, config.seed)
-        for source in range(len(config.tasks.sources)):
-            check_rewards(config.reward, [splits.train[splits.sources.index(source)]], config.auxiliary)
-        check_rewards(config.reward, _all_tasks(splits), config.auxiliary)
+        others = chain(splits.evaluation, *splits.demonstrated.values())
+        by_source = chain(zip(splits.train, splits.sources, strict=True), zip(others, repeat(-1)))
+        notices = check_rewards(config.reward, by_source, config.auxiliary)
     check_workflows(config.explorer, _all_tasks(splits), config.auxiliary)
     _check_files(config)
     if not resumed:
@@ -149,6 +151,8 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepare
     for number, stage in enumerate(config.stages):
         if stage.teacher is not None:
             check_teacher(stage.teacher, f"stages.{number}.teacher", model, tokenizer)
+        if stage.trains_reward_model:
+            _check_classifier(model, stage.name)
     if any(task.images for task in _all_tasks(splits)):
         _ = tokenizer.images  # raises if the model does not accept images
     if config.rolls_out and splits.train:
@@ -160,7 +164,8 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepare
             rows = from_tasks(name, splits.demonstrated[name], spec, tokenizer, config.seed)
             demonstrations[name], left_out[name] = _short_enough(name, rows, max_length)
         else:
-            demonstrations[name], report = from_file(name, spec, tokenizer, max_length, held_out)
+            whole = name in config.scored_demonstrations
+            demonstrations[name], report = from_file(name, spec, tokenizer, max_length, held_out, whole=whole)
             left_out[name] = report.counts
     compared = chain(splits.evaluation, splits.train, _PROBES) if config.rolls_out else []
     probe = choose_probe(compared, tokenizer, config.model.max_length)
@@ -178,6 +183,7 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepare
         limits,
         probe,
         left_out,
+        tuple(notices),
         tokenizer.digest,
         keys,
         config.explorer.drop_zero_variance and all(algorithm.zero_advantage_is_noop for algorithm in learns),
@@ -346,54 +352,100 @@ def check_workflows(config: ExplorerConfig, tasks: Iterable[Task], auxiliary: Co
         build_workflow(name, config, "workflow of a task", auxiliary=auxiliary)
 
 
-def check_reward(part: RewardPart, auxiliary: Collection[str] = ()) -> Reward:
-    """Build a reward. Raises ConfigError if that is not possible, or if it needs an auxiliary model that there is
-    not."""
-    reward = build_reward(part.name, part.options)
+def check_rewards(
+    config: RewardConfig, tasks: Iterable[tuple[Task, int]], auxiliary: Collection[str] = ()
+) -> list[str]:
+    """Build all rewards of tasks, which come with the number of their source, and return what they say of themselves.
+    Those that need nothing that runs score the right answer of one task of each domain and source.
+
+    One that a stage trains is not built. Raises ConfigError if a task's domain has no reward, a reward cannot be built,
+    needs an auxiliary model that there is not or more time than its deadline, or fails on that answer.
+    """
+    examples: dict[str, dict[int, Task]] = {}
+    for task, source in tasks:
+        examples.setdefault(task.domain, {}).setdefault(source, task)
+    notices: dict[str, None] = {}
+    for domain, by_source in examples.items():
+        model = config.models[config.domain_of(domain)]
+        for part in model.scored_by:
+            if trained_by(part) is not None:
+                _check_trained(part)
+                continue
+            reward = check_reward(part, model, config.placement, auxiliary)
+            if notice := getattr(reward, "notice", None):
+                notices[f"reward {part.name!r}: {notice}"] = None
+            if where(part.name) == "loop":
+                continue  # it may ask models that are not served yet
+            for task in by_source.values():
+                try:
+                    invoke(reward, task, Transcript.of(task, task.answer))
+                except Exception as error:  # user code may raise anything
+                    raise ConfigError(
+                        f"the reward raised {type(error).__name__}: {error} on the answer of a task",
+                        field="reward.name",
+                        value=part.name,
+                        remedy=f"fix the reward; the task was {json.dumps(task.question)[:80]}",
+                    ) from None
+    return list(notices)
+
+
+def check_reward(part: RewardPart, model: RewardModelConfig, placement: str, auxiliary: Collection[str] = ()) -> Reward:
+    """Build a reward. Raises ConfigError if that is not possible, or if it lacks what it needs."""
+    reward, name = build_reward(part.name, part.options), part.name
     for needed in getattr(reward, "needs_auxiliary", ()):
         if needed not in auxiliary:
             raise no_auxiliary(needed, auxiliary)
-    if where(part.name) != "loop" and inspect.iscoroutinefunction(getattr(reward, "score", None)):
+        if placement != "beside":
+            raise ConfigError(
+                f"{needed!r} cannot be asked from elsewhere than the Explorer",
+                field="reward.placement",
+                value=placement,
+                remedy=f"set it to beside, or serve {needed!r} elsewhere and give its url",
+            )
+    if (longest := getattr(reward, "longest_s", 0.0)) >= model.deadline_s:
+        raise ConfigError(
+            f"reward {name!r} gives itself {longest:g} s, and would be stopped before: unknown, not 0",
+            field="reward.deadline_s",
+            value=model.deadline_s,
+            remedy="raise it above that, or lower the reward's own budget",
+        )
+    if where(name) != "loop" and inspect.iscoroutinefunction(getattr(reward, "score", None)):
         raise ConfigError(
             "gives a reward that is a coroutine, which is run as one only if its class is registered",
             field="reward.name",
-            value=part.name,
+            value=name,
             remedy="register the class itself, such as a subclass with the options set",
         )
     return reward
 
 
-def check_rewards(config: RewardConfig, tasks: Iterable[Task], auxiliary: Collection[str] = ()) -> None:
-    """Build all rewards, and score the right answer of one task of each domain by those that need nothing that runs.
+def _check_trained(part: RewardPart) -> None:
+    """Raise ConfigError unless a reward accepts its options with the folder that its stage will leave."""
+    options = {name: option for name, option in part.options.items() if name != "stage"}
+    try:
+        inspect.signature(rewards.get(part.name)).bind(model="", **options)
+    except TypeError as error:
+        raise ConfigError(
+            f"refused by {part.name!r}: {error}",
+            field="reward.options",
+            value=part.options,
+            remedy="with 'stage', leave 'model' out, and see the reward's own parameters for the others",
+        ) from None
 
-    Raises ConfigError if a task's domain has no reward, a reward cannot be built or needs an auxiliary model that there
-    is not, or it fails on that answer.
-    """
-    first: dict[str, Task] = {}
-    for task in tasks:
-        first.setdefault(task.domain, task)
-    for domain, task in first.items():
-        for part in config.models[config.domain_of(domain)].scored_by:
-            reward = check_reward(part, auxiliary)
-            for needed in getattr(reward, "needs_auxiliary", ()):
-                if config.placement != "beside":
-                    raise ConfigError(
-                        f"{needed!r} cannot be asked from elsewhere than the Explorer",
-                        field="reward.placement",
-                        value=config.placement,
-                        remedy=f"set it to beside, or serve {needed!r} elsewhere and give its url",
-                    )
-            if where(part.name) == "loop":
-                continue  # it may ask models that are not served yet
-            try:
-                invoke(reward, task, Transcript.of(task, task.answer))
-            except Exception as error:  # user code may raise anything
-                raise ConfigError(
-                    f"the reward raised {type(error).__name__}: {error} on the answer of a task",
-                    field="reward.name",
-                    value=part.name,
-                    remedy=f"fix the reward; the task was {json.dumps(task.question)[:80]}",
-                ) from None
+
+def _check_classifier(model: str, stage: str) -> None:
+    """Raise ModelError unless transformers has a sequence classifier of the model's kind."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
+    kind = type(AutoConfig.from_pretrained(model))
+    if kind not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise ModelError(
+            f"transformers has no sequence classifier for it, which stage {stage!r} trains",
+            field="model.path",
+            value=kind.__name__,
+            remedy="choose a model such as Llama, Qwen or Gemma, without images",
+        )
 
 
 def _check_prompts(config: RunConfig, tasks: list[Task], tokenizer: ChatTokenizer) -> None:

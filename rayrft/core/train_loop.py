@@ -140,7 +140,7 @@ class TrainLoop:
             await self.publish()
         await self._saving.export(stage.name)
         await unless_stopped(self._stop, self._evaluations.end())
-        await self._evaluate(stage)
+        await self._evaluate(stage, ended=True)
         await unless_stopped(self._stop, self._evaluations.end())
         progress.end(stage.name, stage.steps)
         await self._judge(stage, first)
@@ -153,8 +153,9 @@ class TrainLoop:
         resumed = progress.stage_step > 0
         start_from = stage.start_from
         if self._config.trainer.lora is not None and progress.stage:
-            # The previous stage's weights with its adapter merged: they are also the reference under a new adapter.
-            start_from = start_from or self._config.stages[progress.stage - 1].name
+            # The policy with its adapter merged: it is also the reference under a new adapter.
+            before = [each.name for each in self._config.stages[: progress.stage] if not each.trains_reward_model]
+            start_from = start_from or next(reversed(before), None)
         weights = self._saving.exported(start_from) if start_from and not resumed else None
         await self._command(OpenStage(algorithm, stage, weights))
         if resumed:
@@ -244,9 +245,12 @@ class TrainLoop:
         if self._saving.due():
             await self._saving.checkpoint(len(self._recorder.records))
 
-    async def _evaluate(self, stage: StageConfig) -> None:
-        """Evaluate; raise Stopped if the run is stopped meanwhile. A resumed run repeats the evaluation if it is the
-        stage's last."""
+    async def _evaluate(self, stage: StageConfig, *, ended: bool = False) -> None:
+        """Evaluate, unless a reward model that scores is still to be trained, by this stage if it has not ``ended``;
+        raise Stopped if the run is stopped meanwhile. A resumed run repeats the evaluation if it is the stage's
+        last."""
+        if self.progress.stage + ended <= self._config.scored_after:
+            return
         await unless_stopped(self._stop, self._evaluations.begin(stage))
 
     async def _judge(self, stage: StageConfig, first: int) -> None:

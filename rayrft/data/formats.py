@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,15 @@ def conversations(row: dict[str, Any], form: RowFormat) -> list[tuple[bool | Non
             f"or both {form.chosen!r} and {form.rejected!r}"
         )
     return [(None, _joined(prompt, response, form.prompt, form.response))]
+
+
+def pair_margin(value: Any, field: str) -> float | None:
+    """Return a pair's margin, if it has one. Raises DataError unless it is a finite number."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise DataError(f"{field!r} is no finite number")
+    return float(value)
 
 
 def tool_schemas(value: Any, field: str) -> tuple[dict[str, Any], ...]:

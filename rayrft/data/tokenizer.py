@@ -144,6 +144,26 @@ class ChatTokenizer:
             ids, mask = _repeat(ids, repeats), _repeat(mask, repeats)
         return ids, mask
 
+    def whole(
+        self, messages: list[dict[str, str]], images: tuple[str, ...] = (), tools: Tools = ()
+    ) -> tuple[list[int], list[int]]:
+        """Return token ids and action mask of a conversation as reward models score it: what
+        `PreTrainedTokenizer.apply_chat_template` gives, all in one piece and with what the template writes after the
+        last turn. The mask is 1 from the first token in which it differs from the prompt of its last turn.
+
+        Raises DataError if the template rejects the messages, and ModelError if there is none, or the model takes no
+        images.
+        """
+        if not self._template:
+            raise self._no_template("a reward model needs")
+        prompt = self.prompt(messages[:-1], images, tools)
+        ids = self._encode(self._render(self._with_images(messages, images), tools)[0])
+        if images:
+            ids = _repeat(ids, self.images.repeats(ids, images))
+        shared = next((at for at, (one, two) in enumerate(zip(prompt, ids, strict=False)) if one != two), len(prompt))
+        shared = min(shared, len(ids) - 1)
+        return ids, [0] * shared + [1] * (len(ids) - shared)
+
     def decode(self, token_ids: list[int]) -> str:
         """Decode an answer without special tokens, but for those around calls of tools."""
         kept = [token for token in token_ids if token not in self._silent]
@@ -176,13 +196,16 @@ class ChatTokenizer:
     def _with_images(self, messages: list[dict[str, str]], images: tuple[str, ...]) -> list[dict[str, Any]]:
         """Return the messages with their images, in the form of chat templates."""
         if images and not self._template:
-            raise ModelError(
-                "the tokenizer has no chat template, which images need",
-                field="model.path",
-                value=self._path,
-                remedy="set tokenizer.chat_template and save the tokenizer again",
-            )
+            raise self._no_template("images need")
         return insert_images(messages, len(images)) if images else messages
+
+    def _no_template(self, why: str) -> ModelError:
+        return ModelError(
+            f"the tokenizer has no chat template, which {why}",
+            field="model.path",
+            value=self._path,
+            remedy="set tokenizer.chat_template and save the tokenizer again",
+        )
 
     def _render(
         self, messages: list[dict[str, Any]], tools: Tools = (), **options: bool

@@ -76,7 +76,7 @@ class BenchWorker:
     ) -> None:
         load_plugins(config.plugins)
         self._config = config
-        self._rewards = RewardPool(config.reward, config.plugins, scoring)
+        self._rewards = RewardPool(config.scoring, config.plugins, scoring)
         engines = EngineClient(engine_pool, Waits("bench"))
         runner = Runner(config, ChatTokenizer(model), engines, self._rewards.score)
         self._evaluator = Evaluator(config, runner.beside(engines, config.bench.max_tokens))

@@ -115,7 +115,9 @@ class Explorer:
             for name, pool in (auxiliary or {}).items()
             for described in [config.auxiliary[name]]
         }
-        self._rewards = RewardPool(config.reward, config.plugins, scoring, models)
+        self._rewards = RewardPool(config.scoring, config.plugins, scoring, models)
+        self._scoring: asyncio.Future[None] | None = None
+        """The start of what scores."""
         self._runner = Runner(config, tokenizer, engines, self._reward, models)
 
         def evaluator(engines: EngineClient) -> Evaluator:
@@ -130,9 +132,9 @@ class Explorer:
         """Numbers of consecutive groups: those that failed, and those of equal rewards."""
 
     async def start(self) -> None:
-        """Start what scores."""
-        with self._waits.on("rewards", "ready"):
-            await self._rewards.open()
+        """Start what scores, unless a stage is still to train it: then it starts when it is needed."""
+        if not self._config.reward.stages:
+            await self._start_scoring()
         gc.collect()
         # What lives as long as the actor (modules, tasks) is not traversed again for every few groups, and neither are
         # thousands of groups in flight.
@@ -147,6 +149,7 @@ class Explorer:
         """
         groups, algorithm = _Tasks(), stage.algorithm.build()
         self._flat = 0
+        await self._start_scoring()
         if not self._feed:
             groups.start(self._end_surplus(stage))
         try:
@@ -165,6 +168,7 @@ class Explorer:
         evaluate. Raises ActorDied if an engine has died."""
         evaluator = self._evaluator_beside if beside else self._evaluator
         assert evaluator is not None  # there are such engines
+        await self._start_scoring()
         samples = self._config.evaluation.samples if temperature else 1
         groups = [group async for group in evaluator.each(self._held_out, samples, temperature)]
         return measure(chain.from_iterable(groups), [samples], seed=self._config.seed)
@@ -184,6 +188,13 @@ class Explorer:
     async def watch(self) -> None:
         """Never return: a caller that awaits it learns at once when this actor dies."""
         await asyncio.Event().wait()
+
+    async def _start_scoring(self) -> None:
+        """Start what scores, if it has not been started. Raises ConfigError where a reward cannot be built."""
+        if self._scoring is None:
+            self._scoring = asyncio.ensure_future(self._rewards.open())
+        with self._waits.on("rewards", "ready"):
+            await self._scoring
 
     def _admit(self, stage: StageConfig) -> asyncio.Future[list[Ticket]]:
         self._calls += 1
@@ -278,7 +289,8 @@ class Explorer:
             return None
         begun: list[Experience] = []
         for ref, rows in await self._buffer.call(Buffer.parked, ticket) if ticket.resumes else ():
-            begun += from_batch(unpack(await ref).take(pa.array(rows)))
+            with self._waits.on("object store", f"parked calls of ticket {ticket.sequence}"):
+                begun += from_batch(unpack(await ref).take(pa.array(rows)))
         return Parking(self._partial.budget, begun)
 
     async def _end_surplus(self, stage: StageConfig) -> None:

@@ -25,6 +25,7 @@ from rayrft.explorer.environments import EnvironmentClient, Environments
 from rayrft.explorer.trajectory import ContextFull, Model, PromptTooLong, Trajectory
 from rayrft.explorer.workflows import Workflow, build_workflow
 from rayrft.rewards import RewardResult, Transcript
+from rayrft.rewards.base import checked
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +46,21 @@ class Rollout:
     """The last error of a workflow or environment, in one line."""
     parked: list[Experience] = field(default_factory=list)
     """The calls of the group, if it was parked: it has no rows then."""
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A row of a workflow, what a reward sees of it, and the reward that the workflow has set."""
+
+    row: Experience
+    transcript: Transcript
+    result: RewardResult | None
+
+    @classmethod
+    def of(cls, trajectory: Trajectory, experience_id: str, group_id: str, task: Task) -> _Made:
+        """Convert a trajectory. Raises ValueError or TypeError if its reward is none."""
+        row, transcript = trajectory.to_experience(experience_id, group_id, task), trajectory.transcript
+        return cls(row, transcript, None if trajectory.result is None else checked(trajectory.result, transcript))
 
 
 class BusyClock:
@@ -158,11 +174,11 @@ class Runner:
         """Make an attempt, and score its rows while others go on."""
         with self.rolling:
             made = await self._attempt(task, repeat, calls, group, name)
-        return made if isinstance(made, _Failure) else (made, await self._results(task, made))
+        return made if isinstance(made, _Failure) else ([each.row for each in made], await self._results(task, made))
 
     async def _attempt(
         self, task: Task, repeat: int, calls: GroupCalls, group: GroupDeadline, name: str
-    ) -> list[Experience] | _Failure:
+    ) -> list[_Made] | _Failure:
         workflow, model = task.workflow or self._config.explorer.workflow, self._model(repeat, calls, name)
         seconds = self._config.explorer.deadline_s
         try:
@@ -215,18 +231,15 @@ class Runner:
         self._logged.add(kind)
         return _Failure(reason, text)
 
-    async def _results(self, task: Task, rows: list[Experience]) -> list[RewardResult]:
-        """Return one result per row: the workflow's reward if it set one, else that of the row's last turn."""
-        unscored = [Transcript(row.turns, row.images, row.stop_reason) for row in rows if row.reward is None]
+    async def _results(self, task: Task, made: list[_Made]) -> list[RewardResult]:
+        """Return one result per row: the workflow's reward if it set one, else that of the config."""
+        unscored = [each.transcript for each in made if each.result is None]
         if unscored:
             with self.scoring:
                 found = iter(await self._score(task, unscored))
         else:
             found = iter([])
-        results = [
-            next(found) if row.reward is None else RewardResult.of(row.reward, row.reward_components, row.error)
-            for row in rows
-        ]
+        results = [next(found) if each.result is None else each.result for each in made]
         for result in results:
             if result.value is None:
                 log.warning("the reward of task %s is unknown: %s", task.id, result.reason)
@@ -271,9 +284,7 @@ class _Failure:
     problem: str | None = None
 
 
-def _rows(
-    made: Trajectory | list[Trajectory], task: Task, name: str, model: Model, calls: GroupCalls
-) -> list[Experience]:
+def _rows(made: Trajectory | list[Trajectory], task: Task, name: str, model: Model, calls: GroupCalls) -> list[_Made]:
     """Convert a workflow's return value to rows. Raises TypeError or ValueError if it is not a valid one."""
     trajectories = made if isinstance(made, list) else [made]
     if not trajectories or not all(isinstance(trajectory, Trajectory) for trajectory in trajectories):
@@ -287,7 +298,7 @@ def _rows(
             raise ValueError("the trajectory has tokens that were not sampled for it, or with other log-probs")
     first = f"{name}/{model.repeat}"
     ids = [first] if len(trajectories) == 1 else [f"{first}/{k}" for k in range(len(trajectories))]
-    return [trajectory.to_experience(id, name, task) for trajectory, id in zip(trajectories, ids, strict=True)]
+    return [_Made.of(trajectory, id, name, task) for trajectory, id in zip(trajectories, ids, strict=True)]
 
 
 def episode_seed(config: RunConfig, name: str, repeat: int) -> int:

@@ -15,7 +15,7 @@ from rayrft.data.tokenizer import ChatTokenizer, Tools
 from rayrft.experience import Experience, Task, VersionSpan
 from rayrft.explorer.engines.auxiliary import AuxiliaryModel, no_auxiliary
 from rayrft.explorer.engines.exchange import Completion, Session
-from rayrft.rewards import RewardResult
+from rayrft.rewards import RewardResult, Transcript
 
 Generate = Callable[[list[int], int, tuple[str, ...]], Awaitable[Completion]]
 """Sample one continuation, of at most so many tokens, of a sequence with placeholders for the images at the paths."""
@@ -139,15 +139,14 @@ class Trajectory:
         self._actions: list[tuple[int, Completion]] = []
         """Start index and completion of every answer."""
         self._metrics: dict[str, float] = {}
-        self._components: dict[str, float] = {}
-        self._value: float | None = None
-        self._error: str | None = None
         self._started = time.time()
         self._answered, self._seen = 0, 0
         """Numbers of messages and of images up to the last answer."""
         self.messages = list(messages)
         self.images = images
         self.stop_reason: str | None = None
+        self.result: RewardResult | None = None
+        """The reward that the workflow has set."""
 
     async def act(self, max_tokens: int | None = None) -> str:
         """Sample the model's next answer and return its text. Raises the errors of `Model.generate`."""
@@ -187,10 +186,7 @@ class Trajectory:
 
     def reward(self, value: float | RewardResult, components: dict[str, float] | None = None) -> None:
         """Set the reward of the trajectory, which may be an unknown result; without one, the run's reward scores it."""
-        result = value if isinstance(value, RewardResult) else RewardResult(float(value), components or {})
-        self._value = math.nan if result.value is None else result.value
-        self._components = {name: float(part) for name, part in result.components.items()}
-        self._error = result.reason
+        self.result = value if isinstance(value, RewardResult) else RewardResult(float(value), components or {})
 
     def step_reward(self, value: float, state: float | None = None) -> None:
         """Set the reward of the last answer alone and a key of the state before it (equal states, equal keys), for
@@ -220,6 +216,13 @@ class Trajectory:
         for start, completion in self._actions:
             yield self._ids[:start], completion
 
+    @property
+    def transcript(self) -> Transcript:
+        """The conversation up to the last answer."""
+        turns = tuple(self.messages[: self._answered])
+        given = sum(turn["role"] == "assistant" for turn in turns) - len(self._actions)
+        return Transcript(turns, self.images[: self._seen], self.stop_reason, max(0, given))
+
     def to_experience(self, experience_id: str, group_id: str, task: Task) -> Experience:
         """Build the row up to the end of the last answer. Arrays are [tokens]; the action mask is 1 on answers."""
         end = self._actions[-1][0] + len(self._actions[-1][1].token_ids)
@@ -233,9 +236,7 @@ class Trajectory:
             action_mask=mask,
             logprobs=logprobs,
             weight_versions=versions,
-            reward=self._value,
-            reward_components=self._components,
-            error=self._error,
+            reward=None if self.result is None else math.nan if self.result.value is None else self.result.value,
             stop_reason=self.stop_reason,
             turns=tuple(self.messages[: self._answered]),
             images=self.images[: self._seen],

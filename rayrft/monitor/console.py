@@ -35,7 +35,9 @@ def _step(r: StepRecord) -> str:
         parts += [f"reward {reward}", f"policy {r.policy_loss:+.4f}"]
     if r.distillation_loss:
         parts.append(f"distillation {r.distillation_loss:.4f}")
-    if r.expert_rows:
+    if r.preference_loss:
+        parts.append(f"pairs {r.preference_loss:.4f} ({r.pair_accuracy:.0%} right, by {r.pair_margin:.3f})")
+    elif r.expert_rows:
         parts.append(f"sft {r.sft_loss:.4f}")
     parts.append(f"{r.tokens_per_s:,.0f} tok/s")
     if r.usual_rows:

@@ -43,6 +43,9 @@ class StepRecord:
     ratio: float
     correction_weight: float
     logprob_gap: float
+    pair_accuracy: float
+    pair_margin: float
+    pair_score: float
     policy_tokens: int
     expert_tokens: int
     usual_rows: int

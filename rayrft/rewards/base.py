@@ -53,11 +53,15 @@ class Transcript:
     images: tuple[str, ...] = ()
     """Paths of all images in the conversation, in order."""
     stop_reason: str | None = None
+    given: int = 0
+    """Number of the assistant's messages that the model did not write, such as examples in the prompt; they come
+    first."""
 
     @classmethod
     def of(cls, task: Task, response: str) -> Self:
         """Return that of a task with one answer."""
-        return cls((*task.messages, {"role": "assistant", "content": response}), task.images)
+        given = sum(message["role"] == "assistant" for message in task.messages)
+        return cls((*task.messages, {"role": "assistant", "content": response}), task.images, given=given)
 
     @property
     def response(self) -> str:
@@ -67,7 +71,7 @@ class Transcript:
     @property
     def answers(self) -> list[str]:
         """The model's answers, in order."""
-        return [turn["content"] for turn in self.turns if turn["role"] == "assistant"]
+        return [turn["content"] for turn in self.turns if turn["role"] == "assistant"][self.given :]
 
 
 class RewardFunction(Protocol):
@@ -94,6 +98,9 @@ class BatchRewardModel(RewardModel, Protocol):
 
 
 Reward = RewardFunction | RewardModel
+"""What a factory makes. Of its attributes, where it has them, ``needs_auxiliary`` names auxiliary models that it asks,
+``longest_s`` is the time in seconds that it gives itself, which must be below its deadline, and ``notice`` is a line
+that is printed before a run starts."""
 Factory = TypeVar("Factory", bound="Callable[..., Reward]")
 
 rewards: Registry[Callable[..., Reward]] = Registry("reward")
@@ -134,7 +141,7 @@ def needed_modules(name: str) -> tuple[str, ...]:
     return modules
 
 
-def _checked(found: object, transcript: Transcript) -> RewardResult:
+def checked(found: object, transcript: Transcript) -> RewardResult:
     """Return a result whose numbers are finite, or an unknown one. Raises ValueError or TypeError if they are none."""
     if not isinstance(found, RewardResult):
         return RewardResult.of(float(cast("float", found)), {}, None)
@@ -144,10 +151,10 @@ def _checked(found: object, transcript: Transcript) -> RewardResult:
         raise ValueError(f"{len(found.turns)} rewards of turns, and the model had {len(transcript.answers)}")
     components = {name: float(value) for name, value in found.components.items()}
     turns, shaping = tuple(map(float, found.turns)), float(found.shaping)
-    checked = replace(found, value=float(found.value), components=components, turns=turns, shaping=shaping)
-    numbers = (cast("float", checked.value), shaping, *turns, *components.values())
-    wrong = [number for number in numbers if not math.isfinite(number)]
-    return _unknown(checked, found.reason or f"the reward is {wrong[0]}") if wrong else checked
+    value = float(found.value)
+    wrong = [number for number in (value, shaping, *turns, *components.values()) if not math.isfinite(number)]
+    result = replace(found, value=value, components=components, turns=turns, shaping=shaping)
+    return _unknown(result, found.reason or f"the reward is {wrong[0]}") if wrong else result
 
 
 def _unknown(found: RewardResult, reason: str | None) -> RewardResult:
@@ -170,7 +177,7 @@ def score_inline(reward: Reward, task: Task, transcript: Transcript) -> RewardRe
     """Return the result of a reward that is no coroutine; where it raises, or gives what is no number, an unknown with
     the error as its reason."""
     try:
-        return _checked(invoke(reward, task, transcript), transcript)
+        return checked(invoke(reward, task, transcript), transcript)
     except (Exception, SystemExit) as error:  # user code may raise anything; it becomes data
         return _raised(error)
 
@@ -180,7 +187,7 @@ async def score(reward: Reward, task: Task, transcript: Transcript) -> RewardRes
     started = time.perf_counter()
     try:
         found = invoke(reward, task, transcript)
-        result = _checked(await found if inspect.isawaitable(found) else found, transcript)
+        result = checked(await found if inspect.isawaitable(found) else found, transcript)
     except (Exception, SystemExit) as error:  # likewise
         result = _raised(error)
     except asyncio.CancelledError as error:
@@ -197,7 +204,7 @@ async def score_batch(reward: Reward, calls: Sequence[tuple[Task, Transcript]]) 
         started = time.perf_counter()
         try:
             found = cast("BatchRewardModel", reward).score_batch(calls)
-            results = [_checked(each, call[1]) for each, call in zip(found, calls, strict=True)]
+            results = [checked(each, call[1]) for each, call in zip(found, calls, strict=True)]
         except Exception:  # user code may raise anything; whose fault it is shows when each is alone
             results = []
         if results:

@@ -38,7 +38,7 @@ from typing import Any, Literal
 from rayrft.errors import ConfigError, DataError, SandboxFailed
 from rayrft.experience import Task
 from rayrft.rewards import code_runner
-from rayrft.rewards.base import Reward, RewardResult, register_reward
+from rayrft.rewards.base import RewardResult, register_reward
 from rayrft.rewards.code_values import literal, same_text, same_value
 from rayrft.rewards.sandbox import Limits, Outcome, Process, Sandbox, bytecode
 
@@ -70,17 +70,7 @@ class Verdict:
 
 
 @register_reward("code")
-def code(
-    language: Language = "python",
-    *,
-    partial: bool = False,
-    isolation: str = "auto",
-    packages: bool = False,
-    tolerance: float = 1e-6,
-    test_s: float = 4.0,
-    budget_s: float = 8.0,
-    memory_mib: int = 512,
-) -> Reward:
+class Code:
     """1 if the code passes all of the task's tests, else 0; with ``partial`` the share that it passes.
 
     The code is the last fenced block of the response in its language, or without a language; without any fence, it is
@@ -94,20 +84,33 @@ def code(
     has failed. The reward is unknown where tests cannot be run, or where a response passes its tests in time and there
     are too many for the budget.
     """
-    sandbox = Sandbox(isolation, packages=packages)
-    judge = Judge(sandbox, Limits(test_s, test_s, memory_mib), budget_s, tolerance)
 
-    def score(task: Task, response: str) -> RewardResult:
-        own: Language = task.metadata.get("language", language)
+    def __init__(
+        self,
+        language: Language = "python",
+        *,
+        partial: bool = False,
+        isolation: str = "auto",
+        packages: bool = False,
+        tolerance: float = 1e-6,
+        test_s: float = 4.0,
+        budget_s: float = 8.0,
+        memory_mib: int = 512,
+    ) -> None:
+        sandbox = Sandbox(isolation, packages=packages)
+        self._judge = Judge(sandbox, Limits(test_s, test_s, memory_mib), budget_s, tolerance)
+        self._language, self._partial = language, partial
+        self.longest_s, self.notice = budget_s, sandbox.describe()
+
+    def __call__(self, task: Task, response: str) -> RewardResult:
+        language: Language = task.metadata.get("language", self._language)
         tests = tests_of(task)
-        verdict = judge(task, extract(response, own), tests, own, until_failure=not partial)
+        verdict = self._judge(task, extract(response, language), tests, language, until_failure=not self._partial)
         share = sum(map(verdict.passed, range(len(tests)))) / len(tests)
         components = {"passed": share, "compiled": float(verdict.compiled)}
         reasons = [verdict.problem, *(why and f"test {number}: {why}" for number, why in enumerate(verdict.failures))]
         reason = next((why for why in reasons if why), None)
-        return RewardResult.of(share if partial else float(share == 1), components, reason)
-
-    return score
+        return RewardResult.of(share if self._partial else float(share == 1), components, reason)
 
 
 def checked_tests(

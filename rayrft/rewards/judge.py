@@ -25,8 +25,15 @@ class ChatModel(Protocol):
     def with_seed(self, seed: int | None) -> Self:
         """Return the same model; its answers are sampled by this seed, if there is one."""
 
-    async def chat(self, messages: Messages, *, max_tokens: int | None = None, temperature: float | None = None) -> str:
-        """Return its answer to a conversation."""
+    async def chat(
+        self,
+        messages: Messages,
+        *,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        json_schema: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return its answer to a conversation, which follows the schema if there is one."""
 
 
 _RUBRIC = "The answer is right, complete, to the point, and follows from what it says before."
@@ -111,6 +118,17 @@ class Judge:
             )
         except (KeyError, IndexError, ValueError) as error:
             raise _invalid(f"the template has another place or brace: {error}", "template", template) from None
+        verdict: dict[str, Any] = (
+            {"grade": {"type": "integer", "enum": list(range(low, high + 1))}}
+            if compare == "none"
+            else {"better": {"enum": ["A", "B", "tie"]}}
+        )
+        self._schema = {
+            "type": "object",
+            "properties": {"reason": {"type": "string"}, **verdict},
+            "required": ["reason", *verdict],
+            "additionalProperties": False,
+        }
         self._model: ChatModel | None = Endpoint(url, model, key_variable) if url and model else None
 
     def use(self, models: Mapping[str, ChatModel]) -> None:
@@ -151,7 +169,7 @@ class Judge:
         model = self._model
         assert model is not None  # `use` was called
         seed = int.from_bytes(_digest(task.id, transcript.response)[:3])
-        sampling = {"max_tokens": self._max_tokens, "temperature": self._temperature}
+        sampling = {"max_tokens": self._max_tokens, "temperature": self._temperature, "json_schema": self._schema}
         replies = await asyncio.gather(
             *(model.with_seed(seed + vote).chat(messages, **sampling) for vote in range(self._votes))  # type: ignore[arg-type]
         )
@@ -236,14 +254,25 @@ class Endpoint:
     def with_seed(self, seed: int | None) -> Endpoint:
         return Endpoint(self.url, self.model, self.key_variable, seed, self.client)
 
-    async def chat(self, messages: Messages, *, max_tokens: int | None = None, temperature: float | None = None) -> str:
+    async def chat(
+        self,
+        messages: Messages,
+        *,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        json_schema: Mapping[str, Any] | None = None,
+    ) -> str:
+        constraint = {
+            "type": "json_schema",
+            "json_schema": {"name": "verdict", "schema": json_schema, "strict": True},
+        }
         reply = await self.client.chat.completions.create(
             model=self.model,
             messages=messages,
             max_tokens=max_tokens,
             temperature=temperature,
             seed=self.seed,
-            response_format={"type": "json_object"},
+            **({"response_format": constraint} if json_schema else {}),
         )
         return reply.choices[0].message.content or ""
 

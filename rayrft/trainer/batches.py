@@ -44,6 +44,8 @@ class TrainRow:
     """Whether the answer was cut for its length."""
     pair: int | None = None
     chosen: bool = False
+    margin: float = 0.0
+    """By how much the chosen row of its pair is the better one, if that is known."""
     images: tuple[str, ...] = ()
     group: str = ""
     experience: str = ""
@@ -101,7 +103,9 @@ def read_rows(batch: pa.RecordBatch, part: BlockRows, algorithm: Algorithm, *, s
         list_column(batch.column(name), indices) for name in ("token_ids", "action_mask", "logprobs")
     )
     taken = (
-        batch.select(["source", "reward", "pair_id", "chosen", "images", "group_id", "experience_id", "stop_reason"])
+        batch.select(
+            ["source", "reward", "pair_id", "chosen", "margin", "images", "group_id", "experience_id", "stop_reason"]
+        )
         .take(pa.array(indices))
         .to_pydict()
     )
@@ -128,6 +132,7 @@ def read_rows(batch: pa.RecordBatch, part: BlockRows, algorithm: Algorithm, *, s
                 truncated=taken["stop_reason"][i] == "length",
                 pair=pair,
                 chosen=bool(taken["chosen"][i]),
+                margin=taken["margin"][i] or 0.0,
                 images=tuple(taken["images"][i] or ()),
                 group=taken["group_id"][i],
                 experience=taken["experience_id"][i],
@@ -265,6 +270,7 @@ def _flatten(rows: list[TrainRow], device: torch.device) -> MicroBatch:
         truncated=torch.tensor([row.truncated for row in rows], device=device),
         pair=torch.tensor([-1 if row.pair is None else pairs[row.pair] for row in rows], device=device),
         chosen=torch.tensor([row.chosen for row in rows], device=device),
+        margin=torch.tensor([row.margin for row in rows], dtype=torch.float32, device=device),
     )
     images = tuple(row.images for row in rows)
     token_ids = _join([row.token_ids for row in rows]).to(device, torch.int64)

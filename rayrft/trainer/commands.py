@@ -99,7 +99,8 @@ class Score(Command[list[list[float]]]):
 
 @dataclass(frozen=True)
 class Save(Command[str]):
-    """Write the weights as a Hugging Face folder and register it as a checkpoint with Ray Train."""
+    """Write the weights of what the stage trains as a Hugging Face folder and register it as a checkpoint with Ray
+    Train."""
 
     folder: Path
 

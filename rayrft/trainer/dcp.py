@@ -32,9 +32,13 @@ from rayrft.trainer.learner import Learner
 from rayrft.trainer.model import load_hf
 from rayrft.trainer.optimizer import Optimizer
 from rayrft.trainer.policy import Policy
+from rayrft.trainer.reward_model import RewardClassifier
 from rayrft.trainer.value_model import Critic
 
 State = dict[str, Any]
+
+_POLICY, _REWARD_MODEL = "policy", "reward_model"
+"""Names of models in a checkpoint."""
 
 
 class Checkpointer:
@@ -59,9 +63,9 @@ class Checkpointer:
     def load_policy(self, policy: Policy, folder: Path) -> None:
         """Load the weights and nothing else. Raises as `load` does."""
         self._rebase(policy, folder)
-        state: State = {"policy": _trained(policy)}
+        state: State = {_POLICY: _trained(policy)}
         self._read(state, folder)
-        set_model_state_dict(policy, state["policy"], options=_TRAINED_ONLY)
+        set_model_state_dict(policy, state[_POLICY], options=_TRAINED_ONLY)
 
     def load(self, learner: Learner, critic: Critic | None, folder: Path) -> None:
         """Load all state of the open stage: weights, optimisers, schedules, reference.
@@ -76,7 +80,7 @@ class Checkpointer:
         self._read(state, folder)
         for name, (model, optimizer) in _models(learner, critic).items():
             set_model_state_dict(model, state[name], options=_TRAINED_ONLY)
-            if (moments := state.get(_optimizer(name))) is not None:
+            if optimizer is not None and (moments := state.get(_optimizer(name))) is not None:
                 set_optimizer_state_dict(model, optimizer.adam, moments)
         learner.restore(state["learner"], state.get(_rng_key(learner)))
 
@@ -106,12 +110,13 @@ def read_base(folder: Path) -> str:
     return _resolve(state["base"], folder)
 
 
-def load_weights(folder: Path, weights: dict[str, torch.Tensor]) -> None:
-    """Fill ``weights`` (by their checkpoint names) from a checkpoint, without a process group.
+def load_weights(folder: Path, model: Policy | RewardClassifier) -> None:
+    """Fill the trainable parameters of a model from a checkpoint, without a process group.
 
     Raises as `Checkpointer.load` does.
     """
-    state = {"policy": {f"model.{name}": tensor for name, tensor in weights.items()}}
+    trained = {name: weight.detach() for name, weight in model.named_parameters() if weight.requires_grad}
+    state = {_POLICY if isinstance(model, Policy) else _REWARD_MODEL: trained}
     with _typed_errors(folder):
         load(state, checkpoint_id=str(folder), no_dist=True)
 
@@ -155,9 +160,11 @@ def _unreadable(error: BaseException, folder: Path) -> RayrftError:
     )
 
 
-def _models(learner: Learner, critic: Critic | None) -> dict[str, tuple[nn.Module, Optimizer]]:
-    policy: dict[str, tuple[nn.Module, Optimizer]] = {"policy": (learner.policy, learner.optimizer)}
-    return policy if critic is None else {**policy, "critic": (critic, critic.optimizer)}
+def _models(learner: Learner, critic: Critic | None) -> dict[str, tuple[nn.Module, Optimizer | None]]:
+    """Return the models with their optimisers; the policy has none where a reward model is trained."""
+    models: dict[str, tuple[nn.Module, Optimizer | None]] = {_POLICY: (learner.policy, None)}
+    models[_POLICY if learner.reward_model is None else _REWARD_MODEL] = (learner.trained, learner.optimizer)
+    return models if critic is None else {**models, "critic": (critic, critic.optimizer)}
 
 
 def _state(learner: Learner, critic: Critic | None, folder: Path, written: set[str] | None = None) -> State:
@@ -167,7 +174,8 @@ def _state(learner: Learner, critic: Critic | None, folder: Path, written: set[s
     for name, (model, optimizer) in _models(learner, critic).items():
         state[name] = _trained(model)
         # Before its first update an optimiser has no state, and reading it would create one.
-        if _optimizer(name) in parts if parts is not None else optimizer.adam.state:
+        written_to = _optimizer(name) in parts if parts is not None else optimizer and optimizer.adam.state
+        if optimizer is not None and written_to:
             state[_optimizer(name)] = get_optimizer_state_dict(model, optimizer.adam)
     if parts is None or _rng_key(learner) in parts:
         state[_rng_key(learner)] = learner.rng.state()

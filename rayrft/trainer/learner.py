@@ -33,12 +33,16 @@ from rayrft.trainer.optimizer import Optimizer
 from rayrft.trainer.policy import Policy, scored_batch
 from rayrft.trainer.reference import Reference
 from rayrft.trainer.result import CriticUpdate, StepResult, Update
+from rayrft.trainer.reward_model import RewardClassifier
 from rayrft.trainer.rng import RngState
 from rayrft.trainer.value_model import Critic
 
 
 class Learner:
-    """The policy (sharded or not), its optimiser and the loss. Every method is a collective over the default group."""
+    """The policy (sharded or not), its optimiser and the loss. Every method is a collective over the default group.
+
+    In a stage with a reward model, that is what is `trained`, and the policy stays as it is.
+    """
 
     def __init__(
         self, policy: Policy, *, micro_batch_tokens: int, temperature: float, device: torch.device, seed: int = 0
@@ -58,6 +62,7 @@ class Learner:
         update: UpdateConfig | None = None,
         critic: Critic | None = None,
         teacher: Policy | None = None,
+        reward_model: RewardClassifier | None = None,
     ) -> None:
         """Begin a stage with a new optimiser, schedule and reference, and the RNG reseeded."""
         self.rng.reseed(step=0)
@@ -66,16 +71,16 @@ class Learner:
         self._update_config = update or UpdateConfig()
         self._step = 0
         self._critic_warmup_steps = self._update_config.critic_warmup_steps if critic is not None else 0
-        self.optimizer = Optimizer(
-            self.policy.parameters(), optimizer, steps - self._critic_warmup_steps, self._update_config.updates_per_step
-        )
+        self.reward_model = reward_model
+        updates = self._update_config.updates_per_step
+        self.optimizer = Optimizer(self.trained.parameters(), optimizer, steps - self._critic_warmup_steps, updates)
         self.reference = Reference(self.policy) if algorithm.needs_reference else None
         self.critic = critic
         self.teacher = teacher
 
     def close_stage(self) -> None:
         """Free the models and moments of the open stage, if there is one."""
-        self.critic = self.teacher = self.reference = None
+        self.critic = self.teacher = self.reference = self.reward_model = None
         if hasattr(self, "optimizer"):
             del self.optimizer
 
@@ -106,6 +111,11 @@ class Learner:
         self._coefficients = self._coefficients.update(kl=result.kl, entropy=result.entropy, sequences=sequences)
         self._algorithm = self._coefficients.applied(self._algorithm)
         return result
+
+    @property
+    def trained(self) -> Policy | RewardClassifier:
+        """What the open stage trains, besides a critic."""
+        return self.policy if self.reward_model is None else self.reward_model
 
     @property
     def algorithm(self) -> Algorithm:
@@ -162,7 +172,7 @@ class Learner:
 
     def _make_micro_batches(self, mini_batches: list[list[TrainRow]]) -> Batches:
         """Split mini-batches into micro-batches, with empty ones added so that all ranks have the same number."""
-        models = [model for model in (self.policy, self.critic, self.teacher) if model is not None]
+        models = [model for model in (self.trained, self.critic, self.teacher) if model is not None]
         padded = not all(model.packs for model in models)
         batches = [micro_batches(rows, self._micro_batch_tokens, self._device, padded=padded) for rows in mini_batches]
         most = self._reduce(torch.tensor([len(batch) for batch in batches]), dist.ReduceOp.MAX).tolist()
@@ -234,13 +244,16 @@ class Learner:
         return LossParts.unstack(self._reduce(total))
 
     def _backward_micro(self, micro: MicroBatch, over: Denominators, *, last: bool) -> Tensor:
-        if isinstance(self.policy, FSDPModule):
-            self.policy.set_requires_gradient_sync(last)
+        if isinstance(self.trained, FSDPModule):
+            self.trained.set_requires_gradient_sync(last)
         with blaming(micro):
-            output = self.policy.output(
-                micro, temperature=self._temperature, entropy_gradient=self._algorithm.needs_entropy_gradient
-            )
-            parts = self._algorithm.loss(output, micro.tokens, over, step=self._policy_step)
+            if self.reward_model is not None:
+                parts = self._algorithm.score_loss(self.reward_model(micro), micro.tokens, over)
+            else:
+                output = self.policy.output(
+                    micro, temperature=self._temperature, entropy_gradient=self._algorithm.needs_entropy_gradient
+                )
+                parts = self._algorithm.loss(output, micro.tokens, over, step=self._policy_step)
             # FSDP averages gradients over ranks, but the loss is already divided by global counts: scale to a sum.
             if torch.is_grad_enabled():
                 torch.autograd.backward(parts.loss * self._ranks)

@@ -31,7 +31,8 @@ from rayrft.trainer.lora import checkpoint_name
 from rayrft.trainer.policy import Policy
 
 if TYPE_CHECKING:
-    from rayrft.trainer.value_model import Critic
+    from rayrft.trainer.lora import Lora
+    from rayrft.trainer.value_model import ScalarHead
 
 
 def load_policy(path: str, field: str = "model.path") -> Policy:
@@ -55,7 +56,7 @@ def load_policy(path: str, field: str = "model.path") -> Policy:
     return Policy(model, images)
 
 
-Sharded = TypeVar("Sharded", bound="Policy | Critic")
+Sharded = TypeVar("Sharded", bound="Policy | ScalarHead")
 
 
 def shard(policy: Sharded, mesh: DeviceMesh, compute: torch.dtype, *, cpu_offload: bool = False) -> Sharded:
@@ -104,11 +105,17 @@ def save_hf(policy: Policy, tokenizer_from: str, folder: Path, *, writer: bool) 
 
     A collective; only the ``writer`` rank writes.
     """
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state: dict[str, Any] = get_model_state_dict(policy, options=options)
+    state = gathered(policy)
     if not writer:
         return
     write_hf(policy, {name.removeprefix("model."): tensor for name, tensor in state.items()}, tokenizer_from, folder)
+
+
+def gathered(model: nn.Module) -> dict[str, Tensor]:
+    """Return all parameters of a sharded model, in CPU memory. A collective; they are on the first rank alone."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state: dict[str, Any] = get_model_state_dict(model, options=options)
+    return state
 
 
 def write_hf(policy: Policy, state: dict[str, Tensor], tokenizer_from: str, folder: Path) -> None:
@@ -119,13 +126,27 @@ def write_hf(policy: Policy, state: dict[str, Tensor], tokenizer_from: str, fold
     weights = {checkpoint_name(name): tensor for name, tensor in state.items()}
     weights = {name: tensor for name, tensor in weights.items() if name not in tied}
     if policy.lora is not None:
-        exact = load_policy(policy.lora.base).model.state_dict()
+        exact = exact_weights(policy.lora)
         weights = policy.lora.merged({name: exact.get(name, tensor) for name, tensor in weights.items()})
+    write_folder(policy.model, weights, tokenizer_from, folder, policy.images)
+
+
+def exact_weights(lora: Lora, *, decoder: bool = False) -> dict[str, Tensor]:
+    """Return the frozen weights under an adapter as they are in their files, of the whole model or its ``decoder``."""
+    model = load_policy(lora.base).model
+    weights: dict[str, Tensor] = (model.base_model if decoder else model).state_dict()
+    return weights
+
+
+def write_folder(
+    model: Any, weights: dict[str, Tensor], tokenizer_from: str, folder: Path, images: ImageReader | None = None
+) -> None:
+    """Write a Hugging Face folder of a model with these weights, by the names in its files."""
     with atomic_folder(folder) as temporary:
-        policy.model.save_pretrained(temporary, state_dict=weights)
+        model.save_pretrained(temporary, state_dict=weights)
         _save_tokenizer(tokenizer_from, temporary)
-        if policy.images is not None:
-            policy.images.processor.save_pretrained(temporary)
+        if images is not None:
+            images.processor.save_pretrained(temporary)
 
 
 def write_adapter(policy: Policy, base: str, tokenizer_from: str, folder: Path) -> None:

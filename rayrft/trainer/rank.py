@@ -22,6 +22,7 @@ from rayrft.trainer.lora import Lora
 from rayrft.trainer.model import Sharded, load_hf, load_policy, save_hf, shard
 from rayrft.trainer.policy import Policy
 from rayrft.trainer.result import StepResult
+from rayrft.trainer.reward_model import RewardClassifier, padding_of
 from rayrft.trainer.trainer import RankSetup, Trainer
 from rayrft.trainer.value_model import Critic
 from rayrft.trainer.weight_sender import WeightSender
@@ -89,7 +90,10 @@ class Rank:
                 stage.critic_optimizer, stage.steps, self._setup.config.ranks, stage.update.updates_per_step
             )
         teacher = self._make_teacher(stage.teacher) if stage.teacher else None
-        self.learner.open_stage(algorithm, stage.optimizer, stage.steps, stage.update, self._critic, teacher)
+        reward_model = self._make_reward_model() if algorithm.trains_reward_model else None
+        self.learner.open_stage(
+            algorithm, stage.optimizer, stage.steps, stage.update, self._critic, teacher, reward_model
+        )
 
     def train(self, lease: Lease) -> StepResult | None:
         """Execute `Train`."""
@@ -123,7 +127,10 @@ class Rank:
         """Execute `Save`."""
         import ray.train
 
-        save_hf(self.learner.policy, self._setup.model, folder, writer=self._index == 0)
+        if self.learner.reward_model is not None:
+            self.learner.reward_model.save(self._setup.model, folder, writer=self._index == 0)
+        else:
+            save_hf(self.learner.policy, self._setup.model, folder, writer=self._index == 0)
         checkpoint = ray.train.Checkpoint.from_directory(str(folder)) if self._index == 0 else None
         ray.train.report(
             {},
@@ -132,9 +139,9 @@ class Rank:
         )
         return str(folder)
 
-    def _load_policy(self) -> Policy:
-        """Load the run's original model."""
-        policy = self._place(load_policy(self._setup.model))
+    def _load_policy(self, path: str | None = None) -> Policy:
+        """Load the run's original model, or another of its kind."""
+        policy = self._place(load_policy(path or self._setup.model))
         if self._setup.config.gradient_checkpointing:
             policy.checkpoint_layers()
         return policy
@@ -161,6 +168,15 @@ class Rank:
         policy = self._load_policy()
         self._configure(policy)
         return self._shard(Critic(policy))
+
+    def _make_reward_model(self) -> RewardClassifier:
+        """Create a reward model for a stage, initialised from the current policy."""
+        lora = self.learner.policy.lora
+        policy = self._load_policy(lora.base if lora is not None else None)
+        self._configure(policy)
+        model = self._shard(RewardClassifier(policy, padding_of(self._setup.model)))
+        model.copy_decoder(self.learner.policy)
+        return model
 
     def _make_teacher(self, path: str) -> Policy:
         """Load a stage's teacher, frozen, in the compute dtype."""

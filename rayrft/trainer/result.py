@@ -44,7 +44,9 @@ class StepResult:
     Losses are unweighted. Policy metrics are means over own action tokens, 0 if there are none. ``kl`` is the mean of
     the first epoch, which sees every row once. ``logprob_gap`` and ``first_update`` are of the first update that has
     own rows. ``correction_weight`` is 1 without a correction. Coefficients are those of this step, 0 without such a
-    term. ``value_errors``: see `rayrft.trainer.annotation.value_errors`; empty without a critic.
+    term. Those of pairs are means over the pairs of a preference loss or a reward model: how many have the higher score
+    for the chosen answer, by how much, and the scores themselves, which are `Pairs.scores` or a reward model's.
+    ``value_errors``: see `rayrft.trainer.annotation.value_errors`; empty without a critic.
     """
 
     loss: float
@@ -64,6 +66,9 @@ class StepResult:
     ratio: float
     correction_weight: float
     logprob_gap: float
+    pair_accuracy: float
+    pair_margin: float
+    pair_score: float
     policy_tokens: int
     expert_tokens: int
     train_s: float
@@ -90,6 +95,10 @@ class StepResult:
             tokens = sum(update.over.policy_tokens for update in some)
             return sum(float(getattr(update.parts, name)) for update in some) / max(tokens, 1.0)
 
+        def per_pair(name: str) -> float:
+            pairs = sum(update.over.pairs for update in updates)
+            return sum(float(getattr(update.parts, name)) for update in updates) / max(pairs, 1.0)
+
         def kl(some: list[Update]) -> float:
             """Average the updates' means, weighted by their tokens."""
             tokens = sum(update.over.policy_tokens for update in some)
@@ -114,6 +123,9 @@ class StepResult:
             ratio=per_token("ratio", updates),
             correction_weight=1.0 if algorithm.correction == NONE else per_token("correction", updates),
             logprob_gap=per_token("logprob_gap", first),
+            pair_accuracy=per_pair("pair_accuracy"),
+            pair_margin=per_pair("pair_margin"),
+            pair_score=per_pair("pair_score"),
             policy_tokens=round(sum(update.over.policy_tokens for update in updates) / epochs),
             expert_tokens=round(sum(update.over.expert_tokens for update in updates) / epochs),
             train_s=train_s,

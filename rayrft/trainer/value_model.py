@@ -1,4 +1,4 @@
-"""The critic: a separate model that estimates state values, for algorithms with per-token advantages."""
+"""Models that estimate values: a language model's decoder with a scalar head."""
 
 from __future__ import annotations
 
@@ -15,23 +15,33 @@ from rayrft.trainer.policy import Policy, model_inputs
 from rayrft.trainer.vision import run_model
 
 
-class Critic(nn.Module):
-    """The decoder of a language model with a scalar value head.
+class ScalarHead(nn.Module):
+    """The decoder of a policy's model, as the submodule ``model``, with a head of one output.
 
-    It is initialised with the weights of the policy's model and a zero head, so that all values start at 0. If that
-    model has an adapter, only adapter and head are trained.
+    The head is zero at first, and so is every output. If the policy has an adapter, only adapter and head are trained.
     """
 
     def __init__(self, policy: Policy) -> None:
         super().__init__()
         self.packs = policy.packs
         self.images = policy.images
+        self.lora = policy.lora
         self.model = policy.model.base_model
         config = self.model.config.get_text_config()
         example = next(self.model.parameters())
         dtype = torch.promote_types(example.dtype, torch.float32)  # frozen weights may be in half precision
         self.head = nn.Linear(config.hidden_size, 1, bias=False, dtype=dtype, device=example.device)
         nn.init.zeros_(self.head.weight)
+
+    def outputs(self, batch: MicroBatch, at: Tensor) -> Tensor:
+        """Compute the outputs in the states after the tokens ``at`` (int64), one each."""
+        inputs, states = model_inputs(batch, packs=self.packs, images=self.images, at=at)
+        values: Tensor = self.head(run_model(self.model, inputs).last_hidden_state.flatten(0, 1)[states]).squeeze(-1)
+        return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+class Critic(ScalarHead):
+    """Estimates state values, for algorithms with per-token advantages."""
 
     def open_stage(self, config: OptimizerConfig, steps: int, ranks: int, updates_per_step: int = 1) -> None:
         """Begin a stage with a new optimiser."""
@@ -44,10 +54,7 @@ class Critic(nn.Module):
         at = batch.predicted - 1
         if final:
             at = torch.cat([at, torch.tensor(batch.lengths, device=at.device).cumsum(0) - 1])
-        inputs, states = model_inputs(batch, packs=self.packs, images=self.images, at=at)
-        values = self.head(run_model(self.model, inputs).last_hidden_state.flatten(0, 1)[states]).squeeze(-1)
-        values = values.to(torch.promote_types(values.dtype, torch.float32))
-        before, ends = values.split([len(batch.predicted), len(at) - len(batch.predicted)])
+        before, ends = self.outputs(batch, at).tensor_split([len(batch.predicted)])
         return before.new_zeros(len(batch.token_ids)).index_copy(0, batch.predicted, before), ends
 
     @torch.no_grad()

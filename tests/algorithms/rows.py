@@ -82,6 +82,7 @@ def collate(rows: list[Row], numbers: list[int], leaves: list[dict[str, Tensor]]
         final_values=torch.tensor([row.weight - 1.0 for row in picked], dtype=picked[0].fields["values"].dtype),
         pair=torch.tensor([pairs.index(row.pair) if row.pair >= 0 else -1 for row in picked]),
         chosen=torch.tensor([row.chosen for row in picked]),
+        margin=torch.tensor([0.1 * row.pair for row in picked], dtype=picked[0].fields["values"].dtype),
         **{name: torch.cat([row.fields[name] for row in picked]) for name in PER_TOKEN},
     )
     return batch, PolicyOutput(*(torch.cat([leaves[number][name] for number in numbers]) for name in OUTPUT))
@@ -94,7 +95,10 @@ def step(algorithm: Algorithm, rows: list[Row], split: list[list[int]]) -> tuple
     over = Denominators.of(count([batch for batch, _ in batches]))
     parts = []
     for batch, output in batches:
-        share = algorithm.loss(output, batch, over, step=20)
+        if algorithm.trains_reward_model:
+            share = algorithm.score_loss(batch.mean(output.logprobs), batch, over)
+        else:
+            share = algorithm.loss(output, batch, over, step=20)
         share.loss.backward()
         parts.append(share.stack())
     gradients = [

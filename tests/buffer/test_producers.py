@@ -7,9 +7,11 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import ray
 
+from rayrft.buffer import client
 from rayrft.buffer.client import BufferWriter
 from rayrft.buffer.ledger import Ledger
 from rayrft.data.task_sampler import TaskSet
@@ -18,6 +20,7 @@ from rayrft.experience import Experience, pack, to_batch
 from tests.buffer.actor import Start, admit, ledger, put
 from tests.buffer.rows import expert_rows, group, plan, trained_ids
 from tests.errors import about
+from tests.scripted import handle
 
 
 def test_admission_waits_for_new_weights_and_is_woken_by_them(buffer: Any) -> None:
@@ -63,10 +66,30 @@ def test_a_group_without_a_good_row_gives_its_place_back(buffer: Any) -> None:
 
 
 def test_rows_of_another_schema_are_refused(buffer: Any) -> None:
-    import pyarrow as pa
-
     with pytest.raises(DataError, check=about("schema")):
         asyncio.run(BufferWriter(buffer).put(pa.RecordBatch.from_pydict({"group_id": ["x"]})))
+
+
+def test_a_group_that_cannot_be_sent_is_an_error_of_its_own(buffer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full object store, for example: who waits for the receipt must not wait for ever."""
+    payload, errors = client._payload, [OSError("full")]
+
+    def sometimes(message: pa.Buffer) -> Any:
+        if errors:
+            raise errors.pop()
+        return payload(message)
+
+    async def put_two() -> list[Any]:
+        writer = BufferWriter(handle(buffer))
+        async with asyncio.timeout(60):
+            first = await asyncio.gather(writer.put(to_batch(group(0)), ticket=one), return_exceptions=True)
+            return [*first, await writer.put(to_batch(group(1)), ticket=two)]
+
+    monkeypatch.setattr(client, "_payload", sometimes)
+    ray.get(buffer.open_stage.remote(plan(2)))
+    one, two = ray.get(admit(buffer, 10))
+    refused, receipt = asyncio.run(put_two())
+    assert isinstance(refused, OSError) and receipt.faults == ()
 
 
 def test_a_group_of_an_ended_stage_is_not_taken_for_one_of_the_next(buffer: Any) -> None:

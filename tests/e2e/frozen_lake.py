@@ -9,28 +9,23 @@ model a better copy of both: which of the two to be is what only the reward can 
 
 from __future__ import annotations
 
-import json
-import sys
-import tempfile
 from collections import deque
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from gymnasium.envs.toy_text.frozen_lake import generate_random_map
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
-import rayrft
 from rayrft.experience import Task
 from rayrft.explorer.environments.gymnasium import GymnasiumEnvironment
 from rayrft.trainer.tiny import make_tokenizer
+from tests.e2e import lessons
+from tests.e2e.lessons import main, make_stages, write_model, write_rows
 
 SIZE, ICE, STEPS = 4, 0.7, 10
 SEEING = 0.4
 """Share of the demonstrations that look where the holes are."""
 ACTIONS = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
-Rows = list[dict[str, Any]]
 
 
 def write_task(folder: Path, seed: int, *, demonstrations: int = 300) -> None:
@@ -40,74 +35,27 @@ def write_task(folder: Path, seed: int, *, demonstrations: int = 300) -> None:
     # The tasks' maps are those of small seeds.
     known = [generate_random_map(SIZE, ICE, seed=1_000_000 + 1000 * seed + number) for number in range(demonstrations)]
     walks = [_walk(desc, chance) for desc in known]
-    _write(folder / "mixed.jsonl", [walk for walk, _ in walks])
-    _write(folder / "good.jsonl", [walk for walk, arrived in walks if arrived])
+    write_rows(folder / "mixed.jsonl", [walk for walk, _ in walks])
+    write_rows(folder / "good.jsonl", [walk for walk, arrived in walks if arrived])
     seen = [message["content"] for walk, _ in walks for message in walk["messages"] if message["role"] == "user"]
     lines = [[line for line in text.splitlines() if " " in line] for text in seen if "Actions" in text]
     tokenizer = make_tokenizer(["\n".join(each) for each in lines], [])  # the tiles of a map are tokens of their own
     tokenizer.add_tokens([*ACTIONS, "You reached the goal.", "You fell into a hole."])
-    tokenizer.save_pretrained(folder / "model")
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=32,
-        max_position_embeddings=768,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder / "model")
+    write_model(folder / "model", tokenizer, seed, 768)
 
 
 def make_config(folder: Path, seed: int, *, steps: int = 60, controls: bool = True) -> dict[str, Any]:
     """Return the config of a warm-up on the demonstrations, controls from it, and GRPO from it."""
-    sft = {"algorithm": {"name": "sft"}, "batch_size": 32}
-    more = [
-        {
-            "name": f"{rows}-{lr:g}".replace(".", "_"),
-            "start_from": "warmup",
-            "demonstrations": rows,
-            "steps": 120,
-            "evaluate_every": 60,
-            "optimizer": {"lr": lr},
-            **sft,
-        }
-        for rows in ("mixed", "good")
-        for lr in (3e-3, 1e-3, 3e-4)
-    ]
-    warmup = {
-        "name": "warmup",
-        "demonstrations": "mixed",
-        "steps": 200,
-        "optimizer": {"lr": 1e-3, "schedule": "linear"},
-        **sft,
-    }
-    grpo = {
-        "name": "grpo",
-        "start_from": "warmup",
-        "algorithm": {"name": "grpo", "clip_low": 0.2, "clip_high": 0.28},
-        "steps": steps,
-        "batch_size": 128,
-        "group_size": 8,
-        "evaluate_every": 25,
-        "optimizer": {"lr": 2e-4},
-    }
+    grpo = {"steps": steps, "batch_size": 128, "group_size": 8, "evaluate_every": 25, "optimizer": {"lr": 2e-4}}
     lake = {"source": "gymnasium", "dataset": "FrozenLake-v1", "options": {"size": SIZE, "p": ICE}, "size": 3000}
-    return {
-        "name": f"frozen-lake-{seed}",
-        "storage": str(folder / "runs"),
-        "seed": seed,
-        "model": {"path": str(folder / "model"), "max_length": 768},
-        "tasks": {"eval_size": 200, "sources": [lake]},
-        "demonstrations": {name: {"path": str(folder / f"{name}.jsonl")} for name in ("mixed", "good")},
-        "reward": {"truncated": "score"},
-        "explorer": {
+    return lessons.make_config(
+        "frozen-lake",
+        folder,
+        seed,
+        max_length=768,
+        tasks={"eval_size": 200, "sources": [lake]},
+        reward={"truncated": "score"},
+        explorer={
             "workflow": "episode",
             "workflow_options": {"episode": {"max_steps": STEPS}},
             "environment": {"name": "gymnasium", "processes": 128, "spares": 8},
@@ -115,9 +63,10 @@ def make_config(folder: Path, seed: int, *, steps: int = 60, controls: bool = Tr
             "sampling": {"max_tokens": 4, "max_prompt_tokens": 256},
             "over_sampling": 1.25,
         },
-        "trainer": {"ranks": 1},
-        "stages": [warmup, grpo, *(more if controls else [])],
-    }
+        stages=make_stages(
+            batch_size=32, warmup_steps=200, grpo=grpo, control_steps=120, control_every=60, controls=controls
+        ),
+    )
 
 
 def _walk(desc: list[str], chance: np.random.Generator) -> tuple[dict[str, Any], bool]:
@@ -159,14 +108,5 @@ def _best_actions(desc: list[str]) -> dict[tuple[int, int], str]:
     return best
 
 
-def _write(path: Path, rows: Rows) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 if __name__ == "__main__":
-    number = int(sys.argv[1]) if sys.argv[1:] else 0
-    place = Path(sys.argv[2] if sys.argv[2:] else tempfile.mkdtemp())
-    write_task(place, number)
-    run = rayrft.start(make_config(place, number))
-    run.result()
-    print(run.evaluations().to_string())
+    main(write_task, make_config)

@@ -75,7 +75,9 @@ def engine(ray_cluster: Any, tiny_model: Path, tmp_path_factory: pytest.TempPath
     actor = (
         ray.remote(RolloutEngine).options(num_cpus=0.5, max_concurrency=1000, runtime_env={"env_vars": bare}).remote()
     )
-    ray.get(actor.start.remote(str(tiny_model), EngineConfig(), max_length=64, dtype="float32", seed=0))
+    ray.get(
+        actor.start.remote(str(tiny_model), EngineConfig(), max_length=64, dtype="float32", seed=0, structured=True)
+    )
     host = "127.0.0.1"
     store = open_store(host, 60)
     link = Link("gloo", host, store.port, number=1, senders=1, receivers=1, timeout_s=60)

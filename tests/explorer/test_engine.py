@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -91,6 +93,18 @@ def test_an_answer_ends_with_its_stop_token_or_at_the_limit(engine: EngineUnderT
             assert completion.token_ids[-1] == eos and eos not in completion.token_ids[:-1]
         else:
             assert len(completion.token_ids) == 40 and eos not in completion.token_ids
+
+
+def test_an_answer_follows_a_json_schema(engine: EngineUnderTest, tiny_model: Path) -> None:
+    tokenizer = ChatTokenizer(str(tiny_model))
+    properties = {"grade": {"type": "integer", "enum": [3, 12]}}
+    schema = {"type": "object", "properties": properties, "required": ["grade"], "additionalProperties": False}
+    asked = replace(sampling(max_tokens=60, stop=(tokenizer.eos_id,)), json_schema=json.dumps(schema))
+    answers = ray.get(engine.actor.generate.remote(Request(PROMPT, 3, asked)))
+    found = [json.loads(tokenizer.decode(list(each.token_ids))) for each in answers]
+    assert all(each in ({"grade": 3}, {"grade": 12}) for each in found), found
+    with pytest.raises(RequestRefused):
+        ray.get(engine.actor.generate.remote(Request(PROMPT, 1, replace(asked, json_schema='{"type": "nothing"}'))))
 
 
 def test_an_answer_that_repeats_itself_is_stopped_with_its_own_reason(engine: EngineUnderTest) -> None:

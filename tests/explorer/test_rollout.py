@@ -22,6 +22,7 @@ from rayrft.explorer.calls import GroupCalls
 from rayrft.explorer.engines.exchange import Completion, Request, Sampling, Session
 from rayrft.explorer.environments import EnvironmentClient, Step, as_messages
 from rayrft.explorer.rollout import Rollout, Runner
+from rayrft.explorer.scoring import apply_rewards
 from rayrft.explorer.trajectory import ContextFull, Model, Trajectory
 from rayrft.explorer.workflows import register_workflow
 from rayrft.rewards import RewardResult, Transcript
@@ -289,6 +290,56 @@ async def test_why_a_reward_is_unknown_is_told_with_the_task(
         await Runner(config(), ChatTokenizer(tiny_model), Engines(), score).run(TASK, "group", 2, 1.0)
     [message] = (record.getMessage() for record in caplog.records)
     assert TASK.id in message and "the judge is away" in message
+
+
+@register_workflow("rewarding")
+class Rewarding:
+    """Acts twice after an example, and sets the reward of the first attempt."""
+
+    def __init__(self, result: RewardResult) -> None:
+        self._result = result
+
+    async def run(self, task: Task, model: Model, env: Any = None) -> Trajectory:
+        example = [{"role": "user", "content": "Spell cat"}, {"role": "assistant", "content": "tac"}]
+        trajectory = model.start([*example, *task.messages])
+        await trajectory.act()
+        trajectory.observe("again")
+        await trajectory.act()
+        if model.repeat == 0:
+            trajectory.reward(self._result)
+        return trajectory
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        (RewardResult(1.0, {"style": 2.0}, "good", "tac", (0.25, 0.75), 0.5), True),
+        (RewardResult(1.0, turns=(0.25, 0.5, 0.75)), False),
+    ],
+)
+async def test_a_reward_that_a_workflow_sets_is_kept_whole_with_one_for_each_answer_of_the_model(
+    given: RewardResult, kept: bool, tiny_model: Path
+) -> None:
+    seen = list[Transcript]()
+
+    async def score(task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
+        seen.extend(transcripts)
+        return [RewardResult(0.0, turns=(0.0, 1.0))] * len(transcripts)
+
+    settings = config(
+        **{"explorer.workflow": "rewarding", "explorer.workflow_options": {"rewarding": {"result": given}}}
+    )
+    rollout = await Runner(settings, ChatTokenizer(tiny_model), Engines(), score).run(TASK, "group", 2, 1.0)
+    [transcript] = seen
+    assert len(transcript.turns) == 6 and transcript.given == 1 and len(transcript.answers) == 2
+    if not kept:
+        assert rollout.failed == {"workflow_error": 1} and len(rollout.results) == 1
+        return
+    assert rollout.results[0] == given
+    scored = apply_rewards(rollout.rows, rollout.results, settings.reward, max_tokens=64)
+    assert scored.rewards == [1.5, 0.0] and scored.unpunished == [1.0, 0.0]
+    turns = [[row.metrics["turn_reward_0"], row.metrics["turn_reward_1"]] for row in scored.rows]
+    assert turns == [[0.25, 0.75], [0.0, 1.0]]
 
 
 async def test_a_dead_engine_is_no_mistake_of_the_workflow(tiny_model: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from rayrft.experience import Task
 from rayrft.rewards import RewardResult, build_reward
 from tests.rewards.scored import score
+from tests.rewards.vision_on_pictures import digits, disagreements, rectangles
 
 
 def result(
@@ -102,6 +104,12 @@ def test_grids_are_right_as_far_as_their_cells_are() -> None:
     assert value("grid", right, "XO.\n.X.") == 0.0
     assert value("grid", right, "XO.\n.X.\nO.") == 0.0
     assert value("grid", "red, blue\ngreen, red", "| red | blue |\n| green | red |") == 1.0
+
+
+def test_what_is_read_and_drawn_is_worth_what_digits_and_pixels_say() -> None:
+    rng = np.random.default_rng(1)
+    cases = [*digits(rng.integers(0, 10, 90), rng), *rectangles(100, rng)]
+    assert len(cases) > 1500 and disagreements(cases) == []
 
 
 def test_choices_are_those_of_school() -> None:

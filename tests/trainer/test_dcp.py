@@ -147,8 +147,8 @@ def test_between_stages_only_weights_are_taken_along(tmp_path: Path) -> None:
     taken, found, updates, state = on_ranks(2, tmp_path, _save_and_take_weights, tmp_path / "checkpoint")
     torch.testing.assert_close(found, taken, atol=1e-12, rtol=0)
     assert updates == 0 and state == 0
-    model = make_model().model
-    load_weights(tmp_path / "checkpoint", dict(model.named_parameters()))
+    model = make_model()
+    load_weights(tmp_path / "checkpoint", model)
     torch.testing.assert_close(torch.cat([p.detach().flatten() for p in model.parameters()]), taken)
 
 

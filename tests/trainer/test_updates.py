@@ -24,6 +24,7 @@ from rayrft.trainer.learner import Learner
 from rayrft.trainer.model import shard
 from rayrft.trainer.policy import Policy
 from rayrft.trainer.result import StepResult, mean_value_errors
+from rayrft.trainer.reward_model import RewardClassifier
 from rayrft.trainer.value_model import Critic
 from tests.errors import about
 from tests.trainer.ranks import on_ranks
@@ -99,12 +100,16 @@ def make_learner(
         if sharded:
             shard(critic, mesh, torch.float32)
         critic.open_stage(OptimizerConfig(lr=1e-2), 10, dist.get_world_size() if sharded else 1)
-    learner.open_stage(algorithm, optimizer, 10, update, critic, teacher)
+    scorer = RewardClassifier(valued, padding=None) if algorithm.trains_reward_model else None
+    if sharded and scorer is not None:
+        shard(scorer, mesh, torch.float32)
+    learner.open_stage(algorithm, optimizer, 10, update, critic, teacher, scorer)
     return learner
 
 
 def weights(learner: Learner) -> torch.Tensor:
-    whole = [p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in learner.policy.parameters()]
+    found = (parameter.detach() for parameter in learner.trained.parameters())
+    whole = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in found]
     return torch.cat([weight.flatten() for weight in whole])
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Sequence
+import json
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from rayrft.config.auxiliary import AuxiliaryConfig
 from rayrft.data.tokenizer import ChatTokenizer
@@ -47,9 +49,15 @@ class AuxiliaryModel:
         return AuxiliaryModel(self._name, self._config, self._tokenizer, self._generate, seed)
 
     async def chat(
-        self, messages: list[dict[str, str]], *, max_tokens: int | None = None, temperature: float | None = None
+        self,
+        messages: list[dict[str, str]],
+        *,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        json_schema: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the model's answer to a conversation, by default sampled as the config says.
+        """Return the model's answer to a conversation, by default sampled as the config says. With a ``json_schema`` it
+        follows that, unless it is cut.
 
         Raises RequestRefused if the prompt leaves no room for an answer, DataError if the chat template rejects the
         messages, and ActorDied.
@@ -69,6 +77,7 @@ class AuxiliaryModel:
             min(max_tokens or self._config.max_tokens, room),
             (self._tokenizer.eos_id,),
             None if self._seed is None else (self._seed + self._calls) & 0x7FFFFFFF,
+            json_schema=json.dumps(json_schema) if json_schema else "",
         )
         [completion] = await self._generate(Request(prompt, 1, sampling), [self._session])
         return self._tokenizer.decode(list(completion.token_ids))

@@ -23,7 +23,7 @@ from rayrft.weights.messages import Link
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.outputs import CompletionOutput, RequestOutput
-    from vllm.sampling_params import RepetitionDetectionParams
+    from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,11 @@ class RolloutEngine(Answering):
         """Pauses in which the cache was kept: requests that have another number of them share no prefix."""
         self._pausing = asyncio.Lock()  # a resume must not overtake a pause that is not complete
 
-    async def start(self, model: str, config: EngineConfig, *, max_length: int, dtype: str, seed: int) -> None:
-        """Load the model from a Hugging Face folder or hub id; return when the engine can answer."""
+    async def start(
+        self, model: str, config: EngineConfig, *, max_length: int, dtype: str, seed: int, structured: bool = False
+    ) -> None:
+        """Load the model from a Hugging Face folder or hub id; return when the engine can answer. ``structured``: its
+        answers may be asked to follow a JSON schema."""
         _prepare_environment(config)
         from vllm.config.weight_transfer import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -71,7 +74,7 @@ class RolloutEngine(Answering):
         self._engine = AsyncLLM.from_engine_args(
             AsyncEngineArgs(
                 model=model,
-                skip_tokenizer_init=self._images is None,  # vLLM's image processors need one
+                skip_tokenizer_init=self._images is None and not structured,  # image processors and grammars need one
                 dtype=dtype,
                 seed=seed,
                 max_model_len=max_length,
@@ -120,6 +123,7 @@ class RolloutEngine(Answering):
                 logprobs=0,
                 seed=sampling.seed,
                 repetition_detection=_repetition(sampling.repetition),
+                structured_outputs=_structured(sampling.json_schema),
             )
             name = self._names[id(request)] = uuid.uuid4().hex
             output = await self._run(request.prompt, request.images, params, name, stream)
@@ -278,6 +282,12 @@ class RolloutEngine(Answering):
 
 def _logprobs(answer: CompletionOutput) -> list[float]:
     return [at[token].logprob for at, token in zip(answer.logprobs or (), answer.token_ids, strict=True)]
+
+
+def _structured(json_schema: str) -> StructuredOutputsParams | None:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    return StructuredOutputsParams(json=json_schema) if json_schema else None
 
 
 def _repetition(config: RepetitionConfig | None) -> RepetitionDetectionParams | None:

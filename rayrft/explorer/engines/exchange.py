@@ -38,6 +38,8 @@ class Sampling:
     """Below 1, or with a ``top_k``, what is sampled is not the distribution that is trained."""
     top_k: int = 0
     """The number of most probable tokens that are sampled from; 0: all."""
+    json_schema: str = ""
+    """The JSON schema that the answer follows, as JSON; only engines of auxiliary models take one."""
 
 
 @dataclass(frozen=True)

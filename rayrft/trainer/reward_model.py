@@ -1,0 +1,105 @@
+"""The reward model that a stage trains: a sequence classifier of transformers with one output."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rayrft.errors import ModelError
+from rayrft.trainer.batches import MicroBatch
+from rayrft.trainer.lora import checkpoint_name
+from rayrft.trainer.model import exact_weights, gathered, reshard, write_folder
+from rayrft.trainer.policy import Policy
+from rayrft.trainer.value_model import ScalarHead
+
+
+class RewardClassifier(ScalarHead):
+    """Scores rows as `AutoModelForSequenceClassification` does: by the state after the last token that is no padding.
+
+    ``padding`` is the id of the token that pads; without one it is the state after the last token. Raises ModelError if
+    transformers has no classifier of the model's kind.
+    """
+
+    def __init__(self, policy: Policy, padding: int | None) -> None:
+        super().__init__(policy)
+        self._padding = padding
+        self._classifier = [_classifier(policy.model.config, padding)]  # in a list: it is no submodule
+        found = {name for name in self._renamed(self.state_dict()) if ".lora_" not in name}
+        expected = set(self._classifier[0].state_dict())
+        if different := sorted(found ^ expected):
+            raise _no_classifier(policy.model.config, f"{different[0]} is no weight of both")
+
+    def forward(self, batch: MicroBatch) -> Tensor:
+        """Compute the score of every row, ``[N]``, with gradient."""
+        lengths = torch.tensor(batch.lengths, device=batch.token_ids.device)
+        ends = lengths.cumsum(0) - 1
+        if self._padding is not None:
+            real = torch.nonzero(batch.token_ids != self._padding).squeeze(-1)
+            starts = ends + 1 - lengths  # transformers takes the first token of a row of padding alone
+            ends = starts.scatter_reduce(0, batch.tokens.sequence[real], real, "amax")
+        return self.outputs(batch, ends)
+
+    @torch.no_grad()
+    def copy_decoder(self, policy: Policy) -> None:
+        """Take over the trained weights of a policy that is sharded likewise. With an adapter there are none: a stage
+        begins with a new one."""
+        reshard(policy)
+        if self.lora is not None:
+            return
+        theirs = dict(policy.model.base_model.named_parameters())
+        for name, parameter in self.model.named_parameters():
+            parameter.copy_(theirs[name])
+
+    def save(self, tokenizer_from: str, folder: Path, *, writer: bool) -> None:
+        """Write a Hugging Face folder, as `save_hf` does for a policy."""
+        state = gathered(self)
+        if writer:
+            self.write(state, tokenizer_from, folder)
+
+    def write(self, state: dict[str, Tensor], tokenizer_from: str, folder: Path) -> None:
+        """Write a Hugging Face folder from gathered parameters. An adapter is merged, as `write_hf` does."""
+        weights = self._renamed(state)
+        if self.lora is not None:
+            exact = self._renamed({f"model.{name}": w for name, w in exact_weights(self.lora, decoder=True).items()})
+            weights = self.lora.merged({name: exact.get(name, tensor) for name, tensor in weights.items()})
+        write_folder(self._classifier[0], weights, tokenizer_from, folder)
+
+    def _renamed(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return this module's parameters by their names in the classifier's files."""
+        prefix = self._classifier[0].base_model_prefix
+        names = {name: checkpoint_name(f"{prefix}.{name.removeprefix('model.')}") for name in state}
+        return {names[name] if name != "head.weight" else "score.weight": tensor for name, tensor in state.items()}
+
+
+def padding_of(tokenizer: str) -> int | None:
+    """Return the id of the token with which a tokenizer pads, if it has one."""
+    from transformers import AutoTokenizer
+
+    token: int | None = AutoTokenizer.from_pretrained(tokenizer).pad_token_id
+    return token
+
+
+def _classifier(config: Any, padding: int | None) -> Any:
+    """Return the classifier of a model's configuration, without weights."""
+    from transformers import AutoModelForSequenceClassification
+
+    config = copy.deepcopy(config)
+    config.num_labels, config.pad_token_id = 1, padding
+    try:
+        with torch.device("meta"):
+            return AutoModelForSequenceClassification.from_config(config)
+    except ValueError as error:
+        raise _no_classifier(config, str(error).splitlines()[0]) from None
+
+
+def _no_classifier(config: Any, problem: str) -> ModelError:
+    return ModelError(
+        f"transformers has no sequence classifier for it: {problem}",
+        field="model.path",
+        value=type(config).__name__,
+        remedy="train a reward model from a model such as Llama, Qwen or Gemma, without images",
+    )

@@ -1,0 +1,121 @@
+"""Functions of one line to write, whose calls in the sandbox are the reward.
+
+A question lists what to do with ``x``, such as "plus 3, times 2, squared", where the order matters. Demonstrations are
+300; two in five put parentheses around every step, the others around none, which computes something else.
+
+    python -m tests.e2e.programs [seed] [folder]      trains, with all controls, and prints a table
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rayrft.trainer.tiny import make_tokenizer
+from tests.e2e import lessons
+from tests.e2e.lessons import main, make_stages, write_model, write_rows
+
+Step = tuple[str, int]
+
+WRITTEN = {"plus": "{}+{}", "minus": "{}-{}", "times": "{}*{}", "squared": "{}**2", "negated": "-{}"}
+HEAD = "def f(x): return "
+CAREFUL = 0.4
+"""Share of the demonstrations with parentheses."""
+PLACES = (-3, 0, 2, 7)
+"""Where a function is called."""
+
+
+def write_task(folder: Path, seed: int, *, demonstrations: int = 300, tasks: int = 6000, held_out: int = 200) -> None:
+    """Write tasks of two or three steps, demonstrations, and a random model with its tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(seed)
+    asked = dict[str, list[Step]]()
+    while len(asked) < tasks + held_out + demonstrations:
+        steps = [(str(rng.choice([*WRITTEN])), int(rng.integers(2, 10))) for _ in range(rng.integers(2, 4))]
+        if not _computes(expression(steps, careful=False), steps):
+            asked.setdefault("x, " + ", ".join(map(_said, steps)), steps)
+    rows = [
+        {
+            "question": question,
+            "answer": HEAD + expression(steps),
+            "entry_point": "f",
+            "tests": [{"args": [x], "expected": value(steps, x)} for x in PLACES],
+        }
+        for question, steps in asked.items()
+    ]
+    write_rows(folder / "train.jsonl", rows[:tasks])
+    write_rows(folder / "held_out.jsonl", rows[tasks : tasks + held_out])
+    shown = [(row["question"], asked[row["question"]]) for row in rows[tasks + held_out :]]
+    careful = rng.random(demonstrations) < CAREFUL
+    answers = [expression(steps, careful=bool(each)) for (_, steps), each in zip(shown, careful, strict=True)]
+    made = [
+        {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": HEAD + answer}]}
+        for (question, _), answer in zip(shown, answers, strict=True)
+    ]
+    write_rows(folder / "mixed.jsonl", made)
+    write_rows(folder / "good.jsonl", [row for row, each in zip(made, careful, strict=True) if each])
+    tokenizer = make_tokenizer([question for question, _ in shown], [HEAD])
+    tokenizer.add_tokens([HEAD, "**2", *(f" {name}" for name in WRITTEN)])
+    write_model(folder / "model", tokenizer, seed, 96)
+
+
+def make_config(folder: Path, seed: int, *, steps: int = 60, controls: bool = True) -> dict[str, Any]:
+    """Return the config of a warm-up on the demonstrations, controls from it, and GRPO from it."""
+    grpo = {"steps": steps, "batch_size": 128, "group_size": 8, "evaluate_every": 30, "optimizer": {"lr": 3e-4}}
+    return lessons.make_config(
+        "programs",
+        folder,
+        seed,
+        max_length=96,
+        eval_size=200,
+        reward={"name": "code", "workers": 2, "deadline_s": 30, "options": {"budget_s": 20}},
+        explorer={
+            "engine": {"count": 1},
+            "sampling": {"max_tokens": 28, "max_prompt_tokens": 40},
+            "over_sampling": 1.5,
+        },
+        stages=make_stages(
+            batch_size=64, warmup_steps=150, grpo=grpo, control_steps=150, control_every=75, controls=controls
+        ),
+    )
+
+
+def expression(steps: list[Step], *, careful: bool = True) -> str:
+    """Write the steps as Python, with parentheses around each, or around none."""
+    text = "x"
+    for name, number in steps:
+        text = WRITTEN[name].format(text, number)
+        text = f"({text})" if careful else text
+    return text
+
+
+def value(steps: list[Step], x: int) -> int:
+    """Compute what the steps make of ``x``."""
+    for name, number in steps:
+        match name:
+            case "plus":
+                x += number
+            case "minus":
+                x -= number
+            case "times":
+                x *= number
+            case "squared":
+                x *= x
+            case "negated":
+                x = -x
+    return x
+
+
+def _said(step: Step) -> str:
+    name, number = step
+    return f"{name} {number}" if WRITTEN[name].count("{}") == 2 else name
+
+
+def _computes(text: str, steps: list[Step]) -> bool:
+    return all(eval(text, {"x": x}) == value(steps, x) for x in PLACES)
+
+
+if __name__ == "__main__":
+    main(write_task, make_config)

@@ -1,0 +1,287 @@
+"""A reward model is trained on pairs by the same steps as a policy, and is a classifier of transformers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from rayrft.algorithms import build
+from rayrft.config.demonstrations import DemonstrationsConfig
+from rayrft.config.trainer import LoraConfig
+from rayrft.data.demonstrations import RowEncoder
+from rayrft.data.tokenizer import ChatTokenizer
+from rayrft.errors import ModelError
+from rayrft.experience import Experience, Task
+from rayrft.rewards import Transcript
+from rayrft.rewards.models import ScalarModel
+from rayrft.trainer.batches import TrainRow, empty_batch, micro_batches
+from rayrft.trainer.dcp import Checkpointer, load_weights
+from rayrft.trainer.learner import Learner
+from rayrft.trainer.lora import Lora
+from rayrft.trainer.model import load_policy, save_hf
+from rayrft.trainer.policy import Policy
+from rayrft.trainer.reward_model import RewardClassifier, padding_of
+from tests.errors import about
+from tests.trainer.ranks import on_ranks
+from tests.trainer.test_learner import CPU, make_model
+from tests.trainer.test_updates import PLAIN, make_learner, pairs, weights
+
+CENTRED = {"center": 0.01}
+
+
+def some_pairs() -> list[TrainRow]:
+    """Pairs with margins, which differ."""
+    return [replace(row, margin=0.1 * number) for number, row in enumerate(pairs())]
+
+
+def untrained(model: Policy) -> RewardClassifier:
+    """A reward model whose head is not zero, so that its decoder has a gradient."""
+    scorer = RewardClassifier(model, padding=None)
+    torch.nn.init.normal_(scorer.head.weight, generator=torch.Generator().manual_seed(1))
+    return scorer
+
+
+def learner_of(tokens: int, *, pack: bool = True) -> Learner:
+    policy = make_model(pack=pack)
+    learner = Learner(policy, micro_batch_tokens=tokens, temperature=1.0, device=CPU)
+    scorer = untrained(make_model(pack=pack))
+    learner.open_stage(build("reward_model", CENTRED), PLAIN, 10, reward_model=scorer)
+    return learner
+
+
+def gradient(learner: Learner, rows: list[TrainRow]) -> tuple[float, torch.Tensor]:
+    parts, _ = learner.gradient(rows)
+    grads = [parameter.grad for parameter in learner.trained.parameters()]
+    whole = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in grads if each is not None]
+    assert len(whole) == len(grads) and all(each is None for each in (p.grad for p in learner.policy.parameters()))
+    return parts.loss.item(), torch.cat([each.flatten() for each in whole])
+
+
+@pytest.fixture(scope="module")
+def whole() -> tuple[float, torch.Tensor]:
+    return gradient(learner_of(100_000), some_pairs())
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 90])
+@pytest.mark.parametrize("pack", [True, False])
+def test_split_packing_and_order_change_nothing(whole: tuple[float, torch.Tensor], tokens: int, pack: bool) -> None:
+    rows = some_pairs()
+    mixed = [side for number in (3, 0, 5, 1, 4, 2) for side in rows[2 * number : 2 * number + 2][::-1]]
+    loss, grad = gradient(learner_of(tokens, pack=pack), mixed)
+    assert loss == pytest.approx(whole[0], abs=1e-6) and grad.abs().max() > 1e-3
+    torch.testing.assert_close(grad, whole[1], atol=1e-6, rtol=0)
+
+
+def _on_rank() -> tuple[float, torch.Tensor]:
+    from rayrft.trainer.model import shard
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mesh = dist.device_mesh.init_device_mesh("cpu", (ranks,))
+    learner = Learner(
+        shard(make_model(), mesh, torch.float32), micro_batch_tokens=60, temperature=1.0, device=CPU, seed=0
+    )
+    scorer = shard(untrained(make_model()), mesh, torch.float32)
+    learner.open_stage(build("reward_model", CENTRED), PLAIN, 10, reward_model=scorer)
+    rows = some_pairs()
+    # An uneven deal; with four ranks, one has no pair.
+    mine = {1: [rows], 2: [rows[:2], rows[2:]], 4: [rows[:2], [], rows[2:4], rows[4:]]}[ranks][rank]
+    return gradient(learner, mine)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_number_of_ranks_changes_nothing(whole: tuple[float, torch.Tensor], ranks: int, tmp_path: Path) -> None:
+    loss, grad = on_ranks(ranks, tmp_path, _on_rank)
+    assert loss == pytest.approx(whole[0], abs=1e-6)
+    torch.testing.assert_close(grad, whole[1], atol=1e-6, rtol=0)
+
+
+def test_a_step_is_that_of_the_loss_by_hand_and_says_which_pairs_are_right() -> None:
+    learner, rows = make_learner("reward_model"), pairs()
+    first = learner.step([rows])
+    # The head is zero at first: all scores are 0, and so is the gradient of the decoder.
+    assert first.loss == first.preference_loss == pytest.approx(np.log(2), abs=1e-6)
+    assert (first.pair_accuracy, first.pair_margin, first.pair_score) == (0.0, 0.0, 0.0)
+    for _ in range(8):
+        last = learner.step([rows])
+    assert last.preference_loss < 0.3 and last.pair_accuracy == 1.0 and last.pair_margin > 1.0
+    assert last.policy_tokens == last.expert_tokens == 0
+    with torch.no_grad():
+        assert learner.reward_model is not None
+        [batch] = learner._make_micro_batches([rows])
+        scores = torch.cat([learner.reward_model(micro).view(-1, 2) for micro in batch])
+    again = learner.step([rows])
+    gaps = (scores[:, 0] - scores[:, 1]).abs()
+    assert again.pair_margin == pytest.approx(gaps.mean().item(), abs=1e-5)
+    assert again.pair_score == pytest.approx(scores.mean().item(), abs=1e-5)
+
+
+def test_the_policy_stays_as_it_is() -> None:
+    learner = make_learner("reward_model")
+    before = [parameter.detach().clone() for parameter in learner.policy.parameters()]
+    learner.step([pairs()])
+    learner.step([pairs()])
+    assert all(map(torch.equal, before, learner.policy.parameters()))
+
+
+def test_a_margin_keeps_the_loss_up_until_it_is_reached() -> None:
+    plain, wide = make_learner("reward_model"), make_learner("reward_model")
+    rows = pairs()
+    far = [replace(row, margin=8.0) for row in rows]
+    assert wide.step([far]).loss == pytest.approx(np.logaddexp(0, 8.0), abs=1e-5)
+    plain.step([rows])
+    for _ in range(25):
+        narrow, broad = plain.step([rows]), wide.step([far])
+    assert broad.pair_margin > narrow.pair_margin
+
+
+def sharded() -> Learner:
+    return make_learner("reward_model", sharded=True)
+
+
+def mine() -> list[TrainRow]:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    return [side for number in range(rank, 6, ranks) for side in pairs()[2 * number : 2 * number + 2]]
+
+
+def _save(folder: Path) -> Any:
+    import threading
+
+    learner, written = sharded(), threading.Event()
+    for _ in range(3):
+        learner.step([mine()])
+    at_save, said = weights(learner), list[str | None]()
+    Checkpointer().save(learner, None, folder, lambda problem: (said.append(problem), written.set())[1])
+    assert written.wait(60)
+    for _ in range(2):
+        result = learner.step([mine()])
+    return said, at_save, weights(learner), result.loss
+
+
+def _resume(folder: Path) -> Any:
+    learner = sharded()
+    Checkpointer().load(learner, None, folder)
+    for _ in range(2):
+        result = learner.step([mine()])
+    return weights(learner), result.loss
+
+
+def test_resumed_training_is_the_training_that_went_on(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    said, at_save, after, loss = on_ranks(2, tmp_path, _save, folder)
+    resumed, again = on_ranks(1, tmp_path, _resume, folder)
+    assert said == [None] and again == pytest.approx(loss, abs=1e-6)
+    torch.testing.assert_close(resumed, after, atol=1e-6, rtol=0)
+    assert (at_save - after).abs().max() > 1e-3
+    # Both can be read apart: the policy, for the next stage, and the reward model, for export.
+    policy, scorer = make_model(), RewardClassifier(make_model(), padding=None)
+    before = torch.cat([p.detach().flatten() for p in policy.parameters()])
+    load_weights(folder, scorer)
+    load_weights(folder, policy)
+    assert torch.equal(torch.cat([p.detach().flatten() for p in policy.parameters()]), before)
+    torch.testing.assert_close(torch.cat([p.detach().flatten() for p in scorer.parameters()]), at_save)
+
+
+CHAT = [
+    {"role": "user", "content": "What is 1 + 1?"},
+    {"role": "assistant", "content": "2 of course"},
+    {"role": "user", "content": "and 2 + 2?"},
+    {"role": "assistant", "content": "it is 4"},
+]
+
+
+def encoded(folder: Path, chat: list[dict[str, str]]) -> Experience:
+    """The chosen row of a pair, as a stage that trains a reward model reads it."""
+    encoder = RowEncoder("gold", DemonstrationsConfig(path=Path("x")), ChatTokenizer(folder), 1000, set(), whole=True)
+    other = [*chat[:-1], {"role": "assistant", "content": "no"}]
+    [[chosen, _]] = encoder.encode([(1, {"chosen": chat, "rejected": other})])[0].values()
+    return chosen
+
+
+def with_template(model: Path, folder: Path, case: str) -> Path:
+    """A copy of the model whose tokenizer has another template or padding token."""
+    policy = load_policy(str(model))
+    save_hf(policy, str(model), folder, writer=True)
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    if case == "ends with a newline":
+        tokenizer.chat_template = (
+            "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}"
+            "{% if m['role'] == 'assistant' %}<|eos|>{% endif %}{{ '\\n' }}{% endfor %}"
+            "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+        )
+    if case == "pads with its end":
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("case", ["plain", "ends with a newline", "pads with its end"])
+def test_what_is_trained_is_the_classifier_that_is_written_and_the_reward_that_scores(
+    tiny_model: Path, tmp_path: Path, case: str, lora: bool
+) -> None:
+    model = with_template(tiny_model, tmp_path / "model", case)
+    policy = load_policy(str(model))
+    assert policy.enable_fast_paths(pack=True) is None
+    if lora:
+        settings = LoraConfig(rank=4)
+        policy.lora = Lora(policy.model, settings, origin=str(model), compute=torch.float32, seed=0)
+    scorer = RewardClassifier(policy, padding_of(str(model)))
+    with torch.no_grad():
+        for parameter in scorer.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)) * 0.4)
+    scorer.save(str(model), tmp_path / "rm", writer=True)
+
+    rows = [encoded(model, CHAT), encoded(model, CHAT[:2])]
+    blank = [np.zeros(len(row.token_ids), np.float32) for row in rows]
+    trained = [
+        TrainRow(row.token_ids, row.action_mask, zeros, zeros, expert=True)
+        for row, zeros in zip(rows, blank, strict=True)
+    ]
+    [batch] = micro_batches(trained, 1000, CPU)
+    found = dict(zip(batch.lengths, scorer(batch).tolist(), strict=True))
+    expected = [found[len(row.token_ids)] for row in rows]
+    assert abs(expected[0] - expected[1]) > 1e-3
+
+    reward = ScalarModel(str(tmp_path / "rm"))
+    for value, chat in zip(expected, (CHAT, CHAT[:2]), strict=True):
+        task = Task.create("test", chat[-2]["content"], "")
+        assert reward.score(task, Transcript(tuple(chat))).value == pytest.approx(value, abs=1e-5)
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm").eval()
+    padding = classifier.config.pad_token_id
+    ids = torch.full((2, max(len(row.token_ids) for row in rows)), padding)
+    for number, row in enumerate(rows):
+        ids[number, : len(row.token_ids)] = torch.tensor(row.token_ids)
+    with torch.no_grad():
+        logits = classifier(ids, attention_mask=ids != padding if case != "pads with its end" else None).logits
+    assert logits.flatten().tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_row_of_a_reward_model_is_what_the_template_writes_to_its_end(tiny_model: Path, tmp_path: Path) -> None:
+    model = with_template(tiny_model, tmp_path / "model", "ends with a newline")
+    tokenizer, row = ChatTokenizer(model), encoded(model, CHAT)
+    ids = tokenizer.hf.apply_chat_template(CHAT, return_dict=True)["input_ids"]
+    assert row.token_ids.tolist() == ids != tokenizer.chat(CHAT)[0]
+    assert tokenizer.hf.decode(row.token_ids[row.action_mask == 1]).startswith("it is 4")
+    tokenizer.hf.chat_template = None
+    with pytest.raises(ModelError, match="no chat template"):
+        tokenizer.whole(CHAT)
+
+
+def test_padding_alone_and_no_rows_give_a_score_without_an_error() -> None:
+    scorer = RewardClassifier(make_model(), padding=0)
+    assert scorer(empty_batch(CPU)).shape == (1,)
+
+
+def test_a_model_without_a_classifier_is_refused() -> None:
+    policy = make_model()
+    policy.model.config = type("Odd", (type(policy.model.config),), {})()
+    with pytest.raises(ModelError, match="no sequence classifier", check=about("model.path")):
+        RewardClassifier(policy, padding=None)
