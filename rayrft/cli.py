@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rayrft import cli_buffer, cli_data
-from rayrft.config import load_config, parse_override
+from rayrft.config import load_config, parse_override, read_config
 from rayrft.core.checkpoints import find_folder
-from rayrft.errors import RayrftError
+from rayrft.errors import ActorDied, RayrftError
+from rayrft.handle import until_dead
 
 if TYPE_CHECKING:
     from rayrft.config import RunConfig
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from rayrft.core.summary import Summary
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+serve = typer.Typer(no_args_is_help=True, help="Serve a policy, or rewards.")
+app.add_typer(serve, name="serve")
 app.add_typer(cli_data.app, name="data")
 app.add_typer(cli_buffer.app, name="buffer")
 
@@ -55,8 +58,8 @@ def bench(
     _bench(config, dict(map(parse_override, overrides or [])), models, json, plot)
 
 
-@app.command()
-def serve(
+@serve.command()
+def policy(
     config: Annotated[str, typer.Argument(help="YAML file")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value …")] = None,
 ) -> None:
@@ -65,6 +68,32 @@ def serve(
 
     changes = dict(map(parse_override, overrides or []))
     follow(start(load_config(config, {"mode": "serve", **changes}), say=_print))
+
+
+@serve.command()
+def rewards(
+    config: Annotated[str, typer.Argument(help="YAML file with a reward section")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value …")] = None,
+) -> None:
+    """Serve rewards over HTTP, to those that train elsewhere, until Ctrl-C."""
+    from rayrft.config.serve import RewardServiceConfig
+    from rayrft.core.reward_service import serve_rewards
+
+    checked = read_config(RewardServiceConfig, config, dict(map(parse_override, overrides or [])))
+    received: list[int] = []
+    with serve_rewards(checked, _print) as (url, anchor):
+        _print(f"rewards at {url}")
+
+        def interrupted(number: int) -> None:
+            received.append(number)
+            anchor.kill()
+
+        with _signals(interrupted):
+            until_dead(anchor)
+        if not received:
+            raise ActorDied("died", field=anchor.name, remedy="see the Ray dashboard, and start the service again")
+        _print("ending")
+    raise SystemExit(128 + received[0])
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
 
@@ -109,3 +110,11 @@ def fetch(call: Awaitable[R], who: str = "", deadline_s: float | None = None) ->
         raise RayrftError(
             f"no answer for {deadline_s:g} s", field=who, remedy="check it in the Ray dashboard, and try again"
         ) from None
+
+
+def until_dead(actor: Handle[Watched]) -> None:
+    """Block until an actor has died; outside of event loops."""
+    from ray.exceptions import RayActorError
+
+    with contextlib.suppress(RayActorError):
+        fetch(actor.call(Watched.watch))

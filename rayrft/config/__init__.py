@@ -1,6 +1,6 @@
 """Configuration: one YAML file, one pydantic section per part, every rule checked before any actor starts."""
 
-from rayrft.config.load import dump_config, load_config, parse_override
+from rayrft.config.load import dump_config, load_config, parse_override, read_config
 from rayrft.config.run import RunConfig
 from rayrft.config.stage import StageConfig
 from rayrft.config.tasks import TasksConfig, TaskSourceConfig
@@ -13,4 +13,5 @@ __all__ = [
     "dump_config",
     "load_config",
     "parse_override",
+    "read_config",
 ]

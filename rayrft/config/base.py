@@ -9,6 +9,9 @@ from pydantic import BaseModel, ConfigDict
 
 from rayrft.errors import ConfigError
 
+NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]*$"
+"""The pattern of names that are part of those of folders, actors and URLs."""
+
 
 class Section(BaseModel):
     """A frozen config section. Unknown keys are errors, so that a misspelt key does not silently keep its default."""

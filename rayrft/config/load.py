@@ -1,4 +1,4 @@
-"""Loading of YAML and overrides to a validated :class:`RunConfig`."""
+"""Loading of YAML and overrides to a validated config: that of a run, or of another class."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import re
 import typing
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -14,6 +14,8 @@ from pydantic import BaseModel, ValidationError
 from rayrft.config.run import RunConfig
 from rayrft.errors import ConfigError, nearest
 from rayrft.registry import load_plugins
+
+Loaded = TypeVar("Loaded", bound=BaseModel)
 
 
 class _Loader(yaml.SafeLoader):
@@ -31,7 +33,14 @@ for _class in (_Loader, _Dumper):
 
 
 def load_config(source: str | Path | dict[str, Any] | RunConfig, overrides: dict[str, Any] | None = None) -> RunConfig:
-    """Read a config and apply overrides.
+    """Read the config of a run and apply overrides; see `read_config`."""
+    return read_config(RunConfig, source, overrides)
+
+
+def read_config(
+    model: type[Loaded], source: str | Path | dict[str, Any] | Loaded, overrides: dict[str, Any] | None = None
+) -> Loaded:
+    """Read a config of a class and apply overrides.
 
     source: a YAML file, a dictionary, or a config. overrides: dotted key to value; a number in the key selects from a
     list (``stages.0.steps``), as does the name of an entry (``stages.mix.steps``).
@@ -43,9 +52,9 @@ def load_config(source: str | Path | dict[str, Any] | RunConfig, overrides: dict
         _assign(raw, key, value)
     _load_plugins(raw.get("plugins"))
     try:
-        return RunConfig.model_validate(raw)
+        return model.model_validate(raw)
     except ValidationError as error:
-        raise _explain(error, raw) from None
+        raise _explain(error, raw, model) from None
 
 
 def parse_override(text: str) -> tuple[str, Any]:
@@ -67,8 +76,8 @@ def _load_plugins(paths: Any) -> None:
         load_plugins(Path(path).expanduser().absolute() for path in paths)
 
 
-def _read(source: str | Path | dict[str, Any] | RunConfig) -> dict[str, Any]:
-    if isinstance(source, RunConfig):
+def _read(source: str | Path | dict[str, Any] | BaseModel) -> dict[str, Any]:
+    if isinstance(source, BaseModel):
         return source.model_dump(mode="json")
     if isinstance(source, dict):
         return copy.deepcopy(source)
@@ -114,13 +123,13 @@ def _entry(entries: list[Any], part: str, dotted: str) -> Any:
     return named[part]
 
 
-def _explain(error: ValidationError, raw: dict[str, Any]) -> ConfigError:
+def _explain(error: ValidationError, raw: dict[str, Any], model: type[BaseModel]) -> ConfigError:
     """Convert the first problem to a ConfigError: the others often follow from it."""
     problem = error.errors()[0]
     path, kind = [str(part) for part in problem["loc"]], problem["type"]
     field = ".".join(_named(path, raw))
     if kind == "extra_forbidden":
-        known = _fields_at(path[:-1])
+        known = _fields_at(model, path[:-1])
         return ConfigError("unknown key", field=field, value=path[-1], remedy=nearest(path[-1], known))
     if kind == "missing":
         return ConfigError("a required key is missing", field=field, remedy=f"add '{field}: …'")
@@ -146,9 +155,9 @@ def _named(path: list[str], raw: Any) -> list[str]:
     return named
 
 
-def _fields_at(path: list[str]) -> list[str]:
+def _fields_at(model: type[BaseModel], path: list[str]) -> list[str]:
     """Return the field names of the section at a path of keys."""
-    section: Any = RunConfig
+    section: Any = model
     for part in path:
         if isinstance(section, type) and issubclass(section, BaseModel) and part in section.model_fields:
             section = _section_in(section.model_fields[part].annotation)

@@ -72,7 +72,7 @@ class RewardModelConfig(Section):
 
     @model_validator(mode="after")
     def _either(self) -> RewardModelConfig:
-        if self.parts and self.model_fields_set & {"name", "options"}:
+        if self.parts and self.changed & {"name", "options"}:
             raise invalid("parts", "stand beside name or options", remedy="make that reward one of the parts")
         names = [part.name for part in self.parts]
         if len(set(names)) < len(names):
@@ -81,6 +81,12 @@ class RewardModelConfig(Section):
         if self.parts and all(part.role != "add" for part in self.parts):
             raise invalid("parts", "none is added", value=names, remedy="let the role of one be add")
         return self
+
+    @property
+    def changed(self) -> set[str]:
+        """The keys of this section that have another value than by default. A config that was written has all keys."""
+        fields = RewardModelConfig.model_fields.items()
+        return {name for name, field in fields if getattr(self, name) != field.get_default(call_default_factory=True)}
 
     @property
     def scored_by(self) -> list[RewardPart]:
@@ -97,7 +103,7 @@ class RewardModelsConfig(RewardModelConfig):
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:
-        if self.domains and (given := self.model_fields_set & set(RewardModelConfig.model_fields)):
+        if self.domains and (given := self.changed):
             raise invalid(
                 "domains",
                 f"stand beside {', '.join(sorted(given))}, which no task would use",

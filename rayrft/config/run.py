@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from rayrft.config.auxiliary import AuxiliaryConfig
-from rayrft.config.base import Section, invalid, local_folder
+from rayrft.config.base import NAME, Section, invalid, local_folder
 from rayrft.config.bench import BenchConfig
 from rayrft.config.buffer import BufferConfig
 from rayrft.config.demonstrations import DemonstrationsConfig
@@ -26,7 +26,7 @@ from rayrft.weights import Layout, choose_transport, transports
 class RunConfig(Section):
     """One run: one YAML file."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
+    name: str = Field(pattern=NAME)
     mode: Literal["both", "train", "explore", "serve", "bench"] = "both"
     """``train``: no engines. Stages train on files, or on groups that other jobs put into the Buffer. ``explore``: no
     trainer. The stage with groups says which groups are sampled for the Buffer ``buffer.name``, with fixed weights.
@@ -42,9 +42,7 @@ class RunConfig(Section):
     demonstrations: dict[str, DemonstrationsConfig] = Field(default_factory=dict)
     reward: RewardConfig = RewardConfig()
     explorer: ExplorerConfig = ExplorerConfig()
-    auxiliary: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")], AuxiliaryConfig] = Field(
-        default_factory=dict
-    )
+    auxiliary: dict[Annotated[str, Field(pattern=NAME)], AuxiliaryConfig] = Field(default_factory=dict)
     """Frozen models for workflows, by name: ``model.auxiliary("judge")``."""
     buffer: BufferConfig = BufferConfig()
     trainer: TrainerConfig = TrainerConfig()

@@ -1,29 +1,29 @@
-"""Config of the endpoint."""
+"""Config of what is served over HTTP."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from rayrft.config.base import Section, invalid
+from rayrft.config.base import NAME, Section, invalid
+from rayrft.config.reward import RewardModelsConfig
 
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
-class ServeConfig(Section):
-    """The OpenAI-compatible endpoint: which requests it takes, and how their sessions become groups."""
+class HttpConfig(Section):
+    """What is served over HTTP: where, to whom, and within which limits."""
 
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=1, le=65535)
-    """Ray Serve has one HTTP port in a cluster: runs on the same cluster share it, each under ``/<its name>``."""
+    """Ray Serve has one HTTP port in a cluster: what is served on the same cluster shares it, each under
+    ``/<its name>``."""
     keys_file: Path | None = None
     """A file with one API key per line."""
     keys_env: str | None = None
     """The environment variable with API keys, separated by commas, of the process that starts the run."""
-    model_name: str | None = None
-    """What requests call the model; by default the run's name."""
     replicas: int = Field(1, ge=1)
     """Processes that answer HTTP requests."""
     cpus: float = Field(0.1, ge=0)
@@ -34,6 +34,29 @@ class ServeConfig(Section):
     """Largest request body; a larger one gets status 413."""
     deadline_s: float = Field(600.0, gt=0)
     """Seconds that a request may take, after which it gets status 504."""
+
+    @field_validator("keys_file")
+    @classmethod
+    def _absolute(cls, path: Path | None) -> Path | None:
+        return path.expanduser().absolute() if path else None
+
+    @model_validator(mode="after")
+    def _keys(self) -> Self:
+        if self.host not in _LOCAL and self.keys_file is None and self.keys_env is None:
+            raise invalid(
+                "host",
+                "can be reached from other machines, and requests would be answered without a key",
+                value=self.host,
+                remedy="give keys_file or keys_env",
+            )
+        return self
+
+
+class ServeConfig(HttpConfig):
+    """The OpenAI-compatible endpoint: which requests it takes, and how their sessions become groups."""
+
+    model_name: str | None = None
+    """What requests call the model; by default the run's name."""
     tool_calls: Literal["hermes", "json"] = "hermes"
     """The form in which the model writes calls of tools: JSON between ``<tool_call>`` and ``</tool_call>``, or bare."""
     off_policy: Literal["untrained", "refuse", "ignore"] = "untrained"
@@ -54,18 +77,19 @@ class ServeConfig(Section):
     """Sessions that wait for their reward, and likewise for their group; beyond it the one that has waited for longest
     is dropped and counted."""
 
-    @field_validator("keys_file")
-    @classmethod
-    def _absolute(cls, path: Path | None) -> Path | None:
-        return path.expanduser().absolute() if path else None
 
-    @model_validator(mode="after")
-    def _keys(self) -> ServeConfig:
-        if self.host not in _LOCAL and self.keys_file is None and self.keys_env is None:
-            raise invalid(
-                "host",
-                "can be reached from other machines, and the endpoint would take requests without a key",
-                value=self.host,
-                remedy="give keys_file or keys_env",
-            )
-        return self
+class RewardServiceConfig(Section):
+    """Rewards that are served over HTTP, without a run: the file of `rayrft serve rewards`."""
+
+    name: str = Field("rewards", pattern=NAME)
+    """The service is at ``/<name>``."""
+    reward: RewardModelsConfig
+    """As in a run, without what concerns training."""
+    serve: HttpConfig = HttpConfig()
+    plugins: list[Path] = Field(default_factory=list)
+    """Python files that register your own rewards, at paths that every node can read."""
+
+    @field_validator("plugins")
+    @classmethod
+    def _absolute(cls, paths: list[Path]) -> list[Path]:
+        return [path.expanduser().absolute() for path in paths]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from rayrft.config import RunConfig
-from rayrft.config.reward import RewardModelConfig
+from rayrft.config.reward import RewardModelsConfig
 from rayrft.errors import PlacementError
 from rayrft.handle import Handle
 from rayrft.rewards import where
@@ -67,7 +67,7 @@ def plan_placement(config: RunConfig) -> list[Part]:
     scoring = {
         "beside": [],
         "pool": [rewards],
-        "serve": [_served(domain, model) for domain, model in config.reward.models.items()],
+        "serve": reward_replicas(config.reward),
     }[config.reward.placement]
     beside = sum(
         model.workers * (where(part.name) == "process")
@@ -132,20 +132,25 @@ def plan_placement(config: RunConfig) -> list[Part]:
     return [part for part in parts if part.count and part.name not in idle]
 
 
-def _served(domain: str, model: RewardModelConfig) -> Part:
-    """Return the replicas of a domain's rewards."""
-    replicas, scored_by = model.replicas, ", ".join(sorted(part.name for part in model.scored_by))
-    processes = sum(model.workers * (where(part.name) == "process") for part in model.scored_by)
-    return Part(
-        f"reward-{domain}" if domain else "reward",
-        replicas.max,
-        replicas.cpus,
-        replicas.gpus,
-        replicas.memory_gib,
-        f"on Ray Serve, {replicas.min} to {replicas.max}: {scored_by}"
-        + (f", {processes} processes each" if processes else ""),
-        served=True,
-    )
+def reward_replicas(config: RewardModelsConfig) -> list[Part]:
+    """Return the parts of rewards on Ray Serve, one for each domain."""
+    parts = []
+    for domain, model in config.models.items():
+        replicas, scored_by = model.replicas, ", ".join(sorted(part.name for part in model.scored_by))
+        processes = sum(model.workers * (where(part.name) == "process") for part in model.scored_by)
+        note = f"on Ray Serve, {replicas.min} to {replicas.max}: {scored_by}"
+        parts.append(
+            Part(
+                f"reward-{domain}" if domain else "reward",
+                replicas.max,
+                replicas.cpus,
+                replicas.gpus,
+                replicas.memory_gib,
+                note + (f", {processes} processes each" if processes else ""),
+                served=True,
+            )
+        )
+    return parts
 
 
 def show_plan(run: str, parts: list[Part]) -> str:

@@ -20,7 +20,7 @@ from rayrft.buffer.validation import Limits
 from rayrft.config import RunConfig, dump_config
 from rayrft.config.explorer import ExplorerConfig
 from rayrft.config.reward import RewardConfig, RewardModelConfig, RewardPart, trained_by
-from rayrft.config.serve import ServeConfig
+from rayrft.config.serve import HttpConfig
 from rayrft.data.demonstrations import demonstrate, from_file, from_tasks
 from rayrft.data.formats import conversations, read_rows
 from rayrft.data.task_sampler import TaskSetSpec
@@ -190,8 +190,8 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepare
     )
 
 
-def read_keys(config: ServeConfig) -> tuple[str, ...]:
-    """Return the digests of the endpoint's API keys. Raises ConfigError if they are not where the config says."""
+def read_keys(config: HttpConfig) -> tuple[str, ...]:
+    """Return the digests of a server's API keys. Raises ConfigError if they are not where the config says."""
     keys = list[str]()
     if config.keys_file is not None:
         try:
@@ -371,8 +371,7 @@ def check_rewards(
             if trained_by(part) is not None:
                 _check_trained(part)
                 continue
-            reward = build_reward(part.name, part.options)
-            _check_needs(reward, part.name, model, config.placement, auxiliary)
+            reward = check_reward(part, model, config.placement, auxiliary)
             if notice := getattr(reward, "notice", None):
                 notices[f"reward {part.name!r}: {notice}"] = None
             if where(part.name) == "loop":
@@ -390,9 +389,9 @@ def check_rewards(
     return list(notices)
 
 
-def _check_needs(
-    reward: Reward, name: str, model: RewardModelConfig, placement: str, auxiliary: Collection[str]
-) -> None:
+def check_reward(part: RewardPart, model: RewardModelConfig, placement: str, auxiliary: Collection[str] = ()) -> Reward:
+    """Build a reward. Raises ConfigError if that is not possible, or if it lacks what it needs."""
+    reward, name = build_reward(part.name, part.options), part.name
     for needed in getattr(reward, "needs_auxiliary", ()):
         if needed not in auxiliary:
             raise no_auxiliary(needed, auxiliary)
@@ -417,6 +416,7 @@ def _check_needs(
             value=name,
             remedy="register the class itself, such as a subclass with the options set",
         )
+    return reward
 
 
 def _check_trained(part: RewardPart) -> None:

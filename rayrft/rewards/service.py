@@ -94,16 +94,16 @@ class ServedScoring:
         self._handles: dict[str, Any] = {}
 
     async def open(self) -> None:
-        """Find the deployments, which are there."""
-        for domain in self._config.models:
-            self._handles[domain] = await asyncio.to_thread(
-                serve.get_deployment_handle, _DEPLOYMENT, self._service.application(domain)
-            )
+        """Do nothing: the deployments are there, and each is found when it is needed."""
 
     async def score(self, task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
         """Return one result per transcript; all unknown if two replicas died of them. Raises ConfigError if the task's
         domain has no reward."""
-        handle, reason = self._handles[self._config.domain_of(task.domain)], ""
+        domain, reason = self._config.domain_of(task.domain), ""
+        if domain not in self._handles:
+            application = self._service.application(domain)
+            self._handles[domain] = await asyncio.to_thread(serve.get_deployment_handle, _DEPLOYMENT, application)
+        handle = self._handles[domain]
         for tries in range(TRIES):
             response = handle.score.remote(task, transcripts)
             try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -14,6 +15,7 @@ from ray.exceptions import RayTaskError
 from ray.util.metrics import Counter
 
 from rayrft.applications import ON_HEAD, Owner, delete_applications, delete_with, start_serve
+from rayrft.config.serve import HttpConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ConfigError
 from rayrft.explorer.engines.client import EngineClient
@@ -49,14 +51,13 @@ class EndpointReplica:
             return Handle(name.rpartition(":")[2], ray.get_actor(name, namespace=actors.namespace))
 
         pool: Handle[EnginePool] = handle(actors.engine_pool)
-        counter = Counter("rayrft_endpoint_requests", "Requests by how they ended", tag_keys=("app", "outcome"))
         responder = Responder(
             EngineClient(pool, Waits("endpoint"), 1 / settings.config.replicas),
             _Keeper(handle(actors.keeper)) if actors.keeper else None,
             ChatTokenizer(model),
             settings,
         )
-        self._endpoint = Endpoint(responder, lambda outcome: counter.inc(tags={"app": app_name, "outcome": outcome}))
+        self._endpoint = Endpoint(responder, request_counter(app_name))
         self._watching = asyncio.create_task(delete_with(Owner(actors.namespace, actors.engine_pool), app_name))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -80,15 +81,21 @@ async def open_endpoint(
 def _open(app_name: str, route: str, model: str, settings: EndpointSettings, actors: EndpointActors) -> str:
     config = settings.config
     start_serve(config.host, config.port)
-    replica = serve.deployment(serve.ingress()(EndpointReplica)).options(
+    return deploy(EndpointReplica, (app_name, model, settings, actors), config, app_name, route)
+
+
+def deploy(replica: type, arguments: tuple[Any, ...], config: HttpConfig, app_name: str, route: str) -> str:
+    """Deploy an application whose replicas answer HTTP requests at ``/<route>``; return its base URL, for clients, once
+    it answers. Raises ConfigError if it does not."""
+    deployment = serve.deployment(serve.ingress()(replica)).options(
         num_replicas=config.replicas,
         ray_actor_options={"num_cpus": config.cpus},
-        # Requests above the endpoint's own bound must reach it, to be answered with status 429.
+        # Requests above the service's own bound must reach it, to be answered with status 429.
         max_ongoing_requests=100 * config.max_requests,
         graceful_shutdown_timeout_s=2.0,
         graceful_shutdown_wait_loop_s=0.1,
     )
-    serve.run(replica.bind(app_name, model, settings, actors), name=app_name, route_prefix=f"/{route}")
+    serve.run(deployment.bind(*arguments), name=app_name, route_prefix=f"/{route}")
     reached_at = {"0.0.0.0": ray.util.get_node_ip_address(), "::": "[::1]", "::1": "[::1]"}
     reached = reached_at.get(config.host, config.host)
     url = f"http://{reached}:{config.port}/{route}"
@@ -104,3 +111,9 @@ def _open(app_name: str, route: str, model: str, settings: EndpointSettings, act
             remedy="Ray Serve has one port in a cluster: give that of the run which started it, or shut Serve down",
         ) from None
     return f"{url}/v1"
+
+
+def request_counter(app_name: str) -> Callable[[str], None]:
+    """Return what counts an application's requests in Ray's metrics, by how they ended."""
+    counter = Counter("rayrft_endpoint_requests", "Requests by how they ended", tag_keys=("app", "outcome"))
+    return lambda outcome: counter.inc(tags={"app": app_name, "outcome": outcome})

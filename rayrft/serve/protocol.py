@@ -308,12 +308,12 @@ def parse(model: type[Body], body: bytes) -> Body:
         if first["type"] == "json_invalid":
             raise ApiError(400, f"The body is not JSON: {first['msg']}.", code="invalid_json") from None
         cause = first.get("ctx", {}).get("error")
-        param, problem = cause.args if isinstance(cause, _Unsupported) else (_name(first["loc"]), first["msg"])
-        code = {"missing": "missing_required_parameter", "value_error": "unsupported_parameter"}
+        code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
+        param, problem = _name(first["loc"]), first["msg"].removeprefix("Value error, ")
+        if isinstance(cause, _Unsupported):
+            code, (param, problem) = "unsupported_parameter", cause.args
         where = param or None
-        raise ApiError(
-            400, f"{where or 'The body'}: {problem}.", code=code.get(first["type"], "invalid_value"), param=where
-        ) from None
+        raise ApiError(400, f"{where or 'The body'}: {problem}.", code=code, param=where) from None
 
 
 def _name(path: tuple[str | int, ...]) -> str:

@@ -1,4 +1,4 @@
-"""What scoring costs: beside the Explorer and in reward actors, and while calls hang.
+"""What scoring costs: beside the Explorer, in a reward actor and on Ray Serve, and while calls hang.
 
     python -m tests.bench.bench_rewards [--rounds 3]
 
@@ -10,18 +10,21 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import statistics
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from rayrft.applications import Owner, create_anchor
 from rayrft.config.reward import RewardConfig
 from rayrft.experience import Task
 from rayrft.rewards import RewardResult, Transcript
 from rayrft.rewards.base import Reward
 from rayrft.rewards.pool import ActorScoring, RewardActor, RewardPool
 from rayrft.rewards.scorer import Scorer
+from rayrft.rewards.service import RewardService, ServedScoring, close_rewards, open_rewards
 from tests.bench.local_ray import actor, start_ray
 
 _HERE = "tests.bench.bench_rewards:working"
@@ -76,26 +79,35 @@ async def measure(
 
 @asynccontextmanager
 async def scoring(config: RewardConfig) -> AsyncIterator[Score]:
-    """Open a scorer here, or a pool of actors."""
-    if config.placement == "beside":
-        scorer = Scorer(config, [])
-        await scorer.open()
-        yield scorer.score
-        await scorer.close()
-    else:
-        pool = RewardPool(
-            config, [], lambda: ActorScoring(lambda: actor(RewardActor, "reward", config, []), config.actors)
-        )
+    """Open a scorer here, an actor with one, or a replica of Ray Serve with one."""
+    if config.placement == "serve":
+        service, owner = RewardService.of("bench", config, []), Owner("rayrft", "bench:rewards")
+        anchor = create_anchor(owner)
+        await open_rewards(service, config, [], owner, ("127.0.0.1", 8000))
+        yield RewardPool(config, [], lambda: ServedScoring(service, config)).score
+        await asyncio.to_thread(close_rewards, service)
+        anchor.kill()
+    elif config.placement == "pool":
+        scoring = ActorScoring(lambda: actor(RewardActor, "reward", config, []), config.actors)
+        pool = RewardPool(config, [], lambda: scoring)
         await pool.open()
         yield pool.score
+    else:
+        scorer = Scorer(config, [])
+        await scorer.open()
+        yield RewardPool(config, [], lambda: scorer).score
+        await scorer.close()
 
 
 async def one_round(seconds: float) -> dict[str, list[Measured]]:
     """Return the measurements of every case, with the one that it is compared with before it."""
     found = dict[str, list[Measured]]()
-    for placement in ("beside", "pool"):
+    for placement in ("beside", "pool", "serve"):
         for name, said in ((_HERE, "work"), ("math", "48 + 24 = 72, so\n#### 72")):
-            config = RewardConfig(name=name, deadline_s=2.0, workers=2, placement=placement)  # type: ignore[arg-type]
+            settings = {"name": name, "deadline_s": 2.0, "workers": 2, "placement": placement}
+            if placement == "serve":
+                settings["replicas"] = {"pending": 64}  # one replica, as there is one actor
+            config = RewardConfig.model_validate(settings)
             async with scoring(config) as score:
                 await measure(score, seconds / 4, 64, said=said)
                 found[f"{name.rpartition(':')[2]}, {placement}"] = [await measure(score, seconds, 64, said=said)]
@@ -111,6 +123,7 @@ def main() -> None:
     arguments.add_argument("--rounds", type=int, default=3)
     arguments.add_argument("--seconds", type=float, default=8.0)
     given = arguments.parse_args()
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
     start_ray(4)
     rounds = [asyncio.run(one_round(given.seconds)) for _ in range(given.rounds)]
     print(f"{'':24}{'calls/s':>9}{'p50':>10}{'p99':>10}   of the clean run")

@@ -43,8 +43,17 @@ def test_batch_arithmetic_is_derived() -> None:
     assert (stage.expert_rows, stage.usual_rows, stage.groups) == (8, 32, 4)
 
 
-def test_a_config_survives_being_written_and_read() -> None:
-    config = load_config(base())
+@pytest.mark.parametrize(
+    "reward",
+    [
+        {},
+        {"domains": {"own": {"name": "math", "parts": []}}},
+        {"parts": [{"name": "exact"}, {"name": "math", "weight": 0.5}], "workers": 2},
+        {"name": "math", "placement": "serve", "replicas": {"max": 2}},
+    ],
+)
+def test_a_config_survives_being_written_and_read(reward: dict[str, Any]) -> None:
+    config = load_config({**base(), "reward": reward})
     again = load_config(yaml.safe_load(dump_config(config)))
     assert again == config
 

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import httpx
+import psutil
 import pytest
+import yaml
 
 import rayrft
 from rayrft.applications import applications
 from rayrft.monitor.records import StepRecord
-from tests.e2e.conftest import WITHOUT_VLLM, small_config
+from tests.conftest import ROOT
+from tests.e2e.conftest import WITHOUT_VLLM, free_port, small_config
 
 
 def test_a_run_scores_on_serve_and_deletes_what_it_has_there_and_a_resumed_one_does_so_again(
@@ -57,3 +65,35 @@ def test_a_killed_run_leaves_no_rewards(ray_cluster: Any, tmp_path: Path, port: 
     while applications("killed:"):
         assert time.monotonic() < deadline
         time.sleep(0.1)  # Ray Serve has no event for it
+
+
+@pytest.mark.slow
+def test_the_command_serves_rewards_until_ctrl_c_and_leaves_no_process(tmp_path: Path) -> None:
+    """In a process of its own with a Ray of its own."""
+    port, keys = free_port(), tmp_path / "keys"
+    keys.write_text("sk-1\n")
+    config = {"reward": {"domains": {"math": {"name": "math"}}}, "serve": {"port": port, "keys_file": str(keys)}}
+    (tmp_path / "rewards.yaml").write_text(yaml.safe_dump(config))
+    command = [sys.executable, "-m", "rayrft", "serve", "rewards", str(tmp_path / "rewards.yaml")]
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=environment
+    )
+    assert process.stdout is not None
+    try:
+        url = next(line.split()[-1] for line in process.stdout if line.startswith("rewards at"))
+        assert url == f"http://127.0.0.1:{port}/rewards/v1"
+        asked = {"domain": "math", "task": {"prompt": "1 + 1?", "answer": "2"}, "response": "It is 2."}
+        http = httpx.Client(headers={"Authorization": "Bearer sk-1"}, timeout=60)
+        assert http.post(f"{url}/score", json=asked).json()["value"] == 1.0
+        assert httpx.post(f"{url}/score", json=asked).json()["error"]["code"] == "invalid_api_key"
+        again = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
+        assert again.returncode == 1 and "serve.port: cannot be listened on" in again.stderr
+        assert "Traceback" not in again.stderr
+        started = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(120) == 130
+        _, alive = psutil.wait_procs(started, timeout=60)
+        assert not alive
+    finally:
+        process.kill()

@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification
+from transformers import (
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    Qwen2Config,
+    Qwen2ForSequenceClassification,
+)
 
 from rayrft.config.reward import RewardConfig
 from rayrft.errors import ConfigError, ModelError
@@ -73,6 +79,17 @@ def test_calls_together_have_the_values_that_each_has_alone(
     longer = ScalarModel(str(folder)).score_batch(calls)
     assert [each.value for each in longer] == pytest.approx([each.value for each in alone], abs=1e-5)
     assert model.max_batch == (1 if padding is None else 8)
+
+
+def test_padding_is_not_seen_by_a_model_that_looks_both_ways(tiny_model: Path, tmp_path: Path) -> None:
+    folder = classifier(tiny_model, tmp_path / "rm")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = BertConfig(vocab_size=len(AutoTokenizer.from_pretrained(folder)), num_labels=1, pad_token_id=0, **sizes)
+    BertForSequenceClassification(config).save_pretrained(folder)
+    model, calls = ScalarModel(str(folder)), [(TASK, Transcript.of(TASK, "It is " + "cat " * n)) for n in (1, 40)]
+    alone = [model.score(*call).value for call in calls]
+    assert [each.value for each in model.score_batch(calls)] == pytest.approx(alone, abs=1e-5)
 
 
 async def test_it_scores_in_processes_of_its_own(tiny_model: Path, tmp_path: Path) -> None:
