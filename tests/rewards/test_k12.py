@@ -123,7 +123,7 @@ def test_what_leads_in_to_an_answer_is_no_part_of_it() -> None:
             ("Paris", "Paris", {}),
             ("42 cm", "0.42 m", {"kind": "number"}),
         ):
-            if "because" not in led_in or right == "B":
+            if "because" not in led_in or said == "B":
                 assert value(right, led_in.format(said), **metadata) == 1.0, (led_in, said)
     for led_in in OPEN:
         assert value("B", led_in.format("B"), options=OPTIONS) == 0.0, led_in
