@@ -97,9 +97,10 @@ class _Replicas:
 
     def __init__(self, *replies: Any) -> None:
         self.replies, self.cancelled = list(replies), list[bool]()
-        self.score = self
+        self.score, self.asked = self, asyncio.Event()
 
     def remote(self, task: Any, transcripts: list[Transcript]) -> _Response:
+        self.asked.set()
         return _Response(self.replies, self.cancelled)
 
 
@@ -129,7 +130,7 @@ async def test_who_gives_up_a_call_cancels_it_and_counts_nothing(monkeypatch: py
     replicas = _Replicas(None)
     pool = await pool_over(replicas, monkeypatch)
     asking = asyncio.ensure_future(pool.score(task("a"), transcripts("a", "b")))
-    await asyncio.sleep(0)
+    await replicas.asked.wait()
     assert pool.take_stats() == {"": DomainStats(pending=2)}
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
