@@ -1,7 +1,7 @@
-"""Questions of school with four options, answered in whatever style, scored by the `k12` reward.
+"""Questions of school with several right options, answered in whatever style, scored by the `k12` reward.
 
-A question asks which of four words is an animal, a fruit, a colour or a tool; there is one of each. Demonstrations are
-2,000 in four styles; two in five name the right option, the others any of the four.
+A question names three words, and asks whether there are animals, fruits, colours or tools among them.
+Demonstrations are 2,000 in four styles; two in five name the right options, the others any.
 
     python -m tests.e2e.choices [seed] [folder]      trains, with all controls, and prints a table
 """
@@ -18,14 +18,14 @@ from tests.e2e import lessons
 from tests.e2e.lessons import main, make_stages, write_model, write_rows
 
 WORDS = {
-    "an animal": ["cat", "dog", "cow", "horse"],
-    "a fruit": ["apple", "pear", "plum", "grape"],
-    "a colour": ["red", "blue", "green", "black"],
-    "a tool": ["saw", "hammer", "drill", "axe"],
+    "animals": ["cat", "dog", "cow", "horse", "sheep", "mouse", "tiger", "whale", "eagle", "snake"],
+    "fruits": ["apple", "pear", "plum", "grape", "melon", "cherry", "peach", "lemon", "mango", "fig"],
+    "colours": ["red", "blue", "green", "black", "white", "brown", "pink", "grey", "violet", "amber"],
+    "tools": ["saw", "hammer", "drill", "axe", "rake", "spade", "chisel", "wrench", "pliers", "file"],
 }
-STYLES = ("{letter}", "({letter})", "It is {letter}.", "It is {text}.")
+OPTIONS = "\n".join(f"{letter}. {kind}" for letter, kind in zip("ABCD", WORDS, strict=True))
 KNOWING = 0.4
-"""Share of the demonstrations that name the right option; of the others, one in four does by chance."""
+"""Share of the demonstrations that name the right options; others do by chance."""
 
 
 def write_task(folder: Path, seed: int, *, demonstrations: int = 2000, tasks: int = 8000, held_out: int = 500) -> None:
@@ -34,11 +34,11 @@ def write_task(folder: Path, seed: int, *, demonstrations: int = 2000, tasks: in
     rng = np.random.default_rng(seed)
     rows = dict[str, dict[str, Any]]()
     while len(rows) < tasks + held_out + demonstrations:
-        kinds = [str(kind) for kind in rng.permutation(list(WORDS))]
-        options, asked = [str(rng.choice(WORDS[kind])) for kind in kinds], int(rng.integers(4))
-        lines = [f"{letter}. {option}" for letter, option in zip("ABCD", options, strict=True)]
-        question = "\n".join([f"Which is {kinds[asked]}?", *lines])
-        rows[question] = {"question": question, "answer": "ABCD"[asked], "options": options}
+        kinds = [str(kind) for kind in rng.choice(list(WORDS), 3)]
+        named = [str(rng.choice(WORDS[kind])) for kind in kinds]
+        question = f"Which are among these: {', '.join(named)}?\n{OPTIONS}"
+        right = "".join(letter for letter, kind in zip("ABCD", WORDS, strict=True) if kind in kinds)
+        rows[question] = {"question": question, "answer": right, "options": list(WORDS)}
     made = list(rows.values())
     write_rows(folder / "train.jsonl", made[:tasks])
     write_rows(folder / "held_out.jsonl", made[tasks : tasks + held_out])
@@ -46,8 +46,8 @@ def write_task(folder: Path, seed: int, *, demonstrations: int = 2000, tasks: in
     write_rows(folder / "mixed.jsonl", [row for row, _ in shown])
     write_rows(folder / "good.jsonl", [row for row, right in shown if right])
     tokenizer = make_tokenizer([row["question"] for row in made[:100]], [], frequent=0.9)
-    pieces = [*WORDS, *(word for words in WORDS.values() for word in words)]
-    tokenizer.add_tokens([*pieces, "It is "])
+    words = [word for words in WORDS.values() for word in words]
+    tokenizer.add_tokens([*words, OPTIONS, "It is ", " and "])
     write_model(folder / "model", tokenizer, seed, 64)
 
 
@@ -62,7 +62,7 @@ def make_config(folder: Path, seed: int, *, steps: int = 60, controls: bool = Tr
         reward={"name": "k12"},
         explorer={
             "engine": {"count": 1},
-            "sampling": {"max_tokens": 8, "max_prompt_tokens": 40},
+            "sampling": {"max_tokens": 10, "max_prompt_tokens": 40},
             "over_sampling": 1.5,
         },
         stages=make_stages(
@@ -78,11 +78,15 @@ def make_config(folder: Path, seed: int, *, steps: int = 60, controls: bool = Tr
 
 
 def _demonstration(row: dict[str, Any], rng: np.random.Generator) -> tuple[dict[str, Any], bool]:
-    """Return a conversation, and whether it names the right option."""
-    chosen = "ABCD".index(row["answer"]) if rng.random() < KNOWING else int(rng.integers(4))
-    said = str(rng.choice(STYLES)).format(letter="ABCD"[chosen], text=row["options"][chosen])
-    messages = [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": said}]
-    return {"messages": messages}, "ABCD"[chosen] == row["answer"]
+    """Return a conversation, and whether it names the right options."""
+    some = rng.permutation(list("ABCD"))[: rng.integers(1, 4)]
+    chosen = row["answer"] if rng.random() < KNOWING else "".join(sorted(some))
+    styles = [chosen, " and ".join(chosen), f"({', '.join(chosen)})", f"It is {', '.join(chosen)}."]
+    messages = [
+        {"role": "user", "content": row["question"]},
+        {"role": "assistant", "content": str(rng.choice(styles))},
+    ]
+    return {"messages": messages}, chosen == row["answer"]
 
 
 if __name__ == "__main__":
