@@ -150,7 +150,8 @@ class Rank:
         return policy if self._setup.config.cpu_offload else policy.to(self._device)
 
     def _configure(self, policy: Policy, path: str) -> str | None:
-        """Enable fast paths and inject the adapter, on weights that are those at ``path``; return which fast paths are not supported, or None."""
+        """Enable fast paths and inject the adapter, for weights that were loaded from ``path``; return which fast paths
+        are not supported, or None."""
         config = self._setup.config
         warning = policy.enable_fast_paths(pack=config.pack, compute=self._wire_dtype)
         if config.lora is not None:

@@ -74,6 +74,17 @@ def test_what_cannot_be_is_said(stages: list[dict[str, Any]], overrides: dict[st
         config(*stages, **overrides)
 
 
+def test_labelled_answers_are_for_the_stages_that_need_labels() -> None:
+    kto = {**RM, "name": "kto", "algorithm": {"name": "kto"}, "demonstrations": "rated"}
+    rated = {"demonstrations.rated.path": "rated.jsonl", "reward": {"name": "exact"}}
+    found = config(kto, GRPO, **rated)
+    assert found.labelled_demonstrations == {"rated"} and found.stages[0].expert_rows == 8
+    with pytest.raises(ConfigError, check=about("stages.warmup.demonstrations")):
+        config(kto, {**SFT, "demonstrations": "rated"}, **rated)
+    with pytest.raises(ConfigError, check=about("stages.kto.demonstrations")):
+        config({**kto, "demonstrations": None}, **rated)
+
+
 def test_the_folder_follows_a_run_that_is_moved(tmp_path: Path) -> None:
     moved = load_config(config(RM, GRPO), {"storage": str(tmp_path)})
     assert moved.scoring.options == {"model": str(tmp_path / "a" / "checkpoints" / "rm")}
