@@ -109,6 +109,7 @@ class Experience:
     images: tuple[str, ...] = ()
     pair_id: str | None = None
     chosen: bool | None = None
+    """Whether it is the preferred row of its pair; of a row in no pair, whether it is labelled good."""
     margin: float | None = None
     """By how much the chosen row of its pair is the better one, as its annotators say, for reward models."""
     teacher_logprobs: np.ndarray | None = None

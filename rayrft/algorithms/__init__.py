@@ -27,6 +27,7 @@ from rayrft.algorithms.presets import build, presets
 from rayrft.algorithms.ratios import TokenLoss, policy_losses, token_ratio
 from rayrft.algorithms.reward_model import reward_model_losses
 from rayrft.algorithms.sft import mu_schedules, sft_losses
+from rayrft.algorithms.unpaired import Labelled, sum_gains, unpaired_losses
 from rayrft.algorithms.values import mean_value_errors, token_advantages, value_losses
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "EntropyController",
     "Fraction",
     "Group",
+    "Labelled",
     "LossParts",
     "Moments",
     "NonNegative",
@@ -64,9 +66,11 @@ __all__ = [
     "presets",
     "reward_model_losses",
     "sft_losses",
+    "sum_gains",
     "sum_moments",
     "token_advantages",
     "token_logprobs",
     "token_ratio",
+    "unpaired_losses",
     "value_losses",
 ]

@@ -15,6 +15,7 @@ from rayrft.algorithms.pieces import NONE, Need
 from rayrft.algorithms.preference import Pairs, by_pair
 from rayrft.algorithms.ratios import token_ratio
 from rayrft.algorithms.recipe import Recipe
+from rayrft.algorithms.unpaired import Labelled
 from rayrft.algorithms.values import with_advantages, with_penalty
 
 _FIELDS: dict[Need, str] = {
@@ -22,18 +23,20 @@ _FIELDS: dict[Need, str] = {
     "teacher": "teacher_logprobs",
     "teacher_candidates": "teacher_candidates",
     "pairs": "pair",
+    "labels": "chosen",
+    "reference_kl": "reference_kl",
 }
 """Needs that the batch of a loss must supply. Missing proximal log-probs are replaced by the present policy's."""
 
 
 @dataclass(frozen=True)
 class Algorithm(Recipe):
-    """The loss of a step is ``(1 - mu) own + mu sft + preference``, where
+    """The loss of a step is ``(1 - mu) own + mu sft + preference + unpaired``, where
     ``own = policy + kl_coef kl + entropy_coef entropy + distillation_coef distillation``.
 
     Own rows (sampled by the policy) feed only the first term, expert rows the second (MIX as in Trinity-RFT, Pan et al.
-    2025, arXiv:2505.17826), pairs the third, to which ``chosen_coef`` adds the chosen answers' likelihood; every stream
-    has its own global denominator. GRPO has mu = 0, SFT mu = 1.
+    2025, arXiv:2505.17826), pairs the third, to which ``chosen_coef`` adds the chosen answers' likelihood, and labelled
+    rows the fourth; every stream has its own global denominator. GRPO has mu = 0, SFT mu = 1.
     A term of weight 0 is not computed, so both extremes are exact. The loss of a reward model is `score_loss` instead.
 
     `rayrft.algorithms.presets.build` makes an Algorithm with all names and coefficients checked.
@@ -120,6 +123,12 @@ class Algorithm(Recipe):
             parts = parts.of_pairs(pairs.scores)
             if self.chosen_coef:
                 parts = parts.add("sft", pairs.nll.sum() / number, self.chosen_coef)
+        if self.unpaired != NONE:
+            self._check(batch, "unpaired")
+            rows = batch.demonstrated()
+            labelled = Labelled.of(keep(output.logprobs, rows.mask), rows)
+            losses = keep(self._bound("unpaired")(labelled), labelled.present)
+            parts = parts.add("preference", losses.sum() / over.expert.sequences, 1.0)
         return parts
 
     def _own(

@@ -41,13 +41,15 @@ class TokenBatch:
     pair: Tensor | None = None
     """``[N]`` int64: number of the preference pair, 0 to P - 1; -1 for a row in none."""
     chosen: Tensor | None = None
-    """``[N]`` bool: the preferred row of its pair."""
+    """``[N]`` bool: the preferred row of its pair; of labelled rows, the good ones."""
     margin: Tensor | None = None
     """``[N]``: by how much the chosen row of a pair is the better one, for reward models; 0 if that is not known."""
 
     proximal_logprobs: Tensor | None = None
     """Log-probs under the trainer's policy before the first update on this batch ("old" log-probs)."""
     reference_logprobs: Tensor | None = None
+    reference_kl: Tensor | None = None
+    """``[N]``, all equal: the policy's mean KL from the reference in this update, at least 0; see `unpaired.kto`."""
     teacher_logprobs: Tensor | None = None
     teacher_candidates: Tensor | None = None
     """``[T, K]``: the teacher's log-probs of its K most likely tokens, or of the whole vocabulary."""

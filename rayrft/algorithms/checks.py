@@ -31,7 +31,7 @@ _WEIGHTS = {
 _OF_REWARDS = ("normalise_by", "reward_low", "reward_high", "reward_scale")
 """Fields that act on rewards and advantages."""
 
-_TERMS = ("policy_loss", "distillation", "sft", "preference")
+_TERMS = ("policy_loss", "distillation", "sft", "preference", "unpaired")
 """Pieces that train the policy."""
 
 _REQUIRED = ("aggregation", "sft_aggregation", "mu_schedule")
@@ -139,6 +139,13 @@ def check_whole(algorithm: Algorithm, overrides: Mapping[str, Any]) -> None:
             value=getattr(algorithm, others[0]),
             remedy="leave it out, or train the policy in a stage of its own",
         )
+    if algorithm.unpaired != NONE and (algorithm.policy_loss != NONE or algorithm.preference != NONE):
+        raise ConfigError(
+            f"needs rows of another kind than the other terms of {algorithm.name!r}",
+            field="algorithm.unpaired",
+            value=algorithm.unpaired,
+            remedy="train on labelled answers in a stage of its own: algorithm kto",
+        )
     if algorithm.policy_loss != NONE and algorithm.advantage == NONE:
         raise ConfigError(
             f"policy_loss {algorithm.policy_loss!r} needs one",
@@ -203,9 +210,8 @@ def is_used(algorithm: Algorithm, kind: str) -> bool:
         "sft_aggregation": algorithm.sft != NONE,
         "mu_schedule": algorithm.mixes,
         "value_loss": algorithm.advantage in token_advantages,
-        # With a preference loss all rows are in pairs: there are no demonstrations and no samples of the policy.
-        "sft": algorithm.preference == NONE,
-        "distillation": algorithm.preference == NONE,
+        # With a preference loss all rows are in pairs or labelled: there are no demonstrations and no own rows.
+        **dict.fromkeys(("sft", "distillation"), NONE == algorithm.preference == algorithm.unpaired),
     }.get(kind, True)
 
 

@@ -83,7 +83,7 @@ class LossParts:
     distillation: Tensor
     sft: Tensor
     preference: Tensor
-    """Of a preference loss, or of a reward model's."""
+    """Of a preference loss, of one of labelled answers, or of a reward model's."""
 
     entropy: Tensor
     ratio: Tensor

@@ -29,6 +29,8 @@ Need = Literal[
     "reference",
     "critic",
     "pairs",
+    "labels",
+    "reference_kl",
     "proximal",
     "teacher",
     "teacher_candidates",

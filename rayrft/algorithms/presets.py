@@ -63,6 +63,9 @@ for _preset in (
     Algorithm("simpo", preference="simpo"),
     Algorithm("cpo", preference="cpo", chosen_coef=1.0),
     Algorithm("orpo", preference="orpo", chosen_coef=1.0),
+    # Labelled answers.
+    Algorithm("kto", unpaired="kto"),
+    # A reward model, on pairs.
     Algorithm("reward_model", reward_model="bradley_terry"),
     # A teacher.
     Algorithm("distill", distillation="reverse_kl"),

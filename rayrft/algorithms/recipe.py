@@ -29,6 +29,8 @@ class Recipe:
     sft_aggregation: str = "token_mean"
     mu_schedule: str = "constant"
     preference: str = NONE
+    unpaired: str = NONE
+    """A loss of single answers that are labelled good or bad."""
     reward_model: str = NONE
     """A loss of the scores of pairs. What is trained is then a reward model, and the policy stays as it is."""
     value_loss: str = NONE
@@ -95,6 +97,8 @@ class Recipe:
 
     @property
     def needs_expert(self) -> bool:
+        if self.needs_labels:
+            return True
         return self.sft != NONE and not (self.mixes and self.mu_schedule == "constant" and self.mu() == 0.0)
 
     @property
@@ -105,6 +109,14 @@ class Recipe:
     @property
     def needs_pairs(self) -> bool:
         return "pairs" in self.needs()
+
+    @property
+    def needs_labels(self) -> bool:
+        return "labels" in self.needs()
+
+    @property
+    def needs_reference_kl(self) -> bool:
+        return "reference_kl" in self.needs()
 
     @property
     def needs_reference(self) -> bool:

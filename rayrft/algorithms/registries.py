@@ -16,6 +16,7 @@ from rayrft.algorithms.preference import preferences
 from rayrft.algorithms.ratios import policy_losses
 from rayrft.algorithms.reward_model import reward_model_losses
 from rayrft.algorithms.sft import mu_schedules, sft_losses
+from rayrft.algorithms.unpaired import unpaired_losses
 from rayrft.algorithms.values import token_advantages, value_losses
 
 REGISTRIES: dict[str, tuple[Pieces[Any], ...]] = {
@@ -30,6 +31,7 @@ REGISTRIES: dict[str, tuple[Pieces[Any], ...]] = {
     "sft_aggregation": (aggregations,),
     "mu_schedule": (mu_schedules,),
     "preference": (preferences,),
+    "unpaired": (unpaired_losses,),
     "reward_model": (reward_model_losses,),
     "value_loss": (value_losses,),
 }

@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from rayrft.buffer import events as e
 from rayrft.buffer.entries import Entry, Receipt, group_key
-from rayrft.buffer.expert_rows import ExpertBlocks, are_pairs, check_pairs
+from rayrft.buffer.expert_rows import ExpertBlocks, are_labelled, are_pairs, check_kind
 from rayrft.buffer.feedback import Feedback
 from rayrft.buffer.groups import GroupStatus
 from rayrft.buffer.ingest import Arrivals
@@ -85,7 +85,8 @@ class Buffer:
                     value=plan.demonstrations,
                     remedy="load them first; there are " + (", ".join(sorted(self._state.meta.experts)) or "none"),
                 )
-            check_pairs(plan.demonstrations, self._state.meta.experts[plan.demonstrations].unit, plan.pairs)
+            cursor = self._state.meta.experts[plan.demonstrations]
+            check_kind(plan.demonstrations, (cursor.unit == 2, cursor.labelled), (plan.pairs, plan.labelled))
         bound = self._store.config.max_rows
         if plan.groups * plan.group_size > bound:
             raise DataError(
@@ -325,12 +326,13 @@ class Buffer:
                 field=f"demonstrations.{name}",
                 remedy="fix the row and load again; no rows were stored",
             )
-        unit, plan = 2 if are_pairs(batch) else 1, self._state.meta.plan
+        pairs, labelled = are_pairs(batch), are_labelled(batch)
+        plan = self._state.meta.plan
         if plan is not None and self._state.meta.open and plan.expert_rows and plan.demonstrations == name:
-            check_pairs(name, unit, plan.pairs)
+            check_kind(name, (pairs, labelled), (plan.pairs, plan.labelled))
         async with self._store.move_lock:
             extent = await self._experts.write(name, batch)
-            await self._store.commit(e.Loaded(name, extent, unit))
+            await self._store.commit(e.Loaded(name, extent, 2 if pairs else 1, labelled))
             await self._store.flush()
             await self._experts.sweep()
         return batch.num_rows

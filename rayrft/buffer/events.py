@@ -264,6 +264,8 @@ class Loaded:
     extent: Extent
     unit: int = 1
     """Rows per unit: 2 for preference pairs."""
+    labelled: bool = False
+    """Whether they are single answers that are labelled good or bad."""
     event: Literal["loaded"] = "loaded"
 
 

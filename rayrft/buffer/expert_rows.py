@@ -96,17 +96,40 @@ def are_pairs(batch: pa.RecordBatch) -> bool:
     return True
 
 
-def check_pairs(name: str, unit: int, wanted: bool) -> None:
-    """Raise DataError if a stage needs pairs and has none, or has pairs and would imitate their rejected sides."""
-    if (unit == 2) != wanted:
+def are_labelled(batch: pa.RecordBatch) -> bool:
+    """Return whether demonstrations are single answers that are labelled good or bad. Raises DataError if only some
+    are."""
+    names, labels = batch.column("pair_id"), batch.column("chosen")
+    if names.null_count < len(names) or labels.null_count == len(labels):
+        return False
+    if labels.null_count:
         raise DataError(
-            "these are not preference pairs, which the stage's algorithm needs"
-            if wanted
-            else "these are preference pairs, and the stage's algorithm would imitate their rejected sides",
+            "only some rows have a label, good or bad",
+            field="demonstrations",
+            remedy="keep labelled and other rows under different names",
+        )
+    return True
+
+
+def check_kind(name: str, found: tuple[bool, bool], wanted: tuple[bool, bool]) -> None:
+    """Raise DataError unless demonstrations are what a stage needs. Both say whether they are pairs, and whether they
+    are labelled: those that a stage imitates are neither, for it would imitate the rejected and the bad ones."""
+    if found != wanted:
+        is_, needed = _KINDS[found], _KINDS[wanted]
+        raise DataError(
+            f"these are {is_[0]}, and the stage's algorithm needs {needed[0]}",
             field="demonstrations",
             value=name,
-            remedy="give rows with 'chosen' and 'rejected'" if wanted else "use a preference loss such as dpo",
+            remedy=f"give {needed[1]}, or use {is_[2]}",
         )
+
+
+_KINDS = {
+    (False, False): ("conversations to imitate", "rows without 'chosen', 'rejected' and 'label'", "sft"),
+    (True, False): ("preference pairs", "rows with 'chosen' and 'rejected'", "a preference loss such as dpo"),
+    (False, True): ("answers labelled good or bad", "rows with 'label'", "a loss of labelled answers such as kto"),
+}
+"""What demonstrations are called, what their rows have, and what trains on them."""
 
 
 def expert_file(name: str, extent: Extent) -> str:

@@ -49,6 +49,8 @@ class StagePlan:
     name: str = ""
     """With ``version``, identifies a stage that is opened again."""
     pairs: bool = False
+    labelled: bool = False
+    """What the demonstrations must be: preference pairs, or single answers that are labelled good or bad."""
     mini_batches: int = 1
     scheduled: bool = True
     """Whether groups need tickets. Otherwise producers put groups at any time, and steps draw from the pool."""

@@ -59,6 +59,7 @@ class ExpertCursor:
     epoch: int = 0
     cursor: int = 0
     drawn: int = 0
+    labelled: bool = False
     failed: list[int] = field(default_factory=list)
     """Rows on which training failed twice: they are skipped."""
 

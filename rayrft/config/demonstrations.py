@@ -24,12 +24,14 @@ class RowFormat(Section):
     chosen: str = "chosen"
     rejected: str = "rejected"
     margin: str = "margin"
+    label: str = "label"
     images: str = "images"
     tools: str = "tools"
     """The names of the fields. ``margin`` is by how much a pair's chosen answer is better, if it is known, for reward
-    models. ``images`` are paths, relative to the folder of the file, or bytes; they replace ``<image>`` in user
-    messages, else precede the first user text. ``tools`` are JSON schemas of functions, a list or its JSON, which the
-    chat template shows."""
+    models. ``label``, true or false, says whether an answer is good, for algorithms such as ``kto`` (in TRL's files of
+    this kind ``response`` is ``completion``). ``images`` are paths, relative to the folder of the file, or bytes; they
+    replace ``<image>`` in user messages, else precede the first user text. ``tools`` are JSON schemas of functions, a
+    list or its JSON, which the chat template shows."""
     images_folder: Path | None = None
     """Where images are kept that are bytes; every node must find it."""
     size: int | None = Field(None, ge=1)

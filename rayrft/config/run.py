@@ -111,6 +111,11 @@ class RunConfig(Section):
         return {stage.demonstrations or "" for stage in self.stages if stage.trains_reward_model}
 
     @property
+    def labelled_demonstrations(self) -> set[str]:
+        """The entries of ``demonstrations`` whose answers are labelled good or bad."""
+        return {stage.demonstrations or "" for stage in self.stages if stage.algorithm.build().needs_labels}
+
+    @property
     def explored_stage(self) -> StageConfig:
         """Mode ``explore``: the stage that says which groups are sampled."""
         return next(stage for stage in self.stages if stage.groups)
@@ -227,7 +232,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _reward_models(self) -> RunConfig:
-        """Check who trains reward models, on what, and who uses them."""
+        """Check who trains reward models, on what, and who uses them; and who trains on labelled answers."""
         trains = {stage.name: stage.trains_reward_model for stage in self.stages}
         for stage in self.stages:
             if stage.start_from is not None and trains[stage.start_from]:
@@ -237,10 +242,16 @@ class RunConfig(Section):
                     value=stage.start_from,
                     remedy="leave it out: the policy is as it was before that stage",
                 )
-            if not trains[stage.name] and stage.expert_rows and stage.demonstrations in self.scored_demonstrations:
+            labels = stage.algorithm.build().needs_labels
+            scored, labelled = (
+                stage.demonstrations in names for names in (self.scored_demonstrations, self.labelled_demonstrations)
+            )
+            if stage.expert_rows and (scored > trains[stage.name] or labelled > labels):
                 raise invalid(
                     f"stages.{stage.name}.demonstrations",
-                    "are those of a reward model, whose tokens are the chat template's to their very end",
+                    "are those of a reward model, whose tokens are the chat template's to their very end"
+                    if scored
+                    else "are labelled answers, the bad ones among them",
                     value=stage.demonstrations,
                     remedy="give the file a second entry in 'demonstrations'",
                 )

@@ -109,7 +109,9 @@ class StageConfig(Section):
             problem = f"is fixed at {self._fixed_share:g} by {name!r}"
             raise invalid("expert_share", problem, value=self.expert_share, remedy="leave it out")
         if (build.needs_expert or build.needs_pairs) and not self.demonstrations:
-            rows = "preference pairs" if build.needs_pairs else "expert rows"
+            rows = (
+                "preference pairs" if build.needs_pairs else "labelled answers" if build.needs_labels else "expert rows"
+            )
             raise invalid("demonstrations", f"{name} needs them, where its {rows} are", remedy="name an entry of them")
         if build.needs_pairs and self.batch_size % 2:
             raise invalid("batch_size", "is not a number of whole pairs", value=self.batch_size, remedy="make it even")
@@ -173,7 +175,7 @@ class StageConfig(Section):
     @property
     def _fixed_share(self) -> float:
         algorithm = self.algorithm.build()
-        return 1.0 if algorithm.needs_pairs else algorithm.mu()
+        return 1.0 if algorithm.needs_pairs or algorithm.needs_labels else algorithm.mu()
 
     @property
     def _share(self) -> float:

@@ -164,8 +164,10 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepare
             rows = from_tasks(name, splits.demonstrated[name], spec, tokenizer, config.seed)
             demonstrations[name], left_out[name] = _short_enough(name, rows, max_length)
         else:
-            whole = name in config.scored_demonstrations
-            demonstrations[name], report = from_file(name, spec, tokenizer, max_length, held_out, whole=whole)
+            whole, labelled = name in config.scored_demonstrations, name in config.labelled_demonstrations
+            demonstrations[name], report = from_file(
+                name, spec, tokenizer, max_length, held_out, whole=whole, labelled=labelled
+            )
             left_out[name] = report.counts
     compared = chain(splits.evaluation, splits.train, _PROBES) if config.rolls_out else []
     probe = choose_probe(compared, tokenizer, config.model.max_length)

@@ -182,6 +182,7 @@ class TrainLoop:
             max_age=self._config.buffer.max_age,
             name=stage.name,
             pairs=algorithm.needs_pairs,
+            labelled=algorithm.needs_labels,
             mini_batches=stage.update.mini_batches,
             parks=partial.old_tokens if partial else None,
         )

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rayrft.config.demonstrations import DemonstrationsConfig, RowFormat
-from rayrft.data.formats import Message, Row, conversations, pair_margin, read_rows, tool_schemas
+from rayrft.data.formats import Message, Row, answer_label, conversations, pair_margin, read_rows, tool_schemas
 from rayrft.data.images import image_paths
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import DataError
@@ -22,8 +22,6 @@ from rayrft.experience import SCHEMA, Experience, Task, dedup_key, to_batch
 
 if TYPE_CHECKING:
     import ray.data
-
-_SIDES = {None: "", True: "/chosen", False: "/rejected"}
 
 
 @dataclass(frozen=True)
@@ -62,6 +60,8 @@ class RowEncoder:
     """The file of the rows; relative image paths are relative to its folder."""
     whole: bool = False
     """For a reward model: rows are tokenised by `ChatTokenizer.whole`."""
+    labelled: bool = False
+    """Whether rows that are no pairs must have a label."""
 
     def encode(self, rows: Iterable[tuple[int, Row]]) -> tuple[dict[int, list[Experience]], SkippedRows]:
         """Encode numbered rows; return the experiences by row number, and the skipped rows."""
@@ -85,17 +85,22 @@ class RowEncoder:
         experiences = []
         images = image_paths(row.get(self.form.images), self.base, self.form.images_folder)
         tools = tool_schemas(row.get(self.form.tools), self.form.tools)
-        margin = pair_margin(row.get(self.form.margin), self.form.margin)
         encode = self.tokenizer.whole if self.whole else self.tokenizer.chat
-        for chosen, messages in conversations(row, self.form):
+        sides = conversations(row, self.form)
+        if self.labelled and len(sides) == 1:
+            sides = [(answer_label(row.get(self.form.label), self.form.label), sides[0][1])]
+        for chosen, messages in sides:
             questions = [message["content"] for message in messages if message["role"] == "user"]
             if any(dedup_key(question, images) in self.held_out for question in questions):
                 return "held-out question"
             ids, mask = encode(messages, images, tools)
             if len(ids) > self.max_length:
                 return "too long"
-            side = group + _SIDES[chosen]
-            made = expert_row(side, group, ids, mask, messages, images=images, chosen=chosen, margin=margin)
+            made = expert_row(group, group, ids, mask, messages, images=images, chosen=chosen)
+            if len(sides) == 2:
+                side = f"{group}/{'chosen' if chosen else 'rejected'}"
+                margin = pair_margin(row.get(self.form.margin), self.form.margin)
+                made = replace(made, experience_id=side, pair_id=group, margin=margin)
             experiences.append(made)
         return experiences
 
@@ -110,11 +115,10 @@ def expert_row(
     task_id: str | None = None,
     images: tuple[str, ...] = (),
     chosen: bool | None = None,
-    margin: float | None = None,
 ) -> Experience:
     """Create an expert experience; ``ids`` and ``mask`` have one entry per token. The prompt ends at the first action.
 
-    With ``chosen`` it is one side of the group's preference pair, which may have a ``margin``.
+    ``chosen`` is its label, if it has one.
     """
     return Experience(
         experience_id=experience_id,
@@ -127,9 +131,7 @@ def expert_row(
         source="expert",
         turns=tuple(turns),
         images=images,
-        pair_id=None if chosen is None else group,
         chosen=chosen,
-        margin=None if chosen is None else margin,
     )
 
 
@@ -170,16 +172,17 @@ def from_file(
     held_out: Set[str] = frozenset(),
     *,
     whole: bool = False,
+    labelled: bool = False,
 ) -> tuple[list[Experience], SkippedRows]:
-    """Read the demonstrations of ``config.path``; return them and the skipped rows. ``whole``: see `RowEncoder`.
+    """Read the demonstrations of ``config.path``; return them and the skipped rows.
 
     A row becomes one experience with the id ``<name>/<number>``; a preference pair two in the group of that id,
     ``…/chosen`` and ``…/rejected``. Raises DataError if the file is missing, unreadable or has no usable row, and with
-    line numbers if rows are broken and ``on_broken`` is ``fail``.
+    line numbers if rows are broken and ``on_broken`` is ``fail``. ``whole``, ``labelled``: see `RowEncoder`.
     """
     assert config.path is not None  # checked by the config
     config_key = f"demonstrations.{name}.path"
-    encoder = RowEncoder(name, config, tokenizer, max_length, held_out, config.path, whole)
+    encoder = RowEncoder(name, config, tokenizer, max_length, held_out, config.path, whole, labelled)
     encoded, skipped = encoder.encode(read_rows(config.path, config_key))
     _check(len(encoded), skipped, config, config_key, str(config.path))
     return [row for rows in list(encoded.values())[: config.size] for row in rows], skipped
@@ -194,6 +197,7 @@ def from_dataset(
     held_out: Set[str] = frozenset(),
     *,
     whole: bool = False,
+    labelled: bool = False,
 ) -> tuple[ray.data.Dataset, SkippedRows]:
     """Encode a Ray Dataset as :func:`from_file` encodes a file, to a dataset with rows of ``experience.SCHEMA``.
 
@@ -203,7 +207,7 @@ def from_dataset(
     """
     config_key = f"demonstrations.{name}"
     numbered, total = _numbered(dataset, config_key)
-    encoder = RowEncoder(name, config, tokenizer, max_length, held_out, whole=whole)
+    encoder = RowEncoder(name, config, tokenizer, max_length, held_out, whole=whole, labelled=labelled)
     encoded = numbered.map_batches(_encode, batch_format="pyarrow", fn_args=(encoder,)).materialize()
     skipped = SkippedRows()
     for row in encoded.map_batches(_skipped_rows, batch_format="pyarrow", batch_size=None).iter_rows():

@@ -122,6 +122,13 @@ def conversations(row: dict[str, Any], form: RowFormat) -> list[tuple[bool | Non
     return [(None, _joined(prompt, response, form.prompt, form.response))]
 
 
+def answer_label(value: Any, field: str) -> bool:
+    """Return an answer's label. Raises DataError unless it is true or false."""
+    if not isinstance(value, bool):
+        raise DataError(f"needs true or false in {field!r}")
+    return value
+
+
 def pair_margin(value: Any, field: str) -> float | None:
     """Return a pair's margin, if it has one. Raises DataError unless it is a finite number."""
     if value is None:

@@ -36,7 +36,9 @@ def _step(r: StepRecord) -> str:
     if r.distillation_loss:
         parts.append(f"distillation {r.distillation_loss:.4f}")
     if r.preference_loss:
-        parts.append(f"pairs {r.preference_loss:.4f} ({r.pair_accuracy:.0%} right, by {r.pair_margin:.3f})")
+        parts.append(f"preference {r.preference_loss:.4f}")
+        if r.pair_margin:
+            parts.append(f"pairs {r.pair_accuracy:.0%} right, by {r.pair_margin:.3f}")
     elif r.expert_rows:
         parts.append(f"sft {r.sft_loss:.4f}")
     parts.append(f"{r.tokens_per_s:,.0f} tok/s")

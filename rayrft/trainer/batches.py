@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 from dataclasses import dataclass
 from functools import cached_property
@@ -177,6 +178,31 @@ def micro_batches(
     fit = [(tokens, unit) for tokens, unit in sized if tokens <= max_tokens and not unit[0].alone]
     bins += _fill_in_order([unit for _, unit in fit], max_tokens) if padded else _balance(fit, max_tokens)
     return [_flatten(members, device) for members in bins]
+
+
+def mismatched(rows: list[TrainRow], everywhere: list[TrainRow]) -> list[TrainRow]:
+    """Return the prompts of ``rows`` with the answers of other rows of ``everywhere``, which contains them: whichever
+    they are, and in whatever order, each row gets the same answer.
+
+    All rows are put in an order by a hash of their tokens, and each gets the answer of the next. Only a row's first
+    prompt is kept, and all that follows it is its answer.
+    """
+    order = sorted(everywhere, key=_hash)
+    after = {_hash(row): order[(place + 1) % len(order)] for place, row in enumerate(order)}
+    made = []
+    for row in rows:
+        other = after[_hash(row)]
+        start, first = int(row.mask.argmax()), int(other.mask.argmax())
+        ids = np.concatenate([row.token_ids[:start], other.token_ids[first:]])
+        mask = np.concatenate([row.mask[:start], other.mask[first:]])
+        zeros = np.zeros(len(ids), np.float32)
+        made.append(TrainRow(ids, mask, zeros, zeros, expert=True, images=row.images))
+    return made
+
+
+def _hash(row: TrainRow) -> bytes:
+    content = row.token_ids.tobytes() + row.mask.tobytes()
+    return hashlib.blake2b(content, digest_size=16).digest()
 
 
 def empty_batch(device: torch.device) -> MicroBatch:

@@ -20,13 +20,14 @@ from rayrft.algorithms import (
     Moments,
     count,
     normalise,
+    sum_gains,
     sum_moments,
 )
 from rayrft.config.stage import UpdateConfig
 from rayrft.config.trainer import OptimizerConfig
 from rayrft.errors import RayrftError
 from rayrft.trainer.annotation import Batches, value_errors, with_logprobs, with_teacher, with_values
-from rayrft.trainer.batches import MicroBatch, TrainRow, empty_batch, micro_batches
+from rayrft.trainer.batches import MicroBatch, TrainRow, empty_batch, micro_batches, mismatched
 from rayrft.trainer.blame import blaming
 from rayrft.trainer.model import reshard
 from rayrft.trainer.optimizer import Optimizer
@@ -92,7 +93,7 @@ class Learner:
         started = time.perf_counter()
         batches = self._make_micro_batches(mini_batches)
         over = self._count_denominators(batches)
-        batches = self._compute_old_logprobs(batches)
+        batches = self._compute_old_logprobs(batches, mini_batches)
         updates, critic_updates = [], []
         for _ in range(self._update_config.epochs):
             for batch, denominators in zip(batches, over, strict=True):
@@ -157,7 +158,7 @@ class Learner:
         """Accumulate the gradient of one update; return the loss parts over all ranks, and their denominators."""
         batches = self._make_micro_batches([rows])
         over = self._count_denominators(batches)
-        (batch,) = self._compute_old_logprobs(batches)
+        (batch,) = self._compute_old_logprobs(batches, [rows])
         return self._backward(batch, over[0]), over[0]
 
     @torch.no_grad()
@@ -184,7 +185,7 @@ class Learner:
         counts = torch.stack([count((micro.tokens for micro in batch), self._device) for batch in batches])
         return [Denominators.of(row) for row in self._reduce(counts)]
 
-    def _compute_old_logprobs(self, batches: Batches) -> Batches:
+    def _compute_old_logprobs(self, batches: Batches, mini_batches: list[list[TrainRow]]) -> Batches:
         """Add old-policy, reference and teacher log-probs, values and advantages, each only if the loss uses it."""
         updates = self._update_config.epochs * self._update_config.mini_batches
         # With a single update the proximal policy is the current one: the loss's own forward pass gives its log-probs.
@@ -193,6 +194,8 @@ class Learner:
         if self.reference is not None:
             with self.reference.active():
                 batches = with_logprobs(batches, "reference_logprobs", self.policy, self._temperature)
+        if self._algorithm.needs_reference_kl:
+            batches = self._with_reference_kl(batches, mini_batches)
         if self.critic is not None:
             batches = with_values(batches, self.critic, final=self._algorithm.bootstraps)
         batches = [
@@ -208,6 +211,33 @@ class Learner:
             vocabulary = self.policy.vocabulary
             batches = with_teacher(batches, self._algorithm, self.teacher, vocabulary, self._temperature)
         return batches
+
+    def _with_reference_kl(self, batches: Batches, mini_batches: list[list[TrainRow]]) -> Batches:
+        """Add the mean KL from the reference of every mini-batch: over its rows, on all ranks, of prompts with the
+        answers of other rows; 0 if it is below."""
+        assert self.reference is not None  # `kto` needs it
+        others = [mismatched(rows, self._from_all_ranks(rows)) for rows in mini_batches]
+        found = with_logprobs(self._make_micro_batches(others), "proximal_logprobs", self.policy, self._temperature)
+        with self.reference.active():
+            found = with_logprobs(found, "reference_logprobs", self.policy, self._temperature)
+        sums = self._reduce(
+            torch.stack([sum_gains((micro.tokens for micro in batch), self._device) for batch in found])
+        )
+        means = (sums[:, 0] / sums[:, 1].clamp(min=1)).clamp(min=0)
+        return [
+            [
+                replace(micro, tokens=replace(micro.tokens, reference_kl=mean.expand(micro.tokens.rows)))
+                for micro in batch
+            ]
+            for batch, mean in zip(batches, means, strict=True)
+        ]
+
+    def _from_all_ranks(self, rows: list[TrainRow]) -> list[TrainRow]:
+        if self._ranks == 1:
+            return rows
+        gathered: list[Any] = [None] * self._ranks
+        dist.all_gather_object(gathered, rows)
+        return [row for each in gathered for row in each]
 
     def _update(self, batch: list[MicroBatch], over: Denominators) -> Update:
         if self._step < self._critic_warmup_steps:

@@ -63,8 +63,8 @@ class Rank:
             torch.set_num_threads(max(1, int(setup.config.cpus)))
         self._wire_dtype: torch.dtype = getattr(torch, setup.dtype)
         self._mesh = init_device_mesh(self._device.type, (setup.config.ranks,))
-        policy = self._load_policy()
-        self.warning = self._configure(policy)
+        policy = self._load_policy(setup.model)
+        self.warning = self._configure(policy, setup.model)
         """Which fast paths the model does not support, and why; None if it supports all."""
         self._critic: Critic | None = None
         self.learner = Learner(
@@ -139,9 +139,9 @@ class Rank:
         )
         return str(folder)
 
-    def _load_policy(self, path: str | None = None) -> Policy:
+    def _load_policy(self, path: str) -> Policy:
         """Load the run's original model, or another of its kind."""
-        policy = self._place(load_policy(path or self._setup.model))
+        policy = self._place(load_policy(path))
         if self._setup.config.gradient_checkpointing:
             policy.checkpoint_layers()
         return policy
@@ -149,15 +149,16 @@ class Rank:
     def _place(self, policy: Policy) -> Policy:
         return policy if self._setup.config.cpu_offload else policy.to(self._device)
 
-    def _configure(self, policy: Policy) -> str | None:
-        """Enable fast paths and inject the adapter; return which fast paths are not supported, or None."""
+    def _configure(self, policy: Policy, path: str) -> str | None:
+        """Enable fast paths and inject the adapter, for weights that were loaded from ``path``; return which fast paths
+        are not supported, or None."""
         config = self._setup.config
         warning = policy.enable_fast_paths(pack=config.pack, compute=self._wire_dtype)
         if config.lora is not None:
             policy.lora = Lora(
                 policy.model,
                 config.lora,
-                origin=self._setup.model,
+                origin=path,
                 compute=self._wire_dtype,
                 seed=self._setup.seed,
             )
@@ -165,15 +166,16 @@ class Rank:
 
     def _make_critic(self) -> Critic:
         """Create a critic for a stage, initialised from the run's original model, not the current policy."""
-        policy = self._load_policy()
-        self._configure(policy)
+        policy = self._load_policy(self._setup.model)
+        self._configure(policy, self._setup.model)
         return self._shard(Critic(policy))
 
     def _make_reward_model(self) -> RewardClassifier:
         """Create a reward model for a stage, initialised from the current policy."""
         lora = self.learner.policy.lora
-        policy = self._load_policy(lora.base if lora is not None else None)
-        self._configure(policy)
+        path = self._setup.model if lora is None else lora.base
+        policy = self._load_policy(path)
+        self._configure(policy, path)
         model = self._shard(RewardClassifier(policy, padding_of(self._setup.model)))
         model.copy_decoder(self.learner.policy)
         return model

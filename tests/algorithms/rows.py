@@ -82,6 +82,7 @@ def collate(rows: list[Row], numbers: list[int], leaves: list[dict[str, Tensor]]
         final_values=torch.tensor([row.weight - 1.0 for row in picked], dtype=picked[0].fields["values"].dtype),
         pair=torch.tensor([pairs.index(row.pair) if row.pair >= 0 else -1 for row in picked]),
         chosen=torch.tensor([row.chosen for row in picked]),
+        reference_kl=torch.full((len(picked),), 0.3, dtype=picked[0].fields["values"].dtype),
         margin=torch.tensor([0.1 * row.pair for row in picked], dtype=picked[0].fields["values"].dtype),
         **{name: torch.cat([row.fields[name] for row in picked]) for name in PER_TOKEN},
     )

@@ -27,6 +27,7 @@ def cases() -> Iterator[Any]:
         "sft": ("mix", {}),
         "mu_schedule": ("mix", {}),
         "preference": ("dpo", {}),
+        "unpaired": ("kto", {"undesirable_weight": 1.5}),
         "reward_model": ("reward_model", {"center": 0.1}),
         "distillation": ("distill", {}),
         "value_loss": ("ppo", {}),

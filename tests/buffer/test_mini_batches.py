@@ -104,12 +104,33 @@ def test_own_groups_and_demonstrations_are_spread_over_mini_batches(buffer: Loca
     assert [sum(share.rows[number] for share in shares) for number in range(2)] == [6, 6]
 
 
+PLAIN, PAIRS, LABELLED = {}, {"pairs": True}, {"labelled": True}
+
+
 @pytest.mark.parametrize(
-    ("wanted", "said"), [(False, "would imitate their rejected sides .*such as dpo"), (True, "not preference pairs")]
+    ("wanted", "said"),
+    [(PLAIN, "to imitate"), (PAIRS, "preference pairs"), (LABELLED, "labelled good or bad")],
+    ids=["plain", "pairs", "labelled"],
 )
-def test_pairs_are_for_stages_that_want_them_and_those_want_nothing_else(
-    buffer: LocalBuffer, wanted: bool, said: str
+def test_a_stage_takes_no_demonstrations_of_another_kind_than_it_needs(
+    buffer: LocalBuffer, wanted: dict[str, bool], said: str
 ) -> None:
-    load(buffer, expert_rows(4) if wanted else pairs(2))
-    with pytest.raises(DataError, match=said):
-        buffer.run(buffer.buffer.open_stage(plan(0, expert_rows=4, demonstrations="given", pairs=wanted)))
+    labelled = [replace(row, chosen=number % 3 == 0) for number, row in enumerate(expert_rows(4))]
+    opening = plan(0, expert_rows=4, demonstrations="given", **wanted)
+    for kind, rows in ((PLAIN, expert_rows(4)), (PAIRS, pairs(2)), (LABELLED, labelled)):
+        load(buffer, rows)
+        if kind is wanted:
+            buffer.run(buffer.buffer.open_stage(opening))
+            assert sum(sum(share.rows) for share in lease(buffer, 0).shares) == 4
+            other = pairs(2) if wanted is not PAIRS else labelled
+            with pytest.raises(DataError, match=f"needs .*{said}"):
+                buffer.run(buffer.buffer.load("given", [pack(to_batch(other))]))
+            return
+        with pytest.raises(DataError, match=f"needs .*{said}"):
+            buffer.run(buffer.buffer.open_stage(opening))
+
+
+def test_rows_of_which_only_some_are_labelled_are_refused(buffer: LocalBuffer) -> None:
+    first, *others = expert_rows(4)
+    with pytest.raises(DataError, match="only some rows have a label"):
+        buffer.run(buffer.buffer.load("given", [pack(to_batch([replace(first, chosen=False), *others]))]))

@@ -44,6 +44,14 @@ BROKEN: dict[str, tuple[str, str]] = {
     "no answer": ('{"messages": [{"role": "user", "content": "q"}]}', "does not end with the assistant"),
     "half a pair": ('{"prompt": "p", "chosen": "a"}', "needs text in 'prompt' and 'response'"),
     "a pair of the same": ('{"prompt": "p", "chosen": "a", "rejected": "a"}', "'chosen' and 'rejected' are the same"),
+    "a margin that is no number": (
+        '{"prompt": "p", "chosen": "a", "rejected": "b", "margin": "wide"}',
+        "'margin' is no finite number",
+    ),
+    "an endless margin": (
+        '{"prompt": "p", "chosen": "a", "rejected": "b", "margin": NaN}',
+        "'margin' is no finite number",
+    ),
     "a pair without prompt": ('{"chosen": "a", "rejected": "b"}', "needs text or messages in 'prompt'"),
 }
 GOOD = '{"prompt": "p", "response": "r"}'

@@ -15,6 +15,7 @@ from rayrft.config.demonstrations import DemonstrationsConfig, RowFormat
 from rayrft.data.demonstrations import from_dataset, from_file
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import DataError
+from rayrft.experience import from_batch, to_batch
 from tests.data.expert_data import (
     MULTI_TURN,
     SHAPES,
@@ -78,6 +79,37 @@ def test_a_preference_pair_is_two_rows_of_one_group(tokenizer: ChatTokenizer, tm
     assert [spoken(tokenizer, row) for row in rows] == ["yes 0<|eos|>", "no 0<|eos|>"]
     chosen, rejected = rows
     assert chosen.token_ids[: chosen.prompt_length].tolist() == rejected.token_ids[: rejected.prompt_length].tolist()
+
+
+def test_a_pair_may_say_by_how_much_its_chosen_side_is_better(tokenizer: ChatTokenizer, tmp_path: Path) -> None:
+    pairs = [{**SHAPES["preferences"][0], **extra} for extra in ({"margin": 1.5}, {"margin": -1}, {"margin": None}, {})]
+    rows, _ = load(jsonl(pairs, tmp_path), tokenizer)
+    assert [row.margin for row in rows] == [1.5, 1.5, -1.0, -1.0, None, None, None, None]
+    assert [row.margin for row in from_batch(to_batch(rows))] == [row.margin for row in rows]
+    [single], _ = load(jsonl([{"prompt": "p", "response": "r", "margin": "wide"}], tmp_path), tokenizer)
+    assert single.margin is None, "of no pair it means something else"
+
+
+def test_answers_have_labels_where_a_stage_needs_them(tokenizer: ChatTokenizer, tmp_path: Path) -> None:
+    """As TRL's data sets of unpaired preferences have them."""
+    chat = [{"role": "user", "content": "one"}]
+    rated: Rows = [
+        {"prompt": "one", "completion": "two", "label": True},
+        {"prompt": chat, "completion": [{"role": "assistant", "content": "six"}], "label": False},
+    ]
+    path, form = jsonl(rated, tmp_path), DemonstrationsConfig(path=tmp_path, response="completion")
+    rows, _ = from_file("gold", form.model_copy(update={"path": path}), tokenizer, 64, labelled=True)
+    assert [(row.experience_id, row.pair_id, row.chosen) for row in rows] == [
+        ("gold/1", None, True),
+        ("gold/2", None, False),
+    ]
+    described(rows)
+    unlabelled, _ = load(path, tokenizer, response="completion")
+    assert [row.chosen for row in unlabelled] == [None, None]
+    for label in (None, 1, "good"):
+        path = jsonl([{**rated[0], "label": label}], tmp_path)
+        with pytest.raises(DataError, match="needs true or false in 'label'"):
+            from_file("gold", form.model_copy(update={"path": path}), tokenizer, 64, labelled=True)
 
 
 def test_a_side_that_holds_its_own_prompt_is_not_given_it_twice(tokenizer: ChatTokenizer, tmp_path: Path) -> None:

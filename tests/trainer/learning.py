@@ -29,24 +29,16 @@ from rayrft.trainer.tiny import make_tiny_model
 from rayrft.trainer.value_model import Critic
 
 CPU = torch.device("cpu")
-ANSWER = 6
 
 
-class School:
-    """Words, a model that learns them, and its exam."""
+class Pupil:
+    """A small model, whose answers have up to ``longest`` tokens."""
 
-    def __init__(self, seed: int, folder: Path, *, words: int = 2400) -> None:
-        self.chance = np.random.default_rng(seed)
-        torch.manual_seed(seed)
+    def __init__(self, seed: int, folder: Path, prompts: list[str], answers: list[str], longest: int) -> None:
         self.seed = seed
-        made = reasoning_gym.create_dataset(
-            "spell_backward", min_word_len=3, max_word_len=4, size=words, seed=seed * 100_000
-        )
-        items = list({item["question"]: item["answer"] for item in made}.items())
-        self.chance.shuffle(items)
-        self.exam, self.shown, self.asked = items[:200], items[200:-400], items[-400:]
+        self.longest = longest
         model = TinyModelConfig(layers=2, hidden_size=128, heads=4, intermediate_size=384)
-        make_tiny_model(model, [q for q, _ in items], [a for _, a in items], folder, max_length=64, seed=seed)
+        make_tiny_model(model, prompts, answers, folder, max_length=64, seed=seed)
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.folder = folder
         self.policy = self.model()
@@ -75,24 +67,6 @@ class School:
     def answer(self, text: str) -> list[int]:
         return [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
 
-    def demonstrate(self, steps: int, lr: float) -> None:
-        """Imitate answers of which three in five repeat the word unreversed, so that the model holds two ways."""
-        rows = []
-        for question, answer in self.shown:
-            shown = answer[::-1] if self.chance.random() < 0.6 else answer
-            rows.append(row(self.prompt(question), self.answer(shown), expert=True))
-        learner = self.learner("sft", steps, lr, "linear")
-        for batch in _batches(rows, 64, steps, self.chance):
-            learner.step([batch])
-
-    def score(self) -> float:
-        """Share of the exam that is answered right, greedily."""
-        answers = self.sample([question for question, _ in self.exam], greedy=True)
-        return float(np.mean([self.right(ids, answer) for ids, (_, answer) in zip(answers, self.exam, strict=True)]))
-
-    def right(self, ids: list[int], answer: str) -> bool:
-        return ids == self.answer(answer)
-
     @torch.no_grad()
     def sample(self, questions: list[str], *, greedy: bool = False) -> list[list[int]]:
         """An answer to each question, up to its end."""
@@ -104,11 +78,44 @@ class School:
         own = model.config._attn_implementation
         model.set_attn_implementation("sdpa")
         made: Tensor = model.generate(
-            ids, attention_mask=ids != pad, max_new_tokens=ANSWER, do_sample=not greedy, top_k=0, pad_token_id=pad
+            ids, attention_mask=ids != pad, max_new_tokens=self.longest, do_sample=not greedy, top_k=0, pad_token_id=pad
         )[:, width:]
         model.set_attn_implementation(own)
         end = self.tokenizer.eos_token_id
         return [each[: each.index(end) + 1] if end in each else each for each in made.tolist()]
+
+
+class School(Pupil):
+    """Words, a model that learns them, and its exam."""
+
+    def __init__(self, seed: int, folder: Path, *, words: int = 2400) -> None:
+        self.chance = np.random.default_rng(seed)
+        torch.manual_seed(seed)
+        made = reasoning_gym.create_dataset(
+            "spell_backward", min_word_len=3, max_word_len=4, size=words, seed=seed * 100_000
+        )
+        items = list({item["question"]: item["answer"] for item in made}.items())
+        self.chance.shuffle(items)
+        self.exam, self.shown, self.asked = items[:200], items[200:-400], items[-400:]
+        super().__init__(seed, folder, [q for q, _ in items], [a for _, a in items], longest=6)
+
+    def demonstrate(self, steps: int, lr: float) -> None:
+        """Imitate answers of which three in five repeat the word unreversed, so that the model holds two ways."""
+        rows = []
+        for question, answer in self.shown:
+            shown = answer[::-1] if self.chance.random() < 0.6 else answer
+            rows.append(row(self.prompt(question), self.answer(shown), expert=True))
+        learner = self.learner("sft", steps, lr, "linear")
+        for batch in batches(rows, 64, steps, self.chance):
+            learner.step([batch])
+
+    def score(self) -> float:
+        """Share of the exam that is answered right, greedily."""
+        answers = self.sample([question for question, _ in self.exam], greedy=True)
+        return float(np.mean([self.right(ids, answer) for ids, (_, answer) in zip(answers, self.exam, strict=True)]))
+
+    def right(self, ids: list[int], answer: str) -> bool:
+        return ids == self.answer(answer)
 
     def ask(self, prompts: int, answers: int) -> list[TrainRow]:
         """Answers to words that were not shown, with their rewards; those to one word follow one another."""
@@ -175,6 +182,6 @@ def row(prompt: list[int], answer: list[int], **rest: Any) -> TrainRow:
     return TrainRow(ids, mask, zeros, zeros, **{"expert": False, **rest})
 
 
-def _batches(rows: list[TrainRow], size: int, count: int, chance: np.random.Generator) -> Iterator[list[TrainRow]]:
+def batches(rows: list[TrainRow], size: int, count: int, chance: np.random.Generator) -> Iterator[list[TrainRow]]:
     for _ in range(count):
         yield [rows[place] for place in chance.choice(len(rows), size, replace=False)]

@@ -54,7 +54,7 @@ def feedback_noted(state: State, event: e.FeedbackNoted) -> None:
 def loaded(state: State, event: e.Loaded) -> None:
     known = state.meta.experts.get(event.name)
     if known is None or known.extent != event.extent:  # else it is a repeat: the draws continue
-        state.meta.experts[event.name] = ExpertCursor(event.extent, state.seed, event.unit)
+        state.meta.experts[event.name] = ExpertCursor(event.extent, state.seed, event.unit, labelled=event.labelled)
 
 
 @rule(e.Began)

@@ -1,0 +1,85 @@
+"""Losses of labelled answers, against values worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from rayrft.algorithms import Denominators, PolicyOutput, TokenBatch, build, count, sum_gains
+from rayrft.algorithms.unpaired import Labelled, apo_zero_unpaired, kto
+from rayrft.errors import ConfigError
+from tests.errors import about
+
+
+def rows(gains: list[float], good: list[bool], point: float | None = 0.0) -> Labelled:
+    n = len(gains)
+    z0 = None if point is None else torch.full((n,), point, dtype=torch.float64)
+    values = torch.tensor(gains, dtype=torch.float64, requires_grad=True)
+    return Labelled(values, torch.tensor(good), torch.ones(n, dtype=torch.bool), z0)
+
+
+def test_kto_by_hand() -> None:
+    # beta 1/2 and z0 = 2: h - z0 is 2 log 3, so that the sigmoid of half of it is 3/4.
+    far = 2.0 + 2 * math.log(3)
+    found = rows([far, far, 2.0], [True, False, True], point=2.0)
+    losses = kto(found, beta=0.5, desirable_weight=1.0, undesirable_weight=1.5)
+    assert losses.tolist() == pytest.approx([0.25, 1.5 * 0.75, 0.5])
+    [slopes] = torch.autograd.grad(losses.sum(), found.gains)
+    # beta times s (1 - s), down for good answers and up for bad ones.
+    assert slopes.tolist() == pytest.approx([-0.5 * 3 / 16, 1.5 * 0.5 * 3 / 16, -0.5 / 4])
+
+
+def test_without_a_kl_it_is_apo_zero() -> None:
+    found = rows([1.0, -2.0, 3.0], [True, False, False])
+    expected = [1 - 1 / (1 + math.exp(-0.1)), 1 / (1 + math.exp(0.2)), 1 / (1 + math.exp(-0.3))]
+    assert apo_zero_unpaired(found).tolist() == pytest.approx(expected)
+    assert torch.equal(apo_zero_unpaired(found), kto(found))
+    assert not build("kto", {"unpaired": "apo_zero_unpaired"}).needs_reference_kl
+    with pytest.raises(ValueError, match="mean KL"):
+        kto(rows([1.0], [True], point=None))
+
+
+def batch_of(logprobs: Tensor, good: list[bool]) -> TokenBatch:
+    """Rows of two tokens, after a prompt of one."""
+    n = len(good)
+    mask = torch.tensor([False, True, True]).repeat(n)
+    return TokenBatch(
+        mask=mask,
+        sequence=torch.arange(n).repeat_interleave(3),
+        behaviour_logprobs=torch.zeros(3 * n, dtype=torch.float64),
+        advantages=torch.zeros(3 * n, dtype=torch.float64),
+        expert=torch.ones(n, dtype=torch.bool),
+        chosen=torch.tensor(good),
+        reference_logprobs=torch.full((3 * n,), -1.0, dtype=torch.float64),
+        proximal_logprobs=logprobs.detach(),
+        reference_kl=torch.full((n,), 0.5, dtype=torch.float64),
+    )
+
+
+def test_the_loss_of_a_step_is_the_mean_over_labelled_rows() -> None:
+    logprobs = torch.tensor([9.0, -0.5, -0.5, 9.0, -2.0, -1.0], dtype=torch.float64, requires_grad=True)
+    batch = batch_of(logprobs, [True, False])
+    algorithm = build("kto", {"beta": 1.0})
+    over = Denominators.of(count([batch]))
+    parts = algorithm.loss(PolicyOutput(logprobs, torch.zeros_like(logprobs)), batch, over)
+    # h is 1 and -1, beside z0 = 0.5.
+    expected = (1 / (1 + math.exp(0.5)) + 1 / (1 + math.exp(1.5))) / 2
+    assert parts.loss.item() == parts.preference.item() == pytest.approx(expected)
+    assert sum_gains([batch]).tolist() == pytest.approx([0.0, 2.0])
+    assert sum_gains([batch_of(logprobs, [True, False]), batch_of(logprobs, [True, True])]).tolist() == [0.0, 4.0]
+
+
+def test_it_takes_rows_of_its_own_kind() -> None:
+    found = build("kto")
+    assert found.needs_labels and found.needs_reference and found.needs_reference_kl and found.needs_expert
+    assert not (found.needs_pairs or found.needs_rollouts or found.mixes)
+    for pieces, field in (
+        ({"sft": "nll"}, "sft"),
+        ({"preference": "dpo"}, "unpaired"),
+        ({"desirable_weight": -1.0}, "desirable_weight"),
+    ):
+        with pytest.raises(ConfigError, check=about(f"algorithm.{field}")):
+            build("kto", pieces)

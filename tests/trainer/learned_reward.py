@@ -1,0 +1,199 @@
+"""A reward model is trained on pairs, and then a policy against it, judged by the preference that the pairs came from.
+
+Answers are eight letters. What is preferred is a number of vowels: the more the better up to five, the fewer beyond.
+The policy that the pairs are sampled from rarely gets beyond, so that the reward model knows little of it: what learns
+from its scores gets better at first, and then worse while the scores still rise (Gao et al. 2022, arXiv:2210.10760).
+
+    python -m tests.trainer.learned_reward [folder]      three seeds, with controls, as a table
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from rayrft.algorithms import Group, build
+from rayrft.config.trainer import OptimizerConfig
+from rayrft.experience import Task
+from rayrft.rewards import Transcript
+from rayrft.rewards.models import ScalarModel
+from rayrft.trainer.batches import TrainRow
+from rayrft.trainer.learner import Learner
+from rayrft.trainer.reward_model import RewardClassifier, padding_of
+from tests.forks import FORKS
+from tests.trainer.learning import CPU, Pupil, batches, row
+
+LETTERS, VOWELS, LENGTH, BEST = "abcdefghij", "aei", 8, 5
+Score = Callable[[list[str], list[list[int]]], list[float]]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """By step, on held-out prompts: what is truly preferred, and what the reward that is learnt from says."""
+
+    steps: tuple[int, ...]
+    true: tuple[float, ...]
+    reward: tuple[float, ...]
+
+
+class Tastes(Pupil):
+    """Prompts of three letters, of which a third are held out."""
+
+    def __init__(self, seed: int, folder: Path) -> None:
+        self.chance = np.random.default_rng(seed)
+        torch.manual_seed(seed)
+        prompts = [" ".join(each) for each in combinations(LETTERS, 3)]
+        self.chance.shuffle(prompts)
+        self.exam, self.asked = prompts[:40], prompts[40:]
+        super().__init__(seed, folder, prompts, [LETTERS], longest=LENGTH + 1)
+
+    def true(self, questions: list[str], answers: list[list[int]]) -> list[float]:
+        """How good the answers are."""
+        del questions  # it is a matter of answers alone
+        counts = [sum(letter in VOWELS for letter in self.tokenizer.decode(ids[:LENGTH])) for ids in answers]
+        return [float(count if count <= BEST else 2 * BEST - count) for count in counts]
+
+    def demonstrate(self, steps: int = 60) -> None:
+        """Imitate answers of random letters."""
+        rows = []
+        for _ in range(1000):
+            question, letters = str(self.chance.choice(self.asked)), self.chance.choice(list(LETTERS), LENGTH)
+            rows.append(row(self.prompt(question), self.answer("".join(letters)), expert=True))
+        learner = self.learner("sft", steps, 2e-3, "linear")
+        for batch in batches(rows, 64, steps, self.chance):
+            learner.step([batch])
+
+    def pairs(self, questions: Sequence[str], *, noise: bool) -> list[TrainRow]:
+        """Pairs of own answers; with ``noise``, of which the worse one is chosen as often as Bradley and Terry say."""
+        twice = [question for question in questions for _ in range(2)]
+        answers = self.sample(twice)
+        liked, rows = self.true(twice, answers), []
+        for number in range(0, len(twice), 2):
+            gap = liked[number] - liked[number + 1]
+            first = self.chance.random() < 1 / (1 + np.exp(-gap)) if noise else gap > 0
+            if gap or noise:
+                sides = [
+                    row(self.prompt(twice[at]), answers[at], expert=True, pair=number) for at in (number, number + 1)
+                ]
+                rows += [replace(side, chosen=chosen) for side, chosen in zip(sides, (first, not first), strict=True)]
+        return rows
+
+    def reward_model(self, folder: Path, steps: int = 60) -> float:
+        """Train a reward model on pairs, write it to ``folder``, and return its accuracy on other pairs."""
+        scorer = RewardClassifier(self.model(), padding_of(str(self.folder)))
+        scorer.copy_decoder(self.policy)
+        learner = Learner(self.policy, micro_batch_tokens=4096, temperature=1.0, device=CPU, seed=self.seed)
+        learner.open_stage(
+            build("reward_model", {"center": 0.01}),
+            OptimizerConfig(lr=1e-3, schedule="linear"),
+            steps,
+            reward_model=scorer,
+        )
+        rows = self.pairs(self.chance.choice(self.asked, 1000).tolist(), noise=True)
+        sides = [rows[at : at + 2] for at in range(0, len(rows), 2)]
+        for _ in range(steps):
+            some = self.chance.choice(len(sides), 32, replace=False)
+            learner.step([[side for place in some for side in sides[place]]])
+        scorer.save(str(self.folder), folder, writer=True)
+        parts, over = learner.gradient(self.pairs(self.exam * 5, noise=False))
+        return float(parts.pair_accuracy / over.pairs)
+
+    def scores_of(self, folder: Path) -> Score:
+        """Return the reward ``model`` of what was written."""
+        model = ScalarModel(str(folder))
+
+        def score(questions: list[str], answers: list[list[int]]) -> list[float]:
+            found = []
+            for question, ids in zip(questions, answers, strict=True):
+                task = Task.create("taste", question, "")
+                result = model.score(task, Transcript.of(task, self.tokenizer.decode(ids, skip_special_tokens=True)))
+                assert result.value is not None
+                found.append(result.value)
+            return found
+
+        return score
+
+    def untrained(self, folder: Path) -> Score:
+        """Return the scores of a reward model that was not trained, and whose head is random."""
+        scorer = RewardClassifier(self.model(), padding_of(str(self.folder)))
+        scorer.copy_decoder(self.policy)
+        with torch.no_grad():
+            scorer.head.weight.normal_(std=0.1, generator=torch.Generator().manual_seed(self.seed))
+        scorer.save(str(self.folder), folder, writer=True)
+        return self.scores_of(folder)
+
+    def by_grpo(self, reward: Score, steps: int, *, every: int = 5, groups: int = 12, size: int = 8) -> Curve:
+        """Learn from the rewards of own answers, from the policy that there is, which is restored."""
+        start = {name: weight.clone() for name, weight in self.policy.state_dict().items()}
+        learner, algorithm = self.learner("grpo", steps, 3e-4), build("grpo")
+        at, true, said = [], [], []
+        for step in range(steps + 1):
+            if step % every == 0:
+                asked = self.exam * 4
+                answers = self.sample(asked)
+                at.append(step)
+                true.append(float(np.mean(self.true(asked, answers))))
+                said.append(float(np.mean(reward(asked, answers))))
+            asked = [str(question) for question in self.chance.choice(self.asked, groups) for _ in range(size)]
+            answers = self.sample(asked)
+            rewards = torch.tensor(reward(asked, answers)).split(size)
+            advantages = torch.cat([algorithm.group_advantages(each, Group()) for each in rewards]).tolist()
+            rows = [row(self.prompt(question), ids) for question, ids in zip(asked, answers, strict=True)]
+            scored = learner.score([each.token_ids.tolist() for each in rows])
+            learner.step(
+                [
+                    [
+                        replace(
+                            each,
+                            advantages=each.mask * np.float32(advantage),
+                            logprobs=each.mask * np.array([0.0, *logprobs], np.float32),
+                        )
+                        for each, advantage, logprobs in zip(rows, advantages, scored, strict=True)
+                    ]
+                ]
+            )
+        self.policy.load_state_dict(start)
+        return Curve(tuple(at), tuple(true), tuple(said))
+
+
+def lesson(seed: int, folder: Path, steps: int = 40) -> tuple[float, dict[str, Curve]]:
+    """Return the accuracy of the reward model on other pairs, and the curves: of learning from it, and of controls."""
+    torch.set_num_threads(1)
+    tastes = Tastes(seed, folder / "model")
+    tastes.demonstrate()
+    accuracy = tastes.reward_model(folder / "rm")
+    rewards = {
+        "learned": tastes.scores_of(folder / "rm"),
+        "true": tastes.true,
+        "untrained": tastes.untrained(folder / "untrained"),
+    }
+    return accuracy, {name: tastes.by_grpo(reward, steps) for name, reward in rewards.items()}
+
+
+def main(folder: Path, seeds: int = 3) -> None:
+    """Print a table: a row per seed and reward, a column per number of steps."""
+    with FORKS.Pool(2) as pool:
+        found = pool.starmap(lesson, [(seed, folder / str(seed)) for seed in range(seeds)], chunksize=1)
+    at = found[0][1]["true"].steps
+    print("| seed | GRPO from | " + " | ".join(map(str, at)) + " |")
+    print("|" + "---|" * (len(at) + 2))
+    for seed, (accuracy, curves) in enumerate(found):
+        for name, curve in curves.items():
+            cells = [
+                f"{true:.2f} ({said:.2f})" if name == "learned" else f"{true:.2f}"
+                for true, said in zip(curve.true, curve.reward, strict=True)
+            ]
+            label = f"the reward model ({accuracy:.2f} of other pairs right)" if name == "learned" else name
+            print(f"| {seed} | {label} | " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as made:
+        main(Path(sys.argv[1] if len(sys.argv) > 1 else made))

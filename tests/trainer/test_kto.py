@@ -1,0 +1,127 @@
+"""KTO: the KL that labelled answers are compared with is that of the step, however the step is divided."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from rayrft.trainer.batches import TrainRow, mismatched
+from rayrft.trainer.learner import Learner
+from tests.trainer.ranks import on_ranks
+from tests.trainer.test_learner import make_rows
+from tests.trainer.test_updates import make_learner
+
+
+def labelled() -> list[TrainRow]:
+    """Labelled rows, each with a prompt of its own."""
+    made = []
+    for number, row in enumerate(make_rows(10)):
+        ids = row.token_ids.copy()
+        ids[0] = number
+        zeros = np.zeros(len(ids), np.float32)
+        made.append(
+            replace(
+                row, token_ids=ids, logprobs=zeros, advantages=zeros, weight=1.0, expert=True, chosen=number % 3 > 0
+            )
+        )
+    return made
+
+
+def moved(tokens: int = 60, *, sharded: bool = False) -> Learner:
+    """A learner whose policy has moved away from its reference, towards what is anything but likely."""
+    learner = make_learner("kto", {"beta": 1.0, "undesirable_weight": 1.5}, tokens=tokens, sharded=sharded)
+    chance = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in learner.policy.model.model.layers.parameters():
+            whole = torch.randn(parameter.shape, generator=chance, dtype=parameter.dtype) * 0.05
+            if hasattr(parameter, "full_tensor"):
+                from torch.distributed.tensor import distribute_tensor
+
+                whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+            parameter.add_(whole)
+    return learner
+
+
+def gradient(learner: Learner, rows: list[TrainRow]) -> tuple[float, torch.Tensor]:
+    parts, _ = learner.gradient(rows)
+    grads = [parameter.grad for parameter in learner.policy.parameters()]
+    found = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in grads if each is not None]
+    return parts.loss.item(), torch.cat([each.flatten() for each in found])
+
+
+@pytest.fixture(scope="module")
+def whole() -> tuple[float, torch.Tensor]:
+    return gradient(moved(100_000), labelled())
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_split_and_order_change_nothing(whole: tuple[float, torch.Tensor], tokens: int) -> None:
+    loss, grad = gradient(moved(tokens), labelled()[::-1])
+    assert loss == pytest.approx(whole[0], abs=1e-6) and grad.abs().max() > 1e-4
+    torch.testing.assert_close(grad, whole[1], atol=1e-6, rtol=0)
+
+
+def _on_rank() -> tuple[float, torch.Tensor]:
+    rank, ranks, rows = dist.get_rank(), dist.get_world_size(), labelled()
+    mine = {1: [rows], 2: [rows[:3], rows[3:]], 4: [rows[6:], [], rows[:1], rows[1:6]]}[ranks][rank]
+    return gradient(moved(sharded=True), mine)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_number_of_ranks_changes_nothing(whole: tuple[float, torch.Tensor], ranks: int, tmp_path: Path) -> None:
+    loss, grad = on_ranks(ranks, tmp_path, _on_rank)
+    assert loss == pytest.approx(whole[0], abs=1e-6)
+    torch.testing.assert_close(grad, whole[1], atol=1e-6, rtol=0)
+
+
+def test_the_kl_is_the_mean_over_prompts_with_the_answers_of_others_and_at_least_0() -> None:
+    learner, rows = moved(), labelled()
+    [batch] = learner._compute_old_logprobs(learner._make_micro_batches([rows]), [rows])
+    [found] = {float(point) for micro in batch for point in micro.tokens.reference_kl.tolist()}  # type: ignore[union-attr]
+    assert learner.reference is not None
+    gains = []
+    for other in mismatched(rows, rows):
+        ids, actions = other.token_ids.tolist(), other.mask[1:].astype(bool)
+        [ours] = learner.score([ids])
+        with learner.reference.active():
+            [theirs] = learner.score([ids])
+        gains.append(float((np.array(ours) - np.array(theirs))[actions].sum()))
+    assert found == pytest.approx(max(0.0, float(np.mean(gains))), abs=1e-5)
+    assert np.mean(gains) != 0.0
+    start = make_learner("kto")
+    [first] = start._compute_old_logprobs(start._make_micro_batches([rows]), [rows])
+    assert all(float(micro.tokens.reference_kl.abs().max()) < 1e-9 for micro in first)  # type: ignore[union-attr]
+
+
+def test_every_prompt_gets_the_answer_of_another_row_whatever_the_order() -> None:
+    rows = labelled()
+    found = mismatched(rows, rows)
+    answers = {row.token_ids[int(row.mask.argmax()) :].tobytes(): number for number, row in enumerate(rows)}
+    given = [answers[row.token_ids[int(row.mask.argmax()) :].tobytes()] for row in found]
+    assert sorted(given) == list(range(len(rows))) and all(other != number for number, other in enumerate(given))
+    for row, other in zip(rows, found, strict=True):
+        start = int(row.mask.argmax())
+        assert other.token_ids[:start].tolist() == row.token_ids[:start].tolist() and not other.mask[:start].any()
+    again = mismatched(rows[5:], rows[::-1])
+    assert [row.token_ids.tolist() for row in again] == [row.token_ids.tolist() for row in found[5:]]
+
+
+def test_good_answers_become_likelier_and_bad_ones_less() -> None:
+    learner, rows = make_learner("kto", {"beta": 1.0}), labelled()
+
+    def likelihood(good: bool) -> float:
+        scores = learner.score([row.token_ids.tolist() for row in rows if row.chosen == good])
+        masks = [row.mask[1:] for row in rows if row.chosen == good]
+        return float(np.mean([np.dot(score, mask) for score, mask in zip(scores, masks, strict=True)]))
+
+    before = likelihood(True), likelihood(False)
+    first = learner.step([rows])
+    assert first.loss == first.preference_loss == pytest.approx(0.5, abs=1e-6)
+    for _ in range(4):
+        last = learner.step([rows])
+    assert last.loss < 0.45 and likelihood(True) > before[0] and likelihood(False) < before[1]
