@@ -24,6 +24,7 @@ ORDER = [
     ["algorithms", "weights"],
     ["config"],
     ["data"],
+    ["pipelines"],
     ["rewards"],
     ["buffer"],
     ["explorer", "trainer"],

@@ -6,14 +6,18 @@ import copy
 import re
 import typing
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from rayrft.config.base import Section
+from rayrft.config.pipelines import PipelineConfig
 from rayrft.config.run import RunConfig
 from rayrft.errors import ConfigError, nearest
 from rayrft.registry import load_plugins
+
+S = TypeVar("S", bound=Section)
 
 
 class _Loader(yaml.SafeLoader):
@@ -41,11 +45,20 @@ def load_config(source: str | Path | dict[str, Any] | RunConfig, overrides: dict
     raw = _read(source)
     for key, value in (overrides or {}).items():
         _assign(raw, key, value)
+    return _validated(raw, RunConfig)
+
+
+def load_pipeline(path: Path) -> PipelineConfig:
+    """Read the YAML file of a pipeline and load its ``plugins``. Raises ConfigError, as `load_config` does."""
+    return _validated(_read(path), PipelineConfig)
+
+
+def _validated(raw: dict[str, Any], model: type[S]) -> S:
     _load_plugins(raw.get("plugins"))
     try:
-        return RunConfig.model_validate(raw)
+        return model.model_validate(raw)
     except ValidationError as error:
-        raise _explain(error, raw) from None
+        raise _explain(error, raw, model) from None
 
 
 def parse_override(text: str) -> tuple[str, Any]:
@@ -114,13 +127,13 @@ def _entry(entries: list[Any], part: str, dotted: str) -> Any:
     return named[part]
 
 
-def _explain(error: ValidationError, raw: dict[str, Any]) -> ConfigError:
+def _explain(error: ValidationError, raw: dict[str, Any], model: type[BaseModel]) -> ConfigError:
     """Convert the first problem to a ConfigError: the others often follow from it."""
     problem = error.errors()[0]
     path, kind = [str(part) for part in problem["loc"]], problem["type"]
     field = ".".join(_named(path, raw))
     if kind == "extra_forbidden":
-        known = _fields_at(path[:-1])
+        known = _fields_at(path[:-1], model)
         return ConfigError("unknown key", field=field, value=path[-1], remedy=nearest(path[-1], known))
     if kind == "missing":
         return ConfigError("a required key is missing", field=field, remedy=f"add '{field}: …'")
@@ -146,9 +159,9 @@ def _named(path: list[str], raw: Any) -> list[str]:
     return named
 
 
-def _fields_at(path: list[str]) -> list[str]:
+def _fields_at(path: list[str], model: type[BaseModel]) -> list[str]:
     """Return the field names of the section at a path of keys."""
-    section: Any = RunConfig
+    section: Any = model
     for part in path:
         if isinstance(section, type) and issubclass(section, BaseModel) and part in section.model_fields:
             section = _section_in(section.model_fields[part].annotation)

@@ -8,6 +8,7 @@ from itertools import islice
 
 import numpy as np
 
+from rayrft.config import RunConfig
 from rayrft.config.bench import TasksetConfig
 from rayrft.config.demonstrations import DemonstrationsConfig
 from rayrft.config.tasks import TasksConfig
@@ -66,6 +67,25 @@ def load_tasks(config: TasksConfig, demonstrations: dict[str, DemonstrationsConf
         evaluation=[task for part in held_out for task in part],
         demonstrated=demonstrated,
     )
+
+
+def load_evaluation(config: RunConfig) -> list[Task]:
+    """Read the tasks of all evaluation sets of a config: the held-out ones of its sources, and those of its bench.
+
+    Raises DataError and ConfigError, as `load_tasks` and `load_taskset` do.
+    """
+    tasks = list[Task]()
+    if config.tasks is not None:
+        tasks += load_tasks(config.tasks, config.demonstrations, config.seed).evaluation
+    return tasks + _bench_tasks(config)
+
+
+def _bench_tasks(config: RunConfig) -> list[Task]:
+    return [
+        task
+        for name, taskset in config.bench.tasksets.items()
+        for task in load_taskset(taskset, f"bench.tasksets.{name}", config.seed)
+    ]
 
 
 def load_taskset(config: TasksetConfig, field: str, seed: int) -> list[Task]:
