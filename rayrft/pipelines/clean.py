@@ -64,10 +64,18 @@ class Normalise(_OnTexts):
         return _BLANK_LINES.sub("\n\n", _TRAILING.sub("", text)).strip("\n").rstrip()
 
 
-_TAGS = ""
+_TAGS = (
+    "a|abbr|article|aside|b|big|blockquote|body|br|button|caption|center|cite|code|col|dd|del|div|dl|dt|em|"
+    "figure|font|footer|form|h1|h2|h3|h4|h5|h6|head|header|hr|html|i|iframe|img|input|ins|kbd|label|li|link|"
+    "main|meta|nav|ol|option|p|pre|q|s|samp|script|section|select|small|span|strike|strong|style|sub|sup|"
+    "table|tbody|td|textarea|tfoot|th|thead|title|tr|tt|u|ul|var"
+)
+_BOOLEAN = "async|checked|controls|defer|disabled|hidden|multiple|nowrap|readonly|required|selected"
 _DROPPED = re.compile(r"<(script|style)\b[^<>]*>.*?</\1\s*>|<!--.*?-->", re.DOTALL | re.IGNORECASE)
 _BREAK = re.compile(r"<(?:br\s*/?|/(?:p|div|li|tr|h[1-6]|blockquote|table|ul|ol|section))\s*>", re.IGNORECASE)
-_TAG = re.compile(rf"</?(?:{_TAGS})(?:\s+[\w:-]+(?:\s*=\s*(?:\"[^\"]*\"|'[^']*'|[^\s<>\"']+))?)*\s*/?>", re.IGNORECASE)
+_TAG = re.compile(
+    rf"</?(?:{_TAGS})(?:\s+(?:{_BOOLEAN}|[\w:-]+\s*=\s*(?:\"[^\"]*\"|'[^']*'|[^\s<>\"']+)))*\s*/?>", re.IGNORECASE
+)
 
 
 @register_operator("strip_markup")
@@ -88,7 +96,7 @@ class StripMarkup(_OnTexts):
         return html.unescape(text) if "&" in text else text
 
 
-_MOJIBAKE = re.compile("[\ufffd]|(?:Ã.|â€.|Â[\u00a0-\u00bf])")
+_MOJIBAKE = re.compile("[\ufffd]|(?:Ã[\u0080-\u00bf]|â€.|Â[\u00a0-\u00bf])")
 
 
 class BrokenOptions(Columns):
@@ -266,7 +274,8 @@ _PERSONAL: dict[str, re.Pattern[str]] = {
     "email": re.compile(r"(?<![\w.+-])[\w.+-]+@(?:[A-Za-z0-9-]+\.)+[A-Za-z]{2,}(?![\w-])"),
     "iban": re.compile(r"\b[A-Z]{2}\d{2}(?: ?[A-Z0-9]{4}){2,7}(?: ?[A-Z0-9]{1,3})?\b"),
     "card": re.compile(
-        r"(?<![\d.,*/+=-])(?:[3-6]\d{12,18}|[3-6]\d{3}([ -])\d{4}\1\d{4}\1\d{1,7}|3\d{3}[ -]\d{6}[ -]\d{5})(?![\d*/+=-]|[.,]\d)"
+        r"(?<![\d.,*/+=-])(?:[3-6]\d{12,18}|[3-6]\d{3}([ -])\d{4}\1\d{4}\1\d{1,7}|3\d{3}[ -]\d{6}[ -]\d{5})"
+        r"(?![\d*/+=-]|[.,]\d)"
     ),
     "ssn": re.compile(r"(?<![\d-])\d{3}-\d{2}-\d{4}(?![\d-])"),
     "ip": re.compile(

@@ -52,8 +52,8 @@ class Decontaminate(Operator[DecontaminateOptions]):
     * it shares ``ngram`` words in a row with its question or answer, or all of a question of 8 words or more; or
     * it shares 8 words in a row with its question, and has the same answer.
 
-    Words are those of `rayrft.pipelines.hashing`: case and punctuation do not count, and half of the words in a row must
-    have a letter, for calculations such as 48 / 2 = 24 are everywhere.
+    Words are those of `rayrft.pipelines.hashing`: case and punctuation do not count, and half of the words in a row
+    must have a letter, for calculations such as 48 / 2 = 24 are everywhere.
     """
 
     kind = "clean"

@@ -235,8 +235,13 @@ def build_operator(config: OperatorConfig, field: str, context: Context) -> Oper
     """Build an operator from its config, at this key. Raises ConfigError if there is none of the name, or an option is
     unknown or wrong."""
     made = operators.get(config.name, f"{field}.name")
+    if inspect.isfunction(made):  # named by module and attribute
+        registered = (operators.get(name) for name in operators)
+        made = next((each for each in registered if getattr(each, "function", None) is made), made)
     if not (isinstance(made, FunctionOperator) or (inspect.isclass(made) and issubclass(made, Operator))):
-        raise ConfigError("is no operator", field=f"{field}.name", value=config.name, remedy="see register_operator")
+        raise ConfigError(
+            "is no operator", field=f"{field}.name", value=config.name, remedy="decorate it with register_operator"
+        )
     model = made.options if isinstance(made, FunctionOperator) else made.Options
     try:
         options = model.model_validate(config.options)

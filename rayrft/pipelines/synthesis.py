@@ -78,6 +78,8 @@ class NumericVariation(Operator[VariationOptions]):
 _NUMBER = re.compile(r"(?<![\w.,])\d+(?:,\d{3})*(?:\.\d+)?(?![\w]|[.,]\d)")
 _PRINTED = re.compile(r"(?<![\w.])(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?![\d])")
 _CALCULATION = re.compile(r"<<([^<>=]+)=([^<>=]+)>>")
+_EQUATION = re.compile(r"((?:\d*\.)?\d+(?: *[-+*/x] *(?:\d*\.)?\d+)+) *= *((?:\d*\.)?\d+)(?![\d.]*\d| *[-+*/x%] *\d)")
+"""A calculation in prose, without signs of money and commas."""
 _OPERAND = re.compile(r"\d+(?:\.\d+)?|\.\d+")
 _AMBIGUOUS = {
     Fraction(each)
@@ -151,6 +153,9 @@ class Problem:
         )
         # Results that are operands later on must be these results, and nothing that happens to be equal to them.
         known = set(asked)
+        sources = known | _AMBIGUOUS | {value / 100 for value in known} | set(results)
+        if not operands.keys() <= sources:  # a number that was calculated between the lines
+            return None
         for place, (_, value) in enumerate(steps):
             later = [
                 Fraction(number) for expression, _ in steps[place + 1 :] for number in _OPERAND.findall(expression)
@@ -186,6 +191,9 @@ def _holds(answer: str, values: Mapping[Fraction, Fraction], steps: tuple[tuple[
         return False
     for (expression, printed), (_, old) in zip(found, steps, strict=True):
         if not evaluate(expression) == evaluate(printed) == values[old]:
+            return False
+    for expression, printed in _EQUATION.findall(re.sub("<<.*?>>|[$,]", "", answer)):
+        if evaluate(expression.replace("x", "*")) != evaluate(printed):
             return False
     return evaluate(answer.rpartition("####")[2].strip().replace(",", "")) == values[steps[-1][1]]
 
