@@ -24,6 +24,7 @@ from rayrft.pipelines.chain import LeftOut, Link, Outcome, apply_link, build_cha
 from rayrft.pipelines.operator import Context
 from rayrft.pipelines.report import OperatorReport, Report
 from rayrft.processes import ProcessPool, Worker
+from rayrft.registry import load_plugins
 
 _ANSWER_BYTES = 1 << 31
 _START_S = 300.0
@@ -53,6 +54,7 @@ class Pipeline:
         batch_rows: int = 1000,
         samples: int = 3,
     ) -> None:
+        load_plugins(plugins)
         build = partial(build_chain, operators, schema, field=field, origin=origin, context=context or Context())
         self.links = build()
         self.schema = self.links[-1].gives if self.links else schema

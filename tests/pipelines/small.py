@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -10,6 +11,8 @@ from rayrft.config.pipelines import OperatorConfig
 from rayrft.pipelines import Context
 from rayrft.pipelines.chain import Outcome, apply_link, build_chain
 from rayrft.pipelines.rows import Ids
+
+OWN = Path(__file__).with_name("own.py")
 
 
 def rows(**columns: list[Any]) -> pa.RecordBatch:

@@ -9,9 +9,11 @@ import rayrft
 from rayrft.errors import ConfigError, OperatorFailed
 from rayrft.pipelines import Context, operators
 from rayrft.pipelines.chain import build_chain
+from rayrft.registry import load_plugins
 from tests.errors import about
-from tests.pipelines import own
-from tests.pipelines.small import applied, operator, reasons, rows
+from tests.pipelines.small import OWN, applied, operator, reasons, rows
+
+load_plugins([OWN])
 
 FOX = rows(question=["fox", "a long question"], answer=["fox", "b"])
 
@@ -61,8 +63,8 @@ def test_made_rows_carry_their_parents_and_the_operator_with_its_version() -> No
 
 
 def test_operators_are_named_by_module_too() -> None:
-    found, _ = applied("tests.pipelines.own:shout", FOX)
-    assert found[0]["question"] == "FOX!"
+    found, _ = applied("tests.pipelines.by_name:whisper", rows(question=["FOX"]))
+    assert found[0]["question"] == "fox"
     with pytest.raises(ConfigError, check=about("operators.0.name", "tests.pipelines.small:rows")):
         chain(operator("tests.pipelines.small:rows"))
 
@@ -115,9 +117,9 @@ def test_a_column_of_another_type_is_an_error() -> None:
 def test_a_second_operator_of_a_name_is_refused_and_the_same_one_is_not() -> None:
     with pytest.raises(ConfigError, check=about("operator", "shout")):
         rayrft.register_operator("shout", "clean")(lambda question: question)
-    rayrft.register_operator("shout", "clean")(own.shout)
+    rayrft.register_operator("shout", "clean")(operators.get("shout").function)  # as in a notebook cell that is rerun
     with pytest.raises(ConfigError, check=about("needs_kind")):
-        rayrft.register_operator("needs_kind")(own.size)
+        rayrft.register_operator("needs_kind")(lambda question: question)
     assert "needs_kind" not in operators
 
 
