@@ -209,12 +209,12 @@ def _context(config: str) -> Context:
     """Return the evaluation sets and the tokenizer of a run's config."""
     from rayrft.config import load_config
     from rayrft.core.cluster import connect
-    from rayrft.data.task_splits import load_evaluation
     from rayrft.pipelines import Context
+    from rayrft.pipelines.tasks import load_processed
 
-    loaded = load_config(config)
+    loaded = load_config(config, {"pipelines.tasks": [], "pipelines.decontaminate": False})
     connect()
-    return Context(tuple(load_evaluation(loaded)), loaded.model.path)
+    return Context(load_processed(loaded).evaluation, loaded.model.path)
 
 
 def _archive(run: str, storage: Path) -> Archive:

@@ -14,9 +14,10 @@ from rayrft.data.tables import open_table
 from rayrft.errors import ConfigError, DataError, nearest
 from rayrft.pipelines import hashing
 from rayrft.pipelines.operator import Applied, Context, Operator, Wants, register_operator
+from rayrft.pipelines.rows import texts
 
 _SHORTEST = 8
-"""Words below which an evaluation task's question counts only as a whole."""
+"""Words in a row that are a hit if the answer is the same."""
 _SHOWN = 80
 
 
@@ -33,7 +34,7 @@ class DecontaminateOptions(Section):
     """Options of `Decontaminate`."""
 
     columns: tuple[str, ...] = Field(("question", "answer"), min_length=1)
-    """Columns in which evaluation tasks are looked for, each by itself."""
+    """Columns in which evaluation tasks are looked for, each by itself; the first is the question."""
     answer: str | None = "answer"
     """The column that is compared with the evaluation tasks' answers."""
     against: tuple[EvaluationFile, ...] = ()
@@ -41,16 +42,18 @@ class DecontaminateOptions(Section):
     ngram: int = Field(13, ge=_SHORTEST)
     """So many words in a row that an evaluation task has, too, are a hit (Brown et al. 2020, appendix C)."""
     common: int = Field(10, ge=1)
-    """n-grams of more different rows, or of more evaluation tasks, are no evidence: they belong to a template."""
+    """n-grams of more different rows, or of more evaluation tasks, are no evidence: they belong to a template. In a
+    small set, so are those of more than a tenth of its rows, if these are more than two."""
 
 
 @register_operator("decontaminate")
 class Decontaminate(Operator[DecontaminateOptions]):
     """Leave out rows that show an evaluation task. A row is a hit if
 
-    * one of its columns is the question of an evaluation task, word for word; or
-    * it shares ``ngram`` words in a row with its question or answer, or all of a question of 8 words or more; or
-    * it shares 8 words in a row with its question, and has the same answer.
+    * its first column is the question of an evaluation task, but for white space; with the same answer, also but for
+      case and signs at the ends; or
+    * it shares ``ngram`` words in a row with its question or answer; or
+    * it shares 8 words in a row with its question, and has the same answer, of two characters or more.
 
     Words are those of `rayrft.pipelines.hashing`: case and punctuation do not count, and half of the words in a row
     must have a letter, for calculations such as 48 / 2 = 24 are everywhere.
@@ -80,6 +83,9 @@ class Decontaminate(Operator[DecontaminateOptions]):
             tasks += _read(file)
         self._shown = [f"{name} {question[:_SHOWN]!r}" for question, _, name in tasks]
         self._index = _Index(tasks, self.options.ngram, self.options.common)
+        self._wholes: dict[object, int] = {}
+        for task, (question, answer, _) in enumerate(tasks):
+            self._wholes |= dict.fromkeys(_forms(question, _answer(answer)), task)
 
     def observe(self, rows: pa.RecordBatch) -> None:
         for column in self.options.columns:
@@ -89,20 +95,30 @@ class Decontaminate(Operator[DecontaminateOptions]):
         self._index.drop_common()
 
     def apply(self, rows: pa.RecordBatch) -> Applied:
-        answers = np.zeros(rows.num_rows, np.uint64)
+        answers = [""] * rows.num_rows
         if self.options.answer is not None and self.options.answer in rows.schema.names:
-            answers = _answers(rows.column(self.options.answer))
-        reasons: list[str | None] = [None] * rows.num_rows
+            answers = [_answer(text) for text in rows.column(self.options.answer).to_pylist()]
+        reasons: list[str | None] = []
+        for text, answer in zip(texts(rows, self.options.columns[0]), answers, strict=True):
+            whole = next((self._wholes[form] for form in _forms(text, answer) if form in self._wholes), None)
+            reasons.append(None if whole is None else f"is an evaluation task: {self._shown[whole]}")
         for column in self.options.columns:
             for row, why, task in self._index.hits(*hashing.words(rows.column(column)), answers):
                 reasons[row] = reasons[row] or f"{why}: {self._shown[task]}"
         return Applied(rows, reasons)
 
 
-def _answers(column: pa.Array) -> np.ndarray:
-    """Hash the answers, of which only the part after a last #### counts."""
-    texts = [str(text or "").rpartition("####")[2] for text in column.to_pylist()]
-    return hashing.whole(*hashing.words(pa.array(texts, pa.string())))
+def _answer(text: object) -> str:
+    """Return an answer in plain form: the part after a last ####."""
+    return ("" if text is None else str(text)).rpartition("####")[2].replace(",", "").strip(" .\n")
+
+
+def _forms(question: str, answer: str) -> Iterator[object]:
+    """Iterate over the forms in which a question is that of an evaluation task."""
+    plain = " ".join(question.split())
+    if plain:
+        yield plain
+        yield plain.casefold().strip(" .?!"), answer
 
 
 class _Index:
@@ -112,25 +128,21 @@ class _Index:
         self._ngram, self._common = ngram, common
         questions = hashing.words(pa.array([task[0] for task in tasks], pa.string()))
         answers = hashing.words(pa.array([task[1] for task in tasks], pa.string()))
-        self.answers = _answers(pa.array([task[1] for task in tasks], pa.string()))
-        self._wholes, self._whole_tasks = _sorted(hashing.whole(*questions), np.arange(len(tasks)))
-        sizes = np.diff(questions[1])
+        self._answers = [_answer(task[1]) for task in tasks]
         self._grams: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        for length in sorted({_SHORTEST, ngram, *np.clip(sizes, _SHORTEST, ngram).tolist()}):
+        for length in sorted({_SHORTEST, ngram}):
             found, owners = _telling(*questions, length)
             if length == ngram:
                 more, more_owners = _telling(*answers, length)
                 found, owners = np.concatenate([found, more]), np.concatenate([owners, more_owners])
-            elif length > _SHORTEST:
-                short = sizes[owners] == length
-                found, owners = found[short], owners[short]
-            self._grams[length] = _sorted(*_rare(found, owners, common))
-        self._short = sizes == _SHORTEST
+            self._grams[length] = _rare(found, owners, common)
+        self._total = 0
         self._rows = {length: np.zeros(len(grams), np.int64) for length, (grams, _) in self._grams.items()}
         self._seen: set[int] = set()
 
     def count(self, hashes: np.ndarray, offsets: np.ndarray) -> None:
         """Count the n-grams of rows, those of rows with the same words once."""
+        self._total += len(offsets) - 1
         found = {length: self._places(hashes, offsets, length) for length in self._grams}
         texts = hashing.whole(hashes, offsets)
         fresh = {row: int(texts[row]) not in self._seen for _, rows in found.values() for row in set(rows.tolist())}
@@ -146,23 +158,20 @@ class _Index:
 
     def drop_common(self) -> None:
         """Forget n-grams that too many rows have."""
+        most = min(self._common, max(2, self._total // 10))
         for length, (grams, owners) in self._grams.items():
-            keep = self._rows[length] <= self._common
+            keep = self._rows[length] <= most
             self._grams[length] = grams[keep], owners[keep]
 
-    def hits(self, hashes: np.ndarray, offsets: np.ndarray, answers: np.ndarray) -> Iterator[tuple[int, str, int]]:
+    def hits(self, hashes: np.ndarray, offsets: np.ndarray, answers: Sequence[str]) -> Iterator[tuple[int, str, int]]:
         """Iterate over hits: the row, why, and the evaluation task."""
-        texts = hashing.whole(hashes, offsets)
-        places = np.clip(np.searchsorted(self._wholes, texts), 0, max(len(self._wholes) - 1, 0))
-        for row in np.flatnonzero((texts != 0) & (self._wholes[places] == texts)) if len(self._wholes) else ():
-            yield int(row), "is an evaluation task", int(self._whole_tasks[places[row]])
         for length in sorted(self._grams, reverse=True):
             owners = self._grams[length][1]
             found, rows = self._places(hashes, offsets, length)
             for place, row in zip(found.tolist(), rows.tolist(), strict=True):
                 task = int(owners[place])
-                same = answers[row] != 0 and answers[row] == self.answers[task]
-                if length > _SHORTEST or length == self._ngram or self._short[task]:
+                same = len(answers[row]) > 1 and answers[row] == self._answers[task]
+                if length == self._ngram:
                     yield row, f"shares {length} words with an evaluation task", task
                 elif same:
                     yield row, f"shares {length} words and the answer with an evaluation task", task
@@ -179,10 +188,16 @@ class _Index:
 
 
 def _telling(hashes: np.ndarray, offsets: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return n-grams of which half of the words have a letter, and the texts that they are of."""
-    grams, bounds = hashing.ngrams(hashes, offsets, length)
-    telling = 2 * hashing.letters(hashes, offsets, length) >= length
-    return grams[telling], np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))[telling]
+    """Return n-grams of which half of the words have a letter, and the texts that they are of. Where most of these are
+    ideographs, n-grams are twice as long, for two of them are about a word."""
+    found = []
+    for size, ideographic in ((length, False), (2 * length, True)):
+        grams, bounds = hashing.ngrams(hashes, offsets, size)
+        letters = hashing.count_words(hashes, offsets, size, hashing.LETTER)
+        ideographs = hashing.count_words(hashes, offsets, size, hashing.IDEOGRAPH)
+        telling = (2 * letters >= size) & ((2 * ideographs >= letters) == ideographic)
+        found.append((grams[telling], np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))[telling]))
+    return np.concatenate([grams for grams, _ in found]), np.concatenate([texts for _, texts in found])
 
 
 def _rare(grams: np.ndarray, owners: np.ndarray, common: int) -> tuple[np.ndarray, np.ndarray]:
@@ -194,11 +209,6 @@ def _rare(grams: np.ndarray, owners: np.ndarray, common: int) -> tuple[np.ndarra
     found, first, counts = np.unique(grams[fresh], return_index=True, return_counts=True)
     rare = counts <= common
     return found[rare], owners[fresh][first[rare]]
-
-
-def _sorted(values: np.ndarray, owners: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    order = np.argsort(values, kind="stable")
-    return values[order], owners[order]
 
 
 def _read(file: EvaluationFile) -> list[tuple[str, str, str]]:

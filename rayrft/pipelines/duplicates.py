@@ -101,19 +101,21 @@ class NearOptions(Columns):
     """Options of `NearDuplicates`."""
 
     columns: tuple[str, ...] = Field(("question",), min_length=1)
-    threshold: float = Field(0.7, gt=0, lt=1)
+    threshold: float = Field(0.6, gt=0, lt=1)
     """Jaccard similarity of the sets of n-grams from which two rows are duplicates. It is estimated with a standard
     error of 0.04 at most."""
     ngram: int = Field(3, ge=1)
     """Words of an n-gram."""
+    same_numbers: bool = True
+    """Only rows with the same numbers are duplicates: a problem with other numbers is another problem."""
 
 
 @register_operator("near_duplicates")
 class NearDuplicates(_Keeping):
     """Leave out rows that are nearly an earlier one: MinHash of word n-grams with locality-sensitive hashing.
 
-    Rows that are near to the same row, directly or over others, are one group. Templates that rows fill with other
-    numbers may be near to each other: raise the threshold for these. Memory: 256 bytes a row at most, and its id.
+    Rows that are near to the same row, directly or over others, are one group. Memory: 256 bytes a row at most, and its
+    id.
     """
 
     Options = NearOptions
@@ -128,7 +130,11 @@ class NearDuplicates(_Keeping):
 
     def _note(self, columns: Sequence[pa.Array]) -> None:
         joined = pc.binary_join_element_wise(*(pc.fill_null(column, "") for column in columns), "\n")
-        low, keys = hashing.signatures(*hashing.words(joined), self.options.ngram, self._band_rows)
+        words, offsets = hashing.words(joined)
+        low, keys = hashing.signatures(words, offsets, self.options.ngram, self._band_rows)
+        if self.options.same_numbers:  # rows with other numbers share no key then
+            numbers = (hashing.numbers(words, offsets) >> np.uint64(32)).astype(np.uint32)
+            keys = np.where(keys == 0, keys, np.maximum(keys ^ numbers[:, None], 1))
         self._low.append(low)
         self._keys.append(keys)
 

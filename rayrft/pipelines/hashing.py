@@ -19,14 +19,16 @@ U64 = NDArray[np.uint64]
 I64 = NDArray[np.int64]
 
 PERMUTATIONS = 128
+LETTER, IDEOGRAPH = np.uint64(1), np.uint64(2)
+_PLAIN = ~(LETTER | IDEOGRAPH)
 _SECOND = np.uint64(0x9E3779B97F4A7C15)
 _PRIME = np.uint64(0x100000001B3)
 _BASIS = np.uint64(0xCBF29CE484222325)
 
 
 def words(texts: pa.Array) -> tuple[U64, I64]:
-    """Hash the words of texts. Return the hashes of all, and the offsets ``[texts + 1]`` of each text's in them. The
-    lowest bit of a hash says whether the word has a letter."""
+    """Hash the words of texts. Return the hashes of all, and the offsets ``[texts + 1]`` of each text's in them. Of a
+    hash, bit `LETTER` is set if the word has a letter, `IDEOGRAPH` if it is a single one."""
     plain = pc.utf8_lower(pc.utf8_normalize(pc.fill_null(texts, ""), "NFKC")).cast(pa.large_string())
     _, offsets, data = plain.buffers()
     starts = np.frombuffer(offsets, np.int64)[plain.offset : plain.offset + len(plain) + 1]
@@ -47,9 +49,9 @@ def ngrams(hashes: U64, offsets: I64, length: int) -> tuple[U64, I64]:
     return found, bounds
 
 
-def letters(hashes: U64, offsets: I64, length: int) -> I64:
-    """Count the words with a letter in each n-gram of `ngrams`."""
-    counts = np.concatenate([np.zeros(1, np.int64), np.cumsum((hashes & np.uint64(1)).astype(np.int64))])
+def count_words(hashes: U64, offsets: I64, length: int, kind: np.uint64) -> I64:
+    """Count the words of a kind (`LETTER` or `IDEOGRAPH`) in each n-gram of `ngrams`."""
+    counts = np.concatenate([np.zeros(1, np.int64), np.cumsum((hashes & kind) != 0)])
     sizes = np.maximum(np.diff(offsets) - length + 1, 0)
     bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
     starts = np.arange(bounds[-1]) + np.repeat(offsets[:-1] - bounds[:-1], sizes)
@@ -75,6 +77,14 @@ def signatures(hashes: U64, offsets: I64, length: int, band_rows: int) -> tuple[
     keys = np.zeros((texts, PERMUTATIONS // band_rows), np.uint32)
     _signatures(hashes, offsets, length, band_rows, _MULTIPLIERS, _ADDENDS, low, keys)
     return low, keys
+
+
+def numbers(hashes: U64, offsets: I64) -> U64:
+    """Hash the words without a letter of each text together, ``[texts]``, in whatever order: its numbers and signs."""
+    alone = hashes * np.uint64(0x2545F4914F6CDD1D) ^ (hashes >> np.uint64(17))
+    sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(np.where(hashes & LETTER, np.uint64(0), alone))])
+    found: U64 = sums[offsets[1:]] - sums[offsets[:-1]]
+    return found
 
 
 def band_rows(threshold: float, recall: float = 0.999) -> int:
@@ -160,22 +170,23 @@ def _words(codes, starts, hashes, bounds):  # type: ignore[no-untyped-def]
             if kind == 1:
                 current, inside = (current ^ np.uint64(code)) * _PRIME, True
                 if code > 57:
-                    lettered = np.uint64(1)
+                    lettered = LETTER
             else:
                 if inside:
-                    hashes[count] = (_mixed(current) & ~np.uint64(1)) | lettered
+                    hashes[count] = (_mixed(current) & _PLAIN) | lettered
                     count += 1
                     current, inside, lettered = _BASIS, False, np.uint64(0)
                 if kind == 2:
                     sign = code < 0x2300 or code == 0xD7 or code == 0xF7
-                    hashes[count] = (_mixed((_BASIS ^ np.uint64(code)) * _PRIME) & ~np.uint64(1)) | np.uint64(not sign)
+                    mark = np.uint64(0) if sign else LETTER | IDEOGRAPH
+                    hashes[count] = (_mixed((_BASIS ^ np.uint64(code)) * _PRIME) & _PLAIN) | mark
                     count += 1
             last_digit = bool(48 <= code <= 57)
             if code != 32:
                 after = bool(last_digit or code == 41 or code == 125 or code == 93)
             at += size
         if inside:
-            hashes[count] = (_mixed(current) & ~np.uint64(1)) | lettered
+            hashes[count] = (_mixed(current) & _PLAIN) | lettered
             count += 1
         bounds[text + 1] = count
     return count

@@ -29,10 +29,10 @@ def check(
     return [row["question"] for row in found], reasons(outcome)
 
 
-def test_an_evaluation_task_is_left_out_whatever_its_case_and_punctuation() -> None:
-    kept, why = check([QUESTION, QUESTION.upper().replace(".", "!"), "Something else entirely?"])
+def test_an_evaluation_task_is_left_out_whatever_its_case_and_white_space() -> None:
+    kept, why = check([QUESTION.replace(" ", "\n "), QUESTION.upper(), "Something else entirely?"], ["1", "18", "2"])
     assert kept == ["Something else entirely?"]
-    assert all(reason.startswith("is an evaluation task: evaluation task ") for reason in why)
+    assert all(reason.startswith("is an evaluation task: evaluation task ") for reason in why) and len(why) == 2
     assert "Janet" in why[0]
 
 
@@ -48,9 +48,10 @@ def test_the_solution_of_an_evaluation_task_is_a_hit() -> None:
     assert kept == [] and len(why) == 1
 
 
-def test_a_short_question_counts_as_a_whole_within_another_text() -> None:
-    kept, _ = check([f"Tell me: {SHORT} Be brief.", "What is the capital city of the country Peru?"])
-    assert kept == ["What is the capital city of the country Peru?"]
+def test_a_short_question_counts_within_another_text_if_the_answer_is_the_same() -> None:
+    given = [f"Tell me: {SHORT} Be brief.", f"Is it Rome? {SHORT}", "What is the capital city of the country Peru?"]
+    kept, _ = check(given, ["Paris!", "no", "Paris"])
+    assert kept == given[1:]
 
 
 def test_eight_words_are_a_hit_only_with_the_same_answer() -> None:
@@ -89,3 +90,12 @@ def test_evaluation_tasks_come_from_files_too(tmp_path: Path) -> None:
     found, outcome = applied("decontaminate", rows(question=[QUESTION, "Other?"], answer=["1", "2"]), against=against)
     assert [row["question"] for row in found] == ["Other?"]
     assert "test.jsonl 1 " in reasons(outcome)[0]
+
+
+def test_questions_of_signs_that_are_the_same_words_are_not_the_same() -> None:
+    tasks = (Task.create("test", "Is this balanced: (()", "no"), Task.create("test", "12", "12"))
+    given = ["Is this balanced: ()()", "is this balanced: (() ", "13"]
+    assert check(given, ["yes", "no", "12"], tasks)[0] == [given[0], given[2]]
+    assert check(["is this balanced: (()", "IS THIS BALANCED: (()"], ["no", "NO"], tasks)[0] == [
+        "IS THIS BALANCED: (()"
+    ]

@@ -117,12 +117,19 @@ def test_chinese_is_compared_by_characters() -> None:
     assert texts("near_duplicates", [base, base.replace("小红", "小兰"), other]) == [base, other]
 
 
-def test_a_thousand_rows_of_one_template_take_linear_time_and_stay_apart_at_a_high_threshold() -> None:
+def test_problems_with_other_numbers_are_others_unless_asked_for() -> None:
+    base = "Maisie has 33 flyers and Donna has twice as many, how many flyers do they have together in the end?"
+    given = [base, base.replace("33", "34"), base.replace("Donna", "Jane"), base.replace("33", "33.0")]
+    assert texts("near_duplicates", given) == [given[0], given[1], given[3]]
+    assert texts("near_duplicates", given, same_numbers=False) == [base]
+
+
+def test_rows_of_one_template_stay_apart_at_a_high_threshold() -> None:
     given = [
         f"A farmer sells {n} eggs at {n % 97} cents each and buys {n % 89} hens, how much is left of {n * 3}?"
         for n in range(1000)
     ]
-    assert len(texts("near_duplicates", given, threshold=0.95)) > 900
+    assert len(texts("near_duplicates", given, threshold=0.95, same_numbers=False)) > 900
 
 
 @pytest.mark.parametrize(("threshold", "rows_of_a_band"), [(0.99, 16), (0.9, 8), (0.7, 4), (0.4, 2), (0.1, 1)])
