@@ -44,6 +44,8 @@ _INVISIBLE = re.compile("[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u0084\u0
 _SPACES = re.compile("[\t\u00a0\u1680\u2000-\u200a\u202f\u205f]")
 _LINES = re.compile("\r\n|[\r\u0085\u2028\u2029]")
 _TRAILING = re.compile(r" +(?=\n|$)")
+_ODD = re.compile(r"[^\n -~]| \n|\n\n\n|\A\n|[ \n]\Z")
+"""What any of these changes has one of."""
 _BLANK_LINES = re.compile(r"\n{3,}")
 
 
@@ -59,6 +61,8 @@ class Normalise(_OnTexts):
         return Applied(map_texts(rows, self.options.columns, self._normalised))
 
     def _normalised(self, text: str) -> str:
+        if not _ODD.search(text):
+            return text
         text = unicodedata.normalize(self.options.form, _LINES.sub("\n", text))
         text = _SPACES.sub(lambda found: "    " if found[0] == "\t" else " ", _INVISIBLE.sub("", text))
         return _BLANK_LINES.sub("\n\n", _TRAILING.sub("", text)).strip("\n").rstrip()
@@ -288,6 +292,10 @@ _PERSONAL: dict[str, re.Pattern[str]] = {
 }
 
 
+_LONG_NUMBER = re.compile(r"\d[\d ().-]{5,}\d")
+"""Without one, a text has no number of a telephone, card or social security."""
+
+
 def _luhn(text: str) -> bool:
     digits = [int(digit) for digit in text if digit.isdigit()][::-1]
     doubled = [sum(divmod(2 * digit, 10)) for digit in digits[1::2]]
@@ -327,8 +335,14 @@ class MaskPersonal(_OnTexts):
         return Applied(map_texts(rows, self.options.columns, self._masked))
 
     def _masked(self, text: str) -> str:
+        possible = {
+            "email": "@" in text,
+            "iban": True,
+            "ip": text.count(".") > 2 or text.count(":") > 6,
+        }
+        numbers = _LONG_NUMBER.search(text) is not None
         for kind, pattern in _PERSONAL.items():
-            if kind in self.options.kinds:
+            if kind in self.options.kinds and possible.get(kind, numbers):
                 valid = _VALID.get(kind, lambda _: True)
                 text = pattern.sub(
                     lambda found, kind=kind, valid=valid: f"[{kind}]" if valid(found[0]) else found[0],  # type: ignore[misc]

@@ -59,7 +59,7 @@ class Pipeline:
         self.links = build()
         self.schema = self.links[-1].gives if self.links else schema
         self.report = Report([OperatorReport(link.name) for link in self.links])
-        self._create = partial(_Bench, build, samples)
+        self._create = partial(Applier, build, samples)
         self._plugins, self._deadline_s = tuple(plugins), deadline_s
         self._batch_rows, self._samples = batch_rows, samples
 
@@ -161,8 +161,8 @@ def segments(links: Sequence[Link]) -> list[list[int]]:
     return found
 
 
-class _Bench:
-    """The operators, in their process, and the batch that they are at."""
+class Applier:
+    """The operators, in the process that applies them, and the batch that they are at."""
 
     def __init__(self, build: Callable[[], list[Link]], samples: int) -> None:
         self._links, self._samples = build(), samples
@@ -171,7 +171,7 @@ class _Bench:
         self._rows: pa.RecordBatch | None = None
 
     def take(self, message: bytes) -> None:
-        self._rows = _unpacked(message)
+        self._rows = unpacked(message)
 
     def apply(self, number: int) -> Outcome:
         self._rows, outcome = apply_link(self._links[number], self._rows, self._samples)
@@ -185,7 +185,7 @@ class _Bench:
 
     def give(self) -> bytes:
         assert self._rows is not None
-        return _packed(self._rows)
+        return packed(self._rows)
 
 
 class _Far:
@@ -198,17 +198,17 @@ class _Far:
         self, numbers: Sequence[int], batch: pa.RecordBatch, note: Callable[[int, Outcome], None]
     ) -> AsyncGenerator[pa.RecordBatch, None]:
         """Apply operators to a batch, and yield what is left of it, if there is a row."""
-        await self._call(numbers[0], "take", _packed(batch), rows=batch)
+        await self._call(numbers[0], "take", packed(batch), rows=batch)
         for number in numbers:
             outcome: Outcome = await self._call(number, "apply", number, rows=batch)
             note(number, outcome)
             if not outcome.given:
                 return
-        yield _unpacked(await self._call(numbers[-1], "give", rows=batch))
+        yield unpacked(await self._call(numbers[-1], "give", rows=batch))
 
     async def observe(self, number: int, batch: pa.RecordBatch) -> float:
         """Let an operator see a batch; return the seconds that it took."""
-        await self._call(number, "take", _packed(batch), rows=batch)
+        await self._call(number, "take", packed(batch), rows=batch)
         return await self._timed(number, "observe", rows=batch)
 
     async def settle(self, number: int, batches: int) -> float:
@@ -314,14 +314,14 @@ async def _whole(batches: Iterable[pa.RecordBatch]) -> AsyncGenerator[pa.RecordB
             yield batch
 
 
-def _packed(batch: pa.RecordBatch) -> bytes:
+def packed(batch: pa.RecordBatch) -> bytes:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)
     return sink.getvalue().to_pybytes()
 
 
-def _unpacked(message: bytes) -> pa.RecordBatch:
+def unpacked(message: bytes) -> pa.RecordBatch:
     with pa.ipc.open_stream(message) as reader:
         return reader.read_next_batch()
 

@@ -210,9 +210,8 @@ def main() -> None:
         print(f"\n{title}\n", *table(rows, gone), sep="\n")
         for each in (each for found in gone.values() for each in found if options.show):
             if each.row.startswith(("original", "new")):
-                print(
-                    f"{each.row}: {each.reason}\n    {each.values['question'][:300]!r}\n    {each.values['answer'][:200]!r}"
-                )
+                shown = (repr(each.values[name][:300]) for name in ("question", "answer"))
+                print(f"{each.row}: {each.reason}", *shown, sep="\n    ")
 
 
 if __name__ == "__main__":
