@@ -114,13 +114,14 @@ class TableWriter:
 
     def __enter__(self) -> Self:
         try:
-            partial = self._stack.enter_context(atomic_file(self._path))
-            if self._path.suffix == ".parquet":
-                self._parquet = self._stack.enter_context(pq.ParquetWriter(partial, self._schema))
-            else:
-                self._lines = self._stack.enter_context(partial.open("w", encoding="utf-8"))
+            with ExitStack() as stack:
+                partial = stack.enter_context(atomic_file(self._path))
+                if self._path.suffix == ".parquet":
+                    self._parquet = stack.enter_context(pq.ParquetWriter(partial, self._schema))
+                else:
+                    self._lines = stack.enter_context(partial.open("w", encoding="utf-8"))
+                self._stack = stack.pop_all()
         except OSError as error:
-            self._stack.close()
             raise self._failed(error) from None
         return self
 

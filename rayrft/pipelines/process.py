@@ -139,7 +139,9 @@ class _LeftOutFile:
 
     def __enter__(self) -> _LeftOutFile:
         try:
-            self._file = self._stack.enter_context(self._stack.enter_context(atomic_file(self._path)).open("w"))
+            with ExitStack() as stack:
+                self._file = stack.enter_context(stack.enter_context(atomic_file(self._path)).open("w"))
+                self._stack = stack.pop_all()
         except OSError as error:
             problem = f"cannot be written: {error.strerror or error}"
             raise DataError(problem, field="left_out", value=str(self._path), remedy="choose another folder") from None

@@ -256,7 +256,6 @@ class _Spool:
     def __init__(self, path: Path, schema: pa.Schema) -> None:
         self._path = path
         self._writer = pa.ipc.new_file(str(path), schema)
-        self._schema = schema
         self.batches = 0
 
     def write(self, batch: pa.RecordBatch) -> None:

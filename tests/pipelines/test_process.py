@@ -283,3 +283,14 @@ def test_exported_experiences_are_processed_in_both_formats(tmp_path: Path) -> N
         ] * 6
         walked = walk_lineage(table.column("experience_id")[0].as_py(), [file_source(out), file_source(source)])
         assert [each.id for each in walked][1:] == ["0/2"]
+
+
+def test_files_that_cannot_be_written_are_refused_before_anything_runs(tmp_path: Path) -> None:
+    source = file_source(write(tmp_path / "in.jsonl", questions(2)))
+    config = PipelineConfig.model_validate({"operators": [{"name": "drop_broken"}]})
+    for name in ("nowhere/out.jsonl", "nowhere/out.parquet", "out.csv"):
+        with pytest.raises(DataError, check=about("file", str(tmp_path / name))):
+            process([source], config, tmp_path / name)
+    with pytest.raises(DataError, check=about("left_out")):
+        process([source], config, tmp_path / "out.jsonl", left_out=tmp_path / "nowhere" / "gone.jsonl")
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
