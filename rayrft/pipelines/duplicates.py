@@ -115,7 +115,7 @@ class NearDuplicates(_Keeping):
     """Leave out rows that are nearly an earlier one: MinHash of word n-grams with locality-sensitive hashing.
 
     Rows that are near to the same row, directly or over others, are one group. Memory: 256 bytes a row at most, and its
-    id.
+    id; half as much again while they are compared.
     """
 
     Options = NearOptions

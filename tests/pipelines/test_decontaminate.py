@@ -7,7 +7,8 @@ from pathlib import Path
 
 from rayrft.experience import Task
 from rayrft.pipelines import Context
-from tests.pipelines.small import applied, reasons, rows
+from rayrft.pipelines.chain import apply_link, build_chain
+from tests.pipelines.small import applied, operator, reasons, rows
 
 QUESTION = (
     "Janet's ducks lay 16 eggs per day. She eats three for breakfast every morning and bakes muffins for her friends "
@@ -81,6 +82,14 @@ def test_many_copies_of_one_leak_do_not_make_it_a_template() -> None:
     leak = f"Here is one more problem for you: {QUESTION}"
     kept, _ = check([leak] * 30)
     assert kept == []
+    batch = rows(question=[leak] * 30, answer=["none"] * 30)
+    context = Context((Task.create("test", QUESTION, SOLUTION),))
+    [link] = build_chain([operator("decontaminate")], batch.schema, field="operators", origin="test", context=context)
+    link.operator.prepare()
+    for start in range(30):
+        link.operator.observe(batch.slice(start, 1))
+    link.operator.settle()
+    assert len(apply_link(link, batch, 0)[1].left_out) == 30
 
 
 def test_evaluation_tasks_come_from_files_too(tmp_path: Path) -> None:

@@ -96,6 +96,7 @@ def test_a_format_is_contained_the_whole_or_lacking(must: str, expected: list[in
 def test_the_top_share_is_rounded_up_and_of_equal_scores_the_first() -> None:
     assert kept("top_share", "priority", [1.0, 3.0, None, 2.0, 3.0], share=0.5) == [3.0, 2.0, 3.0]
     assert kept("top_share", "priority", [1.0, 1.0, 1.0], share=0.34) == [1.0, 1.0]
+    assert kept("top_share", "priority", [1.0, None, 0.0], share=1.0) == [1.0, 0.0]
     batch = rows(priority=[1.0, 2.0, 5.0, 6.0], group_id=["a", "a", "b", "b"])
     found, _ = applied("top_share", batch, share=0.5, by="group_id")
     assert [row["priority"] for row in found] == [2.0, 6.0]

@@ -97,14 +97,11 @@ def test_the_result_does_not_depend_on_the_size_of_batches(tmp_path: Path) -> No
     assert results[0] == results[1] and len(results[0]) == 120
 
 
-def test_groups_are_whole_though_their_rows_are_scattered(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [2, 8])
+def test_groups_are_whole_though_their_rows_are_scattered(size: int, tmp_path: Path) -> None:
     given = [{"question": "q", "group_id": name, "reward": float(number)} for number, name in enumerate("abcabcabcabd")]
-    found, _ = run(
-        [*given, {"question": "q", "group_id": None, "reward": 7.0}],
-        tmp_path,
-        [{"name": "reward_deviation"}],
-        batch_rows=2,
-    )
+    given.append({"question": "q", "group_id": None, "reward": 7.0})
+    found, _ = run(given, tmp_path, [{"name": "reward_deviation"}], batch_rows=size)
     assert [row["group_id"] for row in found] == [*"aaaabbbbccc", "d", None]
     deviation = {row["group_id"]: row["priority"] for row in found}
     assert deviation["a"] == deviation["b"] == pytest.approx(3.354, abs=1e-3)

@@ -116,8 +116,16 @@ def test_what_is_evaluated_on_is_not_trained_on_unless_asked_for(tmp_path: Path)
 
 def test_tasks_that_differ_in_their_images_alone_are_not_the_same(tmp_path: Path) -> None:
     rows = [("What colour is the square?", "red"), ("What colour is the square? ", "blue")]
-    found = load_processed(config(tmp_path, {"source": f"{__name__}:read_pictures", "options": {"rows": rows * 20}}))
+
+    def pictures(rows: list[tuple[str, str]]) -> dict[str, Any]:
+        return {"source": f"{__name__}:read_pictures", "options": {"rows": rows}}
+
+    found = load_processed(config(tmp_path, pictures(rows * 20)))
     assert len(found.splits.train) == 39
+    taskset = {"tasksets": {"bench": pictures(rows)}, "samples": 1, "k": [1]}
+    found = load_processed(config(tmp_path, pictures(rows * 20), bench=taskset))
+    assert len(found.splits.train) + len(found.splits.evaluation) in (38, 39), "the held-out one may be one of the two"
+    assert {task.images for task in found.splits.train}.isdisjoint({("0.png",), ("1.png",)})
 
 
 def read_pictures(config: Any, field: str) -> list[Task]:
