@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, field_validator
 
@@ -34,6 +34,8 @@ class PipelineConfig(Section):
     """Rows that an operator gets at once, at most; whole groups where it works on groups."""
     deadline_s: float = Field(60.0, gt=0)
     """Seconds that an operator may take for one batch."""
+    on_error: Literal["stop", "leave_out"] = "stop"
+    """What becomes of a row on which an operator of single rows raises: ``leave_out`` counts and lists it."""
     samples: int = Field(3, ge=0)
     """Rows that are shown by operator, of those that it changed, made and left out."""
     plugins: list[Path] = Field(default_factory=list)

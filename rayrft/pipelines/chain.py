@@ -119,6 +119,32 @@ def apply_link(link: Link, rows: pa.RecordBatch, samples: int) -> tuple[pa.Recor
     return after, Outcome(rows.num_rows, after.num_rows, changed, made, seconds, left_out, changes, made_rows)
 
 
+def apply_each(link: Link, rows: pa.RecordBatch, samples: int) -> tuple[pa.RecordBatch, Outcome]:
+    """Apply an operator that looks at single rows to each row by itself, and leave out those on which it raises.
+
+    Raises OperatorFailed, as `apply_link` does.
+    """
+    parts, outcomes = list[pa.RecordBatch](), list[Outcome]()
+    for index in range(rows.num_rows):
+        row = rows.slice(index, 1)
+        try:
+            after, outcome = apply_link(link, row, samples)
+        except OperatorFailed:
+            raise
+        except Exception as error:  # an operator may raise anything; it becomes a reason
+            [values] = row.to_pylist(maps_as_pydicts="lossy")
+            reason = f"raised {type(error).__name__}: {error}"
+            outcomes.append(Outcome(1, 0, 0, 0, 0.0, [LeftOut(values[id_column(row.schema)], reason, values)]))
+        else:
+            parts.append(after)
+            outcomes.append(outcome)
+    together = Outcome(
+        *(sum(getattr(each, name) for each in outcomes) for name in ("taken", "given", "changed", "made", "seconds")),
+        *([item for each in outcomes for item in getattr(each, name)] for name in ("left_out", "changes", "made_rows")),
+    )
+    return pa.concat_batches(parts) if parts else _conform(rows.slice(0, 0), link.gives), together
+
+
 def _check_columns(operator: Operator[Any], schema: pa.Schema, field: str, before: str) -> None:
     reads: dict[str, Wants] = dict(operator.reads)
     if operator.scope == "group":

@@ -75,6 +75,7 @@ def process(
         deadline_s=config.deadline_s,
         batch_rows=config.batch_rows,
         samples=config.samples,
+        leave_out=config.on_error == "leave_out",
     )
 
     def batches() -> Iterator[pa.RecordBatch]:

@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from rayrft.config.pipelines import OperatorConfig
 from rayrft.errors import CallFailed, CallTimeout, OperatorFailed, OperatorTimeout, ProcessDied
-from rayrft.pipelines.chain import LeftOut, Link, Outcome, apply_link, build_chain
+from rayrft.pipelines.chain import LeftOut, Link, Outcome, apply_each, apply_link, build_chain
 from rayrft.pipelines.operator import Context
 from rayrft.pipelines.report import OperatorReport, Report
 from rayrft.processes import ProcessPool, Worker
@@ -38,7 +38,8 @@ class Pipeline:
     """A chain of operators for rows of one schema, which have ids.
 
     ``origin`` says in errors where the rows come from, ``field`` is the config key of the operators. Constructing it
-    raises ConfigError if any of them does not fit.
+    raises ConfigError if any of them does not fit. ``leave_out``: rows on which an operator that looks at single rows
+    raises are left out, and do not end it.
     """
 
     def __init__(
@@ -53,13 +54,14 @@ class Pipeline:
         deadline_s: float = 60.0,
         batch_rows: int = 1000,
         samples: int = 3,
+        leave_out: bool = False,
     ) -> None:
         load_plugins(plugins)
         build = partial(build_chain, operators, schema, field=field, origin=origin, context=context or Context())
         self.links = build()
         self.schema = self.links[-1].gives if self.links else schema
         self.report = Report([OperatorReport(link.name) for link in self.links])
-        self._create = partial(Applier, build, samples)
+        self._create = partial(Applier, build, samples, leave_out)
         self._plugins, self._deadline_s = tuple(plugins), deadline_s
         self._batch_rows, self._samples = batch_rows, samples
 
@@ -164,8 +166,8 @@ def segments(links: Sequence[Link]) -> list[list[int]]:
 class Applier:
     """The operators, in the process that applies them, and the batch that they are at."""
 
-    def __init__(self, build: Callable[[], list[Link]], samples: int) -> None:
-        self._links, self._samples = build(), samples
+    def __init__(self, build: Callable[[], list[Link]], samples: int, leave_out: bool = False) -> None:
+        self._links, self._samples, self._leave_out = build(), samples, leave_out
         for link in self._links:
             link.operator.prepare()
         self._rows: pa.RecordBatch | None = None
@@ -174,7 +176,15 @@ class Applier:
         self._rows = unpacked(message)
 
     def apply(self, number: int) -> Outcome:
-        self._rows, outcome = apply_link(self._links[number], self._rows, self._samples)
+        link = self._links[number]
+        try:
+            self._rows, outcome = apply_link(link, self._rows, self._samples)
+        except OperatorFailed:
+            raise
+        except Exception:  # an operator may raise anything; which row it was is found one by one
+            if not self._leave_out or link.operator.scope != "row":
+                raise
+            self._rows, outcome = apply_each(link, self._rows, self._samples)
         return outcome
 
     def observe(self, number: int) -> None:

@@ -291,3 +291,15 @@ def test_files_that_cannot_be_written_are_refused_before_anything_runs(tmp_path:
     with pytest.raises(DataError, check=about("left_out")):
         process([source], config, tmp_path / "out.jsonl", left_out=tmp_path / "nowhere" / "gone.jsonl")
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_rows_on_which_an_operator_raises_are_left_out_if_asked_for(tmp_path: Path) -> None:
+    given = [*questions(5), {"question": "bad", "answer": "x"}, *questions(2)]
+    found, done = run(given, tmp_path, [{"name": "raises"}, {"name": "mirror"}], on_error="leave_out", batch_rows=4)
+    assert [row["answer"] for row in found if not row["made_by"]] == ["0", "1", "2", "3", "4", "0", "1"]
+    assert done.report.left_out == {"raises: raised KeyError": 1}
+    [gone] = read(tmp_path / "left_out.jsonl")
+    assert gone["row"]["question"] == "bad" and "no such thing" in gone["reason"]
+    assert (done.report.operators[0].taken, done.report.operators[0].given) == (8, 7)
+    found, _ = run([given[5]], tmp_path, [{"name": "raises"}], on_error="leave_out")
+    assert found == []
