@@ -212,7 +212,7 @@ def _context(config: str) -> Context:
     from rayrft.pipelines import Context
     from rayrft.pipelines.tasks import load_processed
 
-    loaded = load_config(config, {"pipelines.tasks": [], "pipelines.decontaminate": False})
+    loaded = load_config(config, {"pipelines.decontaminate": False})
     connect()
     return Context(load_processed(loaded).evaluation, loaded.model.path)
 

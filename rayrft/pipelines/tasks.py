@@ -51,9 +51,20 @@ def load_processed(config: RunConfig) -> ProcessedTasks:
     nothing is left to train on.
     """
     bench = load_bench_tasks(config.bench, config.seed)
+    splits, reports = load_splits(config, bench)
+    evaluation = (*splits.evaluation, *bench)
+    if config.pipelines.decontaminate and evaluation:
+        splits, report = decontaminated(splits, evaluation)
+        reports.append(report)
+    return ProcessedTasks(splits, evaluation, reports)
+
+
+def load_splits(config: RunConfig, bench: Sequence[Task]) -> tuple[TaskSplits, list[OperatorReport]]:
+    """Read the tasks of a run and apply ``pipelines.tasks``; its evaluation tasks do not depend on what is left
+    out afterwards. ``bench`` are the tasks of its bench. Raises the errors of `load_tasks` and `Pipeline`."""
     reports: list[OperatorReport] = []
     if config.tasks is None:
-        return ProcessedTasks(TaskSplits([], [], [], {}), tuple(bench), reports)
+        return TaskSplits([], [], [], {}), reports
     names = [source.name or str(number) for number, source in enumerate(config.tasks.sources)]
 
     def process(sources: list[list[Task]]) -> list[list[Task]]:
@@ -63,12 +74,7 @@ def load_processed(config: RunConfig) -> ProcessedTasks:
         reports.extend(found)
         return processed
 
-    splits = load_tasks(config.tasks, config.demonstrations, config.seed, process)
-    evaluation = (*splits.evaluation, *bench)
-    if config.pipelines.decontaminate:
-        splits, report = decontaminated(splits, evaluation)
-        reports.append(report)
-    return ProcessedTasks(splits, evaluation, reports)
+    return load_tasks(config.tasks, config.demonstrations, config.seed, process), reports
 
 
 def process_tasks(
