@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rayrft.explorer.tools import register_tool
     from rayrft.explorer.trajectory import Model, Trajectory
     from rayrft.explorer.workflows import Workflow, register_workflow
+    from rayrft.pipelines import register_operator
     from rayrft.rewards import RewardResult, Transcript, register_reward
     from rayrft.weights import WeightTransport, register_transport
 
@@ -42,6 +43,7 @@ _HOME = {
     "Trajectory": "rayrft.explorer.trajectory",
     "Workflow": "rayrft.explorer.workflows",
     "register_workflow": "rayrft.explorer.workflows",
+    "register_operator": "rayrft.pipelines",
     "RewardResult": "rayrft.rewards",
     "Transcript": "rayrft.rewards",
     "register_reward": "rayrft.rewards",
@@ -66,6 +68,7 @@ __all__ = [
     "attach",
     "bench",
     "register_environment",
+    "register_operator",
     "register_reward",
     "register_tool",
     "register_transport",

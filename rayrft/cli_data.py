@@ -1,4 +1,4 @@
-"""``rayrft data``: the experiences of a run, read from its log, while it is running or after its end."""
+"""``rayrft data``: the experiences of a run, read from its log, while it is running or after its end; pipelines."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ from rayrft.errors import RunNotFound
 
 if TYPE_CHECKING:
     from rayrft.buffer.reader import Archive, Found
+    from rayrft.pipelines import Context
+    from rayrft.pipelines.process import RowSource
 
-app = typer.Typer(no_args_is_help=True, help="Inspect, export and import the experiences of a run.")
+app = typer.Typer(
+    no_args_is_help=True, help="Inspect, export, import and process the experiences of a run, and rows of files."
+)
 
 _Run = Annotated[str, typer.Argument(help="a run folder, or the name of a run in --storage")]
 _Storage = Annotated[Path, typer.Option(help="the folder of run folders")]
@@ -89,14 +93,14 @@ def export(
 
     A JSONL file can also be used as demonstrations: {path: OUT.jsonl, messages: turns} in a config.
     """
-    from rayrft.buffer.export import write_file
     from rayrft.buffer.reader import ARCHIVE_SCHEMA
-    from rayrft.buffer.selection import Selection
+    from rayrft.data.selection import Selection
+    from rayrft.data.tables import write_table
 
     archive = _archive(run, storage)
     names = columns.split(",") if columns else None
     rows = archive.rows(store, columns=names, where=where, skip_damaged=skip_damaged)
-    written = write_file(out, Selection(ARCHIVE_SCHEMA, names).schema, rows)
+    written = write_table(out, Selection(ARCHIVE_SCHEMA, names).schema, rows)
     print(f"{written} rows in {out}")
     _report(archive)
 
@@ -128,6 +132,89 @@ def import_rows(
             remedy=f"start one with demonstrations.{name}: {{path: FILE.jsonl, messages: turns}} in its config",
         )
     print(f"{live.load(rows, name)} rows loaded as demonstrations {name!r} of {live.name}")
+
+
+@app.command()
+def process(
+    rows: Annotated[list[str], typer.Argument(metavar="IN…", help="JSONL or Parquet files, or runs (see --storage)")],
+    out: Annotated[Path, typer.Argument(help="a file to write: .jsonl or .parquet")],
+    pipeline: Annotated[Path, typer.Option(help="YAML: operators: [{name: …}, …]")],
+    left_out: Annotated[Path | None, typer.Option(help="a JSONL file for the rows left out, with the reasons")] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(help="a run's YAML, for its evaluation sets (decontaminate) and its tokenizer (length)"),
+    ] = None,
+    storage: _Storage = _RUNS,
+) -> None:
+    """Clean, filter, prioritise and synthesise rows; print what each operator did."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from rayrft.config import PipelineConfig, read_config
+    from rayrft.pipelines.process import process as run_pipeline
+
+    loaded = read_config(PipelineConfig, pipeline)
+    sources = [_source(name, storage) for name in rows]
+    context = _context(config) if config is not None else None
+    total = sum(source.rows or 0 for source in sources) * len(loaded.operators)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("reading", total=total or None)
+
+        def advance(operator: int, count: int) -> None:
+            bar.update(task, advance=count, description=loaded.operators[operator].name)
+
+        done = run_pipeline(sources, loaded, out, context=context, left_out=left_out, progress=advance)
+    console = Console(highlight=False, markup=False)
+    console.print(done.report.table())
+    for line in done.report.examples():
+        print(line)
+    for name, broken in done.broken.items():
+        first = ", ".join(f"{row.number} ({row.problem})" for row in broken[: max(1, loaded.samples)])
+        print(
+            f"{len(broken)} broken rows of {name} were not read: {first}{' …' if len(broken) > loaded.samples else ''}"
+        )
+    print(f"{done.rows} rows in {out}")
+
+
+@app.command()
+def lineage(
+    row_id: Annotated[str, typer.Argument(metavar="ID", help="the id of a row")],
+    rows: Annotated[
+        list[str], typer.Argument(metavar="IN…", help="files and runs that hold it and what it was made of")
+    ],
+    storage: _Storage = _RUNS,
+) -> None:
+    """Print what a row was made of, by which operators."""
+    from rayrft.pipelines.process import walk_lineage
+    from rayrft.pipelines.report import glimpse
+
+    for each in walk_lineage(row_id, [_source(name, storage) for name in rows]):
+        how = f" by {each.made_by}" if each.made_by else ""
+        print(f"{'  ' * each.depth}{each.id}{how}: {'not in these files' if each.row is None else glimpse(each.row)}")
+
+
+def _source(name: str, storage: Path) -> RowSource:
+    """Return the rows of a file, or of a run's log."""
+    from rayrft.buffer.reader import ARCHIVE_SCHEMA
+    from rayrft.pipelines.process import RowSource, file_source
+
+    if Path(name).suffix in (".jsonl", ".parquet"):
+        return file_source(Path(name))
+    archive = _archive(name, storage)
+    return RowSource(name, ARCHIVE_SCHEMA, lambda rows: (batch for batch in archive.rows("usual")))
+
+
+def _context(config: str) -> Context:
+    """Return the evaluation sets and the tokenizer of a run's config."""
+    from rayrft.config import load_config
+    from rayrft.core.cluster import connect
+    from rayrft.pipelines import Context
+    from rayrft.pipelines.tasks import load_processed
+
+    loaded = load_config(config, {"pipelines.decontaminate": False})
+    connect()
+    return Context(load_processed(loaded).evaluation, loaded.model.path)
 
 
 def _archive(run: str, storage: Path) -> Archive:

@@ -81,6 +81,14 @@ class CallTimeout(CallFailed):
     """The deadline has passed, and the process was killed."""
 
 
+class OperatorFailed(RayrftError):
+    """An operator of a pipeline raised, ended its process, or returned what does not fit; ``field`` names it."""
+
+
+class OperatorTimeout(OperatorFailed):
+    """An operator was not done with a batch within its deadline, and its process was killed."""
+
+
 class AnswerTooLarge(CallFailed):
     """The answer exceeds the limit, and the process was killed; ``value`` is its size in bytes."""
 

@@ -1,4 +1,4 @@
-"""Atomic writing of folders."""
+"""Atomic writing of files and folders."""
 
 from __future__ import annotations
 
@@ -7,6 +7,19 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yield the path of a temporary file that becomes ``path`` atomically, synced to disk, if the block succeeds, and
+    is deleted otherwise. Raises OSError."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        yield partial
+        sync(partial)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ ORDER = [
     ["algorithms", "weights"],
     ["config"],
     ["data"],
+    ["pipelines"],
     ["rewards"],
     ["buffer"],
     ["explorer", "trainer"],

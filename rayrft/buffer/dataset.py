@@ -18,7 +18,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.export import conform, expert_message
 from rayrft.buffer.log.row_log import Ref
-from rayrft.buffer.selection import Selection
+from rayrft.data.selection import Selection
 from rayrft.errors import ActorDied, DataError, RayrftError
 from rayrft.experience import SCHEMA, Experience, from_batch, to_batch, unpack
 from rayrft.handle import Handle, fetch

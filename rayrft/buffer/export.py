@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +9,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from rayrft.buffer.selection import Selection
 from rayrft.data.formats import read_rows
+from rayrft.data.selection import Selection
+from rayrft.data.tables import check_suffix
 from rayrft.errors import DataError
 from rayrft.experience import SCHEMA, Experience, pack
 
-_SUFFIXES = (".jsonl", ".parquet")
 GLANCE = ["id", "reward", "question", "answer", "labels", "versions"]
 _WHOLE = "give what `rayrft data export` wrote, with all columns"
 _ROLES = ("user", "assistant")
@@ -33,39 +30,15 @@ def glance(row: Experience) -> dict[str, Any]:
     return dict(zip(GLANCE, (row.experience_id, row.reward, question, answer, row.labels, versions), strict=True))
 
 
-def write_file(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> int:
-    """Write rows to a JSONL or Parquet file atomically; return their number.
-
-    In JSONL maps are objects and ``turns`` are chat messages, so the file can also be used as demonstrations, with
-    ``demonstrations.<name>: {path: …, messages: turns}`` in a config, which tokenises them again.
-    """
-    _check_suffix(path)
-    partial = path.with_name(f".{path.name}.partial")
-    write = _write_parquet if path.suffix == ".parquet" else _write_json_lines
-    try:
-        rows = write(partial, schema, batches)
-        os.replace(partial, path)
-    except OSError as error:
-        raise DataError(
-            f"cannot be written: {error.strerror or error}",
-            field="file",
-            value=str(path),
-            remedy="choose another folder, or free disk space",
-        ) from None
-    finally:
-        partial.unlink(missing_ok=True)
-    return rows
-
-
 def read_file(path: Path, where: str | None = None) -> pa.Table:
-    """Read a JSONL or Parquet file of :func:`write_file`, with ``experience.SCHEMA``; only the rows that meet the
-    condition ``where``, in SQL: see `Selection`.
+    """Read a JSONL or Parquet file of `rayrft.data.tables.write_table`, with ``experience.SCHEMA``; only the rows that
+    meet the condition ``where``, in SQL: see `Selection`.
 
     Raises DataError if the condition is invalid, there is no such file, a line is broken, the rows are not experiences,
     or none meets the condition.
     """
     chosen = Selection(SCHEMA, where=where)
-    _check_suffix(path)
+    check_suffix(path)
     rows = _read_parquet(path) if path.suffix == ".parquet" else _read_json_lines(path)
     if not chosen.filters:
         return rows
@@ -151,16 +124,6 @@ def _checked(table: pa.Table, field: str) -> pa.Table:
     return table
 
 
-def _check_suffix(path: Path) -> None:
-    if path.suffix not in _SUFFIXES:
-        raise DataError(
-            "unsupported file type",
-            field="file",
-            value=str(path),
-            remedy=f"give a name that ends in {' or '.join(_SUFFIXES)}",
-        )
-
-
 def _read_parquet(path: Path) -> pa.Table:
     try:
         return conform(pq.read_table(path), str(path))
@@ -181,22 +144,3 @@ def _read_json_lines(path: Path) -> pa.Table:
         rows.append(row)
     _check_columns(set(rows[0]) if rows else set(), str(path))
     return _from_python(rows, str(path))
-
-
-def _write_parquet(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> int:
-    rows = 0
-    with pq.ParquetWriter(path, schema) as writer:
-        for batch in batches:
-            writer.write_batch(batch)
-            rows += batch.num_rows
-    return rows
-
-
-def _write_json_lines(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> int:
-    rows = 0
-    with path.open("w", encoding="utf-8") as file:
-        for batch in batches:
-            for row in batch.to_pylist(maps_as_pydicts="lossy"):
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            rows += batch.num_rows
-    return rows

@@ -19,11 +19,11 @@ from rayrft.buffer.ledger import ArchiveStats
 from rayrft.buffer.log.journal import Journal, Recovered
 from rayrft.buffer.log.segments import read_rows, segment_name, segment_sizes
 from rayrft.buffer.log.storage import Storage
-from rayrft.buffer.selection import Selection
 from rayrft.buffer.state import State
 from rayrft.buffer.transitions import apply
 from rayrft.config import load_config
 from rayrft.config.buffer import SamplerConfig
+from rayrft.data.selection import Selection
 from rayrft.errors import DataError, StorageError
 from rayrft.experience import SCHEMA, SCHEMA_VERSION, Experience, from_batch
 

@@ -1,11 +1,14 @@
 """Configuration: one YAML file, one pydantic section per part, every rule checked before any actor starts."""
 
 from rayrft.config.load import dump_config, load_config, parse_override, read_config
+from rayrft.config.pipelines import OperatorConfig, PipelineConfig
 from rayrft.config.run import RunConfig
 from rayrft.config.stage import StageConfig
 from rayrft.config.tasks import TasksConfig, TaskSourceConfig
 
 __all__ = [
+    "OperatorConfig",
+    "PipelineConfig",
     "RunConfig",
     "StageConfig",
     "TaskSourceConfig",

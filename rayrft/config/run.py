@@ -14,6 +14,7 @@ from rayrft.config.buffer import BufferConfig
 from rayrft.config.demonstrations import DemonstrationsConfig
 from rayrft.config.explorer import ExplorerConfig
 from rayrft.config.model import ModelConfig
+from rayrft.config.pipelines import PipelinesConfig
 from rayrft.config.reward import RewardConfig
 from rayrft.config.serve import ServeConfig
 from rayrft.config.stage import CheckpointConfig, EvaluationConfig, MonitorConfig, StageConfig
@@ -39,6 +40,7 @@ class RunConfig(Section):
     """Largest number of optimiser steps between sampling a token and training on it: 0 is synchronous."""
     model: ModelConfig
     tasks: TasksConfig | None = None
+    pipelines: PipelinesConfig = PipelinesConfig()
     demonstrations: dict[str, DemonstrationsConfig] = Field(default_factory=dict)
     reward: RewardConfig = RewardConfig()
     explorer: ExplorerConfig = ExplorerConfig()

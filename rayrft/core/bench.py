@@ -21,7 +21,7 @@ from rayrft.core.launch import check_room
 from rayrft.core.placement import NAMESPACE, Placement, actor_name, plan_placement, show_plan
 from rayrft.core.preflight import check_rewards, check_workflows, find_model
 from rayrft.core.supervision import root_cause
-from rayrft.data.task_splits import load_tasks, load_taskset
+from rayrft.data.task_splits import load_taskset
 from rayrft.errors import ModelError, RunNotFound, Stalled
 from rayrft.experience import Task
 from rayrft.explorer.bench import AttemptFile, BenchWorker
@@ -30,6 +30,7 @@ from rayrft.explorer.engines.pool import EnginePool, Member
 from rayrft.explorer.evaluation import Attempt, measure
 from rayrft.handle import Handle, Watched, fetch
 from rayrft.monitor.bench import BenchResult, BenchScore
+from rayrft.pipelines.tasks import load_splits
 
 _HELD_OUT = "held_out"
 
@@ -213,12 +214,13 @@ class _Evaluation:
 
 
 def _tasksets(config: RunConfig) -> dict[str, list[Task]]:
-    tasksets = {}
-    if config.tasks is not None:
-        tasksets[_HELD_OUT] = load_tasks(config.tasks, config.demonstrations, config.seed).evaluation
+    tasksets: dict[str, list[Task]] = {}
     for name, taskset in config.bench.tasksets.items():
         tasksets[name] = load_taskset(taskset, f"bench.tasksets.{name}", config.seed)
-    return tasksets
+    if config.tasks is None:
+        return tasksets
+    bench = [task for tasks in tasksets.values() for task in tasks]
+    return {_HELD_OUT: load_splits(config, bench)[0].evaluation, **tasksets}
 
 
 def _find(name: str, model: str, storage: Path, folder: Path) -> _Model:

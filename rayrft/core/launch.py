@@ -28,6 +28,7 @@ from rayrft.core.run import ANSWER_S, Run
 from rayrft.core.summary import read_summary, remove_summary
 from rayrft.errors import ConfigError, PlacementError, RunNotFound, nearest
 from rayrft.handle import Handle, fetch
+from rayrft.pipelines.report import summary
 
 _REPORTING_S = 3.0
 
@@ -100,6 +101,8 @@ def _start(checked: RunConfig, progress: Progress | None, say: Callable[[str], N
         placement.reserve(["master"])  # reserves the name, too: starting another run of this name now fails
         began = progress or Progress(uuid.uuid4().hex)
         prepared = prepare(checked, began.run_id, resumed=progress is not None)
+        for line in summary(prepared.task_reports):
+            say(f"tasks: {line}")
         if progress is None:
             Checkpoints(checked.folder, checked.checkpoint).mark_beginning(began)
         else:

@@ -24,7 +24,7 @@ from rayrft.config.serve import HttpConfig
 from rayrft.data.demonstrations import demonstrate, from_file, from_tasks
 from rayrft.data.formats import conversations, read_rows
 from rayrft.data.task_sampler import TaskSetSpec
-from rayrft.data.task_splits import TaskSplits, load_tasks
+from rayrft.data.task_splits import TaskSplits
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ConfigError, DataError, ModelError
 from rayrft.experience import Experience, Task
@@ -32,6 +32,8 @@ from rayrft.explorer.engines.auxiliary import no_auxiliary
 from rayrft.explorer.environments import environment_factory
 from rayrft.explorer.workflows import build_workflow
 from rayrft.files import sync
+from rayrft.pipelines.report import OperatorReport
+from rayrft.pipelines.tasks import load_processed
 from rayrft.rewards import Reward, Transcript, build_reward, where
 from rayrft.rewards.base import invoke, rewards
 from rayrft.serve.protocol import key_digest
@@ -123,6 +125,8 @@ class Prepared:
     """Those of the endpoint's API keys."""
     drop_equal: bool = False
     """Whether nothing can be learnt from a group of sessions with equal rewards."""
+    task_reports: list[OperatorReport] = field(default_factory=list)
+    """What was done with the tasks, by operator."""
 
 
 def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepared:
@@ -134,9 +138,9 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepare
         ChatTokenizer(find_model(auxiliary.model, f"auxiliary.{name}.model"), f"auxiliary.{name}.model")
     samplers.get(config.buffer.sampler.name, "buffer.sampler.name")
     scores.get(config.buffer.sampler.score, "buffer.sampler.score")
-    splits, notices = TaskSplits([], [], [], {}), list[str]()
+    processed, notices = load_processed(config), list[str]()
+    splits = processed.splits
     if config.tasks is not None:
-        splits = load_tasks(config.tasks, config.demonstrations, config.seed)
         others = chain(splits.evaluation, *splits.demonstrated.values())
         by_source = chain(zip(splits.train, splits.sources, strict=True), zip(others, repeat(-1)))
         notices = check_rewards(config.reward, by_source, config.auxiliary)
@@ -189,6 +193,7 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepare
         tokenizer.digest,
         keys,
         config.explorer.drop_zero_variance and all(algorithm.zero_advantage_is_noop for algorithm in learns),
+        processed.reports,
     )
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
 
-from rayrft.config.bench import TasksetConfig
+from rayrft.config.bench import BenchConfig, TasksetConfig
 from rayrft.config.demonstrations import DemonstrationsConfig
 from rayrft.config.tasks import TasksConfig
 from rayrft.data.task_sampler import Interleave
@@ -29,8 +29,17 @@ class TaskSplits:
     demonstrated: dict[str, list[Task]]
 
 
-def load_tasks(config: TasksConfig, demonstrations: dict[str, DemonstrationsConfig], seed: int) -> TaskSplits:
-    """Read all sources, drop repeated questions, and split them by seed.
+Process = Callable[[list[list[Task]]], list[list[Task]]]
+"""Works on the tasks of each source, before any of them are held out."""
+
+
+def load_tasks(
+    config: TasksConfig,
+    demonstrations: dict[str, DemonstrationsConfig],
+    seed: int,
+    process: Process = lambda sources: sources,
+) -> TaskSplits:
+    """Read all sources, drop repeated questions, ``process`` the others, and split them by seed.
 
     Held-out and demonstrated tasks are taken from the sources in proportion to their weights; a source with a file or a
     split of held-out tasks takes its share from there. Raises DataError if a source is missing, empty, broken or too
@@ -43,10 +52,11 @@ def load_tasks(config: TasksConfig, demonstrations: dict[str, DemonstrationsConf
         list(islice(_unseen(read_held_out(source, field), seen), share))
         for source, field, share in zip(config.sources, fields, shares, strict=True)
     ]
-    pools = [
-        _Pool(list(_unseen(read_source(source, field), seen)), [seed, number])
-        for number, (source, field) in enumerate(zip(config.sources, fields, strict=True))
+    apart = set(seen)
+    read = [
+        list(_unseen(read_source(source, field), seen)) for source, field in zip(config.sources, fields, strict=True)
     ]
+    pools = [_Pool(list(_unseen(tasks, apart)), [seed, number]) for number, tasks in enumerate(process(read))]
     for source, pool, part, share in zip(config.sources, pools, held_out, shares, strict=True):
         if not source.has_held_out:
             part += pool.cut(share, "tasks.eval_size")
@@ -66,6 +76,15 @@ def load_tasks(config: TasksConfig, demonstrations: dict[str, DemonstrationsConf
         evaluation=[task for part in held_out for task in part],
         demonstrated=demonstrated,
     )
+
+
+def load_bench_tasks(config: BenchConfig, seed: int) -> list[Task]:
+    """Read the tasks of all task sets of a bench. Raises the errors of `load_taskset`."""
+    return [
+        task
+        for name, taskset in config.tasksets.items()
+        for task in load_taskset(taskset, f"bench.tasksets.{name}", seed)
+    ]
 
 
 def load_taskset(config: TasksetConfig, field: str, seed: int) -> list[Task]:

@@ -41,6 +41,10 @@ class Selection:
         """Whether there is a condition."""
         return self._where is not None
 
+    def met(self, batch: pa.RecordBatch) -> np.ndarray:
+        """Return whether each row meets the condition, as booleans of shape ``[rows]``. Raises DataError as `apply`."""
+        return np.ones(batch.num_rows, bool) if self._where is None else _met(self._where, batch)
+
     def apply(self, batch: pa.RecordBatch, rows: np.ndarray | None = None) -> pa.RecordBatch:
         """Return the selected columns of those ``rows`` (ascending; all by default) that meet the condition.
 

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from rayrft.buffer.selection import Selection
+from rayrft.data.selection import Selection
 from rayrft.errors import DataError
 from rayrft.experience import SCHEMA, to_batch
 from tests.buffer.rows import expert_rows, group

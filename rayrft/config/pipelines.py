@@ -1,0 +1,59 @@
+"""Config of data pipelines: operators, one after another, on tasks and on files of rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field, field_validator
+
+from rayrft.config.base import Section
+
+
+class OperatorConfig(Section):
+    """One operator: its name, and its options beside it: ``{name: near_duplicates, threshold: 0.8}``.
+
+    pipelines/README.md lists those that are there."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, validate_default=True)
+
+    name: str
+    """Or ``package.module:attribute``."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The operator's own options."""
+        return dict(self.model_extra or {})
+
+
+class PipelineConfig(Section):
+    """The file of ``rayrft data process``: operators, in their order."""
+
+    operators: list[OperatorConfig] = Field(min_length=1)
+    batch_rows: int = Field(1000, ge=1)
+    """Rows that an operator gets at once, at most; whole groups where it works on groups."""
+    deadline_s: float = Field(60.0, gt=0)
+    """Seconds that an operator may take for one batch."""
+    on_error: Literal["stop", "leave_out"] = "stop"
+    """What becomes of a row on which an operator of single rows raises: ``leave_out`` counts and lists it."""
+    samples: int = Field(3, ge=0)
+    """Rows that are shown by operator, of those that it changed, made and left out."""
+    plugins: list[Path] = Field(default_factory=list)
+    """Python files that register operators of your own."""
+
+    @field_validator("plugins")
+    @classmethod
+    def _all_absolute(cls, plugins: list[Path]) -> list[Path]:
+        return [path.expanduser().absolute() for path in plugins]
+
+
+class PipelinesConfig(Section):
+    """What is done with data within a run."""
+
+    tasks: list[OperatorConfig] = Field(default_factory=list)
+    """Operators on the tasks of all sources, after duplicates are removed and before tasks are held out. They see the
+    columns id, source, question, answer, system, difficulty, and metadata as JSON."""
+    decontaminate: bool = True
+    """Leave out tasks for training and demonstrating that show what a task of an evaluation set asks or answers."""
+    deadline_s: float = Field(60.0, gt=0)
+    """Seconds that an operator may take for one batch of 1,000 tasks."""

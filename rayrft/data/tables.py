@@ -1,0 +1,267 @@
+"""Tables in JSONL and Parquet files, read and written as Arrow batches, of any columns and any size."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rayrft.data.formats import read_rows
+from rayrft.errors import DataError
+from rayrft.experience import SCHEMA
+from rayrft.files import atomic_file
+
+_SUFFIXES = (".jsonl", ".parquet")
+_JSON = {b"rayrft.json": b"1"}
+"""Metadata of a column whose texts are JSON, and are written to JSONL as the values that they stand for."""
+_INT64 = range(-(1 << 63), 1 << 63)
+
+
+@dataclass(frozen=True)
+class BrokenRow:
+    """A row that cannot be read: its number in the file, from 1, and why."""
+
+    number: int
+    problem: str
+
+
+@dataclass(frozen=True)
+class TableFile:
+    """A file's columns, and how many of its rows can be read. `batches` reads them.
+
+    Columns of JSONL are texts, numbers, booleans and lists of one of these. One with other values (objects, or values
+    of several kinds) is a column of JSON texts, which `TableWriter` writes as they were. Where a row lacks a key, its
+    value is null.
+    """
+
+    path: Path
+    schema: pa.Schema
+    rows: int
+    broken: list[BrokenRow] = field(default_factory=list)
+
+    def batches(self, rows: int) -> Iterator[pa.RecordBatch]:
+        """Iterate over the rows that can be read, in batches of at most so many."""
+        if self.path.suffix == ".parquet":
+            with pq.ParquetFile(self.path) as file:
+                yield from file.iter_batches(rows)
+            return
+        skipped = {row.number for row in self.broken}
+        part: list[dict[str, Any]] = []
+        for number, row in read_rows(self.path, "file"):
+            if number in skipped:
+                continue
+            assert isinstance(row, dict)
+            part.append(row)
+            if len(part) == rows:
+                yield to_columns(part, self.schema)
+                part = []
+        if part:
+            yield to_columns(part, self.schema)
+
+
+def open_table(path: Path) -> TableFile:
+    """Read through a file for its columns and its broken rows.
+
+    Raises DataError if there is no such file, its format is another, or it has no row that can be read.
+    """
+    check_suffix(path)
+    table = _open_parquet(path) if path.suffix == ".parquet" else _open_json_lines(path)
+    if table.rows:
+        return table
+    first = f": row {table.broken[0].number} is {table.broken[0].problem}" if table.broken else ""
+    problem = f"no row can be read{first}"
+    raise DataError(problem, field="file", value=str(path), remedy="give a file with rows")
+
+
+def to_columns(rows: list[dict[str, Any]], schema: pa.Schema) -> pa.RecordBatch:
+    """Convert rows of JSON to a batch of the schema of `open_table`."""
+    return pa.RecordBatch.from_arrays([_column(rows, column) for column in schema], schema=schema)
+
+
+def is_json(column: pa.Field) -> bool:
+    """Return whether a column's texts are JSON."""
+    return column.metadata is not None and column.metadata.get(b"rayrft.json") == b"1"
+
+
+def json_field(name: str) -> pa.Field:
+    """Return the field of a column whose texts are JSON."""
+    return pa.field(name, pa.string(), metadata=_JSON)
+
+
+class TableWriter:
+    """Writes batches of a schema to a JSONL or Parquet file, which appears when the block ends, if it succeeds.
+
+    In JSONL maps are objects and ``turns`` are chat messages, so the file can also be used as demonstrations, with
+    ``demonstrations.<name>: {path: …, messages: turns}`` in a config, which tokenises them again. Raises DataError if
+    the file cannot be written.
+    """
+
+    def __init__(self, path: Path, schema: pa.Schema) -> None:
+        check_suffix(path)
+        self.rows = 0
+        self._path, self._schema = path, schema
+        self._json = [column.name for column in schema if is_json(column)]
+        self._stack = ExitStack()
+        self._lines: IO[str] | None = None
+        self._parquet: pq.ParquetWriter | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            with ExitStack() as stack:
+                partial = stack.enter_context(atomic_file(self._path))
+                if self._path.suffix == ".parquet":
+                    self._parquet = stack.enter_context(pq.ParquetWriter(partial, self._schema))
+                else:
+                    self._lines = stack.enter_context(partial.open("w", encoding="utf-8"))
+                self._stack = stack.pop_all()
+        except OSError as error:
+            raise self._failed(error) from None
+        return self
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        """Append rows."""
+        try:
+            if self._parquet is not None:
+                self._parquet.write_batch(batch)
+            else:
+                self._write_lines(batch)
+        except OSError as error:
+            raise self._failed(error) from None
+        self.rows += batch.num_rows
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._stack.__exit__(kind, error, trace)
+        except OSError as problem:
+            if problem is error:
+                raise
+            raise self._failed(problem) from None
+
+    def _write_lines(self, batch: pa.RecordBatch) -> None:
+        assert self._lines is not None
+        for row in batch.to_pylist(maps_as_pydicts="lossy"):
+            for name in self._json:
+                row[name] = None if row[name] is None else json.loads(row[name])
+            self._lines.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+    def _failed(self, error: OSError) -> DataError:
+        return DataError(
+            f"cannot be written: {error.strerror or error}",
+            field="file",
+            value=str(self._path),
+            remedy="choose another folder, or free disk space",
+        )
+
+
+def write_table(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> int:
+    """Write rows to a file, as `TableWriter` does; return their number."""
+    with TableWriter(path, schema) as writer:
+        for batch in batches:
+            writer.write(batch)
+    return writer.rows
+
+
+def check_suffix(path: Path) -> None:
+    """Raise DataError unless the file's name is that of JSONL or Parquet."""
+    if path.suffix not in _SUFFIXES:
+        raise DataError(
+            "unsupported file type",
+            field="file",
+            value=str(path),
+            remedy=f"give a name that ends in {' or '.join(_SUFFIXES)}",
+        )
+
+
+def _open_parquet(path: Path) -> TableFile:
+    try:
+        with pq.ParquetFile(path) as file:
+            return TableFile(path, file.schema_arrow, file.metadata.num_rows)
+    except FileNotFoundError:
+        raise DataError("no such file", field="file", value=str(path), remedy="give a JSONL or Parquet file") from None
+    except (pa.ArrowException, OSError) as error:
+        problem = f"cannot be read: {str(error).splitlines()[0]}"
+        raise DataError(problem, field="file", value=str(path), remedy="write it again") from None
+
+
+def _open_json_lines(path: Path) -> TableFile:
+    kinds: dict[str, set[Any]] = {}
+    broken, rows = [], 0
+    for number, row in read_rows(path, "file"):
+        problem = row if isinstance(row, str) else _unreadable(row)
+        if problem is not None:
+            broken.append(BrokenRow(number, problem))
+            continue
+        assert isinstance(row, dict)
+        rows += 1
+        for name, value in row.items():
+            kinds.setdefault(name, set()).add(_kind(value))
+    if set(SCHEMA.names) <= kinds.keys():  # rows that `rayrft data export` wrote
+        fields = [*SCHEMA, *(_field(name, kinds[name]) for name in kinds if name not in SCHEMA.names)]
+    else:
+        fields = [_field(name, found) for name, found in kinds.items()]
+    return TableFile(path, pa.schema(fields), rows, broken)
+
+
+def _unreadable(row: dict[str, Any]) -> str | None:
+    """Return why Arrow cannot hold a row's texts, if so: JSON may contain half a surrogate pair."""
+    try:
+        for name, value in row.items():
+            name.encode()
+            if isinstance(value, str):
+                value.encode()
+            elif isinstance(value, list | dict):
+                json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return "not valid Unicode"
+    return None if row else "an empty object"
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, list):
+        return (list, *sorted({_kind(each) if not isinstance(each, list) else dict for each in value}, key=str))
+    return dict if type(value) is int and value not in _INT64 else type(value)
+
+
+_SCALARS: dict[frozenset[Any], pa.DataType] = {
+    frozenset(): pa.string(),
+    frozenset([str]): pa.string(),
+    frozenset([bool]): pa.bool_(),
+    frozenset([int]): pa.int64(),
+    frozenset([float]): pa.float64(),
+    frozenset([int, float]): pa.float64(),
+}
+
+
+def _field(name: str, kinds: set[Any]) -> pa.Field:
+    """Return the field of a column of JSON values of these kinds."""
+    kinds = kinds - {type(None)}
+    if kinds and all(isinstance(kind, tuple) for kind in kinds):
+        inner = frozenset(each for kind in kinds for each in kind[1:] if each is not type(None))
+        if inner in _SCALARS:
+            return pa.field(name, pa.list_(_SCALARS[inner]))
+    kind = _SCALARS.get(frozenset(kinds))
+    return json_field(name) if kind is None else pa.field(name, kind)
+
+
+def _column(rows: list[dict[str, Any]], column: pa.Field) -> pa.Array:
+    values = [row.get(column.name) for row in rows]
+    if is_json(column):
+        values = [None if value is None else json.dumps(value, ensure_ascii=False) for value in values]
+    elif pa.types.is_map(column.type):
+        values = [None if value is None else list(value.items()) for value in values]
+    elif column.name == "turns" and pa.types.is_list(column.type):
+        values = [None if value is None else [list(turn.items()) for turn in value] for value in values]
+    try:
+        return pa.array(values, column.type)
+    except (pa.ArrowException, TypeError, ValueError, AttributeError, OverflowError) as error:
+        problem = f"values are no {column.type}: {str(error).splitlines()[0]}"
+        raise DataError(problem, field=f"column {column.name}", remedy="give what `rayrft data export` wrote") from None

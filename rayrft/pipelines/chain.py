@@ -1,0 +1,269 @@
+"""Operators in their order: checked against the columns that reach each, and applied to a batch one by one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rayrft.config.pipelines import OperatorConfig
+from rayrft.data.tables import is_json
+from rayrft.errors import ConfigError, OperatorFailed, nearest
+from rayrft.pipelines.operator import Applied, Context, Operator, Wants, build_operator
+from rayrft.pipelines.rows import MADE_BY, PARENTS, id_column, mark_made, with_lineage
+
+_SHOWN = 160
+"""Characters of a value that are shown."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A value of a row before and after an operator, shortened, around the first difference."""
+
+    row: str
+    column: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A row that an operator left out, with all its values."""
+
+    row: str
+    reason: str
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an operator did with one batch. ``left_out`` has all rows, the other lists a few."""
+
+    taken: int
+    given: int
+    changed: int
+    made: int
+    seconds: float
+    left_out: list[LeftOut] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+    made_rows: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Link:
+    """An operator in its place: ``field`` names it in errors."""
+
+    name: str
+    field: str
+    operator: Operator[Any]
+    takes: pa.Schema
+    gives: pa.Schema
+
+
+def build_chain(
+    configs: Sequence[OperatorConfig], schema: pa.Schema, *, field: str, origin: str, context: Context
+) -> list[Link]:
+    """Build operators for rows of this schema, which come from ``origin`` and have ids (`rows.Ids`).
+
+    Raises ConfigError, below ``field``, for an unknown operator, a wrong option, or a column that what comes before
+    does not give or that holds something else.
+    """
+    links: list[Link] = []
+    before = origin
+    for number, config in enumerate(configs):
+        place = f"{field}.{number}"
+        operator = build_operator(config, place, context)
+        named = f"{place}.{config.name}"
+        _check_columns(operator, schema, named, before)
+        try:
+            operator.check(schema)
+        except ConfigError as error:
+            at = f"{place}.{error.field}".strip(".")
+            raise ConfigError(error.problem, field=at, value=error.value, remedy=error.remedy) from None
+        gives = _after(operator, schema)
+        links.append(Link(config.name, named, operator, schema, gives))
+        schema, before = gives, f"{config.name} (operator {number})"
+    return links
+
+
+def apply_link(link: Link, rows: pa.RecordBatch, samples: int) -> tuple[pa.RecordBatch, Outcome]:
+    """Apply an operator to a batch and check what it returns; return the rows that go on, made ones last.
+
+    Raises OperatorFailed if rows or columns are not those that it was to return; what it raises itself passes through.
+    """
+    start = time.perf_counter()
+    applied = link.operator.apply(rows)
+    seconds = time.perf_counter() - start
+    _check_applied(link, rows, applied)
+    after = _conform(applied.rows, link.gives)
+    changed, changes = _changes(link, rows, after, samples)
+    names = rows.column(id_column(rows.schema)).to_pylist()
+    left_out: list[LeftOut] = []
+    if any(reason is not None for reason in applied.reasons):
+        gone = [(index, reason) for index, reason in enumerate(applied.reasons) if reason is not None]
+        values = rows.take(pa.array([index for index, _ in gone])).to_pylist(maps_as_pydicts="lossy")
+        left_out = [LeftOut(names[index], reason, row) for (index, reason), row in zip(gone, values, strict=True)]
+        after = after.filter(pa.array([reason is None for reason in applied.reasons]))
+    made = applied.made.num_rows if applied.made is not None else 0
+    made_rows: list[dict[str, Any]] = []
+    if applied.made is not None and made:
+        parents = [tuple(names[index] for index in indices) for indices in applied.parents]
+        version = f"{link.name}/{link.operator.version}"
+        added = mark_made(_conform(applied.made, link.gives, blank=True), parents, version)
+        made_rows = added.slice(0, samples).to_pylist(maps_as_pydicts="lossy")
+        after = pa.concat_batches([after, added])
+    return after, Outcome(rows.num_rows, after.num_rows, changed, made, seconds, left_out, changes, made_rows)
+
+
+def apply_each(link: Link, rows: pa.RecordBatch, samples: int) -> tuple[pa.RecordBatch, Outcome]:
+    """Apply an operator that looks at single rows to each row by itself, and leave out those on which it raises.
+
+    Raises OperatorFailed, as `apply_link` does.
+    """
+    parts, outcomes = list[pa.RecordBatch](), list[Outcome]()
+    for index in range(rows.num_rows):
+        row = rows.slice(index, 1)
+        try:
+            after, outcome = apply_link(link, row, samples)
+        except OperatorFailed:
+            raise
+        except Exception as error:  # an operator may raise anything; it becomes a reason
+            [values] = row.to_pylist(maps_as_pydicts="lossy")
+            reason = f"raised {type(error).__name__}: {error}"
+            outcomes.append(Outcome(1, 0, 0, 0, 0.0, [LeftOut(values[id_column(row.schema)], reason, values)]))
+        else:
+            parts.append(after)
+            outcomes.append(outcome)
+    together = Outcome(
+        *(sum(getattr(each, name) for each in outcomes) for name in ("taken", "given", "changed", "made", "seconds")),
+        *([item for each in outcomes for item in getattr(each, name)] for name in ("left_out", "changes", "made_rows")),
+    )
+    return pa.concat_batches(parts) if parts else _conform(rows.slice(0, 0), link.gives), together
+
+
+def _check_columns(operator: Operator[Any], schema: pa.Schema, field: str, before: str) -> None:
+    reads: dict[str, Wants] = dict(operator.reads)
+    if operator.scope == "group":
+        reads.setdefault(operator.group_by, "any")
+    for name, wants in reads.items():
+        if name not in schema.names:
+            raise ConfigError(
+                f"it needs a column that {before} does not give, which gives {', '.join(schema.names)}",
+                field=field,
+                value=name,
+                remedy=f"name another column, or put an operator before it; {nearest(name, schema.names)}",
+            )
+        column = schema.field(name)
+        if not _holds(column, wants):
+            kind = "values of JSON of several kinds" if is_json(column) else str(column.type)
+            raise ConfigError(
+                f"it needs a column of {_WORDS[wants]}, and {before} gives {kind}",
+                field=field,
+                value=name,
+                remedy="name another column, or convert this one",
+            )
+
+
+_WORDS: dict[Wants, str] = {"text": "texts", "number": "numbers", "list": "lists", "map": "maps", "any": "values"}
+
+
+def _holds(column: pa.Field, wants: Wants) -> bool:
+    kind = column.type
+    if wants == "any":
+        return True
+    if wants == "text":
+        return (pa.types.is_string(kind) or pa.types.is_large_string(kind)) and not is_json(column)
+    if wants == "number":
+        return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+    if wants == "list":
+        return pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    return bool(pa.types.is_map(kind))
+
+
+def _after(operator: Operator[Any], schema: pa.Schema) -> pa.Schema:
+    for name, kind in operator.writes.items():
+        if name not in schema.names:
+            schema = schema.append(pa.field(name, kind))
+        elif schema.field(name).type != kind:
+            schema = schema.set(schema.get_field_index(name), pa.field(name, kind))
+    return with_lineage(schema) if operator.kind == "synthesise" else schema
+
+
+def _check_applied(link: Link, rows: pa.RecordBatch, applied: Applied) -> None:
+    if not isinstance(applied, Applied):
+        raise _wrong(link, f"it returned {type(applied).__name__}, and not Applied")
+    if applied.rows.num_rows != rows.num_rows:
+        raise _wrong(link, f"it returned {applied.rows.num_rows} rows for {rows.num_rows}; reasons leave rows out")
+    if len(applied.reasons) not in (0, rows.num_rows):
+        raise _wrong(link, f"it returned {len(applied.reasons)} reasons for {rows.num_rows} rows")
+    for what, batch in (("rows", applied.rows), ("made rows", applied.made)):
+        if batch is None:
+            continue
+        lacking = set(link.takes.names) | set(link.operator.writes)
+        if missing := sorted(lacking - set(batch.schema.names)):
+            raise _wrong(link, f"its {what} lack the column {missing[0]!r}")
+        if extra := sorted(set(batch.schema.names) - set(link.gives.names)):
+            raise _wrong(link, f"its {what} have the column {extra[0]!r}, which it does not say that it writes")
+        for column in batch.schema:
+            if column.type != link.gives.field(column.name).type:
+                said = link.gives.field(column.name).type
+                raise _wrong(link, f"its {what} have a column {column.name!r} of {column.type}, and not {said}")
+    made = applied.made.num_rows if applied.made is not None else 0
+    if made and link.operator.kind != "synthesise":
+        raise _wrong(link, f"it made {made} rows, and its kind is {link.operator.kind!r}")
+    if len(applied.parents) != made:
+        raise _wrong(link, f"it named the parents of {len(applied.parents)} rows, and made {made}")
+
+
+def _wrong(link: Link, problem: str) -> OperatorFailed:
+    return OperatorFailed(problem, field=link.field, remedy="correct the operator")
+
+
+def _conform(rows: pa.RecordBatch, schema: pa.Schema, *, blank: bool = False) -> pa.RecordBatch:
+    """Return rows with the columns of a schema in its order, and null in those that are missing; ``blank``: in those of
+    the lineage, too."""
+    columns = [
+        pa.nulls(rows.num_rows, column.type)
+        if column.name not in rows.schema.names or (blank and column.name in (PARENTS, MADE_BY))
+        else rows.column(column.name)
+        for column in schema
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _changes(link: Link, before: pa.RecordBatch, after: pa.RecordBatch, samples: int) -> tuple[int, list[Change]]:
+    """Return how many rows have other values than before, and a few of the changes."""
+    changed, shown = None, list[Change]()
+    ids = before.column(id_column(before.schema))
+    for name in link.gives.names:
+        new = after.column(name)
+        old = before.column(name) if name in before.schema.names else None
+        if old is None or old is new or old.equals(new):
+            continue
+        different = _different(old, new)
+        changed = different if changed is None else pc.or_(changed, different)
+        for index in pc.indices_nonzero(different).to_pylist()[: samples - len(shown)]:
+            shown.append(Change(ids[index].as_py(), name, *around(old[index].as_py(), new[index].as_py())))
+    return (0 if changed is None else pc.sum(changed).as_py()), shown
+
+
+def _different(old: pa.Array, new: pa.Array) -> pa.Array:
+    if pa.types.is_nested(old.type) or old.type != new.type:
+        return pa.array([one != other for one, other in zip(old.to_pylist(), new.to_pylist(), strict=True)])
+    either_null = pc.xor(pc.is_null(old), pc.is_null(new))
+    return pc.or_(pc.fill_null(pc.not_equal(old, new), False), either_null)
+
+
+def around(before: Any, after: Any) -> tuple[str, str]:
+    """Return two values as texts, shortened to what is around their first difference."""
+    one, other = str(before), str(after)
+    same = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    start = max(0, same - _SHOWN // 4)
+    return tuple(  # type: ignore[return-value]
+        ("…" if start else "") + text[start : start + _SHOWN] + ("…" if len(text) > start + _SHOWN else "")
+        for text in (one, other)
+    )

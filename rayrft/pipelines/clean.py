@@ -1,0 +1,391 @@
+"""Operators that clean texts and leave out rows with which nothing can be done."""
+
+from __future__ import annotations
+
+import html
+import ipaddress
+import re
+import unicodedata
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+from pydantic import Field, model_validator
+
+from rayrft.config.base import Section, invalid
+from rayrft.errors import ConfigError, nearest
+from rayrft.pipelines.operator import Applied, Operator, Wants, register_operator
+from rayrft.pipelines.rows import groups, map_texts, numbers, texts, with_numbers
+
+
+class Columns(Section):
+    """Columns of texts."""
+
+    columns: tuple[str, ...] = Field(("question", "answer"), min_length=1)
+
+
+class _OnTexts(Operator[Any]):
+    """Reads the columns of texts that its options name."""
+
+    @property
+    def reads(self) -> Mapping[str, Wants]:
+        return dict.fromkeys(self.options.columns, "text")
+
+
+class NormaliseOptions(Columns):
+    """Options of `Normalise`."""
+
+    form: Literal["NFC", "NFKC"] = "NFC"
+    """NFKC also replaces full-width letters, ligatures and superscripts: x² becomes x2."""
+
+
+_INVISIBLE = re.compile("[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u0084\u0086-\u009f\u00ad\u200b\u2060\ufeff]")
+_SPACES = re.compile("[\t\u00a0\u1680\u2000-\u200a\u202f\u205f]")
+_LINES = re.compile("\r\n|[\r\u0085\u2028\u2029]")
+_TRAILING = re.compile(r" +(?=\n|$)")
+_ODD = re.compile(r"[^\n -~]| \n|\n\n\n|\A\n|[ \n]\Z")
+"""What any of these changes has one of."""
+_BLANK_LINES = re.compile(r"\n{3,}")
+
+
+@register_operator("normalise")
+class Normalise(_OnTexts):
+    """Normalise Unicode and white space: one form of each character, no control or invisible characters, plain spaces
+    and line ends, none at the ends of lines or text, at most one blank line. Indents and spaces within lines stay."""
+
+    kind = "clean"
+    Options = NormaliseOptions
+
+    def apply(self, rows: pa.RecordBatch) -> Applied:
+        return Applied(map_texts(rows, self.options.columns, self._normalised))
+
+    def _normalised(self, text: str) -> str:
+        if not _ODD.search(text):
+            return text
+        text = unicodedata.normalize(self.options.form, _LINES.sub("\n", text))
+        text = _SPACES.sub(lambda found: "    " if found[0] == "\t" else " ", _INVISIBLE.sub("", text))
+        return _BLANK_LINES.sub("\n\n", _TRAILING.sub("", text)).strip("\n").rstrip()
+
+
+_TAGS = (
+    "a|abbr|article|aside|b|big|blockquote|body|br|button|caption|center|cite|code|col|dd|del|div|dl|dt|em|"
+    "figure|font|footer|form|h1|h2|h3|h4|h5|h6|head|header|hr|html|i|iframe|img|input|ins|kbd|label|li|link|"
+    "main|meta|nav|ol|option|p|pre|q|s|samp|script|section|select|small|span|strike|strong|style|sub|sup|"
+    "table|tbody|td|textarea|tfoot|th|thead|title|tr|tt|u|ul|var"
+)
+_BOOLEAN = "async|checked|controls|defer|disabled|hidden|multiple|nowrap|readonly|required|selected"
+_DROPPED = re.compile(r"<(script|style)\b[^<>]*>.*?</\1\s*>|<!--.*?-->", re.DOTALL | re.IGNORECASE)
+_BREAK = re.compile(r"<(?:br\s*/?|/(?:p|div|li|tr|h[1-6]|blockquote|table|ul|ol|section))\s*>", re.IGNORECASE)
+_TAG = re.compile(
+    rf"</?(?:{_TAGS})(?:\s+(?:{_BOOLEAN}|[\w:-]+\s*=\s*(?:\"[^\"]*\"|'[^']*'|[^\s<>\"']+)))*\s*/?>", re.IGNORECASE
+)
+
+
+@register_operator("strip_markup")
+class StripMarkup(_OnTexts):
+    """Remove HTML: tags of HTML by name, scripts, styles and comments; entities become their characters. What is no
+    tag of HTML stays, such as a < b and c > d, <think>, or List<int>."""
+
+    kind = "clean"
+    Options = Columns
+
+    def apply(self, rows: pa.RecordBatch) -> Applied:
+        return Applied(map_texts(rows, self.options.columns, self._stripped))
+
+    @staticmethod
+    def _stripped(text: str) -> str:
+        if "<" in text:
+            text = _TAG.sub("", _BREAK.sub("\n", _DROPPED.sub("", text)))
+        return html.unescape(text) if "&" in text else text
+
+
+_MOJIBAKE = re.compile("[\ufffd]|(?:Ã[\u0080-\u00bf]|â€.|Â[\u00a0-\u00bf])")
+
+
+class BrokenOptions(Columns):
+    """Options of `DropBroken`."""
+
+    max_garbled: float = Field(0.01, ge=0, le=1)
+    """Largest share of characters that may be replacement characters, or UTF-8 that was read as Latin-1."""
+
+
+@register_operator("drop_broken")
+class DropBroken(_OnTexts):
+    """Leave out rows of which a column is missing or blank, or garbled."""
+
+    kind = "clean"
+    Options = BrokenOptions
+
+    def apply(self, rows: pa.RecordBatch) -> Applied:
+        columns = {name: rows.column(name).to_pylist() for name in self.options.columns}
+        return Applied(
+            rows, [self._reason(dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
+        )
+
+    def _reason(self, row: dict[str, str | None]) -> str | None:
+        for name, text in row.items():
+            if text is None or not text.strip():
+                return f"no {name}"
+            if not text.isascii() and len(_MOJIBAKE.findall(text)) > self.options.max_garbled * len(text):
+                return f"garbled {name}"
+        return None
+
+
+class LengthOptions(Section):
+    """Options of `Length`."""
+
+    column: str = "question"
+    """A text, or a list, such as token_ids of experiences."""
+    min_tokens: int = Field(1, ge=0)
+    max_tokens: int | None = Field(None, ge=1)
+    tokenizer: str | None = None
+    """A folder or hub id; by default the model's, in a run and with ``--config``."""
+
+
+@register_operator("length")
+class Length(Operator[LengthOptions]):
+    """Leave out rows with fewer or more tokens in a column than the bounds."""
+
+    kind = "clean"
+    Options = LengthOptions
+
+    @property
+    def reads(self) -> Mapping[str, Wants]:
+        return {self.options.column: "any"}
+
+    def check(self, schema: pa.Schema) -> None:
+        kind = schema.field(self.options.column).type
+        if pa.types.is_list(kind):
+            return
+        if not pa.types.is_string(kind):
+            raise ConfigError("holds neither texts nor lists", field="column", value=self.options.column)
+        if self._path is None:
+            raise ConfigError("is needed to count tokens", field="tokenizer", remedy="give a folder or a hub id")
+
+    def prepare(self) -> None:
+        self._tokenizer = None
+        if self._path is not None:
+            from transformers import AutoTokenizer
+
+            self._tokenizer = AutoTokenizer.from_pretrained(self._path)
+
+    def apply(self, rows: pa.RecordBatch) -> Applied:
+        column = rows.column(self.options.column)
+        if pa.types.is_list(column.type):
+            counts = [len(each or ()) for each in column.to_pylist()]
+        else:
+            assert self._tokenizer is not None
+            found = self._tokenizer([text or "" for text in column.to_pylist()], add_special_tokens=False)
+            counts = [len(ids) for ids in found["input_ids"]]
+        return Applied(rows, [self._reason(count) for count in counts])
+
+    @property
+    def _path(self) -> str | None:
+        return self.options.tokenizer or self.context.tokenizer
+
+    def _reason(self, count: int) -> str | None:
+        if count < self.options.min_tokens:
+            return f"too short: {count} tokens"
+        if self.options.max_tokens is not None and count > self.options.max_tokens:
+            return f"too long: {count} tokens"
+        return None
+
+
+class LanguageOptions(Section):
+    """Options of `Language`."""
+
+    column: str = "question"
+    keep: tuple[str, ...] = Field(("en",), min_length=1)
+    """ISO 639-1 codes."""
+    among: tuple[str, ...] = ("en", "zh", "es", "fr", "de", "ru", "ja", "ko", "pt", "it", "ar", "hi")
+    """The languages that are told apart: fewer are faster and surer."""
+    min_confidence: float = Field(0.5, ge=0, le=1)
+    """A text is left out if its most probable language is another one with at least this probability."""
+    min_letters: int = Field(20, ge=1)
+    """Shorter texts stay."""
+
+    @model_validator(mode="after")
+    def _known(self) -> LanguageOptions:
+        if len(set(self.keep) | set(self.among)) < 2:
+            raise invalid("among", "one language cannot be told apart", remedy="name those that may come up")
+        return self
+
+
+_FORMULA = re.compile(r"\$[^$]*\$|\\\[.*?\\\]|\\\(.*?\\\)|\\[A-Za-z]+|[^\W\d_]?\d\w*", re.DOTALL)
+
+
+@register_operator("language")
+class Language(Operator[LanguageOptions]):
+    """Leave out texts in other languages, which lingua tells apart, by their letters outside formulas.
+
+    Needs the extra ``data`` of rayrft.
+    """
+
+    kind = "clean"
+    Options = LanguageOptions
+
+    def __init__(self, options: LanguageOptions, context: Any) -> None:
+        super().__init__(options, context)
+        try:
+            from lingua import Language as Known
+        except ImportError:
+            remedy = "install rayrft[data], which brings lingua-language-detector"
+            raise ConfigError("needs a library that is not installed", field="name", remedy=remedy) from None
+        known = {each.iso_code_639_1.name.lower(): each for each in Known.all()}
+        for key in ("keep", "among"):
+            for code in getattr(options, key):
+                if code not in known:
+                    raise ConfigError("unknown language", field=key, value=code, remedy=nearest(code, known))
+        self._languages = [known[code] for code in sorted({*options.keep, *options.among})]
+
+    @property
+    def reads(self) -> Mapping[str, Wants]:
+        return {self.options.column: "text"}
+
+    def prepare(self) -> None:
+        from lingua import LanguageDetectorBuilder
+
+        self._detector = LanguageDetectorBuilder.from_languages(*self._languages).build()
+
+    def apply(self, rows: pa.RecordBatch) -> Applied:
+        return Applied(rows, [self._reason(_FORMULA.sub(" ", text)) for text in texts(rows, self.options.column)])
+
+    def _reason(self, text: str) -> str | None:
+        if sum(map(str.isalpha, text)) < self.options.min_letters:
+            return None
+        likely = self._detector.compute_language_confidence_values(text)[0]
+        code = likely.language.iso_code_639_1.name.lower()
+        if code in self.options.keep or likely.value < self.options.min_confidence:
+            return None
+        return f"language {code}"
+
+
+class MaskOptions(Columns):
+    """Options of `MaskPersonal`."""
+
+    kinds: tuple[Literal["email", "phone", "card", "iban", "ip", "ssn"], ...] = (
+        "email",
+        "phone",
+        "card",
+        "iban",
+        "ip",
+        "ssn",
+    )
+
+
+_PERSONAL: dict[str, re.Pattern[str]] = {
+    "email": re.compile(r"(?<![\w.+-])[\w.+-]+@(?:[A-Za-z0-9-]+\.)+[A-Za-z]{2,}(?![\w-])"),
+    "iban": re.compile(r"\b[A-Z]{2}\d{2}(?: ?[A-Z0-9]{4}){2,7}(?: ?[A-Z0-9]{1,3})?\b"),
+    "card": re.compile(
+        r"(?<![\d.,*/+=-])(?:[3-6]\d{12,18}|[3-6]\d{3}([ -])\d{4}\1\d{4}\1\d{1,7}|3\d{3}[ -]\d{6}[ -]\d{5})"
+        r"(?![\d*/+=-]|[.,]\d)"
+    ),
+    "ssn": re.compile(r"(?<![\d-])\d{3}-\d{2}-\d{4}(?![\d-])"),
+    "ip": re.compile(
+        r"(?<![\d.])(?:\d{1,3}\.){3}\d{1,3}(?!\.?\d)|(?<![\w:])(?:[0-9A-Fa-f]{1,4}:){7}[0-9A-Fa-f]{1,4}(?![\w:])"
+    ),
+    "phone": re.compile(
+        r"(?<![\w+.,-])(?:\+\d{1,3}[ .-]?(?:\(\d{1,4}\)[ .-]?)?\d{2,4}(?:[ .-]?\d{2,4}){1,3}"
+        r"|\(\d{3}\) ?\d{3}[ .-]\d{4}|\d{3}[.-]\d{3}[.-]\d{4})(?![\w-]|[.,]\d)"
+    ),
+}
+
+
+_LONG_NUMBER = re.compile(r"\d[\d ().-]{5,}\d")
+"""Without one, a text has no number of a telephone, card or social security."""
+
+
+def _luhn(text: str) -> bool:
+    digits = [int(digit) for digit in text if digit.isdigit()][::-1]
+    doubled = [sum(divmod(2 * digit, 10)) for digit in digits[1::2]]
+    return len(set(digits)) > 1 and (sum(digits[::2]) + sum(doubled)) % 10 == 0
+
+
+def _iban(text: str) -> bool:
+    plain = text.replace(" ", "")
+    return int("".join(str(int(sign, 36)) for sign in plain[4:] + plain[:4])) % 97 == 1
+
+
+def _address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+_VALID = {
+    "card": _luhn,
+    "iban": _iban,
+    "ip": _address,
+    "ssn": lambda text: text[:3] not in ("000", "666") and text[0] != "9",
+}
+
+
+@register_operator("mask_personal")
+class MaskPersonal(_OnTexts):
+    """Replace addresses of mail and of the Internet, numbers of telephones, cards (with a valid checksum), accounts
+    (IBAN, likewise) and US social security by their kind in brackets: [email]. Names of people stay."""
+
+    kind = "clean"
+    Options = MaskOptions
+
+    def apply(self, rows: pa.RecordBatch) -> Applied:
+        return Applied(map_texts(rows, self.options.columns, self._masked))
+
+    def _masked(self, text: str) -> str:
+        possible = {
+            "email": "@" in text,
+            "iban": True,
+            "ip": text.count(".") > 2 or text.count(":") > 6,
+        }
+        numbers = _LONG_NUMBER.search(text) is not None
+        for kind, pattern in _PERSONAL.items():
+            if kind in self.options.kinds and possible.get(kind, numbers):
+                valid = _VALID.get(kind, lambda _: True)
+                text = pattern.sub(
+                    lambda found, kind=kind, valid=valid: f"[{kind}]" if valid(found[0]) else found[0],  # type: ignore[misc]
+                    text,
+                )
+        return text
+
+
+class PassRateOptions(Section):
+    """Options of `PassRate`."""
+
+    by: str = "task_id"
+    """The rows of a task share its value."""
+    reward: str = "reward"
+    right: float = 0.5
+    """Rewards above count as right."""
+
+
+@register_operator("pass_rate")
+class PassRate(Operator[PassRateOptions]):
+    """Write ``pass_rate``: the share of right answers among all to the same task whose reward is known."""
+
+    kind = "clean"
+    scope = "group"
+    Options = PassRateOptions
+
+    @property
+    def reads(self) -> Mapping[str, Wants]:
+        return {self.options.by: "any", self.options.reward: "number"}
+
+    @property
+    def writes(self) -> Mapping[str, pa.DataType]:
+        return {"pass_rate": pa.float64()}
+
+    @property
+    def group_by(self) -> str:
+        return self.options.by
+
+    def apply(self, rows: pa.RecordBatch) -> Applied:
+        rewards = numbers(rows, self.options.reward)
+        rates = np.full(rows.num_rows, np.nan)
+        for indices in groups(rows, self.options.by).values():
+            known = rewards[indices][~np.isnan(rewards[indices])]
+            if len(known):
+                rates[indices] = np.mean(known > self.options.right)
+        return Applied(with_numbers(rows, "pass_rate", rates, pa.float64()))

@@ -1,0 +1,323 @@
+"""Operators that leave out rows by a condition, or all but the best."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Mapping
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+from pydantic import Field, model_validator
+
+from rayrft.config.base import Section, invalid
+from rayrft.data.selection import Selection
+from rayrft.errors import ConfigError, DataError
+from rayrft.pipelines.operator import Applied, Operator, Wants, register_operator
+from rayrft.pipelines.rows import groups, numbers, texts
+
+
+class ExpressionOptions(Section):
+    """Options of `Expression`."""
+
+    where: str
+    """A condition in DuckDB's SQL over any columns: ``reward > 0.5 and len(turns) < 6``."""
+
+
+@register_operator("expression")
+class Expression(Operator[ExpressionOptions]):
+    """Leave out rows that do not meet a condition, or for which it is null. It sees one row at a time, and no files."""
+
+    kind = "filter"
+    Options = ExpressionOptions
+
+    def check(self, schema: pa.Schema) -> None:
+        try:
+            Selection(schema, where=self.options.where)
+        except DataError as error:
+            raise ConfigError(error.problem, field="where", value=error.value, remedy=error.remedy) from None
+
+    def apply(self, rows: pa.RecordBatch) -> Applied:
+        met = Selection(rows.schema, where=self.options.where).met(rows)
+        return Applied(rows, [None if each else f"not {self.options.where}" for each in met.tolist()])
+
+
+class BandOptions(Section):
+    """Options of `DifficultyBand`."""
+
+    column: str = "pass_rate"
+    min: float = 0.0
+    max: float = 1.0
+    """Bounds that belong to the band."""
+    unknown: Literal["keep", "drop"] = "keep"
+    """What becomes of rows without a number."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> BandOptions:
+        if self.min > self.max:
+            raise invalid("min", f"is above max, {self.max:g}", value=self.min)
+        return self
+
+
+@register_operator("difficulty_band")
+class DifficultyBand(Operator[BandOptions]):
+    """Leave out rows whose measured pass rate (operator ``pass_rate``, or a column of yours) is outside a band."""
+
+    kind = "filter"
+    Options = BandOptions
+
+    @property
+    def reads(self) -> Mapping[str, Wants]:
+        return {self.options.column: "number"}
+
+    def apply(self, rows: pa.RecordBatch) -> Applied:
+        return Applied(rows, [self._reason(value) for value in numbers(rows, self.options.column).tolist()])
+
+    def _reason(self, value: float) -> str | None:
+        if value != value:
+            return "unknown difficulty" if self.options.unknown == "drop" else None
+        if value < self.options.min:
+            return f"too hard: {value:g}"
+        return f"too easy: {value:g}" if value > self.options.max else None
+
+
+class OutlierOptions(Section):
+    """Options of `Outliers`."""
+
+    column: str = "reward"
+    """Numbers; of a list or a text, the length."""
+    by: str = "group_id"
+    deviations: float = Field(3.0, gt=0)
+    """How far from the group's median, in standard deviations, which are estimated from the median absolute deviation
+    (times 1.4826), or, if more than half of the group are equal, from the mean one (times 1.2533)."""
+    min_rows: int = Field(4, ge=3)
+    """Smaller groups stay as they are."""
+
+
+@register_operator("outliers")
+class Outliers(Operator[OutlierOptions]):
+    """Leave out rows whose reward, length or other number is far from the others of its group (modified z-score,
+    Iglewicz and Hoaglin 1993)."""
+
+    kind = "filter"
+    scope = "group"
+    Options = OutlierOptions
+
+    @property
+    def reads(self) -> Mapping[str, Wants]:
+        return {self.options.column: "any", self.options.by: "any"}
+
+    @property
+    def group_by(self) -> str:
+        return self.options.by
+
+    def check(self, schema: pa.Schema) -> None:
+        kind = schema.field(self.options.column).type
+        number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
+        if not (number or pa.types.is_list(kind) or pa.types.is_string(kind)):
+            raise ConfigError("holds neither numbers nor lists nor texts", field="column", value=self.options.column)
+
+    def apply(self, rows: pa.RecordBatch) -> Applied:
+        column = rows.column(self.options.column)
+        if pa.types.is_list(column.type) or pa.types.is_string(column.type):
+            values = np.array([np.nan if each is None else len(each) for each in column.to_pylist()], np.float64)
+        else:
+            values = numbers(rows, self.options.column)
+        reasons: list[str | None] = [None] * rows.num_rows
+        for indices in groups(rows, self.options.by).values():
+            known = [index for index in indices if values[index] == values[index]]
+            if len(known) < self.options.min_rows:
+                continue
+            distance = np.abs(values[known] - np.median(values[known]))
+            deviation = 1.4826 * np.median(distance) or 1.2533 * np.mean(distance)
+            for index, far in zip(known, distance, strict=True):
+                if far > self.options.deviations * deviation:
+                    reasons[index] = f"{self.options.column} is an outlier: {values[index]:g}"
+        return Applied(rows, reasons)
+
+
+class RepetitionOptions(Section):
+    """Options of `Repetition`."""
+
+    column: str = "answer"
+    ngram: int = Field(4, ge=1)
+    """Words of an n-gram."""
+    max_share: float = Field(0.3, ge=0, le=1)
+    """Largest share of n-grams that occurred earlier in the text."""
+    max_run: int = Field(50, ge=2)
+    """Longest run of one character, other than white space."""
+    min_words: int = Field(20, ge=1)
+    """In shorter texts only runs of characters count."""
+
+
+_RUN = re.compile(r"(\S)\1+")
+
+
+@register_operator("repetition")
+class Repetition(Operator[RepetitionOptions]):
+    """Leave out texts that repeat themselves (after Rae et al. 2021, A.1.1, who count n-grams likewise)."""
+
+    kind = "filter"
+    Options = RepetitionOptions
+
+    @property
+    def reads(self) -> Mapping[str, Wants]:
+        return {self.options.column: "text"}
+
+    def apply(self, rows: pa.RecordBatch) -> Applied:
+        return Applied(rows, [self._reason(text) for text in texts(rows, self.options.column)])
+
+    def _reason(self, text: str) -> str | None:
+        run = max((len(found[0]) for found in _RUN.finditer(text)), default=0)
+        if run > self.options.max_run:
+            return f"a character is repeated: {run} times"
+        words, n = text.lower().split(), self.options.ngram
+        grams = list(zip(*(words[start:] for start in range(n)), strict=False))
+        if len(words) < self.options.min_words or not grams:
+            return None
+        share = 1 - len(set(grams)) / len(grams)
+        return f"repeats itself: {share:.2f} of its {n}-grams" if share > self.options.max_share else None
+
+
+class MixingOptions(Section):
+    """Options of `LanguageMixing`."""
+
+    column: str = "answer"
+    max_share: float = Field(0.2, ge=0, le=0.5)
+    """Largest share of letters, in words of two or more, outside the script that most of them are of."""
+    min_letters: int = Field(20, ge=1)
+    """Shorter texts stay."""
+
+
+_WORD = re.compile(r"[^\W\d_]{2,}")
+_FORMULA = re.compile(r"\$[^$]*\$|\\\[.*?\\\]|\\\(.*?\\\)|\\[A-Za-z]+|```.*?```", re.DOTALL)
+_JAPANESE = {"HIRAGANA", "KATAKANA"}
+
+
+@register_operator("language_mixing")
+class LanguageMixing(Operator[MixingOptions]):
+    """Leave out texts that mix scripts, such as English and Chinese; formulas and blocks of code do not count."""
+
+    kind = "filter"
+    Options = MixingOptions
+
+    @property
+    def reads(self) -> Mapping[str, Wants]:
+        return {self.options.column: "text"}
+
+    def apply(self, rows: pa.RecordBatch) -> Applied:
+        return Applied(rows, [self._reason(text) for text in texts(rows, self.options.column)])
+
+    def _reason(self, text: str) -> str | None:
+        if text.isascii():
+            return None
+        scripts = Counter(_script(letter) for word in _WORD.findall(_FORMULA.sub(" ", text)) for letter in word)
+        if not _JAPANESE.isdisjoint(scripts):  # which is written with Chinese characters, too
+            scripts["CJK"] += sum(scripts.pop(name, 0) for name in _JAPANESE)
+        letters = scripts.total()
+        if letters < self.options.min_letters:
+            return None
+        share = 1 - max(scripts.values()) / letters
+        names = " and ".join(name.lower() for name, _ in scripts.most_common(2))
+        return f"mixes scripts: {names}, {share:.2f} of the letters" if share > self.options.max_share else None
+
+
+def _script(letter: str) -> str:
+    return "LATIN" if letter.isascii() else unicodedata.name(letter, "OTHER").partition(" ")[0]
+
+
+class FormatOptions(Section):
+    """Options of `Format`."""
+
+    column: str = "answer"
+    pattern: str
+    r"""A regular expression (Python's): ``\\boxed\{.+\}``."""
+    must: Literal["contain", "be", "lack"] = "contain"
+    """Whether the text has it somewhere, is it as a whole, or has it nowhere."""
+
+    @model_validator(mode="after")
+    def _compiles(self) -> FormatOptions:
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise invalid("pattern", f"is no regular expression: {error}", value=self.pattern) from None
+        return self
+
+
+@register_operator("format")
+class Format(Operator[FormatOptions]):
+    """Leave out texts without a form, or with one."""
+
+    kind = "filter"
+    Options = FormatOptions
+
+    @property
+    def reads(self) -> Mapping[str, Wants]:
+        return {self.options.column: "text"}
+
+    def apply(self, rows: pa.RecordBatch) -> Applied:
+        pattern, must = re.compile(self.options.pattern, re.DOTALL), self.options.must
+        find = pattern.fullmatch if must == "be" else pattern.search
+        reason = f"{self.options.column} must {must} {self.options.pattern}"
+        wanted = must != "lack"
+        return Applied(
+            rows, [None if bool(find(text)) == wanted else reason for text in texts(rows, self.options.column)]
+        )
+
+
+class TopOptions(Section):
+    """Options of `TopShare`."""
+
+    column: str = "priority"
+    """The score."""
+    share: float = Field(gt=0, le=1)
+    """Share of the rows to keep, rounded up."""
+    by: str | None = None
+    """Take the share of each group apart."""
+
+
+@register_operator("top_share")
+class TopShare(Operator[TopOptions]):
+    """Keep the rows with the highest scores; of equal ones the first, and none without a score.
+
+    Memory: 8 bytes a row, and its group.
+    """
+
+    kind = "filter"
+    scope = "all"
+    Options = TopOptions
+
+    def __init__(self, options: TopOptions, context: object) -> None:
+        super().__init__(options, context)  # type: ignore[arg-type]
+        self._scores: list[np.ndarray] = []
+        self._groups: list[str | None] = []
+        self._kept = np.empty(0, bool)
+        self._at = 0
+
+    @property
+    def reads(self) -> Mapping[str, Wants]:
+        wanted: dict[str, Wants] = {self.options.column: "number"}
+        return wanted if self.options.by is None else {**wanted, self.options.by: "any"}
+
+    def observe(self, rows: pa.RecordBatch) -> None:
+        self._scores.append(numbers(rows, self.options.column))
+        if self.options.by is not None:
+            self._groups += rows.column(self.options.by).to_pylist()
+
+    def settle(self) -> None:
+        scores = np.concatenate(self._scores) if self._scores else np.empty(0)
+        self._kept = np.zeros(len(scores), bool)
+        members: dict[object, list[int]] = {}
+        for index, name in enumerate(self._groups):
+            members.setdefault(name, []).append(index)
+        for indices in [np.array(each) for each in members.values()] or [np.arange(len(scores))]:
+            best = indices[np.argsort(-scores[indices], kind="stable")]  # NaN comes last
+            self._kept[best[: int(np.ceil(self.options.share * len(indices)))]] = True
+        self._kept &= ~np.isnan(scores)
+
+    def apply(self, rows: pa.RecordBatch) -> Applied:
+        kept = self._kept[self._at : self._at + rows.num_rows]
+        self._at += rows.num_rows
+        return Applied(rows, [None if each else "below the top share" for each in kept.tolist()])

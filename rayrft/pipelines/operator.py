@@ -1,0 +1,272 @@
+"""What an operator is: a small class over Arrow batches, or a plain function of a row, under a name.
+
+What an operator does with rows depends on these rows and its options alone, so that the same rows give the same result
+again, in whatever batches and processes. Where chance is wanted, it is drawn by the row's id (`rows.seeded`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, Literal, TypeVar, get_type_hints
+
+import pyarrow as pa
+from pydantic import ValidationError, create_model
+
+from rayrft.config.base import Section
+from rayrft.config.pipelines import OperatorConfig
+from rayrft.errors import ConfigError, nearest
+from rayrft.experience import Task
+from rayrft.registry import Registry
+
+Kind = Literal["clean", "filter", "prioritise", "synthesise"]
+Scope = Literal["row", "group", "all"]
+"""What an operator must see at once to decide on a row: the row, its whole group, or all rows."""
+Wants = Literal["text", "number", "list", "map", "any"]
+"""What a column must hold."""
+O = TypeVar("O", bound=Section)  # noqa: E741
+
+
+class NoOptions(Section):
+    """An operator without options."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What operators may need besides their options: the tasks of the evaluation sets, and the path of a tokenizer."""
+
+    evaluation: Sequence[Task] = ()
+    tokenizer: str | None = None
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What an operator made of a batch of R rows.
+
+    ``rows`` are the R rows in their order, changed or not. ``reasons`` has R entries: None for a row that stays, else
+    why it is left out; what stands after the first ": " is a detail that rows are not counted by. ``made`` are rows of
+    the same columns that are added, and ``parents`` has the indices of those that each of them was made of.
+    """
+
+    rows: pa.RecordBatch
+    reasons: Sequence[str | None] = ()
+    made: pa.RecordBatch | None = None
+    parents: Sequence[tuple[int, ...]] = ()
+
+
+class Operator(Generic[O]):
+    """The base of operators. A subclass sets ``kind`` and ``Options``, and implements `apply`.
+
+    Constructing it is cheap and raises ConfigError if the options do not fit each other; `prepare` loads what is heavy,
+    in the process that applies it.
+    """
+
+    kind: ClassVar[Kind]
+    version: ClassVar[str] = "1"
+    """Another one whenever the operator gives other rows than before for the same ones."""
+    scope: ClassVar[Scope] = "row"
+    Options: ClassVar[type[Section]] = NoOptions
+
+    def __init__(self, options: O, context: Context) -> None:
+        self.options, self.context = options, context
+
+    @property
+    def reads(self) -> Mapping[str, Wants]:
+        """The columns that it needs, and what each must hold."""
+        return {}
+
+    @property
+    def writes(self) -> Mapping[str, pa.DataType]:
+        """The columns that it sets, of which those that are there are replaced and the others appended."""
+        return {}
+
+    @property
+    def group_by(self) -> str:
+        """Scope ``group``: the column that tells groups apart."""
+        return "group_id"
+
+    def check(self, schema: pa.Schema) -> None:
+        """Raise ConfigError if columns of this schema do not fit the options, beyond what ``reads`` says."""
+
+    def prepare(self) -> None:
+        """Load what is heavy, once."""
+
+    def observe(self, rows: pa.RecordBatch) -> None:
+        """Scope ``all``: see a batch; `apply` gets the same batches in the same order after all were seen."""
+
+    def settle(self) -> None:
+        """Scope ``all``: conclude from what was observed."""
+
+    def apply(self, rows: pa.RecordBatch) -> Applied:
+        """Work on a batch; scope ``group``: on whole groups, of which each is in one batch."""
+        raise NotImplementedError
+
+
+operators: Registry[type[Operator[Any]] | FunctionOperator] = Registry("operator")
+
+
+def register_operator(
+    name: str,
+    kind: Kind | None = None,
+    *,
+    writes: Mapping[str, pa.DataType] | None = None,
+    version: str = "1",
+) -> Callable[[Any], Any]:
+    """Return a decorator that registers an operator: a subclass of `Operator`, or a function of a row, with its kind.
+
+    A function's parameters without a default are columns, those with one are options, whose types are checked. What it
+    returns is, by kind: ``clean``: the value of the column in ``writes``, by default that of its first parameter;
+    ``filter``: whether the row stays, or a text: why it does not; ``prioritise``: a number; ``synthesise``: a list of
+    dictionaries, rows that are added, with the columns that they do not share with the row. Raises ConfigError if it is
+    none of these, or another operator has the name.
+    """
+
+    def decorate(piece: Any) -> Any:
+        if inspect.isclass(piece) and issubclass(piece, Operator):
+            operators.register(name)(piece)
+        elif kind is None:
+            raise ConfigError(
+                "a function needs its kind", field=name, remedy="give clean, filter, prioritise or synthesise"
+            )
+        else:
+            operators.register(name)(FunctionOperator(piece, kind, dict(writes or {}), version))
+        return piece
+
+    return decorate
+
+
+@dataclass(frozen=True)
+class FunctionOperator:
+    """A plain function as an operator's maker, in place of a class."""
+
+    function: Callable[..., Any]
+    kind: Kind
+    writes: Mapping[str, pa.DataType]
+    version: str
+    columns: tuple[str, ...] = field(init=False)
+    options: type[Section] = field(init=False)
+
+    def __post_init__(self) -> None:
+        parameters = inspect.signature(self.function).parameters.values()
+        hints = get_type_hints(self.function)
+        given: dict[str, Any] = {
+            each.name: (hints.get(each.name, Any), each.default)
+            for each in parameters
+            if each.default is not each.empty
+        }
+        object.__setattr__(self, "columns", tuple(each.name for each in parameters if each.default is each.empty))
+        object.__setattr__(self, "options", create_model("Options", __base__=Section, **given))
+        for name in ("__module__", "__qualname__"):  # where it was defined, for the registry
+            object.__setattr__(self, name, getattr(self.function, name))
+        if not self.columns:
+            raise ConfigError(
+                "a function of no column", field=self.function.__qualname__, remedy="name columns as parameters"
+            )
+
+    def __call__(self, options: Section, context: Context) -> Operator[Any]:
+        return _Rowwise(self, options, context)
+
+
+class _Rowwise(Operator[Section]):
+    """Calls a function once for each row."""
+
+    def __init__(self, made: FunctionOperator, options: Section, context: Context) -> None:
+        super().__init__(options, context)
+        self._made = made
+        self.kind = made.kind  # type: ignore[misc]
+        self.version = made.version  # type: ignore[misc]
+        self._arguments = {name: getattr(options, name) for name in type(options).model_fields}
+
+    @property
+    def reads(self) -> Mapping[str, Wants]:
+        return dict.fromkeys(self._made.columns, "any")
+
+    @property
+    def writes(self) -> Mapping[str, pa.DataType]:
+        return {"priority": pa.float32()} if self.kind == "prioritise" else self._made.writes
+
+    def apply(self, rows: pa.RecordBatch) -> Applied:
+        found = [self._call(values) for values in zip(*self._columns(rows), strict=True)]
+        if self.kind == "filter":
+            return Applied(rows, [_reason(each) for each in found])
+        if self.kind == "synthesise":
+            return self._added(rows, found)
+        name, kind = next(iter(self.writes.items()), (self._made.columns[0], None))
+        kind = rows.schema.field(name).type if kind is None else kind
+        return Applied(with_column(rows, name, pa.array(found, kind)))
+
+    def _columns(self, rows: pa.RecordBatch) -> list[list[Any]]:
+        return [rows.column(name).to_pylist(maps_as_pydicts="lossy") for name in self._made.columns]
+
+    def _call(self, values: tuple[Any, ...]) -> Any:
+        return self._made.function(*values, **self._arguments)
+
+    def _added(self, rows: pa.RecordBatch, found: list[list[dict[str, Any]]]) -> Applied:
+        parents = [row for row, made in enumerate(found) for _ in made]
+        added = rows.take(pa.array(parents, pa.int64()))
+        values = [each for made in found for each in made]
+        for name in sorted({name for each in values for name in each}):
+            if name not in rows.schema.names:
+                raise ValueError(f"a made row has the column {name!r}, and the rows have {rows.schema.names}")
+            kept = added.column(name).to_pylist()
+            merged = [each.get(name, old) for each, old in zip(values, kept, strict=True)]
+            added = with_column(added, name, pa.array(merged, rows.schema.field(name).type))
+        return Applied(rows, made=added, parents=[(row,) for row in parents])
+
+
+def _reason(found: Any) -> str | None:
+    if isinstance(found, str):
+        return found
+    if found is None:
+        raise TypeError("a filter returns whether the row stays, or a text, and not None")
+    return None if found else "refused"
+
+
+def with_column(rows: pa.RecordBatch, name: str, values: pa.Array) -> pa.RecordBatch:
+    """Return rows with a column replaced, or appended."""
+    if name in rows.schema.names:
+        index = rows.schema.get_field_index(name)
+        return rows.set_column(index, rows.schema.field(index).with_type(values.type), values)
+    return rows.append_column(name, values)
+
+
+def build_operator(config: OperatorConfig, field: str, context: Context) -> Operator[Any]:
+    """Build an operator from its config, at this key. Raises ConfigError if there is none of the name, or an option is
+    unknown or wrong."""
+    made = operators.get(config.name, f"{field}.name")
+    if inspect.isfunction(made):  # named by module and attribute
+        registered = (operators.get(name) for name in operators)
+        made = next((each for each in registered if getattr(each, "function", None) is made), made)
+    if not (isinstance(made, FunctionOperator) or (inspect.isclass(made) and issubclass(made, Operator))):
+        raise ConfigError(
+            "is no operator", field=f"{field}.name", value=config.name, remedy="decorate it with register_operator"
+        )
+    model = made.options if isinstance(made, FunctionOperator) else made.Options
+    try:
+        options = model.model_validate(config.options)
+    except ValidationError as error:
+        raise _refused(error, model, field) from None
+    try:
+        return made(options, context)
+    except ConfigError as error:
+        raise ConfigError(
+            error.problem, field=f"{field}.{error.field}", value=error.value, remedy=error.remedy
+        ) from None
+
+
+def _refused(error: ValidationError, model: type[Section], field: str) -> ConfigError:
+    problem = error.errors()[0]
+    key = ".".join([field, *map(str, problem["loc"])])
+    if problem["type"] == "extra_forbidden" and len(problem["loc"]) == 1:
+        known = model.model_fields
+        remedy = nearest(str(problem["loc"][0]), known) if known else "leave it out: it has no options"
+        return ConfigError("unknown option", field=key, value=problem["loc"][0], remedy=remedy)
+    if problem["type"] == "missing":
+        return ConfigError("a required option is missing", field=key, remedy=f"add '{problem['loc'][-1]}: …'")
+    reason = problem.get("ctx", {}).get("error")
+    if isinstance(reason, ValueError) and isinstance(cause := reason.args[0], ConfigError):
+        return ConfigError(
+            cause.problem, field=f"{key}.{cause.field}".strip("."), value=cause.value, remedy=cause.remedy
+        )
+    return ConfigError(problem["msg"], field=key, value=problem["input"])

@@ -1,0 +1,111 @@
+"""What a pipeline did, by operator: rows in and out, why rows were left out, seconds, and a few examples."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rayrft.pipelines.chain import Change, LeftOut, Outcome
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_GLIMPSE = 200
+
+
+@dataclass
+class OperatorReport:
+    """What one operator did; `taken` rows came, and `given` went on, with the `made` ones."""
+
+    name: str
+    taken: int = 0
+    given: int = 0
+    changed: int = 0
+    made: int = 0
+    seconds: float = 0.0
+    reasons: Counter[str] = field(default_factory=Counter)
+    """Rows left out, by reason."""
+    changes: list[Change] = field(default_factory=list)
+    left_out: list[LeftOut] = field(default_factory=list)
+    made_rows: list[dict[str, Any]] = field(default_factory=list)
+    """A few of each."""
+
+    def add(self, outcome: Outcome, samples: int) -> None:
+        """Add what it did with one batch."""
+        self.taken += outcome.taken
+        self.given += outcome.given
+        self.changed += outcome.changed
+        self.made += outcome.made
+        self.seconds += outcome.seconds
+        for left_out in outcome.left_out:
+            self.reasons[reason_of(left_out.reason)] += 1
+        self.changes = [*self.changes, *outcome.changes][:samples]
+        self.left_out = [*self.left_out, *outcome.left_out[:samples]][:samples]
+        self.made_rows = [*self.made_rows, *outcome.made_rows][:samples]
+
+
+@dataclass
+class Report:
+    """What a pipeline did."""
+
+    operators: list[OperatorReport]
+
+    @property
+    def left_out(self) -> Counter[str]:
+        """Rows left out, as ``operator: reason``."""
+        return Counter(
+            {
+                f"{operator.name}: {reason}": count
+                for operator in self.operators
+                for reason, count in operator.reasons.items()
+            }
+        )
+
+    def table(self) -> Table:
+        """Return a table of all operators."""
+        from rich.table import Table
+
+        table = Table("operator", "in", "out", "changed", "made", "left out", "seconds", "rows/s", box=None)
+        for each in self.operators:
+            left_out = ", ".join(f"{count:,} {reason}" for reason, count in each.reasons.most_common()) or "0"
+            rate = f"{each.taken / each.seconds:,.0f}" if each.seconds else ""
+            counts = (f"{number:,}" for number in (each.taken, each.given, each.changed, each.made))
+            table.add_row(each.name, *counts, left_out, f"{each.seconds:.2f}", rate)
+        return table
+
+    def examples(self) -> Iterator[str]:
+        """Iterate over lines that show what each operator changed, made and left out."""
+        for each in self.operators:
+            if each.changes or each.left_out or each.made_rows:
+                yield f"\n{each.name}"
+            for change in each.changes:
+                yield f"  changed {change.row} {change.column}: {change.before!r} -> {change.after!r}"
+            for row in each.made_rows:
+                yield f"  made {glimpse(row)}"
+            for gone in each.left_out:
+                yield f"  left out {gone.row} ({gone.reason}): {glimpse(gone.values)}"
+
+
+def reason_of(reason: str) -> str:
+    """Return a reason without its detail."""
+    return reason.partition(": ")[0]
+
+
+def glimpse(row: dict[str, Any]) -> str:
+    """Return a row's values in one line, shortened."""
+    text = ", ".join(f"{name}: {value!r}" for name, value in row.items() if value not in (None, [], {}, ""))
+    return text if len(text) <= _GLIMPSE else f"{text[:_GLIMPSE]}…"
+
+
+def summary(reports: Sequence[OperatorReport]) -> list[str]:
+    """Return a line by operator that left out, changed or made rows."""
+    lines = []
+    for each in reports:
+        parts = [f"{count:,} left out as {reason}" for reason, count in each.reasons.most_common()]
+        parts += [f"{each.changed:,} changed"] if each.changed else []
+        parts += [f"{each.made:,} made"] if each.made else []
+        if parts:
+            lines.append(f"{each.name}: {', '.join(parts)} (of {each.taken:,}, {each.seconds:.1f} s)")
+    return lines

@@ -1,0 +1,136 @@
+"""Rows of a batch: their ids, texts and numbers, and what made rows were made of."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rayrft.pipelines.operator import with_column
+
+PARENTS, MADE_BY = "parents", "made_by"
+"""Columns of a made row: the ids that it was made of, and the operator with its version. Rows with the column
+``labels``, such as experiences, keep the two as labels."""
+
+
+def id_column(schema: pa.Schema) -> str:
+    """Return the name of the column with the rows' ids."""
+    return "experience_id" if "experience_id" in schema.names else "id"
+
+
+class Ids:
+    """Gives the rows of a file ids, if they have none: a digest of the row, with a number if the row is there again."""
+
+    def __init__(self) -> None:
+        self._seen: Counter[bytes] = Counter()
+
+    def add(self, rows: pa.RecordBatch) -> pa.RecordBatch:
+        """Return rows with a column of ids first, unless it is there and filled."""
+        name = id_column(rows.schema)
+        if name in rows.schema.names and not rows.column(name).null_count:
+            column = rows.column(name)
+            return rows if pa.types.is_string(column.type) else with_column(rows, name, column.cast(pa.string()))
+        made = [self._id(row) for row in zip(*(column.to_pylist() for column in rows.columns), strict=True)]
+        if name in rows.schema.names:
+            there = rows.column(name).cast(pa.string())
+            return with_column(rows, name, pc.coalesce(there, pa.array(made, pa.string())))
+        return rows.add_column(0, pa.field(name, pa.string()), pa.array(made, pa.string()))
+
+    def _id(self, row: tuple[Any, ...]) -> str:
+        digest = hashlib.blake2b(repr(row).encode(), digest_size=8).digest()
+        self._seen[digest] += 1
+        return digest.hex() if self._seen[digest] == 1 else f"{digest.hex()}-{self._seen[digest]}"
+
+
+def texts(rows: pa.RecordBatch, column: str) -> list[str]:
+    """Return the texts of a column, empty where there is none."""
+    return [text or "" for text in rows.column(column).to_pylist()]
+
+
+def numbers(rows: pa.RecordBatch, column: str) -> np.ndarray:
+    """Return the numbers of a column as float64 ``[rows]``, NaN where there is none."""
+    values: np.ndarray = pc.cast(rows.column(column), pa.float64()).to_numpy(zero_copy_only=False)
+    return values
+
+
+def with_numbers(rows: pa.RecordBatch, name: str, values: np.ndarray, kind: pa.DataType) -> pa.RecordBatch:
+    """Return rows with a column of numbers, null where they are NaN."""
+    return with_column(rows, name, pa.array(values, mask=np.isnan(values)).cast(kind))
+
+
+def map_texts(rows: pa.RecordBatch, columns: Sequence[str], change: Callable[[str], str]) -> pa.RecordBatch:
+    """Return rows with texts changed, in each of the columns; null stays null."""
+    for name in columns:
+        changed = [None if text is None else change(text) for text in rows.column(name).to_pylist()]
+        rows = with_column(rows, name, pa.array(changed, rows.schema.field(name).type))
+    return rows
+
+
+def groups(rows: pa.RecordBatch, column: str) -> dict[Any, list[int]]:
+    """Return the indices of the rows of each group, in order of appearance."""
+    found: dict[Any, list[int]] = {}
+    for index, name in enumerate(rows.column(column).to_pylist()):
+        found.setdefault(name, []).append(index)
+    return found
+
+
+def seeded(name: str, seed: int = 0) -> random.Random:
+    """Return a generator for one row, by its id."""
+    return random.Random(f"{seed} {name}")
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """What a row was made of, and by what: ``made_by`` is None for one that was not made."""
+
+    parents: tuple[str, ...] = ()
+    made_by: str | None = None
+
+
+def lineage(row: dict[str, Any]) -> Lineage:
+    """Read a row's lineage."""
+    labels = row.get("labels")
+    if isinstance(labels, dict | list):
+        labels = dict(labels)
+        return Lineage(tuple(str(labels.get(PARENTS) or "").split()), labels.get(MADE_BY))
+    return Lineage(tuple(row.get(PARENTS) or ()), row.get(MADE_BY))
+
+
+def with_lineage(schema: pa.Schema) -> pa.Schema:
+    """Return the columns of rows of this schema once there are made ones among them."""
+    if "labels" in schema.names and pa.types.is_map(schema.field("labels").type):
+        return schema
+    for column in (pa.field(PARENTS, pa.list_(pa.string())), pa.field(MADE_BY, pa.string())):
+        if column.name not in schema.names:
+            schema = schema.append(column)
+    return schema
+
+
+def mark_made(made: pa.RecordBatch, parents: Sequence[tuple[str, ...]], operator: str) -> pa.RecordBatch:
+    """Return made rows, whose columns are those of `with_lineage`, with their parents and their own ids: a digest of
+    parents, operator and place among the parents' rows; an experience's stay within its group."""
+    column = id_column(made.schema)
+    count: Counter[tuple[str, ...]] = Counter()
+    names = []
+    for ids in parents:
+        digest = hashlib.blake2b(repr((operator, ids, count[ids])).encode(), digest_size=8).hexdigest()
+        count[ids] += 1
+        names.append(digest)
+    if column == "experience_id":
+        names = [f"{group}/{name}" for group, name in zip(made.column("group_id").to_pylist(), names, strict=True)]
+    made = with_column(made, column, pa.array(names, made.schema.field(column).type))
+    if PARENTS in made.schema.names:
+        kinds = made.schema.field(PARENTS).type
+        made = with_column(made, PARENTS, pa.array([list(ids) for ids in parents], kinds))
+        return with_column(made, MADE_BY, pa.array([operator] * made.num_rows, pa.string()))
+    labels = []
+    for old, ids in zip(made.column("labels").to_pylist(), parents, strict=True):
+        labels.append(list({**dict(old or ()), PARENTS: " ".join(ids), MADE_BY: operator}.items()))
+    return with_column(made, "labels", pa.array(labels, made.schema.field("labels").type))

@@ -1,0 +1,354 @@
+"""Rows of any number through a chain of operators, in a process that can be killed.
+
+Batches stream through operators that look at single rows. Before one that must see whole groups or all rows, they
+are put down in an Arrow file, which is read as it is needed: memory holds one batch, and what operators keep.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from contextlib import aclosing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from rayrft.config.pipelines import OperatorConfig
+from rayrft.errors import CallFailed, CallTimeout, OperatorFailed, OperatorTimeout, ProcessDied
+from rayrft.pipelines.chain import LeftOut, Link, Outcome, apply_each, apply_link, build_chain
+from rayrft.pipelines.operator import Context
+from rayrft.pipelines.report import OperatorReport, Report
+from rayrft.processes import ProcessPool, Worker
+from rayrft.registry import load_plugins
+
+_ANSWER_BYTES = 1 << 31
+_START_S = 300.0
+"""Operators load models and compile as they start."""
+
+Progress = Callable[[int, int], None]
+"""Is called with the number of the operator and the rows that it was given."""
+
+
+class Pipeline:
+    """A chain of operators for rows of one schema, which have ids.
+
+    ``origin`` says in errors where the rows come from, ``field`` is the config key of the operators. Constructing it
+    raises ConfigError if any of them does not fit. ``leave_out``: rows on which an operator that looks at single rows
+    raises are left out, and do not end it.
+    """
+
+    def __init__(
+        self,
+        operators: Sequence[OperatorConfig],
+        schema: pa.Schema,
+        *,
+        field: str = "operators",
+        origin: str = "the input",
+        context: Context | None = None,
+        plugins: Sequence[Path] = (),
+        deadline_s: float = 60.0,
+        batch_rows: int = 1000,
+        samples: int = 3,
+        leave_out: bool = False,
+    ) -> None:
+        load_plugins(plugins)
+        build = partial(build_chain, operators, schema, field=field, origin=origin, context=context or Context())
+        self.links = build()
+        self.schema = self.links[-1].gives if self.links else schema
+        self.report = Report([OperatorReport(link.name) for link in self.links])
+        self._create = partial(Applier, build, samples, leave_out)
+        self._plugins, self._deadline_s = tuple(plugins), deadline_s
+        self._batch_rows, self._samples = batch_rows, samples
+
+    def run(
+        self,
+        batches: Iterable[pa.RecordBatch],
+        take: Callable[[pa.RecordBatch], None],
+        *,
+        left_out: Callable[[str, list[LeftOut]], None] = lambda operator, rows: None,
+        progress: Progress = lambda operator, rows: None,
+    ) -> Report:
+        """Send rows through all operators. ``take`` gets what comes out, ``left_out`` what each operator left out.
+
+        Raises OperatorFailed if one raises, ends its process or returns what does not fit, and OperatorTimeout if one
+        is not done with a batch within the deadline.
+        """
+        return in_thread(lambda: self._run(batches, take, left_out, progress))
+
+    async def _run(
+        self,
+        batches: Iterable[pa.RecordBatch],
+        take: Callable[[pa.RecordBatch], None],
+        left_out: Callable[[str, list[LeftOut]], None],
+        progress: Progress,
+    ) -> Report:
+        pool = ProcessPool(
+            self._create,
+            processes=1,
+            plugins=self._plugins,
+            spares=0,
+            answer_limit=_ANSWER_BYTES,
+            start_s=_START_S,
+        )
+
+        def note(number: int, outcome: Outcome) -> None:
+            self.report.operators[number].add(outcome, self._samples)
+            if outcome.left_out:
+                left_out(self.links[number].name, outcome.left_out)
+            progress(number, outcome.taken)
+
+        try:
+            with tempfile.TemporaryDirectory(prefix="rayrft-pipeline-") as folder:
+                try:
+                    async with pool.lease() as worker:
+                        stream = self._stream(_Far(worker, self.links, self._deadline_s), batches, Path(folder), note)
+                        async with aclosing(stream):
+                            async for batch in stream:
+                                take(batch)
+                except CallFailed as error:  # of the lease itself
+                    raise _failure(error, "the operators could not be started", "operators") from error
+        finally:
+            await pool.close()
+        return self.report
+
+    async def _stream(
+        self, far: _Far, batches: Iterable[pa.RecordBatch], folder: Path, note: Callable[[int, Outcome], None]
+    ) -> AsyncGenerator[pa.RecordBatch, None]:
+        stream = _whole(batches)
+        for numbers in segments(self.links):
+            first = self.links[numbers[0]]
+            if first.operator.scope != "row":
+                spool = _Spool(folder / f"{numbers[0]}.arrow", first.takes)
+                async with aclosing(stream):
+                    async for batch in stream:
+                        spool.write(batch)
+                        if first.operator.scope == "all":
+                            self.report.operators[numbers[0]].seconds += await far.observe(numbers[0], batch)
+                spool.close()
+                if first.operator.scope == "all":
+                    self.report.operators[numbers[0]].seconds += await far.settle(numbers[0], spool.batches)
+                    stream = _whole(spool.read())
+                else:
+                    stream = _whole(spool.read_groups(first.operator.group_by, self._batch_rows))
+            stream = self._segment(far, numbers, stream, note)
+        async with aclosing(stream):
+            async for batch in stream:
+                yield batch
+
+    async def _segment(
+        self,
+        far: _Far,
+        numbers: Sequence[int],
+        stream: AsyncGenerator[pa.RecordBatch, None],
+        note: Callable[[int, Outcome], None],
+    ) -> AsyncGenerator[pa.RecordBatch, None]:
+        async with aclosing(stream):
+            async for batch in stream:
+                async for part in far.apply(numbers, batch, note):
+                    yield part
+
+
+def segments(links: Sequence[Link]) -> list[list[int]]:
+    """Return the numbers of operators that batches stream through, split before each that needs more than a row."""
+    found: list[list[int]] = []
+    for number, link in enumerate(links):
+        if not found or link.operator.scope != "row":
+            found.append([])
+        found[-1].append(number)
+    return found
+
+
+class Applier:
+    """The operators, in the process that applies them, and the batch that they are at."""
+
+    def __init__(self, build: Callable[[], list[Link]], samples: int, leave_out: bool = False) -> None:
+        self._links, self._samples, self._leave_out = build(), samples, leave_out
+        for link in self._links:
+            link.operator.prepare()
+        self._rows: pa.RecordBatch | None = None
+
+    def take(self, message: bytes) -> None:
+        self._rows = unpacked(message)
+
+    def apply(self, number: int) -> Outcome:
+        link = self._links[number]
+        try:
+            self._rows, outcome = apply_link(link, self._rows, self._samples)
+        except OperatorFailed:
+            raise
+        except Exception:  # an operator may raise anything; which row it was is found one by one
+            if not self._leave_out or link.operator.scope != "row":
+                raise
+            self._rows, outcome = apply_each(link, self._rows, self._samples)
+        return outcome
+
+    def observe(self, number: int) -> None:
+        self._links[number].operator.observe(self._rows)
+
+    def settle(self, number: int) -> None:
+        self._links[number].operator.settle()
+
+    def give(self) -> bytes:
+        assert self._rows is not None
+        return packed(self._rows)
+
+
+class _Far:
+    """The operators' process, seen from here."""
+
+    def __init__(self, worker: Worker, links: Sequence[Link], deadline_s: float) -> None:
+        self._worker, self._links, self._deadline_s = worker, links, deadline_s
+
+    async def apply(
+        self, numbers: Sequence[int], batch: pa.RecordBatch, note: Callable[[int, Outcome], None]
+    ) -> AsyncGenerator[pa.RecordBatch, None]:
+        """Apply operators to a batch, and yield what is left of it, if there is a row."""
+        await self._call(numbers[0], "take", packed(batch), rows=batch)
+        for number in numbers:
+            outcome: Outcome = await self._call(number, "apply", number, rows=batch)
+            note(number, outcome)
+            if not outcome.given:
+                return
+        yield unpacked(await self._call(numbers[-1], "give", rows=batch))
+
+    async def observe(self, number: int, batch: pa.RecordBatch) -> float:
+        """Let an operator see a batch; return the seconds that it took."""
+        await self._call(number, "take", packed(batch), rows=batch)
+        return await self._timed(number, "observe", rows=batch)
+
+    async def settle(self, number: int, batches: int) -> float:
+        """Let an operator conclude from all batches that it has seen."""
+        return await self._timed(number, "settle", deadline_s=self._deadline_s * max(1, batches))
+
+    async def _timed(self, number: int, method: str, **rest: Any) -> float:
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        await self._call(number, method, number, **rest)
+        return loop.time() - start
+
+    async def _call(
+        self,
+        number: int,
+        method: str,
+        *arguments: Any,
+        rows: pa.RecordBatch | None = None,
+        deadline_s: float | None = None,
+    ) -> Any:
+        try:
+            return await self._worker.call(method, *arguments, deadline_s=deadline_s or self._deadline_s)
+        except CallFailed as error:
+            at = "" if rows is None else f", on the batch of {rows.num_rows} rows that begins with {rows.column(0)[0]}"
+            raise _failure(error, f"the operator failed{at}", self._links[number].field) from error
+
+
+def _failure(error: CallFailed, what: str, field: str) -> OperatorFailed:
+    if isinstance(error, CallTimeout):
+        remedy = "raise deadline_s, lower batch_rows, or make the operator faster"
+        failure: OperatorFailed = OperatorTimeout(f"{what}: {error.problem}", field=field, remedy=remedy)
+    elif isinstance(error, ProcessDied):
+        remedy = "see what ended it: a crash in a library, or too little memory"
+        failure = OperatorFailed(f"{what}: {error.problem}", field=field, value=error.value, remedy=remedy)
+    else:
+        failure = OperatorFailed(f"{what}: {error.problem}", field=field, remedy="correct the operator, or the rows")
+    for note in getattr(error, "__notes__", ()):
+        failure.add_note(note)
+    return failure
+
+
+class _Spool:
+    """Batches in an Arrow file."""
+
+    def __init__(self, path: Path, schema: pa.Schema) -> None:
+        self._path = path
+        self._writer = pa.ipc.new_file(str(path), schema)
+        self.batches = 0
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        self._writer.write_batch(batch)
+        self.batches += 1
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def read(self) -> Iterator[pa.RecordBatch]:
+        with pa.memory_map(str(self._path)) as source, pa.ipc.open_file(source) as file:
+            for number in range(file.num_record_batches):
+                yield file.get_batch(number)
+
+    def read_groups(self, column: str, rows: int) -> Iterator[pa.RecordBatch]:
+        """Iterate over whole groups, in order of appearance, about ``rows`` rows at a time; a row without a group is a
+        group of its own."""
+        sizes, codes = [], []
+        known: dict[Any, int] = {}
+        for batch in self.read():
+            sizes.append(batch.num_rows)
+            for name in batch.column(column).to_pylist():
+                codes.append(len(known) if name is None else known.setdefault(name, len(known)))
+                if name is None:
+                    known[object()] = codes[-1]
+        if not codes:
+            return
+        group = np.array(codes)
+        order = np.argsort(group, kind="stable")
+        starts = np.flatnonzero(np.diff(group[order], prepend=-1))
+        first_rows = np.concatenate([[0], np.cumsum(sizes)])
+        ends = np.append(starts[1:], len(order))
+        begin = 0
+        with pa.memory_map(str(self._path)) as source, pa.ipc.open_file(source) as file:
+            for end, following in zip(ends, np.append(ends[1:], len(order)), strict=True):
+                if following - begin > rows or end == len(order):
+                    if end > begin:
+                        yield self._taken(file, order[begin:end], first_rows)
+                    begin = int(end)
+
+    def _taken(self, file: Any, wanted: np.ndarray, first_rows: np.ndarray) -> pa.RecordBatch:
+        where = np.searchsorted(first_rows, wanted, side="right") - 1
+        parts, places = [], []
+        for number in np.unique(where):
+            here = np.flatnonzero(where == number)
+            parts.append(file.get_batch(int(number)).take(pa.array(wanted[here] - first_rows[number])))
+            places.append(here)
+        back = np.argsort(np.concatenate(places), kind="stable")
+        return pa.concat_batches(parts).take(pa.array(back))
+
+
+async def _whole(batches: Iterable[pa.RecordBatch]) -> AsyncGenerator[pa.RecordBatch, None]:
+    for batch in batches:
+        if batch.num_rows:
+            yield batch
+
+
+def packed(batch: pa.RecordBatch) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    return sink.getvalue().to_pybytes()
+
+
+def unpacked(message: bytes) -> pa.RecordBatch:
+    with pa.ipc.open_stream(message) as reader:
+        return reader.read_next_batch()
+
+
+def in_thread(work: Callable[[], Any]) -> Any:
+    """Run a coroutine to its end in an event loop of its own, whether or not the caller is in one (Jupyter is)."""
+    done: list[Any] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            done.append(asyncio.run(work()))
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="rayrft-pipeline", daemon=True)
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+    return done[0]

@@ -1,0 +1,357 @@
+"""Operators that make rows of others, without a model."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from random import Random
+
+import numpy as np
+import pyarrow as pa
+from pydantic import Field
+
+from rayrft.config.base import Section
+from rayrft.experience import SCHEMA
+from rayrft.pipelines.operator import Applied, Operator, Wants, register_operator, with_column
+from rayrft.pipelines.rows import groups, id_column, numbers, seeded
+
+_USED = "used for what was made of it"
+
+
+class VariationOptions(Section):
+    """Options of `NumericVariation`."""
+
+    question: str = "question"
+    answer: str = "answer"
+    """The worked solution, with its calculations between << and >> and the result after ####, as in GSM8K."""
+    variations: int = Field(1, ge=1)
+    """Rows to make of one, at most."""
+    tries: int = Field(20, ge=1)
+    """Draws of other numbers, for each."""
+    seed: int = 0
+
+
+@register_operator("numeric_variation")
+class NumericVariation(Operator[VariationOptions]):
+    """Make worked problems with other numbers. Numbers of the question that its calculations use once, and only there,
+    are drawn anew; the solution is calculated again, and checked: the original one must come out of the same
+    calculation, every new one must be true as it is written, and whole and positive where the original is.
+
+    Numbers that might mean something else, such as 2 (half, twice), 7 (a week) or 100 (per cent), stay. A problem of
+    which none can be varied for sure makes no row.
+    """
+
+    kind = "synthesise"
+    Options = VariationOptions
+
+    @property
+    def reads(self) -> Mapping[str, Wants]:
+        return {self.options.question: "text", self.options.answer: "text"}
+
+    def apply(self, rows: pa.RecordBatch) -> Applied:
+        made, parents = list[tuple[str, str]](), list[int]()
+        columns = (rows.column(name) for name in (id_column(rows.schema), self.options.question, self.options.answer))
+        for index, (name, question, answer) in enumerate(zip(*(each.to_pylist() for each in columns), strict=True)):
+            problem = Problem.read(question or "", answer or "")
+            found = set[tuple[str, str]]()
+            rng = seeded(name, self.options.seed)
+            for _ in range(self.options.variations * self.options.tries if problem is not None else 0):
+                assert problem is not None
+                varied = problem.vary(rng)
+                if varied is not None and varied not in found:
+                    found.add(varied)
+                    made.append(varied)
+                    parents.append(index)
+                if len(found) == self.options.variations:
+                    break
+        added = rows.take(pa.array(parents, pa.int64()))
+        for column, values in zip((self.options.question, self.options.answer), zip(*made, strict=True), strict=False):
+            added = with_column(added, column, pa.array(values, rows.schema.field(column).type))
+        return Applied(rows, made=added, parents=[(index,) for index in parents])
+
+
+_NUMBER = re.compile(r"(?<![\w.,])\d+(?:,\d{3})*(?:\.\d+)?(?![\w]|[.,]\d)")
+_PRINTED = re.compile(r"(?<![\w.])(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?![\d])")
+_CALCULATION = re.compile(r"<<([^<>=]+)=([^<>=]+)>>")
+_EQUATION = re.compile(r"((?:\d*\.)?\d+(?: *[-+*/x] *(?:\d*\.)?\d+)+) *= *((?:\d*\.)?\d+)(?![\d.]*\d| *[-+*/x%] *\d)")
+"""A calculation in prose, without signs of money and commas."""
+_OPERAND = re.compile(r"\d+(?:\.\d+)?|\.\d+")
+_AMBIGUOUS = {
+    Fraction(each)
+    for each in (
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+        7,
+        8,
+        10,
+        12,
+        20,
+        24,
+        25,
+        28,
+        29,
+        30,
+        31,
+        50,
+        52,
+        60,
+        75,
+        100,
+        180,
+        360,
+        365,
+        1000,
+    )
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A worked problem and those of its numbers that may be varied."""
+
+    question: str
+    answer: str
+    steps: tuple[tuple[str, Fraction], ...]
+    """Calculations in their order, with their results."""
+    free: tuple[Fraction, ...]
+
+    @classmethod
+    def read(cls, question: str, answer: str) -> Problem | None:
+        """Read a problem; None if it has no calculations, one of them is wrong, or no number may be varied."""
+        steps = []
+        for expression, printed in _CALCULATION.findall(answer):
+            value, said = evaluate(expression), evaluate(printed)
+            if value is None or value != said:
+                return None
+            steps.append((expression, value))
+        final = evaluate(answer.rpartition("####")[2].strip().replace(",", ""))
+        if not steps or "####" not in answer or final is None or final != steps[-1][1]:
+            return None
+        operands = Counter(Fraction(number) for expression, _ in steps for number in _OPERAND.findall(expression))
+        results = Counter(value for _, value in steps)
+        asked = Counter(_value(number) for number in _NUMBER.findall(question))
+        free = tuple(
+            value
+            for value, count in asked.items()
+            if count == 1
+            and operands[value] == 1
+            and value not in results
+            and value not in _AMBIGUOUS
+            # A number that the solution also works with in other words cannot be told apart from it.
+            and value.denominator == 1
+            and f"{value}%" not in question
+        )
+        # Results that are operands later on must be these results, and nothing that happens to be equal to them.
+        known = set(asked)
+        sources = known | _AMBIGUOUS | {value / 100 for value in known} | set(results)
+        if not operands.keys() <= sources:  # a number that was calculated between the lines
+            return None
+        for place, (_, value) in enumerate(steps):
+            later = [
+                Fraction(number) for expression, _ in steps[place + 1 :] for number in _OPERAND.findall(expression)
+            ]
+            if value in later and (value in known or value in _AMBIGUOUS or results[value] > 1):
+                return None
+        return cls(question, answer, tuple(steps), free) if free else None
+
+    def vary(self, rng: Random) -> tuple[str, str] | None:
+        """Draw other numbers; return question and solution, or None if what comes out is not checked as right."""
+        new = {value: Fraction(rng.randint(max(2, int(value) // 2), int(value) * 2)) for value in self.free}
+        if any(drawn in _AMBIGUOUS for drawn in new.values()) or new.keys() == set(new.values()):
+            return None
+        values = dict(new)
+        for expression, old in self.steps:
+            value = evaluate(
+                _OPERAND.sub(lambda found: _written(values.get(Fraction(found[0]), Fraction(found[0]))), expression)
+            )
+            if value is None or value <= 0 < old or (old.denominator == 1 and value.denominator != 1):
+                return None
+            if _written(value) is None or values.get(old, value) != value:
+                return None
+            values[old] = value
+        question = _NUMBER.sub(lambda found: _like(found[0], new), self.question)
+        answer = _PRINTED.sub(lambda found: _like(found[0], values), self.answer)
+        return (question, answer) if question != self.question and _holds(answer, values, self.steps) else None
+
+
+def _holds(answer: str, values: Mapping[Fraction, Fraction], steps: tuple[tuple[str, Fraction], ...]) -> bool:
+    """Return whether every calculation of a solution is true as it is written, and the result is that of the last."""
+    found = _CALCULATION.findall(answer)
+    if len(found) != len(steps):
+        return False
+    for (expression, printed), (_, old) in zip(found, steps, strict=True):
+        if not evaluate(expression) == evaluate(printed) == values[old]:
+            return False
+    for expression, printed in _EQUATION.findall(re.sub("<<.*?>>|[$,]", "", answer)):
+        if evaluate(expression.replace("x", "*")) != evaluate(printed):
+            return False
+    return evaluate(answer.rpartition("####")[2].strip().replace(",", "")) == values[steps[-1][1]]
+
+
+def evaluate(expression: str) -> Fraction | None:
+    """Return the exact value of numbers, + - * / and parentheses; None for anything else, and for a division by 0."""
+    try:
+        return _evaluated(ast.parse(expression.strip(), mode="eval").body, expression.strip())
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return None
+
+
+_OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+def _evaluated(node: ast.expr, source: str) -> Fraction:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return Fraction(ast.get_source_segment(source, node) or "")
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_evaluated(node.operand, source)
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
+        return _OPERATIONS[type(node.op)](_evaluated(node.left, source), _evaluated(node.right, source))
+    raise ValueError(f"{type(node).__name__} is no calculation")
+
+
+def _value(printed: str) -> Fraction:
+    return Fraction(printed.replace(",", ""))
+
+
+def _written(value: Fraction) -> str:
+    """Write a number as a decimal; as a quotient if it is not finite, which no solution is made with."""
+    if value.denominator == 1:
+        return str(value.numerator)
+    text = f"{float(value):.10f}".rstrip("0")
+    return text if Fraction(text) == value else f"({value.numerator}/{value.denominator})"
+
+
+def _like(printed: str, values: Mapping[Fraction, Fraction]) -> str:
+    """Write what takes a number's place, with commas if it has some."""
+    old = _value(printed)
+    new = values.get(old)
+    if new is None or new == old:
+        return printed
+    if "," in printed and new.denominator == 1:
+        return f"{new.numerator:,}"
+    places = len(printed.partition(".")[2])
+    text = _written(new)
+    return f"{float(new):.{places}f}" if places and Fraction(f"{float(new):.{places}f}") == new else text
+
+
+class PairOptions(Section):
+    """Options of `BestAgainstWorst`."""
+
+    min_gap: float = Field(0.5, gt=0)
+    """Smallest difference of rewards that makes a pair."""
+    keep: bool = False
+    """Whether the rows of the groups go on, too."""
+
+
+@register_operator("best_against_worst")
+class BestAgainstWorst(Operator[PairOptions]):
+    """Make a preference pair of each group of experiences: its best answer, chosen, against its worst, rejected; of
+    equal rewards the shortest. The two rows follow each other, the chosen one first, as demonstrations of pairs do."""
+
+    kind = "synthesise"
+    scope = "group"
+    Options = PairOptions
+
+    @property
+    def reads(self) -> Mapping[str, Wants]:
+        return _EXPERIENCES
+
+    def apply(self, rows: pa.RecordBatch) -> Applied:
+        rewards, lengths = numbers(rows, "reward"), _lengths(rows)
+        sides: list[int] = []
+        for indices in groups(rows, "group_id").values():
+            known = [index for index in indices if rewards[index] == rewards[index]]
+            if not known:
+                continue
+            best = min(known, key=lambda index: (-rewards[index], lengths[index]))
+            worst = min(known, key=lambda index: (rewards[index], lengths[index]))
+            if rewards[best] - rewards[worst] >= self.options.min_gap:
+                sides += [best, worst]
+        made = rows.take(pa.array(sides, pa.int64()))
+        group = made.column("group_id").to_pylist()
+        changes = {
+            "pair_id": pa.array([f"{name}/pair" for name in group], pa.string()),
+            "chosen": pa.array([place % 2 == 0 for place in range(len(sides))], pa.bool_()),
+        }
+        made = _as_expert(made, changes)
+        return Applied(rows, _used(rows, self.options.keep), made, [(index,) for index in sides])
+
+
+class ExpertOptions(Section):
+    """Options of `ExpertRows`."""
+
+    min_reward: float = 1.0
+    """Rewards from here on are right."""
+    max_pass_rate: float = Field(0.5, ge=0, le=1)
+    """Only groups of which at most this share is right."""
+    per_group: int = Field(1, ge=1)
+    """Rows to make of a group, the shortest first."""
+    keep: bool = False
+    """Whether the rows of the groups go on, too."""
+
+
+@register_operator("expert_rows")
+class ExpertRows(Operator[ExpertOptions]):
+    """Make expert rows of the right answers to hard tasks: of groups of experiences in which few are right."""
+
+    kind = "synthesise"
+    scope = "group"
+    Options = ExpertOptions
+
+    @property
+    def reads(self) -> Mapping[str, Wants]:
+        return _EXPERIENCES
+
+    def apply(self, rows: pa.RecordBatch) -> Applied:
+        rewards, lengths = numbers(rows, "reward"), _lengths(rows)
+        chosen: list[int] = []
+        for indices in groups(rows, "group_id").values():
+            known = [index for index in indices if rewards[index] == rewards[index]]
+            right = [index for index in known if rewards[index] >= self.options.min_reward]
+            if right and len(right) <= self.options.max_pass_rate * len(known):
+                chosen += sorted(right, key=lambda index: lengths[index])[: self.options.per_group]
+        made = _as_expert(rows.take(pa.array(chosen, pa.int64())), {})
+        return Applied(rows, _used(rows, self.options.keep), made, [(index,) for index in chosen])
+
+
+_EXPERIENCES: dict[str, Wants] = {
+    "experience_id": "text",
+    "group_id": "text",
+    "reward": "number",
+    "token_ids": "list",
+    "source": "text",
+    "logprobs": "list",
+    "labels": "map",
+    "pair_id": "text",
+    "chosen": "any",
+}
+
+
+def _lengths(rows: pa.RecordBatch) -> np.ndarray:
+    return np.array([len(ids or ()) for ids in rows.column("token_ids").to_pylist()])
+
+
+def _used(rows: pa.RecordBatch, keep: bool) -> list[str | None]:
+    return [] if keep else [_USED] * rows.num_rows
+
+
+def _as_expert(made: pa.RecordBatch, changes: Mapping[str, pa.Array]) -> pa.RecordBatch:
+    expert = {"source": pa.array(["expert"] * made.num_rows, pa.string()), **changes}
+    for name, values in expert.items():
+        made = with_column(made, name, values.cast(SCHEMA.field(name).type))
+    return made

@@ -1,0 +1,213 @@
+"""Operators per second beside the same functions in a loop and in `datasets.map`, and near-duplicates of many rows.
+
+    python -m tests.bench.bench_operators [--rows 100000] [--rounds 3] [--near 100000 1000000] [--datasketch 10000]
+
+Rows are questions of GSM8K (``RAYRFT_TEST_DATA``), again and again, each with a number of its own. All three are run in
+turn in this process, and processor time counts; `rayrft` packs and unpacks the batches as for a process of its own.
+Near-duplicates are found in a process of their own, whose memory beyond its imports is given; one row in ten is a
+planted near-duplicate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import resource
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pyarrow as pa
+
+from rayrft.config.pipelines import OperatorConfig
+from rayrft.pipelines import Context
+from rayrft.pipelines.chain import apply_link, build_chain
+from rayrft.pipelines.clean import MaskPersonal, Normalise, StripMarkup
+from rayrft.pipelines.filters import LanguageMixing, Repetition
+from rayrft.pipelines.runner import Applier, packed, unpacked
+from tests.pipelines.operators_on_real_data import originals
+
+BATCH = 1000
+TEXTS = {"normalise": Normalise, "strip_markup": StripMarkup, "mask_personal": MaskPersonal}
+REASONS = {"repetition": Repetition, "language_mixing": LanguageMixing}
+
+
+def table(count: int) -> pa.Table:
+    """Rows with ids."""
+    questions = [row.question for row in originals()[0] if "/train/" in row.id or "gsm8k" in row.id]
+    return pa.table(
+        {
+            "id": [str(number) for number in range(count)],
+            "question": [f"{questions[number % len(questions)]} ({number})" for number in range(count)],
+        }
+    )
+
+
+def configs() -> list[OperatorConfig]:
+    """The operators, on questions alone."""
+    cleaning = [OperatorConfig(name=name, columns=["question"]) for name in TEXTS]
+    return cleaning + [OperatorConfig(name=name, column="question") for name in REASONS]
+
+
+def functions() -> list[tuple[Callable[[str], Any], bool]]:
+    """The same functions by themselves, each with whether it changes the text."""
+    found: list[tuple[Callable[[str], Any], bool]] = []
+    for config in configs():
+        piece: Any = TEXTS.get(config.name) or REASONS[config.name]
+        operator = piece(piece.Options.model_validate(config.options), Context())
+        names = {"normalise": "_normalised", "strip_markup": "_stripped", "mask_personal": "_masked"}
+        found.append((getattr(operator, names.get(config.name, "_reason")), config.name in TEXTS))
+    return found
+
+
+def by_rayrft(rows: pa.Table) -> int:
+    build = partial(build_chain, configs(), rows.schema, field="", origin="", context=Context())
+    applier, count = Applier(build, 0), 0
+    for batch in rows.to_batches(BATCH):
+        applier.take(packed(batch))
+        for number in range(len(configs())):
+            applier.apply(number)
+        count += unpacked(applier.give()).num_rows
+    return count
+
+
+def by_loop(rows: pa.Table) -> int:
+    steps, kept = functions(), []
+    for row in rows.to_pylist():
+        for function, changes in steps:
+            if changes:
+                row["question"] = function(row["question"])
+            elif function(row["question"]) is not None:
+                break
+        else:
+            kept.append(row)
+    return len(kept)
+
+
+def by_datasets(rows: pa.Table) -> int:
+    import datasets
+
+    datasets.disable_caching()
+    datasets.disable_progress_bars()
+    data = datasets.Dataset(rows)
+    for function, changes in functions():
+        if changes:
+            data = data.map(lambda row, function=function: {"question": function(row["question"])})
+        else:
+            data = data.filter(lambda row, function=function: function(row["question"]) is None)
+    return len(data)
+
+
+def near_rows(count: int) -> Iterator[pa.RecordBatch]:
+    """Questions of three sentences of different ones, of which each tenth is an earlier one with a word replaced."""
+    import random
+
+    rng = random.Random(0)
+    sentences = [part for row in originals()[0] if "/train/" in row.id for part in row.question.split(". ")]
+    recent: list[str] = []
+    for start in range(0, count, 10 * BATCH):
+        texts = []
+        for number in range(start, min(start + 10 * BATCH, count)):
+            if number % 10 == 9:
+                text = rng.choice(recent).replace(" the ", " that ", 1)
+            else:
+                text = ". ".join(rng.choices(sentences, k=3))
+            recent = [*recent[-99:], text]
+            texts.append(text)
+        ids = [str(number) for number in range(start, start + len(texts))]
+        yield pa.RecordBatch.from_pydict({"id": ids, "question": texts})
+
+
+def find_near(count: int, results: Any) -> None:
+    """Find near-duplicates among so many rows; put seconds by phase, rows left out and MiB of memory."""
+    schema = pa.schema({"id": pa.string(), "question": pa.string()})
+    [link] = build_chain([OperatorConfig(name="near_duplicates")], schema, field="", origin="", context=Context())
+    for batch in near_rows(10):  # compile
+        link.operator.observe(batch)
+    link.operator.settle()
+    [link] = build_chain([OperatorConfig(name="near_duplicates")], schema, field="", origin="", context=Context())
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    seconds = [0.0, 0.0, 0.0]
+
+    def timed(phase: int, call: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        value = call()
+        seconds[phase] += time.perf_counter() - start
+        return value
+
+    for batch in near_rows(count):
+        timed(0, lambda batch=batch: link.operator.observe(batch))
+    timed(1, link.operator.settle)
+    gone = 0
+    for batch in near_rows(count):
+        gone += len(timed(2, lambda batch=batch: apply_link(link, batch, 0))[1].left_out)
+    memory = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    results.put((seconds, gone, memory))
+
+
+def find_near_datasketch(count: int) -> tuple[float, int]:
+    """Return seconds and rows left out by datasketch's MinHash and LSH, with as many permutations and word 3-grams."""
+    from datasketch import MinHash, MinHashLSH
+
+    texts = [text for batch in near_rows(count) for text in batch.column("question").to_pylist()]
+    start = time.perf_counter()
+    index, gone = MinHashLSH(threshold=0.6, num_perm=128), 0
+    for number, text in enumerate(texts):
+        words = text.lower().split()
+        signature = MinHash(num_perm=128)
+        signature.update_batch([" ".join(words[place : place + 3]).encode() for place in range(max(1, len(words) - 2))])
+        if index.query(signature):
+            gone += 1
+        else:
+            index.insert(number, signature)
+    return time.perf_counter() - start, gone
+
+
+def main() -> None:
+    """Print the figures."""
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--rows", type=int, default=100_000)
+    arguments.add_argument("--rounds", type=int, default=3)
+    arguments.add_argument("--near", type=int, nargs="*", default=[100_000, 1_000_000])
+    arguments.add_argument(
+        "--datasketch", type=int, default=10_000, help="rows for datasketch, if it is installed; 0: none"
+    )
+    options = arguments.parse_args()
+    ways = {"rayrft": by_rayrft, "plain loop": by_loop, "datasets.map": by_datasets}
+    if options.rows:
+        rows = table(options.rows)
+        rates = {name: list[float]() for name in ways}
+        for _ in range(options.rounds):
+            for name, way in ways.items():
+                start = time.process_time()
+                kept = way(rows)
+                rates[name].append(options.rows / (time.process_time() - start))
+                print(f"{name}: {rates[name][-1]:,.0f} rows/s, {kept:,} kept", flush=True)
+        for name, found in rates.items():
+            print(f"{name}: median {statistics.median(found):,.0f} rows/s ({min(found):,.0f}-{max(found):,.0f})")
+    for count in options.near:
+        context = multiprocessing.get_context("spawn")
+        results = context.Queue()
+        process = context.Process(target=find_near, args=(count, results))
+        process.start()
+        seconds, gone, memory = results.get()
+        process.join()
+        phases = ", ".join(
+            f"{name} {each:.1f}" for name, each in zip(("observe", "settle", "apply"), seconds, strict=True)
+        )
+        print(
+            f"near-duplicates of {count:,} rows: {sum(seconds):.1f} s ({phases}), {gone:,} left out, {memory:,.0f} MiB"
+        )
+    if options.datasketch:
+        try:
+            took, gone = find_near_datasketch(options.datasketch)
+        except ImportError:
+            print("datasketch is not installed")
+        else:
+            print(f"datasketch, {options.datasketch:,} rows: {took:.1f} s, {gone:,} left out")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Operators as users write them: good ones, and such as raise, hang or return what they may not."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pyarrow as pa
+
+import rayrft
+from rayrft.pipelines import Applied, Operator
+
+
+@rayrft.register_operator("shout", "clean", version="3")
+def shout(question: str, mark: str = "!") -> str:
+    return question.upper() + mark
+
+
+@rayrft.register_operator("brief", "filter")
+def brief(question: str, limit: int = 10) -> bool | str:
+    return len(question) <= limit or f"too long: {len(question)}"
+
+
+@rayrft.register_operator("vowels", "prioritise")
+def vowels(question: str) -> float:
+    return sum(letter in "aeiou" for letter in question)
+
+
+@rayrft.register_operator("mirror", "synthesise")
+def mirror(question: str, answer: str) -> list[dict[str, Any]]:
+    return [{"question": question[::-1]}] if question != answer else []
+
+
+@rayrft.register_operator("size", "clean", writes={"size": pa.int32()})
+def size(question: str) -> int:
+    return len(question)
+
+
+@rayrft.register_operator("raises", "clean")
+def raises(question: str) -> str:
+    if question == "bad":
+        raise KeyError("no such thing")
+    return question
+
+
+@rayrft.register_operator("hangs", "filter")
+def hangs(question: str) -> bool:
+    while question == "bad":
+        time.sleep(3600)
+    return True
+
+
+@rayrft.register_operator("dies", "filter")
+def dies(question: str) -> bool:
+    if question == "bad":
+        os._exit(7)
+    return True
+
+
+class _Wrong(Operator[Any]):
+    kind = "clean"
+
+
+@rayrft.register_operator("loses_rows")
+class LosesRows(_Wrong):
+    def apply(self, rows: pa.RecordBatch) -> Applied:
+        return Applied(rows.slice(1))
+
+
+@rayrft.register_operator("loses_columns")
+class LosesColumns(_Wrong):
+    def apply(self, rows: pa.RecordBatch) -> Applied:
+        return Applied(rows.drop_columns(["question"]))
+
+
+@rayrft.register_operator("adds_columns")
+class AddsColumns(_Wrong):
+    def apply(self, rows: pa.RecordBatch) -> Applied:
+        return Applied(rows.append_column("extra", pa.nulls(rows.num_rows)))
+
+
+@rayrft.register_operator("changes_types")
+class ChangesTypes(_Wrong):
+    def apply(self, rows: pa.RecordBatch) -> Applied:
+        index = rows.schema.get_field_index("question")
+        return Applied(rows.set_column(index, "question", pa.array(range(rows.num_rows))))
+
+
+@rayrft.register_operator("few_reasons")
+class FewReasons(_Wrong):
+    def apply(self, rows: pa.RecordBatch) -> Applied:
+        return Applied(rows, ["gone"])
+
+
+@rayrft.register_operator("makes_rows")
+class MakesRows(_Wrong):
+    def apply(self, rows: pa.RecordBatch) -> Applied:
+        return Applied(rows, made=rows.slice(0, 1), parents=[(0,)])
+
+
+@rayrft.register_operator("no_parents")
+class NoParents(_Wrong):
+    kind = "synthesise"
+
+    def apply(self, rows: pa.RecordBatch) -> Applied:
+        return Applied(rows, made=rows.slice(0, 1))
+
+
+@rayrft.register_operator("returns_rows")
+class ReturnsRows(_Wrong):
+    def apply(self, rows: pa.RecordBatch) -> Applied:
+        return rows  # type: ignore[return-value]

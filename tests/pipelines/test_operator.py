@@ -1,0 +1,149 @@
+"""Operators are registered, named, checked against their options and columns, and held to what they say."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+import pytest
+
+import rayrft
+from rayrft.errors import ConfigError, OperatorFailed
+from rayrft.pipelines import Context, operators
+from rayrft.pipelines.chain import build_chain
+from rayrft.registry import load_plugins
+from tests.errors import about
+from tests.pipelines.small import OWN, applied, operator, reasons, rows
+
+load_plugins([OWN])
+
+FOX = rows(question=["fox", "a long question"], answer=["fox", "b"])
+
+
+def chain(*configs: rayrft.pipelines.operator.OperatorConfig, batch: pa.RecordBatch = FOX) -> pa.Schema:
+    links = build_chain(configs, batch.schema, field="operators", origin="my.jsonl", context=Context())
+    return links[-1].gives
+
+
+def test_a_function_that_cleans_sets_its_first_column() -> None:
+    found, outcome = applied("shout", FOX, mark="?")
+    assert [row["question"] for row in found] == ["FOX?", "A LONG QUESTION?"]
+    assert (outcome.changed, outcome.taken, outcome.given) == (2, 2, 2)
+    assert [(change.before, change.after) for change in outcome.changes] == [
+        ("fox", "FOX?"),
+        ("a long question", "A LONG QUESTION?"),
+    ]
+
+
+def test_a_function_may_write_another_column() -> None:
+    found, _ = applied("size", FOX)
+    assert [row["size"] for row in found] == [3, 15]
+    assert chain(operator("size")).field("size").type == pa.int32()
+
+
+def test_a_function_that_filters_says_why() -> None:
+    found, outcome = applied("brief", FOX)
+    assert [row["question"] for row in found] == ["fox"]
+    assert reasons(outcome) == ["too long: 15"]
+    assert outcome.left_out[0].values["question"] == "a long question"
+
+
+def test_a_function_that_prioritises_writes_priority() -> None:
+    found, _ = applied("vowels", FOX)
+    assert [row["priority"] for row in found] == [1, 6]
+
+
+def test_made_rows_carry_their_parents_and_the_operator_with_its_version() -> None:
+    found, outcome = applied("mirror", FOX)
+    assert outcome.made == 1 and len(found) == 3
+    made = found[-1]
+    assert made["question"] == "noitseuq gnol a" and made["answer"] == "b"
+    assert made["parents"] == [found[1]["id"]] and made["made_by"] == "mirror/1"
+    assert made["id"] not in {row["id"] for row in found[:2]}
+    assert found[0]["parents"] is None and found[0]["made_by"] is None
+    assert applied("mirror", FOX)[0] == found, "the same rows make the same rows"
+
+
+def test_operators_are_named_by_module_too() -> None:
+    found, _ = applied("tests.pipelines.by_name:whisper", rows(question=["FOX"]))
+    assert found[0]["question"] == "fox"
+    with pytest.raises(ConfigError, check=about("operators.0.name", "tests.pipelines.small:rows")):
+        chain(operator("tests.pipelines.small:rows"))
+
+
+def test_an_unknown_name_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'near_duplicates'") as raised:
+        chain(operator("near_duplicate"))
+    assert raised.value.field == "operators.0.name"
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        (operator("brief", limt=3), "operators.0.limt"),
+        (operator("brief", limit="many"), "operators.0.limit"),
+        (operator("near_duplicates", threshold=1.5), "operators.0.threshold"),
+        (operator("expression"), "operators.0.where"),
+        (operator("expression", where="rewrd > 1"), "operators.0.where"),
+        (operator("format", pattern="("), "operators.0.pattern"),
+        (operator("difficulty_band", min=0.9, max=0.1), "operators.0.min"),
+        (operator("length"), "operators.0.tokenizer"),
+        (operator("decontaminate"), "operators.0.against"),
+        (operator("decontaminate", against=[{"path": "nowhere.jsonl"}]), "operators.0.against.0.path"),
+    ],
+)
+def test_options_are_checked_before_anything_starts(
+    config: rayrft.pipelines.operator.OperatorConfig, field: str
+) -> None:
+    with pytest.raises(ConfigError, check=about(field)):
+        chain(config)
+
+
+def test_a_missing_column_names_the_operator_before_it_and_what_that_gives() -> None:
+    with pytest.raises(ConfigError, check=about("operators.0.top_share", "priority")) as raised:
+        chain(operator("top_share", share=0.5))
+    assert "my.jsonl" in raised.value.problem and "id, question, answer" in raised.value.problem
+    with pytest.raises(ConfigError, check=about("operators.1.top_share", "priorty")) as raised:
+        chain(operator("vowels"), operator("top_share", share=0.5, column="priorty"))
+    assert "vowels (operator 0)" in raised.value.problem and "priority" in raised.value.problem
+    chain(operator("vowels"), operator("top_share", share=0.5))
+
+
+def test_a_column_of_another_type_is_an_error() -> None:
+    with pytest.raises(ConfigError, check=about("operators.0.difficulty", "question")):
+        chain(operator("difficulty", column="question"))
+    with pytest.raises(ConfigError, check=about("operators.0.normalise", "question")):
+        chain(operator("normalise"), batch=rows(question=[1], answer=["x"]))
+
+
+def test_a_second_operator_of_a_name_is_refused_and_the_same_one_is_not() -> None:
+    with pytest.raises(ConfigError, check=about("operator", "shout")):
+        rayrft.register_operator("shout", "clean")(lambda question: question)
+    rayrft.register_operator("shout", "clean")(operators.get("shout").function)  # as in a notebook cell that is rerun
+    with pytest.raises(ConfigError, check=about("needs_kind")):
+        rayrft.register_operator("needs_kind")(lambda question: question)
+    assert "needs_kind" not in operators
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "loses_rows",
+        "loses_columns",
+        "adds_columns",
+        "changes_types",
+        "few_reasons",
+        "makes_rows",
+        "no_parents",
+        "returns_rows",
+    ],
+)
+def test_what_an_operator_may_not_return_is_an_error_that_names_it(name: str) -> None:
+    with pytest.raises(OperatorFailed, check=about(f"operators.0.{name}")):
+        applied(name, FOX)
+
+
+def test_a_filter_that_says_nothing_is_an_error() -> None:
+    @rayrft.register_operator("silent", "filter")
+    def silent(question: str) -> None: ...
+
+    with pytest.raises(TypeError):
+        applied("silent", FOX)

@@ -1,0 +1,305 @@
+"""Pipelines on files: rows stream through in a process that can be killed, and what becomes of each is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from rayrft.cli import app
+from rayrft.config import PipelineConfig, read_config
+from rayrft.errors import ConfigError, DataError, OperatorFailed, OperatorTimeout
+from rayrft.experience import to_batch
+from rayrft.pipelines.process import Processed, file_source, process, walk_lineage
+from tests.buffer.rows import group
+from tests.errors import about
+from tests.pipelines.small import OWN
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def run(
+    given: list[Any], folder: Path, operators: list[dict[str, Any]], **settings: Any
+) -> tuple[list[dict[str, Any]], Processed]:
+    """The rows that come out, and the report."""
+    source = write(folder / "in.jsonl", given)
+    config = PipelineConfig.model_validate({"operators": operators, "plugins": [str(OWN)], **settings})
+    out = folder / "out.jsonl"
+    done = process([file_source(source)], config, out, left_out=folder / "left_out.jsonl")
+    return read(out), done
+
+
+def questions(count: int) -> list[dict[str, Any]]:
+    return [{"question": f"question {number}", "answer": str(number)} for number in range(count)]
+
+
+def test_rows_go_through_all_operators_and_are_counted(tmp_path: Path) -> None:
+    given = [*questions(25), {"question": "question 3", "answer": "3"}, {"question": " ", "answer": "x"}]
+    operators = [
+        {"name": "drop_broken"},
+        {"name": "exact_duplicates"},
+        {"name": "shout"},
+        {"name": "expression", "where": "answer::int < 20"},
+        {"name": "vowels"},
+        {"name": "top_share", "share": 0.5},
+        {"name": "mirror"},
+    ]
+    found, done = run(given, tmp_path, operators, batch_rows=4)
+    assert [row["question"] for row in found if not row["made_by"]] == [f"QUESTION {number}!" for number in range(10)]
+    made = [row for row in found if row["made_by"]]
+    assert [row["question"] for row in made] == [f"!{str(number)[::-1]} NOITSEUQ" for number in range(10)]
+    counts = [(each.name, each.taken, each.given, each.changed, each.made) for each in done.report.operators]
+    assert counts == [
+        ("drop_broken", 27, 26, 0, 0),
+        ("exact_duplicates", 26, 25, 0, 0),
+        ("shout", 25, 25, 25, 0),
+        ("expression", 25, 20, 0, 0),
+        ("vowels", 20, 20, 0, 0),
+        ("top_share", 20, 10, 0, 0),
+        ("mirror", 10, 20, 0, 10),
+    ]
+    assert done.report.left_out == {
+        "drop_broken: no question": 1,
+        "exact_duplicates: duplicate": 1,
+        "expression: not answer::int < 20": 5,
+        "top_share: below the top share": 10,
+    }
+    gone = read(tmp_path / "left_out.jsonl")
+    assert len(gone) == 17 and gone[0]["row"]["question"] == " "
+    assert all(each.seconds > 0 for each in done.report.operators)
+    assert done.rows == 20
+
+
+def test_the_result_does_not_depend_on_the_size_of_batches(tmp_path: Path) -> None:
+    given = [
+        {**row, "group_id": str(number % 5), "reward": float(number % 3)} for number, row in enumerate(questions(60))
+    ]
+    operators = [
+        {"name": "near_duplicates", "threshold": 0.9},
+        {"name": "reward_deviation"},
+        {"name": "pass_rate", "by": "group_id"},
+        {"name": "mirror"},
+        {"name": "novelty"},
+    ]
+    results = [sorted(run(given, tmp_path, operators, batch_rows=size)[0], key=str) for size in (7, 1000)]
+    assert results[0] == results[1] and len(results[0]) == 120
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_groups_are_whole_though_their_rows_are_scattered(size: int, tmp_path: Path) -> None:
+    given = [{"question": "q", "group_id": name, "reward": float(number)} for number, name in enumerate("abcabcabcabd")]
+    given.append({"question": "q", "group_id": None, "reward": 7.0})
+    found, _ = run(given, tmp_path, [{"name": "reward_deviation"}], batch_rows=size)
+    assert [row["group_id"] for row in found] == [*"aaaabbbbccc", "d", None]
+    deviation = {row["group_id"]: row["priority"] for row in found}
+    assert deviation["a"] == deviation["b"] == pytest.approx(3.354, abs=1e-3)
+    assert deviation["c"] == pytest.approx(2.449, abs=1e-3) and deviation["d"] == deviation[None] == 0
+
+
+def test_broken_rows_are_counted_and_listed(tmp_path: Path) -> None:
+    given = [questions(1)[0], "{not json", '["a list"]', '{"question": "\\ud800"}', "", questions(2)[1]]
+    found, done = run(given, tmp_path, [{"name": "drop_broken"}])
+    assert [row["answer"] for row in found] == ["0", "1"]
+    [broken] = done.broken.values()
+    assert [(row.number, row.problem.partition(" (")[0]) for row in broken] == [
+        (2, "not JSON"),
+        (3, "not a JSON object"),
+        (4, "not valid Unicode"),
+    ]
+    assert [entry["number"] for entry in read(tmp_path / "left_out.jsonl")] == [2, 3, 4]
+
+
+def test_values_that_operators_do_not_read_come_through_as_they_were(tmp_path: Path) -> None:
+    given = [
+        {
+            "question": "a",
+            "answer": "1",
+            "meta": {"x": [1, {"y": None}]},
+            "label": "A",
+            "n": 1,
+            "big": 1 << 80,
+            "tags": [],
+        },
+        {"question": "b", "answer": "2", "meta": {}, "label": ["A", "B"], "n": 2.5, "big": 1, "tags": ["t"]},
+    ]
+    found, _ = run(given, tmp_path, [{"name": "shout"}])
+    for before, after in zip(given, found, strict=True):
+        assert {name: after[name] for name in before} == {**before, "question": before["question"].upper() + "!"}
+
+
+def test_parquet_in_and_out(tmp_path: Path) -> None:
+    source, out = tmp_path / "in.parquet", tmp_path / "out.parquet"
+    table = pa.table({"question": ["a", "bc" * 9], "answer": ["1", "2"], "score": pa.array([1, None], pa.int8())})
+    pq.write_table(table, source)
+    config = PipelineConfig.model_validate({"operators": [{"name": "brief"}], "plugins": [str(OWN)]})
+    assert process([file_source(source)], config, out).rows == 1
+    assert pq.read_table(out).drop_columns("id").equals(table.slice(0, 1))
+
+
+def test_duplicates_are_found_across_files(tmp_path: Path) -> None:
+    one = write(tmp_path / "one.jsonl", questions(3))
+    two = write(
+        tmp_path / "two.jsonl",
+        [{"question": "question 1", "answer": "1", "level": 5}, {"question": "new", "answer": "9", "level": 6}],
+    )
+    config = PipelineConfig.model_validate({"operators": [{"name": "exact_duplicates"}]})
+    out = tmp_path / "out.jsonl"
+    process([file_source(one), file_source(two)], config, out)
+    assert [(row["answer"], row["level"]) for row in read(out)] == [("0", None), ("1", None), ("2", None), ("9", 6)]
+    three = write(tmp_path / "three.jsonl", [{"question": 5, "answer": "1"}])
+    with pytest.raises(DataError, check=about("column question")):
+        process([file_source(one), file_source(three)], config, out)
+
+
+@pytest.mark.parametrize(
+    ("name", "error"), [("raises", OperatorFailed), ("hangs", OperatorTimeout), ("dies", OperatorFailed)]
+)
+def test_an_operator_that_fails_is_named_and_nothing_is_written(
+    name: str, error: type[OperatorFailed], tmp_path: Path
+) -> None:
+    given = [*questions(5), {"question": "bad", "answer": "x"}]
+    (tmp_path / "out.jsonl").write_text("old")
+    with pytest.raises(error, check=about(f"operators.1.{name}")) as raised:
+        run(given, tmp_path, [{"name": "size"}, {"name": name}], batch_rows=5, deadline_s=2)
+    if name == "raises":
+        assert "KeyError" in raised.value.problem and "no such thing" in raised.value.problem
+        assert "1 rows" in raised.value.problem
+    assert (tmp_path / "out.jsonl").read_text() == "old"
+    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl"}
+
+
+def test_no_row_that_goes_on_is_an_empty_file(tmp_path: Path) -> None:
+    found, done = run(questions(3), tmp_path, [{"name": "expression", "where": "false"}, {"name": "novelty"}])
+    assert found == [] and done.rows == 0
+    assert done.report.operators[1].taken == 0
+
+
+def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    for name, text in (("empty.jsonl", ""), ("bad.jsonl", "x\ny\n"), ("bad.parquet", "x"), ("rows.csv", "a,b\n1,2\n")):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(DataError, check=about("file", str(tmp_path / name))):
+            file_source(tmp_path / name)
+    for name in ("nowhere.jsonl", "nowhere.parquet"):
+        with pytest.raises(DataError, check=about("file", str(tmp_path / name))):
+            file_source(tmp_path / name)
+
+
+def test_a_pipeline_file_is_checked(tmp_path: Path) -> None:
+    file = tmp_path / "pipeline.yaml"
+    file.write_text("operators: [{name: normalise}]\nbatchrows: 3\n")
+    with pytest.raises(ConfigError, match="Did you mean 'batch_rows'"):
+        read_config(PipelineConfig, file)
+    file.write_text("operators: []\n")
+    with pytest.raises(ConfigError, check=about("operators")):
+        read_config(PipelineConfig, file)
+    with pytest.raises(ConfigError, check=about("config")):
+        read_config(PipelineConfig, tmp_path / "nowhere.yaml")
+
+
+def test_lineage_is_walked_over_files(tmp_path: Path) -> None:
+    _, _ = run(questions(2), tmp_path, [{"name": "mirror"}])
+    first = tmp_path / "first.jsonl"
+    (tmp_path / "out.jsonl").rename(first)
+    config = PipelineConfig.model_validate({"operators": [{"name": "mirror"}], "plugins": [str(OWN)]})
+    process([file_source(first)], config, tmp_path / "second.jsonl")
+    rows = read(tmp_path / "second.jsonl")
+    child = next(
+        row
+        for row in rows
+        if row["parents"]
+        and row not in read(first)
+        and row["parents"][0] in {each["id"] for each in read(first) if each["parents"]}
+    )
+    walked = walk_lineage(child["id"], [file_source(tmp_path / "second.jsonl")])
+    assert [(each.depth, each.made_by) for each in walked] == [(0, "mirror/1"), (1, "mirror/1"), (2, None)]
+    assert walked[2].row is not None and walked[2].row["question"] == child["question"]
+    lonely = write(tmp_path / "lonely.jsonl", [child])
+    assert [each.row is None for each in walk_lineage(child["id"], [file_source(lonely)])] == [False, True]
+    with pytest.raises(DataError, check=about("id", "nobody")):
+        walk_lineage("nobody", [file_source(first)])
+
+
+def call(*arguments: Any) -> str:
+    result = CliRunner().invoke(app, ["data", *map(str, arguments)], catch_exceptions=False, env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_the_command_prints_counts_and_samples(tmp_path: Path) -> None:
+    source = write(
+        tmp_path / "in.jsonl", [*questions(3), "broken", {"question": "a much longer question", "answer": "x"}]
+    )
+    pipeline = tmp_path / "pipeline.yaml"
+    pipeline.write_text(
+        f"plugins: [{OWN}]\noperators: [{{name: brief, limit: 12}}, {{name: shout, mark: '?'}}, {{name: mirror}}]\n"
+    )
+    out = tmp_path / "out.jsonl"
+    printed = call("process", source, out, "--pipeline", pipeline)
+    lines = {line.split()[0]: line.split() for line in printed.splitlines() if line.strip()}
+    assert lines["brief"][:1] == ["brief"] and "1 too long" in printed
+    assert "'question 0' -> 'QUESTION 0?'" in printed
+    assert "left out" in printed and "a much longer question" in printed
+    assert "1 broken rows" in printed and "4 (not JSON" in printed
+    assert "6 rows in" in printed
+    made = next(row for row in read(out) if row["parents"])
+    lineage = call("lineage", made["id"], out)
+    assert lineage.splitlines()[0].startswith(f"{made['id']} by mirror/1: ")
+    assert lineage.splitlines()[1].startswith(f"  {made['parents'][0]}: ")
+
+
+def test_exported_experiences_are_processed_in_both_formats(tmp_path: Path) -> None:
+    from rayrft.buffer.export import read_file
+    from rayrft.data.tables import write_table
+
+    batch = to_batch(
+        [row.with_fields(turns=({"role": "user", "content": "Hi"},)) for number in range(3) for row in group(number, 3)]
+    )
+    config = PipelineConfig.model_validate(
+        {"operators": [{"name": "best_against_worst"}, {"name": "reward_deviation"}]}
+    )
+    for suffix in ("jsonl", "parquet"):
+        source, out = tmp_path / f"in.{suffix}", tmp_path / f"out.{suffix}"
+        write_table(source, batch.schema, [batch])
+        assert process([file_source(source)], config, out).rows == 6
+        table = read_file(out)
+        assert table.column("chosen").to_pylist() == [True, False] * 3
+        assert [dict(labels)["made_by"] for labels in table.column("labels").to_pylist()] == [
+            "best_against_worst/1"
+        ] * 6
+        walked = walk_lineage(table.column("experience_id")[0].as_py(), [file_source(out), file_source(source)])
+        assert [each.id for each in walked][1:] == ["0/2"]
+
+
+def test_files_that_cannot_be_written_are_refused_before_anything_runs(tmp_path: Path) -> None:
+    source = file_source(write(tmp_path / "in.jsonl", questions(2)))
+    config = PipelineConfig.model_validate({"operators": [{"name": "drop_broken"}]})
+    for name in ("nowhere/out.jsonl", "nowhere/out.parquet", "out.csv"):
+        with pytest.raises(DataError, check=about("file", str(tmp_path / name))):
+            process([source], config, tmp_path / name)
+    with pytest.raises(DataError, check=about("left_out")):
+        process([source], config, tmp_path / "out.jsonl", left_out=tmp_path / "nowhere" / "gone.jsonl")
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_rows_on_which_an_operator_raises_are_left_out_if_asked_for(tmp_path: Path) -> None:
+    given = [*questions(5), {"question": "bad", "answer": "x"}, *questions(2)]
+    found, done = run(given, tmp_path, [{"name": "raises"}, {"name": "mirror"}], on_error="leave_out", batch_rows=4)
+    assert [row["answer"] for row in found if not row["made_by"]] == ["0", "1", "2", "3", "4", "0", "1"]
+    assert done.report.left_out == {"raises: raised KeyError": 1}
+    [gone] = read(tmp_path / "left_out.jsonl")
+    assert gone["row"]["question"] == "bad" and "no such thing" in gone["reason"]
+    assert (done.report.operators[0].taken, done.report.operators[0].given) == (8, 7)
+    found, _ = run([given[5]], tmp_path, [{"name": "raises"}], on_error="leave_out")
+    assert found == []

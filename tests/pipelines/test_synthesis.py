@@ -1,0 +1,148 @@
+"""Made rows: numbers drawn anew and calculated again, pairs and expert rows of groups, and their lineage."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from rayrft.buffer.expert_rows import are_pairs
+from rayrft.experience import SCHEMA, check_schema, from_batch, to_batch
+from rayrft.pipelines.rows import lineage
+from rayrft.pipelines.synthesis import Problem, evaluate
+from tests.buffer.rows import group
+from tests.pipelines.small import applied, rows
+
+GOOD = (
+    "Maisie dropped off 33 flyers. Jim dropped off five more than twice as many as Maisie. How many did Jim drop off?",
+    "Twice as many is 33 * 2 = <<33*2=66>>66 flyers.\nJim dropped off 66 + 5 = <<66+5=71>>71 flyers.\n#### 71",
+)
+
+
+def test_a_worked_problem_is_varied_and_right() -> None:
+    batch = rows(question=[GOOD[0]], answer=[GOOD[1]], level=["easy"])
+    found, outcome = applied("numeric_variation", batch, variations=5)
+    assert outcome.made == 5
+    seen = set()
+    for made in found[1:]:
+        [number] = map(int, re.findall(r"\d+", made["question"]))
+        assert made["answer"] == (
+            f"Twice as many is {number} * 2 = <<{number}*2={2 * number}>>{2 * number} flyers.\n"
+            f"Jim dropped off {2 * number} + 5 = <<{2 * number}+5={2 * number + 5}>>{2 * number + 5} flyers.\n"
+            f"#### {2 * number + 5}"
+        )
+        assert number != 33 and made["level"] == "easy"
+        assert lineage(made).parents == (found[0]["id"],) and lineage(made).made_by == "numeric_variation/1"
+        seen.add(number)
+    assert len(seen) == 5
+    assert applied("numeric_variation", batch, variations=5)[0] == found
+    assert applied("numeric_variation", batch, variations=5, seed=1)[0] != found
+
+
+@pytest.mark.parametrize(
+    ("question", "answer"),
+    [
+        pytest.param("Ann has 33 eggs.", "She has 33 * 2 = 66. #### 66", id="no calculation"),
+        pytest.param("Ann has 33 eggs.", "33 * 2 = <<33*2=67>>67 #### 67", id="a wrong calculation"),
+        pytest.param("Ann has 33 eggs.", "33 * 2 = <<33*2=66>>66 #### 65", id="another result"),
+        pytest.param("Ann has 33 eggs, Bob 33.", "33 + 33 = <<33+33=66>>66 #### 66", id="twice in the question"),
+        pytest.param("A week has 7 days.", "7 * 2 = <<7*2=14>>14 #### 14", id="may mean something else"),
+        pytest.param("Ann has 33 eggs.", "33 + 33 = <<33+33=66>>66 #### 66", id="used twice"),
+        pytest.param("Ann has 33 eggs.", "33 + 44 = <<33+44=77>>77 #### 77", id="a number from nowhere"),
+        pytest.param(
+            "Ann has 33 eggs, Bob 66.",
+            "33 * 2 = <<33*2=66>>66, 66 + 66 = <<66+66=132>>132 #### 132",
+            id="a result like a given number",
+        ),
+        pytest.param("Ann has 33% of all.", "33 * 2 = <<33*2=66>>66 #### 66", id="per cent"),
+        pytest.param("Ann has 33 eggs.", "__import__('os') <<__import__('os').getpid()=1>>1 #### 1", id="code"),
+    ],
+)
+def test_what_cannot_be_varied_for_sure_is_left_alone(question: str, answer: str) -> None:
+    assert Problem.read(question, answer) is None
+    assert applied("numeric_variation", rows(question=[question], answer=[answer]))[1].made == 0
+
+
+def test_prose_that_would_become_wrong_makes_no_row() -> None:
+    answer = "33 + 5 = <<33+5=38>>38, that is 33+4 = 37 and one. #### 38"
+    assert applied("numeric_variation", rows(question=["Ann has 33 eggs and gets five."], answer=[answer]))[1].made == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("2*(3+4)/7", 2),
+        (".5*20", 10),
+        ("-3+5", 2),
+        ("1/0", None),
+        ("2**9", None),
+        ("x", None),
+        ("1e999", 10**999),
+        ("", None),
+        ("True+1", None),
+        ("(" * 500, None),
+    ],
+)
+def test_only_arithmetic_is_evaluated(text: str, value: int | None) -> None:
+    assert evaluate(text) == value
+
+
+def experiences(*rewards: list[float | None]) -> pa.RecordBatch:
+    """Groups with these rewards; row r of a group has r + 2 tokens."""
+    made = []
+    for number, values in enumerate(rewards):
+        for index, reward in enumerate(values):
+            [row] = group(number, 1, length=index + 2)
+            made.append(row.with_fields(experience_id=f"{number}/{index}", reward=reward, labels={"quality": "good"}))
+    return to_batch(made)
+
+
+def test_the_best_and_the_worst_of_a_group_are_a_pair() -> None:
+    batch = experiences([0.0, 1.0, 1.0, 0.0], [1.0, 1.0], [0.2, None, 0.9], [None, None])
+    found, outcome = applied("best_against_worst", batch)
+    assert [(row["group_id"], row["chosen"], row["reward"]) for row in found] == [
+        ("0", True, 1.0),
+        ("0", False, 0.0),
+        ("2", True, pytest.approx(0.9)),
+        ("2", False, pytest.approx(0.2)),
+    ]
+    assert [lineage(row).parents for row in found] == [("0/1",), ("0/0",), ("2/2",), ("2/0",)]
+    assert all(row["source"] == "expert" and row["labels"]["quality"] == "good" for row in found)
+    assert outcome.left_out[0].reason == "used for what was made of it" and len(outcome.left_out) == batch.num_rows
+
+
+def test_pairs_are_such_as_the_buffer_takes() -> None:
+    found, _ = applied("best_against_worst", experiences([0.0, 1.0], [1.0, 0.0]))
+    made = to_batch([_experience(row) for row in found])
+    check_schema(made.schema)
+    assert are_pairs(made)
+    assert len({row.experience_id for row in from_batch(made)}) == 4
+    assert all(row.experience_id.startswith(f"{row.group_id}/") for row in from_batch(made))
+
+
+def _experience(row: dict[str, Any]) -> Any:
+    table = pa.Table.from_pylist(
+        [
+            {
+                **row,
+                **{
+                    field.name: list((row[field.name] or {}).items()) for field in SCHEMA if pa.types.is_map(field.type)
+                },
+                "turns": [list(turn.items()) for turn in row["turns"] or ()],
+            }
+        ],
+        schema=SCHEMA,
+    )
+    return from_batch(table.to_batches()[0])[0]
+
+
+def test_right_answers_to_hard_tasks_become_expert_rows() -> None:
+    batch = experiences([0.0, 0.0, 1.0, 1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0], [None, 1.0, 0.0])
+    found, _ = applied("expert_rows", batch, max_pass_rate=0.5)
+    assert [lineage(row).parents for row in found] == [("0/2",), ("3/1",)]
+    assert {row["source"] for row in found} == {"expert"}
+    found, outcome = applied("expert_rows", batch, max_pass_rate=1.0, per_group=2, keep=True)
+    assert outcome.made == 5 and outcome.left_out == []
+    assert len(found) == batch.num_rows + 5

@@ -1,0 +1,134 @@
+"""Pipelines of the tasks of a run: the same again on a resume, and nothing that is evaluated on is trained on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayrft.config import RunConfig, load_config
+from rayrft.errors import ConfigError, DataError
+from rayrft.experience import Task
+from rayrft.pipelines.report import summary
+from rayrft.pipelines.tasks import load_processed, load_splits
+from tests.e2e.conftest import small_config
+from tests.errors import about
+from tests.pipelines.small import OWN
+
+LEAK = "Ann bakes muffins for all of her friends every single day with four of the eggs that her ducks lay."
+
+
+def read(config: Any, field: str) -> list[Task]:
+    """A reader of tasks that stand in the config."""
+    rows = config.options["rows"]
+    return [Task.create(field, question, answer, metadata={"level": 3}) for question, answer in rows]
+
+
+def source(rows: list[tuple[str, str]], **more: Any) -> dict[str, Any]:
+    return {"source": f"{__name__}:read", "options": {"rows": rows}, **more}
+
+
+def config(tmp_path: Path, *sources: dict[str, Any], eval_size: int = 1, **more: Any) -> RunConfig:
+    tasks = {"sources": list(sources), "eval_size": eval_size}
+    return load_config(
+        small_config(
+            tmp_path,
+            "tasks",
+            tasks=tasks,
+            demonstrations={},
+            plugins=[str(OWN)],
+            stages=[{"name": "grpo", "algorithm": {"name": "grpo"}, "steps": 1, "batch_size": 4, "group_size": 2}],
+            **more,
+        )
+    )
+
+
+def numbered(count: int) -> list[tuple[str, str]]:
+    return [(f"question {number}", str(number)) for number in range(count)]
+
+
+def test_operators_work_on_the_tasks_of_all_sources(tmp_path: Path) -> None:
+    operators = [
+        {"name": "strip_markup"},
+        {"name": "exact_duplicates", "columns": ["question"]},
+        {"name": "expression", "where": "metadata->>'level' = '3' and source in ('one', '1')"},
+        {"name": "shout"},
+        {"name": "mirror"},
+    ]
+    given = config(
+        tmp_path,
+        source([("<b>question 3</b>", "x"), ("<i>new</i>", "y")], name="one"),
+        source(numbered(5), workflow="math_qa", weight=2),
+        pipelines={"tasks": operators},
+    )
+    found = load_processed(given)
+    tasks = {task.question: task for task in (*found.splits.train, *found.splits.evaluation)}
+    assert len(tasks) == 12
+    assert tasks["NEW!"].answer == "y" and tasks["NEW!"].id == Task.create("tasks.sources.0", "<i>new</i>", "y").id
+    assert tasks["QUESTION 3!"].answer == "x", "the first one stays"
+    assert tasks["!0 NOITSEUQ"].workflow == "math_qa" and tasks["!0 NOITSEUQ"].metadata == {"level": 3}
+    assert len({task.id for task in tasks.values()}) == 12
+    lines = summary(found.reports)
+    assert lines[0].startswith("strip_markup: 2 changed (of 7")
+    assert lines[1].startswith("exact_duplicates: 1 left out as duplicate (of 7")
+    again, _ = load_splits(given, [])
+    assert again == found.splits
+
+
+def test_operators_are_checked_with_the_config_key(tmp_path: Path) -> None:
+    wrong = {"pipelines": {"tasks": [{"name": "normalise"}, {"name": "expression", "where": "reward > 1"}]}}
+    with pytest.raises(ConfigError, check=about("pipelines.tasks.1.where")):
+        load_processed(config(tmp_path, source(numbered(3)), **wrong))
+    idle = {"pipelines": {"tasks": [{"name": "novelty"}]}}
+    with pytest.raises(ConfigError, check=about("pipelines.tasks.0", "novelty")):
+        load_processed(config(tmp_path, source(numbered(3)), **idle))
+    with pytest.raises(ConfigError, match="Did you mean 'decontaminate'"):
+        config(tmp_path, source(numbered(3)), pipelines={"decontaminat": False})
+
+
+def test_a_source_that_is_left_with_nothing_is_an_error(tmp_path: Path) -> None:
+    nothing = {"pipelines": {"tasks": [{"name": "expression", "where": "source = '0'"}]}}
+    with pytest.raises(DataError, check=about("tasks.eval_size")):
+        load_processed(
+            config(tmp_path, source(numbered(3)), source([("other", "1")], weight=5), eval_size=2, **nothing)
+        )
+
+
+def test_what_is_evaluated_on_is_not_trained_on_unless_asked_for(tmp_path: Path) -> None:
+    test = tmp_path / "test.jsonl"
+    test.write_text("".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in [(f"{LEAK} How many?", "4")]))
+    rows = [*numbered(30), (f"Think about this one: {LEAK} What does she earn?", "9")]
+    taskset = {"tasksets": {"bench": source([(f"{LEAK} How many?", "4")])}, "samples": 1, "k": [1]}
+    clean = load_processed(config(tmp_path, source(rows), bench=taskset))
+    assert len(clean.splits.train) + len(clean.splits.evaluation) == 30
+    assert clean.reports[-1].reasons == {"shares 13 words with an evaluation task": 1}
+    assert "Ann bakes" in clean.reports[-1].left_out[0].reason
+    assert clean.splits.sources == [0] * len(clean.splits.train)
+    off = load_processed(config(tmp_path, source(rows), bench=taskset, pipelines={"decontaminate": False}))
+    assert len(off.splits.train) == 30 and off.reports == []
+    with pytest.raises(DataError, check=about("tasks.sources.1")):
+        load_processed(
+            config(tmp_path, source(numbered(30)), source([(f"{LEAK} And?", "1")], weight=0.001), bench=taskset)
+        )
+
+
+def test_tasks_that_differ_in_their_images_alone_are_not_the_same(tmp_path: Path) -> None:
+    rows = [("What colour is the square?", "red"), ("What colour is the square? ", "blue")]
+
+    def pictures(rows: list[tuple[str, str]]) -> dict[str, Any]:
+        return {"source": f"{__name__}:read_pictures", "options": {"rows": rows}}
+
+    found = load_processed(config(tmp_path, pictures(rows * 20)))
+    assert len(found.splits.train) == 39
+    taskset = {"tasksets": {"bench": pictures(rows)}, "samples": 1, "k": [1]}
+    found = load_processed(config(tmp_path, pictures(rows * 20), bench=taskset))
+    assert len(found.splits.train) + len(found.splits.evaluation) in (38, 39), "the held-out one may be one of the two"
+    assert {task.images for task in found.splits.train}.isdisjoint({("0.png",), ("1.png",)})
+
+
+def read_pictures(config: Any, field: str) -> list[Task]:
+    """Tasks of one question, each with a picture of its own."""
+    rows = config.options["rows"]
+    return [Task.create(field, rows[0][0], a, images=(f"{number}.png",)) for number, (_, a) in enumerate(rows)]
