@@ -1,17 +1,21 @@
-"""Learned reward models: a sequence classifier with one output, as Hugging Face has them."""
+"""Learned reward models, as Hugging Face has them: classifiers of conversations, and of the steps of answers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rayrft.errors import ModelError
+from rayrft.errors import ConfigError, ModelError
 from rayrft.experience import Task
 from rayrft.rewards.base import RewardResult, Transcript, imports, register_reward
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+Dtype = Literal["float32", "bfloat16"]
+Tokens = list[int]
 
 
 @register_reward("model")
@@ -43,53 +47,178 @@ class ScalarModel:
         max_batch: int = 32,
         batch_tokens: int = 16_384,
         device: str = "cpu",
-        dtype: Literal["float32", "bfloat16"] = "float32",
+        dtype: Dtype = "float32",
     ) -> None:
-        import torch
-        from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-        path = str(Path(model).expanduser().absolute()) if Path(model).expanduser().is_dir() else model
-        try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(path, revision=revision)
-            loaded = AutoModelForSequenceClassification.from_pretrained(
-                path, revision=revision, dtype=getattr(torch, dtype)
-            )
-        except (OSError, ValueError) as error:
-            raise _refused(model, f"cannot be loaded as a sequence classifier: {error}") from None
-        if loaded.config.num_labels != 1:
-            raise _refused(model, f"has {loaded.config.num_labels} outputs, and a reward is one")
-        if not self._tokenizer.chat_template:
-            raise _refused(model, "has no chat template")
-        self._model: Any = loaded.to(device).eval().requires_grad_(False)
-        self._device, self._sigmoid, self._scale, self._shift = device, sigmoid, scale, shift
-        self._max_length = max_length or getattr(loaded.config, "max_position_embeddings", None)
-        self._padding: int | None = loaded.config.get_text_config().pad_token_id
-        self.max_batch, self._batch_tokens = (1, 0) if self._padding is None else (max_batch, batch_tokens)
+        self._network = _Network("Sequence", 1, model, revision, device, dtype, batch_tokens)
+        self._sigmoid, self._scale, self._shift = sigmoid, scale, shift
+        self._max_length = max_length or self._network.positions
+        self.max_batch = max_batch if self._network.pads else 1
 
     def score(self, task: Task, transcript: Transcript) -> RewardResult:
         return self.score_batch([(task, transcript)])[0]
 
     def score_batch(self, calls: Sequence[tuple[Task, Transcript]]) -> list[RewardResult]:
-        rows = [self._tokens(transcript) for _, transcript in calls]
-        results = dict[int, RewardResult]()
+        rows = [self._network.tokens(transcript.turns) for _, transcript in calls]
+        outputs = self._network.outputs([row[-self._max_length :] if self._max_length else row for row in rows])
+        logits = [float(output) for output in outputs]
+        squashed = [1 / (1 + math.exp(-logit)) if self._sigmoid else logit for logit in logits]
+        return [
+            RewardResult.of(self._scale * value + self._shift, {"logit": logit}, None)
+            for value, logit in zip(squashed, logits, strict=True)
+        ]
+
+
+_REDUCED: dict[str, Callable[[Sequence[float]], float]] = {
+    "min": min,
+    "product": math.prod,
+    "mean": lambda steps: sum(steps) / len(steps),
+    "last": lambda steps: steps[-1],
+}
+
+
+@register_reward("process_model")
+@imports("torch", "transformers")
+class ProcessModel:
+    """How likely the steps of the answers are right, in [0, 1], by a frozen `AutoModelForTokenClassification` with two
+    labels, of which label 1 is right: a process reward model (Lightman et al. 2023, "Let's Verify Step by Step",
+    arXiv:2305.20050) of the form that TRL's PRMTrainer gives it.
+
+    An answer is split at every ``separator``; the model reads the messages before it by its chat template, then each
+    step followed by the separator, and the probability of label 1 at the separator's last token is that of the step.
+    What they come to is the ``min``, ``product`` (the paper's), ``mean`` or ``last`` of an answer's steps, which is the
+    reward of its turn, and likewise of all steps, which is the value. Components: ``steps``, their number, and
+    ``right``, how many of them are above .5 before the first that is not.
+
+    The other options are those of reward `model`. An answer that is longer than the model has positions for is unknown.
+    Raises ModelError if the model cannot be loaded, has not two labels or no chat template.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        revision: str | None = None,
+        separator: str = "\n",
+        reduce: Literal["min", "product", "mean", "last"] = "min",
+        max_batch: int = 32,
+        batch_tokens: int = 16_384,
+        device: str = "cpu",
+        dtype: Dtype = "float32",
+    ) -> None:
+        if reduce not in _REDUCED:
+            raise ConfigError(
+                "no such way",
+                field="reward.options.reduce",
+                value=reduce,
+                remedy=f"choose one of {', '.join(_REDUCED)}",
+            )
+        if not separator:
+            raise ConfigError("is empty", field="reward.options.separator", value=separator, remedy="leave it out")
+        self._network = _Network("Token", 2, model, revision, device, dtype, batch_tokens)
+        self._separator, self._reduced = separator, _REDUCED[reduce]
+        self.max_batch = max_batch if self._network.pads else 1
+
+    def score(self, task: Task, transcript: Transcript) -> RewardResult:
+        return self.score_batch([(task, transcript)])[0]
+
+    def score_batch(self, calls: Sequence[tuple[Task, Transcript]]) -> list[RewardResult]:
+        answers = [self._answers(transcript) for _, transcript in calls]
+        limit = self._network.positions or math.inf
+        fitting = [all(len(row) <= limit for row, _ in each) for each in answers]
+        rows = [answer for each, fits in zip(answers, fitting, strict=True) if fits for answer in each]
+        outputs = iter(self._network.outputs([row for row, _ in rows]))
+        return [
+            self._result([next(outputs)[ends].softmax(-1)[:, 1].tolist() for _, ends in each])
+            if fits
+            else RewardResult(None, reason=f"the answer is longer than the {limit} tokens that the model takes")
+            for each, fits in zip(answers, fitting, strict=True)
+        ]
+
+    def _result(self, answers: list[list[float]]) -> RewardResult:
+        steps = [step for answer in answers for step in answer]
+        right = next((number for number, step in enumerate(steps) if step <= 0.5), len(steps))
+        components = {"steps": float(len(steps)), "right": float(right)}
+        return RewardResult(self._reduced(steps), components, turns=tuple(map(self._reduced, answers)))
+
+    def _answers(self, transcript: Transcript) -> list[tuple[Tokens, list[int]]]:
+        """Return for each answer the tokens up to its end, and the places where its steps end."""
+        said = [at for at, turn in enumerate(transcript.turns) if turn["role"] == "assistant"][transcript.given :]
+        return [self._steps(transcript, at) for at in said]
+
+    def _steps(self, transcript: Transcript, at: int) -> tuple[Tokens, list[int]]:
+        row, ends = self._network.tokens(transcript.turns[:at], answering=True), list[int]()
+        answer = transcript.turns[at]["content"]
+        closing = self._network.text(self._separator)
+        # An answer without anything but separators is one step.
+        for step in [each for each in answer.split(self._separator) if each.strip()] or [""]:
+            row += self._network.text(step) + closing
+            ends.append(len(row) - 1)
+        return row, ends
+
+
+class _Network:
+    """A frozen classifier with its tokenizer."""
+
+    def __init__(
+        self,
+        of: Literal["Sequence", "Token"],
+        labels: int,
+        model: str,
+        revision: str | None,
+        device: str,
+        dtype: Dtype,
+        batch_tokens: int,
+    ) -> None:
+        import torch
+        import transformers
+
+        path = str(Path(model).expanduser().absolute()) if Path(model).expanduser().is_dir() else model
+        classifier: Any = getattr(transformers, f"AutoModelFor{of}Classification")
+        try:
+            self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(path, revision=revision)
+            loaded = classifier.from_pretrained(path, revision=revision, dtype=getattr(torch, dtype))
+        except (OSError, ValueError) as error:
+            raise _refused(model, labels, f"cannot be loaded as a {of.lower()} classifier: {error}") from None
+        if loaded.config.num_labels != labels:
+            wanted = "a reward is one" if labels == 1 else f"{labels} are needed"
+            raise _refused(model, labels, f"has {loaded.config.num_labels} outputs, and {wanted}")
+        if not self._tokenizer.chat_template:
+            raise _refused(model, labels, "has no chat template")
+        self._model: Any = loaded.to(device).eval().requires_grad_(False)
+        self._device, self._batch_tokens = device, batch_tokens
+        self._padding: int | None = loaded.config.get_text_config().pad_token_id
+        self.positions: int | None = getattr(loaded.config, "max_position_embeddings", None)
+        self.pads = self._padding is not None
+        """Whether several rows may be in one forward."""
+
+    def tokens(self, turns: Sequence[Any], *, answering: bool = False) -> Tokens:
+        """Return those of a conversation by the chat template, up to where an answer begins if ``answering``."""
+        messages = [dict(turn) for turn in turns]
+        encoded = self._tokenizer.apply_chat_template(
+            messages, tokenize=True, return_dict=True, add_generation_prompt=answering
+        )
+        return list(encoded["input_ids"])
+
+    def text(self, text: str) -> Tokens:
+        """Return the tokens of a text alone."""
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def outputs(self, rows: Sequence[Tokens]) -> list[Tensor]:
+        """Return the outputs of each row on the CPU, ``[labels]``, or ``[tokens, labels]`` of a token classifier."""
+        found = dict[int, "Tensor"]()
         batch = list[int]()
         for index in sorted(range(len(rows)), key=lambda index: len(rows[index])):
             # The rows come by length, so that the next one says how long all are with padding.
-            if batch and (len(batch) + 1) * len(rows[index]) > self._batch_tokens:
-                results |= zip(batch, self._forward([rows[each] for each in batch]), strict=True)
+            if batch and (not self.pads or (len(batch) + 1) * len(rows[index]) > self._batch_tokens):
+                found |= zip(batch, self._forward([rows[each] for each in batch]), strict=True)
                 batch = []
             batch.append(index)
-        results |= zip(batch, self._forward([rows[each] for each in batch]), strict=True)
-        return [results[index] for index in range(len(rows))]
+        if batch:
+            found |= zip(batch, self._forward([rows[each] for each in batch]), strict=True)
+        return [found[index] for index in range(len(rows))]
 
-    def _tokens(self, transcript: Transcript) -> list[int]:
-        messages = [dict(turn) for turn in transcript.turns]
-        encoded = self._tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)
-        tokens: list[int] = encoded["input_ids"]
-        return tokens if self._max_length is None else tokens[-self._max_length :]
-
-    def _forward(self, rows: list[list[int]]) -> list[RewardResult]:
-        """Score rows of tokens, which are padded on the right to the longest of them."""
+    def _forward(self, rows: list[Tokens]) -> Sequence[Tensor]:
+        """Compute rows of tokens, which are padded on the right to the longest of them."""
         import torch
 
         longest = max(map(len, rows))
@@ -97,15 +226,11 @@ class ScalarModel:
         tokens = torch.tensor([row + padding * (longest - len(row)) for row in rows], device=self._device)
         mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=self._device)
         with torch.inference_mode():
-            output: Tensor = self._model(tokens, attention_mask=mask).logits.float()
-        logits = output.reshape(len(rows))
-        values = self._scale * (logits.sigmoid() if self._sigmoid else logits) + self._shift
-        return [
-            RewardResult.of(value, {"logit": logit}, None)
-            for value, logit in zip(values.tolist(), logits.tolist(), strict=True)
-        ]
+            logits: Tensor = self._model(tokens, attention_mask=mask).logits
+        return list(logits.float().cpu())
 
 
-def _refused(model: str, problem: str) -> ModelError:
-    remedy = "give a classifier with one output and a tokenizer with a chat template"
+def _refused(model: str, labels: int, problem: str) -> ModelError:
+    what = "one output" if labels == 1 else f"{labels} labels for each token"
+    remedy = f"give a classifier with {what} and a tokenizer with a chat template"
     return ModelError(problem, field="reward.options.model", value=model, remedy=remedy)

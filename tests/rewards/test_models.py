@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,14 @@ from transformers import (
     BertForSequenceClassification,
     Qwen2Config,
     Qwen2ForSequenceClassification,
+    Qwen2ForTokenClassification,
 )
 
 from rayrft.config.reward import RewardConfig
 from rayrft.errors import ConfigError, ModelError
 from rayrft.experience import Task
 from rayrft.rewards import Transcript
-from rayrft.rewards.models import ScalarModel
+from rayrft.rewards.models import ProcessModel, ScalarModel
 from rayrft.rewards.scorer import Scorer
 from tests.errors import about
 
@@ -114,3 +116,80 @@ async def test_what_gives_no_reward_is_refused(
     if options is None:
         with pytest.raises(ConfigError, match="cannot be loaded", check=about("reward.name")):
             await Scorer(RewardConfig(name="model", options={"model": str(folder)}), []).open()
+
+
+# Steps
+
+
+def step_classifier(tiny_model: Path, folder: Path, labels: int = 2, positions: int = 512) -> Path:
+    torch.manual_seed(1)
+    tokenizer: Any = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.save_pretrained(folder)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        num_key_value_heads=2,
+        num_labels=labels,
+        pad_token_id=0,
+        initializer_range=0.5,
+        max_position_embeddings=positions,
+        **sizes,
+    )
+    Qwen2ForTokenClassification(config).save_pretrained(folder)
+    return folder
+
+
+def steps_by_hand(folder: Path, before: list[dict[str, str]], steps: list[str], separator: str) -> list[float]:
+    """The probability of label 1 after each step, from a forward of the tokens up to there."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    model = Qwen2ForTokenClassification.from_pretrained(folder).eval()
+    text, found = tokenizer.apply_chat_template(before, tokenize=False, add_generation_prompt=True), []
+    for step in steps:
+        text += step + separator
+        with torch.no_grad():
+            logits = model(tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids).logits
+        found.append(float(logits[0, -1].softmax(-1)[1]))
+    return found
+
+
+def test_a_process_model_gives_each_answer_what_its_steps_come_to(tiny_model: Path, tmp_path: Path) -> None:
+    folder = step_classifier(tiny_model, tmp_path / "prm")
+    asked = [dict(turn) for turn in TASK.messages]
+    given = [*asked, {"role": "assistant", "content": "an example"}, {"role": "user", "content": "And now?"}]
+    first, second = ["1 + 1 = 2", "so 2"], ["cat", "dog", "It is 2."]
+    between = [*given, {"role": "assistant", "content": "\n".join(first)}, {"role": "user", "content": "Sure?"}]
+    turns = (*between, {"role": "assistant", "content": "\n\n".join(second) + "\n"})
+    transcript = Transcript(turns, given=1)
+    one = steps_by_hand(folder, given, first, "\n")
+    two = steps_by_hand(folder, between, second, "\n")
+    assert len({*one, *two}) == 5 and min(one) != min(two)
+    result = ProcessModel(str(folder)).score(TASK, transcript)
+    assert result.turns == pytest.approx((min(one), min(two)), abs=1e-5)
+    assert result.value == pytest.approx(min(one + two), abs=1e-5) and result.components["steps"] == 5
+    right = next((number for number, step in enumerate(one + two) if step <= 0.5), 5)
+    assert result.components["right"] == right
+    for reduce, value in (("product", math.prod(one + two)), ("mean", sum(one + two) / 5), ("last", two[-1])):
+        again = ProcessModel(str(folder), reduce=reduce).score(TASK, transcript)  # type: ignore[arg-type]
+        assert again.value == pytest.approx(value, abs=1e-5)
+
+
+def test_answers_of_many_steps_have_together_the_values_that_each_has_alone(tiny_model: Path, tmp_path: Path) -> None:
+    model = ProcessModel(str(step_classifier(tiny_model, tmp_path / "prm", positions=120)), batch_tokens=150)
+    answers = ["It is 2.", "", "\n\n", "cat\n" * 7, "dog\ncat", "x" * 200, "2\n" * 30]
+    calls = [(TASK, Transcript.of(TASK, answer)) for answer in answers]
+    alone = [model.score(*call) for call in calls]
+    together = model.score_batch(calls)
+    assert [each.value for each in together[:5]] == pytest.approx([each.value for each in alone[:5]], abs=1e-5)
+    assert [each.components["steps"] for each in together[:5]] == [1, 1, 1, 7, 2]
+    assert together[5].value is None and "120 tokens" in str(together[5].reason) and together[6].value is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "field"), [({"reduce": "max"}, "reduce"), ({"separator": ""}, "separator"), ({}, "model")]
+)
+def test_a_process_model_of_another_form_is_refused(
+    options: dict[str, Any], field: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    folder = step_classifier(tiny_model, tmp_path / "prm", labels=3)
+    with pytest.raises(ConfigError if options else ModelError, check=about(f"reward.options.{field}")):
+        ProcessModel(str(folder), **options)
