@@ -117,7 +117,7 @@ class Explorer:
         }
         self._rewards = RewardPool(config.scoring, config.plugins, scoring, models)
         self._scoring: asyncio.Future[None] | None = None
-        """The start of what scores."""
+        """The start of what scores, if a stage trains it."""
         self._runner = Runner(config, tokenizer, engines, self._reward, models)
 
         def evaluator(engines: EngineClient) -> Evaluator:
@@ -134,7 +134,8 @@ class Explorer:
     async def start(self) -> None:
         """Start what scores, unless a stage is still to train it: then it starts when it is needed."""
         if not self._config.reward.stages:
-            await self._start_scoring()
+            with self._waits.on("rewards", "ready"):
+                await self._rewards.open()
         gc.collect()
         # What lives as long as the actor (modules, tasks) is not traversed again for every few groups, and neither are
         # thousands of groups in flight.
@@ -149,7 +150,7 @@ class Explorer:
         """
         groups, algorithm = _Tasks(), stage.algorithm.build()
         self._flat = 0
-        await self._start_scoring()
+        await self._trained_rewards()
         if not self._feed:
             groups.start(self._end_surplus(stage))
         try:
@@ -168,7 +169,7 @@ class Explorer:
         evaluate. Raises ActorDied if an engine has died."""
         evaluator = self._evaluator_beside if beside else self._evaluator
         assert evaluator is not None  # there are such engines
-        await self._start_scoring()
+        await self._trained_rewards()
         samples = self._config.evaluation.samples if temperature else 1
         groups = [group async for group in evaluator.each(self._held_out, samples, temperature)]
         return measure(chain.from_iterable(groups), [samples], seed=self._config.seed)
@@ -189,8 +190,11 @@ class Explorer:
         """Never return: a caller that awaits it learns at once when this actor dies."""
         await asyncio.Event().wait()
 
-    async def _start_scoring(self) -> None:
-        """Start what scores, if it has not been started. Raises ConfigError where a reward cannot be built."""
+    async def _trained_rewards(self) -> None:
+        """Start what scores, if a stage has trained it and it has not been started. Raises ConfigError where a reward
+        cannot be built."""
+        if not self._config.reward.stages:
+            return
         if self._scoring is None:
             self._scoring = asyncio.ensure_future(self._rewards.open())
         with self._waits.on("rewards", "ready"):
