@@ -118,7 +118,8 @@ def checked_tests(
 ) -> list[Any]:
     """Return those candidates for tests, all of one kind, that every solution passes; none if there is no solution.
 
-    A model's own tests are checked so against reference solutions of a task. One that cannot be run is not kept.
+    A model's own tests are checked so against reference solutions of a task, by operator `checked_tests` of data
+    pipelines. One that cannot be run is not kept.
     """
     kept = list(candidates) if solutions else []
     for solution in solutions:

@@ -303,3 +303,17 @@ def test_rows_on_which_an_operator_raises_are_left_out_if_asked_for(tmp_path: Pa
     assert (done.report.operators[0].taken, done.report.operators[0].given) == (8, 7)
     found, _ = run([given[5]], tmp_path, [{"name": "raises"}], on_error="leave_out")
     assert found == []
+
+
+def test_proposed_tests_of_code_are_kept_where_right_solutions_pass_them(tmp_path: Path) -> None:
+    calls = [{"args": [2, 3], "expected": 5}, {"args": [2, 3], "expected": 6}, {"args": ["a", "b"], "expected": "ab"}]
+    solutions = ["def add(a, b):\n    return a + b", "def add(a, b):\n    return int(a) + int(b)"]
+    given = [
+        {"question": "add", "entry_point": "add", "candidate_tests": calls, "solutions": solutions[:1]},
+        {"question": "add", "entry_point": "add", "candidate_tests": calls, "solutions": solutions},
+        {"question": "add", "entry_point": "add", "candidate_tests": calls[1:2], "solutions": solutions[:1]},
+        {"question": "add", "entry_point": "add", "candidate_tests": calls, "solutions": []},
+    ]
+    found, done = run(given, tmp_path, [{"name": "checked_tests"}], deadline_s=60)
+    assert [json.loads(row["tests"]) for row in found] == [[calls[0], calls[2]], [calls[0]]]
+    assert done.reports[0].reasons == {"too few tests hold": 2}

@@ -1,0 +1,73 @@
+"""Tests of code that a model has proposed, checked against solutions that are known to be right."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import pyarrow as pa
+from pydantic import Field
+
+from rayrft.config.base import Section
+from rayrft.experience import Task
+from rayrft.pipelines.operator import Applied, Operator, Wants, register_operator, with_column
+from rayrft.rewards.code import Judge, checked_tests
+from rayrft.rewards.sandbox import Limits, Sandbox
+
+
+class CheckedTestsOptions(Section):
+    """Options of `CheckedTests`."""
+
+    candidates: str = "candidate_tests"
+    solutions: str = "solutions"
+    """The columns: of proposed tests, as reward `code` takes them, and of right solutions; lists, or JSON of them."""
+    language: Literal["python", "cpp"] = "python"
+    least: int = Field(1, ge=0)
+    """A row that keeps fewer tests is left out."""
+    isolation: str = "auto"
+    packages: bool = False
+    test_s: float = Field(4.0, gt=0)
+    budget_s: float = Field(8.0, gt=0)
+    """Seconds of a test, and of all tests of a solution; a pipeline's ``deadline_s`` is for a whole batch."""
+    memory_mib: int = Field(512, gt=0)
+
+
+@register_operator("checked_tests")
+class CheckedTests(Operator[CheckedTestsOptions]):
+    """Write to ``tests``, as JSON, those candidates that all solutions of the row pass, in reward `code`'s sandbox.
+    Columns ``entry_point`` and ``prompt`` say what they say there. A candidate that cannot be run is not kept."""
+
+    kind = "clean"
+    Options = CheckedTestsOptions
+    options: CheckedTestsOptions
+
+    @property
+    def reads(self) -> Mapping[str, Wants]:
+        return {self.options.candidates: "any", self.options.solutions: "any"}
+
+    @property
+    def writes(self) -> Mapping[str, pa.DataType]:
+        return {"tests": pa.string()}
+
+    def prepare(self) -> None:
+        options = self.options
+        sandbox = Sandbox(options.isolation, packages=options.packages)
+        self._judge = Judge(sandbox, Limits(options.test_s, options.test_s, options.memory_mib), options.budget_s)
+
+    def apply(self, rows: pa.RecordBatch) -> Applied:
+        kept = [self._kept(row) for row in rows.to_pylist()]
+        column = pa.array([json.dumps(tests) for tests in kept], pa.string())
+        reasons = ["too few tests hold" if len(tests) < self.options.least else None for tests in kept]
+        return Applied(with_column(rows, "tests", column), reasons)
+
+    def _kept(self, row: dict[str, Any]) -> list[Any]:
+        metadata = {name: row[name] for name in ("entry_point", "prompt") if row.get(name)}
+        task = Task.create("rows", str(row.get("question", "")), "", metadata=metadata)
+        candidates, solutions = (_listed(row[name]) for name in (self.options.candidates, self.options.solutions))
+        return checked_tests(task, candidates, solutions, self._judge, self.options.language)
+
+
+def _listed(value: Any) -> list[Any]:
+    found = json.loads(value) if isinstance(value, str) else value
+    return list(found or ())
