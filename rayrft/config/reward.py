@@ -21,6 +21,13 @@ class RewardPart(Section):
     """``add``: ``weight`` times its value is added to the others. ``gate``: where its value is 0 or below, the sum
     counts 0. ``shape``: like ``add``, but kept out of the value that filters and evaluations look at."""
     weight: float = 1.0
+    label: str = ""
+    """The name of its value among the components; by default its own, which two parts cannot share."""
+
+    @property
+    def component(self) -> str:
+        """The name of its value among the components."""
+        return self.label or self.name
 
 
 class ReplicasConfig(Section):
@@ -57,7 +64,7 @@ class RewardModelConfig(Section):
     trains the reward model."""
     parts: list[RewardPart] = Field(default_factory=list)
     """Instead of ``name`` and ``options``: rewards that are scored side by side. The value of each is a component of
-    its name. If one is unknown, so is the reward, unless a gate is shut."""
+    its name or label. If one is unknown, so is the reward, unless a gate is shut."""
     deadline_s: float = Field(10.0, gt=0)
     """Seconds for scoring one answer, from the start of execution."""
     workers: int = Field(1, ge=1)
@@ -74,9 +81,9 @@ class RewardModelConfig(Section):
     def _either(self) -> RewardModelConfig:
         if self.parts and self.changed & {"name", "options"}:
             raise invalid("parts", "stand beside name or options", remedy="make that reward one of the parts")
-        names = [part.name for part in self.parts]
+        names = [part.component for part in self.parts]
         if len(set(names)) < len(names):
-            remedy = "they name components: register one under another name"
+            remedy = "they name components: give one a label"
             raise invalid("parts", "two have one name", value=names, remedy=remedy)
         if self.parts and all(part.role != "add" for part in self.parts):
             raise invalid("parts", "none is added", value=names, remedy="let the role of one be add")

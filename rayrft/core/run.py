@@ -101,9 +101,13 @@ class RunData:
 
     def add_tasks(self, tasks: list[Task], source: int = 0) -> int:
         """Add tasks to a source of the run's task set, by index, while it is running; return how many are new by their
-        id. Raises DataError if the run draws no tasks, or lacks what its task sampler needs."""
+        id. Raises ConfigError if no reward scores the domain of one, and DataError if the run draws no tasks, or one
+        lacks what its task sampler needs."""
         from rayrft.buffer.dataset import answer
 
+        rewards = load_config(self.folder / "config.yaml").reward
+        for task in tasks:
+            rewards.domain_of(task.domain)
         return answer(self._buffer().call(Buffer.add_tasks, tasks, source))
 
     def put(self, rows: list[Experience]) -> None:

@@ -222,13 +222,15 @@ def combine(parts: Sequence[RewardPart], results: Sequence[RewardResult]) -> Rew
     adding, gates, shaping = ([pair for pair in pairs if pair[0].role == role] for role in ("add", "gate", "shape"))
     shut = any(result.value is not None and result.value <= 0 for _, result in gates)
     counted = shaping if shut else pairs
-    unknown = [f"{part.name}: {result.reason}" for part, result in counted if result.value is None]
-    known = [f"{part.name}: {result.reason}" for part, result in pairs if result.value is not None and result.reason]
+    unknown = [f"{part.component}: {result.reason}" for part, result in counted if result.value is None]
+    known = [
+        f"{part.component}: {result.reason}" for part, result in pairs if result.value is not None and result.reason
+    ]
     components: dict[str, float] = {}
     for part, result in pairs:
-        components |= {f"{part.name}.{name}": value for name, value in result.components.items()}
+        components |= {f"{part.component}.{name}": value for name, value in result.components.items()}
         if result.value is not None:
-            components[part.name] = result.value
+            components[part.component] = result.value
     turns = [[part.weight * reward for reward in result.turns] for part, result in adding if result.turns]
     return RewardResult(
         None if unknown else 0.0 if shut else _weighted(adding),

@@ -12,11 +12,14 @@ import pytest
 import ray
 
 from rayrft.buffer.dataset import dataset
+from rayrft.config import dump_config, load_config
 from rayrft.core.launch import attach
 from rayrft.core.run import Run
 from rayrft.errors import ActorDied, ConfigError, DataError, FeedbackRefused, RayrftError, RunNotFound
+from rayrft.experience import Task
 from tests.buffer.live import live_run
 from tests.buffer.rows import group
+from tests.e2e.conftest import small_config
 from tests.errors import about
 from tests.scripted import handle
 
@@ -59,6 +62,13 @@ def test_feedback_reaches_the_row_or_says_why_not(run: Run) -> None:
 def test_groups_are_not_put_into_a_run_that_samples_its_own(run: Run) -> None:
     with pytest.raises(ConfigError, check=about("mode", "both")):
         run.put([])
+
+
+def test_a_task_that_no_reward_scores_is_not_added(tmp_path: Path) -> None:
+    settings = small_config(tmp_path, "domains", reward={"domains": {"math": {"name": "exact"}}})
+    (tmp_path / "config.yaml").write_text(dump_config(load_config(settings)))
+    with pytest.raises(ConfigError, check=about("reward.domains", "code")):
+        Run("domains", tmp_path, None).add_tasks([Task.create("test", "question", "x", domain="code")])
 
 
 def test_a_run_that_ended_says_where_its_data_is(live: Path) -> None:

@@ -192,6 +192,14 @@ def test_what_a_part_shapes_by_itself_is_weighed_with_it() -> None:
     assert (found.value, found.shaping) == (1.5, 0.0)
 
 
+def test_two_parts_of_one_name_are_told_apart_by_a_label() -> None:
+    with pytest.raises(ValueError, match="give one a label"):
+        RewardConfig(parts=[{"name": "exact"}, {"name": "exact", "weight": 0.5}])
+    RewardConfig(parts=[{"name": "exact"}, {"name": "exact", "weight": 0.5, "label": "again"}])
+    found = combine([RewardPart(name="a"), RewardPart(name="a", label="b")], [result(1.0, x=1.0), result(0.5, x=2.0)])
+    assert found.value == 1.5 and found.components == {"a": 1.0, "b": 0.5, "a.x": 1.0, "b.x": 2.0}
+
+
 def test_parts_of_which_none_is_added_are_refused() -> None:
     with pytest.raises(ValueError, match="none is added"):
         RewardConfig(parts=[{"name": "exact", "role": "gate"}])
