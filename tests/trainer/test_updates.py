@@ -406,7 +406,7 @@ def test_a_truncated_answer_is_worth_what_the_critic_makes_of_its_end(packs: boo
             model.set_attn_implementation("sdpa")
     torch.nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(5))
     rows = [replace(row, reward=0.5, truncated=number % 2 == 0) for number, row in enumerate(own_rows(4))]
-    [batch] = learner._compute_old_logprobs(learner._make_micro_batches([rows]))
+    [batch] = learner._compute_old_logprobs(learner._make_micro_batches([rows]), [rows])
     critic.model.set_attn_implementation("sdpa")
     seen = 0
     for micro in batch:
