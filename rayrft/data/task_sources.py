@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -200,6 +202,17 @@ def _difficulty(values: dict[str, Any], config: TaskSourceConfig, origin: str, f
     return float(difficulty)
 
 
+@contextlib.contextmanager
+def _quiet(logger: logging.Logger) -> Iterator[None]:
+    """Let it tell only errors: plans and progress of a read say nothing to who starts a run."""
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
 def _read_rows(path: Path, field: str) -> list[dict[str, Any]]:
     import ray.data
     from pyarrow import ArrowInvalid
@@ -216,7 +229,7 @@ def _read_rows(path: Path, field: str) -> list[dict[str, Any]]:
     parquet = path.suffix == ".parquet" or any(path.glob("*.parquet"))
     read = ray.data.read_parquet if parquet else ray.data.read_json
     try:
-        with ray.data.DataContext.current(context):
+        with ray.data.DataContext.current(context), _quiet(logging.getLogger("ray.data")):
             rows = read(str(path.absolute())).take_all() if path.is_dir() or path.stat().st_size else []
     except (RayTaskError, ArrowInvalid, ValueError) as error:
         cause = getattr(error, "cause", None) or error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,14 @@ def test_held_out_tasks_from_a_file_of_their_own_never_reach_training(parquet: P
     assert len(splits.train) == 19
 
 
-def test_a_held_out_file_keeps_its_questions_from_every_source(tmp_path: Path, ray_cluster: Any) -> None:
+def test_a_held_out_file_keeps_its_questions_from_every_source(
+    tmp_path: Path, ray_cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray.data  # with its handlers
+
+    told = list[logging.LogRecord]()
+    for handler in logging.getLogger(ray.data.__name__).handlers:
+        monkeypatch.setattr(handler, "emit", told.append)
     held_out = jsonl(tmp_path / "test.jsonl", *({"question": str(i), "answer": "a"} for i in range(8, 12)))
     splits = load_tasks(
         TasksConfig(sources=[own(0, 10), own(10, 10, eval_path=held_out)], eval_size=4),
@@ -95,6 +103,7 @@ def test_a_held_out_file_keeps_its_questions_from_every_source(tmp_path: Path, r
     )
     assert [task.question for task in splits.evaluation[2:]] == ["8", "9"]
     assert not {task.question for task in splits.train} & {task.question for task in splits.evaluation}
+    assert not told, "how Ray Data reads a file says nothing to who starts a run"
 
 
 def hub(folder: Path, **changes: Any) -> dict[str, Any]:
