@@ -224,8 +224,19 @@ def _tasksets(config: RunConfig) -> dict[str, list[Task]]:
 
 
 def _find(name: str, model: str, storage: Path, folder: Path) -> _Model:
-    """Find a model by what ``bench.models`` says; weights of a checkpoint are written below ``folder``, once."""
+    """Find a model by what ``bench.models`` says; weights of a checkpoint are written below ``folder``, once. Raises
+    ModelError if there is none, or it answers nothing."""
     field = f"bench.models.{name}"
+    found = _weights(name, model, storage, folder, field)
+    config = Path(found.path) / "config.json"
+    kinds = json.loads(config.read_text()).get("architectures") or [] if config.is_file() else []
+    if any(kind.endswith("ForSequenceClassification") for kind in kinds):
+        remedy = "give the weights of a stage that trains the policy, such as RUN@STAGE"
+        raise ModelError("is a reward model, which answers nothing", field=field, value=model, remedy=remedy)
+    return found
+
+
+def _weights(name: str, model: str, storage: Path, folder: Path, field: str) -> _Model:
     if (Path(model) / "config.json").is_file():
         return _Model(name, str(Path(model).absolute()), _identity(Path(model)))
     run, _, which = model.partition("@")

@@ -60,6 +60,12 @@ def test_a_model_is_a_folder_a_run_or_weights_of_a_run(storage: Path) -> None:
     assert find(storage, "run").path == str(run / "checkpoints" / "final")
 
 
+def test_a_reward_model_is_refused(storage: Path) -> None:
+    (storage / "run/checkpoints/mix/config.json").write_text('{"architectures": ["Qwen3ForSequenceClassification"]}')
+    with pytest.raises(ModelError, check=about("bench.models.m", "run@mix"), match="reward model"):
+        find(storage, "run@mix")
+
+
 @pytest.mark.parametrize(
     ("model", "remedy"),
     [
