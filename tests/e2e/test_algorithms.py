@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,9 @@ def finished(
     warmup, mix = config["stages"]
     warmup["optimizer"]["lr"] = mix["optimizer"]["lr"] = 1e-2
     mix["algorithm"]["kl"], mix["steps"] = "k3", 3
+    config["demonstrations"]["labelled"] = {"path": str(_labelled(folder / "labelled.jsonl"))}
+    kto = {"name": "kto", "algorithm": {"name": "kto"}, "demonstrations": "labelled", "steps": 2, "batch_size": 16}
+    config["stages"].append({**kto, "optimizer": {"lr": 1e-3}})
     for name, algorithm in ALGORITHMS.items():
         config["stages"].append(
             {
@@ -57,6 +61,15 @@ def finished(
     return run, summary, steps, lines
 
 
+def _labelled(path: Path) -> Path:
+    words = ("cat", "dog", "cow", "pig", "hen", "ant", "bee", "owl")
+    prompts = [f"Spell this word backward: {word}" for word in words]
+    rows = [{"prompt": p, "response": word[::-1], "label": True} for p, word in zip(prompts, words, strict=True)]
+    rows += [{"prompt": p, "response": word, "label": False} for p, word in zip(prompts, words, strict=True)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
 def test_one_run_goes_through_a_critic_a_greedy_baseline_turns_and_a_teacher(finished: Any) -> None:
     _, summary, steps, lines = finished
     assert summary.status == "finished"
@@ -66,6 +79,8 @@ def test_one_run_goes_through_a_critic_a_greedy_baseline_turns_and_a_teacher(fin
     first = {stage: taken[0] for stage, taken in steps.items()}
     assert all(first[name].logprob_gap < 1e-4 for name in ALGORITHMS), "engines and ranks computed the same policy"
     assert first["ppo"].value_loss > 0 and first["ppo"].kl == pytest.approx(0.0, abs=1e-6)
+    # At the start policy and reference are one: sigmoid(0) = 1/2 of each row, whatever its label.
+    assert first["kto"].preference_loss == pytest.approx(0.5, abs=1e-4) and steps["kto"][1].preference_loss < 0.5
     assert first["distill"].distillation_loss > 0, "the teacher is the untrained model, the policy was warmed up"
     assert not [line for line in lines if "first step of" in line], lines
 
