@@ -19,7 +19,8 @@ from rayrft.core.checkpoints import Checkpoints, export, find_folder
 from rayrft.core.cluster import connect
 from rayrft.core.launch import check_room
 from rayrft.core.placement import NAMESPACE, Placement, actor_name, plan_placement, show_plan
-from rayrft.core.preflight import check_rewards, check_workflows, find_model
+from rayrft.core.preflight import check_workflows, find_model
+from rayrft.core.reward_checks import check_rewards
 from rayrft.core.supervision import root_cause
 from rayrft.data.task_splits import load_taskset
 from rayrft.errors import ModelError, RunNotFound, Stalled

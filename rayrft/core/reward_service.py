@@ -12,7 +12,8 @@ from rayrft.config.serve import RewardServiceConfig
 from rayrft.core.cluster import connect
 from rayrft.core.launch import check_room
 from rayrft.core.placement import NAMESPACE, Part, actor_name, reward_replicas, show_plan
-from rayrft.core.preflight import check_reward, read_keys
+from rayrft.core.preflight import read_keys
+from rayrft.core.reward_checks import check_reward
 from rayrft.handle import Handle
 
 if TYPE_CHECKING:

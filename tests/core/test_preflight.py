@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from rayrft.config.reward import RewardConfig
-from rayrft.core.preflight import check_rewards, choose_probe
+from rayrft.core.preflight import choose_probe
+from rayrft.core.reward_checks import check_rewards
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ConfigError
 from rayrft.experience import Task
