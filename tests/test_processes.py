@@ -192,10 +192,10 @@ async def test_a_factory_that_cannot_be_imported_is_told(tmp_path: Path) -> None
 async def test_classes_of_plugins_are_known_in_the_processes(tmp_path: Path) -> None:
     from rayrft.registry import load_plugins
 
-    plugin = tmp_path / "own.py"
+    plugin = tmp_path / "classes_of_own.py"
     plugin.write_text("class Own:\n    def name(self):\n        return __name__\n")
     load_plugins([plugin])
-    [module] = [module for name, module in sys.modules.items() if name.startswith("rayrft_plugin_own")]
+    [module] = [module for name, module in sys.modules.items() if name.startswith("rayrft_plugin_classes_of_own")]
     async with pool_of(module.Own, plugins=[plugin]) as pool, pool.lease() as worker:
         assert await worker.call("name", deadline_s=20) == module.__name__
 

@@ -102,7 +102,7 @@ async def test_the_reward_is_posted_or_returned_or_that_of_the_last_answer(
         rollout = await ran()
         assert rollout.problem is None
         assert [row.reward for row in rollout.rows] == [reward] and ran.scored == scored
-        assert rollout.rows[0].reward_components == ({"style": 1.0} if agent == "rates_itself" else {})
+        assert rollout.results[0].components == ({"style": 1.0} if agent == "rates_itself" else {})
         assert {request.sampling.temperature for request in ran.policy.requests} == {1.0}  # whatever it asks for
 
 
