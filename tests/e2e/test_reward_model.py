@@ -42,7 +42,9 @@ def make_config(folder: Path, **overrides: Any) -> dict[str, Any]:
     return {**config, **overrides}
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["full", "lora"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(False, id="full"), pytest.param(True, id="lora", marks=pytest.mark.slow)]
+)
 def finished(request: Any, ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> rayrft.Run:
     """Once with an adapter, and once without, stopped in the stage of the reward model and resumed."""
     lora = {"rank": 4} if request.param else None
