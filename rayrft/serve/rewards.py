@@ -61,7 +61,8 @@ class ScoreRequest(_Body):
     task: ScoredTask
     response: str | None = None
     messages: list[Message] = Field(default_factory=list)
-    """Instead of ``response``, for rewards that see the conversation: all of it; the last message is the model's."""
+    """Instead of ``response``, for rewards that see the conversation: all of it. The last message is the model's, and
+    so are all of the assistant's, but for those that the task's own ``messages`` hold, if it begins with them."""
 
     @model_validator(mode="after")
     def _one_answer(self) -> Self:
@@ -81,13 +82,16 @@ class ScoreRequest(_Body):
         )
 
     def transcript(self) -> Transcript:
-        """Return the conversation with the answer."""
+        """Return the conversation, in which a ``response`` is the only answer of the model."""
+        asked = self.task.messages
+        given = sum(turn.role == "assistant" for turn in asked)
         if self.response is None:
-            return Transcript(tuple(turn.model_dump() for turn in self.messages))
-        if not self.task.messages:
+            begun = self.messages[: len(asked)] == asked
+            return Transcript(tuple(turn.model_dump() for turn in self.messages), given=given if begun else 0)
+        if not asked:
             return Transcript.of(self.question(), self.response)
-        before = tuple(turn.model_dump() for turn in self.task.messages)
-        return Transcript((*before, {"role": "assistant", "content": self.response}))
+        before = tuple(turn.model_dump() for turn in asked)
+        return Transcript((*before, {"role": "assistant", "content": self.response}), given=given)
 
 
 class Scores(RootModel[list[ScoreRequest]]):

@@ -88,10 +88,12 @@ async def test_a_conversation_is_scored_whole() -> None:
     last = {"role": "assistant", "content": "2"}
     of_task = {"domain": "math", "task": {"messages": [*before, *after], "answer": "2"}, "response": "2"}
     of_answer = {"domain": "math", "task": {"prompt": "1 + 1?", "answer": "2"}, "messages": [*before, *after, last]}
-    for asked in (of_task, of_answer):
+    of_both = {**of_answer, "task": {"messages": [*before, *after], "answer": "2"}}
+    for asked in (of_task, of_answer, of_both):
         assert (await http.post("/v1/score", json=asked)).json()["value"] == 1.0
-    first, second = (transcripts[0] for _, transcripts in scripted.asked)
-    assert first == second and list(first.turns) == [*before, *after, last]
+    found = [transcripts[0] for _, transcripts in scripted.asked]
+    assert all(list(each.turns) == [*before, *after, last] for each in found)
+    assert [each.answers for each in found] == [["2"], ["3", "2"], ["2"]], "the others were given"
     assert scripted.asked[0][0].system == "Be brief."
 
 
