@@ -166,8 +166,8 @@ def test_a_process_model_gives_each_answer_what_its_steps_come_to(tiny_model: Pa
     result = ProcessModel(str(folder)).score(TASK, transcript)
     assert result.turns == pytest.approx((min(one), min(two)), abs=1e-5)
     assert result.value == pytest.approx(min(one + two), abs=1e-5) and result.components["steps"] == 5
-    right = next((number for number, step in enumerate(one + two) if step <= 0.5), 5)
-    assert result.components["right"] == right
+    assert ProcessModel(str(folder))._result([[0.9, 0.45], [0.8]]).components == {"steps": 3, "right": 1}
+    assert ProcessModel(str(folder))._result([[0.9, 0.55], [0.8]]).components == {"steps": 3, "right": 3}
     for reduce, value in (("product", math.prod(one + two)), ("mean", sum(one + two) / 5), ("last", two[-1])):
         again = ProcessModel(str(folder), reduce=reduce).score(TASK, transcript)  # type: ignore[arg-type]
         assert again.value == pytest.approx(value, abs=1e-5)
