@@ -77,9 +77,7 @@ def kto(
     """
     if rows.reference_kl is None:
         raise ValueError("kto needs the mean KL from the reference")
-    gap = beta * (rows.gains - rows.reference_kl)
-    good, bad = desirable_weight * torch.sigmoid(-gap), undesirable_weight * torch.sigmoid(gap)
-    return torch.where(rows.good, good, bad)
+    return _by_label(beta * (rows.gains - rows.reference_kl), rows.good, desirable_weight, undesirable_weight)
 
 
 @unpaired_losses.register("apo_zero_unpaired", needs=["labels", "reference"])
@@ -88,6 +86,8 @@ def apo_zero_unpaired(
 ) -> Tensor:
     """KTO with z0 = 0: `apo_zero` (D'Oosterlinck et al. 2024, arXiv:2408.06266, eq. 7, plus 1) on single answers, as
     TRL's loss of the same name."""
-    gap = beta * rows.gains
-    good, bad = desirable_weight * torch.sigmoid(-gap), undesirable_weight * torch.sigmoid(gap)
-    return torch.where(rows.good, good, bad)
+    return _by_label(beta * rows.gains, rows.good, desirable_weight, undesirable_weight)
+
+
+def _by_label(gap: Tensor, good: Tensor, desirable_weight: float, undesirable_weight: float) -> Tensor:
+    return torch.where(good, desirable_weight * torch.sigmoid(-gap), undesirable_weight * torch.sigmoid(gap))
