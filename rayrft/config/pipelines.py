@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from rayrft.config.base import Section
+from rayrft.config.auxiliary import AuxiliaryConfig
+from rayrft.config.base import NAME, Section, invalid
+from rayrft.config.reward import RewardModelsConfig
 
 
 class OperatorConfig(Section):
@@ -26,10 +28,37 @@ class OperatorConfig(Section):
         return dict(self.model_extra or {})
 
 
+class EndpointConfig(Section):
+    """A model behind the API of OpenAI, which operators may ask."""
+
+    url: str
+    """The base, which ends in ``/v1``."""
+    model: str
+    key_variable: str = "OPENAI_API_KEY"
+    """The environment variable with the key."""
+    temperature: float = Field(1.0, ge=0)
+    max_tokens: int = Field(1024, ge=1)
+    """For requests that do not say them."""
+    calls: int = Field(64, ge=1)
+    """Requests at a time."""
+    retries: int = Field(4, ge=0)
+    """How often a request is made again that was not answered, after a pause that doubles, or as long as the endpoint
+    asks for."""
+
+
 class PipelineConfig(Section):
-    """The file of ``rayrft data process``: operators, in their order."""
+    """The file of ``rayrft data process``: operators, in their order, and what they may ask."""
 
     operators: list[OperatorConfig] = Field(min_length=1)
+    models: dict[Annotated[str, Field(pattern=NAME)], AuxiliaryConfig] = Field(default_factory=dict)
+    """Models that operators may ask, by name, each on engines of its own while the pipeline runs."""
+    endpoints: dict[Annotated[str, Field(pattern=NAME)], EndpointConfig] = Field(default_factory=dict)
+    """Further ones, which run elsewhere."""
+    reward: RewardModelsConfig | None = None
+    """How operators check answers again; by default as the run does that ``--config`` names."""
+    answer_s: float = Field(300.0, gt=0)
+    """Seconds for an answer of a model, from when the request is made. The ``deadline_s`` of an operator stands still
+    while it waits for answers."""
     batch_rows: int = Field(1000, ge=1)
     """Rows that an operator gets at once, at most; whole groups where it works on groups."""
     deadline_s: float = Field(60.0, gt=0)
@@ -39,7 +68,13 @@ class PipelineConfig(Section):
     samples: int = Field(3, ge=0)
     """Rows that are shown by operator, of those that it changed, made and left out."""
     plugins: list[Path] = Field(default_factory=list)
-    """Python files that register operators of your own."""
+    """Python files that register operators, and rewards, of your own."""
+
+    @model_validator(mode="after")
+    def _one_model_by_name(self) -> PipelineConfig:
+        if both := sorted(self.models.keys() & self.endpoints.keys()):
+            raise invalid(f"endpoints.{both[0]}", "is the name of one of 'models'", remedy="give it another")
+        return self
 
     @field_validator("plugins")
     @classmethod
@@ -55,5 +90,12 @@ class PipelinesConfig(Section):
     columns id, source, question, answer, system, difficulty, and metadata as JSON."""
     decontaminate: bool = True
     """Leave out tasks for training and demonstrating that show what a task of an evaluation set asks or answers."""
+    endpoints: dict[Annotated[str, Field(pattern=NAME)], EndpointConfig] = Field(default_factory=dict)
+    """Models elsewhere that operators may ask, by name, beside the ``auxiliary`` ones of the run. Of those, what
+    ``tasks`` needs has engines before the run starts, too; answers are kept in ``<storage>/answers.<name>.jsonl``, so
+    that a resumed run has the same tasks."""
+    answer_s: float = Field(300.0, gt=0)
+    """Seconds for an answer of a model, from when the request is made. The ``deadline_s`` of an operator stands still
+    while it waits for answers."""
     deadline_s: float = Field(60.0, gt=0)
     """Seconds that an operator may take for one batch of 1,000 tasks."""

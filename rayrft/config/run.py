@@ -159,6 +159,13 @@ class RunConfig(Section):
         return ProbeBounds(0.15 * (given or 0.2), given or 0.2, 0.99)
 
     @model_validator(mode="after")
+    def _one_model_by_name(self) -> RunConfig:
+        if both := sorted(self.auxiliary.keys() & self.pipelines.endpoints.keys()):
+            problem = "is the name of an auxiliary model, too"
+            raise invalid(f"pipelines.endpoints.{both[0]}", problem, remedy="give it another")
+        return self
+
+    @model_validator(mode="after")
     def _mode(self) -> RunConfig:
         if self.mode == "both" and self.tasks is None:
             raise invalid("tasks", "a required key is missing", remedy="modes 'train' and 'serve' do without")

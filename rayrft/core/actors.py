@@ -174,13 +174,7 @@ def create_actors(
     evaluation_pool = (
         placement.actor(EnginePool, "engine_pool", name="evaluation_pool").create() if evaluation_engines else None
     )
-    auxiliary = {
-        name: Auxiliary(
-            placement.actor(EnginePool, "engine_pool", name=f"engine_pool-{name}").create(),
-            create_engines(placement, each.engine.count, f"auxiliary-{name}", f"auxiliary-{name}"),
-        )
-        for name, each in config.auxiliary.items()
-    }
+    auxiliary = {name: create_auxiliary(placement, name, each) for name, each in config.auxiliary.items()}
     tasks, held_out = ray.put(prepared.tasks), ray.put(prepared.held_out)
     explorers = [
         placement.actor(Explorer, "explorer", name=f"explorer-{index}", bundle=index).create(
@@ -209,6 +203,14 @@ def create_engines(
     return [
         placement.actor(RolloutEngine, part, name=f"{name}-{index}", bundle=index).create() for index in range(count)
     ]
+
+
+def create_auxiliary(placement: Placement, name: str, config: AuxiliaryConfig) -> Auxiliary:
+    """Create the actors of an auxiliary model; they are not started yet."""
+    return Auxiliary(
+        placement.actor(EnginePool, "engine_pool", name=f"engine_pool-{name}").create(),
+        create_engines(placement, config.engine.count, f"auxiliary-{name}", f"auxiliary-{name}"),
+    )
 
 
 def scoring(config: RunConfig, placement: Placement) -> Callable[[], Scoring] | None:
@@ -254,7 +256,7 @@ async def start_actors(
         for index, handle in enumerate([*actors.engines, *actors.evaluation_engines])
     ]
     others.append(_start_explorers(actors.explorers, rewards))
-    others += [_serve(each, config.auxiliary[name], config.seed) for name, each in actors.auxiliary.items()]
+    others += [start_auxiliary(each, config.auxiliary[name], config.seed) for name, each in actors.auxiliary.items()]
     if actors.keeper is not None:
         others.append(actors.keeper.call(SessionKeeper.start))
     if actors.trainer is None or trainer is None:
@@ -280,7 +282,7 @@ async def _start_explorers(explorers: list[Handle[Explorer]], rewards: Awaitable
     await asyncio.gather(*(explorer.call(Explorer.start) for explorer in explorers))
 
 
-async def _serve(actors: Auxiliary, config: AuxiliaryConfig, seed: int) -> None:
+async def start_auxiliary(actors: Auxiliary, config: AuxiliaryConfig, seed: int) -> None:
     """Start the engines of an auxiliary model, and let them take requests."""
     starting = [
         handle.call(

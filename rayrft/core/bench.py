@@ -17,8 +17,8 @@ from rayrft.config.serve import ServeConfig
 from rayrft.core.actors import create_engines, reward_service, scoring
 from rayrft.core.checkpoints import Checkpoints, export, find_folder
 from rayrft.core.cluster import connect
-from rayrft.core.launch import check_room
-from rayrft.core.placement import NAMESPACE, Placement, actor_name, plan_placement, show_plan
+from rayrft.core.pipeline_models import task_engines
+from rayrft.core.placement import NAMESPACE, Placement, actor_name, check_room, plan_placement, show_plan
 from rayrft.core.preflight import check_workflows, find_model
 from rayrft.core.reward_checks import check_rewards
 from rayrft.core.supervision import root_cause
@@ -221,7 +221,7 @@ def _tasksets(config: RunConfig) -> dict[str, list[Task]]:
     if config.tasks is None:
         return tasksets
     bench = [task for tasks in tasksets.values() for task in tasks]
-    return {_HELD_OUT: load_splits(config, bench)[0].evaluation, **tasksets}
+    return {_HELD_OUT: load_splits(config, bench, task_engines(config))[0].evaluation, **tasksets}
 
 
 def _find(name: str, model: str, storage: Path, folder: Path) -> _Model:

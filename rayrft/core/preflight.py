@@ -29,6 +29,7 @@ from rayrft.experience import Experience, Task
 from rayrft.explorer.environments import environment_factory
 from rayrft.explorer.workflows import build_workflow
 from rayrft.files import sync
+from rayrft.pipelines.answering import Engines
 from rayrft.pipelines.report import OperatorReport
 from rayrft.pipelines.tasks import load_processed
 from rayrft.serve.protocol import key_digest
@@ -124,8 +125,9 @@ class Prepared:
     """What was done with the tasks, by operator."""
 
 
-def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepared:
+def prepare(config: RunConfig, run_id: str, *, resumed: bool = False, engines: Engines | None = None) -> Prepared:
     """Load and check everything a run reads, and create its folder; the folder of a ``resumed`` run is kept.
+    ``engines`` has the auxiliary models that operators on its tasks ask.
 
     Raises DataError, ModelError or ConfigError. Requires a running Ray only for tasks from files.
     """
@@ -133,7 +135,7 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepare
         ChatTokenizer(find_model(auxiliary.model, f"auxiliary.{name}.model"), f"auxiliary.{name}.model")
     samplers.get(config.buffer.sampler.name, "buffer.sampler.name")
     scores.get(config.buffer.sampler.score, "buffer.sampler.score")
-    processed, notices = load_processed(config), list[str]()
+    processed, notices = load_processed(config, engines), list[str]()
     splits = processed.splits
     if config.tasks is not None:
         others = chain(splits.evaluation, *splits.demonstrated.values())

@@ -51,6 +51,8 @@ class Outcome:
     left_out: list[LeftOut] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
     made_rows: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """All of them."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ def build_chain(
         place = f"{field}.{number}"
         operator = build_operator(config, place, context)
         named = f"{place}.{config.name}"
+        _check_asked(operator, context, place)
         _check_columns(operator, schema, named, before)
         try:
             operator.check(schema)
@@ -116,7 +119,12 @@ def apply_link(link: Link, rows: pa.RecordBatch, samples: int) -> tuple[pa.Recor
         added = mark_made(_conform(applied.made, link.gives, blank=True), parents, version)
         made_rows = added.slice(0, samples).to_pylist(maps_as_pydicts="lossy")
         after = pa.concat_batches([after, added])
-    return after, Outcome(rows.num_rows, after.num_rows, changed, made, seconds, left_out, changes, made_rows)
+    return after, Outcome(
+        rows.num_rows, after.num_rows, changed, made, seconds, left_out, changes, made_rows, list(applied.notes)
+    )
+
+
+_LISTS = ("left_out", "changes", "made_rows", "notes")
 
 
 def apply_each(link: Link, rows: pa.RecordBatch, samples: int) -> tuple[pa.RecordBatch, Outcome]:
@@ -140,9 +148,19 @@ def apply_each(link: Link, rows: pa.RecordBatch, samples: int) -> tuple[pa.Recor
             outcomes.append(outcome)
     together = Outcome(
         *(sum(getattr(each, name) for each in outcomes) for name in ("taken", "given", "changed", "made", "seconds")),
-        *([item for each in outcomes for item in getattr(each, name)] for name in ("left_out", "changes", "made_rows")),
+        *([item for each in outcomes for item in getattr(each, name)] for name in _LISTS),
     )
     return pa.concat_batches(parts) if parts else _conform(rows.slice(0, 0), link.gives), together
+
+
+def _check_asked(operator: Operator[Any], context: Context, field: str) -> None:
+    for option, name in operator.asks.items():
+        if name not in context.models:
+            remedy = nearest(name, context.models) if context.models else "add it to models or endpoints"
+            raise ConfigError("no such model can be asked here", field=f"{field}.{option}", value=name, remedy=remedy)
+    if operator.scores and not context.scores:
+        remedy = "add 'reward', or give the config of a run (--config)"
+        raise ConfigError("it checks answers, and there is no reward to do so", field=field, remedy=remedy)
 
 
 def _check_columns(operator: Operator[Any], schema: pa.Schema, field: str, before: str) -> None:

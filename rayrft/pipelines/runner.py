@@ -7,10 +7,11 @@ are put down in an Arrow file, which is read as it is needed: memory holds one b
 from __future__ import annotations
 
 import asyncio
+import math
 import tempfile
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,16 @@ import numpy as np
 import pyarrow as pa
 
 from rayrft.config.pipelines import OperatorConfig
-from rayrft.errors import CallFailed, CallTimeout, OperatorFailed, OperatorTimeout, ProcessDied
+from rayrft.errors import (
+    ActorDied,
+    CallFailed,
+    CallTimeout,
+    EndpointFailed,
+    OperatorFailed,
+    OperatorTimeout,
+    ProcessDied,
+)
+from rayrft.pipelines.answering import Answerer
 from rayrft.pipelines.chain import LeftOut, Link, Outcome, apply_each, apply_link, build_chain
 from rayrft.pipelines.operator import Context
 from rayrft.pipelines.report import OperatorReport, Report
@@ -29,6 +39,10 @@ from rayrft.registry import load_plugins
 _ANSWER_BYTES = 1 << 31
 _START_S = 300.0
 """Operators load models and compile as they start."""
+
+Answers = Callable[[Collection[str], bool], AbstractAsyncContextManager[Answerer]]
+"""Has what answers operators, for as long as they work: takes the names of the models that they ask, and whether they
+have answers scored."""
 
 Progress = Callable[[int, int], None]
 """Is called with the number of the operator and the rows that it was given."""
@@ -72,13 +86,22 @@ class Pipeline:
         *,
         left_out: Callable[[str, list[LeftOut]], None] = lambda operator, rows: None,
         progress: Progress = lambda operator, rows: None,
+        answers: Answers | None = None,
     ) -> Report:
-        """Send rows through all operators. ``take`` gets what comes out, ``left_out`` what each operator left out.
+        """Send rows through all operators. ``take`` gets what comes out, ``left_out`` what each operator left out, and
+        ``answers`` has what answers them, where they ask.
 
-        Raises OperatorFailed if one raises, ends its process or returns what does not fit, and OperatorTimeout if one
-        is not done with a batch within the deadline.
+        Raises OperatorFailed if one raises, ends its process or returns what does not fit, or if a model that it asks
+        died, and OperatorTimeout if one is not done with a batch within the deadline, not counting the time in which it
+        waits for answers.
         """
-        return in_thread(lambda: self._run(batches, take, left_out, progress))
+        asks = sorted({name for link in self.links for name in link.operator.asks.values()})
+        scores = any(link.operator.scores for link in self.links)
+
+        def answerer() -> AbstractAsyncContextManager[Answerer | None]:
+            return answers(asks, scores) if answers is not None and (asks or scores) else nullcontext()
+
+        return in_thread(lambda: self._run(batches, take, left_out, progress, answerer))
 
     async def _run(
         self,
@@ -86,6 +109,7 @@ class Pipeline:
         take: Callable[[pa.RecordBatch], None],
         left_out: Callable[[str, list[LeftOut]], None],
         progress: Progress,
+        answers: Callable[[], AbstractAsyncContextManager[Answerer | None]],
     ) -> Report:
         pool = ProcessPool(
             self._create,
@@ -105,8 +129,9 @@ class Pipeline:
         try:
             with tempfile.TemporaryDirectory(prefix="rayrft-pipeline-") as folder:
                 try:
-                    async with pool.lease() as worker:
-                        stream = self._stream(_Far(worker, self.links, self._deadline_s), batches, Path(folder), note)
+                    async with answers() as answerer, pool.lease() as worker:
+                        far = _Far(worker, self.links, self._deadline_s, answerer)
+                        stream = self._stream(far, batches, Path(folder), note)
                         async with aclosing(stream):
                             async for batch in stream:
                                 take(batch)
@@ -201,8 +226,10 @@ class Applier:
 class _Far:
     """The operators' process, seen from here."""
 
-    def __init__(self, worker: Worker, links: Sequence[Link], deadline_s: float) -> None:
-        self._worker, self._links, self._deadline_s = worker, links, deadline_s
+    def __init__(
+        self, worker: Worker, links: Sequence[Link], deadline_s: float, answerer: Answerer | None = None
+    ) -> None:
+        self._worker, self._links, self._deadline_s, self._answerer = worker, links, deadline_s, answerer
 
     async def apply(
         self, numbers: Sequence[int], batch: pa.RecordBatch, note: Callable[[int, Outcome], None]
@@ -239,11 +266,45 @@ class _Far:
         rows: pa.RecordBatch | None = None,
         deadline_s: float | None = None,
     ) -> Any:
+        link, limit_s = self._links[number], deadline_s or self._deadline_s
+        at = "" if rows is None else f", on the batch of {rows.num_rows} rows that begins with {rows.column(0)[0]}"
         try:
-            return await self._worker.call(method, *arguments, deadline_s=deadline_s or self._deadline_s)
+            if self._answerer is None:
+                return await self._worker.call(method, *arguments, deadline_s=limit_s)
+            return await call_asking(self._worker, method, *arguments, deadline_s=limit_s, answerer=self._answerer)
         except CallFailed as error:
-            at = "" if rows is None else f", on the batch of {rows.num_rows} rows that begins with {rows.column(0)[0]}"
-            raise _failure(error, f"the operator failed{at}", self._links[number].field) from error
+            raise _failure(error, f"the operator failed{at}", link.field) from error
+        except (ActorDied, EndpointFailed) as error:
+            problem = f"a model that it asks failed{at}: {error.problem}"
+            remedy = error.remedy or "see its log; what it has answered is not asked again where answers are kept"
+            raise OperatorFailed(problem, field=link.field, value=error.field, remedy=remedy) from error
+
+
+async def call_asking(worker: Worker, method: str, *arguments: Any, deadline_s: float, answerer: Answerer) -> Any:
+    """Call a method of an object in a process, whose deadline stands still while it waits for what it asks.
+
+    Raises the errors of `Worker.call`, and those with which the answerer ends a call.
+    """
+    loop, waiting = asyncio.get_running_loop(), 0
+
+    async def asked(kind: str, *what: Any) -> Any:
+        nonlocal waiting
+        waiting += 1
+        if not limit.expired():
+            limit.reschedule(None)
+        try:
+            return await answerer.asked(kind, *what)
+        finally:
+            waiting -= 1
+            if not waiting and not limit.expired():
+                limit.reschedule(loop.time() + deadline_s)
+
+    try:
+        async with asyncio.timeout(deadline_s) as limit:
+            return await worker.call(method, *arguments, deadline_s=math.inf, asked=asked)
+    except TimeoutError:
+        problem = f"not done within {deadline_s:g} s"
+        raise CallTimeout(problem, field=method, remedy="raise the deadline, or make it faster") from None
 
 
 def _failure(error: CallFailed, what: str, field: str) -> OperatorFailed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pyarrow as pa
 
@@ -13,6 +14,7 @@ from rayrft.config.pipelines import OperatorConfig, PipelinesConfig
 from rayrft.data.task_splits import TaskSplits, load_bench_tasks, load_tasks
 from rayrft.errors import ConfigError, DataError
 from rayrft.experience import Task, dedup_key
+from rayrft.pipelines.answering import Engines, answering, no_engines
 from rayrft.pipelines.chain import apply_link, build_chain
 from rayrft.pipelines.operator import Context
 from rayrft.pipelines.report import OperatorReport
@@ -26,11 +28,13 @@ SCHEMA = pa.schema(
         "question": pa.string(),
         "answer": pa.string(),
         "system": pa.string(),
+        "domain": pa.string(),
         "difficulty": pa.float64(),
         "metadata": pa.string(),
     }
 )
-"""The columns of tasks that operators see; ``source`` is the name of the source, or its number."""
+"""The columns of tasks that operators see; ``source`` is the name of the source, or its number. That and the domain
+are only read."""
 _BATCH_ROWS = 1000
 
 
@@ -43,15 +47,16 @@ class ProcessedTasks:
     reports: list[OperatorReport]
 
 
-def load_processed(config: RunConfig) -> ProcessedTasks:
+def load_processed(config: RunConfig, engines: Engines | None = None) -> ProcessedTasks:
     """Read the tasks of a run as `load_tasks` does, apply ``pipelines.tasks`` to those of all sources, and leave out
-    training and demonstrated tasks that show an evaluation task.
+    training and demonstrated tasks that show an evaluation task. ``engines`` has the auxiliary models that operators
+    ask.
 
     The same sources and config give the same tasks. Raises the errors of `load_tasks` and `Pipeline`, and DataError if
     nothing is left to train on.
     """
     bench = load_bench_tasks(config.bench, config.seed)
-    splits, reports = load_splits(config, bench)
+    splits, reports = load_splits(config, bench, engines)
     evaluation = (*splits.evaluation, *bench)
     if config.pipelines.decontaminate and evaluation:
         splits, report = decontaminated(splits, evaluation)
@@ -59,9 +64,12 @@ def load_processed(config: RunConfig) -> ProcessedTasks:
     return ProcessedTasks(splits, evaluation, reports)
 
 
-def load_splits(config: RunConfig, bench: Sequence[Task]) -> tuple[TaskSplits, list[OperatorReport]]:
+def load_splits(
+    config: RunConfig, bench: Sequence[Task], engines: Engines | None = None
+) -> tuple[TaskSplits, list[OperatorReport]]:
     """Read the tasks of a run and apply ``pipelines.tasks``; its evaluation tasks do not depend on what is left
-    out afterwards. ``bench`` are the tasks of its bench. Raises the errors of `load_tasks` and `Pipeline`."""
+    out afterwards. ``bench`` are the tasks of its bench; for ``engines`` see `load_processed`. Raises the errors of
+    `load_tasks` and `Pipeline`."""
     reports: list[OperatorReport] = []
     if config.tasks is None:
         return TaskSplits([], [], [], {}), reports
@@ -70,7 +78,7 @@ def load_splits(config: RunConfig, bench: Sequence[Task]) -> tuple[TaskSplits, l
     def process(sources: list[list[Task]]) -> list[list[Task]]:
         if not config.pipelines.tasks:
             return sources
-        processed, found = process_tasks(sources, names, config, bench)
+        processed, found = process_tasks(sources, names, config, bench, engines)
         reports.extend(found)
         return processed
 
@@ -78,14 +86,20 @@ def load_splits(config: RunConfig, bench: Sequence[Task]) -> tuple[TaskSplits, l
 
 
 def process_tasks(
-    sources: Sequence[Sequence[Task]], names: Sequence[str], config: RunConfig, bench: Sequence[Task]
+    sources: Sequence[Sequence[Task]],
+    names: Sequence[str],
+    config: RunConfig,
+    bench: Sequence[Task],
+    engines: Engines | None = None,
 ) -> tuple[list[list[Task]], list[OperatorReport]]:
     """Send the tasks of all sources, one after another, through the operators of ``pipelines.tasks``.
 
     A task keeps its id, whatever is changed; a made one gets the domain, workflow, images and metadata of its first
-    parent. Raises the errors of `Pipeline`.
+    parent. What models answer is kept in ``<storage>/answers.<name>.jsonl``, and not asked again. Raises the errors of
+    `Pipeline`.
     """
     pipelines = config.pipelines
+    models = {*pipelines.endpoints, *(config.auxiliary if engines is not None else ())}
     _check_priorities(pipelines)
     known = {(name, task.id): task for name, tasks in zip(names, sources, strict=True) for task in tasks}
     pipeline = Pipeline(
@@ -93,7 +107,7 @@ def process_tasks(
         SCHEMA,
         field="pipelines.tasks",
         origin="tasks",
-        context=Context(tuple(bench), config.model.path),
+        context=Context(tuple(bench), config.model.path, models, scores=not config.reward.stages),
         plugins=config.plugins,
         deadline_s=pipelines.deadline_s,
         batch_rows=_BATCH_ROWS,
@@ -119,7 +133,16 @@ def process_tasks(
         for name, tasks in zip(names, sources, strict=True)
         for start in range(0, len(tasks), _BATCH_ROWS)
     )
-    report = pipeline.run(batches, take)
+    answers = partial(
+        answering,
+        engines=engines or no_engines,
+        endpoints=pipelines.endpoints,
+        reward=config.scoring,
+        plugins=config.plugins,
+        answer_s=pipelines.answer_s,
+        journal=config.storage / f"answers.{config.name}.jsonl",
+    )
+    report = pipeline.run(batches, take, answers=answers)
     return [found[name] for name in names], report.operators
 
 
@@ -174,6 +197,7 @@ def _to_batch(tasks: Sequence[Task], source: str, *, whole: bool = False) -> pa.
             "question": dedup_key(task.question, task.images) if whole else task.question,
             "answer": task.answer,
             "system": task.system,
+            "domain": task.domain,
             "difficulty": task.difficulty,
             "metadata": None if whole else json.dumps(task.metadata, ensure_ascii=False, default=str),
         }
