@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -17,8 +18,23 @@ from rayrft.pipelines import Context
 from rayrft.pipelines.answering import AskedModel, answering
 from rayrft.pipelines.report import OperatorReport
 from rayrft.pipelines.runner import Pipeline
+from rayrft.rewards import Reward, RewardResult, inline, register_reward
 from rayrft.rewards.judge import Messages
 from tests.pipelines.small import operator
+
+
+@register_reward("last_number")
+@inline
+def last_number() -> Reward:
+    """1 if the last number of a response is that of the answer: scored in this process, for that costs nothing."""
+
+    def score(task: Task, response: str) -> RewardResult:
+        found = re.findall(r"\d+", response)
+        if "unscorable" in response:
+            raise ValueError("cannot be scored")
+        return RewardResult(float(found[-1:] == [task.answer]), reason="another number", answer=(found or [None])[-1])
+
+    return score
 
 
 @dataclass
@@ -47,7 +63,7 @@ def ran(
     batch: pa.RecordBatch,
     models: Mapping[str, Any],
     *,
-    reward: str = "math",
+    reward: str = "last_number",
     tasks: Mapping[str, Task] | None = None,
     tokenizer: str | None = None,
     calls: int = 256,
