@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import uuid
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -242,7 +242,7 @@ def _setting(pipeline: PipelineConfig, config: str | None, out: Path) -> tuple[C
         plugins += run.plugins
     answers = partial(
         answering,
-        engines=pipeline_engines(f"pipeline-{os.getpid()}", models, seed),
+        engines=pipeline_engines(f"pipeline-{uuid.uuid4().hex[:8]}", models, seed),
         endpoints=pipeline.endpoints,
         reward=reward,
         plugins=plugins,

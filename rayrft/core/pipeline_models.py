@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
+from typing import Any
 
 from rayrft.config import RunConfig
 from rayrft.config.auxiliary import AuxiliaryConfig
@@ -16,6 +17,7 @@ from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import Stalled
 from rayrft.explorer.engines.auxiliary import AuxiliaryModel
 from rayrft.explorer.engines.client import EngineClient
+from rayrft.handle import Handle, Watched
 from rayrft.pipelines.answering import AskedModel, Engines
 from rayrft.waits import Waits
 
@@ -48,10 +50,11 @@ def pipeline_engines(
         parts = [*(auxiliary_part(name, each) for name, each in wanted.items()), engine_pool_part(len(wanted))]
         say(show_plan(run, parts))
         check_room(parts)
-        placement = Placement(run, parts)
+        placement, actors = Placement(run, parts), dict[str, Auxiliary]()
         try:
             placement.reserve([part.name for part in parts])
-            actors = {name: create_auxiliary(placement, name, each) for name, each in wanted.items()}
+            for name, each in wanted.items():
+                actors[name] = create_auxiliary(placement, name, each)
             await _started(actors, wanted, seed)
             waits = Waits("pipeline")
             yield {
@@ -65,6 +68,7 @@ def pipeline_engines(
                 for name, each in wanted.items()
             }
         finally:
+            await _ended(actors)
             placement.remove()
 
     return engines
@@ -86,3 +90,12 @@ async def _started(actors: Mapping[str, Auxiliary], models: Mapping[str, Auxilia
         raise Stalled(f"engines did not start within {_START_S:g} s", field="models", remedy=remedy) from None
     except (RayActorError, RayTaskError) as error:
         raise root_cause(error, "models") from None
+
+
+async def _ended(actors: Mapping[str, Auxiliary]) -> None:
+    """Kill actors, and wait until they are gone: only then are their names free for those of another pipeline."""
+    handles: list[Handle[Any]] = [actor for each in actors.values() for actor in (each.engine_pool, *each.engines)]
+    watches = [actor.call(Watched.watch) for actor in handles]
+    for actor in handles:
+        actor.kill()
+    await asyncio.gather(*watches, return_exceptions=True)

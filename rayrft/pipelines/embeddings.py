@@ -100,6 +100,8 @@ def _unit(points: np.ndarray) -> np.ndarray:
 def centred(points: np.ndarray) -> np.ndarray:
     """Return unit vectors of points relative to their mean, float16: hidden states of a language model all point
     nearly the same way, which hides how they differ (Ethayarajh 2019, arXiv:1909.00512)."""
+    if not len(points):
+        return points
     mean = np.mean(points, axis=0, dtype=np.float32)
     return np.concatenate(
         [points[:0], *(_unit(part.astype(np.float32) - mean).astype(np.float16) for part in _parts(points))]
