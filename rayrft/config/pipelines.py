@@ -20,7 +20,12 @@ class OperatorConfig(Section):
     model_config = ConfigDict(extra="allow", frozen=True, validate_default=True)
 
     name: str
-    """Or ``package.module:attribute``."""
+    """Or ``package.module:attribute``. Without it, ``juicer`` names an operator of Data-Juicer."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_data_juicer(cls, given: Any) -> Any:
+        return {"name": "juicer", **given} if isinstance(given, dict) and "juicer" in given else given
 
     @property
     def options(self) -> dict[str, Any]:
