@@ -25,11 +25,6 @@ _START_S = 1800.0
 """Seconds in which engines load their models."""
 
 
-def asked_model(name: str, config: AuxiliaryConfig, chat: AuxiliaryModel) -> AskedModel:
-    """Return an auxiliary model as operators ask it: no more requests at a time than its engines decode."""
-    return AskedModel(chat, config.engine.count * config.engine.max_running, config.model)
-
-
 def pipeline_engines(
     run: str, models: Mapping[str, AuxiliaryConfig], seed: int, say: Callable[[str], None] = print
 ) -> Engines:
@@ -58,14 +53,9 @@ def pipeline_engines(
             await _started(actors, wanted, seed)
             waits = Waits("pipeline")
             yield {
-                name: asked_model(
-                    name,
-                    each,
-                    AuxiliaryModel(
-                        name, each, tokenizers[name], EngineClient(actors[name].engine_pool, waits).generate
-                    ),
-                )
+                name: AskedModel.on_engines(AuxiliaryModel(name, each, tokenizers[name], client.generate), each)
                 for name, each in wanted.items()
+                for client in [EngineClient(actors[name].engine_pool, waits)]
             }
         finally:
             await _ended(actors)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, closing
@@ -11,11 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rayrft.config.auxiliary import AuxiliaryConfig
 from rayrft.config.pipelines import EndpointConfig
 from rayrft.config.reward import RewardModelsConfig
-from rayrft.errors import DataError, EndpointFailed, RequestRefused, StorageError
+from rayrft.errors import CallTimeout, DataError, EndpointFailed, RequestRefused, StorageError
 from rayrft.experience import Task
 from rayrft.pipelines.asking import Reply
+from rayrft.processes import Worker
 from rayrft.rewards import RewardResult, Transcript, build_reward, where
 from rayrft.rewards.judge import ChatModel, Endpoint, Messages, digest
 from rayrft.rewards.scorer import Scorer
@@ -33,6 +36,11 @@ class AskedModel:
     chat: ChatModel
     calls: int = 256
     identity: str = ""
+
+    @classmethod
+    def on_engines(cls, chat: ChatModel, config: AuxiliaryConfig) -> AskedModel:
+        """Return an auxiliary model, of which no more is asked at a time than its engines decode."""
+        return cls(chat, config.engine.count * config.engine.max_running, config.model)
 
 
 class Journal:
@@ -77,7 +85,7 @@ class Journal:
 
 
 class Answerer:
-    """Answers what operators ask: its `asked` goes with calls to their process (`rayrft.processes.Worker.call`).
+    """Answers what operators ask during a `call` to their process.
 
     A request that fails, or has no answer within ``answer_s`` from when it is made, is answered with the problem. What
     ends the call, with the error, is an engine that died (ActorDied), and a model that leaves many requests in a row
@@ -99,8 +107,33 @@ class Answerer:
         self._failed = Counter[str]()
         """Consecutive requests without an answer, by model."""
 
-    async def asked(self, kind: str, *arguments: Any) -> Any:
-        """Return the reply to what an operator asks. Raises what ends the operator's work."""
+    async def call(self, worker: Worker, method: str, *arguments: Any, deadline_s: float) -> Any:
+        """Call a method of an object in a process, whose deadline stands still while it waits for what it asks.
+
+        Raises the errors of `Worker.call`, and what ends the call.
+        """
+        loop, waiting = asyncio.get_running_loop(), 0
+
+        async def asked(kind: str, *what: Any) -> Any:
+            nonlocal waiting
+            waiting += 1
+            if not limit.expired():
+                limit.reschedule(None)
+            try:
+                return await self._reply(kind, *what)
+            finally:
+                waiting -= 1
+                if not waiting and not limit.expired():
+                    limit.reschedule(loop.time() + deadline_s)
+
+        try:
+            async with asyncio.timeout(deadline_s) as limit:
+                return await worker.call(method, *arguments, deadline_s=math.inf, asked=asked)
+        except TimeoutError:
+            problem = f"not done within {deadline_s:g} s"
+            raise CallTimeout(problem, field=method, remedy="raise the deadline, or make it faster") from None
+
+    async def _reply(self, kind: str, *arguments: Any) -> Any:
         if kind == "chat":
             return await self._chat(*arguments)
         if kind == "score":
@@ -154,26 +187,28 @@ async def answering(
     engines: Engines,
     endpoints: Mapping[str, EndpointConfig],
     reward: RewardModelsConfig | None = None,
+    score: Score | None = None,
     plugins: Sequence[Path] = (),
     tasks: Callable[[str], Task | None] = lambda task_id: None,
     answer_s: float = 300.0,
     journal: Path | None = None,
 ) -> AsyncIterator[Answerer]:
     """Have an `Answerer` inside an ``async with``, for the named models, on engines and at endpoints, and with
-    ``scores`` for a reward, whose judges may ask these kinds of models, too. A ``journal`` is the file of a `Journal`.
+    ``scores`` for a reward, whose judges may ask these kinds of models, too, unless ``score`` scores for it. A
+    ``journal`` is the file of a `Journal`.
 
     Raises ConfigError where the reward cannot be built, and what starting engines raises.
     """
-    judges = needed_models(reward) if reward is not None and scores else set[str]()
+    built = reward if scores and score is None else None
+    judges = needed_models(built) if built is not None else set[str]()
     async with AsyncExitStack() as stack:
         models = dict[str, AskedModel]()
         for name in endpoints.keys() & {*names, *judges}:
             models[name] = _at_endpoint(endpoints[name])
             stack.push_async_callback(models[name].chat.close)  # type: ignore[attr-defined]
         models |= await stack.enter_async_context(engines({*names, *judges} - models.keys()))
-        score = None
-        if reward is not None and scores:
-            scorer = Scorer(reward, plugins, {name: model.chat for name, model in models.items()})
+        if built is not None:
+            scorer = Scorer(built, plugins, {name: model.chat for name, model in models.items()})
             stack.push_async_callback(scorer.close)
             await scorer.open()
             score = scorer.score

@@ -49,8 +49,8 @@ def _load(name: str, options: dict[str, Any]) -> Any:
     if name not in known:
         raise LookupError(f"there is no operator {name!r}; near: {', '.join(get_close_matches(name, known)) or 'none'}")
     [op] = ops.load_ops([{name: options}])
-    makers = [vars(kind).get("__init__") for kind in type(op).__mro__]
-    taken = {each for maker in makers if hasattr(maker, "__code__") for each in maker.__code__.co_varnames}
+    codes = [getattr(vars(kind).get("__init__"), "__code__", None) for kind in type(op).__mro__]
+    taken = {each for code in codes if code is not None for each in code.co_varnames}
     if unknown := [each for each in options if each not in taken and not hasattr(op, each)]:  # it would say nothing
         raise TypeError(f"{name} has no option {unknown[0]!r}")
     op.runtime_np = lambda: None  # in this process: a pool of others costs more than it brings for a batch

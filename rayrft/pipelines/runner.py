@@ -7,7 +7,6 @@ are put down in an Arrow file, which is read as it is needed: memory holds one b
 from __future__ import annotations
 
 import asyncio
-import math
 import tempfile
 import threading
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Sequence
@@ -271,40 +270,13 @@ class _Far:
         try:
             if self._answerer is None:
                 return await self._worker.call(method, *arguments, deadline_s=limit_s)
-            return await call_asking(self._worker, method, *arguments, deadline_s=limit_s, answerer=self._answerer)
+            return await self._answerer.call(self._worker, method, *arguments, deadline_s=limit_s)
         except CallFailed as error:
             raise _failure(error, f"the operator failed{at}", link.field) from error
         except (ActorDied, EndpointFailed) as error:
             problem = f"a model that it asks failed{at}: {error.problem}"
             remedy = error.remedy or "see its log; what it has answered is not asked again where answers are kept"
             raise OperatorFailed(problem, field=link.field, value=error.field, remedy=remedy) from error
-
-
-async def call_asking(worker: Worker, method: str, *arguments: Any, deadline_s: float, answerer: Answerer) -> Any:
-    """Call a method of an object in a process, whose deadline stands still while it waits for what it asks.
-
-    Raises the errors of `Worker.call`, and those with which the answerer ends a call.
-    """
-    loop, waiting = asyncio.get_running_loop(), 0
-
-    async def asked(kind: str, *what: Any) -> Any:
-        nonlocal waiting
-        waiting += 1
-        if not limit.expired():
-            limit.reschedule(None)
-        try:
-            return await answerer.asked(kind, *what)
-        finally:
-            waiting -= 1
-            if not waiting and not limit.expired():
-                limit.reschedule(loop.time() + deadline_s)
-
-    try:
-        async with asyncio.timeout(deadline_s) as limit:
-            return await worker.call(method, *arguments, deadline_s=math.inf, asked=asked)
-    except TimeoutError:
-        problem = f"not done within {deadline_s:g} s"
-        raise CallTimeout(problem, field=method, remedy="raise the deadline, or make it faster") from None
 
 
 def _failure(error: CallFailed, what: str, field: str) -> OperatorFailed:
