@@ -16,8 +16,10 @@ from aiohttp.test_utils import TestServer
 from rayrft.config.pipelines import EndpointConfig
 from rayrft.errors import ActorDied, ConfigError, OperatorFailed, OperatorTimeout, RequestRefused
 from rayrft.pipelines import Context
-from rayrft.pipelines.answering import Journal
+from rayrft.pipelines.answering import Answerer, AskedModel, Journal
+from rayrft.pipelines.asking import Reply
 from rayrft.pipelines.chain import build_chain
+from rayrft.processes import Asked
 from tests.errors import about
 from tests.pipelines.asked import Scripted, ran, says
 from tests.pipelines.small import OWN, operator, rows
@@ -42,7 +44,7 @@ def test_as_many_rows_are_asked_at_once_as_the_model_takes(calls: int) -> None:
         return GRADE
 
     model = Scripted(lambda messages, seed: reply())
-    found, _, _ = ran("judged", texts(1000), {"judge": model}, calls=calls, model="judge", least=5)
+    found, _, _ = ran("judged", texts(1000), {"judge": model}, calls=calls, model="judge", least=7)
     assert len(found) == 1000 and found[0]["grade"] == 7.0 and most == calls
 
 
@@ -117,15 +119,21 @@ def test_a_few_failures_between_answers_do_not_count_as_death() -> None:
     assert len(gone) == 54
 
 
-def test_the_deadline_of_a_batch_stands_still_while_it_waits_for_answers() -> None:
-    async def late() -> str:
-        await asyncio.sleep(1.2)
-        return GRADE
+async def test_the_deadline_of_a_call_stands_still_while_it_waits_for_answers() -> None:
+    class Asks:
+        """A process whose object asks twice at once."""
 
-    found, _, _ = ran(
-        "judged", texts(2), {"judge": Scripted(lambda m, s: late())}, deadline_s=0.9, model="judge", least=5
-    )
-    assert len(found) == 2
+        async def call(self, method: str, *arguments: Any, deadline_s: float, asked: Asked) -> list[Reply]:
+            questions = (asked("chat", "m", seed, [], {}) for seed in (1, 2))
+            return await asyncio.gather(*questions)
+
+    async def late() -> str:
+        await asyncio.sleep(0.4)
+        return "late"
+
+    answerer = Answerer({"m": AskedModel(Scripted(lambda m, seed: late() if seed == 2 else "soon"))})
+    replies = await answerer.call(Asks(), "apply", deadline_s=0.1)  # type: ignore[arg-type]
+    assert replies == [Reply("soon"), Reply("late")]
 
 
 def test_an_operator_that_asks_and_then_hangs_is_stopped() -> None:
@@ -162,7 +170,7 @@ async def test_an_endpoint_is_asked_again_and_what_it_does_not_answer_is_counted
 
     app = web.Application()
     app.router.add_post("/v1/chat/completions", complete)
-    given = rows(answer=["fine", "busy", "broken", "html", "null", "list", "long"])
+    given = rows(answer=["fine", "busy", "broken", "html", "null", "list", *["long"] * 40])
     async with TestServer(app) as server:
         endpoint = EndpointConfig(
             url=str(server.make_url("/v1")), model="m", key_variable="WRITER_KEY", retries=2, calls=2
@@ -173,7 +181,8 @@ async def test_an_endpoint_is_asked_again_and_what_it_does_not_answer_is_counted
     reasons = [reason.removeprefix("no answer of the judge: ") for _, reason in gone]
     assert reasons[0].startswith("status 500") and "welcome" in reasons[1]
     assert "no chat completion" in reasons[2] and "no chat completion" in reasons[3]
-    assert reasons[4].startswith("status 400") and "too many tokens" in reasons[4]
+    assert len(reasons) == 44, "what is too long for it does not make it dead"
+    assert all(each.startswith("status 400") and "too many tokens" in each for each in reasons[4:])
 
 
 def test_an_endpoint_that_is_not_there_fails_the_operator() -> None:
