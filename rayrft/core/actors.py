@@ -24,10 +24,12 @@ from rayrft.explorer.engines.engine import RolloutEngine
 from rayrft.explorer.engines.pool import EnginePool, Member
 from rayrft.explorer.explorer import Explorer
 from rayrft.handle import Handle, TrackedHandle
-from rayrft.pipelines.experiences import ActorOperators, GroupChain, OperatorActor, Operators, experience_chain
+from rayrft.pipelines.experiences import experience_chain
 from rayrft.pipelines.operator import Context
+from rayrft.pipelines.workers import ActorOperators, GroupChain, OperatorActor, Operators
 from rayrft.rewards.pool import ActorScoring, RewardActor, Scoring
 from rayrft.serve.keeper import SessionKeeper
+from rayrft.trainer.batch_pipeline import BatchPipeline, batch_chain
 from rayrft.trainer.commands import command_name
 from rayrft.trainer.trainer import RankSetup, Trainer
 from rayrft.waits import Waits
@@ -155,7 +157,9 @@ def create_actors(
     )
     trainer = None
     if config.trains:
-        trainer = placement.actor(Trainer, "trainer", name="trainer").create(config.trainer, placement.ranks)
+        trainer = placement.actor(Trainer, "trainer", name="trainer").create(
+            config.trainer, placement.ranks, batches(config, prepared.model)
+        )
     if not config.rolls_out:
         return Actors(buffer, trainer, [], None, [])
     engines = create_engines(placement, config.explorer.engine.count)
@@ -235,6 +239,13 @@ def operators(config: RunConfig, model: str, placement: Placement) -> Callable[[
     chain = experience_chain(pipelines, Context((), model), config.plugins)
     create = _OperatorActors(placement.actor(OperatorActor, "operators"), chain, pipelines)
     return partial(ActorOperators, create, pipelines.actors.count)
+
+
+def batches(config: RunConfig, model: str) -> Callable[[], BatchPipeline] | None:
+    """Return what gives the Trainer the operators on batches, if there are any."""
+    if not config.pipelines.batch:
+        return None
+    return partial(BatchPipeline, config.pipelines, batch_chain(config.pipelines, Context((), model), config.plugins))
 
 
 def reward_service(config: RunConfig) -> RewardService | None:

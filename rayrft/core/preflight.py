@@ -34,6 +34,7 @@ from rayrft.pipelines.operator import Context
 from rayrft.pipelines.report import OperatorReport
 from rayrft.pipelines.tasks import load_processed
 from rayrft.serve.protocol import key_digest
+from rayrft.trainer.batch_pipeline import check_batches
 
 _PROBES = [Task.create("probe", question, "12") for question in ("How much is 5 + 7?", "And 15 - 3?")]
 """What engines and trainer are compared on if there are no tasks."""
@@ -143,6 +144,8 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepare
         notices = check_rewards(config.reward, by_source, config.auxiliary)
     if config.pipelines.experiences:
         check_experiences(config.pipelines, Context((), config.model.path), config.plugins)
+    if config.pipelines.batch:
+        check_batches(config.pipelines, Context((), config.model.path), config.plugins)
     check_workflows(config.explorer, _all_tasks(splits), config.auxiliary)
     _check_files(config)
     if not resumed:

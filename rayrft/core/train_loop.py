@@ -8,6 +8,7 @@ import math
 import time
 import uuid
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from rayrft.buffer.buffer import Buffer
@@ -28,6 +29,7 @@ from rayrft.explorer.explorer import Explorer, Timings
 from rayrft.handle import Handle
 from rayrft.monitor.records import StepRecord
 from rayrft.monitor.verdict import verdict
+from rayrft.trainer.batch_pipeline import ProcessedLease
 from rayrft.trainer.commands import Command, OpenStage, Train
 from rayrft.trainer.result import StepResult, mean_value_errors
 from rayrft.trainer.trainer import Trainer
@@ -195,13 +197,16 @@ class TrainLoop:
         step, before = progress.step, self.ledger
         self._saving.check()
         self._evaluations.check()
-        lease, results, waited_s = await self._train(step, exploring)
+        processed, results, waited_s = await self._train(step, exploring)
+        lease = processed.lease
         self.ledger = await self._actors.buffer.call(Buffer.ack, step, mean_value_errors(results))
         trained_s = time.perf_counter() - started - waited_s
         progress.step += 1
         progress.stage_step += 1
         report, timings = await asyncio.gather(self._publish_step(stage), self._timings())
         seconds = StepSeconds(time.perf_counter() - started, waited_s, trained_s)
+        worked = {f"batch_{name}": stats for name, stats in processed.operators.items()}
+        timings = replace(timings, operators=timings.operators | worked)
         record = step_record(
             stage.name, progress.step, lease, results[0], report, seconds, timings, self.ledger.lost_since(before)
         )
@@ -216,9 +221,11 @@ class TrainLoop:
             if warning is not None:
                 await self._recorder.note(f"first step of {stage.name!r}: {warning}", stage.name, progress.step)
 
-    async def _train(self, step: int, exploring: asyncio.Future[None]) -> tuple[Lease, list[StepResult], float]:
-        """Lease the batch of the step and train on it; return the lease, the results by rank, and the seconds spent
-        waiting for the batch. A Buffer that died loses its blocks, and restores them when it is up again."""
+    async def _train(
+        self, step: int, exploring: asyncio.Future[None]
+    ) -> tuple[ProcessedLease, list[StepResult], float]:
+        """Lease the batch of the step and train on it; return what was trained, the results by rank, and the seconds
+        spent waiting for the batch. A Buffer that died loses its blocks, and restores them when it is up again."""
         ranks, waited_s = self._config.trainer.ranks, 0.0
         # Applications may be idle for as long as they like.
         stall_s = math.inf if self._config.mode == "serve" else self._config.monitor.stall_s
@@ -227,16 +234,28 @@ class TrainLoop:
             leasing = asyncio.ensure_future(self._actors.buffer.call(Buffer.lease, step, ranks, stall_s))
             lease = await self._unless_ended(leasing, exploring)
             waited_s += time.perf_counter() - asked
+            if (processed := await self._process(lease)) is None:
+                continue
             async with self._engines_asleep():
-                results = await self._command(Train(lease))
+                results = await self._command(Train(processed.lease))
             if trained := [result for result in results if result is not None]:
-                return lease, trained, waited_s
+                return processed, trained, waited_s
         raise RayrftError(
             f"blocks of the batch were lost {_ATTEMPTS} times",
             field="buffer.lease",
             value=step,
             remedy="see why objects are lost (nodes that die, an object store that is too small), then: rayrft resume",
         )
+
+    async def _process(self, lease: Lease) -> ProcessedLease | None:
+        """Send a batch through the operators on batches, if there are any; None if blocks of it are lost."""
+        if not self._config.pipelines.batch:
+            return ProcessedLease(lease)
+        processed = await self._trainer.call(Trainer.process, lease)
+        if processed is not None and processed.problem is not None:
+            message = f"operators failed on the batch, or on rows of it: {processed.problem}"
+            await self._recorder.note(message, step=lease.step)
+        return processed
 
     async def _between_steps(self, stage: StageConfig, first: int) -> None:
         """Evaluate and write a checkpoint if they are due."""

@@ -40,14 +40,9 @@ from rayrft.explorer.scoring import (
     with_verified,
 )
 from rayrft.handle import Handle, TrackedHandle
-from rayrft.pipelines.experiences import (
-    ExperiencePipeline,
-    LocalOperators,
-    Operators,
-    OperatorStats,
-    experience_chain,
-)
+from rayrft.pipelines.experiences import ExperiencePipeline, experience_chain
 from rayrft.pipelines.operator import Context
+from rayrft.pipelines.workers import LocalOperators, Operators, OperatorStats
 from rayrft.registry import load_plugins
 from rayrft.rewards import RewardResult, Transcript
 from rayrft.rewards.pool import RewardPool, Scoring

@@ -11,7 +11,8 @@ from rayrft.buffer.schedule import Ticket
 from rayrft.errors import ConfigError, OperatorFailed, RayrftError
 from rayrft.experience import Experience, from_batch, unpack
 from rayrft.explorer.explorer import Explorer
-from rayrft.pipelines.experiences import VERIFIED, OperatorStats
+from rayrft.pipelines.experiences import VERIFIED
+from rayrft.pipelines.workers import OperatorStats
 from tests.explorer.test_explorer import config, make_explorer
 from tests.explorer.test_group import Engine, Rewards, Taken
 
