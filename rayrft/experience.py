@@ -247,21 +247,32 @@ _CONVERT: dict[str, Callable[[Any], Any]] = {
 
 def from_batch(batch: pa.RecordBatch) -> list[Experience]:
     """Convert a record batch to experiences; arrays are views of the Arrow memory."""
-    columns: dict[str, list[Any]] = {}
-    for f in SCHEMA:
-        column = batch.column(f.name)
-        if f.name in _LISTS:
-            columns[f.name] = list_column(column)
-        else:
-            columns[f.name] = column.to_pylist()
-    for name in _MAPS:
-        columns[name] = [dict(value or ()) for value in columns[name]]
-    columns["turns"] = [tuple(dict(turn) for turn in value or ()) for value in columns["turns"]]
-    columns["images"] = [tuple(value or ()) for value in columns["images"]]
-    columns["weight_versions"] = [
-        tuple(VersionSpan(**span) for span in value or ()) for value in columns["weight_versions"]
-    ]
+    columns = field_values(batch.select(_NAMES))
     return [Experience(**{name: values[row] for name, values in columns.items()}) for row in range(batch.num_rows)]
+
+
+def field_values(batch: pa.RecordBatch) -> dict[str, list[Any]]:
+    """Return columns of :data:`SCHEMA` as the values of fields of experiences, by name."""
+    columns: dict[str, list[Any]] = {}
+    for name in batch.schema.names:
+        column = batch.column(name)
+        if name in _LISTS:
+            columns[name] = list_column(column)
+            continue
+        values = column.to_pylist()
+        if (convert := _FIELDS.get(name)) is not None:
+            values = [convert(value or ()) for value in values]
+        columns[name] = values
+    return columns
+
+
+_FIELDS: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(_MAPS, dict),
+    "turns": lambda value: tuple(map(dict, value)),
+    "images": tuple,
+    "weight_versions": lambda value: tuple(VersionSpan(**span) for span in value),
+}
+"""Fields whose values Arrow represents by others."""
 
 
 def list_column(column: pa.ListArray, rows: Sequence[int] | np.ndarray | None = None) -> list[np.ndarray | None]:

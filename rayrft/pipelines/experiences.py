@@ -17,10 +17,10 @@ import pyarrow.compute as pc
 
 from rayrft.config.pipelines import PipelinesConfig
 from rayrft.errors import ConfigError, OperatorFailed
-from rayrft.experience import SCHEMA, Experience, Task, from_batch, to_batch
+from rayrft.experience import SCHEMA, Experience, Task, field_values, to_batch
 from rayrft.pipelines.chain import Link
-from rayrft.pipelines.operator import Context, with_column
-from rayrft.pipelines.workers import GroupChain, OperatorLog, Operators, OperatorStats
+from rayrft.pipelines.operator import Context
+from rayrft.pipelines.workers import GroupChain, OperatorLog, Operators, OperatorStats, Worked
 
 EXPERIENCES = pa.schema(
     [
@@ -39,6 +39,7 @@ VERIFIED = "verified"
 """Status of rows that went through operators."""
 _SAMPLED = ("experience_id", "group_id", "task_id", "token_ids", "logprobs", "weight_versions", "source")
 """Columns that say what was sampled, which no operator may change."""
+_WRITABLE = {*SCHEMA.names} - {*_SAMPLED}
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,14 @@ def check_experiences(config: PipelinesConfig, context: Context, plugins: Sequen
 def experience_chain(config: PipelinesConfig, context: Context, plugins: Sequence[Path]) -> GroupChain:
     """Return the operators on experiences of a config."""
     return GroupChain(
-        config.experiences, EXPERIENCES, "pipelines.experiences", "experiences", context, tuple(plugins), _SAMPLED
+        config.experiences,
+        EXPERIENCES,
+        "pipelines.experiences",
+        "experiences",
+        context,
+        tuple(plugins),
+        "experience_id",
+        _SAMPLED,
     )
 
 
@@ -94,10 +102,9 @@ class ExperiencePipeline:
         A group on which an operator fails is left out as a whole, unless it looks at single rows: then those are left
         out on which it raises. Raises OperatorFailed if ``on_error`` is ``stop``.
         """
-        batch = _seen(task, rows)
         try:
-            worked = await self._operators.apply(batch)
-            kept, made = self._split(worked.rows, batch)
+            worked = await self._operators.apply(_seen(task, rows))
+            kept, made = self._split(worked, rows)
         except OperatorFailed as error:
             if self._stops:
                 raise
@@ -109,27 +116,25 @@ class ExperiencePipeline:
         """Return what was done since the last call, by operator."""
         return self._log.take()
 
-    def _split(self, after: pa.RecordBatch, before: pa.RecordBatch) -> tuple[list[Experience], pa.RecordBatch | None]:
+    def _split(self, worked: Worked, rows: list[Experience]) -> tuple[list[Experience], pa.RecordBatch | None]:
         """Return the rows that were sampled, and those that were made. Raises OperatorFailed if any is neither, or is
         not what was sampled any more."""
-        ids = {name: place for place, name in enumerate(before.column("experience_id").to_pylist())}
-        places = [ids.get(name) for name in after.column("experience_id").to_pylist()]
-        stayed = [place for place in places if place is not None]
-        own = pa.array([place is not None for place in places], pa.bool_())
-        kept, made = after.filter(own), after.filter(pc.invert(own))
-        sampled = before.take(pa.array(stayed, pa.int64()))
         for name in _SAMPLED:
-            if not kept.column(name).equals(sampled.column(name)):
+            if name in worked.changed.schema.names:
                 raise self._log.wrong(f"column {name!r} of a row that was sampled is another one after the operators")
-        if stayed != sorted(set(stayed)):
+        if worked.kept != sorted(set(worked.kept)):
             raise self._log.wrong("rows that were sampled are there twice, or in another order")
-        kept = with_column(kept, "status", pa.array([VERIFIED] * len(stayed), pa.string()))
-        rows = from_batch(kept.select(SCHEMA.names).cast(SCHEMA))
-        if not made.num_rows:
-            return rows, None
-        if pc.any(pc.equal(made.column("source"), "usual")).as_py():
+        names = [name for name in worked.changed.schema.names if name in _WRITABLE]
+        columns = {**field_values(worked.changed.select(names)), "status": [VERIFIED] * len(worked.kept)}
+        kept = [
+            rows[place].with_fields(**{name: values[at] for name, values in columns.items()})
+            for at, place in enumerate(worked.kept)
+        ]
+        if worked.made is None:
+            return kept, None
+        if pc.any(pc.equal(worked.made.column("source"), "usual")).as_py():
             raise self._log.wrong("a made row has the source 'usual', as if it had been sampled; give it 'expert'")
-        return rows, made.select(SCHEMA.names).cast(SCHEMA)
+        return kept, worked.made.select(SCHEMA.names).cast(SCHEMA)
 
 
 def _seen(task: Task, rows: list[Experience]) -> pa.RecordBatch:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from rayrft.actor_pool import ActorPool
 from rayrft.config.pipelines import OperatorConfig, PipelinesConfig
@@ -20,7 +21,7 @@ from rayrft.handle import Handle
 from rayrft.pipelines.chain import Link, Outcome, build_chain
 from rayrft.pipelines.operator import Context
 from rayrft.pipelines.report import reason_of
-from rayrft.pipelines.runner import _ANSWER_BYTES, _START_S, Applier, _Far, segments
+from rayrft.pipelines.runner import _ANSWER_BYTES, _START_S, Applier, _Far, packed, segments, unpacked
 from rayrft.processes import ProcessPool, Worker
 from rayrft.registry import load_plugins
 
@@ -48,9 +49,12 @@ class OperatorStats:
 
 @dataclass(frozen=True)
 class Worked:
-    """A group after all operators, or none of its rows, and what each of those that it came to did."""
+    """What operators made of rows: the ``kept`` ones by their places, the columns of these that have ``changed``, rows
+    that were ``made``, and what each operator did that rows came to."""
 
-    rows: pa.RecordBatch
+    kept: list[int]
+    changed: pa.RecordBatch
+    made: pa.RecordBatch | None
     outcomes: list[Outcome]
 
 
@@ -69,8 +73,9 @@ class Operators(Protocol):
 class GroupChain:
     """Operators for groups of rows of a schema, in their order, to be built in any process.
 
-    ``fixed``: columns that none may say it writes. ``whole``: all rows come at once, so that those that look at all
-    rows may be among them; they are built anew each time.
+    ``key`` is the column that tells rows apart, and ``fixed`` are columns that no operator may say it writes.
+    ``whole``: all rows come at once, so that those that look at all rows may be among them; they are built anew each
+    time.
     """
 
     operators: Sequence[OperatorConfig]
@@ -78,7 +83,8 @@ class GroupChain:
     field: str
     origin: str
     context: Context
-    plugins: tuple[Path, ...] = ()
+    plugins: tuple[Path, ...]
+    key: str
     fixed: tuple[str, ...] = ()
     whole: bool = False
 
@@ -101,18 +107,54 @@ class GroupChain:
         return links
 
 
-class _GroupApplier(Applier):
-    """The operators, in the process that applies them. What it left out comes without values."""
+class _RunApplier(Applier):
+    """The operators, in the process that applies them in a run. What it left out comes without values."""
+
+    def work(self, message: bytes, key: str) -> tuple[list[int], bytes, bytes | None, list[Outcome]]:
+        """Apply all operators; return what `Worked` has, packed. ``key`` is the column that tells rows apart."""
+        before = unpacked(message)
+        self._rows, outcomes = before, list[Outcome]()
+        for number, link in enumerate(self._links):
+            if link.operator.scope == "all":
+                self.observe(number)
+                self.settle(number)
+            outcomes.append(self.apply(number))
+            if not outcomes[-1].given:
+                break
+        kept, changed, made = _difference(before, self._rows, key)
+        return kept, packed(changed), None if made is None else packed(made), outcomes
 
     def apply(self, number: int) -> Outcome:
         outcome = super().apply(number)
         return replace(outcome, left_out=[replace(each, values={}) for each in outcome.left_out])
 
 
+def _difference(
+    before: pa.RecordBatch, after: pa.RecordBatch, key: str
+) -> tuple[list[int], pa.RecordBatch, pa.RecordBatch | None]:
+    """Return the places of the rows that are there after, the columns of them that are others, and new rows."""
+    places = {name: place for place, name in enumerate(before.column(key).to_pylist())}
+    found = [places.get(name) for name in after.column(key).to_pylist()]
+    kept, made = [place for place in found if place is not None], None
+    if len(kept) < len(found):
+        own = pa.array([place is not None for place in found], pa.bool_())
+        after, made = after.filter(own), after.filter(pc.invert(own))
+    if kept != list(range(before.num_rows)):
+        before = before.take(pa.array(kept, pa.int64()))
+    changed = [
+        name
+        for name in before.schema.names
+        if after.column(name) is not before.column(name) and not after.column(name).equals(before.column(name))
+    ]
+    return kept, after.select(changed), made
+
+
 @dataclass
 class _Call:
     rows: pa.RecordBatch
     done: asyncio.Future[Worked]
+    failed: bool = False
+    """Whether it was made before: to find which operator failed, it is made one by one."""
 
 
 class LocalOperators:
@@ -120,9 +162,9 @@ class LocalOperators:
 
     def __init__(self, chain: GroupChain, config: PipelinesConfig) -> None:
         self._links, self._workers, self._deadline_s = chain.build(), config.workers, config.deadline_s
-        self._whole = chain.whole
+        self._whole, self._key = chain.whole, chain.key
         self._pool = ProcessPool(
-            partial(_GroupApplier, chain.build, 0, config.on_error == "leave_out"),
+            partial(_RunApplier, chain.build, 0, config.on_error == "leave_out"),
             processes=config.workers + chain.whole,
             plugins=chain.plugins,
             spares=int(chain.whole),
@@ -178,29 +220,39 @@ class LocalOperators:
         if call.done.done():  # nobody waits any more
             return
         try:
-            worked = await self._apply(worker, call.rows)
+            worked = await (self._one_by_one if call.failed else self._at_once)(worker, call.rows)
         except OperatorFailed as error:
             if not call.done.done():
                 call.done.set_exception(error)
+        except CallFailed:  # of whichever operator
+            call.failed = True
+            self._calls.put_nowait(call)
         else:
             if not call.done.done():
                 call.done.set_result(worked)
 
-    async def _apply(self, worker: Worker, rows: pa.RecordBatch) -> Worked:
-        far, outcomes = _Far(worker, self._links, self._deadline_s), list[Outcome]()
+    async def _at_once(self, worker: Worker, rows: pa.RecordBatch) -> Worked:
+        """Apply all operators in one call. Raises CallFailed if any fails."""
+        kept, changed, made, outcomes = await worker.call("work", packed(rows), self._key, deadline_s=self._deadline_s)
+        return Worked(kept, unpacked(changed), None if made is None else unpacked(made), outcomes)
+
+    async def _one_by_one(self, worker: Worker, rows: pa.RecordBatch) -> Worked:
+        """Apply operators, each in a call of its own. Raises OperatorFailed, which names the one that fails."""
+        far, outcomes, after = _Far(worker, self._links, self._deadline_s), list[Outcome](), rows
 
         def note(number: int, outcome: Outcome) -> None:
             outcomes.append(outcome)
 
-        for numbers in segments(self._links) if self._whole else [range(len(self._links))]:
+        for numbers in segments(self._links):
             if self._links[numbers[0]].operator.scope == "all":
-                await far.observe(numbers[0], rows)
+                await far.observe(numbers[0], after)
                 await far.settle(numbers[0], 1)
-            parts = [batch async for batch in far.apply(numbers, rows, note)]
+            parts = [batch async for batch in far.apply(numbers, after, note)]
             if not parts:
-                return Worked(pa.RecordBatch.from_pylist([], schema=self._links[-1].gives), outcomes)
-            [rows] = parts
-        return Worked(rows, outcomes)
+                after = pa.RecordBatch.from_pylist([], schema=self._links[-1].gives)
+                break
+            [after] = parts
+        return Worked(*_difference(rows, after, self._key), outcomes)
 
     def _fail(self, error: CallFailed, ready: asyncio.Future[None]) -> None:
         """Raise the error in all calls, now and later."""

@@ -22,8 +22,8 @@ from rayrft.config.pipelines import PipelinesConfig
 from rayrft.errors import ConfigError, OperatorFailed
 from rayrft.experience import SCHEMA, list_column, pack, unpack
 from rayrft.pipelines.batches import BATCHES
-from rayrft.pipelines.operator import Context
-from rayrft.pipelines.workers import GroupChain, LocalOperators, OperatorLog, OperatorStats
+from rayrft.pipelines.operator import Context, with_column
+from rayrft.pipelines.workers import GroupChain, LocalOperators, OperatorLog, OperatorStats, Worked
 
 _FIXED = ("experience_id", "group_id", "task_id", "source", "pair_id", "chosen", "place", "step", "trained")
 """Columns that no operator may change."""
@@ -45,7 +45,15 @@ class ProcessedLease:
 def batch_chain(config: PipelinesConfig, context: Context, plugins: Sequence[Path]) -> GroupChain:
     """Return the operators on batches of a config."""
     return GroupChain(
-        config.batch, BATCHES, "pipelines.batch", "a training batch", context, tuple(plugins), _FIXED, whole=True
+        config.batch,
+        BATCHES,
+        "pipelines.batch",
+        "a training batch",
+        context,
+        tuple(plugins),
+        "place",
+        _FIXED,
+        whole=True,
     )
 
 
@@ -97,7 +105,7 @@ class BatchPipeline:
         given = _batch(rows, blocks, lease.step)
         try:
             worked = await self._operators.apply(given)
-            block, kept = self._settle(worked.rows, given)
+            block, kept = self._settle(worked, given)
         except OperatorFailed as error:
             self._failures += 1
             reason = self._log.fail(error, given.num_rows)
@@ -120,18 +128,19 @@ class BatchPipeline:
             problem,
         )
 
-    def _settle(self, after: pa.RecordBatch, given: pa.RecordBatch) -> tuple[pa.RecordBatch, np.ndarray]:
+    def _settle(self, worked: Worked, given: pa.RecordBatch) -> tuple[pa.RecordBatch, np.ndarray]:
         """Return all rows of the batch, those that stay as operators have changed them, and whether each is trained.
 
         Raises OperatorFailed if what the operators return is no batch, or nothing of it.
         """
-        places = after.column("place").to_numpy(zero_copy_only=False)
-        if len(set(places.tolist())) < len(places) or not np.isin(places, np.arange(given.num_rows)).all():
+        places, stayed = np.array(worked.kept, np.int64), given.take(pa.array(worked.kept, pa.int64()))
+        if worked.made is not None or len(set(worked.kept)) < len(worked.kept):
             raise self._log.wrong("rows are there twice, or are none of the batch")
-        stayed = given.take(pa.array(places, pa.int64()))
-        for name in _FIXED:
-            if not after.column(name).equals(stayed.column(name)):
+        after = stayed
+        for name in worked.changed.schema.names:
+            if name in _FIXED:
                 raise self._log.wrong(f"column {name!r} of a row is another one after the operators")
+            after = with_column(after, name, worked.changed.column(name))
         for whole, cut in zip(*(list_column(of.column("token_ids")) for of in (stayed, after)), strict=True):
             assert whole is not None and cut is not None  # not nullable in the schema
             if not np.array_equal(whole[: len(cut)], cut):
