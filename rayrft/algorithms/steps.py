@@ -1,4 +1,5 @@
-"""Group advantages for trajectories of several steps: the model's turns, in one row or in several.
+"""Group advantages for trajectories of several steps: the model's turns, in one row or in several, or, where the reward
+gives values to steps inside a turn, these.
 
 ``rewards`` are per step; the group holds their trajectories, turns and states. Without trajectories every reward is a
 trajectory of one step.

@@ -6,6 +6,8 @@ import hashlib
 import json
 import pickle
 import re
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -168,6 +170,26 @@ class ChatTokenizer:
         """Decode an answer without special tokens, but for those around calls of tools."""
         kept = [token for token in token_ids if token not in self._silent]
         return str(self.hf.decode(kept, skip_special_tokens=False))
+
+    def tokens_at(self, token_ids: Sequence[int], text: str, ends: Sequence[int]) -> list[int]:
+        """Return for each character offset of ``ends``, which increase, the index of the token with which the answer's
+        ``text`` up to there is complete: of the one that its last character, or the last byte of that, is in.
+
+        Raises ValueError if that is not what the tokens begin with.
+        """
+        ids, found = list(token_ids), list[int]()
+
+        def begins_with(part: str) -> Callable[[int], bool]:
+            return lambda count: self.decode(ids[:count]).startswith(part)
+
+        for end in ends:
+            # Only whole prefixes are decoded: what a token is as text may depend on those around it.
+            least = found[-1] + 1 if found else 1
+            count = bisect_left(range(len(ids) + 1), True, lo=least, key=begins_with(text[:end]))
+            if count > len(ids):
+                raise ValueError(f"the answer's tokens do not begin with the first {end} characters of its text")
+            found.append(count - 1)
+        return found
 
     def defuse(self, text: str) -> str:
         """Return a text from outside, in which what would become a special token is broken up by a blank."""
