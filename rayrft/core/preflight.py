@@ -19,7 +19,7 @@ from rayrft.config import RunConfig, dump_config
 from rayrft.config.explorer import ExplorerConfig
 from rayrft.config.serve import HttpConfig
 from rayrft.core.reward_checks import check_classifier, check_rewards
-from rayrft.data.demonstrations import demonstrate, from_file, from_tasks
+from rayrft.data.demonstrations import demonstrate, from_file, from_tasks, held_out_name, hold_out
 from rayrft.data.formats import conversations, read_rows
 from rayrft.data.task_sampler import TaskSetSpec
 from rayrft.data.task_splits import TaskSplits
@@ -168,6 +168,10 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepare
                 name, spec, tokenizer, max_length, held_out, whole=whole, labelled=labelled
             )
             left_out[name] = report.counts
+        if spec.held_out:
+            rows, held = hold_out(name, demonstrations[name], spec.held_out, config.seed)
+            demonstrations[name], demonstrations[held_out_name(name)] = rows, held
+            left_out[name]["held out, in pairs"] = len(held) // 2
     compared = chain(splits.evaluation, splits.train, _PROBES) if config.rolls_out else []
     probe = choose_probe(compared, tokenizer, config.model.max_length)
     task_set = _task_set(config, splits)

@@ -285,3 +285,36 @@ def test_a_model_without_a_classifier_is_refused() -> None:
     policy.model.config = type("Odd", (type(policy.model.config),), {})()
     with pytest.raises(ModelError, match="no sequence classifier", check=about("model.path")):
         RewardClassifier(policy, padding=None)
+
+
+@pytest.mark.parametrize("name", ["reward_model", "dpo"])
+def test_held_out_pairs_are_ranked_as_a_step_would_and_nothing_is_learnt(name: str) -> None:
+    learner, rows = make_learner(name), pairs()
+    for _ in range(3):
+        learner.step([rows])
+    before = weights(learner)
+    found = learner.rank_pairs(rows)
+    assert torch.equal(weights(learner), before) and learner.optimizer.updates == 3
+    assert all(parameter.grad is None or not parameter.grad.any() for parameter in learner.trained.parameters())
+    step = learner.step([rows])
+    assert found.pairs == 6 and found.right / 6 == pytest.approx(step.pair_accuracy) and found.right > 3
+    assert found.margin == pytest.approx(step.pair_margin, abs=1e-5) and found.margin > 0
+    # The other way round, what was right is wrong.
+    turned = [replace(row, chosen=not row.chosen) for row in rows]
+    before_turn = learner.rank_pairs(rows)
+    after_turn = learner.rank_pairs(turned)
+    assert after_turn.right == 6 - before_turn.right
+    assert after_turn.margin == pytest.approx(-before_turn.margin, abs=1e-5)
+
+
+def _rank_pairs_on_rank() -> Any:
+    learner = sharded()
+    learner.step([mine()])
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    return learner.rank_pairs([side for n in range(rank, 3, ranks) for side in pairs()[2 * n : 2 * n + 2]])
+
+
+def test_a_ranking_is_over_all_ranks_and_one_may_have_no_pair(tmp_path: Path) -> None:
+    one, four = on_ranks(1, tmp_path, _rank_pairs_on_rank), on_ranks(4, tmp_path, _rank_pairs_on_rank)
+    assert (one.pairs, one.right) == (four.pairs, four.right) == (3, one.right)
+    assert one.margin == pytest.approx(four.margin, abs=1e-5) and one.margin != 0
