@@ -45,7 +45,7 @@ class RunConfig(Section):
     reward: RewardConfig = RewardConfig()
     explorer: ExplorerConfig = ExplorerConfig()
     auxiliary: dict[Annotated[str, Field(pattern=NAME)], AuxiliaryConfig] = Field(default_factory=dict)
-    """Frozen models for workflows, by name: ``model.auxiliary("judge")``."""
+    """Frozen models for workflows and judges, by name: ``model.auxiliary("judge")``."""
     buffer: BufferConfig = BufferConfig()
     trainer: TrainerConfig = TrainerConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()

@@ -129,8 +129,7 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepare
 
     Raises DataError, ModelError or ConfigError. Requires a running Ray only for tasks from files.
     """
-    for name, auxiliary in config.auxiliary.items():
-        ChatTokenizer(find_model(auxiliary.model, f"auxiliary.{name}.model"), f"auxiliary.{name}.model")
+    check_auxiliary(config)
     samplers.get(config.buffer.sampler.name, "buffer.sampler.name")
     scores.get(config.buffer.sampler.score, "buffer.sampler.score")
     processed, notices = load_processed(config), list[str]()
@@ -347,6 +346,13 @@ def _check_files(config: RunConfig) -> None:
     for name, spec in config.demonstrations.items():
         if spec.path is not None:
             next(read_rows(spec.path, f"demonstrations.{name}.path"), None)
+
+
+def check_auxiliary(config: RunConfig) -> None:
+    """Raise ModelError unless every auxiliary model is there, with its tokenizer."""
+    for name, auxiliary in config.auxiliary.items():
+        field = f"auxiliary.{name}.model"
+        ChatTokenizer(find_model(auxiliary.model, field), field)
 
 
 def check_workflows(config: ExplorerConfig, tasks: Iterable[Task], auxiliary: Collection[str] = ()) -> None:

@@ -440,6 +440,20 @@ async def test_reward_actors_share_the_work_and_one_that_dies_is_replaced(tmp_pa
     assert stats == DomainStats(5, 1, 1, 2, stats.seconds, stats.slowest_s), "those of the dead are known, too"
 
 
+async def test_a_judge_elsewhere_asks_the_models_that_its_process_is_given() -> None:
+    class Yes:
+        def with_seed(self, seed: int | None) -> Yes:
+            return self
+
+        async def chat(self, messages: Any, **options: Any) -> str:
+            return "yes!" if "Is x right?" in messages[0]["content"] else ""
+
+    actor = RewardActor(RewardConfig(name=HERE + "AsksAnother"), [], lambda: {"grader": Yes()})
+    await actor.start()
+    results = await actor.score(task("a"), transcripts("x", "y"))
+    assert [result.components for result in results] == [{"said": 4.0}, {"said": 0.0}]
+
+
 async def test_a_reward_that_runs_inline_needs_no_process() -> None:
     before = psutil.Process().children()
     pool = RewardPool(RewardConfig(name="exact"), [], None)
