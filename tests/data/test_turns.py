@@ -172,6 +172,11 @@ def test_steps_have_advantages_of_their_own_by_hand() -> None:
     found = advantages(rows, [0.0, 0.5], "gigpo", discount=0.5, deviation=False)
     assert found[0] == pytest.approx([0, 0, 0.25 + 0.375, 0.25 - 0.25, 0.25 - 0.25])
     assert found[1] == pytest.approx([0, 0, -0.25 - 0.375, -0.25 + 0.25, -0.25 + 0.25])
+    # Process supervision: the steps are 1, 0 and 0, 0.5, of mean 0.375; each gets what is to come.
+    steps = advantages(rows, [0.0, 0.5], "process")
+    deviation = float(np.std([1.0, 0.0, 0.0, 0.5], ddof=1))
+    assert steps[0][2:] == pytest.approx([0.25 / deviation, -0.375 / deviation, -0.375 / deviation], abs=1e-5)
+    assert steps[1][2:] == pytest.approx([-0.25 / deviation, 0.125 / deviation, 0.125 / deviation], abs=1e-5)
     # Of all steps together the trajectory is compared: 1 and 0.5.
     both = advantages(rows, [0.0, 0.5], "step_wise")
     assert both[0][2:] == pytest.approx([0.5**0.5] * 3, abs=1e-5)
