@@ -89,8 +89,7 @@ def bench(
         placement = Placement(run, parts)
         try:
             placement.reserve([part.name for part in parts if not part.served])
-            auxiliary = _start_auxiliary(checked, placement)
-            with _rewards_open(checked, auxiliary):
+            with _auxiliary_open(checked, placement) as auxiliary, _rewards_open(checked, auxiliary):
                 for model in found:
                     if missing[model.name]:
                         with _Evaluation(checked, placement, model, auxiliary) as evaluation:
@@ -126,16 +125,30 @@ def _deaths() -> Iterator[None]:
         raise cause from None
 
 
-def _start_auxiliary(config: RunConfig, placement: Placement) -> dict[str, Handle[EnginePool]]:
-    """Start the engines of the auxiliary models, which serve while all models are evaluated; return their pools."""
+@contextlib.contextmanager
+def _auxiliary_open(config: RunConfig, placement: Placement) -> Iterator[dict[str, Handle[EnginePool]]]:
+    """Have the engines of the auxiliary models inside a ``with``, for all evaluated models; give their pools."""
     created, deadline_s = create_auxiliary(config, placement), config.monitor.stall_s
     starting = {name: start_auxiliary(actors, config.auxiliary[name], config.seed) for name, actors in created.items()}
-    with _deaths():
-        for name, actors in created.items():
-            for engine, started in zip(actors.engines, starting[name], strict=True):
-                fetch(started, engine.name, deadline_s)
-            fetch(actors.engine_pool.call(EnginePool.join, actors.members), actors.engine_pool.name, deadline_s)
-    return {name: actors.engine_pool for name, actors in created.items()}
+    try:
+        with _deaths():
+            for name, actors in created.items():
+                for engine, started in zip(actors.engines, starting[name], strict=True):
+                    fetch(started, engine.name, deadline_s)
+                fetch(actors.engine_pool.call(EnginePool.join, actors.members), actors.engine_pool.name, deadline_s)
+        yield {name: actors.engine_pool for name, actors in created.items()}
+    finally:
+        _end([actor for actors in created.values() for actor in (actors.engine_pool, *actors.engines)])
+
+
+def _end(actors: list[Handle[Any]]) -> None:
+    """Kill actors; return when their names and memory are free for others."""
+    import ray
+
+    watches = [actor.call(Watched.watch) for actor in actors]
+    for actor in actors:
+        actor.kill()
+    ray.wait(watches, num_returns=len(watches))
 
 
 def _rewards_open(
@@ -223,14 +236,7 @@ class _Evaluation:
                     say(f"{self._model.name} on {name}: {self._seen - first} of {len(todo)}")
 
     def __exit__(self, *_: object) -> None:
-        import ray
-
-        actors: list[Handle[Any]] = [self._worker, self._pool, *self._engines]
-        watches = [actor.call(Watched.watch) for actor in actors]
-        for actor in actors:
-            actor.kill()
-        # Only then are their names and memory free for those of the next model.
-        ray.wait(watches, num_returns=len(watches))
+        _end([self._worker, self._pool, *self._engines])
 
 
 def _tasksets(config: RunConfig) -> dict[str, list[Task]]:
