@@ -156,12 +156,13 @@ def _save(folder: Path) -> Any:
     learner, written = sharded(), threading.Event()
     for _ in range(3):
         learner.step([mine()])
+    ranked = learner.rank_pairs([] if dist.get_rank() else pairs()[:6])
     at_save, said = weights(learner), list[str | None]()
     Checkpointer().save(learner, None, folder, lambda problem: (said.append(problem), written.set())[1])
     assert written.wait(60)
     for _ in range(2):
         result = learner.step([mine()])
-    return said, at_save, weights(learner), result.loss
+    return said, at_save, weights(learner), result.loss, ranked
 
 
 def _resume(folder: Path) -> Any:
@@ -172,9 +173,15 @@ def _resume(folder: Path) -> Any:
     return weights(learner), result.loss
 
 
-def test_resumed_training_is_the_training_that_went_on(tmp_path: Path) -> None:
+def test_resumed_training_is_the_training_that_went_on_and_a_ranking_is_over_all_ranks(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
-    said, at_save, after, loss = on_ranks(2, tmp_path, _save, folder)
+    said, at_save, after, loss, ranked = on_ranks(2, tmp_path, _save, folder)
+    alone = make_learner("reward_model")
+    for _ in range(3):
+        alone.step([pairs()])
+    expected = alone.rank_pairs(pairs()[:6])  # of two ranks one has no pair
+    assert (ranked.pairs, ranked.right) == (expected.pairs, expected.right) == (3, expected.right)
+    assert ranked.margin == pytest.approx(expected.margin, abs=1e-4) and ranked.margin != 0
     resumed, again = on_ranks(1, tmp_path, _resume, folder)
     assert said == [None] and again == pytest.approx(loss, abs=1e-6)
     torch.testing.assert_close(resumed, after, atol=1e-6, rtol=0)
@@ -305,16 +312,3 @@ def test_held_out_pairs_are_ranked_as_a_step_would_and_nothing_is_learnt(name: s
     after_turn = learner.rank_pairs(turned)
     assert after_turn.right == 6 - before_turn.right
     assert after_turn.margin == pytest.approx(-before_turn.margin, abs=1e-5)
-
-
-def _rank_pairs_on_rank() -> Any:
-    learner = sharded()
-    learner.step([mine()])
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    return learner.rank_pairs([side for n in range(rank, 3, ranks) for side in pairs()[2 * n : 2 * n + 2]])
-
-
-def test_a_ranking_is_over_all_ranks_and_one_may_have_no_pair(tmp_path: Path) -> None:
-    one, four = on_ranks(1, tmp_path, _rank_pairs_on_rank), on_ranks(4, tmp_path, _rank_pairs_on_rank)
-    assert (one.pairs, one.right) == (four.pairs, four.right) == (3, one.right)
-    assert one.margin == pytest.approx(four.margin, abs=1e-5) and one.margin != 0
