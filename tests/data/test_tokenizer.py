@@ -200,6 +200,21 @@ def test_each_part_of_an_answer_is_whole_with_its_token_and_not_before(by_bytes:
         assert place == 0 or not by_bytes.decode(ids[:place]).startswith(text[:end])
 
 
+def test_tokens_that_are_not_by_themselves_what_they_are_in_a_text_are_found_too(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"\u2581a": 0, "\u2581bc": 1, "d": 2, "<|eos|>": 3}, unk_token="d"))
+    words.decoder = decoders.Metaspace()  # the blank before the first word of a text is left out
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|eos|>").save_pretrained(tmp_path)
+    tokenizer = ChatTokenizer(tmp_path)
+    ids = [0, 1, 2, 0, 3]
+    assert tokenizer.decode(ids) == "a bcd a" and tokenizer.decode([1]) == "bc"
+    assert tokenizer.tokens_at(ids, "a bcd a", range(8)) == [0, 0, 1, 1, 1, 2, 3, 3]
+    with pytest.raises(ValueError, match="first 6 characters"):
+        tokenizer.tokens_at(ids, "a bcdef", [2, 6])
+
+
 def test_tokens_that_do_not_say_the_text_have_no_parts_of_it(by_bytes: ChatTokenizer) -> None:
     with pytest.raises(ValueError, match="first 2 characters"):
         by_bytes.tokens_at(by_bytes.response("ab"), "aB", [1, 2])
