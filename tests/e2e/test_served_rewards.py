@@ -22,8 +22,9 @@ from tests.conftest import ROOT
 from tests.e2e.conftest import WITHOUT_VLLM, free_port, small_config
 
 
+@pytest.mark.parametrize("resumes", [False, pytest.param(True, marks=pytest.mark.slow)])  # another start of a run
 def test_a_run_scores_on_serve_and_deletes_what_it_has_there_and_a_resumed_one_does_so_again(
-    ray_cluster: Any, tmp_path: Path, tiny_model: Path, port: int
+    resumes: bool, ray_cluster: Any, tmp_path: Path, tiny_model: Path, port: int
 ) -> None:
     # Ray Serve has one address in a cluster, and other runs come with this one.
     judge = {"name": "tests.rewards.trouble:AsksAnother", "role": "gate"}
@@ -44,6 +45,8 @@ def test_a_run_scores_on_serve_and_deletes_what_it_has_there_and_a_resumed_one_d
     counts = steps[-1].rewards[""]
     assert counts["scored"] > 0 and counts["unknown"] == counts["errors"] == counts["retried"] == 0
     assert 0 < counts["slowest_s"] <= counts["seconds"]
+    if not resumes:
+        return
 
     resumed = rayrft.resume(run.folder, say=said.append, **{"stages.mix.steps": 4})
     try:
