@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import lru_cache
 from typing import Any, Literal
@@ -66,6 +66,16 @@ class Task:
 def dedup_key(question: str, images: tuple[str, ...]) -> str:
     """Join question and image paths; without images, return the question itself."""
     return "\n".join([question, *images])
+
+
+TOKEN_REWARD = "token_reward_"
+"""With the index of a token, the metric of a row that is the reward of the step inside an answer that ends with it."""
+
+
+def rewards_by_token(metrics: Mapping[str, float]) -> dict[int, float]:
+    """Return the rewards of steps inside answers that a row has in its metrics, by the index of the token."""
+    places = {name: name.removeprefix(TOKEN_REWARD) for name in metrics if name.startswith(TOKEN_REWARD)}
+    return {int(place): metrics[name] for name, place in places.items() if place.isdecimal()}
 
 
 @dataclass(frozen=True)

@@ -129,6 +129,7 @@ class Algorithm(Recipe):
             labelled = Labelled.of(keep(output.logprobs, rows.mask), rows)
             losses = keep(self._bound("unpaired")(labelled), labelled.present)
             parts = parts.add("preference", losses.sum() / over.expert.sequences, 1.0)
+            parts = parts.of_labelled(labelled, rows.sum(output.logprobs))
         return parts
 
     def _own(

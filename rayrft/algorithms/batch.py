@@ -35,7 +35,7 @@ class TokenBatch:
     reward: Tensor | None = None
     """``[N]``"""
     turn_rewards: Tensor | None = None
-    """Rewards of turns, each on its turn's last token, besides the row's own."""
+    """Rewards of turns, and of steps inside them, each on the last token of its turn or step, besides the row's own."""
     truncated: Tensor | None = None
     """``[N]`` bool: answers that were cut for their length."""
     pair: Tensor | None = None

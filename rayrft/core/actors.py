@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -20,6 +20,7 @@ from rayrft.config.reward import RewardConfig
 from rayrft.core.placement import PlacedClass, Placement
 from rayrft.core.preflight import Prepared
 from rayrft.experience import pack, to_batch
+from rayrft.explorer.engines.auxiliary import auxiliary_models
 from rayrft.explorer.engines.engine import RolloutEngine
 from rayrft.explorer.engines.pool import EnginePool, Member
 from rayrft.explorer.explorer import Explorer
@@ -27,7 +28,7 @@ from rayrft.handle import Handle, TrackedHandle
 from rayrft.pipelines.experiences import experience_chain
 from rayrft.pipelines.operator import Context
 from rayrft.pipelines.workers import ActorOperators, GroupChain, OperatorActor, Operators
-from rayrft.rewards.pool import ActorScoring, RewardActor, Scoring
+from rayrft.rewards.pool import ActorScoring, Models, RewardActor, Scoring
 from rayrft.serve.keeper import SessionKeeper
 from rayrft.trainer.batch_pipeline import BatchPipeline, batch_chain
 from rayrft.trainer.commands import command_name
@@ -44,6 +45,11 @@ class Auxiliary:
 
     engine_pool: Handle[EnginePool]
     engines: list[Handle[RolloutEngine]]
+
+    @property
+    def members(self) -> list[Member]:
+        """The engines as members of their pool, whose weights stay as they are."""
+        return [Member(engine, 0) for engine in self.engines]
 
 
 @dataclass(frozen=True)
@@ -181,13 +187,8 @@ def create_actors(
     evaluation_pool = (
         placement.actor(EnginePool, "engine_pool", name="evaluation_pool").create() if evaluation_engines else None
     )
-    auxiliary = {
-        name: Auxiliary(
-            placement.actor(EnginePool, "engine_pool", name=f"engine_pool-{name}").create(),
-            create_engines(placement, each.engine.count, f"auxiliary-{name}", f"auxiliary-{name}"),
-        )
-        for name, each in config.auxiliary.items()
-    }
+    auxiliary = create_auxiliary(config, placement)
+    pools = {name: each.engine_pool for name, each in auxiliary.items()}
     tasks, held_out = ray.put(prepared.tasks), ray.put(prepared.held_out)
     explorers = [
         placement.actor(Explorer, "explorer", name=f"explorer-{index}", bundle=index).create(
@@ -197,9 +198,9 @@ def create_actors(
             buffer,
             tasks,
             held_out,
-            scoring(config, placement),
+            scoring(config, placement, pools),
             prepared.run_id if config.mode == "explore" else "",
-            {name: each.engine_pool for name, each in auxiliary.items()},
+            pools,
             evaluation_pool,
             operators(config, prepared.model, placement),
         )
@@ -219,15 +220,40 @@ def create_engines(
     ]
 
 
-def scoring(config: RunConfig, placement: Placement) -> Callable[[], Scoring] | None:
-    """Return what gives an Explorer those that score for it; None where it scores itself."""
+def create_auxiliary(config: RunConfig, placement: Placement) -> dict[str, Auxiliary]:
+    """Create the actors of the auxiliary models, by name; they are not started yet."""
+    return {
+        name: Auxiliary(
+            placement.actor(EnginePool, "engine_pool", name=f"engine_pool-{name}").create(),
+            create_engines(placement, each.engine.count, f"auxiliary-{name}", f"auxiliary-{name}"),
+        )
+        for name, each in config.auxiliary.items()
+    }
+
+
+def judges(config: RunConfig, pools: Mapping[str, Handle[EnginePool]]) -> Models | None:
+    """Return what gives those that score elsewhere than the Explorers the auxiliary models of these pools."""
+    askers = {
+        "beside": config.explorer.count,
+        "pool": config.explorer.count * config.reward.actors,
+        "serve": sum(model.replicas.max for model in config.reward.models.values()),
+    }[config.reward.placement]
+    return partial(auxiliary_models, config.auxiliary, dict(pools), share=1 / askers) if pools else None
+
+
+def scoring(
+    config: RunConfig, placement: Placement, pools: Mapping[str, Handle[EnginePool]]
+) -> Callable[[], Scoring] | None:
+    """Return what gives an Explorer those that score for it, who may ask the auxiliary models of these pools; None
+    where it scores itself."""
     if config.reward.placement == "beside":
         return None
     if (service := reward_service(config)) is not None:
         from rayrft.rewards.service import ServedScoring
 
         return partial(ServedScoring, service, config.scoring)
-    create = _RewardActors(placement.actor(RewardActor, "reward"), config.scoring, config.plugins)
+    placed = placement.actor(RewardActor, "reward")
+    create = _RewardActors(placed, config.scoring, config.plugins, judges(config, pools))
     return partial(ActorScoring, create, config.reward.actors)
 
 
@@ -305,9 +331,9 @@ async def _start_explorers(explorers: list[Handle[Explorer]], rewards: Awaitable
     await asyncio.gather(*(explorer.call(Explorer.start) for explorer in explorers))
 
 
-async def _serve(actors: Auxiliary, config: AuxiliaryConfig, seed: int) -> None:
-    """Start the engines of an auxiliary model, and let them take requests."""
-    starting = [
+def start_auxiliary(actors: Auxiliary, config: AuxiliaryConfig, seed: int) -> list[Awaitable[None]]:
+    """Start the engines of an auxiliary model, by engine; they take requests once they are in their pool."""
+    return [
         handle.call(
             RolloutEngine.start,
             config.model,
@@ -319,8 +345,12 @@ async def _serve(actors: Auxiliary, config: AuxiliaryConfig, seed: int) -> None:
         )
         for index, handle in enumerate(actors.engines)
     ]
-    await asyncio.gather(*starting)
-    await actors.engine_pool.call(EnginePool.join, [Member(engine, 0) for engine in actors.engines])
+
+
+async def _serve(actors: Auxiliary, config: AuxiliaryConfig, seed: int) -> None:
+    """Start the engines of an auxiliary model, and let them take requests."""
+    await asyncio.gather(*start_auxiliary(actors, config, seed))
+    await actors.engine_pool.call(EnginePool.join, actors.members)
 
 
 async def _until_dead_for_good(buffer: Handle[Buffer]) -> None:
@@ -337,12 +367,13 @@ async def _until_dead_for_good(buffer: Handle[Buffer]) -> None:
 class _RewardActors:
     """Creates reward actors in their placement group; it is sent to the Explorer, which replaces those that die."""
 
-    placed: PlacedClass[[RewardConfig, list[Path]], RewardActor]
+    placed: PlacedClass[[RewardConfig, list[Path], Models | None], RewardActor]
     config: RewardConfig
     plugins: list[Path]
+    models: Models | None
 
     def __call__(self) -> Handle[RewardActor]:
-        return self.placed.create(self.config, self.plugins)
+        return self.placed.create(self.config, self.plugins, self.models)
 
 
 @dataclass(frozen=True)

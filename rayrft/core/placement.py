@@ -116,7 +116,7 @@ def plan_placement(config: RunConfig) -> list[Part]:
                 f"vLLM engines of {auxiliary.model}",
             )
             for name, auxiliary in config.auxiliary.items()
-            if config.rolls_out and config.mode != "bench"
+            if config.rolls_out
         ),
         *scoring,
         *verifying,

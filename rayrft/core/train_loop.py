@@ -20,9 +20,10 @@ from rayrft.core.actors import Actors
 from rayrft.core.checkpoints import Progress, Saver
 from rayrft.core.evaluations import Evaluations
 from rayrft.core.recorder import Recorder
-from rayrft.core.step_record import StepSeconds, check_on_policy_step, step_record
+from rayrft.core.step_record import StepSeconds, check_on_policy_step, pairs_record, step_record
 from rayrft.core.supervision import Stopped, unless_stopped
 from rayrft.core.weight_sync import SyncReport, WeightSync
+from rayrft.data.demonstrations import held_out_name
 from rayrft.errors import LeaseEnded, RayrftError, RowsFailed, Stalled, StorageError
 from rayrft.explorer.engines.engine import RolloutEngine
 from rayrft.explorer.explorer import Explorer, Timings
@@ -30,7 +31,7 @@ from rayrft.handle import Handle
 from rayrft.monitor.records import StepRecord
 from rayrft.monitor.verdict import verdict
 from rayrft.trainer.batch_pipeline import ProcessedLease
-from rayrft.trainer.commands import Command, OpenStage, Train
+from rayrft.trainer.commands import Command, OpenStage, RankPairs, Train
 from rayrft.trainer.result import StepResult, mean_value_errors
 from rayrft.trainer.trainer import Trainer
 
@@ -141,6 +142,7 @@ class TrainLoop:
         if not stage.groups:
             await self.publish()
         await self._saving.export(stage.name)
+        await self._rank_pairs(stage)
         await unless_stopped(self._stop, self._evaluations.end())
         await self._evaluate(stage, ended=True)
         await unless_stopped(self._stop, self._evaluations.end())
@@ -261,7 +263,9 @@ class TrainLoop:
         """Evaluate and write a checkpoint if they are due."""
         taken = self.progress.stage_step
         if stage.evaluate_every and taken % stage.evaluate_every == 0:
-            await self._evaluate(stage)
+            await self._rank_pairs(stage)
+            if not stage.trains_reward_model:
+                await self._evaluate(stage)
             await self._judge(stage, first)
         if self._saving.due():
             await self._saving.checkpoint(len(self._recorder.records))
@@ -273,6 +277,16 @@ class TrainLoop:
         if self.progress.stage + ended <= self._config.scored_after:
             return
         await unless_stopped(self._stop, self._evaluations.begin(stage))
+
+    async def _rank_pairs(self, stage: StageConfig) -> None:
+        """Rank the preference pairs that are held out from the stage, if there are any."""
+        if not self._config.holds_out(stage):
+            return
+        started, store = time.perf_counter(), f"expert/{held_out_name(stage.demonstrations or '')}"
+        blocks = await self._actors.buffer.call(Buffer.partition, store)
+        found = (await self._command(RankPairs(blocks)))[0]
+        step, taken, seconds = self.progress.step, self.progress.stage_step, time.perf_counter() - started
+        await self._recorder.add(pairs_record(stage.name, step, taken, found, seconds))
 
     async def _judge(self, stage: StageConfig, first: int) -> None:
         """Note what bounds the stage, judged from its records, which begin at index ``first``."""

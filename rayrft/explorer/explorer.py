@@ -23,7 +23,7 @@ from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import DataError, RayrftError
 from rayrft.experience import Experience, Task, from_batch, pack, to_batch, unpack
 from rayrft.explorer.calls import Parking
-from rayrft.explorer.engines.auxiliary import AuxiliaryModel
+from rayrft.explorer.engines.auxiliary import auxiliary_models
 from rayrft.explorer.engines.client import EngineClient
 from rayrft.explorer.engines.pool import EnginePool
 from rayrft.explorer.evaluation import Evaluation, measure
@@ -124,13 +124,7 @@ class Explorer:
         self._held_out = held_out
         tokenizer, share = ChatTokenizer(model), 1 / config.explorer.count
         engines = EngineClient(engine_pool, self._waits, share)
-        models = {
-            name: AuxiliaryModel(
-                name, described, ChatTokenizer(described.model), EngineClient(pool, self._waits, share).generate
-            )
-            for name, pool in (auxiliary or {}).items()
-            for described in [config.auxiliary[name]]
-        }
+        models = auxiliary_models(config.auxiliary, auxiliary or {}, self._waits, share)
         self._rewards = RewardPool(config.scoring, config.plugins, scoring, models)
         self._scoring: asyncio.Future[None] | None = None
         """The start of what scores, if a stage trains it."""

@@ -236,9 +236,7 @@ def _conform(rows: pa.RecordBatch, schema: pa.Schema, *, blank: bool = False) ->
     the lineage, too."""
     there = set(rows.schema.names) - ({PARENTS, MADE_BY} if blank else set())
     columns = [
-        pa.nulls(rows.num_rows, column.type)
-        if column.name not in there
-        else rows.column(column.name)
+        pa.nulls(rows.num_rows, column.type) if column.name not in there else rows.column(column.name)
         for column in schema
     ]
     return pa.RecordBatch.from_arrays(columns, schema=schema)
