@@ -87,6 +87,17 @@ class PipelineConfig(Section):
         return [path.expanduser().absolute() for path in plugins]
 
 
+class OperatorActorsConfig(Section):
+    """Actors in which operators work, on any node."""
+
+    count: int = Field(1, ge=1)
+    """Actors of each Explorer."""
+    cpus: float = Field(1.0, ge=0)
+    gpus: float = Field(0.0, ge=0)
+    memory_gib: float = Field(1.0, gt=0)
+    """Of each actor, with its processes."""
+
+
 class PipelinesConfig(Section):
     """What is done with data within a run."""
 
@@ -102,5 +113,25 @@ class PipelinesConfig(Section):
     answer_s: float = Field(300.0, gt=0)
     """Seconds for an answer of a model, from when the request is made. The ``deadline_s`` of an operator stands still
     while it waits for answers."""
+    experiences: list[OperatorConfig] = Field(default_factory=list)
+    """Operators on each group of answers, after its rewards and before the Buffer. They see the columns of
+    ``experience.SCHEMA``, ``response`` (the last answer as a text), and the task's question, answer, domain and
+    difficulty. Rows that they leave out are counted as dropped, by operator and reason."""
+    made: str | None = Field(None, pattern=NAME)
+    """The demonstrations that rows join which operators of ``experiences`` make: expert rows, or preference pairs. A
+    stage names them like others; if it trains on groups, too, it may begin while there are none."""
+    workers: int = Field(1, ge=1)
+    """Processes in which operators work on groups, of each Explorer, or of each of the ``actors``."""
+    actors: OperatorActorsConfig | None = None
+    """Where operators of ``experiences`` work that are heavy; by default in processes on the Explorer's node."""
+    batch: list[OperatorConfig] = Field(default_factory=list)
+    """Operators on the batch of each step, between its lease and its training. They see the columns of
+    ``experience.SCHEMA``, and of each row its ``place``, the ``step``, whether it is ``trained`` (else its reward alone
+    counts, in its group's advantages), and its ``weight`` in the loss. A row that they leave out is not trained in this
+    step; its group counts as used."""
+    on_error: Literal["leave_out", "stop"] = "leave_out"
+    """What becomes of a group on which an operator of ``experiences`` fails: ``leave_out`` drops and counts it, or only
+    the rows on which one raises that looks at single rows. A batch on which one fails is trained as it is. Too many
+    consecutive ones stop the run."""
     deadline_s: float = Field(60.0, gt=0)
-    """Seconds that an operator may take for one batch of 1,000 tasks."""
+    """Seconds that an operator may take for one batch of 1,000 tasks, for one group, or for one training batch."""

@@ -45,7 +45,7 @@ class RunConfig(Section):
     reward: RewardConfig = RewardConfig()
     explorer: ExplorerConfig = ExplorerConfig()
     auxiliary: dict[Annotated[str, Field(pattern=NAME)], AuxiliaryConfig] = Field(default_factory=dict)
-    """Frozen models for workflows, by name: ``model.auxiliary("judge")``."""
+    """Frozen models for workflows and judges, by name: ``model.auxiliary("judge")``."""
     buffer: BufferConfig = BufferConfig()
     trainer: TrainerConfig = TrainerConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
@@ -111,6 +111,15 @@ class RunConfig(Section):
     def scored_demonstrations(self) -> set[str]:
         """The entries of ``demonstrations`` that reward models are trained on."""
         return {stage.demonstrations or "" for stage in self.stages if stage.trains_reward_model}
+
+    def grows(self, stage: StageConfig) -> bool:
+        """Return whether the demonstrations of a stage are those that operators on experiences make."""
+        return bool(stage.expert_rows) and stage.demonstrations == self.pipelines.made
+
+    def holds_out(self, stage: StageConfig) -> bool:
+        """Whether there are held-out pairs beside those that the stage trains on."""
+        entry = self.demonstrations.get(stage.demonstrations or "")
+        return entry is not None and entry.held_out > 0 and stage.algorithm.build().needs_pairs
 
     @property
     def labelled_demonstrations(self) -> set[str]:
@@ -217,7 +226,8 @@ class RunConfig(Section):
                     value=stage.start_from,
                     remedy=f"earlier: {', '.join(seen) or 'none'}",
                 )
-            if stage.expert_rows and stage.demonstrations not in self.demonstrations:
+            grows = self.grows(stage)
+            if stage.expert_rows and stage.demonstrations not in self.demonstrations and not grows:
                 raise invalid(
                     f"stages.{stage.name}.demonstrations",
                     "no such entry in 'demonstrations'",
@@ -226,7 +236,9 @@ class RunConfig(Section):
                     if self.demonstrations
                     else "add it",
                 )
-            units = stage.groups + stage.expert_rows // (2 if stage.algorithm.build().needs_pairs else 1)
+            units = stage.groups
+            if not (grows and stage.groups):  # else there may be none yet
+                units += stage.expert_rows // (2 if stage.algorithm.build().needs_pairs else 1)
             parts = stage.update.mini_batches
             if units // parts < self.trainer.ranks:
                 raise invalid(
@@ -240,10 +252,43 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _experience_pipeline(self) -> RunConfig:
+        """Check that somebody sends groups through the operators on experiences, and who trains on what they make."""
+        made = self.pipelines.made
+        if not self.pipelines.experiences:
+            for name in ("made", "actors"):
+                if getattr(self.pipelines, name) is not None:
+                    raise invalid(f"pipelines.{name}", "there are no operators on experiences", remedy="leave it out")
+        elif self.mode in ("train", "serve"):
+            raise invalid(
+                "pipelines.experiences",
+                f"work on what an Explorer samples, and there is none in mode {self.mode!r}",
+                remedy="leave them out; `rayrft data process` works on the rows of a run",
+            )
+        for stage in self.stages:
+            if made is not None and stage.trains_reward_model and stage.demonstrations == made:
+                raise invalid(
+                    f"stages.{stage.name}.demonstrations",
+                    "a reward model is trained on pairs from a file, whose tokens are the chat template's",
+                    value=made,
+                    remedy="export the pairs (rayrft data export) and name the file in 'demonstrations'",
+                )
+        return self
+
+    @model_validator(mode="after")
     def _reward_models(self) -> RunConfig:
         """Check who trains reward models, on what, and who uses them; and who trains on labelled answers."""
         trains = {stage.name: stage.trains_reward_model for stage in self.stages}
+        ranked = {stage.demonstrations for stage in self.stages if stage.algorithm.build().needs_pairs}
+        for name, demonstrations in self.demonstrations.items():
+            if demonstrations.held_out and name not in ranked:
+                problem = "is not used: no stage trains on these as preference pairs"
+                raise invalid(f"demonstrations.{name}.held_out", problem, value=demonstrations.held_out)
         for stage in self.stages:
+            if stage.evaluate_every and trains[stage.name] and not self.holds_out(stage):
+                problem = f"is not used: {stage.algorithm.name} does not change the policy, and no pairs are held out"
+                remedy = f"leave it out, or set demonstrations.{stage.demonstrations}.held_out"
+                raise invalid(f"stages.{stage.name}.evaluate_every", problem, remedy=remedy)
             if stage.start_from is not None and trains[stage.start_from]:
                 raise invalid(
                     f"stages.{stage.name}.start_from",
@@ -281,7 +326,7 @@ class RunConfig(Section):
             problem = "is started with the run, before the reward model is trained"
             raise invalid("reward.placement", problem, value="serve", remedy="set it to beside or pool")
         for stage in self.stages[: self.scored_after + 1]:
-            if stage.groups or stage.evaluate_every:
+            if stage.groups or (stage.evaluate_every and not trains[stage.name]):
                 raise invalid(
                     f"stages.{stage.name}.{'algorithm' if stage.groups else 'evaluate_every'}",
                     "needs rewards before the reward model is trained",

@@ -14,12 +14,12 @@ from typing import Any
 
 from rayrft.config import RunConfig, load_config
 from rayrft.config.serve import ServeConfig
-from rayrft.core.actors import create_engines, reward_service, scoring
+from rayrft.core.actors import create_auxiliary, create_engines, judges, reward_service, scoring, start_auxiliary
 from rayrft.core.checkpoints import Checkpoints, export, find_folder
 from rayrft.core.cluster import connect
 from rayrft.core.pipeline_models import task_engines
 from rayrft.core.placement import NAMESPACE, Placement, actor_name, check_room, plan_placement, show_plan
-from rayrft.core.preflight import check_workflows, find_model
+from rayrft.core.preflight import check_auxiliary, check_workflows, find_model
 from rayrft.core.reward_checks import check_rewards
 from rayrft.core.supervision import root_cause
 from rayrft.data.task_splits import load_taskset
@@ -65,9 +65,10 @@ def bench(
     folder = checked.folder / "bench"
     connect()  # files of tasks are read by Ray
     tasksets = _tasksets(checked)
-    check_workflows(checked.explorer, chain.from_iterable(tasksets.values()))
+    check_auxiliary(checked)
+    check_workflows(checked.explorer, chain.from_iterable(tasksets.values()), checked.auxiliary)
     numbered = ((task, number) for number, tasks in enumerate(tasksets.values()) for task in tasks)
-    for notice in check_rewards(checked.scoring, numbered):
+    for notice in check_rewards(checked.scoring, numbered, checked.auxiliary):
         say(notice)
     given = checked.bench.models or {"model": str(checked.model.path)}
     found = [_find(name, model, checked.storage, folder) for name, model in given.items()]
@@ -88,10 +89,10 @@ def bench(
         placement = Placement(run, parts)
         try:
             placement.reserve([part.name for part in parts if not part.served])
-            with _rewards_open(checked):
+            with _auxiliary_open(checked, placement) as auxiliary, _rewards_open(checked, auxiliary):
                 for model in found:
                     if missing[model.name]:
-                        with _Evaluation(checked, placement, model) as evaluation:
+                        with _Evaluation(checked, placement, model, auxiliary) as evaluation:
                             for name in missing[model.name]:
                                 evaluation.run(name, tasksets[name], files[model.name, name], say)
         finally:
@@ -112,7 +113,7 @@ def bench(
 
 
 @contextlib.contextmanager
-def _deaths(model: str) -> Iterator[None]:
+def _deaths() -> Iterator[None]:
     """Raise what ended an actor as its root cause."""
     from ray.exceptions import RayActorError, RayTaskError
 
@@ -124,7 +125,35 @@ def _deaths(model: str) -> Iterator[None]:
         raise cause from None
 
 
-def _rewards_open(config: RunConfig) -> contextlib.AbstractContextManager[object]:
+@contextlib.contextmanager
+def _auxiliary_open(config: RunConfig, placement: Placement) -> Iterator[dict[str, Handle[EnginePool]]]:
+    """Have the engines of the auxiliary models inside a ``with``, for all evaluated models; give their pools."""
+    created, deadline_s = create_auxiliary(config.auxiliary, placement), config.monitor.stall_s
+    starting = {name: start_auxiliary(actors, config.auxiliary[name], config.seed) for name, actors in created.items()}
+    try:
+        with _deaths():
+            for name, actors in created.items():
+                for engine, started in zip(actors.engines, starting[name], strict=True):
+                    fetch(started, engine.name, deadline_s)
+                fetch(actors.engine_pool.call(EnginePool.join, actors.members), actors.engine_pool.name, deadline_s)
+        yield {name: actors.engine_pool for name, actors in created.items()}
+    finally:
+        _end([actor for actors in created.values() for actor in (actors.engine_pool, *actors.engines)])
+
+
+def _end(actors: list[Handle[Any]]) -> None:
+    """Kill actors; return when their names and memory are free for others."""
+    import ray
+
+    watches = [actor.call(Watched.watch) for actor in actors]
+    for actor in actors:
+        actor.kill()
+    ray.wait(watches, num_returns=len(watches))
+
+
+def _rewards_open(
+    config: RunConfig, auxiliary: dict[str, Handle[EnginePool]]
+) -> contextlib.AbstractContextManager[object]:
     """Have the rewards on Ray Serve, if they belong there, inside a ``with``."""
     service = reward_service(config)
     if service is None:
@@ -133,19 +162,22 @@ def _rewards_open(config: RunConfig) -> contextlib.AbstractContextManager[object
     from rayrft.rewards.service import rewards_open
 
     owner, address = Owner(NAMESPACE, actor_name(service.name, "rewards")), ServeConfig()
-    return rewards_open(service, config.scoring, config.plugins, owner, (address.host, address.port))
+    at, models = (address.host, address.port), judges(config, auxiliary)
+    return rewards_open(service, config.scoring, config.plugins, owner, at, models=models)
 
 
 class _Evaluation:
     """Actors that evaluate one model, inside a ``with``: another model gets new ones, for it may be of another kind."""
 
-    def __init__(self, config: RunConfig, placement: Placement, model: _Model) -> None:
+    def __init__(
+        self, config: RunConfig, placement: Placement, model: _Model, auxiliary: dict[str, Handle[EnginePool]]
+    ) -> None:
         self._config = config
         self._model = model
         self._engines = create_engines(placement, config.explorer.engine.count)
         self._pool = placement.actor(EnginePool, "engine_pool", name="engine_pool").create()
         self._worker = placement.actor(BenchWorker, "explorer", name="explorer").create(
-            config, model.path, self._pool, scoring(config, placement)
+            config, model.path, self._pool, scoring(config, placement, auxiliary), auxiliary
         )
         self._seen = 0
         """Tasks that the worker has answered."""
@@ -164,7 +196,7 @@ class _Evaluation:
             for index, engine in enumerate(self._engines)
         ]
         try:
-            with _deaths(self._model.name):
+            with _deaths():
                 fetch(self._worker.call(BenchWorker.start), "explorer", deadline_s)
                 for engine, started in zip(self._engines, starting, strict=True):
                     fetch(started, engine.name, deadline_s)
@@ -183,7 +215,7 @@ class _Evaluation:
         say(f"{self._model.name} on {name}: {len(todo)} of {len(tasks)} tasks to attempt")
         running, stall_s = self._worker.call(BenchWorker.run, tasks, file), self._config.monitor.stall_s
         first, told = self._seen, 0
-        with _deaths(self._model.name):
+        with _deaths():
             while True:
                 answered = self._worker.call(BenchWorker.answered, self._seen)
                 ready, _ = ray.wait([running, answered], timeout=stall_s)
@@ -204,14 +236,7 @@ class _Evaluation:
                     say(f"{self._model.name} on {name}: {self._seen - first} of {len(todo)}")
 
     def __exit__(self, *_: object) -> None:
-        import ray
-
-        actors: list[Handle[Any]] = [self._worker, self._pool, *self._engines]
-        watches = [actor.call(Watched.watch) for actor in actors]
-        for actor in actors:
-            actor.kill()
-        # Only then are their names and memory free for those of the next model.
-        ray.wait(watches, num_returns=len(watches))
+        _end([self._worker, self._pool, *self._engines])
 
 
 def _tasksets(config: RunConfig) -> dict[str, list[Task]]:
@@ -284,6 +309,7 @@ def _fingerprint(config: RunConfig, model: _Model, taskset: str) -> str:
             model.identity,
             config.model.model_dump(mode="json", include={"dtype", "max_length"}),
             config.reward.model_dump(mode="json", exclude={"workers"}),
+            {name: each.model_dump(mode="json", exclude={"engine"}) for name, each in config.auxiliary.items()},
             explorer.model_dump(mode="json", include=_EXPLORER),
             config.bench.model_dump(mode="json", include={"temperature", "max_tokens"}),
             config.seed,

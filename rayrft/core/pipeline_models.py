@@ -9,17 +9,15 @@ from typing import Any
 
 from rayrft.config import RunConfig
 from rayrft.config.auxiliary import AuxiliaryConfig
-from rayrft.core.actors import Auxiliary, create_auxiliary, start_auxiliary
+from rayrft.core.actors import Auxiliary, create_auxiliary, serve_auxiliary
 from rayrft.core.cluster import connect
 from rayrft.core.placement import Placement, auxiliary_part, check_room, engine_pool_part, show_plan
 from rayrft.core.supervision import root_cause
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import Stalled
-from rayrft.explorer.engines.auxiliary import AuxiliaryModel
-from rayrft.explorer.engines.client import EngineClient
+from rayrft.explorer.engines.auxiliary import auxiliary_models
 from rayrft.handle import Handle, Watched
 from rayrft.pipelines.answering import AskedModel, Engines
-from rayrft.waits import Waits
 
 _START_S = 1800.0
 """Seconds in which engines load their models."""
@@ -40,7 +38,8 @@ def pipeline_engines(
         if not wanted:
             yield {}
             return
-        tokenizers = {name: ChatTokenizer(each.model, f"{name}.model") for name, each in wanted.items()}
+        for name, each in wanted.items():
+            ChatTokenizer(each.model, f"{name}.model")  # raises if there is none, before anything starts
         connect()
         parts = [*(auxiliary_part(name, each) for name, each in wanted.items()), engine_pool_part(len(wanted))]
         say(show_plan(run, parts))
@@ -48,15 +47,10 @@ def pipeline_engines(
         placement, actors = Placement(run, parts), dict[str, Auxiliary]()
         try:
             placement.reserve([part.name for part in parts])
-            for name, each in wanted.items():
-                actors[name] = create_auxiliary(placement, name, each)
+            actors |= create_auxiliary(wanted, placement)
             await _started(actors, wanted, seed)
-            waits = Waits("pipeline")
-            yield {
-                name: AskedModel.on_engines(AuxiliaryModel(name, each, tokenizers[name], client.generate), each)
-                for name, each in wanted.items()
-                for client in [EngineClient(actors[name].engine_pool, waits)]
-            }
+            found = auxiliary_models(wanted, {name: each.engine_pool for name, each in actors.items()})
+            yield {name: AskedModel.on_engines(model, wanted[name]) for name, model in found.items()}
         finally:
             await _ended(actors)
             placement.remove()
@@ -74,7 +68,7 @@ async def _started(actors: Mapping[str, Auxiliary], models: Mapping[str, Auxilia
 
     try:
         async with asyncio.timeout(_START_S):
-            await asyncio.gather(*(start_auxiliary(each, models[name], seed) for name, each in actors.items()))
+            await asyncio.gather(*(serve_auxiliary(each, models[name], seed) for name, each in actors.items()))
     except TimeoutError:
         remedy = "see the engines' logs in the Ray dashboard"
         raise Stalled(f"engines did not start within {_START_S:g} s", field="models", remedy=remedy) from None

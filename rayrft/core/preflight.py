@@ -19,7 +19,7 @@ from rayrft.config import RunConfig, dump_config
 from rayrft.config.explorer import ExplorerConfig
 from rayrft.config.serve import HttpConfig
 from rayrft.core.reward_checks import check_classifier, check_rewards
-from rayrft.data.demonstrations import demonstrate, from_file, from_tasks
+from rayrft.data.demonstrations import demonstrate, from_file, from_tasks, held_out_name, hold_out
 from rayrft.data.formats import conversations, read_rows
 from rayrft.data.task_sampler import TaskSetSpec
 from rayrft.data.task_splits import TaskSplits
@@ -30,9 +30,12 @@ from rayrft.explorer.environments import environment_factory
 from rayrft.explorer.workflows import build_workflow
 from rayrft.files import sync
 from rayrft.pipelines.answering import Engines
+from rayrft.pipelines.experiences import check_experiences
+from rayrft.pipelines.operator import Context
 from rayrft.pipelines.report import OperatorReport
 from rayrft.pipelines.tasks import load_processed
 from rayrft.serve.protocol import key_digest
+from rayrft.trainer.batch_pipeline import check_batches
 
 _PROBES = [Task.create("probe", question, "12") for question in ("How much is 5 + 7?", "And 15 - 3?")]
 """What engines and trainer are compared on if there are no tasks."""
@@ -131,8 +134,7 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False, engines: E
 
     Raises DataError, ModelError or ConfigError. Requires a running Ray only for tasks from files.
     """
-    for name, auxiliary in config.auxiliary.items():
-        ChatTokenizer(find_model(auxiliary.model, f"auxiliary.{name}.model"), f"auxiliary.{name}.model")
+    check_auxiliary(config)
     samplers.get(config.buffer.sampler.name, "buffer.sampler.name")
     scores.get(config.buffer.sampler.score, "buffer.sampler.score")
     processed, notices = load_processed(config, engines), list[str]()
@@ -141,6 +143,10 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False, engines: E
         others = chain(splits.evaluation, *splits.demonstrated.values())
         by_source = chain(zip(splits.train, splits.sources, strict=True), zip(others, repeat(-1)))
         notices = check_rewards(config.reward, by_source, config.auxiliary)
+    if config.pipelines.experiences:
+        check_experiences(config.pipelines, Context((), config.model.path), config.plugins)
+    if config.pipelines.batch:
+        check_batches(config.pipelines, Context((), config.model.path), config.plugins)
     check_workflows(config.explorer, _all_tasks(splits), config.auxiliary)
     _check_files(config)
     if not resumed:
@@ -170,6 +176,10 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False, engines: E
                 name, spec, tokenizer, max_length, held_out, whole=whole, labelled=labelled
             )
             left_out[name] = report.counts
+        if spec.held_out:
+            rows, held = hold_out(name, demonstrations[name], spec.held_out, config.seed)
+            demonstrations[name], demonstrations[held_out_name(name)] = rows, held
+            left_out[name]["held out, in pairs"] = len(held) // 2
     compared = chain(splits.evaluation, splits.train, _PROBES) if config.rolls_out else []
     probe = choose_probe(compared, tokenizer, config.model.max_length)
     task_set = _task_set(config, splits)
@@ -345,6 +355,13 @@ def _check_files(config: RunConfig) -> None:
     for name, spec in config.demonstrations.items():
         if spec.path is not None:
             next(read_rows(spec.path, f"demonstrations.{name}.path"), None)
+
+
+def check_auxiliary(config: RunConfig) -> None:
+    """Raise ModelError unless every auxiliary model is there, with its tokenizer."""
+    for name, auxiliary in config.auxiliary.items():
+        field = f"auxiliary.{name}.model"
+        ChatTokenizer(find_model(auxiliary.model, field), field)
 
 
 def check_workflows(config: ExplorerConfig, tasks: Iterable[Task], auxiliary: Collection[str] = ()) -> None:

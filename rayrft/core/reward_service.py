@@ -30,7 +30,7 @@ def serve_rewards(
     """
     for model in config.reward.models.values():
         for part in model.scored_by:
-            check_reward(part, model, "serve")
+            check_reward(part, model)
     keys = read_keys(config.serve)
     connect()
     from rayrft.applications import Owner, delete_applications

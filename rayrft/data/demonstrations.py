@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import random
 from collections import Counter
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, field, replace
@@ -186,6 +188,40 @@ def from_file(
     encoded, skipped = encoder.encode(read_rows(config.path, config_key))
     _check(len(encoded), skipped, config, config_key, str(config.path))
     return [row for rows in list(encoded.values())[: config.size] for row in rows], skipped
+
+
+def held_out_name(name: str) -> str:
+    """Return the name under which the Buffer keeps the held-out pairs of these demonstrations."""
+    return f"{name}.held_out"
+
+
+def hold_out(
+    name: str, rows: list[Experience], held_out: float, seed: int
+) -> tuple[list[Experience], list[Experience]]:
+    """Split preference pairs, by chance, into those to train on and the held-out ones, each in their order.
+
+    Held out are all pairs of as many prompts as it takes to have ``held_out`` of them, a share below 1 or a number: a
+    model that has seen a prompt's other answers would be ranked too well. Raises DataError unless all rows are pairs,
+    and both parts have some.
+    """
+    field, pairs = f"demonstrations.{name}.held_out", list(zip(rows[::2], rows[1::2], strict=False))
+    if len(rows) % 2 or any(one.pair_id is None or one.pair_id != other.pair_id for one, other in pairs):
+        raise DataError("some rows are no preference pairs", field=field, value=held_out, remedy="leave it out")
+    by_prompt: dict[str, list[int]] = {}
+    for number, (chosen, _) in enumerate(pairs):
+        by_prompt.setdefault(json.dumps([chosen.turns[:-1], chosen.images]), []).append(number)
+    wanted = held_out if held_out >= 1 else held_out * len(pairs)
+    prompts, taken = list(by_prompt.values()), set[int]()
+    random.Random(f"{seed}/{name}").shuffle(prompts)
+    for numbers in prompts:
+        if len(taken) >= wanted:
+            break
+        taken.update(numbers)
+    if not 0 < len(taken) < len(pairs):
+        problem = f"leaves {len(pairs) - len(taken)} of {len(pairs)} pairs, of {len(prompts)} prompts, to train on"
+        raise DataError(problem, field=field, value=held_out, remedy="hold out fewer, or give more prompts")
+    numbered = [(number in taken, side) for number, pair in enumerate(pairs) for side in pair]
+    return [side for held, side in numbered if not held], [side for held, side in numbered if held]
 
 
 def from_dataset(

@@ -11,7 +11,8 @@ import numpy as np
 
 from rayrft.buffer.events import GroupReport
 from rayrft.config.reward import LengthReward, RewardConfig
-from rayrft.experience import MASKED, TRUNCATED, Experience
+from rayrft.experience import MASKED, TRUNCATED, Experience, rewards_by_token
+from rayrft.pipelines.experiences import Verified
 from rayrft.rewards import RewardResult
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ class ScoredGroup:
     rewards: list[float] = field(default_factory=list)
     unpunished: list[float] = field(default_factory=list)
     """The rewards before shaping: what other rewards of length, format or repetition add or take."""
+    problem: str | None = None
+    """The last error of an operator on this group."""
 
 
 def apply_rewards(
@@ -105,6 +108,24 @@ def length_rewards(lengths: Sequence[int], values: Sequence[float], config: Leng
     ]
 
 
+def with_verified(group: ScoredGroup, verified: Verified) -> ScoredGroup:
+    """Return the group with the rows that operators have left, and the others counted. Where an operator has given a
+    row another reward, that is its reward before shaping, too."""
+    before = {row.experience_id: (row.reward, raw) for row, raw in zip(group.rows, group.unpunished, strict=True)}
+    unpunished = list[float]()
+    for row in verified.rows:
+        reward, raw = before[row.experience_id]
+        changed = row.reward is not None and row.reward != np.float32(reward or 0.0)
+        unpunished.append(row.reward if changed and row.reward is not None else raw)
+    return replace(
+        group,
+        rows=verified.rows,
+        dropped=group.dropped + verified.left_out,
+        unpunished=unpunished,
+        problem=verified.problem,
+    )
+
+
 def mask_truncated(group: ScoredGroup) -> ScoredGroup:
     """Exclude truncated answers from training (overlong filtering): their rewards still count in the group's
     advantages. Without another answer, all rows are dropped."""
@@ -116,8 +137,8 @@ def mask_truncated(group: ScoredGroup) -> ScoredGroup:
 
 def mask_old(group: ScoredGroup, oldest: int) -> ScoredGroup:
     """Exclude the tokens that were sampled under weights before version ``oldest`` from training. A row without others
-    is kept for its reward alone, and so is one that would lose a turn of those that have rewards by their number;
-    without another row, all are dropped."""
+    is kept for its reward alone, and so is one that would lose a turn of those that have rewards by their number, or
+    the token of a step that has one; without another row, all are dropped."""
     rows, dropped = [], 0
     for row in group.rows:
         old = [span for span in row.weight_versions if span.version < oldest]
@@ -126,7 +147,8 @@ def mask_old(group: ScoredGroup, oldest: int) -> ScoredGroup:
             for span in old:
                 mask[span.start : span.end], logprobs[span.start : span.end] = 0, 0.0
             by_turn = any(name.startswith("turn_") for name in row.metrics)
-            if mask.any() and not (by_turn and _turns(mask) < _turns(row.action_mask)):
+            lost = [token for token in rewards_by_token(row.metrics) if not mask[token]]
+            if mask.any() and not lost and not (by_turn and _turns(mask) < _turns(row.action_mask)):
                 versions = tuple(span for span in row.weight_versions if span.version >= oldest)
                 row = row.with_fields(action_mask=mask, logprobs=logprobs, weight_versions=versions)
             else:

@@ -16,9 +16,11 @@ class StepRecord:
     ``rewards`` has, by domain, how many answers were ``scored`` since the previous step, of how many the reward is
     ``unknown``, how many of these are ``errors``, how many calls were ``retried``, the ``seconds`` that this took
     together, the ``slowest_s`` of them, and how many are ``pending``.
-    ``reward`` is the mean over all answers sampled since the previous step, kept or dropped. ``rollout_s`` and
-    ``reward_s`` are the wall time in which any rollout or scoring was running: with ``max_staleness`` 1 or more they
-    overlap the rest.
+    ``operators`` has, by operator on experiences, how many rows were ``taken``, ``left_out``, ``changed`` and ``made``
+    since the previous step, of those left out how many as it ``failed``, and the ``seconds`` of its work.
+    ``reward`` is the mean over all answers sampled since the previous step, kept or dropped. ``rollout_s``,
+    ``reward_s`` and ``pipeline_s`` are the wall time in which any rollout, scoring or verifying was running: with
+    ``max_staleness`` 1 or more they overlap the rest.
     """
 
     kind: ClassVar[str] = "step"
@@ -46,6 +48,12 @@ class StepRecord:
     pair_accuracy: float
     pair_margin: float
     pair_score: float
+    good_score: float
+    bad_score: float
+    label_margin: float
+    good_logprob: float
+    bad_logprob: float
+    reference_kl: float
     policy_tokens: int
     expert_tokens: int
     usual_rows: int
@@ -64,7 +72,9 @@ class StepRecord:
     wait_s: float
     rollout_s: float
     reward_s: float
+    pipeline_s: float
     rewards: dict[str, dict[str, float]]
+    operators: dict[str, dict[str, float]]
     train_s: float
     sync_s: float
 
@@ -105,6 +115,26 @@ class EvaluationRecord:
 
 
 @dataclass(frozen=True)
+class PairsRecord:
+    """Ranking of held-out preference pairs by what a stage trains, a reward model or a policy, as it is after a step
+    of it: how many of them have the higher score for the chosen answer, with the share's 95 % interval, and by how much
+    on average."""
+
+    kind: ClassVar[str] = "pairs"
+    stage: str
+    step: int
+    stage_step: int
+    time: float
+    accuracy: float
+    low: float
+    high: float
+    right: int
+    count: int
+    margin: float
+    seconds: float
+
+
+@dataclass(frozen=True)
 class RolloutRecord:
     """What an explore job has put into its Buffer since the previous record. ``lost`` and ``held`` count all rows of
     the Buffer, whoever put them there."""
@@ -125,7 +155,9 @@ class RolloutRecord:
     seconds: float
     rollout_s: float
     reward_s: float
+    pipeline_s: float
     rewards: dict[str, dict[str, float]]
+    operators: dict[str, dict[str, float]]
 
 
 @dataclass(frozen=True)
@@ -140,8 +172,8 @@ class NoteRecord:
     data: dict[str, Any] = field(default_factory=dict)
 
 
-Record = StepRecord | RolloutRecord | EvaluationRecord | NoteRecord
-_KINDS: tuple[type[Record], ...] = (StepRecord, RolloutRecord, EvaluationRecord, NoteRecord)
+Record = StepRecord | RolloutRecord | EvaluationRecord | PairsRecord | NoteRecord
+_KINDS: tuple[type[Record], ...] = (StepRecord, RolloutRecord, EvaluationRecord, PairsRecord, NoteRecord)
 KINDS: dict[str, type[Record]] = {record.kind: record for record in _KINDS}
 
 

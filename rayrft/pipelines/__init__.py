@@ -1,6 +1,7 @@
 """Operators on rows of data: one interface, for tasks, for experiences and for files."""
 
 from rayrft.pipelines import (
+    batches,
     clean,
     code_tests,
     decontaminate,
@@ -18,6 +19,7 @@ from rayrft.pipelines.operator import Applied, Context, Operator, operators, reg
 from rayrft.pipelines.runner import Pipeline
 
 _PIECES = (
+    batches,
     clean,
     code_tests,
     decontaminate,

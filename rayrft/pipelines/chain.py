@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import pyarrow as pa
@@ -65,6 +66,11 @@ class Link:
     takes: pa.Schema
     gives: pa.Schema
 
+    @cached_property
+    def adds(self) -> bool:
+        """Whether rows have other columns after it."""
+        return not self.takes.equals(self.gives)
+
 
 def build_chain(
     configs: Sequence[OperatorConfig], schema: pa.Schema, *, field: str, origin: str, context: Context
@@ -102,8 +108,10 @@ def apply_link(link: Link, rows: pa.RecordBatch, samples: int) -> tuple[pa.Recor
     applied = link.operator.apply(rows)
     seconds = time.perf_counter() - start
     _check_applied(link, rows, applied)
-    after = _conform(applied.rows, link.gives)
-    changed, changes = _changes(link, rows, after, samples)
+    after, changed, changes = rows, 0, list[Change]()
+    if applied.rows is not rows or link.adds:
+        after = _conform(applied.rows, link.gives)
+        changed, changes = _changes(link, rows, after, samples)
     names = rows.column(id_column(rows.schema)).to_pylist()
     left_out: list[LeftOut] = []
     if any(reason is not None for reason in applied.reasons):
@@ -219,7 +227,7 @@ def _check_applied(link: Link, rows: pa.RecordBatch, applied: Applied) -> None:
     if len(applied.reasons) not in (0, rows.num_rows):
         raise _wrong(link, f"it returned {len(applied.reasons)} reasons for {rows.num_rows} rows")
     for what, batch in (("rows", applied.rows), ("made rows", applied.made)):
-        if batch is None:
+        if batch is None or batch is rows:
             continue
         lacking = set(link.takes.names) | set(link.operator.writes)
         if missing := sorted(lacking - set(batch.schema.names)):
@@ -244,10 +252,9 @@ def _wrong(link: Link, problem: str) -> OperatorFailed:
 def _conform(rows: pa.RecordBatch, schema: pa.Schema, *, blank: bool = False) -> pa.RecordBatch:
     """Return rows with the columns of a schema in its order, and null in those that are missing; ``blank``: in those of
     the lineage, too."""
+    there = set(rows.schema.names) - ({PARENTS, MADE_BY} if blank else set())
     columns = [
-        pa.nulls(rows.num_rows, column.type)
-        if column.name not in rows.schema.names or (blank and column.name in (PARENTS, MADE_BY))
-        else rows.column(column.name)
+        pa.nulls(rows.num_rows, column.type) if column.name not in there else rows.column(column.name)
         for column in schema
     ]
     return pa.RecordBatch.from_arrays(columns, schema=schema)
@@ -257,9 +264,10 @@ def _changes(link: Link, before: pa.RecordBatch, after: pa.RecordBatch, samples:
     """Return how many rows have other values than before, and a few of the changes."""
     changed, shown = None, list[Change]()
     ids = before.column(id_column(before.schema))
+    there = set(before.schema.names)
     for name in link.gives.names:
         new = after.column(name)
-        old = before.column(name) if name in before.schema.names else None
+        old = before.column(name) if name in there else None
         if old is None or old is new or old.equals(new):
             continue
         different = _different(old, new)

@@ -18,6 +18,9 @@ from rayrft.rewards.judge import ChatModel
 from rayrft.rewards.scorer import Scorer
 from rayrft.rewards.stats import DomainStats, Tally
 
+Models = Callable[[], Mapping[str, ChatModel]]
+"""Gives a process elsewhere the models that its judges may ask, by name."""
+
 TRIES = 2
 """How often a call is made whose actor or replica dies of it, or of something else."""
 
@@ -72,9 +75,9 @@ class RewardPool:
 class RewardActor:
     """The actor: a scorer, with its processes."""
 
-    def __init__(self, config: RewardModelsConfig, plugins: list[Path]) -> None:
+    def __init__(self, config: RewardModelsConfig, plugins: list[Path], models: Models | None = None) -> None:
         load_plugins(plugins)
-        self._scorer = Scorer(config, plugins)
+        self._scorer = Scorer(config, plugins, models() if models else None)
 
     async def start(self) -> None:
         """Start the processes. Raises ConfigError where a reward cannot be built."""

@@ -1,0 +1,152 @@
+"""What is done with a group of own rows between its reward and the Buffer: from raw to verified rows.
+
+A group at a time goes through the operators, in processes that keep them: on the Explorer's node, or in actors on any.
+Rows that stay are verified; those that are left out are counted, by operator and reason; those that are made become
+demonstrations.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rayrft.config.pipelines import PipelinesConfig
+from rayrft.errors import ConfigError, OperatorFailed
+from rayrft.experience import SCHEMA, Experience, Task, field_values, to_batch
+from rayrft.pipelines.chain import Link
+from rayrft.pipelines.operator import Context
+from rayrft.pipelines.workers import GroupChain, OperatorLog, Operators, OperatorStats, Worked
+
+EXPERIENCES = pa.schema(
+    [
+        *SCHEMA,
+        pa.field("response", pa.string()),
+        pa.field("question", pa.string()),
+        pa.field("answer", pa.string()),
+        pa.field("domain", pa.string()),
+        pa.field("difficulty", pa.float64()),
+    ]
+)
+"""The columns that operators on experiences see: those of `experience.SCHEMA`, the model's last answer as a text, and
+what the task says."""
+
+VERIFIED = "verified"
+"""Status of rows that went through operators."""
+_SAMPLED = ("experience_id", "group_id", "task_id", "token_ids", "logprobs", "weight_versions", "source")
+"""Columns that say what was sampled, which no operator may change."""
+_WRITABLE = {*SCHEMA.names} - {*_SAMPLED}
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What became of a group of rows."""
+
+    rows: list[Experience]
+    """Those that stay, in their order."""
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Rows by ``operator: reason``."""
+    made: pa.RecordBatch | None = None
+    """Demonstrations."""
+    problem: str | None = None
+    """The last error of an operator."""
+
+
+def check_experiences(config: PipelinesConfig, context: Context, plugins: Sequence[Path]) -> None:
+    """Raise ConfigError if one of the operators on experiences does not fit, or if nothing is said of rows that one
+    makes."""
+    links = experience_chain(config, context, plugins).build()
+    makers = [link for link in links if link.operator.kind == "synthesise"]
+    if makers and config.made is None:
+        remedy = "name the demonstrations that they become, which a stage may train on: pipelines.made: found"
+        raise ConfigError(
+            "makes rows, and nothing is said of what becomes of them", field=makers[0].field, remedy=remedy
+        )
+    if config.made is not None and not makers:
+        remedy = "add one, such as expert_rows, or leave 'made' out"
+        raise ConfigError("no operator makes rows", field="pipelines.made", value=config.made, remedy=remedy)
+
+
+def experience_chain(config: PipelinesConfig, context: Context, plugins: Sequence[Path]) -> GroupChain:
+    """Return the operators on experiences of a config."""
+    return GroupChain(
+        config.experiences,
+        EXPERIENCES,
+        "pipelines.experiences",
+        "experiences",
+        context,
+        tuple(plugins),
+        "experience_id",
+        _SAMPLED,
+    )
+
+
+class ExperiencePipeline:
+    """Sends the groups of an Explorer through the operators, wherever they are, and counts by operator."""
+
+    def __init__(self, config: PipelinesConfig, links: Sequence[Link], operators: Operators) -> None:
+        self._stops, self._operators = config.on_error == "stop", operators
+        self._log = OperatorLog(links, "pipelines.experiences")
+
+    async def open(self) -> None:
+        """Start the operators. Raises ConfigError if they cannot be started."""
+        await self._operators.open()
+
+    async def process(self, task: Task, rows: list[Experience]) -> Verified:
+        """Verify the rows of a group.
+
+        A group on which an operator fails is left out as a whole, unless it looks at single rows: then those are left
+        out on which it raises. Raises OperatorFailed if ``on_error`` is ``stop``.
+        """
+        try:
+            worked = await self._operators.apply(_seen(task, rows))
+            kept, made = self._split(worked, rows)
+        except OperatorFailed as error:
+            if self._stops:
+                raise
+            return Verified([], Counter({self._log.fail(error, len(rows)): len(rows)}), None, str(error))
+        left_out, problem = self._log.add(worked.outcomes)
+        return Verified(kept, left_out, made, problem)
+
+    def take_stats(self) -> dict[str, OperatorStats]:
+        """Return what was done since the last call, by operator."""
+        return self._log.take()
+
+    def _split(self, worked: Worked, rows: list[Experience]) -> tuple[list[Experience], pa.RecordBatch | None]:
+        """Return the rows that were sampled, and those that were made. Raises OperatorFailed if any is neither, or is
+        not what was sampled any more."""
+        for name in _SAMPLED:
+            if name in worked.changed.schema.names:
+                raise self._log.wrong(f"column {name!r} of a row that was sampled is another one after the operators")
+        if worked.kept != sorted(set(worked.kept)):
+            raise self._log.wrong("rows that were sampled are there twice, or in another order")
+        names = [name for name in worked.changed.schema.names if name in _WRITABLE]
+        columns = {**field_values(worked.changed.select(names)), "status": [VERIFIED] * len(worked.kept)}
+        kept = [
+            rows[place].with_fields(**{name: values[at] for name, values in columns.items()})
+            for at, place in enumerate(worked.kept)
+        ]
+        if worked.made is None:
+            return kept, None
+        if pc.any(pc.equal(worked.made.column("source"), "usual")).as_py():
+            raise self._log.wrong("a made row has the source 'usual', as if it had been sampled; give it 'expert'")
+        return kept, worked.made.select(SCHEMA.names).cast(SCHEMA)
+
+
+def _seen(task: Task, rows: list[Experience]) -> pa.RecordBatch:
+    """Return rows with the columns of `EXPERIENCES`."""
+    batch = to_batch(rows)
+    said = [[turn["content"] for turn in row.turns if turn["role"] == "assistant"] for row in rows]
+    more = {
+        "response": [each[-1] if each else None for each in said],
+        **{name: [getattr(task, name)] * len(rows) for name in ("question", "answer", "domain", "difficulty")},
+    }
+    columns = [
+        pa.array(more[column.name], column.type) if column.name in more else batch.column(column.name)
+        for column in EXPERIENCES
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=EXPERIENCES)

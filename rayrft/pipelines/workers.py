@@ -1,0 +1,358 @@
+"""Operators that work in a run, batch after batch: in processes of their own or in actors, and what they did."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rayrft.actor_pool import ActorPool
+from rayrft.config.pipelines import OperatorConfig, PipelinesConfig
+from rayrft.errors import ActorDied, CallFailed, ConfigError, OperatorFailed, OperatorTimeout
+from rayrft.handle import Handle
+from rayrft.pipelines.chain import Link, Outcome, build_chain
+from rayrft.pipelines.operator import Context
+from rayrft.pipelines.report import reason_of
+from rayrft.pipelines.runner import _ANSWER_BYTES, _START_S, Applier, _Far, packed, segments, unpacked
+from rayrft.processes import ProcessPool, Worker
+from rayrft.registry import load_plugins
+
+log = logging.getLogger(__name__)
+
+_STARTS = 3
+"""How often in a row a process is started that dies."""
+
+
+@dataclass(frozen=True)
+class OperatorStats:
+    """What an operator did since it was last asked: rows that came, rows left out, changed and made, seconds."""
+
+    taken: int = 0
+    left_out: int = 0
+    changed: int = 0
+    made: int = 0
+    failed: int = 0
+    """Rows left out as it raised, was too slow, or died."""
+    seconds: float = 0.0
+
+    def __add__(self, other: OperatorStats) -> OperatorStats:
+        return OperatorStats(*(one + two for one, two in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+
+@dataclass(frozen=True)
+class Worked:
+    """What operators made of rows: the ``kept`` ones by their places, the columns of these that have ``changed``, rows
+    that were ``made``, and what each operator did that rows came to."""
+
+    kept: list[int]
+    changed: pa.RecordBatch
+    made: pa.RecordBatch | None
+    outcomes: list[Outcome]
+
+
+class Operators(Protocol):
+    """Operators that work on groups, here or elsewhere."""
+
+    async def open(self) -> None:
+        """Start them. Raises ConfigError if they cannot be started."""
+
+    async def apply(self, rows: pa.RecordBatch) -> Worked:
+        """Work on a group. Raises OperatorFailed."""
+        ...
+
+
+@dataclass(frozen=True)
+class GroupChain:
+    """Operators for groups of rows of a schema, in their order, to be built in any process.
+
+    ``key`` is the column that tells rows apart, and ``fixed`` are columns that no operator may say it writes.
+    ``whole``: all rows come at once, so that those that look at all rows may be among them; they are built anew each
+    time.
+    """
+
+    operators: Sequence[OperatorConfig]
+    schema: pa.Schema
+    field: str
+    origin: str
+    context: Context
+    plugins: tuple[Path, ...]
+    key: str
+    fixed: tuple[str, ...] = ()
+    whole: bool = False
+
+    def build(self) -> list[Link]:
+        """Build them. Raises ConfigError if one does not fit, or needs more than it sees."""
+        load_plugins(self.plugins)
+        links = build_chain(self.operators, self.schema, field=self.field, origin=self.origin, context=self.context)
+        for link in links:
+            if link.operator.scope == "all" and not self.whole:
+                raise ConfigError(
+                    "looks at all rows, and sees one group at a time here",
+                    field=link.field,
+                    value=link.name,
+                    remedy="use it in pipelines.tasks, in pipelines.batch, or with `rayrft data process` on the run",
+                )
+            for name in sorted(set(link.operator.writes) & {*self.fixed}):
+                raise ConfigError(
+                    "would change what was sampled", field=link.field, value=name, remedy="leave this operator out"
+                )
+        return links
+
+
+class _RunApplier(Applier):
+    """The operators, in the process that applies them in a run. What it left out comes without values."""
+
+    def work(self, message: bytes, key: str) -> tuple[list[int], bytes, bytes | None, list[Outcome]]:
+        """Apply all operators; return what `Worked` has, packed. ``key`` is the column that tells rows apart."""
+        before = unpacked(message)
+        self._rows, outcomes = before, list[Outcome]()
+        for number, link in enumerate(self._links):
+            if link.operator.scope == "all":
+                self.observe(number)
+                self.settle(number)
+            outcomes.append(self.apply(number))
+            if not outcomes[-1].given:
+                break
+        kept, changed, made = _difference(before, self._rows, key)
+        return kept, packed(changed), None if made is None else packed(made), outcomes
+
+    def apply(self, number: int) -> Outcome:
+        outcome = super().apply(number)
+        return replace(outcome, left_out=[replace(each, values={}) for each in outcome.left_out])
+
+
+def _difference(
+    before: pa.RecordBatch, after: pa.RecordBatch, key: str
+) -> tuple[list[int], pa.RecordBatch, pa.RecordBatch | None]:
+    """Return the places of the rows that are there after, the columns of them that are others, and new rows."""
+    places = {name: place for place, name in enumerate(before.column(key).to_pylist())}
+    found = [places.get(name) for name in after.column(key).to_pylist()]
+    kept, made = [place for place in found if place is not None], None
+    if len(kept) < len(found):
+        own = pa.array([place is not None for place in found], pa.bool_())
+        after, made = after.filter(own), after.filter(pc.invert(own))
+    if kept != list(range(before.num_rows)):
+        before = before.take(pa.array(kept, pa.int64()))
+    changed = [
+        name
+        for name in before.schema.names
+        if after.column(name) is not before.column(name) and not after.column(name).equals(before.column(name))
+    ]
+    return kept, after.select(changed), made
+
+
+@dataclass
+class _Call:
+    rows: pa.RecordBatch
+    done: asyncio.Future[Worked]
+    failed: bool = False
+    """Whether it was made before: to find which operator failed, it is made one by one."""
+
+
+class LocalOperators:
+    """Operators in processes of this node, each of which works on one group at a time."""
+
+    def __init__(self, chain: GroupChain, config: PipelinesConfig) -> None:
+        self._links, self._workers, self._deadline_s = chain.build(), config.workers, config.deadline_s
+        self._whole, self._key = chain.whole, chain.key
+        self._pool = ProcessPool(
+            partial(_RunApplier, chain.build, 0, config.on_error == "leave_out"),
+            processes=config.workers + chain.whole,
+            plugins=chain.plugins,
+            spares=int(chain.whole),
+            answer_limit=_ANSWER_BYTES,
+            start_s=_START_S,
+        )
+        self._calls: asyncio.Queue[_Call] = asyncio.Queue()
+        self._working: list[asyncio.Task[None]] = []
+        self._error: ConfigError | None = None
+        """Why no process can be started any more."""
+
+    async def open(self) -> None:
+        """Start the processes. Raises ConfigError if they cannot be started."""
+        ready = [asyncio.get_running_loop().create_future() for _ in range(self._workers)]
+        self._working = [asyncio.create_task(self._work(each)) for each in ready]
+        await asyncio.gather(*ready)
+
+    async def close(self) -> None:
+        """End the processes."""
+        for each in self._working:
+            each.cancel()
+        await asyncio.gather(*self._working, return_exceptions=True)
+        await self._pool.close()
+
+    async def apply(self, rows: pa.RecordBatch) -> Worked:
+        """Work on a group. Raises OperatorFailed if an operator raises, ends its process, is not done within the
+        deadline, or returns what does not fit."""
+        if self._error is not None:
+            raise self._error
+        call = _Call(rows, asyncio.get_running_loop().create_future())
+        self._calls.put_nowait(call)
+        return await call.done
+
+    async def _work(self, ready: asyncio.Future[None]) -> None:
+        """Work on groups in one process after another: one that was killed is replaced."""
+        starts = 0
+        while True:
+            try:
+                async with self._pool.lease() as worker:
+                    starts = 0
+                    if not ready.done():
+                        ready.set_result(None)
+                    while worker.at_rest:
+                        await self._make(worker, await self._calls.get())
+                        if self._whole:
+                            break
+            except CallFailed as error:
+                starts += 1
+                if starts == _STARTS:
+                    return self._fail(error, ready)
+
+    async def _make(self, worker: Worker, call: _Call) -> None:
+        if call.done.done():  # nobody waits any more
+            return
+        try:
+            worked = await (self._one_by_one if call.failed else self._at_once)(worker, call.rows)
+        except OperatorFailed as error:
+            if not call.done.done():
+                call.done.set_exception(error)
+        except CallFailed:  # of whichever operator
+            call.failed = True
+            self._calls.put_nowait(call)
+        else:
+            if not call.done.done():
+                call.done.set_result(worked)
+
+    async def _at_once(self, worker: Worker, rows: pa.RecordBatch) -> Worked:
+        """Apply all operators in one call. Raises CallFailed if any fails."""
+        kept, changed, made, outcomes = await worker.call("work", packed(rows), self._key, deadline_s=self._deadline_s)
+        return Worked(kept, unpacked(changed), None if made is None else unpacked(made), outcomes)
+
+    async def _one_by_one(self, worker: Worker, rows: pa.RecordBatch) -> Worked:
+        """Apply operators, each in a call of its own. Raises OperatorFailed, which names the one that fails."""
+        far, outcomes, after = _Far(worker, self._links, self._deadline_s), list[Outcome](), rows
+
+        def note(number: int, outcome: Outcome) -> None:
+            outcomes.append(outcome)
+
+        for numbers in segments(self._links):
+            if self._links[numbers[0]].operator.scope == "all":
+                await far.observe(numbers[0], after)
+                await far.settle(numbers[0], 1)
+            parts = [batch async for batch in far.apply(numbers, after, note)]
+            if not parts:
+                after = pa.RecordBatch.from_pylist([], schema=self._links[-1].gives)
+                break
+            [after] = parts
+        return Worked(*_difference(rows, after, self._key), outcomes)
+
+    def _fail(self, error: CallFailed, ready: asyncio.Future[None]) -> None:
+        """Raise the error in all calls, now and later."""
+        self._error = ConfigError(
+            f"the operators cannot be started: {error}",
+            field=self._links[0].field,
+            remedy="see the cause, and the operators' options",
+        )
+        waiting: list[asyncio.Future[None] | asyncio.Future[Worked]] = [ready]
+        while not self._calls.empty():
+            waiting.append(self._calls.get_nowait().done)
+        for each in waiting:
+            if not each.done():
+                each.set_exception(self._error)
+
+
+class OperatorActor:
+    """The actor: operators, with their processes, on any node."""
+
+    def __init__(self, chain: GroupChain, config: PipelinesConfig) -> None:
+        self._operators = LocalOperators(chain, config)
+
+    async def start(self) -> None:
+        """Start the processes. Raises ConfigError if they cannot be started."""
+        await self._operators.open()
+
+    async def apply(self, rows: pa.RecordBatch) -> Worked:
+        """Work on a group. Raises OperatorFailed."""
+        return await self._operators.apply(rows)
+
+
+class ActorOperators:
+    """Operators in actors: each group is worked on by the one that has the fewest rows to do."""
+
+    def __init__(self, create: Callable[[], Handle[OperatorActor]], count: int) -> None:
+        def start(actor: Handle[OperatorActor]) -> Awaitable[None]:
+            return actor.call(OperatorActor.start)
+
+        self._actors = ActorPool(create, start, count)
+
+    async def open(self) -> None:
+        """Start the actors. Raises ConfigError if operators cannot be started."""
+        await self._actors.open()
+
+    async def apply(self, rows: pa.RecordBatch) -> Worked:
+        """Work on a group. Raises OperatorFailed, also if two actors died of it."""
+        try:
+            worked, _ = await self._actors.call(lambda actor: actor.call(OperatorActor.apply, rows), owed=rows.num_rows)
+        except ActorDied as error:
+            raise OperatorFailed(error.problem, field="pipelines.experiences", remedy=error.remedy) from error
+        return worked
+
+
+class OperatorLog:
+    """Counts what operators did, and logs what they could not."""
+
+    def __init__(self, links: Sequence[Link], place: str) -> None:
+        self._links, self._place = links, place
+        self._stats = [OperatorStats() for _ in links]
+        self._logged = set[str]()
+
+    def add(self, outcomes: Sequence[Outcome]) -> tuple[Counter[str], str | None]:
+        """Count what each operator did; return the rows left out as ``operator: reason``, and the last problem."""
+        left_out, problem = Counter[str](), None
+        for number, outcome in enumerate(outcomes):
+            link, reasons = self._links[number], [each.reason for each in outcome.left_out]
+            raised = [reason for reason in reasons if reason.startswith("raised ")]
+            problem = f"{link.field} {raised[-1]}" if raised else problem
+            left_out.update(f"{link.name}: {reason_of(reason)}" for reason in reasons)
+            self._stats[number] += OperatorStats(
+                outcome.taken, len(reasons), outcome.changed, outcome.made, len(raised), outcome.seconds
+            )
+        if problem is not None:
+            self._note(problem)
+        return left_out, problem
+
+    def fail(self, error: OperatorFailed, rows: int) -> str:
+        """Count rows on which the operator failed that the error names; return ``operator: reason``."""
+        number = next((at for at, link in enumerate(self._links) if link.field == error.field), None)
+        if number is not None:
+            self._stats[number] += OperatorStats(rows, rows, failed=rows)
+        self._note(str(error), *getattr(error, "__notes__", ()))
+        reason = "timeout" if isinstance(error, OperatorTimeout) else "failed"
+        return f"{'operators' if number is None else self._links[number].name}: {reason}"
+
+    def wrong(self, problem: str) -> OperatorFailed:
+        """Return the error of operators that together return what they may not."""
+        return OperatorFailed(problem, field=self._place, remedy="correct the operator")
+
+    def take(self) -> dict[str, OperatorStats]:
+        """Return what was done since the last call, by operator; one of a name that is there again has a number."""
+        seen, taken = Counter[str](), dict[str, OperatorStats]()
+        for link, stats in zip(self._links, self._stats, strict=True):
+            seen[link.name] += 1
+            taken[link.name if seen[link.name] == 1 else f"{link.name}-{seen[link.name]}"] = stats
+        self._stats = [OperatorStats() for _ in self._links]
+        return taken
+
+    def _note(self, problem: str, *details: str) -> None:
+        """Log a problem, the first of its kind with its traceback."""
+        kind = problem.partition(", on the batch")[0]
+        log.warning("\n".join([problem, *details] if kind not in self._logged else [problem]))
+        self._logged.add(kind)
