@@ -272,6 +272,8 @@ def _task_set(config: RunConfig, splits: TaskSplits) -> TaskSetSpec | None:
         seed=config.seed,
         epochs=tasks.epochs,
         difficulties=[task.difficulty for task in splits.train],
+        priorities=[task.priority for task in splits.train],
+        tried=[(task.id, task.tries, task.passes) for task in splits.train if task.tries],
     )
     make()  # raises if the sampler is unsuitable for these tasks
     return make

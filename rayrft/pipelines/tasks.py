@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 import pyarrow as pa
 
 from rayrft.config import RunConfig
-from rayrft.config.pipelines import OperatorConfig, PipelinesConfig
+from rayrft.config.pipelines import OperatorConfig
 from rayrft.data.task_splits import TaskSplits, load_bench_tasks, load_tasks
 from rayrft.errors import ConfigError, DataError
 from rayrft.experience import Task, dedup_key
 from rayrft.pipelines.chain import apply_link, build_chain
 from rayrft.pipelines.operator import Context
+from rayrft.pipelines.operator import operators as registered
 from rayrft.pipelines.report import OperatorReport
 from rayrft.pipelines.rows import lineage
 from rayrft.pipelines.runner import Pipeline
@@ -27,10 +28,15 @@ SCHEMA = pa.schema(
         "answer": pa.string(),
         "system": pa.string(),
         "difficulty": pa.float64(),
+        "tries": pa.int64(),
+        "pass_rate": pa.float64(),
+        "priority": pa.float32(),
         "metadata": pa.string(),
     }
 )
 """The columns of tasks that operators see; ``source`` is the name of the source, or its number."""
+_KEPT = ("question", "answer", "system", "difficulty", "tries", "pass_rate", "priority")
+"""What operators may change in a task."""
 _BATCH_ROWS = 1000
 
 
@@ -74,7 +80,12 @@ def load_splits(config: RunConfig, bench: Sequence[Task]) -> tuple[TaskSplits, l
         reports.extend(found)
         return processed
 
-    return load_tasks(config.tasks, config.demonstrations, config.seed, process), reports
+    splits = load_tasks(config.tasks, config.demonstrations, config.seed, process)
+    skipped = [
+        OperatorReport(f"read {each.origin}", each.rows, each.rows - len(each.skipped), reasons=each.skipped.counts)
+        for each in splits.skipped
+    ]
+    return splits, [*skipped, *reports]
 
 
 def process_tasks(
@@ -86,7 +97,7 @@ def process_tasks(
     parent. Raises the errors of `Pipeline`.
     """
     pipelines = config.pipelines
-    _check_priorities(pipelines)
+    _check_priorities(config)
     known = {(name, task.id): task for name, tasks in zip(names, sources, strict=True) for task in tasks}
     pipeline = Pipeline(
         pipelines.tasks,
@@ -107,7 +118,7 @@ def process_tasks(
                 raise DataError("an operator changed it", field="column source", value=row["source"], remedy=remedy)
             key = (row["source"], row["id"])
             base = known.get(key) or known[row["source"], lineage(row).parents[0]]
-            changes = {name: row[name] for name in ("question", "answer", "system", "difficulty")}
+            changes = {name: row[name] for name in _KEPT}
             known[key] = task = replace(base, id=row["id"], **changes)
             if not task.question or task.answer is None:
                 problem = f"an operator left task {task.id} without a question or an answer"
@@ -175,6 +186,9 @@ def _to_batch(tasks: Sequence[Task], source: str, *, whole: bool = False) -> pa.
             "answer": task.answer,
             "system": task.system,
             "difficulty": task.difficulty,
+            "tries": task.tries,
+            "pass_rate": task.pass_rate,
+            "priority": task.priority,
             "metadata": None if whole else json.dumps(task.metadata, ensure_ascii=False, default=str),
         }
         for task in tasks
@@ -182,16 +196,21 @@ def _to_batch(tasks: Sequence[Task], source: str, *, whole: bool = False) -> pa.
     return pa.RecordBatch.from_pylist(rows, schema=SCHEMA)
 
 
-def _check_priorities(config: PipelinesConfig) -> None:
-    """Raise ConfigError if priorities are written that nothing reads: task samplers know none."""
-    from rayrft.pipelines.operator import operators
+_WITHOUT_PRIORITIES = ("sequential", "shuffled", "easy_to_hard", "failure", "near_half")
 
-    kinds = [getattr(operators.get(each.name, "pipelines.tasks"), "kind", None) for each in config.tasks]
+
+def _check_priorities(config: RunConfig) -> None:
+    """Raise ConfigError if priorities are written that nothing reads: neither a filter nor the task sampler."""
+    assert config.tasks is not None  # which are processed
+    if config.tasks.sampler not in _WITHOUT_PRIORITIES:
+        return
+    operators = config.pipelines.tasks
+    kinds = [getattr(registered.get(each.name, "pipelines.tasks"), "kind", None) for each in operators]
     for number, kind in enumerate(kinds):
         if kind == "prioritise" and "filter" not in kinds[number:]:
             raise ConfigError(
-                "writes priorities, which task samplers do not use",
+                f"writes priorities, which task sampler {config.tasks.sampler!r} does not use",
                 field=f"pipelines.tasks.{number}",
-                value=config.tasks[number].name,
-                remedy="add a filter after it, such as top_share, or use tasks.sampler",
+                value=operators[number].name,
+                remedy="draw by them, with tasks.sampler: priority, or add a filter after it, such as top_share",
             )

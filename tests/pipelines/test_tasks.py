@@ -30,8 +30,10 @@ def source(rows: list[tuple[str, str]], **more: Any) -> dict[str, Any]:
     return {"source": f"{__name__}:read", "options": {"rows": rows}, **more}
 
 
-def config(tmp_path: Path, *sources: dict[str, Any], eval_size: int = 1, **more: Any) -> RunConfig:
-    tasks = {"sources": list(sources), "eval_size": eval_size}
+def config(
+    tmp_path: Path, *sources: dict[str, Any], eval_size: int = 1, sampler: str = "shuffled", **more: Any
+) -> RunConfig:
+    tasks = {"sources": list(sources), "eval_size": eval_size, "sampler": sampler}
     return load_config(
         small_config(
             tmp_path,
@@ -84,6 +86,8 @@ def test_operators_are_checked_with_the_config_key(tmp_path: Path) -> None:
     idle = {"pipelines": {"tasks": [{"name": "novelty"}]}}
     with pytest.raises(ConfigError, check=about("pipelines.tasks.0", "novelty")):
         load_processed(config(tmp_path, source(numbered(3)), **idle))
+    found = load_processed(config(tmp_path, source(numbered(3)), sampler="priority", **idle))
+    assert all(task.priority == 1.0 for task in found.splits.train), "no two are alike"
     with pytest.raises(ConfigError, match="Did you mean 'decontaminate'"):
         config(tmp_path, source(numbered(3)), pipelines={"decontaminat": False})
 
