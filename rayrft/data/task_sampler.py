@@ -365,6 +365,10 @@ class TaskSet:
         self._sources[number].tries[position] += tries
         self._sources[number].passes[position] += passes
 
+    def source(self, id: str) -> int:
+        """Return the index of a task's source."""
+        return self._places[id][0]
+
     def statistics(self, id: str) -> tuple[int, float]:
         """Return the number of tries of a task, and the sum of its successes."""
         number, position = self._places[id]

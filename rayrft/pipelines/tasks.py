@@ -71,7 +71,7 @@ def load_splits(config: RunConfig, bench: Sequence[Task]) -> tuple[TaskSplits, l
     reports: list[OperatorReport] = []
     if config.tasks is None:
         return TaskSplits([], [], [], {}), reports
-    names = [source.name or str(number) for number, source in enumerate(config.tasks.sources)]
+    names = source_names(config)
 
     def process(sources: list[list[Task]]) -> list[list[Task]]:
         if not config.pipelines.tasks:
@@ -86,6 +86,12 @@ def load_splits(config: RunConfig, bench: Sequence[Task]) -> tuple[TaskSplits, l
         for each in splits.skipped
     ]
     return splits, [*skipped, *reports]
+
+
+def source_names(config: RunConfig) -> list[str]:
+    """Return the name of every source of tasks, or its number."""
+    sources = config.tasks.sources if config.tasks is not None else []
+    return [source.name or str(number) for number, source in enumerate(sources)]
 
 
 def process_tasks(
