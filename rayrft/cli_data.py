@@ -155,6 +155,10 @@ def process(
     from rayrft.pipelines.process import process as run_pipeline
 
     loaded = read_config(PipelineConfig, pipeline)
+    if loaded.workers > 1:
+        from rayrft.core.cluster import connect
+
+        connect()
     sources = [_source(name, storage) for name in rows]
     context = _context(config) if config is not None else None
     total = sum(source.rows or 0 for source in sources) * len(loaded.operators)

@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rayrft.config.base import Section, invalid
 
@@ -66,6 +66,12 @@ class TaskSourceConfig(Section):
     """System message before every question."""
     weight: float = Field(1.0, gt=0, allow_inf_nan=False)
     """Weight of this source, relative to the sum of all, among drawn, held-out and demonstrated tasks."""
+
+    @field_validator("path", "eval_path", "images_folder")
+    @classmethod
+    def _absolute(cls, path: Path | None) -> Path | None:
+        # They are read again by other processes: on a resume, and where tasks are added.
+        return path.expanduser().absolute() if path is not None else None
 
     @model_validator(mode="after")
     def _source_fields(self) -> TaskSourceConfig:

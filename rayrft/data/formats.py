@@ -145,7 +145,7 @@ def _table_rows(path: Path, field: str) -> Iterator[dict[str, Any]]:
             remedy=f"give one of them: {path / split[0]}" if split else "files end in .jsonl, .csv or .parquet",
         )
     for file in files:
-        with pq.ParquetFile(file) as parquet:
+        with pq.ParquetFile(file, pre_buffer=False) as parquet:
             for batch in parquet.iter_batches():
                 yield from batch.to_pylist()
 

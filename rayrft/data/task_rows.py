@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import logging
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rayrft.config.tasks import TaskSourceConfig
 from rayrft.data.formats import Row, read_rows
+from rayrft.data.ray_data import quiet_ray_data
 from rayrft.errors import DataError, nearest
 
 if TYPE_CHECKING:
@@ -119,13 +118,8 @@ def _rows_by_ray(name: str, config: TaskSourceConfig, field: str) -> Generator[t
     from ray.exceptions import RayError
 
     read = _read_function(name, f"{field}.read")
-    context = ray.data.DataContext.get_current().copy()
-    context.enable_progress_bars = False
-    # The newer reader stalls for seconds on small files.
-    context.use_datasource_v2 = False
-    # Statistics and cursors of a resumed run refer to tasks by number.
-    context.execution_options.preserve_order = True
-    with ray.data.DataContext.current(context), _quiet(logging.getLogger("ray.data")):
+    # Statistics and cursors of a resumed run refer to tasks by number: the order is kept.
+    with quiet_ray_data():
         try:
             data = read(**config.options)
             if not isinstance(data, ray.data.Dataset):
@@ -157,14 +151,3 @@ def _read_function(name: str, field: str) -> Any:
     except (ImportError, AttributeError) as error:
         remedy = "give package.module:function that can be imported, or a function of ray.data"
         raise DataError(f"cannot be imported: {error}", field=field, value=name, remedy=remedy) from None
-
-
-@contextlib.contextmanager
-def _quiet(logger: logging.Logger) -> Iterator[None]:
-    """Let it tell only errors: plans and progress of a read say nothing to who starts a run."""
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
