@@ -124,6 +124,13 @@ def test_what_stands_in_csv_is_read_as_it_is_written(tmp_path: Path) -> None:
     assert [task.metadata["level"] for task in tasks] == [1.5, None, 3]
 
 
+def test_the_answer_is_what_stands_after_the_last_mark(tmp_path: Path) -> None:
+    answers = ["#### 3 is not it.\n#### 4", "7", "5####"]
+    path = tmp_path / "tasks.jsonl"
+    path.write_text("".join(json.dumps({"question": each, "answer": each}) + "\n" for each in answers))
+    assert [task.answer for task in read(source="file", path=path, answer_after="####")] == ["4", "7", ""]
+
+
 def test_broken_rows_end_it_or_are_counted_as_the_config_says(tmp_path: Path) -> None:
     path = tmp_path / "tasks.csv"
     good = b"".join(b"question %d,%d\n" % (i, i) for i in range(3))
