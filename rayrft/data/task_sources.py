@@ -173,6 +173,8 @@ def _to_task(row: dict[str, Any], rows: TaskRows, config: TaskSourceConfig, fiel
     truth = str(answer)
     if config.answer_after is not None:
         truth = truth.rpartition(config.answer_after)[2].strip()
+        if not truth:
+            raise DataError(f"nothing stands after {config.answer_after!r}", remedy="fill it in, or remove the row")
     tries, rate = (
         _number(row, name, f"{field}.{key}") for key, name in (("tries", config.tries), ("pass_rate", config.pass_rate))
     )

@@ -128,7 +128,10 @@ def test_the_answer_is_what_stands_after_the_last_mark(tmp_path: Path) -> None:
     answers = ["#### 3 is not it.\n#### 4", "7", "5####"]
     path = tmp_path / "tasks.jsonl"
     path.write_text("".join(json.dumps({"question": each, "answer": each}) + "\n" for each in answers))
-    assert [task.answer for task in read(source="file", path=path, answer_after="####")] == ["4", "7", ""]
+    found = {"source": "file", "path": path, "answer_after": "####"}
+    assert [task.answer for task in read(**found, on_broken="skip")] == ["4", "7"]
+    with pytest.raises(DataError, check=about("tasks.sources.0.path", 3), match="nothing stands after '####'"):
+        read(**found)
 
 
 def test_broken_rows_end_it_or_are_counted_as_the_config_says(tmp_path: Path) -> None:
