@@ -76,6 +76,7 @@ def process(
         batch_rows=config.batch_rows,
         samples=config.samples,
         leave_out=config.on_error == "leave_out",
+        workers=config.workers,
     )
 
     def batches() -> Iterator[pa.RecordBatch]:
