@@ -17,6 +17,7 @@ from rayrft.errors import RunNotFound
 if TYPE_CHECKING:
     from rayrft.buffer.reader import Archive, Found
     from rayrft.config import PipelineConfig
+    from rayrft.core.measured_tasks import MeasuredTasks
     from rayrft.experience import Task
     from rayrft.pipelines import Context
     from rayrft.pipelines.process import RowSource
@@ -169,6 +170,10 @@ def process(
     from rayrft.pipelines.process import process as run_pipeline
 
     loaded = read_config(PipelineConfig, pipeline)
+    if loaded.workers > 1:
+        from rayrft.core.cluster import connect
+
+        connect()
     sources = [_source(name, storage) for name in rows]
     context, answers = _setting(loaded, config, out)
     total = sum(source.rows or 0 for source in sources) * len(loaded.operators)
@@ -191,6 +196,48 @@ def process(
             f"{len(broken)} broken rows of {name} were not read: {first}{' …' if len(broken) > loaded.samples else ''}"
         )
     print(f"{done.rows} rows in {out}")
+
+
+@app.command()
+def difficulty(
+    config: Annotated[str, typer.Argument(help="YAML file of a run")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value …")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="a file to write: .jsonl or .parquet [STORAGE/NAME-difficulty/tasks.parquet]")
+    ] = None,
+    tries: Annotated[int, typer.Option(min=1, help="answers to each task")] = 8,
+    model: Annotated[str | None, typer.Option(help="a folder, an id on the hub, RUN or RUN@WHICH [model.path]")] = None,
+) -> None:
+    """Measure the pass rate of every task with a run's engines; one that was interrupted goes on where it stopped.
+
+    The file is a source of tasks: {source: tasks, path: …}.
+    """
+    from rayrft.config import parse_override
+    from rayrft.core.measured_tasks import measure_difficulty
+
+    changes = dict(map(parse_override, overrides or []))
+    _measured(measure_difficulty(config, out, tries=tries, model=model, say=_say, **changes))
+
+
+@app.command()
+def tasks(
+    run: _Run,
+    out: Annotated[Path, typer.Argument(help="a file to write: .jsonl or .parquet")],
+    storage: _Storage = _RUNS,
+) -> None:
+    """Write a run's tasks with the tries and pass rate that it came to: a source of tasks for another run."""
+    from rayrft.core.measured_tasks import write_solved
+
+    _measured(write_solved(find_folder(run, storage), out))
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _measured(found: MeasuredTasks) -> None:
+    rate = f", {found.solved} solved at least once, mean pass rate {found.mean:.3f}" if found.mean is not None else ""
+    print(f"{found.tasks} tasks in {found.path}: {found.tried} tried{rate}")
 
 
 @app.command()

@@ -41,6 +41,12 @@ class Task:
     workflow: str | None = None
     """The one that acts on it; by default ``explorer.workflow`` of the config."""
     difficulty: float | None = None
+    tries: int = 0
+    """Answers to it that were scored before the run."""
+    pass_rate: float | None = None
+    """Their mean reward, within 0 and 1."""
+    priority: float | None = None
+    """Its weight among the draws of task sampler ``priority``."""
     system: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     images: tuple[str, ...] = ()
@@ -50,6 +56,11 @@ class Task:
     def create(cls, source: str, question: str, answer: str, *, images: tuple[str, ...] = (), **rest: Any) -> Task:
         digest = hashlib.blake2b(json.dumps([source, question, answer, *images]).encode(), digest_size=8)
         return cls(digest.hexdigest(), question, answer, images=images, **rest)
+
+    @property
+    def passes(self) -> float:
+        """The sum of the rewards of its tries."""
+        return self.tries * (self.pass_rate or 0.0)
 
     @property
     def dedup_key(self) -> str:

@@ -68,6 +68,9 @@ class PipelineConfig(Section):
     """Rows that an operator gets at once, at most; whole groups where it works on groups."""
     deadline_s: float = Field(60.0, gt=0)
     """Seconds that an operator may take for one batch."""
+    workers: int = Field(1, ge=1)
+    """Processes in which operators of single rows work at once; more than one are spread over the cluster by Ray Data.
+    What comes out does not depend on it."""
     on_error: Literal["stop", "leave_out"] = "stop"
     """What becomes of a row on which an operator of single rows raises: ``leave_out`` counts and lists it."""
     samples: int = Field(3, ge=0)
@@ -103,7 +106,10 @@ class PipelinesConfig(Section):
 
     tasks: list[OperatorConfig] = Field(default_factory=list)
     """Operators on the tasks of all sources, after duplicates are removed and before tasks are held out. They see the
-    columns id, source, question, answer, system, difficulty, and metadata as JSON."""
+    columns id, source, question, answer, system, difficulty, tries, pass_rate, priority, and metadata as JSON."""
+    task_workers: int = Field(1, ge=1)
+    """Processes in which those operators of ``tasks`` work at once that look at single rows; more than one are spread
+    over the cluster by Ray Data."""
     decontaminate: bool = True
     """Leave out tasks for training and demonstrating that show what a task of an evaluation set asks or answers."""
     endpoints: dict[Annotated[str, Field(pattern=NAME)], EndpointConfig] = Field(default_factory=dict)

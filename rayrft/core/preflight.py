@@ -182,7 +182,7 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False, engines: E
             left_out[name]["held out, in pairs"] = len(held) // 2
     compared = chain(splits.evaluation, splits.train, _PROBES) if config.rolls_out else []
     probe = choose_probe(compared, tokenizer, config.model.max_length)
-    task_set = _task_set(config, splits)
+    task_set = task_set_spec(config, splits)
     limits = Limits(vocabulary_of(model), max_length)
     keys = read_keys(config.endpoint) if config.endpoint is not None else ()
     learns = [stage.algorithm.build() for stage in config.stages if stage.groups]
@@ -272,7 +272,8 @@ def _unwritable(folder: Path, error: OSError) -> ConfigError:
     )
 
 
-def _task_set(config: RunConfig, splits: TaskSplits) -> TaskSetSpec | None:
+def task_set_spec(config: RunConfig, splits: TaskSplits) -> TaskSetSpec | None:
+    """Return what makes the task set of a run, if it has tasks. Raises the errors of `TaskSet`."""
     tasks = config.tasks
     if tasks is None:
         return None
@@ -284,6 +285,8 @@ def _task_set(config: RunConfig, splits: TaskSplits) -> TaskSetSpec | None:
         seed=config.seed,
         epochs=tasks.epochs,
         difficulties=[task.difficulty for task in splits.train],
+        priorities=[task.priority for task in splits.train],
+        tried=[(task.id, task.tries, task.passes) for task in splits.train if task.tries],
     )
     make()  # raises if the sampler is unsuitable for these tasks
     return make

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections import Counter
 from collections.abc import Iterable, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rayrft.config.demonstrations import DemonstrationsConfig, RowFormat
-from rayrft.data.formats import Message, Row, answer_label, conversations, pair_margin, read_rows, tool_schemas
+from rayrft.data.formats import (
+    Message,
+    Row,
+    SkippedRows,
+    answer_label,
+    conversations,
+    pair_margin,
+    read_rows,
+    tool_schemas,
+)
 from rayrft.data.images import image_paths
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import DataError
@@ -24,28 +32,6 @@ from rayrft.experience import SCHEMA, Experience, Task, dedup_key, to_batch
 
 if TYPE_CHECKING:
     import ray.data
-
-
-@dataclass(frozen=True)
-class SkippedRows:
-    """Rows that are not trained, with the reason, by number from 1: lines of a JSONL file, rows of other sources."""
-
-    excluded: dict[int, str] = field(default_factory=dict)
-    """Valid rows that a rule excludes."""
-    broken: dict[int, str] = field(default_factory=dict)
-    """Invalid rows."""
-
-    def __len__(self) -> int:
-        return len(self.excluded) + len(self.broken)
-
-    @property
-    def counts(self) -> Counter[str]:
-        """Number of rows by reason; the reason of broken rows lists the first ten of them."""
-        counts = Counter(self.excluded.values())
-        if self.broken:
-            first = ", ".join(map(str, sorted(self.broken)[:10])) + (", …" if len(self.broken) > 10 else "")
-            counts[f"broken (lines {first})"] = len(self.broken)
-        return counts
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,7 @@ def process(
         batch_rows=config.batch_rows,
         samples=config.samples,
         leave_out=config.on_error == "leave_out",
+        workers=config.workers,
     )
 
     def batches() -> Iterator[pa.RecordBatch]:

@@ -1,7 +1,8 @@
 """Rows of any number through a chain of operators, in a process that can be killed.
 
 Batches stream through operators that look at single rows. Before one that must see whole groups or all rows, they
-are put down in an Arrow file, which is read as it is needed: memory holds one batch, and what operators keep.
+are put down in an Arrow file, which is read as it is needed: memory holds one batch, and what operators keep. With more
+than one worker, operators of single rows get their batches from such a file by Ray Data (`rayrft.pipelines.spread`).
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class Pipeline:
 
     ``origin`` says in errors where the rows come from, ``field`` is the config key of the operators. Constructing it
     raises ConfigError if any of them does not fit. ``leave_out``: rows on which an operator that looks at single rows
-    raises are left out, and do not end it.
+    raises are left out, and do not end it. ``workers``: more than one apply operators that look at single rows at once,
+    anywhere on the cluster; what comes out does not depend on it.
     """
 
     def __init__(
@@ -68,13 +70,18 @@ class Pipeline:
         batch_rows: int = 1000,
         samples: int = 3,
         leave_out: bool = False,
+        workers: int = 1,
     ) -> None:
         load_plugins(plugins)
         build = partial(build_chain, operators, schema, field=field, origin=origin, context=context or Context())
         self.links = build()
         self.schema = self.links[-1].gives if self.links else schema
         self.report = Report([OperatorReport(link.name) for link in self.links])
-        self._create = partial(Applier, build, samples, leave_out)
+        self._segments = segments(self.links, apart=workers > 1)
+        self._spread = [workers > 1 and may_spread(self.links[numbers[0]]) for numbers in self._segments]
+        here = [n for numbers, spread in zip(self._segments, self._spread, strict=True) if not spread for n in numbers]
+        self._create = partial(Applier, build, samples, leave_out, here)
+        self._build, self._leave_out, self._workers = build, leave_out, workers
         self._plugins, self._deadline_s = tuple(plugins), deadline_s
         self._batch_rows, self._samples = batch_rows, samples
 
@@ -144,8 +151,11 @@ class Pipeline:
         self, far: _Far, batches: Iterable[pa.RecordBatch], folder: Path, note: Callable[[int, Outcome], None]
     ) -> AsyncGenerator[pa.RecordBatch, None]:
         stream = _whole(batches)
-        for numbers in segments(self.links):
+        for numbers, spread in zip(self._segments, self._spread, strict=True):
             first = self.links[numbers[0]]
+            if spread:
+                stream = self._far_away(numbers, stream, folder, note)
+                continue
             if first.operator.scope != "row":
                 spool = _Spool(folder / f"{numbers[0]}.arrow", first.takes)
                 async with aclosing(stream):
@@ -164,6 +174,32 @@ class Pipeline:
             async for batch in stream:
                 yield batch
 
+    async def _far_away(
+        self,
+        numbers: Sequence[int],
+        stream: AsyncGenerator[pa.RecordBatch, None],
+        folder: Path,
+        note: Callable[[int, Outcome], None],
+    ) -> AsyncGenerator[pa.RecordBatch, None]:
+        """Send batches through operators on the workers of a cluster, as `_segment` does in one process."""
+        from rayrft.pipelines.spread import Segment, spread
+
+        spool = _Spool(folder / f"{numbers[0]}.arrow", self.links[numbers[0]].takes)
+        async with aclosing(stream):
+            async for batch in stream:
+                spool.write(batch)
+        spool.close()
+        create = partial(Applier, self._build, self._samples, self._leave_out, numbers)
+        segment = Segment(tuple(numbers), self._build, create, self._plugins, self._deadline_s)
+        async with aclosing(spread(segment, spool.path, spool.batches, self._workers)) as results:
+            async for result in results:
+                for number, outcome in result.outcomes:
+                    note(number, outcome)
+                if result.failure is not None:
+                    raise result.failure
+                if result.rows is not None:
+                    yield unpacked(result.rows)
+
     async def _segment(
         self,
         far: _Far,
@@ -177,23 +213,38 @@ class Pipeline:
                     yield part
 
 
-def segments(links: Sequence[Link]) -> list[list[int]]:
-    """Return the numbers of operators that batches stream through, split before each that needs more than a row."""
+def segments(links: Sequence[Link], *, apart: bool = False) -> list[list[int]]:
+    """Return the numbers of operators that batches stream through, split before each that needs more than a row;
+    ``apart``: also between those that may be spread and the others."""
     found: list[list[int]] = []
     for number, link in enumerate(links):
-        if not found or link.operator.scope != "row":
+        other = apart and number > 0 and may_spread(link) != may_spread(links[number - 1])
+        if not found or link.operator.scope != "row" or other:
             found.append([])
         found[-1].append(number)
     return found
 
 
-class Applier:
-    """The operators, in the process that applies them, and the batch that they are at."""
+def may_spread(link: Link) -> bool:
+    """Return whether an operator's batches may be worked on apart from each other, and from who answers it."""
+    operator = link.operator
+    return operator.scope == "row" and not operator.asks and not operator.scores
 
-    def __init__(self, build: Callable[[], list[Link]], samples: int, leave_out: bool = False) -> None:
+
+class Applier:
+    """The operators, in the process that applies them, and the batch that they are at. It prepares those of these
+    ``numbers``; all by default."""
+
+    def __init__(
+        self,
+        build: Callable[[], list[Link]],
+        samples: int,
+        leave_out: bool = False,
+        numbers: Sequence[int] | None = None,
+    ) -> None:
         self._links, self._samples, self._leave_out = build(), samples, leave_out
-        for link in self._links:
-            link.operator.prepare()
+        for number in range(len(self._links)) if numbers is None else numbers:
+            self._links[number].operator.prepare()
         self._rows: pa.RecordBatch | None = None
 
     def take(self, message: bytes) -> None:
@@ -297,7 +348,7 @@ class _Spool:
     """Batches in an Arrow file."""
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
-        self._path = path
+        self.path = path
         self._writer = pa.ipc.new_file(str(path), schema)
         self.batches = 0
 
@@ -309,7 +360,7 @@ class _Spool:
         self._writer.close()
 
     def read(self) -> Iterator[pa.RecordBatch]:
-        with pa.memory_map(str(self._path)) as source, pa.ipc.open_file(source) as file:
+        with pa.memory_map(str(self.path)) as source, pa.ipc.open_file(source) as file:
             for number in range(file.num_record_batches):
                 yield file.get_batch(number)
 
@@ -332,7 +383,7 @@ class _Spool:
         first_rows = np.concatenate([[0], np.cumsum(sizes)])
         ends = np.append(starts[1:], len(order))
         begin = 0
-        with pa.memory_map(str(self._path)) as source, pa.ipc.open_file(source) as file:
+        with pa.memory_map(str(self.path)) as source, pa.ipc.open_file(source) as file:
             for end, following in zip(ends, np.append(ends[1:], len(order)), strict=True):
                 if following - begin > rows or end == len(order):
                     if end > begin:

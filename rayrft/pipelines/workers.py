@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -288,10 +288,7 @@ class ActorOperators:
     """Operators in actors: each group is worked on by the one that has the fewest rows to do."""
 
     def __init__(self, create: Callable[[], Handle[OperatorActor]], count: int) -> None:
-        def start(actor: Handle[OperatorActor]) -> Awaitable[None]:
-            return actor.call(OperatorActor.start)
-
-        self._actors = ActorPool(create, start, count)
+        self._actors = ActorPool(create, lambda actor: actor.call(OperatorActor.start), count)
 
     async def open(self) -> None:
         """Start the actors. Raises ConfigError if operators cannot be started."""
@@ -302,7 +299,8 @@ class ActorOperators:
         try:
             worked, _ = await self._actors.call(lambda actor: actor.call(OperatorActor.apply, rows), owed=rows.num_rows)
         except ActorDied as error:
-            raise OperatorFailed(error.problem, field="pipelines.experiences", remedy=error.remedy) from error
+            problem = f"the actors that it was given to died: {error.problem}"
+            raise OperatorFailed(problem, field="pipelines.experiences", remedy=error.remedy) from error
         return worked
 
 

@@ -18,6 +18,7 @@ import ray
 from ray import serve
 from ray.exceptions import RayActorError, RayTaskError
 
+from rayrft.actor_pool import TRIES
 from rayrft.applications import ON_HEAD, Anchor, Owner, create_anchor, delete_applications, delete_with, start_serve
 from rayrft.config.reward import ReplicasConfig, RewardModelsConfig
 from rayrft.errors import ConfigError
@@ -25,7 +26,7 @@ from rayrft.experience import Task
 from rayrft.handle import Handle
 from rayrft.registry import load_plugins
 from rayrft.rewards.base import RewardResult, Transcript
-from rayrft.rewards.pool import TRIES, Models, again, died
+from rayrft.rewards.pool import Models, again, died
 from rayrft.rewards.scorer import Scorer
 
 _GIB = 1 << 30

@@ -59,8 +59,19 @@ def dies(question: str) -> bool:
     return True
 
 
+@rayrft.register_operator("echo", "synthesise")
+def echo(question: str) -> list[dict[str, Any]]:
+    return [{"question": f"{question} {question}"}]
+
+
 class _Wrong(Operator[Any]):
     kind = "clean"
+
+
+@rayrft.register_operator("cannot_prepare")
+class CannotPrepare(_Wrong):
+    def prepare(self) -> None:
+        raise OSError("no such model")
 
 
 @rayrft.register_operator("loses_rows")
