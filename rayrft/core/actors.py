@@ -26,8 +26,7 @@ from rayrft.explorer.engines.pool import EnginePool, Member
 from rayrft.explorer.explorer import Explorer
 from rayrft.handle import Handle, TrackedHandle
 from rayrft.pipelines.experiences import experience_chain
-from rayrft.pipelines.operator import Context
-from rayrft.pipelines.workers import ActorOperators, GroupChain, OperatorActor, Operators
+from rayrft.pipelines.workers import ActorOperators, Asked, GroupChain, OperatorActor, Operators
 from rayrft.rewards.pool import ActorScoring, Models, RewardActor, Scoring
 from rayrft.serve.keeper import SessionKeeper
 from rayrft.trainer.batch_pipeline import BatchPipeline, batch_chain
@@ -202,7 +201,7 @@ def create_actors(
             prepared.run_id if config.mode == "explore" else "",
             pools,
             evaluation_pool,
-            operators(config, prepared.model, placement),
+            operators(config, prepared.model, placement, pools),
         )
         for index in range(config.explorer.count)
     ]
@@ -257,13 +256,19 @@ def scoring(
     return partial(ActorScoring, create, config.reward.actors)
 
 
-def operators(config: RunConfig, model: str, placement: Placement) -> Callable[[], Operators] | None:
-    """Return what gives an Explorer the operators that verify for it; None where they work in its own processes."""
+def operators(
+    config: RunConfig, model: str, placement: Placement, pools: Mapping[str, Handle[EnginePool]]
+) -> Callable[[], Operators] | None:
+    """Return what gives an Explorer the operators that verify for it, who may ask the auxiliary models of these pools;
+    None where they work in its own processes."""
     pipelines = config.pipelines
     if not pipelines.experiences or pipelines.actors is None:
         return None
-    chain = experience_chain(pipelines, Context((), model), config.plugins)
-    create = _OperatorActors(placement.actor(OperatorActor, "operators"), chain, pipelines)
+    share = 1 / (config.explorer.count * pipelines.actors.count)
+    models = partial(auxiliary_models, config.auxiliary, dict(pools), share=share) if pools else None
+    asked = Asked(models, config.auxiliary, config.scoring)
+    placed = placement.actor(OperatorActor, "operators")
+    create = _OperatorActors(placed, experience_chain(config, model), pipelines, asked)
     return partial(ActorOperators, create, pipelines.actors.count)
 
 
@@ -271,7 +276,7 @@ def batches(config: RunConfig, model: str) -> Callable[[], BatchPipeline] | None
     """Return what gives the Trainer the operators on batches, if there are any."""
     if not config.pipelines.batch:
         return None
-    return partial(BatchPipeline, config.pipelines, batch_chain(config.pipelines, Context((), model), config.plugins))
+    return partial(BatchPipeline, config.pipelines, batch_chain(config, model))
 
 
 def reward_service(config: RunConfig) -> RewardService | None:
@@ -380,9 +385,10 @@ class _RewardActors:
 class _OperatorActors:
     """Creates the actors of operators in their placement group, likewise."""
 
-    placed: PlacedClass[[GroupChain, PipelinesConfig], OperatorActor]
+    placed: PlacedClass[[GroupChain, PipelinesConfig, Asked], OperatorActor]
     chain: GroupChain
     config: PipelinesConfig
+    asked: Asked
 
     def __call__(self) -> Handle[OperatorActor]:
-        return self.placed.create(self.chain, self.config)
+        return self.placed.create(self.chain, self.config, self.asked)

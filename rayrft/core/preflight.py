@@ -31,7 +31,6 @@ from rayrft.explorer.workflows import build_workflow
 from rayrft.files import sync
 from rayrft.pipelines.answering import Engines
 from rayrft.pipelines.experiences import check_experiences
-from rayrft.pipelines.operator import Context
 from rayrft.pipelines.report import OperatorReport
 from rayrft.pipelines.tasks import load_processed
 from rayrft.serve.protocol import key_digest
@@ -144,9 +143,9 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False, engines: E
         by_source = chain(zip(splits.train, splits.sources, strict=True), zip(others, repeat(-1)))
         notices = check_rewards(config.reward, by_source, config.auxiliary)
     if config.pipelines.experiences:
-        check_experiences(config.pipelines, Context((), config.model.path), config.plugins)
+        check_experiences(config, config.model.path)
     if config.pipelines.batch:
-        check_batches(config.pipelines, Context((), config.model.path), config.plugins)
+        check_batches(config, config.model.path)
     check_workflows(config.explorer, _all_tasks(splits), config.auxiliary)
     _check_files(config)
     if not resumed:

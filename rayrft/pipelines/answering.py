@@ -173,6 +173,16 @@ Engines = Callable[[Collection[str]], AbstractAsyncContextManager[Mapping[str, A
 """Has those of the named models that it knows on engines, for as long as they are asked."""
 
 
+def running(models: Mapping[str, ChatModel], configs: Mapping[str, AuxiliaryConfig]) -> Engines:
+    """Return what has models whose engines are running already."""
+
+    @asynccontextmanager
+    async def engines(names: Collection[str]) -> AsyncIterator[Mapping[str, AskedModel]]:
+        yield {name: AskedModel.on_engines(models[name], configs[name]) for name in names if name in models}
+
+    return engines
+
+
 @asynccontextmanager
 async def no_engines(names: Collection[str]) -> AsyncIterator[Mapping[str, AskedModel]]:
     """Have no model on engines."""

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rayrft.config import RunConfig
 from rayrft.config.pipelines import PipelinesConfig
 from rayrft.errors import ConfigError, OperatorFailed
 from rayrft.experience import SCHEMA, Experience, Task, field_values, to_batch
@@ -56,30 +56,33 @@ class Verified:
     """The last error of an operator."""
 
 
-def check_experiences(config: PipelinesConfig, context: Context, plugins: Sequence[Path]) -> None:
+def check_experiences(config: RunConfig, model: str | None) -> None:
     """Raise ConfigError if one of the operators on experiences does not fit, or if nothing is said of rows that one
-    makes."""
-    links = experience_chain(config, context, plugins).build()
+    makes; ``model`` is the folder or id of the run's model."""
+    links, made = experience_chain(config, model).build(), config.pipelines.made
     makers = [link for link in links if link.operator.kind == "synthesise"]
-    if makers and config.made is None:
-        remedy = "name the demonstrations that they become, which a stage may train on: pipelines.made: found"
+    if makers and made is None:
         raise ConfigError(
-            "makes rows, and nothing is said of what becomes of them", field=makers[0].field, remedy=remedy
+            "makes rows, and nothing is said of what becomes of them",
+            field=makers[0].field,
+            remedy="name the demonstrations that they become, which a stage may train on: pipelines.made: found",
         )
-    if config.made is not None and not makers:
+    if made is not None and not makers:
         remedy = "add one, such as expert_rows, or leave 'made' out"
-        raise ConfigError("no operator makes rows", field="pipelines.made", value=config.made, remedy=remedy)
+        raise ConfigError("no operator makes rows", field="pipelines.made", value=made, remedy=remedy)
 
 
-def experience_chain(config: PipelinesConfig, context: Context, plugins: Sequence[Path]) -> GroupChain:
-    """Return the operators on experiences of a config."""
+def experience_chain(config: RunConfig, model: str | None) -> GroupChain:
+    """Return the operators on experiences of a run. They may ask its auxiliary models and endpoints, and have answers
+    scored by its rewards."""
+    pipelines = config.pipelines
     return GroupChain(
-        config.experiences,
+        pipelines.experiences,
         EXPERIENCES,
         "pipelines.experiences",
         "experiences",
-        context,
-        tuple(plugins),
+        Context((), model, [*config.auxiliary, *pipelines.endpoints], scores=True),
+        tuple(config.plugins),
         "experience_id",
         _SAMPLED,
     )
@@ -103,7 +106,7 @@ class ExperiencePipeline:
         out on which it raises. Raises OperatorFailed if ``on_error`` is ``stop``.
         """
         try:
-            worked = await self._operators.apply(_seen(task, rows))
+            worked = await self._operators.apply(_seen(task, rows), task)
             kept, made = self._split(worked, rows)
         except OperatorFailed as error:
             if self._stops:

@@ -101,8 +101,7 @@ class Pipeline:
         died, and OperatorTimeout if one is not done with a batch within the deadline, not counting the time in which it
         waits for answers.
         """
-        asks = sorted({name for link in self.links for name in link.operator.asks.values()})
-        scores = any(link.operator.scores for link in self.links)
+        asks, scores = asked_by(self.links)
 
         def answerer() -> AbstractAsyncContextManager[Answerer | None]:
             return answers(asks, scores) if answers is not None and (asks or scores) else nullcontext()
@@ -211,6 +210,12 @@ class Pipeline:
             async for batch in stream:
                 async for part in far.apply(numbers, batch, note):
                     yield part
+
+
+def asked_by(links: Sequence[Link]) -> tuple[list[str], bool]:
+    """Return the names of the models that operators ask, and whether any has answers scored."""
+    asks = sorted({name for link in links for name in link.operator.asks.values()})
+    return asks, any(link.operator.scores for link in links)
 
 
 def segments(links: Sequence[Link], *, apart: bool = False) -> list[list[int]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,15 +16,30 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rayrft.actor_pool import ActorPool
+from rayrft.config.auxiliary import AuxiliaryConfig
 from rayrft.config.pipelines import OperatorConfig, PipelinesConfig
-from rayrft.errors import ActorDied, CallFailed, ConfigError, OperatorFailed, OperatorTimeout
+from rayrft.config.reward import RewardModelsConfig
+from rayrft.errors import ActorDied, CallFailed, ConfigError, EndpointFailed, OperatorFailed, OperatorTimeout
+from rayrft.experience import Task
 from rayrft.handle import Handle
+from rayrft.pipelines.answering import Answerer, answering, running
 from rayrft.pipelines.chain import Link, Outcome, build_chain
 from rayrft.pipelines.operator import Context
 from rayrft.pipelines.report import reason_of
-from rayrft.pipelines.runner import _ANSWER_BYTES, _START_S, Applier, _Far, packed, segments, unpacked
+from rayrft.pipelines.runner import (
+    _ANSWER_BYTES,
+    _START_S,
+    Answers,
+    Applier,
+    _Far,
+    asked_by,
+    packed,
+    segments,
+    unpacked,
+)
 from rayrft.processes import ProcessPool, Worker
 from rayrft.registry import load_plugins
+from rayrft.rewards.pool import Models
 
 log = logging.getLogger(__name__)
 
@@ -64,8 +80,8 @@ class Operators(Protocol):
     async def open(self) -> None:
         """Start them. Raises ConfigError if they cannot be started."""
 
-    async def apply(self, rows: pa.RecordBatch) -> Worked:
-        """Work on a group. Raises OperatorFailed."""
+    async def apply(self, rows: pa.RecordBatch, task: Task) -> Worked:
+        """Work on a group of answers to a task. Raises OperatorFailed."""
         ...
 
 
@@ -160,7 +176,10 @@ class _Call:
 class LocalOperators:
     """Operators in processes of this node, each of which works on one group at a time."""
 
-    def __init__(self, chain: GroupChain, config: PipelinesConfig) -> None:
+    def __init__(self, chain: GroupChain, config: PipelinesConfig, answers: Answers | None = None) -> None:
+        """``answers`` has what answers operators that ask."""
+        self._answers, self._answering = answers, AsyncExitStack()
+        self._answerer: Answerer | None = None
         self._links, self._workers, self._deadline_s = chain.build(), config.workers, config.deadline_s
         self._whole, self._key = chain.whole, chain.key
         self._pool = ProcessPool(
@@ -178,6 +197,9 @@ class LocalOperators:
 
     async def open(self) -> None:
         """Start the processes. Raises ConfigError if they cannot be started."""
+        asks, scores = asked_by(self._links)
+        if self._answers is not None and (asks or scores):
+            self._answerer = await self._answering.enter_async_context(self._answers(asks, scores))
         ready = [asyncio.get_running_loop().create_future() for _ in range(self._workers)]
         self._working = [asyncio.create_task(self._work(each)) for each in ready]
         await asyncio.gather(*ready)
@@ -188,8 +210,9 @@ class LocalOperators:
             each.cancel()
         await asyncio.gather(*self._working, return_exceptions=True)
         await self._pool.close()
+        await self._answering.aclose()
 
-    async def apply(self, rows: pa.RecordBatch) -> Worked:
+    async def apply(self, rows: pa.RecordBatch, task: Task | None = None) -> Worked:
         """Work on a group. Raises OperatorFailed if an operator raises, ends its process, is not done within the
         deadline, or returns what does not fit."""
         if self._error is not None:
@@ -224,7 +247,7 @@ class LocalOperators:
         except OperatorFailed as error:
             if not call.done.done():
                 call.done.set_exception(error)
-        except CallFailed:  # of whichever operator
+        except (CallFailed, ActorDied, EndpointFailed):  # of whichever operator, or of a model that it asks
             call.failed = True
             self._calls.put_nowait(call)
         else:
@@ -238,7 +261,7 @@ class LocalOperators:
 
     async def _one_by_one(self, worker: Worker, rows: pa.RecordBatch) -> Worked:
         """Apply operators, each in a call of its own. Raises OperatorFailed, which names the one that fails."""
-        far, outcomes, after = _Far(worker, self._links, self._deadline_s), list[Outcome](), rows
+        far, outcomes, after = _Far(worker, self._links, self._deadline_s, self._answerer), list[Outcome](), rows
 
         def note(number: int, outcome: Outcome) -> None:
             outcomes.append(outcome)
@@ -269,19 +292,47 @@ class LocalOperators:
                 each.set_exception(self._error)
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What operators in an actor may ask: the auxiliary ``models`` of the run, and its rewards."""
+
+    models: Models | None
+    auxiliary: Mapping[str, AuxiliaryConfig]
+    reward: RewardModelsConfig
+
+
 class OperatorActor:
     """The actor: operators, with their processes, on any node."""
 
-    def __init__(self, chain: GroupChain, config: PipelinesConfig) -> None:
-        self._operators = LocalOperators(chain, config)
+    def __init__(self, chain: GroupChain, config: PipelinesConfig, asked: Asked) -> None:
+        self._tasks: dict[str, Task] = {}
+        """Of the groups that are worked on."""
+        self._asked = Counter[str]()
+        answers = partial(
+            answering,
+            engines=running(asked.models() if asked.models is not None else {}, asked.auxiliary),
+            endpoints=config.endpoints,
+            reward=asked.reward,
+            plugins=chain.plugins,
+            tasks=self._tasks.get,
+            answer_s=config.answer_s,
+        )
+        self._operators = LocalOperators(chain, config, answers)
 
     async def start(self) -> None:
         """Start the processes. Raises ConfigError if they cannot be started."""
         await self._operators.open()
 
-    async def apply(self, rows: pa.RecordBatch) -> Worked:
-        """Work on a group. Raises OperatorFailed."""
-        return await self._operators.apply(rows)
+    async def apply(self, rows: pa.RecordBatch, task: Task) -> Worked:
+        """Work on a group of answers to a task. Raises OperatorFailed."""
+        self._tasks[task.id] = task
+        self._asked[task.id] += 1
+        try:
+            return await self._operators.apply(rows)
+        finally:
+            self._asked[task.id] -= 1
+            if not self._asked[task.id]:
+                del self._asked[task.id], self._tasks[task.id]
 
 
 class ActorOperators:
@@ -294,10 +345,12 @@ class ActorOperators:
         """Start the actors. Raises ConfigError if operators cannot be started."""
         await self._actors.open()
 
-    async def apply(self, rows: pa.RecordBatch) -> Worked:
+    async def apply(self, rows: pa.RecordBatch, task: Task) -> Worked:
         """Work on a group. Raises OperatorFailed, also if two actors died of it."""
         try:
-            worked, _ = await self._actors.call(lambda actor: actor.call(OperatorActor.apply, rows), owed=rows.num_rows)
+            worked, _ = await self._actors.call(
+                lambda actor: actor.call(OperatorActor.apply, rows, task), owed=rows.num_rows
+            )
         except ActorDied as error:
             problem = f"the actors that it was given to died: {error.problem}"
             raise OperatorFailed(problem, field="pipelines.experiences", remedy=error.remedy) from error

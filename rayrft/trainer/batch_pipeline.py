@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +16,7 @@ import pyarrow as pa
 
 from rayrft.buffer.leases import Lease, Unit, deal
 from rayrft.buffer.validation import find_faults
+from rayrft.config import RunConfig
 from rayrft.config.pipelines import PipelinesConfig
 from rayrft.errors import ConfigError, OperatorFailed
 from rayrft.experience import SCHEMA, list_column, pack, unpack
@@ -42,24 +41,25 @@ class ProcessedLease:
     problem: str | None = None
 
 
-def batch_chain(config: PipelinesConfig, context: Context, plugins: Sequence[Path]) -> GroupChain:
-    """Return the operators on batches of a config."""
+def batch_chain(config: RunConfig, model: str | None) -> GroupChain:
+    """Return the operators on batches of a run, whose model is this folder or id. They ask nothing: the same batch has
+    to come of the same lease."""
     return GroupChain(
-        config.batch,
+        config.pipelines.batch,
         BATCHES,
         "pipelines.batch",
         "a training batch",
-        context,
-        tuple(plugins),
+        Context((), model),
+        tuple(config.plugins),
         "place",
         _FIXED,
         whole=True,
     )
 
 
-def check_batches(config: PipelinesConfig, context: Context, plugins: Sequence[Path]) -> None:
+def check_batches(config: RunConfig, model: str | None) -> None:
     """Raise ConfigError if one of the operators on batches does not fit."""
-    for link in batch_chain(config, context, plugins).build():
+    for link in batch_chain(config, model).build():
         if link.operator.kind == "synthesise":
             remedy = "make rows in pipelines.experiences, as demonstrations"
             raise ConfigError("makes rows, which no batch takes", field=link.field, value=link.name, remedy=remedy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,14 @@ import pytest
 
 from rayrft.buffer.schedule import Ticket
 from rayrft.errors import ConfigError, OperatorFailed, RayrftError
-from rayrft.experience import Experience, from_batch, unpack
+from rayrft.experience import Experience, Task, from_batch, unpack
 from rayrft.explorer.explorer import Explorer
-from rayrft.pipelines.experiences import VERIFIED
-from rayrft.pipelines.workers import OperatorStats
+from rayrft.pipelines.experiences import VERIFIED, _seen, experience_chain
+from rayrft.pipelines.workers import Asked, OperatorActor, OperatorStats
+from tests.buffer.rows import group
 from tests.explorer.test_explorer import config, make_explorer
 from tests.explorer.test_group import Engine, Rewards, Taken
+from tests.pipelines.asked import Scripted
 
 PLUGIN = Path(__file__).with_name("verifying.py")
 
@@ -94,6 +97,37 @@ async def test_a_reward_that_an_operator_gives_and_a_priority_reach_the_buffer(t
     assert [row.reward for row in taken.rows] == [1.25, 0.25] and [row.priority for row in taken.rows] == [2.25, 1.25]
 
 
+async def test_operators_have_answers_scored_as_the_explorer_has_them(tiny_model: Path) -> None:
+    async with Verifying(tiny_model, ["scored_again"], 1.0, 0.0, 0.5, 0.75) as verifying:
+        taken = await verifying.group()
+    assert [row.reward for row in taken.rows] == [0.5, 0.75]
+
+
+async def test_operators_in_an_actor_ask_the_models_that_it_is_given_and_know_the_task(tiny_model: Path) -> None:
+    judge = Scripted(lambda messages, seed: '{"reason": "", "grade": 7}' if "tac" in str(messages) else "nothing")
+    operators = [{"name": "judged", "model": "judge", "column": "response", "least": 5.0}, {"name": "scored_again"}]
+    settings = config(
+        **{
+            "pipelines.experiences": operators,
+            "plugins": [str(PLUGIN)],
+            "auxiliary": {"judge": {"model": str(tiny_model)}},
+            "reward.name": "exact",
+        }
+    )
+    asked = Asked(lambda: {"judge": judge}, settings.auxiliary, settings.scoring)
+    chain = experience_chain(settings, str(tiny_model))
+    actor = OperatorActor(chain, settings.pipelines, asked)
+    await actor.start()
+    task = Task.create("test", "Spell cat backward", "tac")
+    rows = [
+        replace(row, task_id=task.id, turns=({"role": "assistant", "content": said},))
+        for row, said in zip(group(1), ("tac", "cat"), strict=True)
+    ]
+    worked = await actor.apply(_seen(task, rows), task)
+    await actor._operators.close()
+    assert worked.kept == [0] and worked.changed.column("reward").to_pylist() == [1.0] and not actor._tasks
+
+
 async def test_groups_that_operators_have_made_equal_are_dropped_as_such(tiny_model: Path) -> None:
     async with Verifying(tiny_model, ["worth"]) as verifying:
         taken = await verifying.group()
@@ -166,9 +200,14 @@ def test_operators_that_do_not_fit_are_refused_before_anything_starts(
     operators: list[str], made: str | None, field: str, problem: str
 ) -> None:
     from rayrft.core.preflight import check_experiences
-    from rayrft.pipelines.operator import Context
 
-    settings = config(**{"pipelines.experiences": [{"name": each} for each in operators], "pipelines.made": made})
+    settings = config(
+        **{
+            "pipelines.experiences": [{"name": each} for each in operators],
+            "pipelines.made": made,
+            "plugins": [str(PLUGIN)],
+        }
+    )
     with pytest.raises(ConfigError, match=problem) as raised:
-        check_experiences(settings.pipelines, Context(), [PLUGIN])
+        check_experiences(settings, None)
     assert str(raised.value.field).startswith(field)

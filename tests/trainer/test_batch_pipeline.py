@@ -14,15 +14,15 @@ import pytest
 
 from rayrft.algorithms import build
 from rayrft.buffer.leases import Lease
-from rayrft.config.pipelines import PipelinesConfig
+from rayrft.config import RunConfig, load_config
 from rayrft.errors import ConfigError, OperatorFailed
 from rayrft.experience import Experience, pack, to_batch
-from rayrft.pipelines.operator import Context
 from rayrft.trainer.batch_pipeline import BatchPipeline, ProcessedLease, batch_chain, check_batches
 from rayrft.trainer.batches import TrainRow, fetch_mini_batches, fetch_rows
 from tests.buffer.in_process import LocalBuffer, small
 from tests.buffer.rows import expert_rows, group, plan
 from tests.buffer.test_mini_batches import pairs
+from tests.e2e.conftest import small_config
 
 PLUGIN = Path(__file__).with_name("on_batches.py")
 GRPO = build("grpo")
@@ -63,6 +63,11 @@ def lease(buffer: LocalBuffer, step: int = 0, ranks: int = 2) -> Lease:
     return found
 
 
+def settings_of(operators: list[Any], **settings: Any) -> RunConfig:
+    pipelines = {f"pipelines.{name}": value for name, value in {"batch": operators, **settings}.items()}
+    return load_config(small_config(Path("unused"), "batches"), {"plugins": [str(PLUGIN)], **pipelines})
+
+
 def process(leases: list[Lease], *operators: Any, **settings: Any) -> list[ProcessedLease]:
     """What these operators make of leases, one after another, until they raise."""
     made, error = attempt(leases, *operators, **settings)
@@ -75,11 +80,11 @@ def attempt(
 ) -> tuple[list[ProcessedLease], OperatorFailed | None]:
     """The same, and what they raise."""
     named = [{"name": each} if isinstance(each, str) else each for each in operators]
-    config = PipelinesConfig.model_validate({"batch": named, **settings})
+    config = settings_of(named, **settings)
     made: list[ProcessedLease] = []
 
     async def all_of_them() -> OperatorFailed | None:
-        pipeline = BatchPipeline(config, batch_chain(config, Context(), [PLUGIN]))
+        pipeline = BatchPipeline(config.pipelines, batch_chain(config, None))
         await pipeline.open()
         try:
             for each in leases:
@@ -257,6 +262,5 @@ def test_a_row_on_which_an_operator_raises_is_left_out_and_told(buffer: LocalBuf
     ],
 )
 def test_operators_that_do_not_fit_are_refused_before_anything_starts(operator: dict[str, Any], problem: str) -> None:
-    config = PipelinesConfig.model_validate({"batch": [operator]})
     with pytest.raises(ConfigError, match=problem):
-        check_batches(config, Context(), [PLUGIN])
+        check_batches(settings_of([operator]), None)
