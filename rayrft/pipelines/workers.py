@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -45,6 +46,8 @@ log = logging.getLogger(__name__)
 
 _STARTS = 3
 """How often in a row a process is started that dies."""
+_AT_ONCE = 32
+"""Groups that a process works on at a time, of those that wait: many end together, and a call takes a millisecond."""
 
 
 @dataclass(frozen=True)
@@ -126,9 +129,10 @@ class GroupChain:
 class _RunApplier(Applier):
     """The operators, in the process that applies them in a run. What it left out comes without values."""
 
-    def work(self, message: bytes, key: str) -> tuple[list[int], bytes, bytes | None, list[Outcome]]:
-        """Apply all operators; return what `Worked` has, packed. ``key`` is the column that tells rows apart."""
-        before = unpacked(message)
+    def work(self, messages: list[bytes], key: str) -> tuple[list[int], bytes, bytes | None, list[Outcome]]:
+        """Apply all operators to groups, at once; return what `Worked` has of them together, packed. ``key`` is the
+        column that tells rows apart."""
+        before = pa.concat_batches([unpacked(message) for message in messages])
         self._rows, outcomes = before, list[Outcome]()
         for number, link in enumerate(self._links):
             if link.operator.scope == "all":
@@ -143,6 +147,36 @@ class _RunApplier(Applier):
     def apply(self, number: int) -> Outcome:
         outcome = super().apply(number)
         return replace(outcome, left_out=[replace(each, values={}) for each in outcome.left_out])
+
+
+def _apart(together: Worked, groups: list[pa.RecordBatch], key: str) -> list[Worked]:
+    """Return what operators made of each of several groups, whose outcomes add up to those of all."""
+    ends = np.cumsum([rows.num_rows for rows in groups])
+    kept = np.array(together.kept, np.int64)
+    of_row = np.searchsorted(ends, kept, side="right")
+    whose = {name: number for number, rows in enumerate(groups) for name in rows.column("group_id").to_pylist()}
+    row_of = {name: number for number, rows in enumerate(groups) for name in rows.column(key).to_pylist()}
+    made = together.made
+    of_made = np.array([whose.get(name, 0) for name in made.column("group_id").to_pylist()] if made is not None else [])
+    found = []
+    for number, rows in enumerate(groups):
+        mine, new = np.flatnonzero(of_row == number), np.flatnonzero(of_made == number)
+        outcomes = [_share(outcome, number, row_of) for outcome in together.outcomes]
+        found.append(
+            Worked(
+                (kept[mine] - (ends[number] - rows.num_rows)).tolist(),
+                together.changed.take(pa.array(mine)),
+                made.take(pa.array(new)) if made is not None and len(new) else None,
+                outcomes,
+            )
+        )
+    return found
+
+
+def _share(outcome: Outcome, number: int, row_of: Mapping[str, int]) -> Outcome:
+    """Return what is left out of a group, and to the first one everything else that is only counted."""
+    mine = [each for each in outcome.left_out if row_of.get(each.row, 0) == number]
+    return replace(outcome, left_out=mine) if not number else Outcome(0, 0, 0, 0, 0.0, mine)
 
 
 def _difference(
@@ -174,7 +208,8 @@ class _Call:
 
 
 class LocalOperators:
-    """Operators in processes of this node, each of which works on one group at a time."""
+    """Operators in processes of this node. Groups that wait for one are worked on together; where that fails, each
+    alone, so that none harms another."""
 
     def __init__(self, chain: GroupChain, config: PipelinesConfig, answers: Answers | None = None) -> None:
         """``answers`` has what answers operators that ask."""
@@ -231,7 +266,7 @@ class LocalOperators:
                     if not ready.done():
                         ready.set_result(None)
                     while worker.at_rest:
-                        await self._make(worker, await self._calls.get())
+                        await self._make(worker, await self._take())
                         if self._whole:
                             break
             except CallFailed as error:
@@ -239,25 +274,45 @@ class LocalOperators:
                 if starts == _STARTS:
                     return self._fail(error, ready)
 
-    async def _make(self, worker: Worker, call: _Call) -> None:
-        if call.done.done():  # nobody waits any more
-            return
-        try:
-            worked = await (self._one_by_one if call.failed else self._at_once)(worker, call.rows)
-        except OperatorFailed as error:
-            if not call.done.done():
-                call.done.set_exception(error)
-        except (CallFailed, ActorDied, EndpointFailed):  # of whichever operator, or of a model that it asks
-            call.failed = True
-            self._calls.put_nowait(call)
-        else:
-            if not call.done.done():
-                call.done.set_result(worked)
+    async def _take(self) -> list[_Call]:
+        """Wait for a group, and return it with others that wait; one that was made before, alone."""
+        calls = list[_Call]()
+        while not calls or not (calls[0].failed or self._whole or self._calls.empty() or len(calls) == _AT_ONCE):
+            call = await self._calls.get()
+            if call.done.done():  # nobody waits any more
+                continue
+            if calls and call.failed:
+                self._calls.put_nowait(call)
+                break
+            calls.append(call)
+        return calls
 
-    async def _at_once(self, worker: Worker, rows: pa.RecordBatch) -> Worked:
-        """Apply all operators in one call. Raises CallFailed if any fails."""
-        kept, changed, made, outcomes = await worker.call("work", packed(rows), self._key, deadline_s=self._deadline_s)
-        return Worked(kept, unpacked(changed), None if made is None else unpacked(made), outcomes)
+    async def _make(self, worker: Worker, calls: list[_Call]) -> None:
+        try:
+            if calls[0].failed:
+                made = [await self._one_by_one(worker, calls[0].rows)]
+            else:
+                made = await self._at_once(worker, [call.rows for call in calls])
+        except OperatorFailed as error:
+            if not calls[0].done.done():
+                calls[0].done.set_exception(error)
+        except (CallFailed, ActorDied, EndpointFailed):  # of whichever operator, or of a model that it asks
+            for call in calls:
+                call.failed = True
+                self._calls.put_nowait(call)
+        else:
+            for call, worked in zip(calls, made, strict=True):
+                if not call.done.done():
+                    call.done.set_result(worked)
+
+    async def _at_once(self, worker: Worker, groups: list[pa.RecordBatch]) -> list[Worked]:
+        """Apply all operators to groups in one call. Raises CallFailed if any fails, and ActorDied or EndpointFailed if
+        a model does that they ask."""
+        call = partial(self._answerer.call, worker) if self._answerer is not None else worker.call
+        messages = [packed(rows) for rows in groups]
+        kept, changed, made, outcomes = await call("work", messages, self._key, deadline_s=self._deadline_s)
+        together = Worked(kept, unpacked(changed), None if made is None else unpacked(made), outcomes)
+        return [together] if len(groups) == 1 else _apart(together, groups, self._key)
 
     async def _one_by_one(self, worker: Worker, rows: pa.RecordBatch) -> Worked:
         """Apply operators, each in a call of its own. Raises OperatorFailed, which names the one that fails."""

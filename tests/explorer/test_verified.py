@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,38 @@ async def test_what_an_operator_spoils_is_left_out_and_counted_and_the_next_grou
         for groups in (1, 2):
             assert (await verifying.group()).dropped == dropped
             assert verifying.explorer._failures == (0 if "raises_on_wrong" in operators else groups)
+
+
+async def test_groups_that_come_together_are_worked_on_together_and_one_that_fails_harms_no_other(
+    tiny_model: Path,
+) -> None:
+    operators = ["bonus", "dies_of_seven", "worth", {"name": "expert_rows", "keep": True, "max_pass_rate": 1.0}]
+    async with Verifying(tiny_model, operators) as verifying:
+        pipeline = verifying.explorer._pipeline
+        assert pipeline is not None
+        given = [
+            [
+                replace(row, reward=float(reward))
+                for row, reward in zip(group(number, 3), (0, number % 8, 1), strict=True)
+            ]
+            for number in range(1, 60)
+        ]
+        task = Task.create("test", "a question", "an answer")
+        found = await asyncio.gather(*(pipeline.process(task, rows) for rows in given))
+        stats = pipeline.take_stats()
+    for number, verified in enumerate(found, start=1):
+        if number % 8 == 7:
+            assert verified.rows == [] and verified.left_out == {"dies_of_seven: failed": 3}
+            continue
+        kept = [row.experience_id for row in verified.rows]
+        assert kept == [f"{number}/1", f"{number}/2"][number % 8 == 0 :]
+        assert [row.reward for row in verified.rows][-1] == 1.25 and verified.left_out == {
+            "worth: too low": 3 - len(kept)
+        }
+        assert verified.made is not None and verified.made.column("group_id").to_pylist() == [str(number)]
+    well = [verified for verified in found if verified.rows]
+    assert stats["expert_rows"].made == len(well) == 52 and stats["worth"].taken == 3 * len(well)
+    assert stats["worth"].left_out == sum(verified.left_out.total() for verified in well)
 
 
 async def test_an_operator_that_always_fails_ends_the_run_with_its_problem(tiny_model: Path) -> None:

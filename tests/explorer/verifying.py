@@ -48,6 +48,13 @@ def hangs_here(reward: float) -> bool:
         time.sleep(3600)
 
 
+@rayrft.register_operator("dies_of_seven", "filter")
+def dies_of_seven(reward: float) -> bool:
+    if reward == 7.25:
+        os._exit(7)
+    return True
+
+
 @rayrft.register_operator("dies_here", "filter")
 def dies_here(reward: float) -> bool:
     os._exit(7)
