@@ -1,0 +1,282 @@
+"""What people are shown: answers of a run, ordered by a rule, each given to one person at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rayrft.config.serve import FeedbackConfig
+from rayrft.experience import Experience
+from rayrft.serve.feedback.judgements import Judgement, Judgements, View
+
+_MOST_RANKED = 9
+"""Answers that are ranked: as many as a keyboard has digits."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A row, as people see it."""
+
+    experience_id: str
+    turns: tuple[dict[str, str], ...]
+    reward: float | None
+    components: dict[str, float]
+    reason: str | None
+    """What the reward says of its verdict."""
+    stop_reason: str | None
+    waiting: bool
+    """Whether it waits for training."""
+    logprob: float
+    """Mean log-prob of a token that the model produced, in nats."""
+
+    @classmethod
+    def of(cls, row: Experience, waiting: bool) -> Answer:
+        produced = row.logprobs[row.action_mask == 1]
+        return cls(
+            row.experience_id,
+            row.turns,
+            row.reward,
+            row.reward_components,
+            row.error,
+            row.stop_reason,
+            waiting,
+            float(produced.mean()) if len(produced) else 0.0,
+        )
+
+    @property
+    def text(self) -> str:
+        """The last of the conversation."""
+        return self.turns[-1].get("content", "") if self.turns else ""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Answers to one question."""
+
+    group_id: str
+    task_id: str
+    answers: tuple[Answer, ...]
+
+
+@dataclass(frozen=True)
+class Item:
+    """What a person judges at once."""
+
+    key: str
+    view: View
+    task_id: str
+    answers: tuple[Answer, ...]
+
+    @property
+    def waiting(self) -> bool:
+        return self.answers[0].waiting
+
+
+def items_of(group: Group) -> list[Item]:
+    """Return the items of a group: each answer; two different ones, in an order that says nothing; and, if there are
+    more, all different ones."""
+    answers = [answer for answer in group.answers if answer.text]
+    items = [Item(f"one:{answer.experience_id}", "one", group.task_id, (answer,)) for answer in answers]
+    different = list({answer.text: answer for answer in answers}.values())
+    mixed = sorted(different, key=lambda answer: _draw(answer.experience_id))[:_MOST_RANKED]
+    if len(mixed) > 1:
+        items.append(Item(f"pair:{group.group_id}", "pair", group.task_id, tuple(mixed[:2])))
+    if len(mixed) > 2:
+        items.append(Item(f"group:{group.group_id}", "group", group.task_id, tuple(mixed)))
+    return items
+
+
+def order_of(item: Item, rule: str, judgements: Judgements) -> tuple[bool, float, str]:
+    """Return by what items are sorted: those that wait for training first, then as the rule says.
+
+    ``uncertain`` is least confidence per token (Settles and Craven 2008, "An Analysis of Active Learning Strategies for
+    Sequence Labeling Tasks"); ``disagreement`` is query by committee (Seung et al. 1992), whose members are the reward,
+    its parts and people.
+    """
+    value = {
+        "random": lambda: 0.0,
+        "uncertain": lambda: float(np.mean([answer.logprob for answer in item.answers])),
+        "low_deviation": lambda: float(np.std([answer.reward or 0.0 for answer in item.answers])),
+        "disagreement": lambda: -_disagreement(item, judgements),
+    }[rule]()
+    return not item.waiting, value, _draw(item.key)
+
+
+def _disagreement(item: Item, judgements: Judgements) -> float:
+    """Return the greatest deviation, among its answers, of the values that the reward, its parts and people give."""
+    people = judgements.of_item(item.key).values()
+    spread = [0.0]
+    for answer in item.answers:
+        values = [*answer.components.values(), *([] if answer.reward is None else [answer.reward])]
+        values += [value for each in people if (value := judgements.reward(each, answer.experience_id)) is not None]
+        spread.append(float(np.std(values)) if values else 0.0)
+    return max(spread)
+
+
+def _draw(name: str) -> str:
+    """Return what sorts names at random, the same each time."""
+    return hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
+
+
+@dataclass
+class _Lease:
+    item: str
+    person: str
+    ends: float
+
+
+class Queue:
+    """The items that are left, and who has which; for one event loop.
+
+    A person who asks gets the item again that they have. A lease ends when it expires, or the person leaves or judges;
+    ``clock`` gives seconds.
+    """
+
+    def __init__(
+        self, config: FeedbackConfig, judgements: Judgements, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._config, self._judgements, self._clock = config, judgements, clock
+        self.items: dict[str, Item] = {}
+        """All that were in the queue since the start, by key."""
+        self.totals: dict[View, int] = {}
+        self._left: dict[View, list[tuple[tuple[bool, float, str], str]]] = {"one": [], "pair": [], "group": []}
+        self._listed: set[str] = set()
+        self._leases: dict[str, dict[str, _Lease]] = {}
+        self._held: dict[str, _Lease] = {}
+        """The latest of each person."""
+
+    def fill(self, groups: Iterable[Group]) -> None:
+        """Take the groups that a run has now, in place of those before."""
+        found = [item for group in groups for item in items_of(group)]
+        self.items.update((item.key, item) for item in found)
+        for view in self._left:
+            of_view = [item for item in found if item.view == view]
+            self.totals[view] = len(of_view)
+            self._left[view] = sorted(
+                (order_of(item, self._config.rule, self._judgements), item.key)
+                for item in of_view
+                if not self._is_done(item.key)
+            )
+        self._listed = {key for left in self._left.values() for _, key in left}
+
+    def left(self, view: View) -> int:
+        """Return the number of items that not enough people have judged."""
+        return len(self._left[view])
+
+    def take(self, person: str, view: View) -> Item | None:
+        """Lease a person an item, which is theirs alone unless agreement is wanted; None if none is left for them."""
+        now = self._clock()
+        held = self._held.get(person)
+        if held is not None and held.ends > now and self.items[held.item].view == view and self._may(person, held.item):
+            held.ends = now + self._config.lease_s
+            return self.items[held.item]
+        for _, key in self._left[view]:
+            if self._may(person, key) and self._wanted(key, person, now):
+                self._lease(person, key, now)
+                return self.items[key]
+        return None
+
+    def keep(self, person: str, key: str) -> bool:
+        """Prolong a person's lease; return whether they have one."""
+        lease = self._leases.get(key, {}).get(person)
+        if lease is None or lease.ends <= self._clock():
+            return False
+        lease.ends = self._clock() + self._config.lease_s
+        return True
+
+    def leave(self, person: str) -> None:
+        """End a person's lease."""
+        if (held := self._held.pop(person, None)) is not None:
+            self._leases.get(held.item, {}).pop(person, None)
+
+    def others(self, key: str, person: str) -> list[str]:
+        """Return who else has or has judged an item, beyond those that are wanted."""
+        now = self._clock()
+        judged = [each.person for each in self._judgements.of_item(key).values() if not each.skipped]
+        having = [lease.person for lease in self._leases.get(key, {}).values() if lease.ends > now]
+        others = sorted({*judged, *having} - {person})
+        return others if len(others) >= self._config.agreement else []
+
+    def judged(self, judgement: Judgement) -> None:
+        """End the lease of a person on an item that they have judged, and leave it out if that is enough."""
+        held = self._held.get(judgement.person)
+        if held is not None and held.item == judgement.item:
+            self.leave(judgement.person)
+        if self._is_done(judgement.item) and judgement.item in self._listed:
+            left = self._left[judgement.view]
+            left[:] = [entry for entry in left if entry[1] != judgement.item]
+            self._listed.discard(judgement.item)
+
+    def undone(self, judgement: Judgement) -> Item | None:
+        """Put an item back, and lease it to the person whose judgement was taken back."""
+        item = self.items.get(judgement.item)
+        if item is None:
+            return None
+        if item.key not in self._listed and not self._is_done(item.key):
+            self._listed.add(item.key)
+            left = self._left[item.view]
+            left.append((order_of(item, self._config.rule, self._judgements), item.key))
+            left.sort()
+        self._lease(judgement.person, item.key, self._clock())
+        return item
+
+    def _lease(self, person: str, key: str, now: float) -> None:
+        self.leave(person)
+        lease = _Lease(key, person, now + self._config.lease_s)
+        self._held[person] = self._leases.setdefault(key, {})[person] = lease
+
+    def _may(self, person: str, key: str) -> bool:
+        return person not in self._judgements.of_item(key)
+
+    def _wanted(self, key: str, person: str, now: float) -> bool:
+        """Return whether one more person is wanted for an item."""
+        judged = sum(not each.skipped for each in self._judgements.of_item(key).values())
+        having = sum(lease.ends > now for lease in self._leases.get(key, {}).values() if lease.person != person)
+        return judged + having < self._config.agreement
+
+    def _is_done(self, key: str) -> bool:
+        judged = sum(not each.skipped for each in self._judgements.of_item(key).values())
+        return judged >= self._config.agreement
+
+
+def newest(groups: Iterable[tuple[bool, float, Group]], most: int) -> list[Group]:
+    """Return the groups that wait for training, then those that finished last, at most ``most``; each comes with
+    whether it waits and when it finished."""
+    chosen = heapq.nlargest(most, groups, key=lambda each: each[:2])
+    return [group for _, _, group in chosen]
+
+
+def describe(item: Item, reference: str | None) -> dict[str, Any]:
+    """Return an item as the page shows it: what the answers have in common once, then what each one adds."""
+    turns = [answer.turns for answer in item.answers]
+    shared = min(map(len, turns)) - 1
+    common = next((at for at in range(shared) if len({str(each[at]) for each in turns}) > 1), shared)
+    return {
+        "key": item.key,
+        "view": item.view,
+        "waiting": item.waiting,
+        "reference": reference,
+        "context": [_turn(turn) for turn in turns[0][:common]],
+        "answers": [
+            {
+                "id": answer.experience_id,
+                "turns": [_turn(turn) for turn in answer.turns[common:]],
+                "text": answer.text,
+                "reward": answer.reward,
+                "components": answer.components,
+                "reason": answer.reason,
+                "stop_reason": answer.stop_reason,
+            }
+            for answer in item.answers
+        ],
+    }
+
+
+def _turn(turn: dict[str, str]) -> dict[str, str]:
+    return {"role": turn.get("role", ""), "content": turn.get("content", "")}
