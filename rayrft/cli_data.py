@@ -111,6 +111,9 @@ def import_rows(
     file: Annotated[Path, typer.Argument(help="a file written by `data export`, with all columns")],
     name: Annotated[str, typer.Option(help="the store of demonstrations to create or replace")],
     where: _Where = None,
+    add: Annotated[
+        bool, typer.Option("--add", help="add the rows that are new, and keep those that are there")
+    ] = False,
     storage: _Storage = _RUNS,
 ) -> None:
     """Load the rows of a file as demonstrations into a running run."""
@@ -131,6 +134,8 @@ def import_rows(
             value=str(folder),
             remedy=f"start one with demonstrations.{name}: {{path: FILE.jsonl, messages: turns}} in its config",
         )
+    if add:
+        return print(f"{live.extend(rows, name)} rows added to the demonstrations {name!r} of {live.name}")
     print(f"{live.load(rows, name)} rows loaded as demonstrations {name!r} of {live.name}")
 
 

@@ -78,15 +78,17 @@ class Buffer:
         if plan.name and plan.version == self._state.meta.opened.get(plan.name):
             return await self._store.commit()
         if plan.expert_rows:
-            if plan.demonstrations not in self._state.meta.experts:
+            cursor = self._state.meta.experts.get(plan.demonstrations or "")
+            if cursor is None and not (plan.grows and plan.groups):
                 raise DataError(
                     "no such demonstrations were loaded",
                     field="demonstrations",
                     value=plan.demonstrations,
                     remedy="load them first; there are " + (", ".join(sorted(self._state.meta.experts)) or "none"),
                 )
-            cursor = self._state.meta.experts[plan.demonstrations]
-            check_kind(plan.demonstrations, (cursor.unit == 2, cursor.labelled), (plan.pairs, plan.labelled))
+            if cursor is not None:
+                found = (cursor.unit == 2, cursor.labelled)
+                check_kind(plan.demonstrations or "", found, (plan.pairs, plan.labelled))
         bound = self._store.config.max_rows
         if plan.groups * plan.group_size > bound:
             raise DataError(
@@ -319,6 +321,43 @@ class Buffer:
 
         Returns the number of rows; raises DataError on the first invalid one.
         """
+        batch, pairs, labelled = await self._demonstrations(name, payload)
+        async with self._store.move_lock:
+            extent = await self._experts.write(name, batch)
+            await self._store.commit(e.Loaded(name, extent, 2 if pairs else 1, labelled))
+            await self._store.flush()
+            await self._experts.sweep()
+        return batch.num_rows
+
+    async def extend(self, name: str, payload: list[Any]) -> int:
+        """Add demonstrations (one packed message, or its reference) to those of this name, of which there may be none
+        yet; they join when the current epoch of its draws has ended.
+
+        Returns how many are new by their experience ids: others are skipped, with the other side of their pair. Raises
+        DataError on the first invalid row, or if those that are there are of another kind.
+        """
+        batch, pairs, labelled = await self._demonstrations(name, payload)
+        async with self._store.move_lock:
+            known = self._state.meta.experts.get(name)
+            if known is not None:
+                check_kind(name, (pairs, labelled), (known.unit == 2, known.labelled))
+            there = set() if known is None else set(await self._experts.names(name, known.extent))
+            unit = 2 if pairs else 1
+            ids = np.array(batch.column("experience_id").to_pylist(), dtype=object).reshape(-1, unit)
+            new = np.repeat([not there & set(names) for names in ids], unit)
+            batch = batch.take(np.flatnonzero(new))
+            if batch.num_rows:
+                extent = await (
+                    self._experts.write(name, batch)
+                    if known is None
+                    else self._experts.append(name, known.extent, batch)
+                )
+                await self._store.commit(e.Extended(name, extent, unit, labelled))
+        return batch.num_rows
+
+    async def _demonstrations(self, name: str, payload: list[Any]) -> tuple[pa.RecordBatch, bool, bool]:
+        """Return demonstrations, and whether they are pairs, and labelled; raise DataError if a row is invalid, or if
+        the stage needs others."""
         batch = unpack(payload[0] if isinstance(payload[0], pa.Buffer) else await payload[0])
         for row, fault in find_faults(batch, self._limits).items():
             raise DataError(
@@ -330,12 +369,7 @@ class Buffer:
         plan = self._state.meta.plan
         if plan is not None and self._state.meta.open and plan.expert_rows and plan.demonstrations == name:
             check_kind(name, (pairs, labelled), (plan.pairs, plan.labelled))
-        async with self._store.move_lock:
-            extent = await self._experts.write(name, batch)
-            await self._store.commit(e.Loaded(name, extent, 2 if pairs else 1, labelled))
-            await self._store.flush()
-            await self._experts.sweep()
-        return batch.num_rows
+        return batch, pairs, labelled
 
     async def partition(self, store: str) -> list[tuple[Ref, np.ndarray]]:
         """Return the blocks of a store with the indices of its rows: held own rows (``usual``), or demonstrations

@@ -49,8 +49,11 @@ def dataset(
     return ray.data.read_datasource(source, num_cpus=0, override_num_blocks=len(source))
 
 
-def load_dataset(buffer: Handle[Buffer], rows: ray.data.Dataset | pa.Table | list[Experience], name: str) -> int:
-    """Replace the demonstrations ``name`` by these rows, in their order; return their number.
+def load_dataset(
+    buffer: Handle[Buffer], rows: ray.data.Dataset | pa.Table | list[Experience], name: str, *, extend: bool = False
+) -> int:
+    """Replace the demonstrations ``name`` by these rows, in their order, or ``extend`` them by those that are new;
+    return the number of rows that were stored.
 
     A Ray Dataset or a table has the columns of ``experience.SCHEMA``, such as those of :func:`dataset` and of
     ``demonstrations.rows.from_dataset``. Own rows become expert rows, so that a run's answers can be imitated. Raises
@@ -68,7 +71,7 @@ def load_dataset(buffer: Handle[Buffer], rows: ray.data.Dataset | pa.Table | lis
     else:
         table = rows if isinstance(rows, pa.Table) else pa.Table.from_batches([to_batch(rows)])
         message = ray.put(_message([table], name))
-    return answer(buffer.call(Buffer.load, name, [message]))
+    return answer(buffer.call(Buffer.extend if extend else Buffer.load, name, [message]))
 
 
 def newest(buffer: Handle[Buffer], count: int) -> list[Experience]:

@@ -258,7 +258,7 @@ class FeedbackNoted:
 
 @dataclass(frozen=True)
 class Loaded:
-    """Demonstrations are stored in the file ``expert-<name>-<crc>.arrow`` of this extent."""
+    """Demonstrations are stored in the file ``expert-<name>-<segment>.arrow`` of this extent."""
 
     name: str
     extent: Extent
@@ -267,6 +267,17 @@ class Loaded:
     labelled: bool = False
     """Whether they are single answers that are labelled good or bad."""
     event: Literal["loaded"] = "loaded"
+
+
+@dataclass(frozen=True)
+class Extended:
+    """Demonstrations were added to those of a name, whose file has this extent now; see `Loaded`."""
+
+    name: str
+    extent: Extent
+    unit: int = 1
+    labelled: bool = False
+    event: Literal["extended"] = "extended"
 
 
 @dataclass(frozen=True)
@@ -332,6 +343,7 @@ Event = (
     | Deleted
     | FeedbackNoted
     | Loaded
+    | Extended
     | FeedJoined
     | TrainerJoined
     | ProducersEnded

@@ -1,11 +1,13 @@
 """Demonstrations: named sets of rows, one file per set, drawn in whole epochs.
 
-A replacement is written to another file, because earlier leases still need the old rows.
+A set may grow: rows are appended to its file, and those that are there keep their numbers. A replacement is written to
+another file, because earlier leases still need the old rows.
 """
 
 from __future__ import annotations
 
 import asyncio
+import zlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +22,8 @@ from rayrft.errors import DataError
 
 @dataclass(frozen=True)
 class ExpertBlock:
-    """Demonstrations in the object store, and their numbers of tokens by row."""
+    """Demonstrations in the object store, and their numbers of tokens by row. Those of a set that has grown since the
+    lease are the same up to there."""
 
     ref: Ref
     tokens: np.ndarray
@@ -33,20 +36,42 @@ class ExpertBlocks:
         self._storage = storage
         self._metadata = meta
         self._blocks: dict[str, ExpertBlock] = {}
+        self._names: dict[str, list[str]] = {}
+        """The ids of rows, by file."""
 
     async def write(self, name: str, batch: pa.RecordBatch) -> Extent:
-        """Write demonstrations to their file."""
+        """Write demonstrations to a file of their own, which is named after their checksum."""
         data = with_schema(batch.serialize())
-        extent = Extent(0).grown(batch.num_rows, data)
+        extent = Extent(zlib.crc32(data)).grown(batch.num_rows, data)
+        known = self._metadata.experts.get(name)
+        if known is not None and known.loaded == extent:  # its file has grown since
+            return extent
         await asyncio.to_thread(self._storage.write, expert_file(name, extent), data)
         return extent
+
+    async def append(self, name: str, extent: Extent, batch: pa.RecordBatch) -> Extent:
+        """Append demonstrations to their file; return its new extent."""
+        file, data = expert_file(name, extent), batch.serialize()
+
+        def append() -> None:
+            self._storage.cut(file, extent.nbytes)  # what a crash has left of an append
+            grown = self._storage.open(file, extent.nbytes)
+            try:
+                grown.append(data)
+                grown.sync()
+            finally:
+                grown.close()
+
+        await asyncio.to_thread(append)
+        self._names.get(file, []).extend(batch.column("experience_id").to_pylist())
+        return extent.grown(batch.num_rows, data)
 
     async def get(self, name: str, extent: Extent) -> ExpertBlock:
         """Return the demonstrations of that name, read from their file if they are not in the object store."""
         import ray
 
         file = expert_file(name, extent)
-        if file not in self._blocks:
+        if file not in self._blocks or len(self._blocks[file].tokens) < extent.rows:
             batch = await asyncio.to_thread(read_rows, self._storage, file, extent)
             tokens = batch.column("token_ids").value_lengths().to_numpy()
             self._blocks[file] = ExpertBlock(ray.put(batch.serialize()), tokens)
@@ -54,8 +79,11 @@ class ExpertBlocks:
 
     async def names(self, name: str, extent: Extent) -> list[str]:
         """Return the experience ids of the demonstrations by row."""
-        batch = await asyncio.to_thread(read_rows, self._storage, expert_file(name, extent), extent)
-        return batch.column("experience_id").to_pylist()
+        file = expert_file(name, extent)
+        if len(self._names.get(file, ())) < extent.rows:
+            batch = await asyncio.to_thread(read_rows, self._storage, file, extent)
+            self._names[file] = batch.column("experience_id").to_pylist()
+        return self._names[file][: extent.rows]
 
     async def whole(self, store: str) -> tuple[Ref, np.ndarray]:
         """Return the block and row indices of the current demonstrations in ``expert/<name>``. Raises DataError for an
@@ -76,6 +104,7 @@ class ExpertBlocks:
         for file in files.keys() - needed:
             if file.startswith("expert-"):
                 self._blocks.pop(file, None)
+                self._names.pop(file, None)
                 await asyncio.to_thread(self._storage.delete, file)
 
 
@@ -133,4 +162,5 @@ _KINDS = {
 
 
 def expert_file(name: str, extent: Extent) -> str:
-    return f"expert-{name}-{extent.crc:08x}.arrow"
+    """Return the name of a set's file. It has the checksum of what the set began with, which its extents keep."""
+    return f"expert-{name}-{extent.segment:08x}.arrow"

@@ -244,7 +244,8 @@ class Leasing:
             if (draw := state.choose(step, plan.groups)) is None:
                 return None
             slots, weights = draw.slots.tolist(), draw.weights.tolist()
-        expert = meta.experts[plan.demonstrations].peek(plan.expert_rows) if plan.demonstrations else []
+        cursor = meta.experts.get(plan.demonstrations or "")
+        expert = [] if cursor is None else cursor.peek(plan.expert_rows)
         return e.Leased(step, slots, weights, expert)
 
     def _end_reason(self) -> str | None:

@@ -51,6 +51,8 @@ class StagePlan:
     pairs: bool = False
     labelled: bool = False
     """What the demonstrations must be: preference pairs, or single answers that are labelled good or bad."""
+    grows: bool = False
+    """Whether demonstrations are added while the stage runs: until there are some, a step's groups come without."""
     mini_batches: int = 1
     scheduled: bool = True
     """Whether groups need tickets. Otherwise producers put groups at any time, and steps draw from the pool."""

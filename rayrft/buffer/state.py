@@ -50,7 +50,7 @@ class RowCounts:
 class ExpertCursor:
     """Draws demonstrations without replacement, reshuffled every epoch.
 
-    ``unit`` consecutive rows are drawn together: 2 for preference pairs.
+    ``unit`` consecutive rows are drawn together: 2 for preference pairs. Rows that are added join in the next epoch.
     """
 
     extent: Extent
@@ -62,6 +62,13 @@ class ExpertCursor:
     labelled: bool = False
     failed: list[int] = field(default_factory=list)
     """Rows on which training failed twice: they are skipped."""
+    loaded: Extent | None = None
+    """The extent that the set had before it grew; None if it was never loaded."""
+    rows: int = 0
+    """Of the current epoch."""
+
+    def __post_init__(self) -> None:
+        self.rows = self.rows or self.extent.rows
 
     def peek(self, count: int) -> list[int]:
         """Return the next ``count`` row indices (whole units), across epoch ends."""
@@ -70,18 +77,28 @@ class ExpertCursor:
     def advance(self, count: int) -> None:
         """Advance the cursor by ``count`` rows."""
         self.drawn += count
-        if self.failed:
+        before = self.epoch
+        if self.failed or self.rows < self.extent.rows:
             _, self.epoch, self.cursor = self._walk(count)
         else:
-            epochs, self.cursor = divmod(self.cursor + count, self.extent.rows)
+            epochs, self.cursor = divmod(self.cursor + count, self.rows)
             self.epoch += epochs
+        if self.epoch > before:
+            self.rows = self.extent.rows
+
+    def grow(self, extent: Extent) -> None:
+        """Note that rows were added. An epoch that has not begun has them, too."""
+        self.extent = extent
+        if not self.cursor:
+            self.rows = extent.rows
 
     def _walk(self, count: int) -> tuple[list[int], int, int]:
         """Return the next ``count`` rows, and the epoch and cursor after them."""
         rows: list[int] = []
         epoch, cursor = self.epoch, self.cursor
         while len(rows) < count and len(self.failed) < self.extent.rows:
-            units = np.random.default_rng([self.seed, epoch]).permutation(self.extent.rows // self.unit)
+            size = self.rows if epoch == self.epoch else self.extent.rows
+            units = np.random.default_rng([self.seed, epoch]).permutation(size // self.unit)
             order = (units[:, None] * self.unit + np.arange(self.unit)).ravel()[cursor:]
             valid = np.flatnonzero(~np.isin(order, self.failed))[: count - len(rows)]
             rows += order[valid].tolist()

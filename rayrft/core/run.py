@@ -100,6 +100,14 @@ class RunData:
 
         return load_dataset(self._buffer(), rows, name)
 
+    def extend(self, rows: ray.data.Dataset | pa.Table | list[Experience], name: str) -> int:
+        """Add ``rows`` to the demonstrations ``name``, of which there may be none yet; return how many are new by
+        their experience ids. They are drawn from the next epoch on. Raises DataError as `load` does, and if those that
+        are there are of another kind: pairs, labelled answers or conversations."""
+        from rayrft.buffer.dataset import load_dataset
+
+        return load_dataset(self._buffer(), rows, name, extend=True)
+
     def add_tasks(self, tasks: list[Task], source: int = 0) -> int:
         """Add tasks to a source of the run's task set, by index, while it is running; return how many are new by their
         id. Raises ConfigError if no reward scores the domain of one, and DataError if the run draws no tasks, or one

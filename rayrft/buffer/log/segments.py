@@ -21,7 +21,8 @@ _NAME = re.compile(r"segment-(\d{8})\.arrow$")
 
 @dataclass(frozen=True)
 class Extent:
-    """Committed extent of a segment; ``crc`` is the checksum (CRC-32) of these bytes."""
+    """Committed extent of a segment, or of a file of demonstrations; ``crc`` is the checksum (CRC-32) of these
+    bytes."""
 
     segment: int
     rows: int = 0

@@ -52,9 +52,19 @@ def feedback_noted(state: State, event: e.FeedbackNoted) -> None:
 
 @rule(e.Loaded)
 def loaded(state: State, event: e.Loaded) -> None:
-    known = state.meta.experts.get(event.name)
-    if known is None or known.extent != event.extent:  # else it is a repeat: the draws continue
-        state.meta.experts[event.name] = ExpertCursor(event.extent, state.seed, event.unit, labelled=event.labelled)
+    known, extent = state.meta.experts.get(event.name), event.extent
+    if known is None or known.loaded != extent:  # else it is a repeat: the draws continue
+        state.meta.experts[event.name] = ExpertCursor(
+            extent, state.seed, event.unit, labelled=event.labelled, loaded=extent
+        )
+
+
+@rule(e.Extended)
+def extended(state: State, event: e.Extended) -> None:
+    experts = state.meta.experts
+    if event.name not in experts:
+        experts[event.name] = ExpertCursor(event.extent, state.seed, event.unit, labelled=event.labelled)
+    experts[event.name].grow(event.extent)
 
 
 @rule(e.Began)
