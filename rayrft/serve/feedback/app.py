@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from importlib.resources import files
-from typing import Any
+from typing import Any, cast
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
@@ -18,10 +18,9 @@ from rayrft.config.serve import FeedbackConfig
 from rayrft.errors import DataError, RayrftError
 from rayrft.serve.feedback.agreement import measure_agreement
 from rayrft.serve.feedback.delivery import Delivered, Delivery
-from rayrft.serve.feedback.items import Item, Queue, describe
+from rayrft.serve.feedback.items import Item, Queue, Rows, describe
 from rayrft.serve.feedback.journal import FeedbackJournal
 from rayrft.serve.feedback.judgements import Judged, Judgement, Judgements, Thumb, Undone, View
-from rayrft.serve.feedback.run_rows import Rows
 from rayrft.serve.http import HttpService
 from rayrft.serve.protocol import ApiError, parse
 
@@ -33,7 +32,8 @@ _PAGE = {"index.html": "text/html", "page.js": "text/javascript", "store.js": "t
 _HEADERS = {
     # Text of a model is never run: no script but the page's own, and none in the text of elements.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'self'; require-trusted-types-for 'script'",
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'self'; "
+    "require-trusted-types-for 'script'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
@@ -218,6 +218,7 @@ class FeedbackPage(HttpService):
             others = self._queue.others(known.item, known.person)
             await self._journal.write(Judged(known))
             self._judgements.add(Judged(known))
+            others = sorted({*others, *self._queue.others(known.item, known.person)})  # of the same moment
             self._queue.judged(known)
         delivered = await self._delivering.settle(known, _TOLD_S)
         return JSONResponse({"id": known.id, **self._told(delivered), "others": others, **self._progress(body.person)})
@@ -246,31 +247,33 @@ class FeedbackPage(HttpService):
         return JSONResponse({"id": undone.id, "item": shown, "draft": draft, **told, **self._progress(body.person)})
 
     async def _item(self, body: JudgeRequest) -> Item:
-        """Return the item that a request names. Raises ApiError 404 if there is none."""
+        """Return the item that a request names, as it was shown. Raises ApiError 404 if there is none."""
         item = self._queue.items.get(body.item)
-        if item is None:  # it was shown before a restart, and is no longer among those to judge
-            view, _, name = body.item.partition(":")
-            whole = [row for row in body.rows if row == name or (view != "one" and row.startswith(f"{name}/"))]
-            if view not in ("one", "pair", "group") or whole != body.rows:
-                raise ApiError(404, f"There is no item {body.item!r}.", code="item_not_found", param="item")
-            try:
-                answers = tuple([await asyncio.to_thread(self._rows.find, row) for row in body.rows])
-            except DataError as error:
-                raise ApiError(404, str(error), code="item_not_found", param="rows") from None
-            for answer in answers:
-                self._before.setdefault(answer.experience_id, answer.reward)
-            item = Item(body.item, view, "", answers)  # type: ignore[arg-type]
-        return item
+        if item is not None and {answer.experience_id for answer in item.answers} == set(body.rows):
+            return item
+        # It was shown before a restart, and is no longer among those to judge.
+        view, _, name = body.item.partition(":")
+        least, most = {"one": (1, 1), "pair": (2, 2), "group": (2, len(body.rows))}.get(view, (1, 0))
+        of_it = all(row == name or (view != "one" and row.startswith(f"{name}/")) for row in body.rows)
+        if not (of_it and least <= len(body.rows) <= most):
+            raise ApiError(404, f"There is no item {body.item!r} of these rows.", code="item_not_found", param="item")
+        try:
+            answers = tuple([await asyncio.to_thread(self._rows.find, row) for row in body.rows])
+        except DataError as error:
+            raise ApiError(404, str(error), code="item_not_found", param="rows") from None
+        for answer in answers:
+            self._before.setdefault(answer.experience_id, answer.reward)
+        return Item(body.item, cast(View, view), "", answers)
 
     def _checked(self, body: JudgeRequest, item: Item) -> Judgement:
         """Return the judgement in a request. Raises ApiError, which names the field, if it does not fit the item."""
         ids = {answer.experience_id for answer in item.answers}
 
-        def refuse(param: str, problem: str, status: int = 400) -> ApiError:
-            return ApiError(status, f"{param}: {problem}.", code="invalid_value", param=param)
+        def refuse(param: str, problem: str) -> ApiError:
+            return ApiError(400, f"{param}: {problem}.", code="invalid_value", param=param)
 
-        if len(set(body.rows)) != len(body.rows) or set(body.rows) != ids:
-            raise refuse("rows", f"are not those of the item, {sorted(ids)}", 404 if set(body.rows) - ids else 400)
+        if len(set(body.rows)) != len(body.rows):
+            raise refuse("rows", "name a row twice")
         if body.score is not None and not 1 <= body.score <= self._settings.levels:
             raise refuse("score", f"is none of 1 to {self._settings.levels}")
         if len(set(body.ranking)) != len(body.ranking) or (body.ranking and set(body.ranking) != ids):

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import ParamSpec
 
 from rayrft.errors import ActorDied, DataError, FeedbackRefused, RayrftError, RunNotFound
+from rayrft.serve.feedback.items import Rows
 from rayrft.serve.feedback.journal import FeedbackJournal
 from rayrft.serve.feedback.judgements import EditSent, Judgement, Judgements, Outcome, Sent
-from rayrft.serve.feedback.run_rows import Rows
 
 P = ParamSpec("P")
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ import heapq
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -76,6 +76,30 @@ class Item:
     @property
     def waiting(self) -> bool:
         return self.answers[0].waiting
+
+
+class Rows(Protocol):
+    """What a page needs of a run. The methods block, and are called in threads."""
+
+    def running(self) -> bool:
+        """Return whether the run has a Buffer that can be told something."""
+
+    def groups(self) -> list[Group]:
+        """Return the groups to judge, as they are now. Raises StorageError."""
+
+    def find(self, experience_id: str) -> Answer:
+        """Return a row. Raises DataError if there is none."""
+
+    def references(self) -> dict[str, str]:
+        """Return the reference answers by task id. Raises a RayrftError if they cannot be read."""
+
+    def feedback(self, experience_id: str, reward: float | None, labels: dict[str, str]) -> None:
+        """Change a row before it is trained. Raises RunNotFound or ActorDied if the run's Buffer is not there, and as
+        `Buffer.feedback`."""
+
+    def demonstrate(self, judgement: Judgement) -> None:
+        """Give the run an edited answer to imitate, once. Raises RunNotFound or ActorDied if the run's Buffer is not
+        there, DataError if it does not take it."""
 
 
 def items_of(group: Group) -> list[Item]:

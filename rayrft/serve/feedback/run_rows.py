@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -20,37 +19,13 @@ from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import DataError, RunNotFound
 from rayrft.experience import Experience, from_batch
 from rayrft.handle import Handle
-from rayrft.serve.feedback.items import Answer, Group, newest
+from rayrft.serve.feedback.items import Answer, Group, Rows, newest
 from rayrft.serve.feedback.judgements import Judgement
 
 _SHOWN = ("ready", "leased", "trained", "dropped")
 
 
-class Rows(Protocol):
-    """What a page needs of a run. The methods block, and are called in threads."""
-
-    def running(self) -> bool:
-        """Return whether the run has a Buffer that can be told something."""
-
-    def groups(self) -> list[Group]:
-        """Return the groups to judge, as they are now. Raises StorageError."""
-
-    def find(self, experience_id: str) -> Answer:
-        """Return a row. Raises DataError if there is none."""
-
-    def references(self) -> dict[str, str]:
-        """Return the reference answers by task id. Raises a RayrftError if they cannot be read."""
-
-    def feedback(self, experience_id: str, reward: float | None, labels: dict[str, str]) -> None:
-        """Change a row before it is trained. Raises RunNotFound or ActorDied if the run's Buffer is not there, and as
-        `Buffer.feedback`."""
-
-    def demonstrate(self, judgement: Judgement) -> None:
-        """Give the run an edited answer to imitate, once. Raises RunNotFound or ActorDied if the run's Buffer is not
-        there, DataError if it does not take it."""
-
-
-class RunRows:
+class RunRows(Rows):
     """A run in a folder. ``buffer`` is the name of its Buffer's actor in ``namespace``."""
 
     def __init__(
@@ -127,7 +102,7 @@ class RunRows:
 
 
 def edited_row(row: Experience, judgement: Judgement, name: str, response: list[int]) -> Experience:
-    """Return the demonstration of an edited answer, given as ``response`` in tokens, to what led to a row's last one."""
+    """Return the demonstration of an edited answer, ``response`` in tokens, to what led to its row's last one."""
     produced = np.flatnonzero(row.action_mask)
     if not len(produced):
         raise DataError("the row has no answer", field="experience_id", value=row.experience_id)

@@ -29,6 +29,15 @@ const make = (tag, properties = {}, ...children) => {
 
 const key = (name) => make("kbd", { textContent: name });
 
+const thumb = () => {
+  const [drawing, path] = ["svg", "path"].map((name) => document.createElementNS("http://www.w3.org/2000/svg", name));
+  drawing.setAttribute("viewBox", "0 0 24 24");
+  drawing.setAttribute("aria-hidden", "true");
+  path.setAttribute("d", "M7 10v11H3V10zm0 10h10.5a2 2 0 0 0 2-1.6l1.4-6.5a2 2 0 0 0-2-2.4H14l.9-4.6A2 2 0 0 0 13 2.5L7 10");
+  drawing.append(path);
+  return drawing;
+};
+
 const text = (content) => {
   const parts = content.split(/```[^\n`]*\n([\s\S]*?)(?:```|$)/);
   return parts
@@ -65,8 +74,8 @@ const show = (next, kept = null) => {
   draft = item ? (kept ?? store.draft(item.key)) : store.emptyDraft();
   const restored = item && !kept && store.hasDraft(item.key);
   shownAt = performance.now();
-  for (const part of ["context", "answers", "reveal", "more", "dock"]) $(part).hidden = !item;
-  $("undo").parentElement.parentElement.hidden = false;
+  for (const part of ["context", "answers", "reveal", "more", "choices"]) $(part).hidden = !item;
+  $("dock").hidden = false;
   $("empty").hidden = Boolean(item);
   $("main").className = item && item.view !== "one" ? `wide ${item.view}` : "";
   reveal("reference", false);
@@ -149,8 +158,8 @@ const fillChoices = () => {
       choices.push(button("score", score, { label: String(score), title: `Score ${score}` }, "number"));
     }
     choices.push(make("span", { className: "gap" }));
-    choices.push(button("thumb", "up", { label: "👍", title: "Thumb up", key: "+" }, "good"));
-    choices.push(button("thumb", "down", { label: "👎", title: "Thumb down", key: "−" }, "bad"));
+    choices.push(button("thumb", "up", { label: thumb(), title: "Thumb up", key: "+" }, "good"));
+    choices.push(button("thumb", "down", { label: thumb(), title: "Thumb down", key: "−" }, "bad"));
   } else if (item.view === "pair") {
     choices.push(button("pick", 0, { label: "A is better", key: "←" }));
     choices.push(button("tie", true, { label: "Same", key: "0" }));
@@ -361,25 +370,23 @@ const insist = async (path, body) => {
 
 // Sends what is in the outbox, one after another, then shows the next item.
 const send = () => {
-  sending ??= (async () => {
-    let refused = null;
-    for (let [first] = store.outbox(); first; [first] = store.outbox()) {
-      const { shown, ...judgement } = first;
-      try {
-        tell(await insist("judge", judgement));
-        if (!judgement.skipped) store.setDraft(judgement.item, store.emptyDraft());
-      } catch (error) {
-        if (!(error instanceof store.Refused)) throw error;
-        store.giveBack(judgement, error.message);
-        refused = error.message;
-      }
-      store.unpost(first.id);
+  sending ??= sendAll().finally(() => (sending = null));
+  return sending.then(next);
+};
+
+const sendAll = async () => {
+  for (let [first] = store.outbox(); first; [first] = store.outbox()) {
+    const { shown, ...judgement } = first;
+    try {
+      tell(await insist("judge", judgement));
+      if (!judgement.skipped) store.setDraft(judgement.item, store.emptyDraft());
+    } catch (error) {
+      if (!(error instanceof store.Refused)) throw error;
+      store.giveBack(judgement, error.message);
+      toast(`Not taken: ${error.message} What you said is kept under Statistics.`, "bad");
     }
-    sending = null;
-    await next();
-    if (refused) toast(`Not taken: ${refused} What you typed is under Statistics.`, "bad");
-  })();
-  return sending;
+    store.unpost(first.id);
+  }
 };
 
 const next = async () => {
@@ -499,7 +506,7 @@ const showStats = async () => {
     ]),
     ...part("Everybody", Object.entries(found.people)),
     ...part("Agreement", found.agreement.map(figure)),
-    ...part("Answers changed in the run", Object.entries(found.rows)),
+    ...part("Answers changed in the run", Object.entries(found.rows).filter(([, count]) => count)),
     ...part("Edited answers in the run", Object.entries(found.edits)),
     ...part("Not taken by the server", store.returned().map((each) => [each.why, JSON.stringify(each)])),
   );
