@@ -80,7 +80,10 @@ const show = (next, kept = null) => {
   $("main").className = item && item.view !== "one" ? `wide ${item.view}` : "";
   reveal("reference", false);
   reveal("verdict", false);
-  if (!item) return paint();
+  if (!item) {
+    for (const part of ["answers", "choices", "labels"]) $(part).replaceChildren();
+    return paint();
+  }
   $("context").replaceChildren(...item.context.map((each) => turn(each)));
   $("answers").replaceChildren(...item.answers.map(answerCard));
   $("edit").hidden = item.view !== "one";
