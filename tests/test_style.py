@@ -20,6 +20,7 @@ ORDER = [
     ["process_server"],
     ["processes"],
     ["handle"],
+    ["actor_pool"],
     ["applications"],
     ["experience"],
     ["algorithms", "weights"],

@@ -112,6 +112,10 @@ class RunConfig(Section):
         """The entries of ``demonstrations`` that reward models are trained on."""
         return {stage.demonstrations or "" for stage in self.stages if stage.trains_reward_model}
 
+    def grows(self, stage: StageConfig) -> bool:
+        """Return whether the demonstrations of a stage are those that operators on experiences make."""
+        return bool(stage.expert_rows) and stage.demonstrations == self.pipelines.made
+
     @property
     def labelled_demonstrations(self) -> set[str]:
         """The entries of ``demonstrations`` whose answers are labelled good or bad."""
@@ -210,7 +214,8 @@ class RunConfig(Section):
                     value=stage.start_from,
                     remedy=f"earlier: {', '.join(seen) or 'none'}",
                 )
-            if stage.expert_rows and stage.demonstrations not in self.demonstrations:
+            grows = self.grows(stage)
+            if stage.expert_rows and stage.demonstrations not in self.demonstrations and not grows:
                 raise invalid(
                     f"stages.{stage.name}.demonstrations",
                     "no such entry in 'demonstrations'",
@@ -219,7 +224,9 @@ class RunConfig(Section):
                     if self.demonstrations
                     else "add it",
                 )
-            units = stage.groups + stage.expert_rows // (2 if stage.algorithm.build().needs_pairs else 1)
+            units = stage.groups
+            if not (grows and stage.groups):  # else there may be none yet
+                units += stage.expert_rows // (2 if stage.algorithm.build().needs_pairs else 1)
             parts = stage.update.mini_batches
             if units // parts < self.trainer.ranks:
                 raise invalid(
@@ -230,6 +237,30 @@ class RunConfig(Section):
                     remedy="enlarge it or lower trainer.ranks",
                 )
             seen.append(stage.name)
+        return self
+
+    @model_validator(mode="after")
+    def _experience_pipeline(self) -> RunConfig:
+        """Check that somebody sends groups through the operators on experiences, and who trains on what they make."""
+        made = self.pipelines.made
+        if not self.pipelines.experiences:
+            for name in ("made", "actors"):
+                if getattr(self.pipelines, name) is not None:
+                    raise invalid(f"pipelines.{name}", "there are no operators on experiences", remedy="leave it out")
+        elif self.mode in ("train", "serve"):
+            raise invalid(
+                "pipelines.experiences",
+                f"work on what an Explorer samples, and there is none in mode {self.mode!r}",
+                remedy="leave them out; `rayrft data process` works on the rows of a run",
+            )
+        for stage in self.stages:
+            if made is not None and stage.trains_reward_model and stage.demonstrations == made:
+                raise invalid(
+                    f"stages.{stage.name}.demonstrations",
+                    "a reward model is trained on pairs from a file, whose tokens are the chat template's",
+                    value=made,
+                    remedy="export the pairs (rayrft data export) and name the file in 'demonstrations'",
+                )
         return self
 
     @model_validator(mode="after")

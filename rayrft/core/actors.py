@@ -15,6 +15,7 @@ from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.shared import SharedBuffer
 from rayrft.config import RunConfig
 from rayrft.config.auxiliary import AuxiliaryConfig
+from rayrft.config.pipelines import PipelinesConfig
 from rayrft.config.reward import RewardConfig
 from rayrft.core.placement import PlacedClass, Placement
 from rayrft.core.preflight import Prepared
@@ -23,6 +24,8 @@ from rayrft.explorer.engines.engine import RolloutEngine
 from rayrft.explorer.engines.pool import EnginePool, Member
 from rayrft.explorer.explorer import Explorer
 from rayrft.handle import Handle, TrackedHandle
+from rayrft.pipelines.experiences import ActorOperators, GroupChain, OperatorActor, Operators, experience_chain
+from rayrft.pipelines.operator import Context
 from rayrft.rewards.pool import ActorScoring, RewardActor, Scoring
 from rayrft.serve.keeper import SessionKeeper
 from rayrft.trainer.commands import command_name
@@ -194,6 +197,7 @@ def create_actors(
             prepared.run_id if config.mode == "explore" else "",
             {name: each.engine_pool for name, each in auxiliary.items()},
             evaluation_pool,
+            operators(config, prepared.model, placement),
         )
         for index in range(config.explorer.count)
     ]
@@ -221,6 +225,16 @@ def scoring(config: RunConfig, placement: Placement) -> Callable[[], Scoring] | 
         return partial(ServedScoring, service, config.scoring)
     create = _RewardActors(placement.actor(RewardActor, "reward"), config.scoring, config.plugins)
     return partial(ActorScoring, create, config.reward.actors)
+
+
+def operators(config: RunConfig, model: str, placement: Placement) -> Callable[[], Operators] | None:
+    """Return what gives an Explorer the operators that verify for it; None where they work in its own processes."""
+    pipelines = config.pipelines
+    if not pipelines.experiences or pipelines.actors is None:
+        return None
+    chain = experience_chain(pipelines, Context((), model), config.plugins)
+    create = _OperatorActors(placement.actor(OperatorActor, "operators"), chain, pipelines)
+    return partial(ActorOperators, create, pipelines.actors.count)
 
 
 def reward_service(config: RunConfig) -> RewardService | None:
@@ -318,3 +332,15 @@ class _RewardActors:
 
     def __call__(self) -> Handle[RewardActor]:
         return self.placed.create(self.config, self.plugins)
+
+
+@dataclass(frozen=True)
+class _OperatorActors:
+    """Creates the actors of operators in their placement group, likewise."""
+
+    placed: PlacedClass[[GroupChain, PipelinesConfig], OperatorActor]
+    chain: GroupChain
+    config: PipelinesConfig
+
+    def __call__(self) -> Handle[OperatorActor]:
+        return self.placed.create(self.chain, self.config)

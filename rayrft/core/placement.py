@@ -75,6 +75,10 @@ def plan_placement(config: RunConfig) -> list[Part]:
         for part in model.scored_by
     )
     pools = 1 + len(config.auxiliary) + bool(config.evaluation_engines)
+    verifying, operators = list[Part](), config.pipelines.actors
+    if config.pipelines.experiences and operators is not None:
+        count, names = config.explorer.count * operators.count, [each.name for each in config.pipelines.experiences]
+        verifying = [Part("operators", count, operators.cpus, operators.gpus, operators.memory_gib, ", ".join(names))]
     parts = [
         Part("master", 1, 0.05, 0, 0.3, "paces and supervises"),
         Part(
@@ -115,6 +119,7 @@ def plan_placement(config: RunConfig) -> list[Part]:
             if config.rolls_out and config.mode != "bench"
         ),
         *scoring,
+        *verifying,
         *([] if config.buffer.name is not None else [BUFFER]),
         Part("engine_pool", pools, 0.05, 0, 0.25, "which engines take requests"),
         Part("trainer", 1, 0.05, 0, 0.3, "commands the ranks"),
@@ -122,11 +127,11 @@ def plan_placement(config: RunConfig) -> list[Part]:
     ]
     if config.records_sessions:
         parts.append(Part("keeper", 1, 0.05, 0, 0.3, "sessions of the endpoint"))
-    idle = {"master", "buffer"} if config.mode == "bench" else set[str]()
+    idle = {"master", "buffer", "operators"} if config.mode == "bench" else set[str]()
     if not config.rolls_out:
         idle |= {"engines", "engine_pool"}
     if not config.rolls_out or config.mode == "serve":
-        idle |= {"explorer", *(part.name for part in scoring)}
+        idle |= {"explorer", *(part.name for part in [*scoring, *verifying])}
     if not config.trains:
         idle |= {"trainer", "ranks"}
     return [part for part in parts if part.count and part.name not in idle]

@@ -29,6 +29,8 @@ from rayrft.experience import Experience, Task
 from rayrft.explorer.environments import environment_factory
 from rayrft.explorer.workflows import build_workflow
 from rayrft.files import sync
+from rayrft.pipelines.experiences import check_experiences
+from rayrft.pipelines.operator import Context
 from rayrft.pipelines.report import OperatorReport
 from rayrft.pipelines.tasks import load_processed
 from rayrft.serve.protocol import key_digest
@@ -139,6 +141,8 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepare
         others = chain(splits.evaluation, *splits.demonstrated.values())
         by_source = chain(zip(splits.train, splits.sources, strict=True), zip(others, repeat(-1)))
         notices = check_rewards(config.reward, by_source, config.auxiliary)
+    if config.pipelines.experiences:
+        check_experiences(config.pipelines, Context((), config.model.path), config.plugins)
     check_workflows(config.explorer, _all_tasks(splits), config.auxiliary)
     _check_files(config)
     if not resumed:

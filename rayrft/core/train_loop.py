@@ -183,6 +183,7 @@ class TrainLoop:
             name=stage.name,
             pairs=algorithm.needs_pairs,
             labelled=algorithm.needs_labels,
+            grows=self._config.grows(stage),
             mini_batches=stage.update.mini_batches,
             parks=partial.old_tokens if partial else None,
         )

@@ -21,23 +21,33 @@ from rayrft.buffer.shared import SharedBuffer
 from rayrft.config import RunConfig, StageConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import DataError, RayrftError
-from rayrft.experience import Experience, Task, from_batch, to_batch, unpack
+from rayrft.experience import Experience, Task, from_batch, pack, to_batch, unpack
 from rayrft.explorer.calls import Parking
 from rayrft.explorer.engines.auxiliary import AuxiliaryModel
 from rayrft.explorer.engines.client import EngineClient
 from rayrft.explorer.engines.pool import EnginePool
 from rayrft.explorer.evaluation import Evaluation, measure
 from rayrft.explorer.evaluator import Evaluator
-from rayrft.explorer.rollout import Rollout, Runner
+from rayrft.explorer.rollout import BusyClock, Rollout, Runner
 from rayrft.explorer.scoring import (
+    ScoredGroup,
     apply_rewards,
     drop_zero_variance,
     mask_old,
     mask_truncated,
     with_baseline,
     with_failures,
+    with_verified,
 )
 from rayrft.handle import Handle, TrackedHandle
+from rayrft.pipelines.experiences import (
+    ExperiencePipeline,
+    LocalOperators,
+    Operators,
+    OperatorStats,
+    experience_chain,
+)
+from rayrft.pipelines.operator import Context
 from rayrft.registry import load_plugins
 from rayrft.rewards import RewardResult, Transcript
 from rayrft.rewards.pool import RewardPool, Scoring
@@ -61,17 +71,27 @@ class Timings:
     """In which any rollout was running; of several Explorers, where it was most."""
     reward_s: float = 0.0
     """In which any scoring was running, likewise."""
+    pipeline_s: float = 0.0
+    """In which any group was verified, likewise."""
     rewards: dict[str, DomainStats] = field(default_factory=dict)
     """By domain."""
+    operators: dict[str, OperatorStats] = field(default_factory=dict)
+    """By operator on experiences."""
 
     @classmethod
     def of(cls, several: Sequence[Timings]) -> Timings:
         """Join those of several Explorers."""
         domains = {domain for each in several for domain in each.rewards}
+        operators = dict.fromkeys(name for each in several for name in each.operators)
         return cls(
             max((each.rollout_s for each in several), default=0.0),
             max((each.reward_s for each in several), default=0.0),
+            max((each.pipeline_s for each in several), default=0.0),
             {domain: DomainStats.of(each.rewards.get(domain) for each in several) for domain in sorted(domains)},
+            {
+                name: sum((each.operators[name] for each in several if name in each.operators), OperatorStats())
+                for name in operators
+            },
         )
 
 
@@ -90,9 +110,10 @@ class Explorer:
         feed: str = "",
         auxiliary: Mapping[str, Handle[EnginePool]] | None = None,
         evaluation_pool: Handle[EnginePool] | None = None,
+        operators: Callable[[], Operators] | None = None,
     ) -> None:
-        """``scoring``: who scores, if not the Explorer itself. ``feed`` is that of an explore job, whose Buffer belongs
-        to no run; ``auxiliary`` has the pools of the auxiliary models."""
+        """``scoring``: who scores, if not the Explorer itself; ``operators``: who verifies, likewise. ``feed`` is that
+        of an explore job, whose Buffer belongs to no run; ``auxiliary`` has the pools of the auxiliary models."""
         load_plugins(config.plugins)
         self._config = config
         self._waits = Waits("explorer")
@@ -118,6 +139,8 @@ class Explorer:
         self._rewards = RewardPool(config.scoring, config.plugins, scoring, models)
         self._scoring: asyncio.Future[None] | None = None
         """The start of what scores, if a stage trains it."""
+        self._pipeline = None if not config.pipelines.experiences else _pipeline(config, model, operators)
+        self._verifying = BusyClock()
         self._runner = Runner(config, tokenizer, engines, self._reward, models)
 
         def evaluator(engines: EngineClient) -> Evaluator:
@@ -132,10 +155,14 @@ class Explorer:
         """Numbers of consecutive groups: those that failed, and those of equal rewards."""
 
     async def start(self) -> None:
-        """Start what scores, unless a stage is still to train it: then it starts when it is needed."""
+        """Start what scores, unless a stage is still to train it: then it starts when it is needed; and what
+        verifies."""
         if not self._config.reward.stages:
             with self._waits.on("rewards", "ready"):
                 await self._rewards.open()
+        if self._pipeline is not None:
+            with self._waits.on("operators", "ready"):
+                await self._pipeline.open()
         gc.collect()
         # What lives as long as the actor (modules, tasks) is not traversed again for every few groups, and neither are
         # thousands of groups in flight.
@@ -176,7 +203,13 @@ class Explorer:
 
     async def timings(self) -> Timings:
         """Return what took how long since the last call."""
-        return Timings(self._runner.rolling.take(), self._runner.scoring.take(), self._rewards.take_stats())
+        return Timings(
+            self._runner.rolling.take(),
+            self._runner.scoring.take(),
+            self._verifying.take(),
+            self._rewards.take_stats(),
+            {} if self._pipeline is None else self._pipeline.take_stats(),
+        )
 
     async def waiting(self) -> WaitReport:
         """Report what groups and evaluation wait for, and for how long."""
@@ -245,6 +278,8 @@ class Explorer:
         scored = score(rollout.rows, rollout.results)
         for baseline in greedy:
             scored = with_baseline(scored, score(baseline.rows, baseline.results))
+        verified = await self._verified(task, group_id, scored)
+        scored = verified
         if self._config.explorer.drop_zero_variance:
             scored = drop_zero_variance(scored, algorithm)
         if rules.truncated == "mask":
@@ -263,6 +298,8 @@ class Explorer:
             await self._buffer.call(Buffer.drop, ticket, dict(scored.dropped), scored.report)
         if scored.unknown and not scored.rewards:
             self._count_failure(f"the reward is unknown: {scored.unknown}")
+        elif scored.problem and not verified.rows:
+            self._count_failure(scored.problem)
         else:
             self._failures = 0
         self._flat = 0 if scored.rows else self._flat + bool(scored.dropped["zero_variance"])
@@ -273,6 +310,19 @@ class Explorer:
                 value=self._flat,
                 remedy="give tasks that the model solves sometimes, but not always; or raise it",
             )
+
+    async def _verified(self, task: Task, group_id: str, group: ScoredGroup) -> ScoredGroup:
+        """Send a group through the operators on experiences, if there are any. What they make is in the Buffer when
+        this returns, so that it is not lost where the group itself is."""
+        if self._pipeline is None or not group.rows:
+            return group
+        with self._waits.on("operators", group_id), self._verifying:
+            verified = await self._pipeline.process(task, group.rows)
+        if verified.made is not None:
+            name = self._config.pipelines.made
+            assert name is not None  # checked before the operators were started
+            await self._buffer.call(Buffer.extend, name, [pack(verified.made)])
+        return with_verified(group, verified)
 
     async def _task(self, ticket: Ticket) -> Task:
         """Return the ticket's task; fetch those that were added to the task set meanwhile, if it is among them."""
@@ -325,6 +375,13 @@ class Explorer:
                 field="explorer",
                 remedy="fix the workflow or reward; try it on a single task first",
             )
+
+
+def _pipeline(config: RunConfig, model: str, operators: Callable[[], Operators] | None) -> ExperiencePipeline:
+    pipelines, chain = config.pipelines, experience_chain(config.pipelines, Context((), model), config.plugins)
+    return ExperiencePipeline(
+        pipelines, chain.build(), LocalOperators(chain, pipelines) if operators is None else operators()
+    )
 
 
 class _Tasks:

@@ -12,6 +12,7 @@ import numpy as np
 from rayrft.buffer.events import GroupReport
 from rayrft.config.reward import LengthReward, RewardConfig
 from rayrft.experience import MASKED, TRUNCATED, Experience
+from rayrft.pipelines.experiences import Verified
 from rayrft.rewards import RewardResult
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ class ScoredGroup:
     rewards: list[float] = field(default_factory=list)
     unpunished: list[float] = field(default_factory=list)
     """The rewards before shaping: what other rewards of length, format or repetition add or take."""
+    problem: str | None = None
+    """The last error of an operator on this group."""
 
 
 def apply_rewards(
@@ -103,6 +106,24 @@ def length_rewards(lengths: Sequence[int], values: Sequence[float], config: Leng
         weight * (share if value >= config.right else min(0.0, share))
         for share, value in zip(shares, values, strict=True)
     ]
+
+
+def with_verified(group: ScoredGroup, verified: Verified) -> ScoredGroup:
+    """Return the group with the rows that operators have left, and the others counted. Where an operator has given a
+    row another reward, that is its reward before shaping, too."""
+    before = {row.experience_id: (row.reward, raw) for row, raw in zip(group.rows, group.unpunished, strict=True)}
+    unpunished = list[float]()
+    for row in verified.rows:
+        reward, raw = before[row.experience_id]
+        changed = row.reward is not None and row.reward != np.float32(reward or 0.0)
+        unpunished.append(row.reward if changed and row.reward is not None else raw)
+    return replace(
+        group,
+        rows=verified.rows,
+        dropped=group.dropped + verified.left_out,
+        unpunished=unpunished,
+        problem=verified.problem,
+    )
 
 
 def mask_truncated(group: ScoredGroup) -> ScoredGroup:

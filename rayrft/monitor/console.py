@@ -50,17 +50,35 @@ def _step(r: StepRecord) -> str:
         )
     else:
         parts.append(f"{r.step_s:.2f} s")
-    return "  ".join([*parts, *_mistakes(r.lost)])
+    return "  ".join([*parts, *_verified(r.operators), *_mistakes(r)])
 
 
 def _rollout(r: RolloutRecord) -> str:
     reward = "-" if r.reward is None else f"{r.reward:.3f}"
     parts = [f"[{r.stage} {r.step:>5} groups]", f"reward {reward}", f"{r.tokens_per_s:,.0f} tok/s"]
     parts += [f"held {r.held}", f"{r.seconds:.2f} s (rollout {r.rollout_s:.2f}, reward {r.reward_s:.2f})"]
-    return "  ".join([*parts, *_mistakes(r.lost)])
+    return "  ".join([*parts, *_verified(r.operators), *_mistakes(r)])
 
 
-def _mistakes(lost: dict[str, int]) -> list[str]:
+def _verified(operators: dict[str, dict[str, float]]) -> list[str]:
+    """Say what operators have left out because they should, and what they have made."""
+    left_out = {name: round(each["left_out"] - each["failed"]) for name, each in operators.items()}
+    made = {name: round(each["made"]) for name, each in operators.items()}
+    return [
+        f"{what} " + ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+        for what, counts in (("left out", left_out), ("made", made))
+        if any(counts.values())
+    ]
+
+
+def _mistakes(r: StepRecord | RolloutRecord) -> list[str]:
     """Say which rows were lost though they should not have been."""
-    mistakes = {reason: count for reason, count in lost.items() if reason not in _BY_DESIGN}
+
+    def meant(reason: str) -> bool:
+        operator, _, why = reason.partition(": ")
+        return reason in _BY_DESIGN or (
+            operator in r.operators and not why.startswith(("failed", "timeout", "raised "))
+        )
+
+    mistakes = {reason: count for reason, count in r.lost.items() if not meant(reason)}
     return ["lost " + ", ".join(f"{count} {reason}" for reason, count in mistakes.items())] if mistakes else []

@@ -16,9 +16,11 @@ class StepRecord:
     ``rewards`` has, by domain, how many answers were ``scored`` since the previous step, of how many the reward is
     ``unknown``, how many of these are ``errors``, how many calls were ``retried``, the ``seconds`` that this took
     together, the ``slowest_s`` of them, and how many are ``pending``.
-    ``reward`` is the mean over all answers sampled since the previous step, kept or dropped. ``rollout_s`` and
-    ``reward_s`` are the wall time in which any rollout or scoring was running: with ``max_staleness`` 1 or more they
-    overlap the rest.
+    ``operators`` has, by operator on experiences, how many rows were ``taken``, ``left_out``, ``changed`` and ``made``
+    since the previous step, of those left out how many as it ``failed``, and the ``seconds`` of its work.
+    ``reward`` is the mean over all answers sampled since the previous step, kept or dropped. ``rollout_s``,
+    ``reward_s`` and ``pipeline_s`` are the wall time in which any rollout, scoring or verifying was running: with
+    ``max_staleness`` 1 or more they overlap the rest.
     """
 
     kind: ClassVar[str] = "step"
@@ -64,7 +66,9 @@ class StepRecord:
     wait_s: float
     rollout_s: float
     reward_s: float
+    pipeline_s: float
     rewards: dict[str, dict[str, float]]
+    operators: dict[str, dict[str, float]]
     train_s: float
     sync_s: float
 
@@ -125,7 +129,9 @@ class RolloutRecord:
     seconds: float
     rollout_s: float
     reward_s: float
+    pipeline_s: float
     rewards: dict[str, dict[str, float]]
+    operators: dict[str, dict[str, float]]
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,8 @@ def scalars(record: Record) -> dict[str, float]:
             counts = {name: stats[name] for name in ("errors", "retried", "slowest_s", "pending")}
             for name, value in {**shares, **counts}.items():
                 values[f"reward_{domain}_{name}" if domain else f"reward_{name}"] = value
+        for operator, stats in record.operators.items():
+            values |= {f"operator_{operator}_{name}": value for name, value in stats.items()}
         return {f"{part}/{name}": float(value) for name, value in values.items()}
     return {}
 

@@ -29,7 +29,7 @@ from rayrft.monitor.verdict import verdict
 def step(**changes: Any) -> StepRecord:
     zeros = {field.name: 0 for field in dataclasses.fields(StepRecord)}
     values = {"stage": "mix", "step": 3, "usual_rows": 8, "reward": 0.5, "staleness_mean": 0.0, "step_s": 10.0}
-    return StepRecord(**{**zeros, "lost": {}, "rewards": {}, **values, **changes})  # type: ignore[arg-type]
+    return StepRecord(**{**zeros, "lost": {}, "rewards": {}, "operators": {}, **values, **changes})  # type: ignore[arg-type]
 
 
 def evaluation(stage: str, stage_step: int, right: int, temperature: float = 0.0, step: int = 0) -> EvaluationRecord:
@@ -152,18 +152,23 @@ def test_what_an_explore_job_put_is_a_line_and_numbers_on_the_dashboard() -> Non
         640,
         0.25,
         None,
-        {"zero_variance": 8, "reward_unknown": 2},
+        {"zero_variance": 8, "reward_unknown": 2, "worth: too low": 3, "worth: timeout": 8},
         96,
         320.0,
         2.0,
         1.5,
         0.25,
+        0.0,
         {},
+        {"worth": {"taken": 64.0, "left_out": 11.0, "changed": 0.0, "made": 2.0, "failed": 8.0, "seconds": 0.5}},
     )
     line = format_record(record)
     assert line.startswith("[live    24 groups]  reward 0.250  320 tok/s  held 96")
-    assert line.endswith("lost 2 reward_unknown"), "what is by design is no mistake"
-    assert scalars(record)["rollout/tokens_per_s"] == 320.0 and "rollout/step" not in scalars(record)
+    said = "left out 3 worth  made 2 worth  lost 2 reward_unknown, 8 worth: timeout"
+    assert line.endswith(said), "what is by design is no mistake"
+    numbers = scalars(record)
+    assert numbers["rollout/tokens_per_s"] == 320.0 and "rollout/step" not in numbers
+    assert numbers["rollout/operator_worth_failed"] == 8.0
 
 
 @pytest.mark.parametrize(("domain", "name"), [("", "train/reward_"), ("code", "train/reward_code_")])

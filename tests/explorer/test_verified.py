@@ -1,0 +1,173 @@
+"""A group on its way through the operators on experiences: what stays, what is left out, what is made, what fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayrft.buffer.schedule import Ticket
+from rayrft.errors import ConfigError, OperatorFailed, RayrftError
+from rayrft.experience import Experience, from_batch, unpack
+from rayrft.explorer.explorer import Explorer
+from rayrft.pipelines.experiences import VERIFIED, OperatorStats
+from tests.explorer.test_explorer import config, make_explorer
+from tests.explorer.test_group import Engine, Rewards, Taken
+
+PLUGIN = Path(__file__).with_name("verifying.py")
+
+
+class Kept(Taken):
+    """Stands for the Buffer, with demonstrations that grow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[str, list[Experience]] = {}
+
+    async def extend(self, name: str, payload: list[Any]) -> int:
+        self.made.setdefault(name, []).extend(from_batch(unpack(payload[0])))
+        return len(self.made[name])
+
+
+class Verifying:
+    """An Explorer whose groups of two, of rewards 1 and 0 unless told otherwise, go through these operators."""
+
+    def __init__(self, tiny_model: Path, operators: list[Any], *rewards: float, **overrides: Any) -> None:
+        operators = [{"name": each} if isinstance(each, str) else each for each in operators]
+        settings = {"pipelines.experiences": operators, "plugins": [str(PLUGIN)], **overrides}
+        if any(each["name"] in ("expert_rows", "best_against_worst") for each in operators):
+            settings["pipelines.made"] = "found"
+        self.config, self.taken = config(**settings), Kept()
+        given = Rewards(*rewards or (1.0, 0.0) * 3)
+        self.explorer: Explorer = make_explorer(self.config, tiny_model, Engine(), self.taken, given)  # type: ignore[arg-type]
+        self.explorer._writer = self.taken  # type: ignore[assignment]
+
+    async def __aenter__(self) -> Verifying:
+        assert self.explorer._pipeline is not None
+        await self.explorer._pipeline.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self.explorer._pipeline is not None
+        await self.explorer._pipeline._operators.close()  # type: ignore[attr-defined]
+
+    async def group(self) -> Kept:
+        stage = self.config.stages[0]
+        await self.explorer._group(stage, stage.algorithm.build(), Ticket(0, 0, 0, next(iter(self.explorer._tasks))))
+        return self.taken
+
+    def stats(self) -> dict[str, OperatorStats]:
+        assert self.explorer._pipeline is not None
+        return self.explorer._pipeline.take_stats()
+
+
+async def test_rows_that_stay_are_verified_and_the_others_are_counted_by_operator_and_reason(tiny_model: Path) -> None:
+    async with Verifying(tiny_model, ["worth"], **{"explorer.drop_zero_variance": False}) as verifying:
+        taken = await verifying.group()
+        stats = verifying.stats()["worth"]
+    assert [row.reward for row in taken.rows] == [1.0] and taken.rows[0].status == VERIFIED
+    assert taken.dropped == {"worth: too low": 1}
+    assert (taken.report.rows, taken.report.reward_sum) == (2, 1.0), "what was sampled counts as it was"
+    assert (stats.taken, stats.left_out, stats.failed) == (2, 1, 0) and stats.seconds > 0
+
+
+async def test_a_group_of_which_nothing_is_left_is_dropped_and_counted(tiny_model: Path) -> None:
+    async with Verifying(tiny_model, [{"name": "worth", "least": 2.0}]) as verifying:
+        taken = await verifying.group()
+    assert taken.rows == [] and taken.dropped == {"worth: too low": 2} and taken.report.rows == 2
+
+
+async def test_operators_see_what_the_task_says(tiny_model: Path) -> None:
+    async with Verifying(tiny_model, ["asked"]) as verifying:
+        task = next(iter(verifying.explorer._tasks.values()))
+        taken = await verifying.group()
+    [reason] = taken.dropped
+    said = f"{task.question}, {task.answer}, {task.domain}, {task.difficulty}"
+    assert reason == "asked: " + said.replace(": ", " ")
+
+
+async def test_a_reward_that_an_operator_gives_and_a_priority_reach_the_buffer(tiny_model: Path) -> None:
+    async with Verifying(tiny_model, ["bonus", "by_reward"]) as verifying:
+        taken = await verifying.group()
+    assert [row.reward for row in taken.rows] == [1.25, 0.25] and [row.priority for row in taken.rows] == [2.25, 1.25]
+
+
+async def test_groups_that_operators_have_made_equal_are_dropped_as_such(tiny_model: Path) -> None:
+    async with Verifying(tiny_model, ["worth"]) as verifying:
+        taken = await verifying.group()
+    assert taken.rows == [] and taken.dropped == {"worth: too low": 1, "zero_variance": 1}
+
+
+@pytest.mark.parametrize("name, pair", [("expert_rows", None), ("best_against_worst", True)])
+async def test_rows_that_are_made_become_demonstrations_with_their_parents(
+    tiny_model: Path, name: str, pair: bool | None
+) -> None:
+    async with Verifying(tiny_model, [{"name": name, "keep": True}]) as verifying:
+        taken = await verifying.group()
+        again = await verifying.group()
+    made = taken.made["found"]
+    assert len(taken.rows) == 2 and made[0].chosen is pair and {row.source for row in made} == {"expert"}
+    assert made[0].labels["parents"] == taken.rows[0].experience_id and made[0].labels["made_by"].startswith(name)
+    half = len(again.made["found"]) // 2
+    ids = [row.experience_id for row in again.made["found"]]
+    assert ids[:half] == ids[half:], "made again, they are the same rows, which the Buffer skips"
+
+
+@pytest.mark.parametrize(
+    "operators, dropped",
+    [
+        (["raises_on_wrong"], {"raises_on_wrong: raised LookupError": 1}),
+        (["hangs_here"], {"hangs_here: timeout": 2}),
+        (["worth", "dies_here"], {"dies_here: failed": 2}),
+        (["gives_other_tokens"], {"operators: failed": 2}),
+        (["turns_around"], {"operators: failed": 2}),
+        ([{"name": "best_against_worst", "keep": True}, "makes_sampled_rows"], {"operators: failed": 2}),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
+)
+async def test_what_an_operator_spoils_is_left_out_and_counted_and_the_next_group_goes_on(
+    tiny_model: Path, operators: list[Any], dropped: dict[str, int]
+) -> None:
+    settings: dict[str, Any] = {"explorer.drop_zero_variance": False}
+    if "hangs_here" in operators:
+        settings["pipelines.deadline_s"] = 0.5
+    async with Verifying(tiny_model, operators, **settings) as verifying:
+        for groups in (1, 2):
+            assert (await verifying.group()).dropped == dropped
+            assert verifying.explorer._failures == (0 if "raises_on_wrong" in operators else groups)
+
+
+async def test_an_operator_that_always_fails_ends_the_run_with_its_problem(tiny_model: Path) -> None:
+    async with Verifying(tiny_model, ["dies_here"]) as verifying:
+        with pytest.raises(RayrftError, match=r"consecutive groups failed.*dies_here.*exit code 7"):
+            for _ in range(33):
+                await verifying.group()
+
+
+async def test_an_operator_that_fails_ends_the_run_at_once_if_that_is_wanted(tiny_model: Path) -> None:
+    async with Verifying(tiny_model, ["raises_on_wrong"], **{"pipelines.on_error": "stop"}) as verifying:
+        with pytest.raises(OperatorFailed, match="no such thing"):
+            await verifying.group()
+
+
+@pytest.mark.parametrize(
+    "operators, made, field, problem",
+    [
+        (["near_duplicates"], None, "pipelines.experiences.0", "looks at all rows"),
+        (["says_other_tokens"], None, "pipelines.experiences.0", "what was sampled"),
+        (["worth", "mirrors"], None, "pipelines.experiences.1", "mirrors"),
+        (["expert_rows"], None, "pipelines.experiences.0", "what becomes of them"),
+        (["worth"], "found", "pipelines.made", "no operator makes rows"),
+    ],
+)
+def test_operators_that_do_not_fit_are_refused_before_anything_starts(
+    operators: list[str], made: str | None, field: str, problem: str
+) -> None:
+    from rayrft.core.preflight import check_experiences
+    from rayrft.pipelines.operator import Context
+
+    settings = config(**{"pipelines.experiences": [{"name": each} for each in operators], "pipelines.made": made})
+    with pytest.raises(ConfigError, match=problem) as raised:
+        check_experiences(settings.pipelines, Context(), [PLUGIN])
+    assert str(raised.value.field).startswith(field)
