@@ -28,6 +28,8 @@ _TOLD_S = 2.0
 """Seconds in which a person is told what the run did with a judgement; later they are told that it is kept."""
 _FRESH_S = 30.0
 """Seconds after which the rows of a run under way are read again, when somebody asks for an item."""
+_EMPTY_S = 2.0
+"""The same, when none is left for them."""
 _PAGE = {"index.html": "text/html", "page.js": "text/javascript", "store.js": "text/javascript", "page.css": "text/css"}
 _HEADERS = {
     # Text of a model is never run: no script but the page's own, and none in the text of elements.
@@ -169,7 +171,7 @@ class FeedbackPage(HttpService):
 
     async def _refresh(self, needed: bool) -> None:
         """Read the run's rows again if they are old; wait for it if nothing is left without."""
-        old = time.monotonic() - self._read_at > _FRESH_S
+        old = time.monotonic() - self._read_at > (_EMPTY_S if needed else _FRESH_S)
         if (self._reading is None or self._reading.done()) and old and self._delivering.reachable:
             self._reading = asyncio.create_task(self._read())
         if needed and self._reading is not None:

@@ -324,7 +324,7 @@ async def test_who_leaves_frees_the_item_and_who_keeps_it_has_it(running: Path) 
 
 
 async def test_new_rows_of_a_run_join_the_queue(running: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rayrft.serve.feedback.app._FRESH_S", 0.0)
+    monkeypatch.setattr("rayrft.serve.feedback.app._EMPTY_S", 0.0)
     async with opened(running, group("g", "a")) as client:
         await client.judge((await client.post("next", view="one"))["item"], score=1)
         client.page._rows.found.append(group("new", "b"))  # type: ignore[attr-defined]

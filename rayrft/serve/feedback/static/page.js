@@ -329,7 +329,7 @@ const OUTCOMES = {
   applied: () => ["Saved."],
   late: (reason) => [`Kept, but too late for the run: ${reason}.`, "warn"],
   refused: (reason) => [`Kept, but the run refused it: ${reason}`, "bad"],
-  kept: () => [progress?.running ? "Kept. The run is told when its Buffer answers." : "Saved. The run is not running."],
+  kept: () => [progress?.running ? "Saved. The run is being told." : "Saved. The run is not running."],
   undone: () => ["It was taken back."],
 };
 
