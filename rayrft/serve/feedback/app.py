@@ -162,11 +162,11 @@ class FeedbackPage(HttpService):
         self._delivery.wake()
 
     async def _read(self) -> None:
-        groups = await asyncio.to_thread(self._rows.groups)
-        for group in groups:
-            for answer in group.answers:
+        items = await asyncio.to_thread(lambda: self._queue.arrange(self._rows.groups()))
+        for item in items:
+            for answer in item.answers:
                 self._before.setdefault(answer.experience_id, answer.reward)
-        self._queue.fill(groups)
+        self._queue.fill(items)
         self._read_at = time.monotonic()
 
     async def _refresh(self, needed: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import heapq
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -134,7 +133,7 @@ def order_of(item: Item, rule: str, judgements: Judgements) -> tuple[bool, float
 
 def _disagreement(item: Item, judgements: Judgements) -> float:
     """Return the greatest deviation, among its answers, of the values that the reward, its parts and people give."""
-    people = judgements.of_item(item.key).values()
+    people = list(judgements.of_item(item.key).values())  # at once: others may be added meanwhile
     spread = [0.0]
     for answer in item.answers:
         values = [*answer.components.values(), *([] if answer.reward is None else [answer.reward])]
@@ -169,25 +168,24 @@ class Queue:
         self.items: dict[str, Item] = {}
         """All that were in the queue since the start, by key."""
         self.totals: dict[View, int] = {}
-        self._left: dict[View, list[tuple[tuple[bool, float, str], str]]] = {"one": [], "pair": [], "group": []}
-        self._listed: set[str] = set()
+        self._left: dict[View, dict[str, None]] = {"one": {}, "pair": {}, "group": {}}
+        """Keys of those that not enough people have judged, in the order in which they are given."""
         self._leases: dict[str, dict[str, _Lease]] = {}
         self._held: dict[str, _Lease] = {}
         """The latest of each person."""
 
-    def fill(self, groups: Iterable[Group]) -> None:
-        """Take the groups that a run has now, in place of those before."""
-        found = [item for group in groups for item in items_of(group)]
-        self.items.update((item.key, item) for item in found)
+    def arrange(self, groups: Iterable[Group]) -> list[Item]:
+        """Return the items of groups in the order of the rule; it may be called in any thread."""
+        items = [item for group in groups for item in items_of(group)]
+        return sorted(items, key=lambda item: order_of(item, self._config.rule, self._judgements))
+
+    def fill(self, items: list[Item]) -> None:
+        """Take the items that a run has now, arranged, in place of those before."""
+        self.items.update((item.key, item) for item in items)
         for view in self._left:
-            of_view = [item for item in found if item.view == view]
+            of_view = [item.key for item in items if item.view == view]
             self.totals[view] = len(of_view)
-            self._left[view] = sorted(
-                (order_of(item, self._config.rule, self._judgements), item.key)
-                for item in of_view
-                if not self._is_done(item.key)
-            )
-        self._listed = {key for left in self._left.values() for _, key in left}
+            self._left[view] = dict.fromkeys(key for key in of_view if not self._is_done(key))
 
     def left(self, view: View) -> int:
         """Return the number of items that not enough people have judged."""
@@ -200,7 +198,7 @@ class Queue:
         if held is not None and held.ends > now and self.items[held.item].view == view and self._may(person, held.item):
             held.ends = now + self._config.lease_s
             return self.items[held.item]
-        for _, key in self._left[view]:
+        for key in self._left[view]:
             if self._may(person, key) and self._wanted(key, person, now):
                 self._lease(person, key, now)
                 return self.items[key]
@@ -232,21 +230,16 @@ class Queue:
         held = self._held.get(judgement.person)
         if held is not None and held.item == judgement.item:
             self.leave(judgement.person)
-        if self._is_done(judgement.item) and judgement.item in self._listed:
-            left = self._left[judgement.view]
-            left[:] = [entry for entry in left if entry[1] != judgement.item]
-            self._listed.discard(judgement.item)
+        if self._is_done(judgement.item):
+            self._left[judgement.view].pop(judgement.item, None)
 
     def undone(self, judgement: Judgement) -> Item | None:
         """Put an item back, and lease it to the person whose judgement was taken back."""
         item = self.items.get(judgement.item)
         if item is None:
             return None
-        if item.key not in self._listed and not self._is_done(item.key):
-            self._listed.add(item.key)
-            left = self._left[item.view]
-            left.append((order_of(item, self._config.rule, self._judgements), item.key))
-            left.sort()
+        if not self._is_done(item.key):
+            self._left[item.view].setdefault(item.key)
         self._lease(judgement.person, item.key, self._clock())
         return item
 
@@ -267,13 +260,6 @@ class Queue:
     def _is_done(self, key: str) -> bool:
         judged = sum(not each.skipped for each in self._judgements.of_item(key).values())
         return judged >= self._config.agreement
-
-
-def newest(groups: Iterable[tuple[bool, float, Group]], most: int) -> list[Group]:
-    """Return the groups that wait for training, then those that finished last, at most ``most``; each comes with
-    whether it waits and when it finished."""
-    chosen = heapq.nlargest(most, groups, key=lambda each: each[:2])
-    return [group for _, _, group in chosen]
 
 
 def describe(item: Item, reference: str | None) -> dict[str, Any]:

@@ -116,8 +116,13 @@ class Judgements:
         self.sent: dict[str, Sent] = {}
         """By experience id, the latest."""
         self.edits: dict[str, EditSent] = {}
+        """By the judgement's id."""
+        self._edited: dict[str, Judgement] = {}
         self._by_item: dict[str, dict[str, Judgement]] = {}
         self._by_row: dict[str, dict[str, Judgement]] = {}
+        self._by_person: dict[str, dict[str, Judgement]] = {}
+        self._changed: dict[str, None] = {}
+        """Rows of which people said something since the run was told, in order."""
         self._before: dict[str, float | None] = {}
 
     def add(self, entry: Entry) -> None:
@@ -130,8 +135,12 @@ class Judgements:
                         self._remove(replaced)
                     self.all[judgement.id] = judgement
                     self._by_item.setdefault(judgement.item, {})[judgement.person] = judgement
+                    self._by_person.setdefault(judgement.person, {})[judgement.id] = judgement
+                    if judgement.edit is not None:
+                        self._edited[judgement.id] = judgement
                     for row in judgement.rows:
                         self._by_row.setdefault(row, {})[judgement.id] = judgement
+                        self._changed.setdefault(row)
             case Undone(judgement_id):
                 self.undone.add(judgement_id)
                 if judgement_id in self.all:
@@ -139,6 +148,8 @@ class Judgements:
             case Sent(experience_id):
                 self._before.setdefault(experience_id, entry.before)
                 self.sent[experience_id] = entry
+                if not self.is_unsent(experience_id):
+                    self._changed.pop(experience_id, None)
             case EditSent(judgement_id):
                 self.edits[judgement_id] = entry
 
@@ -148,7 +159,7 @@ class Judgements:
 
     def of_person(self, person: str) -> list[Judgement]:
         """Return a person's judgements in the order in which they were given."""
-        return [judgement for judgement in self.all.values() if judgement.person == person]
+        return list(self._by_person.get(person, {}).values())
 
     def wanted(self, row: str) -> Wanted:
         """Return the reward and labels of a row."""
@@ -178,7 +189,7 @@ class Judgements:
 
     def unsent(self) -> list[str]:
         """Return the rows whose reward and labels the run was not told, and was not refused."""
-        return [row for row in self._by_row if self.is_unsent(row)]
+        return [row for row in self._changed if self.is_unsent(row)]
 
     def is_unsent(self, row: str) -> bool:
         """Return whether the run was not told of a row's reward and labels."""
@@ -188,14 +199,17 @@ class Judgements:
 
     def unsent_edits(self) -> list[Judgement]:
         """Return the judgements whose edited answers the run was not told."""
-        return [each for each in self.all.values() if each.edit is not None and each.id not in self.edits]
+        return [each for each in self._edited.values() if each.id not in self.edits]
 
     def _remove(self, judgement: Judgement) -> None:
         del self.all[judgement.id]
         if self._by_item[judgement.item].get(judgement.person) == judgement:
             del self._by_item[judgement.item][judgement.person]
+        del self._by_person[judgement.person][judgement.id]
+        self._edited.pop(judgement.id, None)
         for row in judgement.rows:
             del self._by_row[row][judgement.id]
+            self._changed.setdefault(row)
 
 
 def _labels(row: str, given: Iterable[Judgement]) -> dict[str, str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import heapq
 import threading
-from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.dataset import answer, load_dataset
@@ -19,7 +21,7 @@ from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import DataError, RunNotFound
 from rayrft.experience import Experience, from_batch
 from rayrft.handle import Handle
-from rayrft.serve.feedback.items import Answer, Group, Rows, newest
+from rayrft.serve.feedback.items import Answer, Group, Rows
 from rayrft.serve.feedback.judgements import Judgement
 
 _SHOWN = ("ready", "leased", "trained", "dropped")
@@ -51,7 +53,7 @@ class RunRows(Rows):
         archive = Archive.of_run(self._folder)
         with self._lock:
             self._archive = archive
-        return newest(_groups(archive), self._most)
+        return _read_groups(archive, _newest(archive, self._most))
 
     def find(self, experience_id: str) -> Answer:
         """See `Rows`."""
@@ -115,15 +117,30 @@ def edited_row(row: Experience, judgement: Judgement, name: str, response: list[
     return expert_row(made, made, ids, mask, turns, task_id=row.task_id, images=row.images)
 
 
-def _groups(archive: Archive) -> Iterator[tuple[bool, float, Group]]:
-    for batch in archive.rows("usual", skip_damaged=True):
+def _newest(archive: Archive, most: int) -> list[str]:
+    """Return the ids of the groups that wait for training, then of those that finished last, at most ``most``."""
+    found: dict[str, tuple[bool, float]] = {}
+    columns = ["group_id", "group_status", "finished_at"]
+    for batch in archive.rows("usual", columns=columns, skip_damaged=True):
+        for group_id, status, finished in zip(*(batch.column(name).to_pylist() for name in columns), strict=True):
+            if status in _SHOWN:
+                found[group_id] = (status == "ready", max(finished or 0.0, found.get(group_id, (False, 0.0))[1]))
+    return heapq.nlargest(most, found, key=found.__getitem__)
+
+
+def _read_groups(archive: Archive, ids: list[str]) -> list[Group]:
+    """Read these groups, without rows that do not end with the model."""
+    wanted, found = pa.array(ids, pa.string()), list[Group]()
+    for whole in archive.rows("usual", skip_damaged=True):
+        batch = whole.filter(pc.is_in(whole.column("group_id"), wanted))
+        statuses = batch.column("group_status").to_pylist()
         shown = [
             (row, status)
-            for row, status in zip(from_batch(batch), batch.column("group_status").to_pylist(), strict=True)
-            if status in _SHOWN and row.turns and row.turns[-1].get("role") == "assistant"
+            for row, status in zip(from_batch(batch), statuses, strict=True)
+            if row.turns and row.turns[-1].get("role") == "assistant"
         ]
         for group_id, members in groupby(shown, key=lambda each: each[0].group_id):
             rows = list(members)
-            waiting = rows[0][1] == "ready"
-            answers = tuple(Answer.of(row, waiting) for row, _ in rows)
-            yield waiting, max(row.finished_at or 0.0 for row, _ in rows), Group(group_id, rows[0][0].task_id, answers)
+            answers = tuple(Answer.of(row, status == "ready") for row, status in rows)
+            found.append(Group(group_id, rows[0][0].task_id, answers))
+    return found

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rayrft.config.serve import FeedbackConfig
-from rayrft.serve.feedback.items import Group, Item, Queue, describe, items_of, newest
+from rayrft.serve.feedback.items import Group, Item, Queue, describe, items_of
 from rayrft.serve.feedback.judgements import Judged, Judgement, Judgements, Undone
 from tests.serve.feedback.scripted import answer, group
 
@@ -24,7 +24,10 @@ class Setting:
         config = FeedbackConfig(**settings)
         self.judgements = Judgements(config)
         self.queue = Queue(config, self.judgements, lambda: self.now)
-        self.queue.fill(groups)
+        self.fill(*groups)
+
+    def fill(self, *groups: Group) -> None:
+        self.queue.fill(self.queue.arrange(groups))
 
     def judge(self, person: str, item: Item | None, **what: Any) -> Judgement:
         assert item is not None
@@ -107,9 +110,9 @@ def test_the_second_of_two_people_on_one_item_is_known_to_be() -> None:
 def test_what_is_judged_already_is_not_in_the_queue_after_a_restart_and_stays_known() -> None:
     setting = Setting(group("g", "a"), group("h", "b"))
     setting.judge("Ann", setting.queue.items["one:g/0"], score=1)
-    setting.queue.fill([group("g", "a"), group("h", "b"), group("i", "c")])
+    setting.fill(group("g", "a"), group("h", "b"), group("i", "c"))
     assert sorted(setting.keys(["Bob", "Cem", "Dan"]), key=str) == [None, "one:h/0", "one:i/0"]
-    setting.queue.fill([group("i", "c")])
+    setting.fill(group("i", "c"))
     assert "one:h/0" in setting.queue.items, "somebody may have it"
 
 
@@ -140,7 +143,7 @@ def test_people_who_differ_from_the_reward_make_a_disagreement() -> None:
                       rule="disagreement", agreement=2)  # fmt: skip
     for key, score in (("one:g/0", 5), ("one:h/0", 1)):
         setting.judge("Ann", setting.queue.items[key], score=score)
-    setting.queue.fill([group(name, "x", reward=1.0, components={}) for name in ("g", "h")])
+    setting.fill(*(group(name, "x", reward=1.0, components={}) for name in ("g", "h")))
     assert setting.keys(["Bob"]) == ["one:h/0"]
 
 
@@ -148,8 +151,6 @@ def test_rows_that_wait_for_training_come_before_all_others() -> None:
     trained = [group(f"t{number}", "x", waiting=False) for number in range(20)]
     setting = Setting(*trained, group("w", "x"))
     assert setting.keys(["Ann"]) == ["one:w/0"]
-    kept = newest([(False, 9.0, trained[0]), (True, 1.0, group("w", "x")), (False, 8.0, trained[1])], 2)
-    assert [each.group_id for each in kept] == ["w", "t0"]
 
 
 def test_only_different_answers_are_compared_and_empty_ones_are_not_shown() -> None:

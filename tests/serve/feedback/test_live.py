@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +24,7 @@ from rayrft.config.serve import FeedbackConfig
 from rayrft.core.feedback_page import OpenPage, open_page
 from rayrft.errors import ConfigError
 from rayrft.experience import Experience
+from rayrft.handle import until_dead
 from rayrft.serve.feedback.journal import FILE, read_journal
 from tests.buffer.live import FakeMaster, buffers, put
 from tests.buffer.rows import group, plan
@@ -192,13 +192,18 @@ def test_there_is_one_page_and_it_ends_and_comes_back_with_the_same_key(setting:
     assert (setting.folder / "feedback" / "key").stat().st_mode & 0o077 == 0
 
 
-def test_the_command_serves_until_it_is_interrupted(setting: Setting, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_serves_until_it_is_interrupted(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     setting.page.stop()
-    killing = threading.Timer(8.0, os.kill, (os.getpid(), signal.SIGINT))
-    killing.start()
+    answered: list[int] = []
+
+    def interrupt(anchor: Any) -> None:
+        answered.append(httpx.get(f"http://127.0.0.1:{PORT}/feedback/judged/").status_code)
+        os.kill(os.getpid(), signal.SIGINT)
+        until_dead(anchor)
+
+    monkeypatch.setattr("rayrft.cli.until_dead", interrupt)
     result = CliRunner().invoke(app, ["serve", "feedback", str(setting.folder), f"port={PORT}"])
-    killing.cancel()
-    assert result.exit_code == 130, result.output
+    assert (result.exit_code, answered) == (130, [200]), result.output
     assert f"feedback page at http://127.0.0.1:{PORT}/feedback/judged/#key=" in result.output
     assert "judged:feedback" not in serve.status().applications
     setting.page = setting.open()
