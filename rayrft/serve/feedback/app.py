@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from importlib.resources import files
+from pathlib import Path
 from typing import Any, cast
 
 from fastapi import FastAPI, Request
@@ -28,13 +29,16 @@ _TOLD_S = 2.0
 """Seconds in which a person is told what the run did with a judgement; later they are told that it is kept."""
 _FRESH_S = 30.0
 """Seconds after which the rows of a run under way are read again, when somebody asks for an item."""
+_REFERENCES_S = 5.0
+"""Seconds that are waited for reference answers at the start; tasks may have to be fetched from far."""
 _EMPTY_S = 2.0
 """The same, when none is left for them."""
 _PAGE = {"index.html": "text/html", "page.js": "text/javascript", "store.js": "text/javascript", "page.css": "text/css"}
+_IMAGES = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp", ".gif": "image/gif"}
 _HEADERS = {
     # Text of a model is never run: no script but the page's own, and none in the text of elements.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'self'; "
+    "img-src 'self' data: blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'self'; "
     "require-trusted-types-for 'script'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -115,6 +119,8 @@ class FeedbackPage(HttpService):
         self._notice: str | None = None
         self._read_at = 0.0
         self._reading: asyncio.Task[None] | None = None
+        self._opened = False
+        self._referring: asyncio.Task[None] | None = None
         self._began: asyncio.Task[None] | None = None
         self._delivery: Delivery | None = None
 
@@ -131,6 +137,7 @@ class FeedbackPage(HttpService):
         }
         for path, handle in posts.items():
             app.add_api_route(f"/v1/{path}", self.route(handle, self._config.max_requests), methods=["POST"])
+        app.add_api_route("/v1/image", self.route(self._image), methods=["GET"])
         app.add_api_route("/v1/stats", self.route(self._stats), methods=["GET"])
         self.add_health(app)
         static = files("rayrft.serve.feedback") / "static"
@@ -151,15 +158,21 @@ class FeedbackPage(HttpService):
         self._journal.close()
 
     async def _begin(self) -> None:
-        for entry in await asyncio.to_thread(self._journal.open):
-            self._judgements.add(entry)
+        if not self._opened:
+            for entry in await asyncio.to_thread(self._journal.open):
+                self._judgements.add(entry)
+            self._opened = True
         await self._read()
+        self._referring = asyncio.create_task(self._refer())
+        await asyncio.wait({self._referring}, timeout=_REFERENCES_S)
+        self._delivery = Delivery(self._rows, self._judgements, self._journal, self._before)
+        self._delivery.wake()
+
+    async def _refer(self) -> None:
         try:
             self._references = await asyncio.to_thread(self._rows.references)
         except RayrftError as error:
             self._notice = f"Reference answers cannot be read: {error.problem}"
-        self._delivery = Delivery(self._rows, self._judgements, self._journal, self._before)
-        self._delivery.wake()
 
     async def _read(self) -> None:
         items = await asyncio.to_thread(lambda: self._queue.arrange(self._rows.groups()))
@@ -202,6 +215,24 @@ class FeedbackPage(HttpService):
         await self.begin()
         self._queue.leave(body.person)
         return JSONResponse({})
+
+    async def _image(self, request: Request) -> Response:
+        """Return an image of an item, by its number; what is no image, by its name, is not given out."""
+        await self.begin()
+        item, number = (
+            self._queue.items.get(request.query_params.get("item", "")),
+            request.query_params.get("number", ""),
+        )
+        images = item.answers[0].images if item is not None else ()
+        path = images[int(number)] if number.isdecimal() and int(number) < len(images) else ""
+        kind = _IMAGES.get(Path(path).suffix.lower())
+        try:
+            content = await asyncio.to_thread(Path(path).read_bytes) if kind is not None else None
+        except OSError:
+            content = None
+        if content is None:
+            raise ApiError(404, "There is no such image.", code="image_not_found", param="number")
+        return Response(content, media_type=kind, headers={"X-Content-Type-Options": "nosniff"})
 
     # Judgements.
 

@@ -33,6 +33,8 @@ class Answer:
     """Whether it waits for training."""
     logprob: float
     """Mean log-prob of a token that the model produced, in nats."""
+    images: tuple[str, ...] = ()
+    """Paths."""
 
     @classmethod
     def of(cls, row: Experience, waiting: bool) -> Answer:
@@ -46,6 +48,7 @@ class Answer:
             row.stop_reason,
             waiting,
             float(produced.mean()) if len(produced) else 0.0,
+            row.images,
         )
 
     @property
@@ -272,6 +275,7 @@ def describe(item: Item, reference: str | None) -> dict[str, Any]:
         "view": item.view,
         "waiting": item.waiting,
         "reference": reference,
+        "images": len(item.answers[0].images),
         "context": [_turn(turn) for turn in turns[0][:common]],
         "answers": [
             {

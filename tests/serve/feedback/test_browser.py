@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
@@ -88,15 +89,21 @@ class Person:
     def see(self, selector: str) -> Any:
         return expect(self.window.locator(selector))
 
+    def ready(self) -> None:
+        """Wait until answers are there to be judged."""
+        self.see("#main").to_have_attribute("aria-busy", "false")
+        self.see("#answers .answer >> nth=0").to_be_visible()
+
     @property
     def shown(self) -> list[str]:
         """The ids of the answers that are shown."""
-        self.see("#answers .answer >> nth=0").to_be_visible()
+        self.ready()
         return [card.get_attribute("data-id") for card in self.window.locator("#answers .answer").all()]
 
     def saved(self, count: int) -> None:
         """Wait until so many judgements of the person count, and the next item is there."""
         expect(self.window.locator("#person")).to_contain_text(f"· {count}")
+        self.see("#main").to_have_attribute("aria-busy", "false")
 
     def leave(self) -> None:
         self.context.close()
@@ -224,6 +231,7 @@ def test_every_action_by_mouse_and_by_keyboard(
     [skipped] = person.shown
     do("skip")
     person.see(f'[data-id="{skipped}"]').to_have_count(0)
+    person.ready()
     assert said(tmp_path)[-1].skipped and person.shown != [skipped]
     [edited] = person.shown
     do("edit")
@@ -236,7 +244,7 @@ def test_every_action_by_mouse_and_by_keyboard(
 
     # Two answers.
     do("pairs")
-    person.see("main.pair").to_be_visible()
+    person.see("main.pair[aria-busy=false]").to_be_visible()
     left, right = person.shown
     do("right")
     do("left")
@@ -251,7 +259,7 @@ def test_every_action_by_mouse_and_by_keyboard(
 
     # A group.
     do("groups")
-    person.see("main.group").to_be_visible()
+    person.see("main.group[aria-busy=false]").to_be_visible()
     one, two, three = person.shown
     do("second")
     do("clear")
@@ -283,7 +291,7 @@ def test_answers_themselves_can_be_clicked(
 ) -> None:
     person = arrive(serve(*spoken(2)))
     person.click('[data-view="pair"]')
-    person.see("main.pair").to_be_visible()
+    person.see("main.pair[aria-busy=false]").to_be_visible()
     left, right = person.shown
     person.click(f'[data-id="{right}"]')
     person.key("Enter")
@@ -295,7 +303,7 @@ def test_keys_in_a_text_are_text_and_a_button_that_has_the_focus_does_what_it_sa
     serve: Callable[..., str], arrive: Callable[..., Person], tmp_path: Path
 ) -> None:
     person = arrive(serve(*spoken(2)))
-    person.see("#answers .answer").to_be_visible()
+    person.ready()
     person.key("c")
     person.window.keyboard.type("s z 1?")
     person.see("#comment").to_have_value("s z 1?")
@@ -409,7 +417,7 @@ def test_a_run_that_is_away_gets_what_was_said_when_it_is_back(
 ) -> None:
     monkeypatch.setattr("rayrft.serve.feedback.delivery._AGAIN_S", 0.05)
     person = arrive(serve(*spoken(3), group("late", "x", stop_reason="late", waiting=False)))
-    person.see("#answers .answer").to_be_visible()
+    person.ready()
     (tmp_path / "running").unlink()
     person.key("5", "Enter")
     person.see("#toast").to_have_text("Saved. The run is not running.")
@@ -421,7 +429,7 @@ def test_a_run_that_is_away_gets_what_was_said_when_it_is_back(
 
 def test_what_comes_too_late_for_training_is_said(serve: Callable[..., str], arrive: Callable[..., Person]) -> None:
     person = arrive(serve(group("late", "x", stop_reason="late", waiting=False)))
-    person.see("#answers .answer").to_be_visible()
+    person.ready()
     person.key("5", "Enter")
     person.see("#toast").to_contain_text(
         "Kept, but too late for the run: the row was taken for the step after version 3"
@@ -434,12 +442,13 @@ def test_text_of_a_model_is_never_run(serve: Callable[..., str], arrive: Callabl
              {"role": "assistant", "content": f"A\n```{evil}\n{evil}\n```\n{evil}"})  # fmt: skip
     wicked = group("g", evil, f"{evil}2", turns=turns, reason=evil, components={evil: 1.0})
     person = arrive(serve(wicked, group("<b>h", evil)), f"<img src=x onerror=alert(1)>{'x' * 20}")
-    for _ in range(3):
-        person.see("#answers .answer >> nth=0").to_be_visible()
+    for number in range(3):
+        person.ready()
         person.key("v", "r", "e")
         person.key("Escape", "i")
         person.see("#stats").to_be_visible()
         person.key("Escape", "1", "Enter")
+        person.saved(number + 1)
     person.see("#empty").to_be_visible()
     assert person.window.evaluate("window.pwned") is None
     assert person.window.locator("main img, main script, dialog img").count() == 0
@@ -456,7 +465,7 @@ def test_a_wrong_key_is_said_and_the_right_one_opens(serve: Callable[..., str], 
     assert person.window.locator("#answers .answer").count() == 0
     person.window.fill("#login-key", KEY)
     person.key("Enter")
-    person.see("#answers .answer").to_be_visible()
+    person.ready()
     person.errors.clear()  # the browser writes each 401 to its console
 
 
@@ -481,13 +490,22 @@ def test_what_the_server_does_not_take_is_not_lost(
     person.errors.clear()
 
 
+def test_the_images_of_a_question_are_shown(
+    serve: Callable[..., str], arrive: Callable[..., Person], tmp_path: Path
+) -> None:
+    pixel = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+    (tmp_path / "a.png").write_bytes(base64.b64decode(pixel))
+    person = arrive(serve(group("g", "x", images=(str(tmp_path / "a.png"),))))
+    person.see("#context img").to_have_js_property("naturalWidth", 1)
+
+
 def test_on_a_phone_everything_is_in_reach_of_a_thumb(serve: Callable[..., str], arrive: Callable[..., Person]) -> None:
     phone = {"viewport": {"width": 390, "height": 780}, "is_mobile": True, "has_touch": True}
     person = arrive(serve(group("g", "x" * 300, "```\n" + "y" * 300 + "\n```", "third"), *spoken(1), levels=9), **phone)
     for view in ("one", "pair", "group"):
         person.window.tap(f'[data-view="{view}"]')
         person.see(f'[data-view="{view}"]').to_have_attribute("aria-pressed", "true")
-        person.see("#answers .answer >> nth=0").to_be_visible()
+        person.ready()
         assert person.window.evaluate("document.documentElement.scrollWidth") == 390, "nothing is beside the window"
         for button in person.window.locator("#dock button").all():
             box = button.bounding_box()

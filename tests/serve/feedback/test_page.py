@@ -329,3 +329,42 @@ async def test_new_rows_of_a_run_join_the_queue(running: Path, monkeypatch: pyte
         await client.judge((await client.post("next", view="one"))["item"], score=1)
         client.page._rows.found.append(group("new", "b"))  # type: ignore[attr-defined]
         assert (await client.post("next", view="one"))["item"]["key"] == "one:new/0"
+
+
+async def test_a_log_that_cannot_be_read_yet_is_read_when_somebody_asks_again(
+    running: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(running) as client:
+
+        def unreadable(self: object) -> None:
+            raise StorageError("no Buffer has written here", field="log")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ScriptedRows, "groups", unreadable)
+            assert "no Buffer" in (await client.post("me", 500))["error"]["message"]
+        assert (await client.post("me"))["left"]["one"] == 3
+
+
+async def test_without_reference_answers_the_page_says_why(running: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreadable(self: object) -> None:
+        raise DataError("no such data set", field="tasks.sources.0")
+
+    monkeypatch.setattr(ScriptedRows, "references", unreadable)
+    async with opened(running) as client:
+        assert (await client.post("me"))["notice"] == "Reference answers cannot be read: no such data set"
+        assert (await client.post("next", view="one"))["item"]["reference"] is None
+
+
+async def test_images_of_an_item_are_given_out_and_no_other_file(running: Path) -> None:
+    (running / "a.png").write_bytes(b"a picture")
+    (running / "secret.txt").write_bytes(b"no picture")
+    images = (str(running / "a.png"), str(running / "secret.txt"), str(running / "gone.png"))
+    async with opened(running, group("g", "a", images=images)) as client:
+        assert (await client.post("next", view="one"))["item"]["images"] == 3
+        found = await client.http.get("/v1/image", params={"item": "one:g/0", "number": 0})
+        assert (found.content, found.headers["content-type"]) == (b"a picture", "image/png")
+        for item, number in [("one:g/0", 1), ("one:g/0", 2), ("one:g/0", 3), ("one:g/0", -1), ("one:x", 0), ("", "x")]:
+            refused = await client.http.get("/v1/image", params={"item": item, "number": number})
+            assert refused.status_code == 404, (item, number)
+        without = await client.http.get("/v1/image?item=one:g/0&number=0", headers={"Authorization": ""})
+        assert without.status_code == 401

@@ -69,7 +69,14 @@ const toast = (message, kind = "") => {
 
 // What is shown
 
+// Between items nothing is taken for the one that is gone.
+const busy = (is) => {
+  if (is) item = null;
+  $("main").setAttribute("aria-busy", String(is));
+};
+
 const show = (next, kept = null) => {
+  busy(false);
   item = next;
   draft = item ? (kept ?? store.draft(item.key)) : store.emptyDraft();
   const restored = item && !kept && store.hasDraft(item.key);
@@ -84,7 +91,7 @@ const show = (next, kept = null) => {
     for (const part of ["answers", "choices", "labels"]) $(part).replaceChildren();
     return paint();
   }
-  $("context").replaceChildren(...item.context.map((each) => turn(each)));
+  $("context").replaceChildren(...item.context.map((each) => turn(each)), ...pictures());
   $("answers").replaceChildren(...item.answers.map(answerCard));
   $("edit").hidden = item.view !== "one";
   $("reference-open").hidden = item.reference === null;
@@ -103,6 +110,17 @@ const show = (next, kept = null) => {
   window.scrollTo(0, 0);
   if (restored) toast("What you typed here before is back.");
 };
+
+const pictures = () =>
+  Array.from({ length: item.images }, (_, number) => {
+    const picture = make("img", { alt: `Image ${number + 1}` });
+    store.image(item.key, number).then(
+      (address) => (address ? (picture.src = address) : picture.replaceWith(`Image ${number + 1} is not there.`)),
+      () => picture.replaceWith(`Image ${number + 1} cannot be fetched.`),
+    );
+    picture.onload = () => URL.revokeObjectURL(picture.src);
+    return picture;
+  });
 
 const answerCard = (answer, at) => {
   const several = item.view !== "one";
@@ -320,7 +338,7 @@ const save = (skipped = false) => {
     seconds: Math.round(performance.now() - shownAt) / 1000,
     shown: item,
   });
-  item = null;
+  busy(true);
   document.activeElement?.blur();
   send();
 };
@@ -423,6 +441,7 @@ const setView = async (name) => {
   if (name === view || !progress?.totals[name]) return;
   view = name;
   store.setView(name);
+  busy(true);
   paintProgress();
   toast("");
   await next();

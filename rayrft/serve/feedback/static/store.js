@@ -81,3 +81,10 @@ export const ask = async (path, body, options = {}) => {
   if (response.status >= 500 || response.status === 429 || !answer.error) throw new Unreachable(`${response.status}`);
   throw new Refused(response.status, answer.error.message);
 };
+
+export const image = async (item, number) => {
+  const query = new URLSearchParams({ item, number });
+  const headers = { Authorization: `Bearer ${me().key}` };
+  const response = await fetch(`${base}v1/image?${query}`, { headers });
+  return response.ok ? URL.createObjectURL(await response.blob()) : null;
+};
