@@ -276,6 +276,7 @@ def test_every_action_by_mouse_and_by_keyboard(
     do("help")
     person.see("#help").to_contain_text("score the answer")
     do("close help")
+    person.see("#help").to_be_hidden()
     do("statistics")
     person.see("#stats-body").to_contain_text("judged5")
     person.see("#stats-body").to_contain_text("Ann6")
@@ -447,7 +448,9 @@ def test_text_of_a_model_is_never_run(serve: Callable[..., str], arrive: Callabl
         person.key("v", "r", "e")
         person.key("Escape", "i")
         person.see("#stats").to_be_visible()
-        person.key("Escape", "1", "Enter")
+        person.key("Escape")
+        person.see("#stats").to_be_hidden()
+        person.key("1", "Enter")
         person.saved(number + 1)
     person.see("#empty").to_be_visible()
     assert person.window.evaluate("window.pwned") is None
@@ -485,6 +488,7 @@ def test_what_the_server_does_not_take_is_not_lost(
     person.key("i")
     person.see("#stats-body").to_contain_text("a long thought")
     person.key("Escape")
+    person.see("#stats").to_be_hidden()
     assert said(tmp_path) == [] and person.shown == [shown]
     person.see("#comment").to_have_value("a long thought")
     person.errors.clear()

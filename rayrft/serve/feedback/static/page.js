@@ -577,8 +577,9 @@ const onKey = (event) => {
     return;
   }
   if (event.ctrlKey || event.metaKey || event.altKey) return;
-  // A button that was reached by the keyboard does what it says.
-  if (event.key === "Enter" && target.matches("button:focus-visible, summary:focus-visible")) return;
+  // A button that was reached by the keyboard does what it says. Those of a dialog keep the focus for a moment after it.
+  const reached = target.matches("button:focus-visible, summary:focus-visible") && !target.closest("dialog");
+  if (event.key === "Enter" && reached) return;
   const digit = /^Digit([1-9])$/.exec(event.code)?.[1] ?? (/^[1-9]$/.test(event.key) ? event.key : null);
   let action = KEYS[event.key] ?? KEYS[event.key.toLowerCase()];
   if (digit && event.shiftKey && !["?", "+", "="].includes(event.key)) {
