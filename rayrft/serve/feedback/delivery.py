@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import ParamSpec
 
 from rayrft.errors import ActorDied, DataError, FeedbackRefused, RayrftError, RunNotFound
@@ -16,6 +17,7 @@ from rayrft.serve.feedback.judgements import EditSent, Judgement, Judgements, Ou
 
 P = ParamSpec("P")
 log = logging.getLogger(__name__)
+_AT_ONCE = 16
 _AGAIN_S = 5.0
 """Seconds after which a run that was not there is looked for again: Ray has no event for it."""
 
@@ -101,14 +103,21 @@ class Delivery:
                     await self._wake.wait()
 
     async def _send(self) -> None:
-        for row in self._judgements.unsent():
-            wanted = self._judgements.wanted(row)
-            outcome, reason = await _outcome(self._rows.feedback, row, wanted.reward, wanted.labels)
-            before = self._before.get(row)
-            await self._record(Sent(row, wanted.reward, wanted.labels, outcome, reason, before))
-        for judgement in self._judgements.unsent_edits():
-            outcome, reason = await _outcome(self._rows.demonstrate, judgement)
-            await self._record(EditSent(judgement.id, outcome, reason))
+        sends = [partial(self._send_row, row) for row in self._judgements.unsent()]
+        sends += [partial(self._send_edit, judgement) for judgement in self._judgements.unsent_edits()]
+        for start in range(0, len(sends), _AT_ONCE):
+            done = await asyncio.gather(*(send() for send in sends[start : start + _AT_ONCE]), return_exceptions=True)
+            for failure in filter(None, done):
+                raise failure
+
+    async def _send_row(self, row: str) -> None:
+        wanted = self._judgements.wanted(row)
+        outcome, reason = await _outcome(self._rows.feedback, row, wanted.reward, wanted.labels)
+        await self._record(Sent(row, wanted.reward, wanted.labels, outcome, reason, self._before.get(row)))
+
+    async def _send_edit(self, judgement: Judgement) -> None:
+        outcome, reason = await _outcome(self._rows.demonstrate, judgement)
+        await self._record(EditSent(judgement.id, outcome, reason))
 
     async def _record(self, entry: Sent | EditSent) -> None:
         await self._journal.write(entry)

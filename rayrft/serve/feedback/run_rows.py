@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import threading
+from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from rayrft.config import RunConfig
 from rayrft.data.demonstrations import expert_row
 from rayrft.data.task_sources import read_held_out, read_source
 from rayrft.data.tokenizer import ChatTokenizer
-from rayrft.errors import DataError, RunNotFound
+from rayrft.errors import ActorDied, DataError, RunNotFound
 from rayrft.experience import Experience, from_batch
 from rayrft.handle import Handle
 from rayrft.serve.feedback.items import Answer, Group, Rows
@@ -39,6 +41,7 @@ class RunRows(Rows):
         self._lock = threading.Lock()
         self._archive: Archive | None = None
         self._tokenizer: ChatTokenizer | None = None
+        self._handle: Handle[Buffer] | None = None
 
     def running(self) -> bool:
         """See `Rows`."""
@@ -72,19 +75,20 @@ class RunRows(Rows):
 
     def feedback(self, experience_id: str, reward: float | None, labels: dict[str, str]) -> None:
         """See `Rows`."""
-        answer(self._find_buffer().call(Buffer.feedback, experience_id, reward, labels))
+        with self._calling() as buffer:
+            answer(buffer.call(Buffer.feedback, experience_id, reward, labels))
 
     def demonstrate(self, judgement: Judgement) -> None:
         """See `Rows`."""
         assert judgement.edit is not None  # known to the caller
-        buffer = self._find_buffer()
         row = self._read().find(judgement.rows[0]).experience
         with self._lock:
             if self._tokenizer is None:
                 tiny = self._config.model.tiny is not None
                 self._tokenizer = ChatTokenizer(self._folder / "model" if tiny else str(self._config.model.path))
         made = edited_row(row, judgement, self._name, self._tokenizer.response(judgement.edit))
-        load_dataset(buffer, [made], self._name, extend=True)
+        with self._calling() as buffer:
+            load_dataset(buffer, [made], self._name, extend=True)
 
     def _read(self) -> Archive:
         with self._lock:
@@ -92,12 +96,23 @@ class RunRows(Rows):
                 self._archive = Archive.of_run(self._folder)
             return self._archive
 
+    @contextlib.contextmanager
+    def _calling(self) -> Iterator[Handle[Buffer]]:
+        """Give the Buffer, and forget it if it has died."""
+        try:
+            yield self._find_buffer()
+        except ActorDied:
+            self._handle = None
+            raise
+
     def _find_buffer(self) -> Handle[Buffer]:
         import ray
 
         try:
             if not (self._folder / "summary.json").exists():  # an ending run kills its actors one by one
-                return Handle("buffer", ray.get_actor(self._buffer, namespace=self._namespace))
+                if self._handle is None:
+                    self._handle = Handle("buffer", ray.get_actor(self._buffer, namespace=self._namespace))
+                return self._handle
         except ValueError:
             pass
         raise RunNotFound("the run is not running, so it has no Buffer", field="run", value=str(self._folder))

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from rayrft.errors import DataError, StorageError
+from rayrft.errors import ActorDied, DataError, RunNotFound, StorageError
 from rayrft.serve.feedback.app import FeedbackPage
 from rayrft.serve.feedback.items import Group
 from rayrft.serve.feedback.journal import FILE, read_journal
@@ -97,10 +97,8 @@ async def test_each_kind_of_judgement_is_told_as_what_it_is(running: Path) -> No
         edited = await client.judge("h/1", edit="Better.")
         assert edited["outcome"] == "applied" and edited["mine"]["edited"] == 1
         told = client.told()
-        assert [(each["row"], each["reward"], each["labels"]["place"]) for each in told[:2]] == [
-            (ids[0], None, "2"),
-            (ids[1], None, "1"),
-        ]
+        picked = sorted((each["labels"]["place"], each["row"], each["reward"]) for each in told[:2])
+        assert picked == [("1", ids[1], None), ("2", ids[0], None)]
         ranked = {each["row"]: each["reward"] for each in told[2:5]}
         assert ranked == {"g/0": 1.0, "g/1": 0.5, "g/2": 0.0}
         assert {"edit": "Better.", "id": "judgement-5"} in told
@@ -112,6 +110,9 @@ async def test_what_comes_twice_is_one_judgement_and_anothers_id_is_refused(runn
         many = await asyncio.gather(*(client.judge("g/0", id="the-same-one", score=2) for _ in range(5)))
         assert {each["outcome"] for each in many} == {"applied"} and many[-1]["mine"]["judged"] == 1
         assert len(client.told()) == 1
+        before = (running / FILE).read_bytes()
+        await client.judge("g/0", id="the-same-one", score=2)
+        assert (running / FILE).read_bytes() == before
         refused = await client.judge("g/0", 409, id="the-same-one", score=5, person="Bob")
         assert refused["error"]["code"] == "id_taken"
         await client.judge("g/0", score=5)
@@ -163,6 +164,37 @@ async def test_what_is_said_while_the_run_is_away_is_kept_and_told_when_it_is_ba
             while len(client.told()) < 2:  # noqa: ASYNC110 - what is waited for is written by a thread
                 await asyncio.sleep(0.01)
         assert [each.get("edit", each.get("reward")) for each in client.told()] == [1.0, "Better."]
+
+
+async def test_a_buffer_that_dies_while_it_is_told_is_told_again(
+    running: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rayrft.serve.feedback.delivery._AGAIN_S", 0.01)
+    tell, deaths = ScriptedRows.feedback, [ActorDied("died", field="buffer"), RunNotFound("ended", field="run")]
+
+    def dying(self: ScriptedRows, row: str, reward: float | None, labels: dict[str, str]) -> None:
+        if deaths:
+            raise deaths.pop()
+        tell(self, row, reward, labels)
+
+    monkeypatch.setattr(ScriptedRows, "feedback", dying)
+    async with opened(running) as client:
+        assert (await client.judge("g/0", score=5))["outcome"] == "kept"
+        async with asyncio.timeout(20):
+            while not client.told():  # noqa: ASYNC110 - what is waited for is written by a thread
+                await asyncio.sleep(0.01)
+        assert not deaths and [each["reward"] for each in client.told()] == [1.0]
+        assert (await client.judge("g/1", score=1))["outcome"] == "applied"
+
+
+async def test_what_many_say_while_the_run_is_away_is_all_told_once(running: Path) -> None:
+    (running / "running").unlink()
+    async with opened(running, *(group(f"g{number}", "a") for number in range(50))) as client:
+        await asyncio.gather(*(client.judge(f"g{number}/0", score=3) for number in range(50)))
+        (running / "running").touch()
+        await client.judge("g0/0", score=3, edit="x")
+        rows = sorted(each["row"] for each in client.told() if "row" in each)
+        assert rows == sorted(f"g{number}/0" for number in range(50))
 
 
 async def test_a_server_that_was_killed_goes_on_where_it_was(running: Path) -> None:
