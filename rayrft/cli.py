@@ -17,15 +17,16 @@ from rayrft import cli_buffer, cli_data
 from rayrft.config import load_config, parse_override, read_config
 from rayrft.core.checkpoints import find_folder
 from rayrft.errors import ActorDied, RayrftError
-from rayrft.handle import until_dead
+from rayrft.handle import Handle, until_dead
 
 if TYPE_CHECKING:
+    from rayrft.applications import Anchor
     from rayrft.config import RunConfig
     from rayrft.core.run import Run
     from rayrft.core.summary import Summary
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-serve = typer.Typer(no_args_is_help=True, help="Serve a policy, or rewards.")
+serve = typer.Typer(no_args_is_help=True, help="Serve a policy, rewards, or a page for feedback.")
 app.add_typer(serve, name="serve")
 app.add_typer(cli_data.app, name="data")
 app.add_typer(cli_buffer.app, name="buffer")
@@ -80,20 +81,49 @@ def rewards(
     from rayrft.core.reward_service import serve_rewards
 
     checked = read_config(RewardServiceConfig, config, dict(map(parse_override, overrides or [])))
-    received: list[int] = []
     with serve_rewards(checked, _print) as (url, anchor):
         _print(f"rewards at {url}")
-
-        def interrupted(number: int) -> None:
-            received.append(number)
-            anchor.kill()
-
-        with _signals(interrupted):
-            until_dead(anchor)
-        if not received:
-            raise ActorDied("died", field=anchor.name, remedy="see the Ray dashboard, and start the service again")
+        received = _until_interrupted(anchor)
         _print("ending")
-    raise SystemExit(128 + received[0])
+    raise SystemExit(128 + received)
+
+
+@serve.command()
+def feedback(
+    run: Annotated[str, typer.Argument(help="a run's folder, or its name in --storage")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="port=8000 rule=uncertain labels=[polite,rude] …")
+    ] = None,
+    storage: Annotated[Path, typer.Option(help="the folder of run folders")] = Path("runs"),
+) -> None:
+    """Serve a page where people judge and edit a run's answers, while it is running or after its end, until Ctrl-C."""
+    from rayrft.config.serve import FeedbackConfig
+    from rayrft.core.feedback_page import open_page
+
+    settings = read_config(FeedbackConfig, {}, dict(map(parse_override, overrides or [])))
+    page = open_page(find_folder(run, storage), settings)
+    try:
+        _print(f"feedback page at {page.url}")
+        received = _until_interrupted(page.anchor)
+        _print("ending")
+    finally:
+        page.stop()
+    raise SystemExit(128 + received)
+
+
+def _until_interrupted(anchor: Handle[Anchor]) -> int:
+    """Wait for SIGINT or SIGTERM, which end the actor; return its number. Raises ActorDied if it dies otherwise."""
+    received: list[int] = []
+
+    def interrupted(number: int) -> None:
+        received.append(number)
+        anchor.kill()
+
+    with _signals(interrupted):
+        until_dead(anchor)
+    if not received:
+        raise ActorDied("died", field=anchor.name, remedy="see the Ray dashboard, and start the service again")
+    return received[0]
 
 
 @app.command()

@@ -17,6 +17,7 @@ from rayrft.errors import RunNotFound
 if TYPE_CHECKING:
     from rayrft.buffer.reader import Archive, Found
     from rayrft.config import PipelineConfig
+    from rayrft.config.serve import FeedbackConfig
     from rayrft.core.measured_tasks import MeasuredTasks
     from rayrft.experience import Task
     from rayrft.pipelines import Context
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True, help="Inspect, export, import and process the experiences of a run, and rows of files."
 )
+
+feedback = typer.Typer(no_args_is_help=True, help="What people said of a run's answers, as files.")
+app.add_typer(feedback, name="feedback")
 
 _Run = Annotated[str, typer.Argument(help="a run folder, or the name of a run in --storage")]
 _Storage = Annotated[Path, typer.Option(help="the folder of run folders")]
@@ -255,6 +259,67 @@ def lineage(
     for each in walk_lineage(row_id, [_source(name, storage) for name in rows]):
         how = f" by {each.made_by}" if each.made_by else ""
         print(f"{'  ' * each.depth}{each.id}{how}: {'not in these files' if each.row is None else glimpse(each.row)}")
+
+
+_Form = Annotated[
+    str, typer.Option("--format", help="pairs, answers, labelled or scores, to train on; argilla or label_studio")
+]
+_Settings = Annotated[list[str] | None, typer.Argument(help="those of the page: levels=5 reward_range=[0,1] …")]
+
+
+@feedback.command("export")
+def export_feedback(
+    run: _Run,
+    out: Annotated[Path, typer.Argument(help="a JSONL file to write")],
+    settings: _Settings = None,
+    form: _Form = "pairs",
+    storage: _Storage = _RUNS,
+) -> None:
+    """Write what people said of a run's answers, also while the page is open."""
+    from rayrft.serve.feedback.exchange import export_feedback, read_answers
+    from rayrft.serve.feedback.journal import FILE, feedback_folder, read_journal
+    from rayrft.serve.feedback.judgements import Judgements
+
+    folder, checked = find_folder(run, storage), _feedback_settings(settings)
+    judgements = Judgements(checked)
+    for entry in read_journal(feedback_folder(folder) / FILE):
+        judgements.add(entry)
+    archive = _archive(run, storage)
+    answers = read_answers(archive, {row for each in judgements.all.values() for row in each.rows})
+    done = export_feedback(judgements, answers, out, form, checked)
+    print(f"{done.rows} rows in {out}")
+    if done.missing:
+        print(f"left out {done.missing} judgements of answers that are no longer in the run's log")
+    _report(archive)
+
+
+@feedback.command("import")
+def import_feedback(
+    run: _Run,
+    file: Annotated[Path, typer.Argument(help="JSONL, or one JSON list")],
+    settings: _Settings = None,
+    form: _Form = "argilla",
+    storage: _Storage = _RUNS,
+) -> None:
+    """Take what people said elsewhere of a run's answers; the page tells the run of it when it is opened."""
+    from rayrft.serve.feedback.exchange import import_feedback, read_answers
+    from rayrft.serve.feedback.journal import FeedbackJournal, feedback_folder
+
+    folder, checked = find_folder(run, storage), _feedback_settings(settings)
+    found = import_feedback(file, form, read_answers(_archive(run, storage)), checked)
+    journal = FeedbackJournal(feedback_folder(folder))
+    known = {entry.judgement.id for entry in journal.open(wait=False) if entry.kind == "judged"}
+    new = [each for each in found if each.judgement.id not in known]
+    journal.append(*new)
+    journal.close()
+    print(f"{len(new)} judgements imported, {len(found) - len(new)} were there")
+
+
+def _feedback_settings(overrides: list[str] | None) -> FeedbackConfig:
+    from rayrft.config import parse_override, read_config
+    from rayrft.config.serve import FeedbackConfig
+
+    return read_config(FeedbackConfig, {}, dict(map(parse_override, overrides or [])))
 
 
 def _source(name: str, storage: Path) -> RowSource:

@@ -23,6 +23,12 @@ for argument in "$@"; do
 done
 bash cluster/setup.sh test gymnasium openenv verifiers
 
+# What pages are tested in; where it is missing and cannot be installed, those tests are skipped and say so.
+if ! command -v chromium >/dev/null 2>&1 && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
+  printf 'tests: installing chromium\n' >&2
+  { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; } >/dev/null 2>&1 || true
+fi
+
 # Nothing that lies on a machine by chance may help: an empty home, and so empty caches.
 unset "${!HF_@}" "${!RAY_A@}" "${!XDG_@}" VLLM_CACHE_ROOT VLLM_CONFIG_ROOT NUMBA_CACHE_DIR MPLCONFIGDIR TRITON_CACHE_DIR
 HOME=$(mktemp -d)

@@ -26,7 +26,7 @@ from rayrft.config.buffer import SamplerConfig
 from rayrft.data.selection import Selection
 from rayrft.data.task_sampler import TaskSet
 from rayrft.errors import DataError, StorageError
-from rayrft.experience import SCHEMA, SCHEMA_VERSION, Experience, from_batch
+from rayrft.experience import SCHEMA, SCHEMA_VERSION, Experience, Task, from_batch
 
 _ATTEMPTS = 5
 
@@ -151,6 +151,11 @@ class Archive:
     def stores(self) -> list[str]:
         """Names of the stores, for `rows`."""
         return ["usual", *(f"expert/{name}" for name in self._state.meta.experts)]
+
+    @property
+    def added_tasks(self) -> list[Task]:
+        """The tasks that were added to the run while it was running, in order."""
+        return self._state.meta.added_tasks
 
     def stats(self) -> ArchiveStats:
         """Return the ledger of own rows, the rows and bytes by store, and the uncommitted bytes."""

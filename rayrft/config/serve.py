@@ -78,6 +78,37 @@ class ServeConfig(HttpConfig):
     is dropped and counted."""
 
 
+class FeedbackConfig(HttpConfig):
+    """The page on which people say what they think of a run's answers: the options of `rayrft serve feedback`.
+
+    Without keys_file and keys_env a key is made, and kept in the run's folder.
+    """
+
+    replicas: int = Field(1, ge=1, le=1)
+    """One, which knows who looks at what."""
+    rule: Literal["random", "uncertain", "low_deviation", "disagreement"] = "random"
+    """What is shown first: any; answers with the lowest mean log-prob of a token; groups whose rewards differ least;
+    answers of whose value the parts of the reward, the reward and people differ most. Rows that wait for training come
+    before all others."""
+    agreement: int = Field(1, ge=1)
+    """People who see each item."""
+    lease_s: float = Field(300.0, gt=0)
+    """Seconds after which an item is given to somebody else if nothing was heard of the person who has it."""
+    levels: int = Field(5, ge=2, le=9)
+    """Scores are 1 to this."""
+    reward_range: tuple[float, float] = (0.0, 1.0)
+    """Rewards of the lowest and of the highest score, of thumbs down and up, and of the last and the first of a ranked
+    group; those between are spaced evenly. Those of several people are averaged."""
+    set_rewards: bool = True
+    """Whether people's rewards replace those of the rows; if not, they are labels only."""
+    labels: list[str] = Field(default_factory=list, max_length=9)
+    """Labels to choose from."""
+    demonstrations: str = Field("human", pattern=NAME)
+    """The demonstrations of the run to which edited answers are added."""
+    max_groups: int = Field(2000, ge=1)
+    """Groups in the queue, those that wait for training first, then the newest."""
+
+
 class RewardServiceConfig(Section):
     """Rewards that are served over HTTP, without a run: the file of `rayrft serve rewards`."""
 

@@ -76,7 +76,7 @@ def find_buffer(name: str) -> Handle[SharedBuffer]:
     import ray
 
     try:
-        return Handle(BUFFER.name, ray.get_actor(actor_name(_PREFIX + name, BUFFER.name), namespace=NAMESPACE))
+        return Handle(BUFFER.name, ray.get_actor(shared_actor_name(name), namespace=NAMESPACE))
     except ValueError:
         names = buffers()
         raise RunNotFound(
@@ -85,6 +85,11 @@ def find_buffer(name: str) -> Handle[SharedBuffer]:
             value=name,
             remedy=nearest(name, names) if names else "no named Buffer is running",
         ) from None
+
+
+def shared_actor_name(name: str) -> str:
+    """Return the name of a named Buffer's actor."""
+    return actor_name(_PREFIX + name, BUFFER.name)
 
 
 def buffers() -> list[str]:

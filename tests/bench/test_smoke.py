@@ -14,6 +14,7 @@ from tests.conftest import ROOT
 SMALLEST = {
     "bench_endpoint": "--requests 20 --clients 4 --rounds 1",
     "bench_explorer": "--in-flight 32 --groups 64 --rounds 1",
+    "bench_feedback": "--people 2 --seconds 1 --groups 20 --think 0.1",
     "bench_head": "--tokens 64 --hidden 32 --vocabulary 512 --rounds 1",
     "bench_lease": "--sizes 4000 --leases 2",
     "bench_long_tail": "--rounds 1 --steps 1 --warm-up 1 --groups 2",

@@ -1,0 +1,91 @@
+"""The feedback page of a run under way, or of one that ended."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rayrft.config import load_config
+from rayrft.config.serve import FeedbackConfig
+from rayrft.core.cluster import connect
+from rayrft.core.placement import BUFFER, NAMESPACE, Part, actor_name, check_room
+from rayrft.core.preflight import read_keys
+from rayrft.core.shared_buffer import shared_actor_name
+from rayrft.handle import Handle
+from rayrft.serve.feedback.journal import feedback_folder
+from rayrft.serve.protocol import key_digest
+
+if TYPE_CHECKING:
+    from rayrft.applications import Anchor
+
+
+@dataclass(frozen=True)
+class OpenPage:
+    """A feedback page that is served. In a notebook it is shown as a link.
+
+    ``url`` holds the key, if it was made, behind ``#``: browsers send nothing of that. The page ends with the actor
+    ``anchor``, which ends with this process.
+    """
+
+    url: str
+    anchor: Handle[Anchor]
+    application: str
+
+    def stop(self) -> None:
+        """End the page. What people said stays in the run's folder."""
+        from rayrft.applications import delete_applications
+
+        delete_applications(self.application)
+        self.anchor.kill()
+
+    def _repr_html_(self) -> str:
+        return f'<a href="{self.url}" target="_blank" rel="noopener">{self.url.partition("#")[0]}</a>'
+
+
+def open_page(folder: Path, settings: FeedbackConfig) -> OpenPage:
+    """Serve the page of the run in a folder, until it is stopped.
+
+    Raises ConfigError for keys that cannot be read, if the run has a page already, and as `start_serve`; PlacementError
+    if there is no room.
+    """
+    folder = folder.absolute()
+    config = load_config(folder / "config.yaml")
+    digests, key = read_keys(settings), ""
+    if not digests:
+        key = _own_key(feedback_folder(folder) / "key")
+        digests = (key_digest(key),)
+    connect()
+    from rayrft.applications import Owner, create_anchor, delete_applications
+    from rayrft.serve.feedback.deployment import FeedbackFront, open_feedback
+
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    check_room([Part("http", 1, settings.cpus, 0, 0.25, "on Ray Serve: HTTP", served=True)])
+    shared = config.buffer.name
+    buffer = shared_actor_name(shared) if shared is not None else actor_name(config.name, BUFFER.name)
+    # Not one of the run's actors, which end with it: people go on with its log.
+    owner = Owner(NAMESPACE, f"feedback/{config.name}")
+    front = FeedbackFront(config.name, folder, settings, digests, buffer, owner)
+    anchor = create_anchor(owner)
+    try:
+        delete_applications(front.application)  # of an owner that was killed
+        url = open_feedback(front)
+    except BaseException:
+        anchor.kill()
+        raise
+    return OpenPage(f"{url}#key={key}" if key else url, anchor, front.application)
+
+
+def _own_key(path: Path) -> str:
+    """Return the key in a file that only its owner can read; make it if there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return path.read_text().strip()
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secrets.token_urlsafe(24) + "\n")
+    return path.read_text().strip()

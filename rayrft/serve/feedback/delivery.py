@@ -1,0 +1,135 @@
+"""Brings what people said to the run, in the background: nothing is lost while its Buffer is away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import ParamSpec
+
+from rayrft.errors import ActorDied, DataError, FeedbackRefused, RayrftError, RunNotFound
+from rayrft.serve.feedback.items import Rows
+from rayrft.serve.feedback.journal import FeedbackJournal
+from rayrft.serve.feedback.judgements import EditSent, Judgement, Judgements, Outcome, Sent
+
+P = ParamSpec("P")
+log = logging.getLogger(__name__)
+_AT_ONCE = 16
+_AGAIN_S = 5.0
+"""Seconds after which a run that was not there is looked for again: Ray has no event for it."""
+
+
+@dataclass(frozen=True)
+class Delivered:
+    """What became of a judgement in the run. ``kept``: it is in the journal, and the run does not have it yet."""
+
+    outcome: str
+    reason: str = ""
+
+
+class Delivery:
+    """Sends rewards, labels and edited answers to the run, and records in the journal that it has them.
+
+    ``before`` are the rewards that rows had when they were shown, by experience id.
+    """
+
+    def __init__(self, rows: Rows, judgements: Judgements, journal: FeedbackJournal, before: dict[str, float | None]):
+        self._rows, self._judgements, self._journal, self._before = rows, judgements, journal, before
+        self._wake = asyncio.Event()
+        self._round: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._run())
+        self.reachable = True
+        """Whether the run was there when it was last asked for."""
+
+    def wake(self) -> None:
+        """Have sent what is not."""
+        self._wake.set()
+
+    async def settle(self, judgement: Judgement, within_s: float) -> Delivered:
+        """Return what became of a judgement, or of taking it back, after at most ``within_s`` seconds."""
+        self.wake()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while self._is_unsent(judgement):
+                    await asyncio.shield(self._round)
+                    if not self.reachable:
+                        break
+        return self.state(judgement)
+
+    def state(self, judgement: Judgement) -> Delivered:
+        """Return what became of a judgement so far."""
+        if self._is_unsent(judgement):
+            return Delivered("kept")
+        sent: list[Sent | EditSent] = [
+            self._judgements.sent[row] for row in judgement.rows if row in self._judgements.sent
+        ]
+        if judgement.edit is not None and judgement.id in self._judgements.edits:
+            sent.append(self._judgements.edits[judgement.id])
+        for outcome in ("refused", "late"):
+            if found := [each for each in sent if each.outcome == outcome]:
+                return Delivered(outcome, found[0].reason)
+        return Delivered("applied")
+
+    async def close(self) -> None:
+        """End."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    def _is_unsent(self, judgement: Judgement) -> bool:
+        edited = judgement.edit is not None and judgement.id in self._judgements.all
+        return any(map(self._judgements.is_unsent, judgement.rows)) or (
+            edited and judgement.id not in self._judgements.edits
+        )
+
+    async def _run(self) -> None:
+        while True:
+            self._wake.clear()
+            try:
+                self.reachable = await asyncio.to_thread(self._rows.running)
+                if self.reachable:
+                    await self._send()
+            except (RunNotFound, ActorDied):
+                self.reachable = False
+            except RayrftError:
+                log.exception("feedback was not sent")  # it stays in the journal
+                self.reachable = False
+            done, self._round = self._round, asyncio.get_running_loop().create_future()
+            done.set_result(None)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(None if self.reachable else _AGAIN_S):
+                    await self._wake.wait()
+
+    async def _send(self) -> None:
+        sends = [partial(self._send_row, row) for row in self._judgements.unsent()]
+        sends += [partial(self._send_edit, judgement) for judgement in self._judgements.unsent_edits()]
+        for start in range(0, len(sends), _AT_ONCE):
+            done = await asyncio.gather(*(send() for send in sends[start : start + _AT_ONCE]), return_exceptions=True)
+            for failure in filter(None, done):
+                raise failure
+
+    async def _send_row(self, row: str) -> None:
+        wanted = self._judgements.wanted(row)
+        outcome, reason = await _outcome(self._rows.feedback, row, wanted.reward, wanted.labels)
+        await self._record(Sent(row, wanted.reward, wanted.labels, outcome, reason, self._before.get(row)))
+
+    async def _send_edit(self, judgement: Judgement) -> None:
+        outcome, reason = await _outcome(self._rows.demonstrate, judgement)
+        await self._record(EditSent(judgement.id, outcome, reason))
+
+    async def _record(self, entry: Sent | EditSent) -> None:
+        await self._journal.write(entry)
+        self._judgements.add(entry)
+
+
+async def _outcome(tell: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> tuple[Outcome, str]:
+    """Return what came of telling the run something."""
+    try:
+        await asyncio.to_thread(tell, *args, **kwargs)
+    except FeedbackRefused as error:
+        return "late", error.problem
+    except DataError as error:
+        return "refused", str(error)
+    return "applied", ""

@@ -1,0 +1,69 @@
+"""The feedback page on Ray Serve: an application of its own for each run, which ends with whoever opened it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+from fastapi import FastAPI
+from ray.exceptions import RayTaskError
+
+from rayrft.applications import ON_HEAD, Owner, delete_with, start_serve
+from rayrft.config import RunConfig, load_config
+from rayrft.config.serve import FeedbackConfig
+from rayrft.serve.deployment import deploy, request_counter
+from rayrft.serve.feedback.app import FeedbackPage
+from rayrft.serve.feedback.journal import FeedbackJournal, feedback_folder
+from rayrft.serve.feedback.run_rows import RunRows
+
+
+@dataclass(frozen=True)
+class FeedbackFront:
+    """What the page's process is told: the run's name and folder, the name of its Buffer's actor, in the owner's
+    namespace, and who owns the page."""
+
+    run: str
+    folder: Path
+    config: FeedbackConfig
+    key_digests: tuple[str, ...]
+    buffer: str
+    owner: Owner
+
+    @property
+    def application(self) -> str:
+        return f"{self.run}:feedback"
+
+
+class FeedbackReplica:
+    """The process that answers. When it is killed, Serve starts another, which goes on with the journal."""
+
+    def __init__(self, front: FeedbackFront) -> None:
+        config: RunConfig = load_config(front.folder / "config.yaml")
+        settings = front.config
+        rows = RunRows(
+            front.folder, config, front.owner.namespace, front.buffer, settings.max_groups, settings.demonstrations
+        )
+        journal = FeedbackJournal(feedback_folder(front.folder))
+        count = request_counter(front.application)
+        self._page = FeedbackPage(front.run, settings, front.key_digests, rows, journal, count)
+        self._watching = asyncio.create_task(delete_with(front.owner, front.application))
+        self._beginning = asyncio.create_task(self._page.begin())
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return self._page.app()
+
+
+def open_feedback(front: FeedbackFront) -> str:
+    """Deploy the page; return its address, once it answers. Raises ConfigError as `start_serve` and `deploy` do."""
+    try:
+        return ray.get(ray.remote(_open).options(**ON_HEAD).remote(front))
+    except RayTaskError as error:
+        raise error.cause from None
+
+
+def _open(front: FeedbackFront) -> str:
+    start_serve(front.config.host, front.config.port)
+    url = deploy(FeedbackReplica, (front,), front.config, front.application, f"feedback/{front.run}")
+    return url.removesuffix("v1")
