@@ -147,7 +147,7 @@ def _to_tasks(rows: TaskRows, config: TaskSourceConfig, field: str, note: Note, 
     if broken and (config.on_broken == "fail" or not tasks):
         raise _broken(broken, rows, len(tasks))
     if not tasks:
-        raise DataError(f"{rows.origin} holds no rows", field=rows.field, remedy="give one with tasks")
+        raise DataError("it holds no rows", field=rows.field, value=rows.origin, remedy="give one with tasks")
     if broken:
         skipped = SkippedRows(broken={number: error.problem for number, error in broken.items()})
         note(RowsRead(rows.origin, len(tasks) + len(broken), skipped))
