@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rayrft.explorer.trajectory import Model, Trajectory
     from rayrft.explorer.workflows import Workflow, register_workflow
     from rayrft.pipelines import register_operator
-    from rayrft.rewards import RewardResult, Transcript, register_reward
+    from rayrft.rewards import RewardResult, StepReward, Transcript, register_reward
     from rayrft.weights import WeightTransport, register_transport
 
 _HOME = {
@@ -45,6 +45,7 @@ _HOME = {
     "register_workflow": "rayrft.explorer.workflows",
     "register_operator": "rayrft.pipelines",
     "RewardResult": "rayrft.rewards",
+    "StepReward": "rayrft.rewards",
     "Transcript": "rayrft.rewards",
     "register_reward": "rayrft.rewards",
     "WeightTransport": "rayrft.weights",
@@ -60,6 +61,7 @@ __all__ = [
     "Run",
     "RunConfig",
     "Step",
+    "StepReward",
     "Task",
     "Trajectory",
     "Transcript",

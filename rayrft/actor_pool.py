@@ -54,7 +54,7 @@ class ActorPool(Generic[A]):
                     self._add()
             finally:
                 self._owed[actor] -= owed
-        raise ActorDied(f"{TRIES} actors died of a call: {problem}", field=actor.name)
+        raise ActorDied(problem, field=actor.name, remedy="see its log in the Ray dashboard")
 
     def _add(self) -> None:
         actor = self._create()

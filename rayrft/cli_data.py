@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -15,9 +16,13 @@ from rayrft.errors import RunNotFound
 
 if TYPE_CHECKING:
     from rayrft.buffer.reader import Archive, Found
+    from rayrft.config import PipelineConfig
     from rayrft.config.serve import FeedbackConfig
+    from rayrft.core.measured_tasks import MeasuredTasks
+    from rayrft.experience import Task
     from rayrft.pipelines import Context
     from rayrft.pipelines.process import RowSource
+    from rayrft.pipelines.runner import Answers
 
 app = typer.Typer(
     no_args_is_help=True, help="Inspect, export, import and process the experiences of a run, and rows of files."
@@ -151,11 +156,17 @@ def process(
     left_out: Annotated[Path | None, typer.Option(help="a JSONL file for the rows left out, with the reasons")] = None,
     config: Annotated[
         str | None,
-        typer.Option(help="a run's YAML, for its evaluation sets (decontaminate) and its tokenizer (length)"),
+        typer.Option(
+            help="a run's YAML, for its evaluation sets (decontaminate), model (length, diverse), auxiliary models, "
+            "reward and tasks (operators that ask)"
+        ),
     ] = None,
     storage: _Storage = _RUNS,
 ) -> None:
-    """Clean, filter, prioritise and synthesise rows; print what each operator did."""
+    """Clean, filter, prioritise and synthesise rows; print what each operator did.
+
+    Answers of models are kept beside OUT until all is done: a command that was cut off does not ask for them again.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -163,8 +174,12 @@ def process(
     from rayrft.pipelines.process import process as run_pipeline
 
     loaded = read_config(PipelineConfig, pipeline)
+    if loaded.workers > 1:
+        from rayrft.core.cluster import connect
+
+        connect()
     sources = [_source(name, storage) for name in rows]
-    context = _context(config) if config is not None else None
+    context, answers = _setting(loaded, config, out)
     total = sum(source.rows or 0 for source in sources) * len(loaded.operators)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
@@ -173,7 +188,8 @@ def process(
         def advance(operator: int, count: int) -> None:
             bar.update(task, advance=count, description=loaded.operators[operator].name)
 
-        done = run_pipeline(sources, loaded, out, context=context, left_out=left_out, progress=advance)
+        done = run_pipeline(sources, loaded, out, context=context, left_out=left_out, progress=advance, answers=answers)
+    _journal(out).unlink(missing_ok=True)
     console = Console(highlight=False, markup=False)
     console.print(done.report.table())
     for line in done.report.examples():
@@ -184,6 +200,48 @@ def process(
             f"{len(broken)} broken rows of {name} were not read: {first}{' …' if len(broken) > loaded.samples else ''}"
         )
     print(f"{done.rows} rows in {out}")
+
+
+@app.command()
+def difficulty(
+    config: Annotated[str, typer.Argument(help="YAML file of a run")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value …")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="a file to write: .jsonl or .parquet [STORAGE/NAME-difficulty/tasks.parquet]")
+    ] = None,
+    tries: Annotated[int, typer.Option(min=1, help="answers to each task")] = 8,
+    model: Annotated[str | None, typer.Option(help="a folder, an id on the hub, RUN or RUN@WHICH [model.path]")] = None,
+) -> None:
+    """Measure the pass rate of every task with a run's engines; one that was interrupted goes on where it stopped.
+
+    The file is a source of tasks: {source: tasks, path: …}.
+    """
+    from rayrft.config import parse_override
+    from rayrft.core.measured_tasks import measure_difficulty
+
+    changes = dict(map(parse_override, overrides or []))
+    _measured(measure_difficulty(config, out, tries=tries, model=model, say=_say, **changes))
+
+
+@app.command()
+def tasks(
+    run: _Run,
+    out: Annotated[Path, typer.Argument(help="a file to write: .jsonl or .parquet")],
+    storage: _Storage = _RUNS,
+) -> None:
+    """Write a run's tasks with the tries and pass rate that it came to: a source of tasks for another run."""
+    from rayrft.core.measured_tasks import write_solved
+
+    _measured(write_solved(find_folder(run, storage), out))
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _measured(found: MeasuredTasks) -> None:
+    rate = f", {found.solved} solved at least once, mean pass rate {found.mean:.3f}" if found.mean is not None else ""
+    print(f"{found.tasks} tasks in {found.path}: {found.tried} tried{rate}")
 
 
 @app.command()
@@ -275,16 +333,45 @@ def _source(name: str, storage: Path) -> RowSource:
     return RowSource(name, ARCHIVE_SCHEMA, lambda rows: (batch for batch in archive.rows("usual")))
 
 
-def _context(config: str) -> Context:
-    """Return the evaluation sets and the tokenizer of a run's config."""
+def _setting(pipeline: PipelineConfig, config: str | None, out: Path) -> tuple[Context, Answers]:
+    """Return what operators may need besides their options, of a run's config, too, and what answers them."""
+    from functools import partial
+
     from rayrft.config import load_config
     from rayrft.core.cluster import connect
+    from rayrft.core.pipeline_models import pipeline_engines, task_engines
     from rayrft.pipelines import Context
+    from rayrft.pipelines.answering import answering
     from rayrft.pipelines.tasks import load_processed
 
-    loaded = load_config(config, {"pipelines.decontaminate": False})
-    connect()
-    return Context(load_processed(loaded).evaluation, loaded.model.path)
+    reward, models, plugins, seed = pipeline.reward, dict(pipeline.models), list(pipeline.plugins), 0
+    evaluation: tuple[Task, ...] = ()
+    model: str | None = None
+    tasks: dict[str, Task] = {}
+    if config is not None:
+        run = load_config(config, {"pipelines.decontaminate": False})
+        connect()
+        processed = load_processed(run, task_engines(run))
+        splits, evaluation, model = processed.splits, processed.evaluation, run.model.path
+        demonstrated = chain.from_iterable(splits.demonstrated.values())
+        tasks = {task.id: task for task in chain(splits.train, splits.evaluation, demonstrated)}
+        reward, models, seed = reward or run.scoring, {**run.auxiliary, **models}, run.seed
+        plugins += run.plugins
+    answers = partial(
+        answering,
+        engines=pipeline_engines(f"pipeline-{uuid.uuid4().hex[:8]}", models, seed),
+        endpoints=pipeline.endpoints,
+        reward=reward,
+        plugins=plugins,
+        tasks=tasks.get,
+        answer_s=pipeline.answer_s,
+        journal=_journal(out),
+    )
+    return Context(evaluation, model, {*models, *pipeline.endpoints}, scores=reward is not None), answers
+
+
+def _journal(out: Path) -> Path:
+    return out.with_name(f"{out.name}.answers.jsonl")
 
 
 def _archive(run: str, storage: Path) -> Archive:

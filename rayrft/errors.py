@@ -69,6 +69,10 @@ class RequestRefused(RayrftError):
     """An engine does not take a request, such as one that is too long; the engine is well, and others are answered."""
 
 
+class EndpointFailed(RayrftError):
+    """An endpoint did not answer a request, or with something that is no answer; ``value`` is its URL."""
+
+
 class CallFailed(RayrftError):
     """A call to an object in a process of its own failed; the object raised, or one of the errors below."""
 

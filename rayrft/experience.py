@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import lru_cache
 from typing import Any, Literal
@@ -41,6 +41,12 @@ class Task:
     workflow: str | None = None
     """The one that acts on it; by default ``explorer.workflow`` of the config."""
     difficulty: float | None = None
+    tries: int = 0
+    """Answers to it that were scored before the run."""
+    pass_rate: float | None = None
+    """Their mean reward, within 0 and 1."""
+    priority: float | None = None
+    """Its weight among the draws of task sampler ``priority``."""
     system: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     images: tuple[str, ...] = ()
@@ -50,6 +56,11 @@ class Task:
     def create(cls, source: str, question: str, answer: str, *, images: tuple[str, ...] = (), **rest: Any) -> Task:
         digest = hashlib.blake2b(json.dumps([source, question, answer, *images]).encode(), digest_size=8)
         return cls(digest.hexdigest(), question, answer, images=images, **rest)
+
+    @property
+    def passes(self) -> float:
+        """The sum of the rewards of its tries."""
+        return self.tries * (self.pass_rate or 0.0)
 
     @property
     def dedup_key(self) -> str:
@@ -66,6 +77,16 @@ class Task:
 def dedup_key(question: str, images: tuple[str, ...]) -> str:
     """Join question and image paths; without images, return the question itself."""
     return "\n".join([question, *images])
+
+
+TOKEN_REWARD = "token_reward_"
+"""With the index of a token, the metric of a row that is the reward of the step inside an answer that ends with it."""
+
+
+def rewards_by_token(metrics: Mapping[str, float]) -> dict[int, float]:
+    """Return the rewards of steps inside answers that a row has in its metrics, by the index of the token."""
+    places = {name: name.removeprefix(TOKEN_REWARD) for name in metrics if name.startswith(TOKEN_REWARD)}
+    return {int(place): metrics[name] for name, place in places.items() if place.isdecimal()}
 
 
 @dataclass(frozen=True)
@@ -247,21 +268,32 @@ _CONVERT: dict[str, Callable[[Any], Any]] = {
 
 def from_batch(batch: pa.RecordBatch) -> list[Experience]:
     """Convert a record batch to experiences; arrays are views of the Arrow memory."""
-    columns: dict[str, list[Any]] = {}
-    for f in SCHEMA:
-        column = batch.column(f.name)
-        if f.name in _LISTS:
-            columns[f.name] = list_column(column)
-        else:
-            columns[f.name] = column.to_pylist()
-    for name in _MAPS:
-        columns[name] = [dict(value or ()) for value in columns[name]]
-    columns["turns"] = [tuple(dict(turn) for turn in value or ()) for value in columns["turns"]]
-    columns["images"] = [tuple(value or ()) for value in columns["images"]]
-    columns["weight_versions"] = [
-        tuple(VersionSpan(**span) for span in value or ()) for value in columns["weight_versions"]
-    ]
+    columns = field_values(batch.select(_NAMES))
     return [Experience(**{name: values[row] for name, values in columns.items()}) for row in range(batch.num_rows)]
+
+
+def field_values(batch: pa.RecordBatch) -> dict[str, list[Any]]:
+    """Return columns of :data:`SCHEMA` as the values of fields of experiences, by name."""
+    columns: dict[str, list[Any]] = {}
+    for name in batch.schema.names:
+        column = batch.column(name)
+        if name in _LISTS:
+            columns[name] = list_column(column)
+            continue
+        values = column.to_pylist()
+        if (convert := _FIELDS.get(name)) is not None:
+            values = [convert(value or ()) for value in values]
+        columns[name] = values
+    return columns
+
+
+_FIELDS: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(_MAPS, dict),
+    "turns": lambda value: tuple(map(dict, value)),
+    "images": tuple,
+    "weight_versions": lambda value: tuple(VersionSpan(**span) for span in value),
+}
+"""Fields whose values Arrow represents by others."""
 
 
 def list_column(column: pa.ListArray, rows: Sequence[int] | np.ndarray | None = None) -> list[np.ndarray | None]:

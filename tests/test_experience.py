@@ -83,11 +83,13 @@ def test_a_right_row_has_no_fault() -> None:
     assert find_faults(to_batch([make_row(), expert, make_row(experience_id="run/stage/0")])) == {}
 
 
+STEP_FAULT = "metrics has a reward of a step that is not finite, or at no token of the model"
 LIMITS = Limits(vocabulary=9, max_length=4, version=7)
 
 
 def test_a_row_at_every_limit_has_no_fault() -> None:
-    row = make_row(logprobs=np.array([0, 0, -0.5, 1e-6], dtype=np.float32))
+    steps = {"token_reward_2": 0.5, "token_reward_3": -1.0, "token_reward_words": 7.0}
+    row = make_row(logprobs=np.array([0, 0, -0.5, 1e-6], dtype=np.float32), metrics=steps)
     assert find_faults(to_batch([row]), LIMITS) == {}
 
 
@@ -159,6 +161,9 @@ def test_a_row_of_wrong_types_is_an_error_that_names_the_column(column: str, val
         ({"logprobs": np.array([0, 0, 0.1, -1], dtype=np.float32)}, "logprobs has an entry above 0"),
         ({"teacher_logprobs": np.array([0, 0, 0.1, -1], dtype=np.float32)}, "teacher_logprobs has an entry above 0"),
         ({"weight_versions": (VersionSpan(2, 4, -1),)}, "weight_versions names weights that never were"),
+        ({"metrics": {"token_reward_3": 1.0, "token_reward_1": 1.0}}, STEP_FAULT),
+        ({"metrics": {"token_reward_4": 1.0}}, STEP_FAULT),
+        ({"metrics": {"token_reward_3": float("nan")}}, STEP_FAULT),
         ({"experience_id": "else"}, "experience_id does not begin with its group_id"),
     ],
 )

@@ -113,7 +113,7 @@ class Algorithm(Recipe):
             parts = self._own(parts, output, batch, over, 1.0 - mu)
         if self.sft != NONE and mu > 0.0:
             rows = batch.demonstrated()
-            values = self._bound("sft")(keep(output.logprobs, rows.mask), rows)
+            values = rows.weighted(self._bound("sft")(keep(output.logprobs, rows.mask), rows))
             parts = parts.add("sft", self._bound("sft_aggregation")(values, rows, over.expert), mu)
         if self.preference != NONE:
             self._check(batch, "preference")
@@ -129,6 +129,7 @@ class Algorithm(Recipe):
             labelled = Labelled.of(keep(output.logprobs, rows.mask), rows)
             losses = keep(self._bound("unpaired")(labelled), labelled.present)
             parts = parts.add("preference", losses.sum() / over.expert.sequences, 1.0)
+            parts = parts.of_labelled(labelled, rows.sum(output.logprobs))
         return parts
 
     def _own(

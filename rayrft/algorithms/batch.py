@@ -30,12 +30,12 @@ class TokenBatch:
     expert: Tensor
 
     weight: Tensor | None = None
-    """``[N]``: importance weight of a row that was not drawn uniformly; it multiplies every loss of own rows, also the
-    critic's."""
+    """``[N]``: weight of a row, such as the importance weight of one that was not drawn uniformly; it multiplies every
+    loss of own rows, also the critic's, and that of demonstrated tokens."""
     reward: Tensor | None = None
     """``[N]``"""
     turn_rewards: Tensor | None = None
-    """Rewards of turns, each on its turn's last token, besides the row's own."""
+    """Rewards of turns, and of steps inside them, each on the last token of its turn or step, besides the row's own."""
     truncated: Tensor | None = None
     """``[N]`` bool: answers that were cut for their length."""
     pair: Tensor | None = None
@@ -109,7 +109,7 @@ class TokenBatch:
         return values[self.sequence]
 
     def weighted(self, values: Tensor) -> Tensor:
-        """Multiply per-token losses ``[T]`` by the importance weights of their rows."""
+        """Multiply per-token losses ``[T]`` by the weights of their rows."""
         return values if self.weight is None else values * self.spread(self.weight)
 
 

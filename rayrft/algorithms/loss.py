@@ -9,7 +9,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from rayrft.algorithms.batch import TokenBatch
+from rayrft.algorithms.batch import TokenBatch, keep
+from rayrft.algorithms.unpaired import Labelled
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ class LossParts:
 
     ``loss`` carries the gradient. Terms exclude their coefficients and are divided by their global denominators; the KL
     also excludes importance weights, because its controller may follow it. Those from the entropy on are sums over own
-    action tokens, to be divided by ``Denominators.policy.tokens`` after summation, and the last three sums over pairs.
+    action tokens, to be divided by ``Denominators.policy.tokens`` after summation, those of pairs are sums over pairs,
+    and the others after them sums over labelled answers.
     """
 
     loss: Tensor
@@ -101,6 +103,17 @@ class LossParts:
     pair_score: Tensor
     """Mean scores of pairs."""
 
+    good_rows: Tensor
+    """Labelled answers that are good; the other rows with a label are bad."""
+    good_score: Tensor
+    """``h(y)`` of good answers, see `rayrft.algorithms.unpaired`."""
+    bad_score: Tensor
+    good_logprob: Tensor
+    """``log pi(y)`` of good answers."""
+    bad_logprob: Tensor
+    reference_kl: Tensor
+    """z0, once for each labelled answer; 0 without it."""
+
     @classmethod
     def zero(cls, loss: Tensor) -> Self:
         """Return parts without a term; ``loss`` is a zero connected to the graph."""
@@ -119,6 +132,16 @@ class LossParts:
         gaps = scores[0] - scores[1]
         parts = self.metric("pair_accuracy", gaps > 0).metric("pair_margin", gaps)
         return parts.metric("pair_score", scores.mean(0))
+
+    def of_labelled(self, rows: Labelled, logprobs: Tensor) -> Self:
+        """Return the parts with the metrics of labelled answers, from these rows and their ``log pi(y)``, ``[N]``."""
+        parts, good, bad = self, rows.good & rows.present, ~rows.good & rows.present
+        for name, some in (("good", good), ("bad", bad)):
+            parts = parts.metric(f"{name}_score", keep(rows.gains, some))
+            parts = parts.metric(f"{name}_logprob", keep(logprobs, some))
+        if rows.reference_kl is not None:
+            parts = parts.metric("reference_kl", keep(rows.reference_kl, rows.present))
+        return parts.metric("good_rows", good)
 
     def stack(self) -> Tensor:
         """Return all fields as one detached tensor, to be summed over micro-batches and ranks."""

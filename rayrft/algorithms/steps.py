@@ -1,4 +1,5 @@
-"""Group advantages for trajectories of several steps: the model's turns, in one row or in several.
+"""Group advantages for trajectories of several steps: the model's turns, in one row or in several, or, where the reward
+gives values to steps inside a turn, these.
 
 ``rewards`` are per step; the group holds their trajectories, turns and states. Without trajectories every reward is a
 trajectory of one step.
@@ -65,6 +66,24 @@ def gigpo(
         same = group.state == state
         steps[same] = compare(to_go[same])
     return compare(returns)[index] + step_weight * steps
+
+
+@group_advantages.register("process", needs=["turns"], traits=["compares", "varies_in_row"])
+def process(rewards: Tensor, group: Group, *, epsilon: Positive = 1e-6) -> Tensor:
+    """GRPO with process supervision (DeepSeekMath, Shao et al. 2024, arXiv:2402.03300, section 4.1.3).
+
+    ``A_k = sum_{l >= k} (r_l - mean(r)) / (std(r) + epsilon)`` over the steps l of the trajectory from k on; mean and
+    deviation are those of the rewards of all steps of the group. So a trajectory of more steps of more than the mean
+    earns more, and the reward of an answer is one of its last step.
+
+    Raises ValueError if there are trajectories without turns.
+    """
+    relative = group_relative_advantages(rewards, epsilon=epsilon)
+    if group.trajectory is None:
+        return relative
+    if group.turn is None:
+        raise ValueError("process needs the turn of every step")
+    return returns_to_go(relative, group.trajectory, group.turn, 1.0)
 
 
 def returns_to_go(rewards: Tensor, trajectory: Tensor, turn: Tensor, discount: float) -> Tensor:

@@ -30,9 +30,9 @@ value_losses: Pieces[ValueLoss] = Pieces("value_loss")
 
 
 def token_rewards(batch: TokenBatch, penalty: Tensor | None = None) -> Tensor:
-    """Return token rewards ``[T]``: the rewards of turns on the last token of each, plus a row's reward on its last
-    action token, minus a penalty on every action token (``kl_coef`` times the KL, for a KL in the reward: Ouyang et al.
-    2022, arXiv:2203.02155).
+    """Return token rewards ``[T]``: the rewards of turns and steps on the last token of each, plus a row's reward on
+    its last action token, minus a penalty on every action token (``kl_coef`` times the KL, for a KL in the reward:
+    Ouyang et al. 2022, arXiv:2203.02155).
 
     Raises ValueError if the batch has no rewards.
     """
@@ -62,7 +62,7 @@ def gae(
     ``delta_t = r_t + gamma V_{t+1} - V_t``, ``A_t = delta_t + gamma lam A_{t+1}``, ``R_t = A_t + V_t``. Observations
     and prompts are skipped: t + 1 is the row's next action token, and after the last one V and A are 0. So the tokens
     of a tool's answer neither discount nor have values. Advantages are not normalised here. With a KL in the reward,
-    or rewards of turns, ``r_t`` is not 0 before the last token.
+    or rewards of turns or steps, ``r_t`` is not 0 before the last token.
 
     An answer truncated for its length would have gone on. With ``bootstrap_truncated`` V after its last token is the
     critic's value of the state in which it was cut, instead of 0, the value of an end (Pardo et al. 2018,

@@ -196,7 +196,7 @@ class Buffer:
         A stage that has ended because its tasks were exhausted does not continue.
 
         Raises DataError if the run draws no tasks, if there is no such source, or if the task sampler needs a
-        difficulty that a task lacks.
+        difficulty or priority that a task lacks.
         """
         known = self._state.tasks
         if known is None or not 0 <= source < known.sources:
@@ -207,7 +207,7 @@ class Buffer:
                 remedy="the sources are those of tasks.sources, counted from 0",
             )
         new = list({task.id: task for task in tasks if task.id not in known}.values())
-        known.check([task.difficulty for task in new], source)
+        known.check(source, [task.difficulty for task in new], [task.priority for task in new])
         await self._store.commit(*([e.TasksAdded(new, source)] if new else []))
         return len(new)
 

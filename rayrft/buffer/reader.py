@@ -21,9 +21,10 @@ from rayrft.buffer.log.segments import read_rows, segment_name, segment_sizes
 from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.state import State
 from rayrft.buffer.transitions import apply
-from rayrft.config import load_config
+from rayrft.config import RunConfig, load_config
 from rayrft.config.buffer import SamplerConfig
 from rayrft.data.selection import Selection
+from rayrft.data.task_sampler import TaskSet
 from rayrft.errors import DataError, StorageError
 from rayrft.experience import SCHEMA, SCHEMA_VERSION, Experience, Task, from_batch
 
@@ -39,13 +40,14 @@ class Reading:
     torn_bytes: int
 
 
-def read_state(storage: Storage, sampler: SamplerConfig, seed: int) -> Reading:
-    """Read a log's journal; ``sampler`` and ``seed`` are those of its run.
+def read_state(storage: Storage, sampler: SamplerConfig, seed: int, tasks: TaskSet | None = None) -> Reading:
+    """Read a log's journal; ``sampler`` and ``seed`` are those of its run, ``tasks`` its task set as it began, which
+    then has the run's statistics.
 
     Raises StorageError if there is no log, it has another schema version, or its journal is damaged.
     """
     recovered = _read_journal(storage)
-    state = State(sampler, seed, None)
+    state = State(sampler, seed, tasks)
     if recovered.snapshot is not None:
         state.restore(recovered.snapshot)
     for event in recovered.events:
@@ -119,6 +121,11 @@ class Found:
     late_feedback: tuple[FeedbackNoted, ...]
 
 
+def log_folder(folder: Path, config: RunConfig) -> Path:
+    """Return where the log of the run in this folder is, which may have been moved."""
+    return config.buffer_folder if config.buffer.storage or config.buffer.name else folder / "buffer"
+
+
 class Archive:
     """The contents of the log in ``folder`` when this was created; nothing in it is changed or locked.
 
@@ -138,9 +145,7 @@ class Archive:
     def of_run(cls, folder: Path) -> Archive:
         """Open the log of the run in this folder, which may have been moved. Raises ConfigError, too."""
         config = load_config(folder / "config.yaml")
-        elsewhere = config.buffer.storage or config.buffer.name
-        log = config.buffer_folder if elsewhere else folder / "buffer"
-        return cls(log, config.buffer.sampler, config.seed)
+        return cls(log_folder(folder, config), config.buffer.sampler, config.seed)
 
     @property
     def stores(self) -> list[str]:

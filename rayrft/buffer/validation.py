@@ -5,13 +5,14 @@ All functions are vectorised over record batches, for thousands of rows per seco
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rayrft.experience import MASKED, SOURCES
+from rayrft.experience import MASKED, SOURCES, TOKEN_REWARD, list_column, rewards_by_token
 
 _ROUNDING = 1e-4
 """Nats by which rounding may bring a log-prob above 0."""
@@ -131,6 +132,7 @@ def find_faults(batch: pa.RecordBatch, limits: Limits = Limits()) -> dict[int, s
     mark(fits & (action.between(0, np.where(fits, prompt, 0)) > 0), "action_mask marks tokens of the prompt")
     own = sources == "usual"
     mark(own & ~known, "an own row needs a reward")
+    mark(_misplaced_rewards(batch), "metrics has a reward of a step that is not finite, or at no token of the model")
     masked = is_masked(batch)
     mark(masked & ~own, "status is masked, which only own rows may be")
     if masked.any():
@@ -150,6 +152,19 @@ def find_faults(batch: pa.RecordBatch, limits: Limits = Limits()) -> dict[int, s
         first = np.unique(np.array(names, dtype=object), return_index=True)[1]
         mark(own & ~np.isin(np.arange(len(names)), first), "experience_id is that of another row")
     return faults
+
+
+def _misplaced_rewards(batch: pa.RecordBatch) -> np.ndarray:
+    """Return whether a row has a reward of a step that is not finite, or not at an action token; shape ``[rows]``."""
+    wrong = np.zeros(batch.num_rows, dtype=bool)
+    if pc.any(pc.starts_with(_entries(batch.column("metrics")).field(0), TOKEN_REWARD)).as_py():
+        masks = list_column(batch.column("action_mask"))
+        for row, metrics in enumerate(batch.column("metrics").to_pylist()):
+            mask, rewards = masks[row], rewards_by_token(dict(metrics or ()))
+            wrong[row] = mask is not None and not all(
+                token < len(mask) and mask[token] and math.isfinite(reward) for token, reward in rewards.items()
+            )
+    return wrong
 
 
 class _MaskCounts:

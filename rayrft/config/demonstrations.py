@@ -46,6 +46,9 @@ class DemonstrationsConfig(RowFormat):
 
     path: Path | None = None
     """A JSONL or Parquet file, a folder of Parquet files, or a data set saved by ``datasets.Dataset.save_to_disk``."""
+    held_out: float = Field(0.0, ge=0.0)
+    """Of preference pairs, the share (below 1) or the number (from 1) that no stage trains on, chosen by ``seed``: all
+    pairs of a prompt, or none. They are ranked where a stage that trains on the others evaluates, and at its end."""
     wrong_share: float = Field(0.0, ge=0.0, le=1.0)
     """Fraction of rows with a wrong answer instead, to imitate a base model of mixed quality."""
     wrong_field: str | None = None
@@ -55,6 +58,8 @@ class DemonstrationsConfig(RowFormat):
     def _one_origin(self) -> DemonstrationsConfig:
         if self.path is None and self.size is None:
             raise invalid("path", "give 'path' (a file or folder) or 'size' (how many tasks to set apart)")
+        if self.held_out >= 1 and self.held_out % 1:
+            raise invalid("held_out", "is neither a share below 1 nor a number of pairs", value=self.held_out)
         if self.wrong_share and (self.wrong_field is None or self.path is not None):
             raise invalid(
                 "wrong_share", "needs wrong_field, and demonstrations made from tasks", value=self.wrong_share

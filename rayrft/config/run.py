@@ -45,7 +45,7 @@ class RunConfig(Section):
     reward: RewardConfig = RewardConfig()
     explorer: ExplorerConfig = ExplorerConfig()
     auxiliary: dict[Annotated[str, Field(pattern=NAME)], AuxiliaryConfig] = Field(default_factory=dict)
-    """Frozen models for workflows, by name: ``model.auxiliary("judge")``."""
+    """Frozen models for workflows and judges, by name: ``model.auxiliary("judge")``."""
     buffer: BufferConfig = BufferConfig()
     trainer: TrainerConfig = TrainerConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
@@ -116,6 +116,11 @@ class RunConfig(Section):
         """Return whether the demonstrations of a stage are those that operators on experiences make."""
         return bool(stage.expert_rows) and stage.demonstrations == self.pipelines.made
 
+    def holds_out(self, stage: StageConfig) -> bool:
+        """Whether there are held-out pairs beside those that the stage trains on."""
+        entry = self.demonstrations.get(stage.demonstrations or "")
+        return entry is not None and entry.held_out > 0 and stage.algorithm.build().needs_pairs
+
     @property
     def labelled_demonstrations(self) -> set[str]:
         """The entries of ``demonstrations`` whose answers are labelled good or bad."""
@@ -161,6 +166,13 @@ class RunConfig(Section):
         if self.model.dtype == "float32":
             return ProbeBounds(given or 1e-4, given or 1e-4, 1.0)
         return ProbeBounds(0.15 * (given or 0.2), given or 0.2, 0.99)
+
+    @model_validator(mode="after")
+    def _one_model_by_name(self) -> RunConfig:
+        if both := sorted(self.auxiliary.keys() & self.pipelines.endpoints.keys()):
+            problem = "is the name of an auxiliary model, too"
+            raise invalid(f"pipelines.endpoints.{both[0]}", problem, remedy="give it another")
+        return self
 
     @model_validator(mode="after")
     def _mode(self) -> RunConfig:
@@ -267,7 +279,16 @@ class RunConfig(Section):
     def _reward_models(self) -> RunConfig:
         """Check who trains reward models, on what, and who uses them; and who trains on labelled answers."""
         trains = {stage.name: stage.trains_reward_model for stage in self.stages}
+        ranked = {stage.demonstrations for stage in self.stages if stage.algorithm.build().needs_pairs}
+        for name, demonstrations in self.demonstrations.items():
+            if demonstrations.held_out and name not in ranked:
+                problem = "is not used: no stage trains on these as preference pairs"
+                raise invalid(f"demonstrations.{name}.held_out", problem, value=demonstrations.held_out)
         for stage in self.stages:
+            if stage.evaluate_every and trains[stage.name] and not self.holds_out(stage):
+                problem = f"is not used: {stage.algorithm.name} does not change the policy, and no pairs are held out"
+                remedy = f"leave it out, or set demonstrations.{stage.demonstrations}.held_out"
+                raise invalid(f"stages.{stage.name}.evaluate_every", problem, remedy=remedy)
             if stage.start_from is not None and trains[stage.start_from]:
                 raise invalid(
                     f"stages.{stage.name}.start_from",
@@ -305,7 +326,7 @@ class RunConfig(Section):
             problem = "is started with the run, before the reward model is trained"
             raise invalid("reward.placement", problem, value="serve", remedy="set it to beside or pool")
         for stage in self.stages[: self.scored_after + 1]:
-            if stage.groups or stage.evaluate_every:
+            if stage.groups or (stage.evaluate_every and not trains[stage.name]):
                 raise invalid(
                     f"stages.{stage.name}.{'algorithm' if stage.groups else 'evaluate_every'}",
                     "needs rewards before the reward model is trained",

@@ -115,8 +115,6 @@ class StageConfig(Section):
             raise invalid("demonstrations", f"{name} needs them, where its {rows} are", remedy="name an entry of them")
         if build.needs_pairs and self.batch_size % 2:
             raise invalid("batch_size", "is not a number of whole pairs", value=self.batch_size, remedy="make it even")
-        if build.trains_reward_model and self.evaluate_every:
-            raise invalid("evaluate_every", f"is not used: {name} does not change the policy", remedy="leave it out")
         share = self.batch_size * self._share
         if abs(share - round(share)) > 1e-6:
             raise invalid(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -20,14 +20,16 @@ from rayrft.config.reward import RewardConfig
 from rayrft.core.placement import PlacedClass, Placement
 from rayrft.core.preflight import Prepared
 from rayrft.experience import pack, to_batch
+from rayrft.explorer.engines.auxiliary import auxiliary_models
 from rayrft.explorer.engines.engine import RolloutEngine
 from rayrft.explorer.engines.pool import EnginePool, Member
 from rayrft.explorer.explorer import Explorer
 from rayrft.handle import Handle, TrackedHandle
-from rayrft.pipelines.experiences import ActorOperators, GroupChain, OperatorActor, Operators, experience_chain
-from rayrft.pipelines.operator import Context
-from rayrft.rewards.pool import ActorScoring, RewardActor, Scoring
+from rayrft.pipelines.experiences import experience_chain
+from rayrft.pipelines.workers import ActorOperators, Asked, GroupChain, OperatorActor, Operators
+from rayrft.rewards.pool import ActorScoring, Models, RewardActor, Scoring
 from rayrft.serve.keeper import SessionKeeper
+from rayrft.trainer.batch_pipeline import BatchPipeline, batch_chain
 from rayrft.trainer.commands import command_name
 from rayrft.trainer.trainer import RankSetup, Trainer
 from rayrft.waits import Waits
@@ -42,6 +44,11 @@ class Auxiliary:
 
     engine_pool: Handle[EnginePool]
     engines: list[Handle[RolloutEngine]]
+
+    @property
+    def members(self) -> list[Member]:
+        """The engines as members of their pool, whose weights stay as they are."""
+        return [Member(engine, 0) for engine in self.engines]
 
 
 @dataclass(frozen=True)
@@ -155,7 +162,9 @@ def create_actors(
     )
     trainer = None
     if config.trains:
-        trainer = placement.actor(Trainer, "trainer", name="trainer").create(config.trainer, placement.ranks)
+        trainer = placement.actor(Trainer, "trainer", name="trainer").create(
+            config.trainer, placement.ranks, batches(config, prepared.model)
+        )
     if not config.rolls_out:
         return Actors(buffer, trainer, [], None, [])
     engines = create_engines(placement, config.explorer.engine.count)
@@ -177,13 +186,8 @@ def create_actors(
     evaluation_pool = (
         placement.actor(EnginePool, "engine_pool", name="evaluation_pool").create() if evaluation_engines else None
     )
-    auxiliary = {
-        name: Auxiliary(
-            placement.actor(EnginePool, "engine_pool", name=f"engine_pool-{name}").create(),
-            create_engines(placement, each.engine.count, f"auxiliary-{name}", f"auxiliary-{name}"),
-        )
-        for name, each in config.auxiliary.items()
-    }
+    auxiliary = create_auxiliary(config.auxiliary, placement)
+    pools = {name: each.engine_pool for name, each in auxiliary.items()}
     tasks, held_out = ray.put(prepared.tasks), ray.put(prepared.held_out)
     explorers = [
         placement.actor(Explorer, "explorer", name=f"explorer-{index}", bundle=index).create(
@@ -193,11 +197,11 @@ def create_actors(
             buffer,
             tasks,
             held_out,
-            scoring(config, placement),
+            scoring(config, placement, pools),
             prepared.run_id if config.mode == "explore" else "",
-            {name: each.engine_pool for name, each in auxiliary.items()},
+            pools,
             evaluation_pool,
-            operators(config, prepared.model, placement),
+            operators(config, prepared.model, placement, pools),
         )
         for index in range(config.explorer.count)
     ]
@@ -215,26 +219,64 @@ def create_engines(
     ]
 
 
-def scoring(config: RunConfig, placement: Placement) -> Callable[[], Scoring] | None:
-    """Return what gives an Explorer those that score for it; None where it scores itself."""
+def create_auxiliary(models: Mapping[str, AuxiliaryConfig], placement: Placement) -> dict[str, Auxiliary]:
+    """Create the actors of the auxiliary models, by name; they are not started yet."""
+    return {
+        name: Auxiliary(
+            placement.actor(EnginePool, "engine_pool", name=f"engine_pool-{name}").create(),
+            create_engines(placement, each.engine.count, f"auxiliary-{name}", f"auxiliary-{name}"),
+        )
+        for name, each in models.items()
+    }
+
+
+def judges(config: RunConfig, pools: Mapping[str, Handle[EnginePool]]) -> Models | None:
+    """Return what gives those that score elsewhere than the Explorers the auxiliary models of these pools."""
+    askers = {
+        "beside": config.explorer.count,
+        "pool": config.explorer.count * config.reward.actors,
+        "serve": sum(model.replicas.max for model in config.reward.models.values()),
+    }[config.reward.placement]
+    return partial(auxiliary_models, config.auxiliary, dict(pools), share=1 / askers) if pools else None
+
+
+def scoring(
+    config: RunConfig, placement: Placement, pools: Mapping[str, Handle[EnginePool]]
+) -> Callable[[], Scoring] | None:
+    """Return what gives an Explorer those that score for it, who may ask the auxiliary models of these pools; None
+    where it scores itself."""
     if config.reward.placement == "beside":
         return None
     if (service := reward_service(config)) is not None:
         from rayrft.rewards.service import ServedScoring
 
         return partial(ServedScoring, service, config.scoring)
-    create = _RewardActors(placement.actor(RewardActor, "reward"), config.scoring, config.plugins)
+    placed = placement.actor(RewardActor, "reward")
+    create = _RewardActors(placed, config.scoring, config.plugins, judges(config, pools))
     return partial(ActorScoring, create, config.reward.actors)
 
 
-def operators(config: RunConfig, model: str, placement: Placement) -> Callable[[], Operators] | None:
-    """Return what gives an Explorer the operators that verify for it; None where they work in its own processes."""
+def operators(
+    config: RunConfig, model: str, placement: Placement, pools: Mapping[str, Handle[EnginePool]]
+) -> Callable[[], Operators] | None:
+    """Return what gives an Explorer the operators that verify for it, who may ask the auxiliary models of these pools;
+    None where they work in its own processes."""
     pipelines = config.pipelines
     if not pipelines.experiences or pipelines.actors is None:
         return None
-    chain = experience_chain(pipelines, Context((), model), config.plugins)
-    create = _OperatorActors(placement.actor(OperatorActor, "operators"), chain, pipelines)
+    share = 1 / (config.explorer.count * pipelines.actors.count)
+    models = partial(auxiliary_models, config.auxiliary, dict(pools), share=share) if pools else None
+    asked = Asked(models, config.auxiliary, config.scoring)
+    placed = placement.actor(OperatorActor, "operators")
+    create = _OperatorActors(placed, experience_chain(config, model), pipelines, asked)
     return partial(ActorOperators, create, pipelines.actors.count)
+
+
+def batches(config: RunConfig, model: str) -> Callable[[], BatchPipeline] | None:
+    """Return what gives the Trainer the operators on batches, if there are any."""
+    if not config.pipelines.batch:
+        return None
+    return partial(BatchPipeline, config.pipelines, batch_chain(config, model))
 
 
 def reward_service(config: RunConfig) -> RewardService | None:
@@ -268,7 +310,7 @@ async def start_actors(
         for index, handle in enumerate([*actors.engines, *actors.evaluation_engines])
     ]
     others.append(_start_explorers(actors.explorers, rewards))
-    others += [_serve(each, config.auxiliary[name], config.seed) for name, each in actors.auxiliary.items()]
+    others += [serve_auxiliary(each, config.auxiliary[name], config.seed) for name, each in actors.auxiliary.items()]
     if actors.keeper is not None:
         others.append(actors.keeper.call(SessionKeeper.start))
     if actors.trainer is None or trainer is None:
@@ -294,9 +336,9 @@ async def _start_explorers(explorers: list[Handle[Explorer]], rewards: Awaitable
     await asyncio.gather(*(explorer.call(Explorer.start) for explorer in explorers))
 
 
-async def _serve(actors: Auxiliary, config: AuxiliaryConfig, seed: int) -> None:
-    """Start the engines of an auxiliary model, and let them take requests."""
-    starting = [
+def start_auxiliary(actors: Auxiliary, config: AuxiliaryConfig, seed: int) -> list[Awaitable[None]]:
+    """Start the engines of an auxiliary model, by engine; they take requests once they are in their pool."""
+    return [
         handle.call(
             RolloutEngine.start,
             config.model,
@@ -308,8 +350,12 @@ async def _serve(actors: Auxiliary, config: AuxiliaryConfig, seed: int) -> None:
         )
         for index, handle in enumerate(actors.engines)
     ]
-    await asyncio.gather(*starting)
-    await actors.engine_pool.call(EnginePool.join, [Member(engine, 0) for engine in actors.engines])
+
+
+async def serve_auxiliary(actors: Auxiliary, config: AuxiliaryConfig, seed: int) -> None:
+    """Start the engines of an auxiliary model, and let them take requests."""
+    await asyncio.gather(*start_auxiliary(actors, config, seed))
+    await actors.engine_pool.call(EnginePool.join, actors.members)
 
 
 async def _until_dead_for_good(buffer: Handle[Buffer]) -> None:
@@ -326,21 +372,23 @@ async def _until_dead_for_good(buffer: Handle[Buffer]) -> None:
 class _RewardActors:
     """Creates reward actors in their placement group; it is sent to the Explorer, which replaces those that die."""
 
-    placed: PlacedClass[[RewardConfig, list[Path]], RewardActor]
+    placed: PlacedClass[[RewardConfig, list[Path], Models | None], RewardActor]
     config: RewardConfig
     plugins: list[Path]
+    models: Models | None
 
     def __call__(self) -> Handle[RewardActor]:
-        return self.placed.create(self.config, self.plugins)
+        return self.placed.create(self.config, self.plugins, self.models)
 
 
 @dataclass(frozen=True)
 class _OperatorActors:
     """Creates the actors of operators in their placement group, likewise."""
 
-    placed: PlacedClass[[GroupChain, PipelinesConfig], OperatorActor]
+    placed: PlacedClass[[GroupChain, PipelinesConfig, Asked], OperatorActor]
     chain: GroupChain
     config: PipelinesConfig
+    asked: Asked
 
     def __call__(self) -> Handle[OperatorActor]:
-        return self.placed.create(self.chain, self.config)
+        return self.placed.create(self.chain, self.config, self.asked)

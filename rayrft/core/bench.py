@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -14,12 +14,13 @@ from typing import Any
 
 from rayrft.config import RunConfig, load_config
 from rayrft.config.serve import ServeConfig
-from rayrft.core.actors import create_engines, reward_service, scoring
+from rayrft.config.tasks import TaskSourceConfig
+from rayrft.core.actors import create_auxiliary, create_engines, judges, reward_service, scoring, start_auxiliary
 from rayrft.core.checkpoints import Checkpoints, export, find_folder
 from rayrft.core.cluster import connect
-from rayrft.core.launch import check_room
-from rayrft.core.placement import NAMESPACE, Placement, actor_name, plan_placement, show_plan
-from rayrft.core.preflight import check_workflows, find_model
+from rayrft.core.pipeline_models import task_engines
+from rayrft.core.placement import NAMESPACE, Placement, actor_name, check_room, plan_placement, show_plan
+from rayrft.core.preflight import check_auxiliary, check_workflows, find_model
 from rayrft.core.reward_checks import check_rewards
 from rayrft.core.supervision import root_cause
 from rayrft.data.task_splits import load_taskset
@@ -37,7 +38,9 @@ _HELD_OUT = "held_out"
 
 
 @dataclass(frozen=True)
-class _Model:
+class BenchModel:
+    """A model to evaluate."""
+
     name: str
     path: str
     """A folder in Hugging Face format, or an id on the hub."""
@@ -65,37 +68,26 @@ def bench(
     folder = checked.folder / "bench"
     connect()  # files of tasks are read by Ray
     tasksets = _tasksets(checked)
-    check_workflows(checked.explorer, chain.from_iterable(tasksets.values()))
+    check_auxiliary(checked)
+    check_workflows(checked.explorer, chain.from_iterable(tasksets.values()), checked.auxiliary)
     numbered = ((task, number) for number, tasks in enumerate(tasksets.values()) for task in tasks)
-    for notice in check_rewards(checked.scoring, numbered):
+    for notice in check_rewards(checked.scoring, numbered, checked.auxiliary):
         say(notice)
     given = checked.bench.models or {"model": str(checked.model.path)}
-    found = [_find(name, model, checked.storage, folder) for name, model in given.items()]
+    found = [find_weights(name, model, checked.storage, folder) for name, model in given.items()]
+    sources = {
+        name: (checked.tasks if name == _HELD_OUT else checked.bench.tasksets[name]).sources  # type: ignore[union-attr]
+        for name in tasksets
+    }
     files = {
-        (model.name, name): folder / "attempts" / model.name / f"{name}-{_fingerprint(checked, model, name)}.jsonl"
+        (model.name, name): folder
+        / "attempts"
+        / model.name
+        / f"{name}-{fingerprint(checked, model.identity, sources[name])}.jsonl"
         for model in found
         for name in tasksets
     }
-    missing = {
-        model.name: [name for name, tasks in tasksets.items() if _missing(checked, files[model.name, name], tasks)]
-        for model in found
-    }
-    if any(missing.values()):
-        parts = plan_placement(checked)
-        run = f"{checked.name}-bench"
-        say(show_plan(run, parts))
-        check_room(parts)
-        placement = Placement(run, parts)
-        try:
-            placement.reserve([part.name for part in parts if not part.served])
-            with _rewards_open(checked):
-                for model in found:
-                    if missing[model.name]:
-                        with _Evaluation(checked, placement, model) as evaluation:
-                            for name in missing[model.name]:
-                                evaluation.run(name, tasksets[name], files[model.name, name], say)
-        finally:
-            placement.remove()
+    attempt_all(checked, f"{checked.name}-bench", found, tasksets, files, say)
     result = BenchResult(
         checked.name,
         folder,
@@ -103,7 +95,7 @@ def bench(
             BenchScore(model.name, taskset, measure(attempts, checked.bench.k, seed=checked.seed))
             for model in found
             for taskset, tasks in tasksets.items()
-            if (attempts := _attempts(checked, files[model.name, taskset], tasks))
+            if (attempts := attempts_in(checked, files[model.name, taskset], tasks))
         ),
     )
     (folder / "results.json").write_text(result.to_json())
@@ -111,8 +103,40 @@ def bench(
     return result
 
 
+def attempt_all(
+    config: RunConfig,
+    run: str,
+    models: Sequence[BenchModel],
+    tasksets: Mapping[str, list[Task]],
+    files: Mapping[tuple[str, str], Path],
+    say: Callable[[str], None],
+) -> None:
+    """Attempt every task set with every model, ``bench.samples`` times a task, less what is in the files of attempts,
+    by model and task set; ``run`` names the actors. Raises the errors of `bench`."""
+    missing = {
+        model.name: [name for name, tasks in tasksets.items() if _missing(config, files[model.name, name], tasks)]
+        for model in models
+    }
+    if not any(missing.values()):
+        return
+    parts = plan_placement(config)
+    say(show_plan(run, parts))
+    check_room(parts)
+    placement = Placement(run, parts)
+    try:
+        placement.reserve([part.name for part in parts if not part.served])
+        with _auxiliary_open(config, placement) as auxiliary, _rewards_open(config, auxiliary):
+            for model in models:
+                if missing[model.name]:
+                    with _Evaluation(config, placement, model, auxiliary) as evaluation:
+                        for name in missing[model.name]:
+                            evaluation.run(name, tasksets[name], files[model.name, name], say)
+    finally:
+        placement.remove()
+
+
 @contextlib.contextmanager
-def _deaths(model: str) -> Iterator[None]:
+def _deaths() -> Iterator[None]:
     """Raise what ended an actor as its root cause."""
     from ray.exceptions import RayActorError, RayTaskError
 
@@ -124,7 +148,35 @@ def _deaths(model: str) -> Iterator[None]:
         raise cause from None
 
 
-def _rewards_open(config: RunConfig) -> contextlib.AbstractContextManager[object]:
+@contextlib.contextmanager
+def _auxiliary_open(config: RunConfig, placement: Placement) -> Iterator[dict[str, Handle[EnginePool]]]:
+    """Have the engines of the auxiliary models inside a ``with``, for all evaluated models; give their pools."""
+    created, deadline_s = create_auxiliary(config.auxiliary, placement), config.monitor.stall_s
+    starting = {name: start_auxiliary(actors, config.auxiliary[name], config.seed) for name, actors in created.items()}
+    try:
+        with _deaths():
+            for name, actors in created.items():
+                for engine, started in zip(actors.engines, starting[name], strict=True):
+                    fetch(started, engine.name, deadline_s)
+                fetch(actors.engine_pool.call(EnginePool.join, actors.members), actors.engine_pool.name, deadline_s)
+        yield {name: actors.engine_pool for name, actors in created.items()}
+    finally:
+        _end([actor for actors in created.values() for actor in (actors.engine_pool, *actors.engines)])
+
+
+def _end(actors: list[Handle[Any]]) -> None:
+    """Kill actors; return when their names and memory are free for others."""
+    import ray
+
+    watches = [actor.call(Watched.watch) for actor in actors]
+    for actor in actors:
+        actor.kill()
+    ray.wait(watches, num_returns=len(watches))
+
+
+def _rewards_open(
+    config: RunConfig, auxiliary: dict[str, Handle[EnginePool]]
+) -> contextlib.AbstractContextManager[object]:
     """Have the rewards on Ray Serve, if they belong there, inside a ``with``."""
     service = reward_service(config)
     if service is None:
@@ -133,19 +185,22 @@ def _rewards_open(config: RunConfig) -> contextlib.AbstractContextManager[object
     from rayrft.rewards.service import rewards_open
 
     owner, address = Owner(NAMESPACE, actor_name(service.name, "rewards")), ServeConfig()
-    return rewards_open(service, config.scoring, config.plugins, owner, (address.host, address.port))
+    at, models = (address.host, address.port), judges(config, auxiliary)
+    return rewards_open(service, config.scoring, config.plugins, owner, at, models=models)
 
 
 class _Evaluation:
     """Actors that evaluate one model, inside a ``with``: another model gets new ones, for it may be of another kind."""
 
-    def __init__(self, config: RunConfig, placement: Placement, model: _Model) -> None:
+    def __init__(
+        self, config: RunConfig, placement: Placement, model: BenchModel, auxiliary: dict[str, Handle[EnginePool]]
+    ) -> None:
         self._config = config
         self._model = model
         self._engines = create_engines(placement, config.explorer.engine.count)
         self._pool = placement.actor(EnginePool, "engine_pool", name="engine_pool").create()
         self._worker = placement.actor(BenchWorker, "explorer", name="explorer").create(
-            config, model.path, self._pool, scoring(config, placement)
+            config, model.path, self._pool, scoring(config, placement, auxiliary), auxiliary
         )
         self._seen = 0
         """Tasks that the worker has answered."""
@@ -164,7 +219,7 @@ class _Evaluation:
             for index, engine in enumerate(self._engines)
         ]
         try:
-            with _deaths(self._model.name):
+            with _deaths():
                 fetch(self._worker.call(BenchWorker.start), "explorer", deadline_s)
                 for engine, started in zip(self._engines, starting, strict=True):
                     fetch(started, engine.name, deadline_s)
@@ -183,7 +238,7 @@ class _Evaluation:
         say(f"{self._model.name} on {name}: {len(todo)} of {len(tasks)} tasks to attempt")
         running, stall_s = self._worker.call(BenchWorker.run, tasks, file), self._config.monitor.stall_s
         first, told = self._seen, 0
-        with _deaths(self._model.name):
+        with _deaths():
             while True:
                 answered = self._worker.call(BenchWorker.answered, self._seen)
                 ready, _ = ray.wait([running, answered], timeout=stall_s)
@@ -204,14 +259,7 @@ class _Evaluation:
                     say(f"{self._model.name} on {name}: {self._seen - first} of {len(todo)}")
 
     def __exit__(self, *_: object) -> None:
-        import ray
-
-        actors: list[Handle[Any]] = [self._worker, self._pool, *self._engines]
-        watches = [actor.call(Watched.watch) for actor in actors]
-        for actor in actors:
-            actor.kill()
-        # Only then are their names and memory free for those of the next model.
-        ray.wait(watches, num_returns=len(watches))
+        _end([self._worker, self._pool, *self._engines])
 
 
 def _tasksets(config: RunConfig) -> dict[str, list[Task]]:
@@ -221,13 +269,13 @@ def _tasksets(config: RunConfig) -> dict[str, list[Task]]:
     if config.tasks is None:
         return tasksets
     bench = [task for tasks in tasksets.values() for task in tasks]
-    return {_HELD_OUT: load_splits(config, bench)[0].evaluation, **tasksets}
+    return {_HELD_OUT: load_splits(config, bench, task_engines(config))[0].evaluation, **tasksets}
 
 
-def _find(name: str, model: str, storage: Path, folder: Path) -> _Model:
-    """Find a model by what ``bench.models`` says; weights of a checkpoint are written below ``folder``, once. Raises
-    ModelError if there is none, or it answers nothing."""
-    field = f"bench.models.{name}"
+def find_weights(name: str, model: str, storage: Path, folder: Path, field: str | None = None) -> BenchModel:
+    """Find a model by what ``bench.models`` says, or config key ``field``; weights of a checkpoint are written below
+    ``folder``, once. Raises ModelError if there is none, or it answers nothing."""
+    field = field or f"bench.models.{name}"
     found = _weights(name, model, storage, folder, field)
     config = Path(found.path) / "config.json"
     kinds = json.loads(config.read_text()).get("architectures") or [] if config.is_file() else []
@@ -237,9 +285,9 @@ def _find(name: str, model: str, storage: Path, folder: Path) -> _Model:
     return found
 
 
-def _weights(name: str, model: str, storage: Path, folder: Path, field: str) -> _Model:
+def _weights(name: str, model: str, storage: Path, folder: Path, field: str) -> BenchModel:
     if (Path(model) / "config.json").is_file():
-        return _Model(name, str(Path(model).absolute()), _identity(Path(model)))
+        return BenchModel(name, str(Path(model).absolute()), _identity(Path(model)))
     run, _, which = model.partition("@")
     try:
         found = find_folder(run, storage)
@@ -247,15 +295,15 @@ def _weights(name: str, model: str, storage: Path, folder: Path, field: str) -> 
         if which or Path(model).exists():
             remedy = "give a model's folder, an id on the hub, or RUN or RUN@WHICH of a run"
             raise ModelError("neither a model nor a run", field=field, value=model, remedy=remedy) from None
-        return _Model(name, find_model(model, field), model)
+        return BenchModel(name, find_model(model, field), model)
     config = load_config(found / "config.yaml")
     checkpoints = found / "checkpoints"
     if which == "start":
         path = found / "model" if config.model.tiny is not None else Path(str(config.model.path))
-        return _Model(name, str(path), _identity(path) if path.is_dir() else str(path))
+        return BenchModel(name, str(path), _identity(path) if path.is_dir() else str(path))
     named = checkpoints / (which or "final")
     if (named / "config.json").is_file():
-        return _Model(name, str(named.absolute()), _identity(named))
+        return BenchModel(name, str(named.absolute()), _identity(named))
     steps = [progress.step for progress in Checkpoints(found, config.checkpoint).all() if progress.step]
     if which not in map(str, steps) and (which or not steps):
         known = [path.parent.name for path in sorted(checkpoints.glob("*/config.json"))]
@@ -265,7 +313,7 @@ def _weights(name: str, model: str, storage: Path, folder: Path, field: str) -> 
     written = folder / "models" / f"{config.name}-{step:06d}-{_identity(checkpoints / f'step-{step:06d}')}"
     if not (written / "config.json").is_file():
         export(found, written, step)
-    return _Model(name, str(written), _identity(written))
+    return BenchModel(name, str(written), _identity(written))
 
 
 def _identity(folder: Path) -> str:
@@ -275,20 +323,20 @@ def _identity(folder: Path) -> str:
     return _digest([str(folder.absolute()), stats])
 
 
-def _fingerprint(config: RunConfig, model: _Model, taskset: str) -> str:
-    """Digest all that an attempt at a task depends on."""
-    explorer, source = config.explorer, config.tasks if taskset == _HELD_OUT else config.bench.tasksets[taskset]
-    assert source is not None  # checked by the config
+def fingerprint(config: RunConfig, model: str, sources: Sequence[TaskSourceConfig]) -> str:
+    """Digest all that an attempt at a task depends on; ``model`` is the identity of its weights."""
+    explorer = config.explorer
     return _digest(
         [
-            model.identity,
+            model,
             config.model.model_dump(mode="json", include={"dtype", "max_length"}),
             config.reward.model_dump(mode="json", exclude={"workers"}),
+            {name: each.model_dump(mode="json", exclude={"engine"}) for name, each in config.auxiliary.items()},
             explorer.model_dump(mode="json", include=_EXPLORER),
             config.bench.model_dump(mode="json", include={"temperature", "max_tokens"}),
             config.seed,
             [hashlib.blake2b(path.read_bytes()).hexdigest() for path in config.plugins],
-            [(each.system, each.workflow) for each in source.sources],
+            [(each.system, each.workflow) for each in sources],
         ]
     )
 
@@ -300,7 +348,7 @@ def _digest(value: Any) -> str:
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=6).hexdigest()
 
 
-def _attempts(config: RunConfig, file: Path, tasks: list[Task]) -> list[Attempt]:
+def attempts_in(config: RunConfig, file: Path, tasks: list[Task]) -> list[Attempt]:
     """Return the attempts at these tasks in a file, as many as the config asks for."""
     ids = {task.id for task in tasks}
     found = AttemptFile(file).read()
@@ -309,5 +357,5 @@ def _attempts(config: RunConfig, file: Path, tasks: list[Task]) -> list[Attempt]
 
 def _missing(config: RunConfig, file: Path, tasks: list[Task]) -> list[Task]:
     """Return the tasks that have not all their attempts in a file."""
-    done = Counter(attempt.task_id for attempt in _attempts(config, file, tasks))
+    done = Counter(attempt.task_id for attempt in attempts_in(config, file, tasks))
     return [task for task in tasks if done[task.id] < config.bench.samples]

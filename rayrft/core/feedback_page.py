@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from rayrft.config import load_config
 from rayrft.config.serve import FeedbackConfig
 from rayrft.core.cluster import connect
-from rayrft.core.launch import check_room
-from rayrft.core.placement import BUFFER, NAMESPACE, Part, actor_name
+from rayrft.core.placement import BUFFER, NAMESPACE, Part, actor_name, check_room
 from rayrft.core.preflight import read_keys
 from rayrft.core.shared_buffer import shared_actor_name
 from rayrft.handle import Handle

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +11,12 @@ from rayrft.config import RunConfig, load_config
 from rayrft.core.checkpoints import Checkpoints, Progress
 from rayrft.core.cluster import connect
 from rayrft.core.master import Master
+from rayrft.core.pipeline_models import task_engines
 from rayrft.core.placement import (
     NAMESPACE,
-    Part,
     Placement,
     actor_name,
-    check_placement,
+    check_room,
     plan_placement,
     remove_leftovers,
     running,
@@ -29,8 +28,6 @@ from rayrft.core.summary import read_summary, remove_summary
 from rayrft.errors import ConfigError, PlacementError, RunNotFound, nearest
 from rayrft.handle import Handle, fetch
 from rayrft.pipelines.report import summary
-
-_REPORTING_S = 3.0
 
 
 def start(
@@ -100,7 +97,7 @@ def _start(checked: RunConfig, progress: Progress | None, say: Callable[[str], N
     try:
         placement.reserve(["master"])  # reserves the name, too: starting another run of this name now fails
         began = progress or Progress(uuid.uuid4().hex)
-        prepared = prepare(checked, began.run_id, resumed=progress is not None)
+        prepared = prepare(checked, began.run_id, resumed=progress is not None, engines=task_engines(checked, say))
         for line in summary(prepared.task_reports):
             say(f"tasks: {line}")
         if progress is None:
@@ -136,22 +133,6 @@ def attach(name: str) -> Run:
             remedy=nearest(name, names) if names else "no run is running",
         ) from None
     return Run(name, fetch(master.call(Master.status), master.name, ANSWER_S).folder, master)
-
-
-def check_room(parts: list[Part]) -> None:
-    """Raise PlacementError unless the cluster has room. Ray reports the resources of an ended run as free only after a
-    delay, so a plan that fits the cluster's total resources is retried for that long."""
-    from ray._private.state import available_resources_per_node, total_resources_per_node
-
-    ends = time.monotonic() + _REPORTING_S
-    while True:
-        try:
-            return check_placement(parts, list(available_resources_per_node().values()))
-        except PlacementError:
-            if time.monotonic() > ends:
-                raise
-        check_placement(parts, list(total_resources_per_node().values()), "in all")
-        time.sleep(0.1)  # Ray has no event for it
 
 
 def _check_name(name: str) -> None:

@@ -14,7 +14,7 @@ from rayrft.buffer.ledger import BufferStats, Ledger
 from rayrft.buffer.shared import SharedBuffer
 from rayrft.config import RunConfig
 from rayrft.config.serve import ServeConfig
-from rayrft.core.actors import Actors, create_actors, reward_service, start_actors
+from rayrft.core.actors import Actors, create_actors, judges, reward_service, start_actors
 from rayrft.core.checkpoints import Progress
 from rayrft.core.explore_loop import ExploreLoop
 from rayrft.core.placement import NAMESPACE, Placement, actor_name, plan_placement
@@ -189,7 +189,7 @@ class Master:
         # The stages' algorithms import torch, which takes seconds: meanwhile the actors start.
         loading = asyncio.to_thread(import_module, "rayrft.algorithms")
         warning, _ = await asyncio.gather(
-            start_actors(actors, self._config, prepared, self._waits, self._open_rewards()), loading
+            start_actors(actors, self._config, prepared, self._waits, self._open_rewards(actors)), loading
         )
         if warning:
             await self._recorder.note(f"trainer: {warning}")
@@ -207,7 +207,7 @@ class Master:
         served = f"; endpoint at {url}" if url else ""
         await self._recorder.note(f"up after {seconds:.0f} s{probe}{served}", startup_s=seconds)
 
-    async def _open_rewards(self) -> None:
+    async def _open_rewards(self, actors: Actors) -> None:
         """Deploy the rewards, if the run has them on Ray Serve."""
         service = reward_service(self._config)
         if service is None:
@@ -225,6 +225,7 @@ class Master:
                 owner,
                 (address.host, address.port),
                 http=config.endpoint is not None,
+                models=judges(config, {name: each.engine_pool for name, each in actors.auxiliary.items()}),
             )
 
     async def _close_rewards(self) -> None:

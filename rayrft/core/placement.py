@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from rayrft.config import RunConfig
+from rayrft.config.auxiliary import AuxiliaryConfig
 from rayrft.config.reward import RewardModelsConfig
 from rayrft.errors import PlacementError
 from rayrft.handle import Handle
@@ -18,6 +20,7 @@ T = TypeVar("T")
 
 NAMESPACE = "rayrft"
 _GIB = 1 << 30
+_REPORTING_S = 3.0
 _TOLERANCE = 1e-6
 """Ray counts resources in ten-thousandths; the rounding errors of their float sums are below this."""
 
@@ -106,22 +109,11 @@ def plan_placement(config: RunConfig) -> list[Part]:
             engine.memory_gib,
             "vLLM engines that only evaluate",
         ),
-        *(
-            Part(
-                f"auxiliary-{name}",
-                auxiliary.engine.count,
-                auxiliary.engine.cpus,
-                auxiliary.engine.gpus,
-                auxiliary.engine.memory_gib,
-                f"vLLM engines of {auxiliary.model}",
-            )
-            for name, auxiliary in config.auxiliary.items()
-            if config.rolls_out and config.mode != "bench"
-        ),
+        *(auxiliary_part(name, auxiliary) for name, auxiliary in config.auxiliary.items() if config.rolls_out),
         *scoring,
         *verifying,
         *([] if config.buffer.name is not None else [BUFFER]),
-        Part("engine_pool", pools, 0.05, 0, 0.25, "which engines take requests"),
+        engine_pool_part(pools),
         Part("trainer", 1, 0.05, 0, 0.3, "commands the ranks"),
         *([] if pairs else [ranks]),
     ]
@@ -135,6 +127,17 @@ def plan_placement(config: RunConfig) -> list[Part]:
     if not config.trains:
         idle |= {"trainer", "ranks"}
     return [part for part in parts if part.count and part.name not in idle]
+
+
+def auxiliary_part(name: str, config: AuxiliaryConfig) -> Part:
+    """Return the engines of an auxiliary model."""
+    engine, note = config.engine, f"vLLM engines of {config.model}"
+    return Part(f"auxiliary-{name}", engine.count, engine.cpus, engine.gpus, engine.memory_gib, note)
+
+
+def engine_pool_part(count: int) -> Part:
+    """Return the actors that know which engines there are, one for each model."""
+    return Part("engine_pool", count, 0.05, 0, 0.25, "which engines take requests")
 
 
 def reward_replicas(config: RewardModelsConfig) -> list[Part]:
@@ -204,6 +207,22 @@ def check_placement(parts: list[Part], resources: list[dict[str, float]], which:
                 value=part.bundle,
                 remedy="lower the resources of one bundle, stop other runs, or add nodes",
             )
+
+
+def check_room(parts: list[Part]) -> None:
+    """Raise PlacementError unless the cluster has room. Ray reports the resources of an ended run as free only after a
+    delay, so a plan that fits the cluster's total resources is retried for that long."""
+    from ray._private.state import available_resources_per_node, total_resources_per_node
+
+    ends = time.monotonic() + _REPORTING_S
+    while True:
+        try:
+            return check_placement(parts, list(available_resources_per_node().values()))
+        except PlacementError:
+            if time.monotonic() > ends:
+                raise
+        check_placement(parts, list(total_resources_per_node().values()), "in all")
+        time.sleep(0.1)  # Ray has no event for it
 
 
 def actor_name(run: str, part: str) -> str:

@@ -19,7 +19,7 @@ from rayrft.config import RunConfig, dump_config
 from rayrft.config.explorer import ExplorerConfig
 from rayrft.config.serve import HttpConfig
 from rayrft.core.reward_checks import check_classifier, check_rewards
-from rayrft.data.demonstrations import demonstrate, from_file, from_tasks
+from rayrft.data.demonstrations import demonstrate, from_file, from_tasks, held_out_name, hold_out
 from rayrft.data.formats import conversations, read_rows
 from rayrft.data.task_sampler import TaskSetSpec
 from rayrft.data.task_splits import TaskSplits
@@ -29,11 +29,12 @@ from rayrft.experience import Experience, Task
 from rayrft.explorer.environments import environment_factory
 from rayrft.explorer.workflows import build_workflow
 from rayrft.files import sync
+from rayrft.pipelines.answering import Engines
 from rayrft.pipelines.experiences import check_experiences
-from rayrft.pipelines.operator import Context
 from rayrft.pipelines.report import OperatorReport
 from rayrft.pipelines.tasks import load_processed
 from rayrft.serve.protocol import key_digest
+from rayrft.trainer.batch_pipeline import check_batches
 
 _PROBES = [Task.create("probe", question, "12") for question in ("How much is 5 + 7?", "And 15 - 3?")]
 """What engines and trainer are compared on if there are no tasks."""
@@ -126,23 +127,25 @@ class Prepared:
     """What was done with the tasks, by operator."""
 
 
-def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepared:
+def prepare(config: RunConfig, run_id: str, *, resumed: bool = False, engines: Engines | None = None) -> Prepared:
     """Load and check everything a run reads, and create its folder; the folder of a ``resumed`` run is kept.
+    ``engines`` has the auxiliary models that operators on its tasks ask.
 
     Raises DataError, ModelError or ConfigError. Requires a running Ray only for tasks from files.
     """
-    for name, auxiliary in config.auxiliary.items():
-        ChatTokenizer(find_model(auxiliary.model, f"auxiliary.{name}.model"), f"auxiliary.{name}.model")
+    check_auxiliary(config)
     samplers.get(config.buffer.sampler.name, "buffer.sampler.name")
     scores.get(config.buffer.sampler.score, "buffer.sampler.score")
-    processed, notices = load_processed(config), list[str]()
+    processed, notices = load_processed(config, engines), list[str]()
     splits = processed.splits
     if config.tasks is not None:
         others = chain(splits.evaluation, *splits.demonstrated.values())
         by_source = chain(zip(splits.train, splits.sources, strict=True), zip(others, repeat(-1)))
         notices = check_rewards(config.reward, by_source, config.auxiliary)
     if config.pipelines.experiences:
-        check_experiences(config.pipelines, Context((), config.model.path), config.plugins)
+        check_experiences(config, config.model.path)
+    if config.pipelines.batch:
+        check_batches(config, config.model.path)
     check_workflows(config.explorer, _all_tasks(splits), config.auxiliary)
     _check_files(config)
     if not resumed:
@@ -172,9 +175,13 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False) -> Prepare
                 name, spec, tokenizer, max_length, held_out, whole=whole, labelled=labelled
             )
             left_out[name] = report.counts
+        if spec.held_out:
+            rows, held = hold_out(name, demonstrations[name], spec.held_out, config.seed)
+            demonstrations[name], demonstrations[held_out_name(name)] = rows, held
+            left_out[name]["held out, in pairs"] = len(held) // 2
     compared = chain(splits.evaluation, splits.train, _PROBES) if config.rolls_out else []
     probe = choose_probe(compared, tokenizer, config.model.max_length)
-    task_set = _task_set(config, splits)
+    task_set = task_set_spec(config, splits)
     limits = Limits(vocabulary_of(model), max_length)
     keys = read_keys(config.endpoint) if config.endpoint is not None else ()
     learns = [stage.algorithm.build() for stage in config.stages if stage.groups]
@@ -264,7 +271,8 @@ def _unwritable(folder: Path, error: OSError) -> ConfigError:
     )
 
 
-def _task_set(config: RunConfig, splits: TaskSplits) -> TaskSetSpec | None:
+def task_set_spec(config: RunConfig, splits: TaskSplits) -> TaskSetSpec | None:
+    """Return what makes the task set of a run, if it has tasks. Raises the errors of `TaskSet`."""
     tasks = config.tasks
     if tasks is None:
         return None
@@ -276,6 +284,8 @@ def _task_set(config: RunConfig, splits: TaskSplits) -> TaskSetSpec | None:
         seed=config.seed,
         epochs=tasks.epochs,
         difficulties=[task.difficulty for task in splits.train],
+        priorities=[task.priority for task in splits.train],
+        tried=[(task.id, task.tries, task.passes) for task in splits.train if task.tries],
     )
     make()  # raises if the sampler is unsuitable for these tasks
     return make
@@ -347,6 +357,13 @@ def _check_files(config: RunConfig) -> None:
     for name, spec in config.demonstrations.items():
         if spec.path is not None:
             next(read_rows(spec.path, f"demonstrations.{name}.path"), None)
+
+
+def check_auxiliary(config: RunConfig) -> None:
+    """Raise ModelError unless every auxiliary model is there, with its tokenizer."""
+    for name, auxiliary in config.auxiliary.items():
+        field = f"auxiliary.{name}.model"
+        ChatTokenizer(find_model(auxiliary.model, field), field)
 
 
 def check_workflows(config: ExplorerConfig, tasks: Iterable[Task], auxiliary: Collection[str] = ()) -> None:

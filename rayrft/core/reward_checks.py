@@ -33,7 +33,7 @@ def check_rewards(
             if trained_by(part) is not None:
                 _check_trained(part)
                 continue
-            reward = check_reward(part, model, config.placement, auxiliary)
+            reward = check_reward(part, model, auxiliary)
             if notice := getattr(reward, "notice", None):
                 notices[f"reward {part.name!r}: {notice}"] = None
             if where(part.name) == "loop":
@@ -51,19 +51,12 @@ def check_rewards(
     return list(notices)
 
 
-def check_reward(part: RewardPart, model: RewardModelConfig, placement: str, auxiliary: Collection[str] = ()) -> Reward:
+def check_reward(part: RewardPart, model: RewardModelConfig, auxiliary: Collection[str] = ()) -> Reward:
     """Build a reward. Raises ConfigError if that is not possible, or if it lacks what it needs."""
     reward, name = build_reward(part.name, part.options), part.name
     for needed in getattr(reward, "needs_auxiliary", ()):
         if needed not in auxiliary:
             raise no_auxiliary(needed, auxiliary)
-        if placement != "beside":
-            raise ConfigError(
-                f"{needed!r} cannot be asked from elsewhere than the Explorer",
-                field="reward.placement",
-                value=placement,
-                remedy=f"set it to beside, or serve {needed!r} elsewhere and give its url",
-            )
     if (longest := getattr(reward, "longest_s", 0.0)) >= model.deadline_s:
         raise ConfigError(
             f"reward {name!r} gives itself {longest:g} s, and would be stopped before: unknown, not 0",

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from rayrft.config.serve import RewardServiceConfig
 from rayrft.core.cluster import connect
-from rayrft.core.launch import check_room
-from rayrft.core.placement import NAMESPACE, Part, actor_name, reward_replicas, show_plan
+from rayrft.core.placement import NAMESPACE, Part, actor_name, check_room, reward_replicas, show_plan
 from rayrft.core.preflight import read_keys
 from rayrft.core.reward_checks import check_reward
 from rayrft.handle import Handle
@@ -31,7 +30,7 @@ def serve_rewards(
     """
     for model in config.reward.models.values():
         for part in model.scored_by:
-            check_reward(part, model, "serve")
+            check_reward(part, model)
     keys = read_keys(config.serve)
     connect()
     from rayrft.applications import Owner, delete_applications

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from rayrft.core.feedback_page import OpenPage
     from rayrft.experience import Experience, Task
+    from rayrft.pipelines.tasks import AddedTasks
 
 
 ANSWER_S = 60.0
@@ -108,16 +109,28 @@ class RunData:
 
         return load_dataset(self._buffer(), rows, name, extend=True)
 
-    def add_tasks(self, tasks: list[Task], source: int = 0) -> int:
-        """Add tasks to a source of the run's task set, by index, while it is running; return how many are new by their
-        id. Raises ConfigError if no reward scores the domain of one, and DataError if the run draws no tasks, or one
-        lacks what its task sampler needs."""
-        from rayrft.buffer.dataset import answer
+    def add_tasks(self, tasks: list[Task], source: int = 0) -> AddedTasks:
+        """Add tasks to a source of the run's task set, by index, while it is running; return those that are new, after
+        the operators of ``pipelines.tasks`` and without any that show an evaluation task, and why others were left out
+        (see `rayrft.pipelines.tasks.process_added`, which reads the run's sources again).
 
-        rewards = load_config(self.folder / "config.yaml").reward
+        Raises ConfigError if no reward scores the domain of one, OperatorFailed, and DataError if the run draws no
+        tasks, or one lacks what its task sampler needs."""
+        from rayrft.buffer.dataset import answer
+        from rayrft.core.pipeline_models import task_engines
+        from rayrft.pipelines.tasks import AddedTasks, process_added
+
+        config = load_config(self.folder / "config.yaml")
         for task in tasks:
-            rewards.domain_of(task.domain)
-        return answer(self._buffer().call(Buffer.add_tasks, tasks, source))
+            config.reward.domain_of(task.domain)
+        earlier = answer(self._buffer().call(Buffer.added_tasks, 0))
+        known = {task.id for task in earlier}
+        processed = AddedTasks([task for task in tasks if task.id not in known], {})
+        if config.tasks is not None and 0 <= source < len(config.tasks.sources):  # else the Buffer says what is wrong
+            processed = process_added(config, processed.tasks, source, earlier, task_engines(config))
+        answer(self._buffer().call(Buffer.add_tasks, processed.tasks, source))
+        twice = {task.id: "another task: the same one" for task in tasks if task.id in known}
+        return AddedTasks(processed.tasks, {**processed.left_out, **twice})
 
     def put(self, rows: list[Experience]) -> None:
         """Put whole groups of own rows into a run in mode ``train``; return when they are in its log.

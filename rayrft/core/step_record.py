@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 
 from rayrft.buffer.leases import Lease
 from rayrft.core.weight_sync import SyncReport
-from rayrft.explorer.evaluation import Evaluation
+from rayrft.explorer.evaluation import Evaluation, wilson_interval
 from rayrft.explorer.explorer import Timings
-from rayrft.monitor.records import EvaluationRecord, StepRecord
-from rayrft.trainer.result import StepResult
+from rayrft.monitor.records import EvaluationRecord, PairsRecord, StepRecord
+from rayrft.trainer.result import PairRanking, StepResult
 
 _NOT_RECORDED = ("train_s", "first_update", "value_errors")
 
@@ -89,6 +89,15 @@ def check_on_policy_step(lease: Lease, result: StepResult, tolerance: float) -> 
             "updated yet"
         )
     return None
+
+
+def pairs_record(stage: str, step: int, stage_step: int, found: PairRanking, seconds: float) -> PairsRecord:
+    """Build the record of a ranking of held-out preference pairs, with the confidence interval of its accuracy."""
+    low, high = wilson_interval(found.right, found.pairs)
+    accuracy, now = found.right / found.pairs, time.time()
+    return PairsRecord(
+        stage, step, stage_step, now, accuracy, low, high, found.right, found.pairs, found.margin, seconds
+    )
 
 
 def evaluation_record(

@@ -8,7 +8,7 @@ import os
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -18,7 +18,7 @@ from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.reader import Archive
 from rayrft.config import load_config
 from rayrft.errors import RayrftError, StorageError
-from rayrft.monitor.records import EvaluationRecord, Record, StepRecord, read_records
+from rayrft.monitor.records import EvaluationRecord, PairsRecord, Record, StepRecord, read_records
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,19 @@ class AccuracyChange:
 
     before: AccuracyPoint
     after: AccuracyPoint
+
+
+@dataclass(frozen=True)
+class PairsPoint:
+    """A ranking of held-out preference pairs: ``right`` of ``count``, by how much on average, and the confidence
+    interval of the accuracy."""
+
+    step: int
+    accuracy: float
+    right: int
+    count: int
+    margin: float
+    interval: tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -70,6 +83,8 @@ class Summary:
     stages: list[StageDone]
     checkpoint: str | None
     """Folder of the final weights of a finished run."""
+    pairs: dict[str, PairsPoint] = field(default_factory=dict)
+    """By stage, the last ranking of held-out preference pairs."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +174,11 @@ def summarise(
         weight_version=version if version is not None else last.version if last else 0,
         stages=list(stages),
         checkpoint=checkpoint,
+        pairs={
+            each.stage: PairsPoint(each.step, each.accuracy, each.right, each.count, each.margin, (each.low, each.high))
+            for each in records
+            if isinstance(each, PairsRecord)
+        },
     )
 
 
@@ -200,7 +220,7 @@ def _seconds(records: Sequence[Record]) -> dict[str, float]:
         if isinstance(record, StepRecord):
             for part in ("wait", "rollout", "reward", "train", "sync"):
                 sums[part] += getattr(record, f"{part}_s")
-        elif isinstance(record, EvaluationRecord):
+        elif isinstance(record, EvaluationRecord | PairsRecord):
             sums["evaluation"] += record.seconds
     return {part: round(value, 3) for part, value in sums.items()}
 

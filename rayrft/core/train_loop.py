@@ -8,6 +8,7 @@ import math
 import time
 import uuid
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from rayrft.buffer.buffer import Buffer
@@ -19,16 +20,18 @@ from rayrft.core.actors import Actors
 from rayrft.core.checkpoints import Progress, Saver
 from rayrft.core.evaluations import Evaluations
 from rayrft.core.recorder import Recorder
-from rayrft.core.step_record import StepSeconds, check_on_policy_step, step_record
+from rayrft.core.step_record import StepSeconds, check_on_policy_step, pairs_record, step_record
 from rayrft.core.supervision import Stopped, unless_stopped
 from rayrft.core.weight_sync import SyncReport, WeightSync
+from rayrft.data.demonstrations import held_out_name
 from rayrft.errors import LeaseEnded, RayrftError, RowsFailed, Stalled, StorageError
 from rayrft.explorer.engines.engine import RolloutEngine
 from rayrft.explorer.explorer import Explorer, Timings
 from rayrft.handle import Handle
 from rayrft.monitor.records import StepRecord
 from rayrft.monitor.verdict import verdict
-from rayrft.trainer.commands import Command, OpenStage, Train
+from rayrft.trainer.batch_pipeline import ProcessedLease
+from rayrft.trainer.commands import Command, OpenStage, RankPairs, Train
 from rayrft.trainer.result import StepResult, mean_value_errors
 from rayrft.trainer.trainer import Trainer
 
@@ -139,6 +142,7 @@ class TrainLoop:
         if not stage.groups:
             await self.publish()
         await self._saving.export(stage.name)
+        await self._rank_pairs(stage)
         await unless_stopped(self._stop, self._evaluations.end())
         await self._evaluate(stage, ended=True)
         await unless_stopped(self._stop, self._evaluations.end())
@@ -195,13 +199,16 @@ class TrainLoop:
         step, before = progress.step, self.ledger
         self._saving.check()
         self._evaluations.check()
-        lease, results, waited_s = await self._train(step, exploring)
+        processed, results, waited_s = await self._train(step, exploring)
+        lease = processed.lease
         self.ledger = await self._actors.buffer.call(Buffer.ack, step, mean_value_errors(results))
         trained_s = time.perf_counter() - started - waited_s
         progress.step += 1
         progress.stage_step += 1
         report, timings = await asyncio.gather(self._publish_step(stage), self._timings())
         seconds = StepSeconds(time.perf_counter() - started, waited_s, trained_s)
+        worked = {f"batch_{name}": stats for name, stats in processed.operators.items()}
+        timings = replace(timings, operators=timings.operators | worked)
         record = step_record(
             stage.name, progress.step, lease, results[0], report, seconds, timings, self.ledger.lost_since(before)
         )
@@ -216,9 +223,11 @@ class TrainLoop:
             if warning is not None:
                 await self._recorder.note(f"first step of {stage.name!r}: {warning}", stage.name, progress.step)
 
-    async def _train(self, step: int, exploring: asyncio.Future[None]) -> tuple[Lease, list[StepResult], float]:
-        """Lease the batch of the step and train on it; return the lease, the results by rank, and the seconds spent
-        waiting for the batch. A Buffer that died loses its blocks, and restores them when it is up again."""
+    async def _train(
+        self, step: int, exploring: asyncio.Future[None]
+    ) -> tuple[ProcessedLease, list[StepResult], float]:
+        """Lease the batch of the step and train on it; return what was trained, the results by rank, and the seconds
+        spent waiting for the batch. A Buffer that died loses its blocks, and restores them when it is up again."""
         ranks, waited_s = self._config.trainer.ranks, 0.0
         # Applications may be idle for as long as they like.
         stall_s = math.inf if self._config.mode == "serve" else self._config.monitor.stall_s
@@ -227,10 +236,12 @@ class TrainLoop:
             leasing = asyncio.ensure_future(self._actors.buffer.call(Buffer.lease, step, ranks, stall_s))
             lease = await self._unless_ended(leasing, exploring)
             waited_s += time.perf_counter() - asked
+            if (processed := await self._process(lease)) is None:
+                continue
             async with self._engines_asleep():
-                results = await self._command(Train(lease))
+                results = await self._command(Train(processed.lease))
             if trained := [result for result in results if result is not None]:
-                return lease, trained, waited_s
+                return processed, trained, waited_s
         raise RayrftError(
             f"blocks of the batch were lost {_ATTEMPTS} times",
             field="buffer.lease",
@@ -238,11 +249,23 @@ class TrainLoop:
             remedy="see why objects are lost (nodes that die, an object store that is too small), then: rayrft resume",
         )
 
+    async def _process(self, lease: Lease) -> ProcessedLease | None:
+        """Send a batch through the operators on batches, if there are any; None if blocks of it are lost."""
+        if not self._config.pipelines.batch:
+            return ProcessedLease(lease)
+        processed = await self._trainer.call(Trainer.process, lease)
+        if processed is not None and processed.problem is not None:
+            message = f"operators failed on the batch, or on rows of it: {processed.problem}"
+            await self._recorder.note(message, step=lease.step)
+        return processed
+
     async def _between_steps(self, stage: StageConfig, first: int) -> None:
         """Evaluate and write a checkpoint if they are due."""
         taken = self.progress.stage_step
         if stage.evaluate_every and taken % stage.evaluate_every == 0:
-            await self._evaluate(stage)
+            await self._rank_pairs(stage)
+            if not stage.trains_reward_model:
+                await self._evaluate(stage)
             await self._judge(stage, first)
         if self._saving.due():
             await self._saving.checkpoint(len(self._recorder.records))
@@ -254,6 +277,16 @@ class TrainLoop:
         if self.progress.stage + ended <= self._config.scored_after:
             return
         await unless_stopped(self._stop, self._evaluations.begin(stage))
+
+    async def _rank_pairs(self, stage: StageConfig) -> None:
+        """Rank the preference pairs that are held out from the stage, if there are any."""
+        if not self._config.holds_out(stage):
+            return
+        started, store = time.perf_counter(), f"expert/{held_out_name(stage.demonstrations or '')}"
+        blocks = await self._actors.buffer.call(Buffer.partition, store)
+        found = (await self._command(RankPairs(blocks)))[0]
+        step, taken, seconds = self.progress.step, self.progress.stage_step, time.perf_counter() - started
+        await self._recorder.add(pairs_record(stage.name, step, taken, found, seconds))
 
     async def _judge(self, stage: StageConfig, first: int) -> None:
         """Note what bounds the stage, judged from its records, which begin at index ``first``."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import json
+import random
 from collections.abc import Iterable, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rayrft.config.demonstrations import DemonstrationsConfig, RowFormat
-from rayrft.data.formats import Message, Row, answer_label, conversations, pair_margin, read_rows, tool_schemas
+from rayrft.data.formats import (
+    Message,
+    Row,
+    SkippedRows,
+    answer_label,
+    conversations,
+    pair_margin,
+    read_rows,
+    tool_schemas,
+)
 from rayrft.data.images import image_paths
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import DataError
@@ -22,28 +32,6 @@ from rayrft.experience import SCHEMA, Experience, Task, dedup_key, to_batch
 
 if TYPE_CHECKING:
     import ray.data
-
-
-@dataclass(frozen=True)
-class SkippedRows:
-    """Rows that are not trained, with the reason, by number from 1: lines of a JSONL file, rows of other sources."""
-
-    excluded: dict[int, str] = field(default_factory=dict)
-    """Valid rows that a rule excludes."""
-    broken: dict[int, str] = field(default_factory=dict)
-    """Invalid rows."""
-
-    def __len__(self) -> int:
-        return len(self.excluded) + len(self.broken)
-
-    @property
-    def counts(self) -> Counter[str]:
-        """Number of rows by reason; the reason of broken rows lists the first ten of them."""
-        counts = Counter(self.excluded.values())
-        if self.broken:
-            first = ", ".join(map(str, sorted(self.broken)[:10])) + (", …" if len(self.broken) > 10 else "")
-            counts[f"broken (lines {first})"] = len(self.broken)
-        return counts
 
 
 @dataclass(frozen=True)
@@ -186,6 +174,40 @@ def from_file(
     encoded, skipped = encoder.encode(read_rows(config.path, config_key))
     _check(len(encoded), skipped, config, config_key, str(config.path))
     return [row for rows in list(encoded.values())[: config.size] for row in rows], skipped
+
+
+def held_out_name(name: str) -> str:
+    """Return the name under which the Buffer keeps the held-out pairs of these demonstrations."""
+    return f"{name}.held_out"
+
+
+def hold_out(
+    name: str, rows: list[Experience], held_out: float, seed: int
+) -> tuple[list[Experience], list[Experience]]:
+    """Split preference pairs, by chance, into those to train on and the held-out ones, each in their order.
+
+    Held out are all pairs of as many prompts as it takes to have ``held_out`` of them, a share below 1 or a number: a
+    model that has seen a prompt's other answers would be ranked too well. Raises DataError unless all rows are pairs,
+    and both parts have some.
+    """
+    field, pairs = f"demonstrations.{name}.held_out", list(zip(rows[::2], rows[1::2], strict=False))
+    if len(rows) % 2 or any(one.pair_id is None or one.pair_id != other.pair_id for one, other in pairs):
+        raise DataError("some rows are no preference pairs", field=field, value=held_out, remedy="leave it out")
+    by_prompt: dict[str, list[int]] = {}
+    for number, (chosen, _) in enumerate(pairs):
+        by_prompt.setdefault(json.dumps([chosen.turns[:-1], chosen.images]), []).append(number)
+    wanted = held_out if held_out >= 1 else held_out * len(pairs)
+    prompts, taken = list(by_prompt.values()), set[int]()
+    random.Random(f"{seed}/{name}").shuffle(prompts)
+    for numbers in prompts:
+        if len(taken) >= wanted:
+            break
+        taken.update(numbers)
+    if not 0 < len(taken) < len(pairs):
+        problem = f"leaves {len(pairs) - len(taken)} of {len(pairs)} pairs, of {len(prompts)} prompts, to train on"
+        raise DataError(problem, field=field, value=held_out, remedy="hold out fewer, or give more prompts")
+    numbered = [(number in taken, side) for number, pair in enumerate(pairs) for side in pair]
+    return [side for held, side in numbered if not held], [side for held, side in numbered if held]
 
 
 def from_dataset(

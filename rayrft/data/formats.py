@@ -1,10 +1,13 @@
-"""File formats of demonstrations (JSONL, Parquet, saved data sets) and the layouts of their rows."""
+"""File formats of rows (JSONL, CSV, Parquet, saved data sets) and the layouts of demonstrations."""
 
 from __future__ import annotations
 
+import csv
 import json
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +21,33 @@ Row = dict[str, Any] | str
 """A row, or the reason why it cannot be parsed."""
 
 
-def read_rows(path: Path, field: str) -> Iterator[tuple[int, Row]]:
+@dataclass(frozen=True)
+class SkippedRows:
+    """Rows that are not trained, with the reason, by number from 1: lines of a JSONL file, rows of other sources."""
+
+    excluded: dict[int, str] = field(default_factory=dict)
+    """Valid rows that a rule excludes."""
+    broken: dict[int, str] = field(default_factory=dict)
+    """Invalid rows."""
+
+    def __len__(self) -> int:
+        return len(self.excluded) + len(self.broken)
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Number of rows by reason; the reason of broken rows lists the first ten of them."""
+        counts = Counter(self.excluded.values())
+        if self.broken:
+            first = ", ".join(map(str, sorted(self.broken)[:10])) + (", …" if len(self.broken) > 10 else "")
+            counts[f"broken (lines {first})"] = len(self.broken)
+        return counts
+
+
+def read_rows(path: Path, field: str) -> Generator[tuple[int, Row], None, None]:
     """Iterate over the rows of a file or folder with their numbers, from 1: lines of a JSONL file, rows of any other.
+
+    Files of a folder are all of one kind. Values of CSV are texts, numbers where they are written like one, and none
+    where they are empty.
 
     Rows of several files are numbered consecutively, by file name (in a saved data set: in its order). Raises
     DataError, which names ``field``, if the file is missing or unreadable.
@@ -29,16 +57,59 @@ def read_rows(path: Path, field: str) -> Iterator[tuple[int, Row]]:
             "no such file",
             field=field,
             value=str(path),
-            remedy="give a JSONL or Parquet file, a folder of Parquet files, or a saved Hugging Face data set",
+            remedy="give a JSONL, CSV or Parquet file, a folder of such files, or a saved Hugging Face data set",
         )
     try:
-        if path.is_dir() or path.suffix == ".parquet":
+        lines = sorted(path.glob("*.jsonl")) or sorted(path.glob("*.csv")) if path.is_dir() else []
+        if lines:
+            yield from enumerate((row for file in lines for _, row in _lines(file)), start=1)
+        elif path.is_dir() or path.suffix == ".parquet":
             yield from enumerate(_table_rows(path, field), start=1)
         else:
-            yield from _json_lines(path)
+            yield from _lines(path)
     except (pa.ArrowException, OSError) as error:
         problem = f"cannot be read: {str(error).splitlines()[0]}"
         raise DataError(problem, field=field, value=str(path)) from None
+
+
+def _lines(path: Path) -> Iterator[tuple[int, Row]]:
+    return _csv_rows(path) if path.suffix == ".csv" else _json_lines(path)
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[int, Row]]:
+    # What is not UTF-8 shows as a surrogate, which no UTF-8 has; a byte order mark is no part of a name.
+    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
+        reader = csv.reader(lines, strict=True)
+        names = next(reader, [])
+        while True:
+            number = reader.line_num  # a quoted value may have several lines
+            try:
+                values = next(reader, None)
+            except csv.Error as error:
+                yield number + 1, f"not CSV ({error})"
+                continue
+            if values is None:
+                return
+            if not values:
+                continue
+            if len(values) != len(names):
+                yield number + 1, f"has {len(values)} values, and the header {len(names)}"
+            elif any("\udc80" <= letter <= "\udcff" for value in values for letter in value):
+                yield number + 1, "not UTF-8"
+            else:
+                yield number + 1, {name: _value(text) for name, text in zip(names, values, strict=True)}
+
+
+def _value(text: str) -> str | int | float | None:
+    """Return what a value of CSV stands for; a number's text is that of the file again (007 is no number)."""
+    for kind in (int, float):
+        try:
+            number = kind(text)
+        except ValueError:
+            continue
+        if str(number) == text and math.isfinite(number):
+            return number
+    return text or None
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, Row]]:
@@ -68,13 +139,13 @@ def _table_rows(path: Path, field: str) -> Iterator[dict[str, Any]]:
     if not files:
         split = sorted(state.parent.name for state in path.glob("*/state.json"))
         raise DataError(
-            f"the folder holds the splits {split} of a data set" if split else "the folder holds no Parquet files",
+            f"the folder holds the splits {split} of a data set" if split else "the folder holds no files of rows",
             field=field,
             value=str(path),
-            remedy=f"give one of them: {path / split[0]}" if split else "give a folder with files that end in .parquet",
+            remedy=f"give one of them: {path / split[0]}" if split else "files end in .jsonl, .csv or .parquet",
         )
     for file in files:
-        with pq.ParquetFile(file) as parquet:
+        with pq.ParquetFile(file, pre_buffer=False) as parquet:
             for batch in parquet.iter_batches():
                 yield from batch.to_pylist()
 

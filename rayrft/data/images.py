@@ -227,7 +227,16 @@ def image_paths(values: Any, base: Path, keep: Path | None = None) -> tuple[str,
                 remedy="name 'images_folder'" if picture else "give its path",
             )
         path = ((base if base.is_dir() else base.parent) / value).absolute()
-        if not path.is_file():
-            raise DataError(f"there is no image {path}", remedy="give paths relative to the file that names them")
+        if not _is_file(path):
+            raise DataError(
+                f"there is no image {str(path)[:200]}", remedy="give paths relative to the file that names them"
+            )
         paths.append(str(path))
     return tuple(paths)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # too long to be a path
+        return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -34,7 +35,9 @@ class Selection:
         self._where = where
         if where is not None:
             # One row, because without any DuckDB would not convert the constants.
-            _met(where, pa.RecordBatch.from_arrays([pa.nulls(1, field.type) for field in schema], schema.names))
+            one = pa.RecordBatch.from_arrays([pa.nulls(1, field.type) for field in schema], schema.names)
+            _met(where, one, check=True)
+            self._mentioned = _mentioned(where, schema.names)
 
     @property
     def filters(self) -> bool:
@@ -43,7 +46,9 @@ class Selection:
 
     def met(self, batch: pa.RecordBatch) -> np.ndarray:
         """Return whether each row meets the condition, as booleans of shape ``[rows]``. Raises DataError as `apply`."""
-        return np.ones(batch.num_rows, bool) if self._where is None else _met(self._where, batch)
+        if self._where is None:
+            return np.ones(batch.num_rows, bool)
+        return _met(self._where, batch.select(self._mentioned))
 
     def apply(self, batch: pa.RecordBatch, rows: np.ndarray | None = None) -> pa.RecordBatch:
         """Return the selected columns of those ``rows`` (ascending; all by default) that meet the condition.
@@ -51,21 +56,31 @@ class Selection:
         Raises DataError if the condition fails on a value, such as a text that is cast to a number.
         """
         if self._where is not None:
-            met = _met(self._where, batch)
+            met = self.met(batch)
             rows = np.flatnonzero(met) if rows is None else rows[met[rows]]
         selected = batch.select(self.schema.names)
         return selected if rows is None or len(rows) == batch.num_rows else selected.take(pa.array(rows))
 
 
-def _met(where: str, batch: pa.RecordBatch) -> np.ndarray:
-    """Return whether each row meets the condition, as booleans of shape ``[rows]``; null counts as not met."""
+def _mentioned(where: str, names: list[str]) -> list[str]:
+    """Return the columns whose names stand in a condition: DuckDB converts each that it is given, of which it may need
+    none."""
+    words = set(re.findall(r"\w+", where.lower()))
+    found = [name for name in names if not name.isidentifier() or name.lower() in words]
+    return names if "*" in where or "columns" in words else found or names[:1]
+
+
+def _met(where: str, batch: pa.RecordBatch, *, check: bool = False) -> np.ndarray:
+    """Return whether each row meets the condition, as booleans of shape ``[rows]``; null counts as not met. ``check``:
+    the condition has not been used before."""
     import duckdb
 
     try:
         with _database().cursor() as connection:
             condition = duckdb.SQLExpression(where)
             rows = connection.from_arrow(batch)
-            rows.filter(condition)  # refuses aggregates and window functions, which a select would take
+            if check:
+                rows.filter(condition)  # refuses aggregates and window functions, which a select would take
             met = rows.select(condition)
             if met.types != [duckdb.sqltypes.BOOLEAN]:
                 raise _invalid(where, f"its values are {met.types[0]}, not BOOLEAN")

@@ -21,6 +21,7 @@ from rayrft.files import atomic_file
 _SUFFIXES = (".jsonl", ".parquet")
 _JSON = {b"rayrft.json": b"1"}
 """Metadata of a column whose texts are JSON, and are written to JSONL as the values that they stand for."""
+_GROUP_BYTES = 32 << 20
 _INT64 = range(-(1 << 63), 1 << 63)
 
 
@@ -49,7 +50,7 @@ class TableFile:
     def batches(self, rows: int) -> Iterator[pa.RecordBatch]:
         """Iterate over the rows that can be read, in batches of at most so many."""
         if self.path.suffix == ".parquet":
-            with pq.ParquetFile(self.path) as file:
+            with pq.ParquetFile(self.path, pre_buffer=False) as file:  # else it holds what it has read
                 yield from file.iter_batches(rows)
             return
         skipped = {row.number for row in self.broken}
@@ -111,6 +112,9 @@ class TableWriter:
         self._stack = ExitStack()
         self._lines: IO[str] | None = None
         self._parquet: pq.ParquetWriter | None = None
+        self._group: list[pa.RecordBatch] = []
+        """Rows of a Parquet file that are not written yet, up to a row group: `pyarrow` would hold a million."""
+        self._group_bytes = 0
 
     def __enter__(self) -> Self:
         try:
@@ -118,6 +122,7 @@ class TableWriter:
                 partial = stack.enter_context(atomic_file(self._path))
                 if self._path.suffix == ".parquet":
                     self._parquet = stack.enter_context(pq.ParquetWriter(partial, self._schema))
+                    stack.push(self._write_last)
                 else:
                     self._lines = stack.enter_context(partial.open("w", encoding="utf-8"))
                 self._stack = stack.pop_all()
@@ -129,7 +134,10 @@ class TableWriter:
         """Append rows."""
         try:
             if self._parquet is not None:
-                self._parquet.write_batch(batch)
+                self._group.append(batch)
+                self._group_bytes += batch.nbytes
+                if self._group_bytes >= _GROUP_BYTES:
+                    self._write_group()
             else:
                 self._write_lines(batch)
         except OSError as error:
@@ -145,6 +153,17 @@ class TableWriter:
             if problem is error:
                 raise
             raise self._failed(problem) from None
+
+    def _write_group(self) -> None:
+        assert self._parquet is not None
+        if self._group:
+            table = pa.Table.from_batches(self._group, self._schema)
+            self._parquet.write_table(table, row_group_size=max(1, table.num_rows))
+        self._group, self._group_bytes = [], 0
+
+    def _write_last(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._write_group()
 
     def _write_lines(self, batch: pa.RecordBatch) -> None:
         assert self._lines is not None

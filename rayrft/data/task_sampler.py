@@ -124,6 +124,8 @@ class TaskView:
     """NaN where unknown."""
     tries: np.ndarray
     passes: np.ndarray
+    priorities: np.ndarray
+    """NaN where unknown."""
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -132,6 +134,22 @@ class TaskView:
     def rates(self) -> np.ndarray:
         """Success rates with one success and one failure added (Laplace smoothing): 1/2 for an untried task."""
         return (self.passes + 1) / (self.tries + 2)
+
+    @cached_property
+    def shares(self) -> np.ndarray:
+        """Priorities, where one that is unknown is the mean of the others. Raises DataError if all are unknown or zero,
+        or one is negative or infinite."""
+        known = self.priorities[~np.isnan(self.priorities)]
+        if not np.isfinite(known).all() or (known < 0).any() or not known.any():
+            bad = [value for value in known.tolist() if not 0 <= value < math.inf][:1]
+            raise DataError(
+                "a priority is negative or infinite" if bad else "no task has a priority above 0",
+                field="tasks.sampler",
+                value=bad[0] if bad else "priority",
+                remedy="have an operator of pipelines.tasks write it (difficulty, uncertainty, novelty …), or choose "
+                "another tasks.sampler",
+            )
+        return np.where(np.isnan(self.priorities), known.mean(), self.priorities)
 
     @cached_property
     def by_difficulty(self) -> np.ndarray:
@@ -189,6 +207,12 @@ def near_half(view: TaskView, k: int) -> int:
     return _choose(view, k, 4 * rates * (1 - rates))
 
 
+@task_samplers.register("priority")
+def priority(view: TaskView, k: int) -> int:
+    """At random, in proportion to the tasks' priorities."""
+    return _choose(view, k, view.shares, floor=0.0)
+
+
 @dataclass
 class _Source:
     """Tasks of one source with their statistics; arrays grow with it."""
@@ -199,6 +223,7 @@ class _Source:
     """Draws of the source before its present epochs."""
     numbers: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     difficulties: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    priorities: np.ndarray = field(default_factory=lambda: np.zeros(0))
     tries: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     passes: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
@@ -214,9 +239,12 @@ class TaskSetSpec:
     seed: int
     epochs: int | None = None
     difficulties: list[float | None] = field(default_factory=list)
+    priorities: list[float | None] = field(default_factory=list)
+    tried: list[tuple[str, int, float]] = field(default_factory=list)
+    """Tasks that were tried before, with their tries and passes: statistics begin with them."""
 
     def __call__(self) -> TaskSet:
-        return TaskSet(
+        tasks = TaskSet(
             self.ids,
             self.sources,
             self.weights,
@@ -224,7 +252,11 @@ class TaskSetSpec:
             seed=self.seed,
             epochs=self.epochs,
             difficulties=self.difficulties,
+            priorities=self.priorities,
         )
+        for id, tries, passes in self.tried:
+            tasks.record(id, tries, passes)
+        return tasks
 
 
 class TaskSet:
@@ -232,10 +264,10 @@ class TaskSet:
 
     ids: of the tasks, without duplicates. sources: source index by task. weights: share of the draws by source, exact
     to one draw at any time (see `Interleave`). epochs: a source of m tasks ends after ``epochs * m`` draws and the
-    others continue; None: no end. difficulties: by task, None if unknown; empty if all are unknown.
+    others continue; None: no end. difficulties, priorities: by task, None if unknown; empty if all are unknown.
 
     Raises ConfigError if there is no such sampler, DataError if a source has no task or the sampler needs unknown
-    difficulties.
+    difficulties or priorities.
     """
 
     def __init__(
@@ -248,6 +280,7 @@ class TaskSet:
         seed: int,
         epochs: int | None = None,
         difficulties: Sequence[float | None] = (),
+        priorities: Sequence[float | None] = (),
     ) -> None:
         self._pick = task_samplers.get(sampler, "tasks.sampler")
         self._seed = seed
@@ -258,11 +291,11 @@ class TaskSet:
         self._places: dict[str, tuple[int, int]] = {}
         self._sources = [_Source(epochs=epochs) for _ in weights]
         self._views: list[TaskView] = []
-        self._added: list[tuple[str, int, float | None]] = []
-        known = list(difficulties) or [None] * len(ids)
+        self._added: list[tuple[str, int, float | None, float | None]] = []
+        hard, prior = (list(known) or [None] * len(ids) for known in (difficulties, priorities))
         for source in range(len(weights)):
             numbers = [number for number, of in enumerate(sources) if of == source]
-            self._insert([(number, ids[number], known[number]) for number in numbers], source)
+            self._insert([(number, ids[number], hard[number], prior[number]) for number in numbers], source)
         self._ids = list(ids)
         if len(self._places) < len(self._ids):
             twice = next(id for number, id in enumerate(ids) if id in ids[:number])
@@ -293,22 +326,31 @@ class TaskSet:
         source = self._sources[number]
         return self._ids[self._choose(self._views[number], self._turns.counts[number] - 1 - source.began)]
 
-    def check(self, difficulties: Sequence[float | None], source: int) -> None:
-        """Raise DataError if the sampler needs difficulties that are unknown."""
+    def check(self, source: int, difficulties: Sequence[float | None], priorities: Sequence[float | None] = ()) -> None:
+        """Raise DataError if the sampler needs difficulties or priorities that are unknown."""
         held, more = self._sources[source], len(difficulties)
-        known = np.append(held.difficulties, np.array(difficulties, dtype=np.float64))
+        hard = np.append(held.difficulties, np.array(difficulties, dtype=np.float64))
+        prior = np.append(held.priorities, np.array(list(priorities) or [None] * more, dtype=np.float64))
         counts = np.append(held.tries, np.zeros(more, np.int64)), np.append(held.passes, np.zeros(more))
-        self._choose(TaskView(source, self._seed, np.arange(len(known)), known, *map(_read_only, counts)), 0)
+        arrays = map(_read_only, (np.arange(len(hard)), hard, *counts, prior))
+        self._choose(TaskView(source, self._seed, *arrays), 0)
 
-    def add(self, ids: Sequence[str], source: int, difficulties: Sequence[float | None]) -> None:
-        """Add tasks to a source; their ids must be new, and their difficulties pass `check`. A new epoch of the source
-        begins, over all of its tasks, in place of the running one."""
+    def add(
+        self,
+        ids: Sequence[str],
+        source: int,
+        difficulties: Sequence[float | None],
+        priorities: Sequence[float | None] = (),
+    ) -> None:
+        """Add tasks to a source; their ids must be new, and the rest pass `check`. A new epoch of the source begins,
+        over all of its tasks, in place of the running one."""
         grown = self._sources[source]
         drawn = self._turns.counts[source]
         if grown.epochs is not None:
             grown.epochs = max(1, grown.epochs - (drawn - grown.began) // len(grown.tries))
         grown.began = drawn
-        self._append(list(zip(ids, [source] * len(ids), difficulties, strict=True)))
+        prior = list(priorities) or [None] * len(ids)
+        self._append(list(zip(ids, [source] * len(ids), difficulties, prior, strict=True)))
         limit = None if grown.epochs is None else drawn + grown.epochs * len(grown.tries)
         self._turns.extend(source, limit)
 
@@ -322,6 +364,10 @@ class TaskSet:
         number, position = self._places[id]
         self._sources[number].tries[position] += tries
         self._sources[number].passes[position] += passes
+
+    def source(self, id: str) -> int:
+        """Return the index of a task's source."""
+        return self._places[id][0]
 
     def statistics(self, id: str) -> tuple[int, float]:
         """Return the number of tries of a task, and the sum of its successes."""
@@ -356,7 +402,7 @@ class TaskSet:
                 field="tasks.sources",
                 remedy="resume with the tasks that the run was started with",
             )
-        self._append([(id, source, difficulty) for id, source, difficulty in state["added"] if id not in self])
+        self._append([(id, source, hard, prior) for id, source, hard, prior in state["added"] if id not in self])
         self._turns.restore(state["turns"])
         for source, epochs, began in zip(self._sources, state["epochs"], state["began"], strict=True):
             source.epochs, source.began = epochs, began
@@ -364,24 +410,26 @@ class TaskSet:
         for id, tries, passes in state["tried"]:
             self.record(id, tries, passes)
 
-    def _append(self, tasks: list[tuple[str, int, float | None]]) -> None:
-        """Append tasks with their sources and difficulties."""
-        for source in {source for _, source, _ in tasks}:
+    def _append(self, tasks: list[tuple[str, int, float | None, float | None]]) -> None:
+        """Append tasks with their sources, difficulties and priorities."""
+        for source in {source for _, source, *_ in tasks}:
             numbered = enumerate(tasks, start=len(self._ids))
-            self._insert([(number, id, hard) for number, (id, of, hard) in numbered if of == source], source)
+            mine = [(number, id, hard, prior) for number, (id, of, hard, prior) in numbered if of == source]
+            self._insert(mine, source)
         self._ids += [id for id, *_ in tasks]
         self._added += tasks
 
-    def _insert(self, tasks: list[tuple[int, str, float | None]], source: int) -> None:
+    def _insert(self, tasks: list[tuple[int, str, float | None, float | None]], source: int) -> None:
         """Append tasks, with their numbers in the set, to the statistics of a source."""
         grown = self._sources[source]
-        for position, (_, id, _) in enumerate(tasks, start=len(grown.tries)):
+        for position, (_, id, *_) in enumerate(tasks, start=len(grown.tries)):
             self._places[id] = source, position
-        grown.numbers = np.append(grown.numbers, [number for number, _, _ in tasks]).astype(np.int64)
-        grown.difficulties = np.append(grown.difficulties, np.array([hard for *_, hard in tasks], dtype=np.float64))
+        grown.numbers = np.append(grown.numbers, [number for number, *_ in tasks]).astype(np.int64)
+        grown.difficulties = np.append(grown.difficulties, np.array([hard for *_, hard, _ in tasks], dtype=np.float64))
+        grown.priorities = np.append(grown.priorities, np.array([prior for *_, prior in tasks], dtype=np.float64))
         grown.tries = np.append(grown.tries, np.zeros(len(tasks), np.int64))
         grown.passes = np.append(grown.passes, np.zeros(len(tasks)))
-        arrays = grown.numbers, grown.difficulties, grown.tries, grown.passes
+        arrays = grown.numbers, grown.difficulties, grown.tries, grown.passes, grown.priorities
         view = TaskView(source, self._seed, *map(_read_only, arrays))
         self._views[source : source + 1] = [view]
 
@@ -394,8 +442,8 @@ class TaskSet:
         return int(view.indices[position])
 
 
-def _choose(view: TaskView, k: int, weights: np.ndarray) -> int:
-    ends = np.cumsum(np.maximum(weights, _FLOOR))
+def _choose(view: TaskView, k: int, weights: np.ndarray, floor: float = _FLOOR) -> int:
+    ends = np.cumsum(np.maximum(weights, floor))
     point = np.random.default_rng([view.seed, view.source, k]).random() * ends[-1]
     return int(np.searchsorted(ends, point, side="right"))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
@@ -12,7 +12,7 @@ from rayrft.config.bench import BenchConfig, TasksetConfig
 from rayrft.config.demonstrations import DemonstrationsConfig
 from rayrft.config.tasks import TasksConfig
 from rayrft.data.task_sampler import Interleave
-from rayrft.data.task_sources import read_held_out, read_source
+from rayrft.data.task_sources import RowsRead, read_held_out, read_source
 from rayrft.errors import DataError
 from rayrft.experience import Task
 
@@ -27,6 +27,8 @@ class TaskSplits:
     """Index in ``tasks.sources`` of every task in ``train``."""
     evaluation: list[Task]
     demonstrated: dict[str, list[Task]]
+    skipped: list[RowsRead] = field(default_factory=list)
+    """Where rows were skipped, because they are broken."""
 
 
 Process = Callable[[list[list[Task]]], list[list[Task]]]
@@ -45,16 +47,18 @@ def load_tasks(
     split of held-out tasks takes its share from there. Raises DataError if a source is missing, empty, broken or too
     small for the splits, and ConfigError if there is no reader of a name.
     """
+    skipped: list[RowsRead] = []
     fields = [f"tasks.sources.{number}" for number in range(len(config.sources))]
     shares = _shares(config, config.eval_size)
     seen: set[str] = set()
     held_out = [
-        list(islice(_unseen(read_held_out(source, field), seen), share))
+        list(islice(_unseen(read_held_out(source, field, skipped.append), seen), share))
         for source, field, share in zip(config.sources, fields, shares, strict=True)
     ]
     apart = set(seen)
     read = [
-        list(_unseen(read_source(source, field), seen)) for source, field in zip(config.sources, fields, strict=True)
+        list(_unseen(read_source(source, field, skipped.append), seen))
+        for source, field in zip(config.sources, fields, strict=True)
     ]
     pools = [_Pool(list(_unseen(tasks, apart)), [seed, number]) for number, tasks in enumerate(process(read))]
     for source, pool, part, share in zip(config.sources, pools, held_out, shares, strict=True):
@@ -75,6 +79,7 @@ def load_tasks(
         sources=[number for number, part in enumerate(train) for _ in part],
         evaluation=[task for part in held_out for task in part],
         demonstrated=demonstrated,
+        skipped=skipped,
     )
 
 

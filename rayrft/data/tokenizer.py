@@ -6,6 +6,8 @@ import hashlib
 import json
 import pickle
 import re
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,9 @@ _ANSWER = "[the answer that was sampled]"
 
 Tools = tuple[dict[str, Any], ...]
 """JSON schemas of the functions that a model may call, as chat templates take them."""
+
+INCOMPLETE = "\ufffd"
+"""What a decoder writes for the bytes of a character that are not all there."""
 
 _CALL_MARKS = ("<tool_call>", "</tool_call>")
 
@@ -168,6 +173,45 @@ class ChatTokenizer:
         """Decode an answer without special tokens, but for those around calls of tools."""
         kept = [token for token in token_ids if token not in self._silent]
         return str(self.hf.decode(kept, skip_special_tokens=False))
+
+    def tokens_at(self, token_ids: Sequence[int], text: str, ends: Sequence[int]) -> list[int]:
+        """Return for each character offset of ``ends``, which increase, the index of the token with which the answer's
+        ``text`` up to there is complete: of the one that its last character, or the last byte of that, is in.
+
+        Raises ValueError if that is not what the tokens begin with.
+        """
+        ids = list(token_ids)
+        if (known := self._known_after(ids, text)) is not None:
+            return [bisect_left(known, end) for end in ends]
+        found = list[int]()
+
+        def begins_with(part: str) -> Callable[[int], bool]:
+            return lambda count: self.decode(ids[:count]).startswith(part)
+
+        for end in ends:
+            least = found[-1] + 1 if found else 1
+            count = bisect_left(range(len(ids) + 1), True, lo=least, key=begins_with(text[:end]))
+            if count > len(ids):
+                raise ValueError(f"the answer's tokens do not begin with the first {end} characters of its text")
+            found.append(count - 1)
+        return found
+
+    def _known_after(self, ids: list[int], text: str) -> list[int] | None:
+        """Return for each token the number of characters of the text that are whole with it; None if the text is not
+        made of what the tokens are by themselves, but for the bytes of a character, or has some that are none. Then
+        only whole prefixes tell, each of which takes time."""
+        if INCOMPLETE in text:
+            return None
+        known, first, done = list[int](), 0, 0
+        for index in range(len(ids)):
+            part = self.decode(ids[first : index + 1])
+            whole = part.rstrip(INCOMPLETE)
+            if not text.startswith(whole, done):
+                return None
+            known.append(done + len(whole))
+            if whole == part:
+                first, done = index + 1, known[-1]
+        return known if done == len(text) else None
 
     def defuse(self, text: str) -> str:
         """Return a text from outside, in which what would become a special token is broken up by a blank."""

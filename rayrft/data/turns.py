@@ -1,4 +1,4 @@
-"""Advantages of a group's rows from their rewards: by row, or by turn (a run of model tokens)."""
+"""Advantages of a group's rows from their rewards: by row, or by turn (a run of model tokens) and step inside it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from rayrft.algorithms import Algorithm, Group
 from rayrft.errors import DataError
-from rayrft.experience import Experience
+from rayrft.experience import Experience, rewards_by_token
 
 
 def group_advantages(
@@ -21,7 +22,7 @@ def group_advantages(
 ) -> list[np.ndarray]:
     """Compute the algorithm's advantages of all rows of one group, an array ``[T]`` (float32) for every row.
 
-    They are equal on all action tokens of a row or, if the algorithm uses turns, of a turn, and 0 elsewhere.
+    They are equal on all action tokens of a row or, if the algorithm uses turns, of a turn or step, and 0 elsewhere.
     ``rewards`` replace those of the rows. Raises ValueError if the advantages come from a critic, or compare with a
     greedy answer whose reward is missing, and DataError if a row lacks a component of its reward that they use.
     """
@@ -57,16 +58,19 @@ def reward_components(rows: list[Experience], names: tuple[str, ...]) -> dict[st
 
 
 def turn_rewards(mask: np.ndarray, metrics: Mapping[str, float]) -> np.ndarray:
-    """Return the rewards of a row's turns, without the row's own, each on the turn's last token, ``[T]`` float32."""
+    """Return the rewards of a row's turns and of steps inside them, without the row's own, each on the last token of
+    the turn or step, ``[T]`` float32."""
     rewards = np.zeros(len(mask), np.float32)
     for k, (_, _, end) in enumerate(_runs(mask)):
         rewards[end - 1] = metrics.get(f"turn_reward_{k}", 0.0)
+    for token, reward in rewards_by_token(metrics).items():
+        rewards[token] += reward
     return rewards
 
 
 @dataclass(frozen=True)
 class Turns:
-    """The S turns of a list of rows, in order.
+    """The S turns of a list of rows, in order; of a turn whose steps have rewards, its steps.
 
     A trajectory is one repeat of the task (`Experience.repeat`), in one row or in several consecutive ones. A turn is a
     run of the action mask. A workflow describes a row's k-th turn, from 0, in the row's ``metrics``:
@@ -75,8 +79,12 @@ class Turns:
     * ``turn_state_<k>``: a number that is equal in equal states. Without it, states are equal if the tokens right
       before the turn are equal: the prompt, or the last observation.
 
-    Rewards of turns are used by ``step_wise``, ``gigpo`` and the advantages of a critic (`turn_rewards`), which know
-    only the turns of the same row; all others use the reward of the row alone.
+    A reward may give a value to a step inside a turn that ends with the row's token t, ``token_reward_<t>``
+    (`rayrft.rewards.StepReward`). The turn is split after these tokens; what follows the last of them belongs to its
+    step, which gets the turn's reward, too. The state of a later step is that of the turn and the tokens since then.
+
+    Rewards of turns are used by ``step_wise``, ``gigpo``, ``process`` and the advantages of a critic (`turn_rewards`),
+    which know only the turns of the same row; all others use the reward of the row alone.
     """
 
     rewards: Tensor
@@ -84,7 +92,7 @@ class Turns:
     group: Group
     """Trajectory, index in it and state of every turn."""
     spans: tuple[tuple[int, int, int], ...]
-    """Row, first token and end of every turn."""
+    """Row, first token and end of every turn or step."""
 
     @classmethod
     def of(cls, rows: list[Experience]) -> Turns:
@@ -93,18 +101,21 @@ class Turns:
         counts, known_states = Counter[str](), dict[Hashable, int]()
         names: dict[str, int] = {}
         for index, row in enumerate(rows):
-            runs = _runs(row.action_mask)
+            runs, of_tokens = _runs(row.action_mask), rewards_by_token(row.metrics)
             for k, (before, start, end) in enumerate(runs):
-                reward = row.metrics.get(f"turn_reward_{k}", 0.0)
-                rewards.append(reward + (row.reward or 0.0) * (k == len(runs) - 1))
-                state: Hashable = row.metrics.get(f"turn_state_{k}")
-                if state is None:
-                    state = row.token_ids[before:start].tobytes()
-                states.append(known_states.setdefault(state, len(known_states)))
-                trajectories.append(names.setdefault(row.repeat, len(names)))
-                numbers.append(counts[row.repeat])
-                counts[row.repeat] += 1
-                spans.append((index, start, end))
+                inside = sorted(token for token in of_tokens if start <= token < end)
+                values = [of_tokens[token] for token in inside] or [0.0]
+                values[-1] += row.metrics.get(f"turn_reward_{k}", 0.0) + (row.reward or 0.0) * (k == len(runs) - 1)
+                rewards += values
+                before_turn = row.metrics.get(f"turn_state_{k}", row.token_ids[before:start].tobytes())
+                bounds = [start, *(token + 1 for token in inside[:-1]), end]
+                for first, last in pairwise(bounds):
+                    state: Hashable = before_turn, row.token_ids[start:first].tobytes()
+                    states.append(known_states.setdefault(state, len(known_states)))
+                    trajectories.append(names.setdefault(row.repeat, len(names)))
+                    numbers.append(counts[row.repeat])
+                    counts[row.repeat] += 1
+                    spans.append((index, first, last))
         group = Group(trajectory=torch.tensor(trajectories), turn=torch.tensor(numbers), state=torch.tensor(states))
         return cls(torch.tensor(rewards, dtype=torch.float64), group, tuple(spans))
 

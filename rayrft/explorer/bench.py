@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from rayrft.config import RunConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import StorageError
 from rayrft.experience import Task
+from rayrft.explorer.engines.auxiliary import auxiliary_models
 from rayrft.explorer.engines.client import EngineClient
 from rayrft.explorer.engines.pool import EnginePool
 from rayrft.explorer.evaluation import Attempt
@@ -73,12 +74,15 @@ class BenchWorker:
         model: str,
         engine_pool: Handle[EnginePool],
         scoring: Callable[[], Scoring] | None,
+        auxiliary: Mapping[str, Handle[EnginePool]],
     ) -> None:
+        """``scoring`` and ``auxiliary``: see `rayrft.explorer.explorer.Explorer`."""
         load_plugins(config.plugins)
         self._config = config
-        self._rewards = RewardPool(config.scoring, config.plugins, scoring)
+        models = auxiliary_models(config.auxiliary, auxiliary)
+        self._rewards = RewardPool(config.scoring, config.plugins, scoring, models)
         engines = EngineClient(engine_pool, Waits("bench"))
-        runner = Runner(config, ChatTokenizer(model), engines, self._rewards.score)
+        runner = Runner(config, ChatTokenizer(model), engines, self._rewards.score, models)
         self._evaluator = Evaluator(config, runner.beside(engines, config.bench.max_tokens))
         self._answered = 0
         self._changed = asyncio.Condition()

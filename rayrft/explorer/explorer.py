@@ -23,7 +23,7 @@ from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import DataError, RayrftError
 from rayrft.experience import Experience, Task, from_batch, pack, to_batch, unpack
 from rayrft.explorer.calls import Parking
-from rayrft.explorer.engines.auxiliary import AuxiliaryModel
+from rayrft.explorer.engines.auxiliary import AuxiliaryModel, auxiliary_models
 from rayrft.explorer.engines.client import EngineClient
 from rayrft.explorer.engines.pool import EnginePool
 from rayrft.explorer.evaluation import Evaluation, measure
@@ -40,14 +40,9 @@ from rayrft.explorer.scoring import (
     with_verified,
 )
 from rayrft.handle import Handle, TrackedHandle
-from rayrft.pipelines.experiences import (
-    ExperiencePipeline,
-    LocalOperators,
-    Operators,
-    OperatorStats,
-    experience_chain,
-)
-from rayrft.pipelines.operator import Context
+from rayrft.pipelines.answering import answering, running
+from rayrft.pipelines.experiences import ExperiencePipeline, experience_chain
+from rayrft.pipelines.workers import LocalOperators, Operators, OperatorStats
 from rayrft.registry import load_plugins
 from rayrft.rewards import RewardResult, Transcript
 from rayrft.rewards.pool import RewardPool, Scoring
@@ -129,17 +124,11 @@ class Explorer:
         self._held_out = held_out
         tokenizer, share = ChatTokenizer(model), 1 / config.explorer.count
         engines = EngineClient(engine_pool, self._waits, share)
-        models = {
-            name: AuxiliaryModel(
-                name, described, ChatTokenizer(described.model), EngineClient(pool, self._waits, share).generate
-            )
-            for name, pool in (auxiliary or {}).items()
-            for described in [config.auxiliary[name]]
-        }
+        models = auxiliary_models(config.auxiliary, auxiliary or {}, self._waits, share)
         self._rewards = RewardPool(config.scoring, config.plugins, scoring, models)
         self._scoring: asyncio.Future[None] | None = None
         """The start of what scores, if a stage trains it."""
-        self._pipeline = None if not config.pipelines.experiences else _pipeline(config, model, operators)
+        self._pipeline = self._make_pipeline(model, models, operators) if config.pipelines.experiences else None
         self._verifying = BusyClock()
         self._runner = Runner(config, tokenizer, engines, self._reward, models)
 
@@ -311,6 +300,24 @@ class Explorer:
                 remedy="give tasks that the model solves sometimes, but not always; or raise it",
             )
 
+    def _make_pipeline(
+        self, model: str, models: Mapping[str, AuxiliaryModel], operators: Callable[[], Operators] | None
+    ) -> ExperiencePipeline:
+        """Return the operators on experiences, which ask the auxiliary ``models`` and have answers scored as the
+        Explorer has its own."""
+        pipelines, chain = self._config.pipelines, experience_chain(self._config, model)
+        if operators is not None:
+            return ExperiencePipeline(pipelines, chain.build(), operators())
+        answers = partial(
+            answering,
+            engines=running(models, self._config.auxiliary),
+            endpoints=pipelines.endpoints,
+            score=self._reward,
+            tasks=self._tasks.get,
+            answer_s=pipelines.answer_s,
+        )
+        return ExperiencePipeline(pipelines, chain.build(), LocalOperators(chain, pipelines, answers))
+
     async def _verified(self, task: Task, group_id: str, group: ScoredGroup) -> ScoredGroup:
         """Send a group through the operators on experiences, if there are any. What they make is in the Buffer when
         this returns, so that it is not lost where the group itself is."""
@@ -375,13 +382,6 @@ class Explorer:
                 field="explorer",
                 remedy="fix the workflow or reward; try it on a single task first",
             )
-
-
-def _pipeline(config: RunConfig, model: str, operators: Callable[[], Operators] | None) -> ExperiencePipeline:
-    pipelines, chain = config.pipelines, experience_chain(config.pipelines, Context((), model), config.plugins)
-    return ExperiencePipeline(
-        pipelines, chain.build(), LocalOperators(chain, pipelines) if operators is None else operators()
-    )
 
 
 class _Tasks:

@@ -50,8 +50,9 @@ class Rollout:
 
 @dataclass(frozen=True)
 class _Made:
-    """A row of a workflow, what a reward sees of it, and the reward that the workflow has set."""
+    """A trajectory of a workflow, its row, what a reward sees of it, and the reward that the workflow has set."""
 
+    trajectory: Trajectory
     row: Experience
     transcript: Transcript
     result: RewardResult | None
@@ -60,7 +61,17 @@ class _Made:
     def of(cls, trajectory: Trajectory, experience_id: str, group_id: str, task: Task) -> _Made:
         """Convert a trajectory. Raises ValueError or TypeError if its reward is none."""
         row, transcript = trajectory.to_experience(experience_id, group_id, task), trajectory.transcript
-        return cls(row, transcript, None if trajectory.result is None else checked(trajectory.result, transcript))
+        result = None if trajectory.result is None else checked(trajectory.result, transcript)
+        return cls(trajectory, row, transcript, result)
+
+    def scored(self, result: RewardResult) -> tuple[Experience, RewardResult]:
+        """Return the row with the rewards of steps inside its answers, and the result: an unknown one if these cannot
+        be placed."""
+        try:
+            placed = self.trajectory.placed(result.steps)
+        except ValueError as error:
+            return self.row, RewardResult(None, result.components, f"steps: {error}", result.answer, error=True)
+        return self.row.with_fields(metrics=self.row.metrics | placed) if placed else self.row, result
 
 
 class BusyClock:
@@ -174,7 +185,10 @@ class Runner:
         """Make an attempt, and score its rows while others go on."""
         with self.rolling:
             made = await self._attempt(task, repeat, calls, group, name)
-        return made if isinstance(made, _Failure) else ([each.row for each in made], await self._results(task, made))
+        if isinstance(made, _Failure):
+            return made
+        scored = await self._results(task, made)
+        return [row for row, _ in scored], [result for _, result in scored]
 
     async def _attempt(
         self, task: Task, repeat: int, calls: GroupCalls, group: GroupDeadline, name: str
@@ -231,16 +245,16 @@ class Runner:
         self._logged.add(kind)
         return _Failure(reason, text)
 
-    async def _results(self, task: Task, made: list[_Made]) -> list[RewardResult]:
-        """Return one result per row: the workflow's reward if it set one, else that of the config."""
+    async def _results(self, task: Task, made: list[_Made]) -> list[tuple[Experience, RewardResult]]:
+        """Return each row with its result: the workflow's reward if it set one, else that of the config."""
         unscored = [each.transcript for each in made if each.result is None]
         if unscored:
             with self.scoring:
                 found = iter(await self._score(task, unscored))
         else:
             found = iter([])
-        results = [next(found) if each.result is None else each.result for each in made]
-        for result in results:
+        results = [each.scored(next(found) if each.result is None else each.result) for each in made]
+        for _, result in results:
             if result.value is None:
                 log.warning("the reward of task %s is unknown: %s", task.id, result.reason)
         return results

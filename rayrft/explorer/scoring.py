@@ -11,7 +11,7 @@ import numpy as np
 
 from rayrft.buffer.events import GroupReport
 from rayrft.config.reward import LengthReward, RewardConfig
-from rayrft.experience import MASKED, TRUNCATED, Experience
+from rayrft.experience import MASKED, TRUNCATED, Experience, rewards_by_token
 from rayrft.pipelines.experiences import Verified
 from rayrft.rewards import RewardResult
 
@@ -137,8 +137,8 @@ def mask_truncated(group: ScoredGroup) -> ScoredGroup:
 
 def mask_old(group: ScoredGroup, oldest: int) -> ScoredGroup:
     """Exclude the tokens that were sampled under weights before version ``oldest`` from training. A row without others
-    is kept for its reward alone, and so is one that would lose a turn of those that have rewards by their number;
-    without another row, all are dropped."""
+    is kept for its reward alone, and so is one that would lose a turn of those that have rewards by their number, or
+    the token of a step that has one; without another row, all are dropped."""
     rows, dropped = [], 0
     for row in group.rows:
         old = [span for span in row.weight_versions if span.version < oldest]
@@ -147,7 +147,8 @@ def mask_old(group: ScoredGroup, oldest: int) -> ScoredGroup:
             for span in old:
                 mask[span.start : span.end], logprobs[span.start : span.end] = 0, 0.0
             by_turn = any(name.startswith("turn_") for name in row.metrics)
-            if mask.any() and not (by_turn and _turns(mask) < _turns(row.action_mask)):
+            lost = [token for token in rewards_by_token(row.metrics) if not mask[token]]
+            if mask.any() and not lost and not (by_turn and _turns(mask) < _turns(row.action_mask)):
                 versions = tuple(span for span in row.weight_versions if span.version >= oldest)
                 row = row.with_fields(action_mask=mask, logprobs=logprobs, weight_versions=versions)
             else:

@@ -6,16 +6,17 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 
 from rayrft.data.images import Picture, keep_image
 from rayrft.data.tokenizer import ChatTokenizer, Tools
-from rayrft.experience import Experience, Task, VersionSpan
+from rayrft.experience import TOKEN_REWARD, Experience, Task, VersionSpan
 from rayrft.explorer.engines.auxiliary import AuxiliaryModel, no_auxiliary
 from rayrft.explorer.engines.exchange import Completion, Session
-from rayrft.rewards import RewardResult, Transcript
+from rayrft.rewards import RewardResult, StepReward, Transcript
 
 Generate = Callable[[list[int], int, tuple[str, ...]], Awaitable[Completion]]
 """Sample one continuation, of at most so many tokens, of a sequence with placeholders for the images at the paths."""
@@ -205,6 +206,20 @@ class Trajectory:
     def end_for_length(self) -> None:
         """Mark the trajectory as truncated because the context is full."""
         self.stop_reason = "length"
+
+    def placed(self, steps: Sequence[StepReward]) -> dict[str, float]:
+        """Return the metrics of a row for rewards of steps inside answers: each is that of the token at which the step
+        ends, and those that end in the same token are summed. Raises ValueError if the text of an answer is not what
+        its tokens say."""
+        found, said = dict[str, float](), self.transcript.answers
+        for turn, group in groupby(steps, key=lambda step: step.turn):
+            (start, completion), of_turn = self._actions[turn], list(group)
+            ends = [step.end for step in of_turn]
+            places = self._model.tokenizer.tokens_at(completion.token_ids, said[turn], ends)
+            for place, step in zip(places, of_turn, strict=True):
+                name = f"{TOKEN_REWARD}{start + place}"
+                found[name] = found.get(name, 0.0) + step.value
+        return found
 
     @property
     def answers(self) -> int:

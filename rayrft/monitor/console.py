@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rayrft.monitor.records import EvaluationRecord, Record, RolloutRecord, StepRecord
+from rayrft.monitor.records import EvaluationRecord, PairsRecord, Record, RolloutRecord, StepRecord
 
 _BY_DESIGN = {"zero_variance", "stale", "surplus", "late", "truncated", "evicted_oldest", "evicted_lowest_priority"}
 """Reasons for which rows are dropped where nothing is wrong."""
@@ -20,6 +20,11 @@ def format_record(record: Record) -> str:
             f"[{record.stage} {record.step:>4}] held-out accuracy {record.accuracy:.3f} "
             f"({record.right} of {record.count}, 95 % {record.low:.3f}-{record.high:.3f}{passed}) "
             f"{temperature_name(record.temperature)}"
+        )
+    if isinstance(record, PairsRecord):
+        return (
+            f"[{record.stage} {record.step:>4}] held-out pairs {record.accuracy:.3f} right ({record.right} of "
+            f"{record.count}, 95 % {record.low:.3f}-{record.high:.3f}), by {record.margin:.3f}"
         )
     return f"[{record.stage} {record.step:>4}] {record.text}" if record.stage else record.text
 
@@ -39,6 +44,8 @@ def _step(r: StepRecord) -> str:
         parts.append(f"preference {r.preference_loss:.4f}")
         if r.pair_margin:
             parts.append(f"pairs {r.pair_accuracy:.0%} right, by {r.pair_margin:.3f}")
+        if r.good_score or r.bad_score:
+            parts.append(f"good {r.good_score:+.3f}, bad {r.bad_score:+.3f}")
     elif r.expert_rows:
         parts.append(f"sft {r.sft_loss:.4f}")
     parts.append(f"{r.tokens_per_s:,.0f} tok/s")

@@ -48,6 +48,12 @@ class StepRecord:
     pair_accuracy: float
     pair_margin: float
     pair_score: float
+    good_score: float
+    bad_score: float
+    label_margin: float
+    good_logprob: float
+    bad_logprob: float
+    reference_kl: float
     policy_tokens: int
     expert_tokens: int
     usual_rows: int
@@ -109,6 +115,26 @@ class EvaluationRecord:
 
 
 @dataclass(frozen=True)
+class PairsRecord:
+    """Ranking of held-out preference pairs by what a stage trains, a reward model or a policy, as it is after a step
+    of it: how many of them have the higher score for the chosen answer, with the share's 95 % interval, and by how much
+    on average."""
+
+    kind: ClassVar[str] = "pairs"
+    stage: str
+    step: int
+    stage_step: int
+    time: float
+    accuracy: float
+    low: float
+    high: float
+    right: int
+    count: int
+    margin: float
+    seconds: float
+
+
+@dataclass(frozen=True)
 class RolloutRecord:
     """What an explore job has put into its Buffer since the previous record. ``lost`` and ``held`` count all rows of
     the Buffer, whoever put them there."""
@@ -146,8 +172,8 @@ class NoteRecord:
     data: dict[str, Any] = field(default_factory=dict)
 
 
-Record = StepRecord | RolloutRecord | EvaluationRecord | NoteRecord
-_KINDS: tuple[type[Record], ...] = (StepRecord, RolloutRecord, EvaluationRecord, NoteRecord)
+Record = StepRecord | RolloutRecord | EvaluationRecord | PairsRecord | NoteRecord
+_KINDS: tuple[type[Record], ...] = (StepRecord, RolloutRecord, EvaluationRecord, PairsRecord, NoteRecord)
 KINDS: dict[str, type[Record]] = {record.kind: record for record in _KINDS}
 
 

@@ -6,17 +6,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rayrft.monitor.console import temperature_name
-from rayrft.monitor.records import EvaluationRecord, Record, StepRecord
+from rayrft.monitor.records import EvaluationRecord, PairsRecord, Record, StepRecord
 
 
 def accuracy_table(records: Sequence[Record]) -> str:
-    """Format accuracies before the first stage and after every stage, by temperature, with counts and 95 % intervals.
+    """Format accuracies before the first stage and after every stage, by temperature, with counts and 95 % intervals;
+    and those on the held-out preference pairs after every stage that has some.
 
     For a stage with several evaluations the best one is shown beside the last.
     """
     evaluations = [record for record in records if isinstance(record, EvaluationRecord)]
+    pairs = _pairs([record for record in records if isinstance(record, PairsRecord)])
     if not evaluations:
-        return "no evaluation was made"
+        return "\n".join(pairs) or "no evaluation was made"
     temperatures = sorted({record.temperature for record in evaluations})
     rows = [["", *(f"{temperature_name(t)}" for t in temperatures)]]
     first = evaluations[0]
@@ -30,10 +32,19 @@ def accuracy_table(records: Sequence[Record]) -> str:
         rows.append([label, *cells])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:], *([""] if pairs else []), *pairs])
 
 
-def _cell(points: list[EvaluationRecord]) -> str:
+def _pairs(records: list[PairsRecord]) -> list[str]:
+    """Format the rankings of held-out pairs, a line for each stage."""
+    lines = []
+    for stage in dict.fromkeys(record.stage for record in records):
+        of_stage = [record for record in records if record.stage == stage]
+        lines.append(f"held-out pairs after {stage}: {_cell(of_stage)}, by {of_stage[-1].margin:.3f}")
+    return lines
+
+
+def _cell(points: Sequence[EvaluationRecord | PairsRecord]) -> str:
     if not points:
         return "-"
     last, best = points[-1], max(points, key=lambda point: point.accuracy)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from rayrft.config import RunConfig
 from rayrft.errors import StorageError
-from rayrft.monitor.records import EvaluationRecord, NoteRecord, Record, RolloutRecord, StepRecord, to_json
+from rayrft.monitor.records import EvaluationRecord, NoteRecord, PairsRecord, Record, RolloutRecord, StepRecord, to_json
 
 
 class Sink(Protocol):
@@ -36,6 +36,8 @@ def scalars(record: Record) -> dict[str, float]:
         if record.samples > 1:
             values["passed"] = record.passed
         return {f"eval/{name}_t{record.temperature:g}": value for name, value in values.items()}
+    if isinstance(record, PairsRecord):
+        return {"eval/pair_accuracy": record.accuracy, "eval/pair_margin": record.margin}
     if isinstance(record, StepRecord | RolloutRecord):
         values = {k: v for k, v in asdict(record).items() if isinstance(v, int | float) and k not in ("step", "time")}
         part = "train" if isinstance(record, StepRecord) else "rollout"

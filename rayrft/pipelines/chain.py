@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import pyarrow as pa
@@ -51,6 +52,8 @@ class Outcome:
     left_out: list[LeftOut] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
     made_rows: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """All of them."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,11 @@ class Link:
     operator: Operator[Any]
     takes: pa.Schema
     gives: pa.Schema
+
+    @cached_property
+    def adds(self) -> bool:
+        """Whether rows have other columns after it."""
+        return not self.takes.equals(self.gives)
 
 
 def build_chain(
@@ -78,6 +86,7 @@ def build_chain(
         place = f"{field}.{number}"
         operator = build_operator(config, place, context)
         named = f"{place}.{config.name}"
+        _check_asked(operator, context, place)
         _check_columns(operator, schema, named, before)
         try:
             operator.check(schema)
@@ -99,8 +108,10 @@ def apply_link(link: Link, rows: pa.RecordBatch, samples: int) -> tuple[pa.Recor
     applied = link.operator.apply(rows)
     seconds = time.perf_counter() - start
     _check_applied(link, rows, applied)
-    after = _conform(applied.rows, link.gives)
-    changed, changes = _changes(link, rows, after, samples)
+    after, changed, changes = rows, 0, list[Change]()
+    if applied.rows is not rows or link.adds:
+        after = _conform(applied.rows, link.gives)
+        changed, changes = _changes(link, rows, after, samples)
     names = rows.column(id_column(rows.schema)).to_pylist()
     left_out: list[LeftOut] = []
     if any(reason is not None for reason in applied.reasons):
@@ -116,7 +127,12 @@ def apply_link(link: Link, rows: pa.RecordBatch, samples: int) -> tuple[pa.Recor
         added = mark_made(_conform(applied.made, link.gives, blank=True), parents, version)
         made_rows = added.slice(0, samples).to_pylist(maps_as_pydicts="lossy")
         after = pa.concat_batches([after, added])
-    return after, Outcome(rows.num_rows, after.num_rows, changed, made, seconds, left_out, changes, made_rows)
+    return after, Outcome(
+        rows.num_rows, after.num_rows, changed, made, seconds, left_out, changes, made_rows, list(applied.notes)
+    )
+
+
+_LISTS = ("left_out", "changes", "made_rows", "notes")
 
 
 def apply_each(link: Link, rows: pa.RecordBatch, samples: int) -> tuple[pa.RecordBatch, Outcome]:
@@ -140,9 +156,19 @@ def apply_each(link: Link, rows: pa.RecordBatch, samples: int) -> tuple[pa.Recor
             outcomes.append(outcome)
     together = Outcome(
         *(sum(getattr(each, name) for each in outcomes) for name in ("taken", "given", "changed", "made", "seconds")),
-        *([item for each in outcomes for item in getattr(each, name)] for name in ("left_out", "changes", "made_rows")),
+        *([item for each in outcomes for item in getattr(each, name)] for name in _LISTS),
     )
     return pa.concat_batches(parts) if parts else _conform(rows.slice(0, 0), link.gives), together
+
+
+def _check_asked(operator: Operator[Any], context: Context, field: str) -> None:
+    for option, name in operator.asks.items():
+        if name not in context.models:
+            remedy = nearest(name, context.models) if context.models else "add it to models or endpoints"
+            raise ConfigError("no such model can be asked here", field=f"{field}.{option}", value=name, remedy=remedy)
+    if operator.scores and not context.scores:
+        remedy = "add 'reward', or give the config of a run (--config)"
+        raise ConfigError("it checks answers, and there is no reward to do so", field=field, remedy=remedy)
 
 
 def _check_columns(operator: Operator[Any], schema: pa.Schema, field: str, before: str) -> None:
@@ -201,7 +227,7 @@ def _check_applied(link: Link, rows: pa.RecordBatch, applied: Applied) -> None:
     if len(applied.reasons) not in (0, rows.num_rows):
         raise _wrong(link, f"it returned {len(applied.reasons)} reasons for {rows.num_rows} rows")
     for what, batch in (("rows", applied.rows), ("made rows", applied.made)):
-        if batch is None:
+        if batch is None or batch is rows:
             continue
         lacking = set(link.takes.names) | set(link.operator.writes)
         if missing := sorted(lacking - set(batch.schema.names)):
@@ -226,10 +252,9 @@ def _wrong(link: Link, problem: str) -> OperatorFailed:
 def _conform(rows: pa.RecordBatch, schema: pa.Schema, *, blank: bool = False) -> pa.RecordBatch:
     """Return rows with the columns of a schema in its order, and null in those that are missing; ``blank``: in those of
     the lineage, too."""
+    there = set(rows.schema.names) - ({PARENTS, MADE_BY} if blank else set())
     columns = [
-        pa.nulls(rows.num_rows, column.type)
-        if column.name not in rows.schema.names or (blank and column.name in (PARENTS, MADE_BY))
-        else rows.column(column.name)
+        pa.nulls(rows.num_rows, column.type) if column.name not in there else rows.column(column.name)
         for column in schema
     ]
     return pa.RecordBatch.from_arrays(columns, schema=schema)
@@ -239,9 +264,10 @@ def _changes(link: Link, before: pa.RecordBatch, after: pa.RecordBatch, samples:
     """Return how many rows have other values than before, and a few of the changes."""
     changed, shown = None, list[Change]()
     ids = before.column(id_column(before.schema))
+    there = set(before.schema.names)
     for name in link.gives.names:
         new = after.column(name)
-        old = before.column(name) if name in before.schema.names else None
+        old = before.column(name) if name in there else None
         if old is None or old is new or old.equals(new):
             continue
         different = _different(old, new)

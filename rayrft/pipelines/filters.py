@@ -35,12 +35,12 @@ class Expression(Operator[ExpressionOptions]):
 
     def check(self, schema: pa.Schema) -> None:
         try:
-            Selection(schema, where=self.options.where)
+            self._selection = Selection(schema, where=self.options.where)
         except DataError as error:
             raise ConfigError(error.problem, field="where", value=error.value, remedy=error.remedy) from None
 
     def apply(self, rows: pa.RecordBatch) -> Applied:
-        met = Selection(rows.schema, where=self.options.where).met(rows)
+        met = self._selection.met(rows)
         return Applied(rows, [None if each else f"not {self.options.where}" for each in met.tolist()])
 
 

@@ -7,7 +7,7 @@ again, in whatever batches and processes. Where chance is wanted, it is drawn by
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Literal, TypeVar, get_type_hints
 
@@ -34,10 +34,14 @@ class NoOptions(Section):
 
 @dataclass(frozen=True)
 class Context:
-    """What operators may need besides their options: the tasks of the evaluation sets, and the path of a tokenizer."""
+    """What operators may need besides their options: the tasks of the evaluation sets, the path of the run's model, of
+    which they use the tokenizer and embeddings, the names of models that they may ask, and whether there is a reward to
+    check answers by (`rayrft.pipelines.asking`)."""
 
     evaluation: Sequence[Task] = ()
     tokenizer: str | None = None
+    models: Collection[str] = ()
+    scores: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,8 @@ class Applied:
     reasons: Sequence[str | None] = ()
     made: pa.RecordBatch | None = None
     parents: Sequence[tuple[int, ...]] = ()
+    notes: Sequence[str] = ()
+    """What did not succeed, such as a row that none was made of: counted likewise, without its detail."""
 
 
 class Operator(Generic[O]):
@@ -80,6 +86,16 @@ class Operator(Generic[O]):
     def writes(self) -> Mapping[str, pa.DataType]:
         """The columns that it sets, of which those that are there are replaced and the others appended."""
         return {}
+
+    @property
+    def asks(self) -> Mapping[str, str]:
+        """The models that it asks, by the option that names each."""
+        return {}
+
+    @property
+    def scores(self) -> bool:
+        """Whether it checks answers by the reward."""
+        return False
 
     @property
     def group_by(self) -> str:

@@ -19,7 +19,7 @@ from rayrft.pipelines.chain import LeftOut
 from rayrft.pipelines.operator import Context
 from rayrft.pipelines.report import Report
 from rayrft.pipelines.rows import Ids, id_column, lineage
-from rayrft.pipelines.runner import Pipeline, Progress
+from rayrft.pipelines.runner import Answers, Pipeline, Progress
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,13 @@ def process(
     context: Context | None = None,
     left_out: Path | None = None,
     progress: Progress = lambda operator, rows: None,
+    answers: Answers | None = None,
 ) -> Processed:
     """Send the rows of all sources, one after another, through the operators of a pipeline, and write what goes on to
     ``out`` (JSONL or Parquet), which appears when all is done.
 
     ``left_out`` is a JSONL file to write to: what was left out, by which operator and why, and which rows are broken.
+    ``answers`` has what answers operators that ask.
     Raises ConfigError before anything is read if an operator does not fit, DataError if sources do not fit each other
     or a file cannot be written, and OperatorFailed.
     """
@@ -76,6 +78,7 @@ def process(
         batch_rows=config.batch_rows,
         samples=config.samples,
         leave_out=config.on_error == "leave_out",
+        workers=config.workers,
     )
 
     def batches() -> Iterator[pa.RecordBatch]:
@@ -90,7 +93,11 @@ def process(
         if note is not None:
             note.broken(broken)
         report = pipeline.run(
-            batches(), writer.write, progress=progress, left_out=note.write if note is not None else _nowhere
+            batches(),
+            writer.write,
+            progress=progress,
+            left_out=note.write if note is not None else _nowhere,
+            answers=answers,
         )
     return Processed(report, writer.rows, broken)
 

@@ -31,6 +31,10 @@ class OperatorReport:
     left_out: list[LeftOut] = field(default_factory=list)
     made_rows: list[dict[str, Any]] = field(default_factory=list)
     """A few of each."""
+    notes: Counter[str] = field(default_factory=Counter)
+    """What did not succeed, by what it was."""
+    noted: list[str] = field(default_factory=list)
+    """A few of these, in full."""
 
     def add(self, outcome: Outcome, samples: int) -> None:
         """Add what it did with one batch."""
@@ -44,6 +48,8 @@ class OperatorReport:
         self.changes = [*self.changes, *outcome.changes][:samples]
         self.left_out = [*self.left_out, *outcome.left_out[:samples]][:samples]
         self.made_rows = [*self.made_rows, *outcome.made_rows][:samples]
+        self.notes.update(map(reason_of, outcome.notes))
+        self.noted = [*self.noted, *outcome.notes[:samples]][:samples]
 
 
 @dataclass
@@ -78,7 +84,7 @@ class Report:
     def examples(self) -> Iterator[str]:
         """Iterate over lines that show what each operator changed, made and left out."""
         for each in self.operators:
-            if each.changes or each.left_out or each.made_rows:
+            if each.changes or each.left_out or each.made_rows or each.notes:
                 yield f"\n{each.name}"
             for change in each.changes:
                 yield f"  changed {change.row} {change.column}: {change.before!r} -> {change.after!r}"
@@ -86,6 +92,10 @@ class Report:
                 yield f"  made {glimpse(row)}"
             for gone in each.left_out:
                 yield f"  left out {gone.row} ({gone.reason}): {glimpse(gone.values)}"
+            for note, count in each.notes.most_common():
+                yield f"  {count:,} without success: {note}"
+            for note in each.noted:
+                yield f"  such as: {shortened(note)}"
 
 
 def reason_of(reason: str) -> str:
@@ -96,6 +106,10 @@ def reason_of(reason: str) -> str:
 def glimpse(row: dict[str, Any]) -> str:
     """Return a row's values in one line, shortened."""
     text = ", ".join(f"{name}: {value!r}" for name, value in row.items() if value not in (None, [], {}, ""))
+    return shortened(text)
+
+
+def shortened(text: str) -> str:
     return text if len(text) <= _GLIMPSE else f"{text[:_GLIMPSE]}…"
 
 
@@ -106,6 +120,7 @@ def summary(reports: Sequence[OperatorReport]) -> list[str]:
         parts = [f"{count:,} left out as {reason}" for reason, count in each.reasons.most_common()]
         parts += [f"{each.changed:,} changed"] if each.changed else []
         parts += [f"{each.made:,} made"] if each.made else []
+        parts += [f"{count:,} without success as {note}" for note, count in each.notes.most_common()]
         if parts:
             lines.append(f"{each.name}: {', '.join(parts)} (of {each.taken:,}, {each.seconds:.1f} s)")
     return lines

@@ -1,7 +1,8 @@
 """Rows of any number through a chain of operators, in a process that can be killed.
 
 Batches stream through operators that look at single rows. Before one that must see whole groups or all rows, they
-are put down in an Arrow file, which is read as it is needed: memory holds one batch, and what operators keep.
+are put down in an Arrow file, which is read as it is needed: memory holds one batch, and what operators keep. With more
+than one worker, operators of single rows get their batches from such a file by Ray Data (`rayrft.pipelines.spread`).
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,16 @@ import numpy as np
 import pyarrow as pa
 
 from rayrft.config.pipelines import OperatorConfig
-from rayrft.errors import CallFailed, CallTimeout, OperatorFailed, OperatorTimeout, ProcessDied
+from rayrft.errors import (
+    ActorDied,
+    CallFailed,
+    CallTimeout,
+    EndpointFailed,
+    OperatorFailed,
+    OperatorTimeout,
+    ProcessDied,
+)
+from rayrft.pipelines.answering import Answerer
 from rayrft.pipelines.chain import LeftOut, Link, Outcome, apply_each, apply_link, build_chain
 from rayrft.pipelines.operator import Context
 from rayrft.pipelines.report import OperatorReport, Report
@@ -30,6 +40,10 @@ _ANSWER_BYTES = 1 << 31
 _START_S = 300.0
 """Operators load models and compile as they start."""
 
+Answers = Callable[[Collection[str], bool], AbstractAsyncContextManager[Answerer]]
+"""Has what answers operators, for as long as they work: takes the names of the models that they ask, and whether they
+have answers scored."""
+
 Progress = Callable[[int, int], None]
 """Is called with the number of the operator and the rows that it was given."""
 
@@ -39,7 +53,8 @@ class Pipeline:
 
     ``origin`` says in errors where the rows come from, ``field`` is the config key of the operators. Constructing it
     raises ConfigError if any of them does not fit. ``leave_out``: rows on which an operator that looks at single rows
-    raises are left out, and do not end it.
+    raises are left out, and do not end it. ``workers``: more than one apply operators that look at single rows at once,
+    anywhere on the cluster; what comes out does not depend on it.
     """
 
     def __init__(
@@ -55,13 +70,18 @@ class Pipeline:
         batch_rows: int = 1000,
         samples: int = 3,
         leave_out: bool = False,
+        workers: int = 1,
     ) -> None:
         load_plugins(plugins)
         build = partial(build_chain, operators, schema, field=field, origin=origin, context=context or Context())
         self.links = build()
         self.schema = self.links[-1].gives if self.links else schema
         self.report = Report([OperatorReport(link.name) for link in self.links])
-        self._create = partial(Applier, build, samples, leave_out)
+        self._segments = segments(self.links, apart=workers > 1)
+        self._spread = [workers > 1 and may_spread(self.links[numbers[0]]) for numbers in self._segments]
+        here = [n for numbers, spread in zip(self._segments, self._spread, strict=True) if not spread for n in numbers]
+        self._create = partial(Applier, build, samples, leave_out, here)
+        self._build, self._leave_out, self._workers = build, leave_out, workers
         self._plugins, self._deadline_s = tuple(plugins), deadline_s
         self._batch_rows, self._samples = batch_rows, samples
 
@@ -72,13 +92,21 @@ class Pipeline:
         *,
         left_out: Callable[[str, list[LeftOut]], None] = lambda operator, rows: None,
         progress: Progress = lambda operator, rows: None,
+        answers: Answers | None = None,
     ) -> Report:
-        """Send rows through all operators. ``take`` gets what comes out, ``left_out`` what each operator left out.
+        """Send rows through all operators. ``take`` gets what comes out, ``left_out`` what each operator left out, and
+        ``answers`` has what answers them, where they ask.
 
-        Raises OperatorFailed if one raises, ends its process or returns what does not fit, and OperatorTimeout if one
-        is not done with a batch within the deadline.
+        Raises OperatorFailed if one raises, ends its process or returns what does not fit, or if a model that it asks
+        died, and OperatorTimeout if one is not done with a batch within the deadline, not counting the time in which it
+        waits for answers.
         """
-        return in_thread(lambda: self._run(batches, take, left_out, progress))
+        asks, scores = asked_by(self.links)
+
+        def answerer() -> AbstractAsyncContextManager[Answerer | None]:
+            return answers(asks, scores) if answers is not None and (asks or scores) else nullcontext()
+
+        return in_thread(lambda: self._run(batches, take, left_out, progress, answerer))
 
     async def _run(
         self,
@@ -86,6 +114,7 @@ class Pipeline:
         take: Callable[[pa.RecordBatch], None],
         left_out: Callable[[str, list[LeftOut]], None],
         progress: Progress,
+        answers: Callable[[], AbstractAsyncContextManager[Answerer | None]],
     ) -> Report:
         pool = ProcessPool(
             self._create,
@@ -105,8 +134,9 @@ class Pipeline:
         try:
             with tempfile.TemporaryDirectory(prefix="rayrft-pipeline-") as folder:
                 try:
-                    async with pool.lease() as worker:
-                        stream = self._stream(_Far(worker, self.links, self._deadline_s), batches, Path(folder), note)
+                    async with answers() as answerer, pool.lease() as worker:
+                        far = _Far(worker, self.links, self._deadline_s, answerer)
+                        stream = self._stream(far, batches, Path(folder), note)
                         async with aclosing(stream):
                             async for batch in stream:
                                 take(batch)
@@ -120,8 +150,11 @@ class Pipeline:
         self, far: _Far, batches: Iterable[pa.RecordBatch], folder: Path, note: Callable[[int, Outcome], None]
     ) -> AsyncGenerator[pa.RecordBatch, None]:
         stream = _whole(batches)
-        for numbers in segments(self.links):
+        for numbers, spread in zip(self._segments, self._spread, strict=True):
             first = self.links[numbers[0]]
+            if spread:
+                stream = self._far_away(numbers, stream, folder, note)
+                continue
             if first.operator.scope != "row":
                 spool = _Spool(folder / f"{numbers[0]}.arrow", first.takes)
                 async with aclosing(stream):
@@ -140,6 +173,32 @@ class Pipeline:
             async for batch in stream:
                 yield batch
 
+    async def _far_away(
+        self,
+        numbers: Sequence[int],
+        stream: AsyncGenerator[pa.RecordBatch, None],
+        folder: Path,
+        note: Callable[[int, Outcome], None],
+    ) -> AsyncGenerator[pa.RecordBatch, None]:
+        """Send batches through operators on the workers of a cluster, as `_segment` does in one process."""
+        from rayrft.pipelines.spread import Segment, spread
+
+        spool = _Spool(folder / f"{numbers[0]}.arrow", self.links[numbers[0]].takes)
+        async with aclosing(stream):
+            async for batch in stream:
+                spool.write(batch)
+        spool.close()
+        create = partial(Applier, self._build, self._samples, self._leave_out, numbers)
+        segment = Segment(tuple(numbers), self._build, create, self._plugins, self._deadline_s)
+        async with aclosing(spread(segment, spool.path, spool.batches, self._workers)) as results:
+            async for result in results:
+                for number, outcome in result.outcomes:
+                    note(number, outcome)
+                if result.failure is not None:
+                    raise result.failure
+                if result.rows is not None:
+                    yield unpacked(result.rows)
+
     async def _segment(
         self,
         far: _Far,
@@ -153,23 +212,44 @@ class Pipeline:
                     yield part
 
 
-def segments(links: Sequence[Link]) -> list[list[int]]:
-    """Return the numbers of operators that batches stream through, split before each that needs more than a row."""
+def asked_by(links: Sequence[Link]) -> tuple[list[str], bool]:
+    """Return the names of the models that operators ask, and whether any has answers scored."""
+    asks = sorted({name for link in links for name in link.operator.asks.values()})
+    return asks, any(link.operator.scores for link in links)
+
+
+def segments(links: Sequence[Link], *, apart: bool = False) -> list[list[int]]:
+    """Return the numbers of operators that batches stream through, split before each that needs more than a row;
+    ``apart``: also between those that may be spread and the others."""
     found: list[list[int]] = []
     for number, link in enumerate(links):
-        if not found or link.operator.scope != "row":
+        other = apart and number > 0 and may_spread(link) != may_spread(links[number - 1])
+        if not found or link.operator.scope != "row" or other:
             found.append([])
         found[-1].append(number)
     return found
 
 
-class Applier:
-    """The operators, in the process that applies them, and the batch that they are at."""
+def may_spread(link: Link) -> bool:
+    """Return whether an operator's batches may be worked on apart from each other, and from who answers it."""
+    operator = link.operator
+    return operator.scope == "row" and not operator.asks and not operator.scores
 
-    def __init__(self, build: Callable[[], list[Link]], samples: int, leave_out: bool = False) -> None:
+
+class Applier:
+    """The operators, in the process that applies them, and the batch that they are at. It prepares those of these
+    ``numbers``; all by default."""
+
+    def __init__(
+        self,
+        build: Callable[[], list[Link]],
+        samples: int,
+        leave_out: bool = False,
+        numbers: Sequence[int] | None = None,
+    ) -> None:
         self._links, self._samples, self._leave_out = build(), samples, leave_out
-        for link in self._links:
-            link.operator.prepare()
+        for number in range(len(self._links)) if numbers is None else numbers:
+            self._links[number].operator.prepare()
         self._rows: pa.RecordBatch | None = None
 
     def take(self, message: bytes) -> None:
@@ -201,8 +281,10 @@ class Applier:
 class _Far:
     """The operators' process, seen from here."""
 
-    def __init__(self, worker: Worker, links: Sequence[Link], deadline_s: float) -> None:
-        self._worker, self._links, self._deadline_s = worker, links, deadline_s
+    def __init__(
+        self, worker: Worker, links: Sequence[Link], deadline_s: float, answerer: Answerer | None = None
+    ) -> None:
+        self._worker, self._links, self._deadline_s, self._answerer = worker, links, deadline_s, answerer
 
     async def apply(
         self, numbers: Sequence[int], batch: pa.RecordBatch, note: Callable[[int, Outcome], None]
@@ -239,11 +321,18 @@ class _Far:
         rows: pa.RecordBatch | None = None,
         deadline_s: float | None = None,
     ) -> Any:
+        link, limit_s = self._links[number], deadline_s or self._deadline_s
+        at = "" if rows is None else f", on the batch of {rows.num_rows} rows that begins with {rows.column(0)[0]}"
         try:
-            return await self._worker.call(method, *arguments, deadline_s=deadline_s or self._deadline_s)
+            if self._answerer is None:
+                return await self._worker.call(method, *arguments, deadline_s=limit_s)
+            return await self._answerer.call(self._worker, method, *arguments, deadline_s=limit_s)
         except CallFailed as error:
-            at = "" if rows is None else f", on the batch of {rows.num_rows} rows that begins with {rows.column(0)[0]}"
-            raise _failure(error, f"the operator failed{at}", self._links[number].field) from error
+            raise _failure(error, f"the operator failed{at}", link.field) from error
+        except (ActorDied, EndpointFailed) as error:
+            problem = f"a model that it asks failed{at}: {error.problem}"
+            remedy = error.remedy or "see its log; what it has answered is not asked again where answers are kept"
+            raise OperatorFailed(problem, field=link.field, value=error.field, remedy=remedy) from error
 
 
 def _failure(error: CallFailed, what: str, field: str) -> OperatorFailed:
@@ -264,7 +353,7 @@ class _Spool:
     """Batches in an Arrow file."""
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
-        self._path = path
+        self.path = path
         self._writer = pa.ipc.new_file(str(path), schema)
         self.batches = 0
 
@@ -276,7 +365,7 @@ class _Spool:
         self._writer.close()
 
     def read(self) -> Iterator[pa.RecordBatch]:
-        with pa.memory_map(str(self._path)) as source, pa.ipc.open_file(source) as file:
+        with pa.memory_map(str(self.path)) as source, pa.ipc.open_file(source) as file:
             for number in range(file.num_record_batches):
                 yield file.get_batch(number)
 
@@ -299,7 +388,7 @@ class _Spool:
         first_rows = np.concatenate([[0], np.cumsum(sizes)])
         ends = np.append(starts[1:], len(order))
         begin = 0
-        with pa.memory_map(str(self._path)) as source, pa.ipc.open_file(source) as file:
+        with pa.memory_map(str(self.path)) as source, pa.ipc.open_file(source) as file:
             for end, following in zip(ends, np.append(ends[1:], len(order)), strict=True):
                 if following - begin > rows or end == len(order):
                     if end > begin:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pyarrow as pa
 
 from rayrft.config import RunConfig
-from rayrft.config.pipelines import OperatorConfig, PipelinesConfig
+from rayrft.config.pipelines import OperatorConfig
 from rayrft.data.task_splits import TaskSplits, load_bench_tasks, load_tasks
 from rayrft.errors import ConfigError, DataError
 from rayrft.experience import Task, dedup_key
-from rayrft.pipelines.chain import apply_link, build_chain
+from rayrft.pipelines.answering import Engines, answering, no_engines
+from rayrft.pipelines.chain import LeftOut, apply_link, build_chain
 from rayrft.pipelines.operator import Context
+from rayrft.pipelines.operator import operators as registered
 from rayrft.pipelines.report import OperatorReport
 from rayrft.pipelines.rows import lineage
 from rayrft.pipelines.runner import Pipeline
@@ -26,11 +29,18 @@ SCHEMA = pa.schema(
         "question": pa.string(),
         "answer": pa.string(),
         "system": pa.string(),
+        "domain": pa.string(),
         "difficulty": pa.float64(),
+        "tries": pa.int64(),
+        "pass_rate": pa.float64(),
+        "priority": pa.float32(),
         "metadata": pa.string(),
     }
 )
-"""The columns of tasks that operators see; ``source`` is the name of the source, or its number."""
+"""The columns of tasks that operators see; ``source`` is the name of the source, or its number. That and the domain
+are only read."""
+_KEPT = ("question", "answer", "system", "difficulty", "tries", "pass_rate", "priority")
+"""What operators may change in a task."""
 _BATCH_ROWS = 1000
 
 
@@ -43,15 +53,16 @@ class ProcessedTasks:
     reports: list[OperatorReport]
 
 
-def load_processed(config: RunConfig) -> ProcessedTasks:
+def load_processed(config: RunConfig, engines: Engines | None = None) -> ProcessedTasks:
     """Read the tasks of a run as `load_tasks` does, apply ``pipelines.tasks`` to those of all sources, and leave out
-    training and demonstrated tasks that show an evaluation task.
+    training and demonstrated tasks that show an evaluation task. ``engines`` has the auxiliary models that operators
+    ask.
 
     The same sources and config give the same tasks. Raises the errors of `load_tasks` and `Pipeline`, and DataError if
     nothing is left to train on.
     """
     bench = load_bench_tasks(config.bench, config.seed)
-    splits, reports = load_splits(config, bench)
+    splits, reports = load_splits(config, bench, engines)
     evaluation = (*splits.evaluation, *bench)
     if config.pipelines.decontaminate and evaluation:
         splits, report = decontaminated(splits, evaluation)
@@ -59,46 +70,81 @@ def load_processed(config: RunConfig) -> ProcessedTasks:
     return ProcessedTasks(splits, evaluation, reports)
 
 
-def load_splits(config: RunConfig, bench: Sequence[Task]) -> tuple[TaskSplits, list[OperatorReport]]:
+def load_splits(
+    config: RunConfig, bench: Sequence[Task], engines: Engines | None = None
+) -> tuple[TaskSplits, list[OperatorReport]]:
     """Read the tasks of a run and apply ``pipelines.tasks``; its evaluation tasks do not depend on what is left
-    out afterwards. ``bench`` are the tasks of its bench. Raises the errors of `load_tasks` and `Pipeline`."""
+    out afterwards. ``bench`` are the tasks of its bench; for ``engines`` see `load_processed`. Raises the errors of
+    `load_tasks` and `Pipeline`."""
     reports: list[OperatorReport] = []
     if config.tasks is None:
         return TaskSplits([], [], [], {}), reports
-    names = [source.name or str(number) for number, source in enumerate(config.tasks.sources)]
+    names = source_names(config)
 
     def process(sources: list[list[Task]]) -> list[list[Task]]:
         if not config.pipelines.tasks:
             return sources
-        processed, found = process_tasks(sources, names, config, bench)
+        processed, found = process_tasks(sources, names, config, bench, engines)
         reports.extend(found)
         return processed
 
-    return load_tasks(config.tasks, config.demonstrations, config.seed, process), reports
+    splits = load_tasks(config.tasks, config.demonstrations, config.seed, process)
+    skipped = [
+        OperatorReport(f"read {each.origin}", each.rows, each.rows - len(each.skipped), reasons=each.skipped.counts)
+        for each in splits.skipped
+    ]
+    return splits, [*skipped, *reports]
+
+
+def source_names(config: RunConfig) -> list[str]:
+    """Return the name of every source of tasks, or its number."""
+    sources = config.tasks.sources if config.tasks is not None else []
+    return [source.name or str(number) for number, source in enumerate(sources)]
 
 
 def process_tasks(
-    sources: Sequence[Sequence[Task]], names: Sequence[str], config: RunConfig, bench: Sequence[Task]
+    sources: Sequence[Sequence[Task]],
+    names: Sequence[str],
+    config: RunConfig,
+    bench: Sequence[Task],
+    engines: Engines | None = None,
 ) -> tuple[list[list[Task]], list[OperatorReport]]:
     """Send the tasks of all sources, one after another, through the operators of ``pipelines.tasks``.
 
     A task keeps its id, whatever is changed; a made one gets the domain, workflow, images and metadata of its first
-    parent. Raises the errors of `Pipeline`.
+    parent. What models answer is kept in ``<storage>/answers.<name>.jsonl``, and not asked again. Raises the errors of
+    `Pipeline`.
     """
+    found, reports = _processed(sources, names, config, bench, lambda operator, rows: None, engines)
+    return [[task for task, _ in tasks] for tasks in found], reports
+
+
+def _processed(
+    sources: Sequence[Sequence[Task]],
+    names: Sequence[str],
+    config: RunConfig,
+    bench: Sequence[Task],
+    left_out: Callable[[str, list[LeftOut]], None],
+    engines: Engines | None,
+) -> tuple[list[list[tuple[Task, str]]], list[OperatorReport]]:
+    """Return the tasks after the operators, as `process_tasks` does, each with the id of the one that it, or its first
+    parent, began as."""
     pipelines = config.pipelines
-    _check_priorities(pipelines)
+    _check_priorities(config)
     known = {(name, task.id): task for name, tasks in zip(names, sources, strict=True) for task in tasks}
     pipeline = Pipeline(
         pipelines.tasks,
         SCHEMA,
         field="pipelines.tasks",
         origin="tasks",
-        context=Context(tuple(bench), config.model.path),
+        context=_context(config, bench, engines),
         plugins=config.plugins,
         deadline_s=pipelines.deadline_s,
         batch_rows=_BATCH_ROWS,
+        workers=pipelines.task_workers,
     )
-    found: dict[str, list[Task]] = {name: [] for name in names}
+    found: dict[str, list[tuple[Task, str]]] = {name: [] for name in names}
+    began: dict[tuple[str, str], str] = {}
 
     def take(batch: pa.RecordBatch) -> None:
         for row in batch.to_pylist(maps_as_pydicts="lossy"):
@@ -106,47 +152,127 @@ def process_tasks(
                 remedy = "leave the column as it is"
                 raise DataError("an operator changed it", field="column source", value=row["source"], remedy=remedy)
             key = (row["source"], row["id"])
-            base = known.get(key) or known[row["source"], lineage(row).parents[0]]
-            changes = {name: row[name] for name in ("question", "answer", "system", "difficulty")}
+            before = key if key in known else (row["source"], lineage(row).parents[0])
+            base, began[key] = known[before], began.get(before, before[1])
+            changes = {name: row[name] for name in _KEPT}
             known[key] = task = replace(base, id=row["id"], **changes)
             if not task.question or task.answer is None:
                 problem = f"an operator left task {task.id} without a question or an answer"
                 raise DataError(problem, field="pipelines.tasks", remedy="add drop_broken after it")
-            found[row["source"]].append(task)
+            found[row["source"]].append((task, began[key]))
 
     batches = (
         _to_batch(tasks[start : start + _BATCH_ROWS], name)
         for name, tasks in zip(names, sources, strict=True)
         for start in range(0, len(tasks), _BATCH_ROWS)
     )
-    report = pipeline.run(batches, take)
+    answers = partial(
+        answering,
+        engines=engines or no_engines,
+        endpoints=pipelines.endpoints,
+        reward=config.scoring,
+        plugins=config.plugins,
+        answer_s=pipelines.answer_s,
+        journal=config.storage / f"answers.{config.name}.jsonl",
+    )
+    report = pipeline.run(batches, take, left_out=left_out, answers=answers)
     return [found[name] for name in names], report.operators
+
+
+@dataclass(frozen=True)
+class AddedTasks:
+    """What becomes of tasks that are to be added to a run: those that stay, with those that operators made of them, and
+    of each other one its operator and reason."""
+
+    tasks: list[Task]
+    left_out: dict[str, str]
+
+
+def process_added(
+    config: RunConfig,
+    tasks: Sequence[Task],
+    source: int,
+    earlier: Sequence[Task] = (),
+    engines: Engines | None = None,
+) -> AddedTasks:
+    """Process tasks as if they stood at the end of a source, by index; ``earlier`` are those that were added before.
+
+    Operators that look at single rows see the new tasks alone. If one looks at more, all operators see the tasks of all
+    sources before them, so that what is there already counts: a near-duplicate of it is left out, a share is one of
+    all. New tasks are left out, too, that ask what another one asks, or show an evaluation task, as at the start of the
+    run. The sources are read again. Raises the errors of `load_processed`.
+    """
+    assert config.tasks is not None  # it draws tasks
+    bench, names = load_bench_tasks(config.bench, config.seed), source_names(config)
+    before: list[list[Task]] = []
+
+    def process(sources: list[list[Task]]) -> list[list[Task]]:
+        before.extend(sources)
+        return process_tasks(sources, names, config, bench, engines)[0] if config.pipelines.tasks else sources
+
+    splits = load_tasks(config.tasks, config.demonstrations, config.seed, process)
+    evaluation = (*splits.evaluation, *bench)
+    there = {task.dedup_key for part in (*before, earlier, evaluation) for task in part}
+    left_out: dict[str, str] = {}
+    new: list[Task] = []
+    for task in tasks:
+        if task.dedup_key in there:
+            left_out[task.id] = "another task: the same question"
+        else:
+            there.add(task.dedup_key)
+            new.append(task)
+    if config.pipelines.tasks and new:
+        new = _after_operators(
+            config, new, source, names, bench, [*before[source], *earlier], before, left_out, engines
+        )
+    if config.pipelines.decontaminate and evaluation and new:
+        kept, report = _unlike({"": splits.train, "new": new}, evaluation, len(new))
+        for gone in report.left_out:
+            left_out.setdefault(gone.row, f"decontaminate: {gone.reason}")
+        new = [new[index] for index in kept["new"]]
+    return AddedTasks(new, left_out)
+
+
+def _after_operators(
+    config: RunConfig,
+    new: list[Task],
+    source: int,
+    names: list[str],
+    bench: Sequence[Task],
+    there: list[Task],
+    before: list[list[Task]],
+    left_out: dict[str, str],
+    engines: Engines | None,
+) -> list[Task]:
+    """Return what operators leave of new tasks at the end of a source, and make of them."""
+    ids = {task.id for task in new}
+    links = build_chain(
+        config.pipelines.tasks,
+        SCHEMA,
+        field="pipelines.tasks",
+        origin="tasks",
+        context=_context(config, bench, engines),
+    )
+    alone = all(link.operator.scope == "row" for link in links)
+    sources = [[] if alone else list(tasks) for tasks in before]
+    sources[source] = new if alone else [*there, *new]
+
+    def note(operator: str, rows: list[LeftOut]) -> None:
+        left_out.update({each.row: f"{operator}: {each.reason}" for each in rows if each.row in ids})
+
+    found, _ = _processed(sources, names, config, bench, note, engines)
+    return [task for task, began in found[source] if began in ids]
+
+
+def _context(config: RunConfig, bench: Sequence[Task], engines: Engines | None) -> Context:
+    models = {*config.pipelines.endpoints, *(config.auxiliary if engines is not None else ())}
+    return Context(tuple(bench), config.model.path, models, scores=not config.reward.stages)
 
 
 def decontaminated(splits: TaskSplits, evaluation: Sequence[Task]) -> tuple[TaskSplits, OperatorReport]:
     """Leave out training and demonstrated tasks that show one of the evaluation tasks, as operator ``decontaminate``
     does. Raises DataError if nothing is left to train on."""
-    evaluation = [replace(task, question=task.dedup_key) for task in evaluation]
-    [link] = build_chain(
-        [OperatorConfig(name="decontaminate")],
-        SCHEMA,
-        field="pipelines",
-        origin="tasks",
-        context=Context(evaluation),
-    )
-    parts = {"": splits.train, **{name: tasks for name, tasks in splits.demonstrated.items()}}
-    batches = {name: _to_batch(tasks, name, whole=True) for name, tasks in parts.items()}
-    link.operator.prepare()
-    for batch in batches.values():
-        link.operator.observe(batch)
-    link.operator.settle()
-    report = OperatorReport("decontaminate")
-    kept: dict[str, list[int]] = {}
-    for name, batch in batches.items():
-        numbered = batch.append_column("number", pa.array(range(batch.num_rows), pa.int64()))
-        after, outcome = apply_link(replace(link, takes=numbered.schema, gives=numbered.schema), numbered, 3)
-        report.add(outcome, 3)
-        kept[name] = after.column("number").to_pylist()
+    kept, report = _unlike({"": splits.train, **splits.demonstrated}, evaluation, 3)
     left = {splits.sources[index] for index in kept[""]}
     for source in sorted(set(splits.sources) - left):
         raise DataError(
@@ -165,6 +291,33 @@ def decontaminated(splits: TaskSplits, evaluation: Sequence[Task]) -> tuple[Task
     )
 
 
+def _unlike(
+    parts: dict[str, list[Task]], evaluation: Sequence[Task], samples: int
+) -> tuple[dict[str, list[int]], OperatorReport]:
+    """Return the indices of the tasks of each part that show no evaluation task, and a report with so many examples."""
+    evaluation = [replace(task, question=task.dedup_key) for task in evaluation]
+    [link] = build_chain(
+        [OperatorConfig(name="decontaminate")],
+        SCHEMA,
+        field="pipelines",
+        origin="tasks",
+        context=Context(evaluation),
+    )
+    batches = {name: _to_batch(tasks, name, whole=True) for name, tasks in parts.items()}
+    link.operator.prepare()
+    for batch in batches.values():
+        link.operator.observe(batch)
+    link.operator.settle()
+    report = OperatorReport("decontaminate")
+    kept: dict[str, list[int]] = {}
+    for name, batch in batches.items():
+        numbered = batch.append_column("number", pa.array(range(batch.num_rows), pa.int64()))
+        after, outcome = apply_link(replace(link, takes=numbered.schema, gives=numbered.schema), numbered, samples)
+        report.add(outcome, samples)
+        kept[name] = after.column("number").to_pylist()
+    return kept, report
+
+
 def _to_batch(tasks: Sequence[Task], source: str, *, whole: bool = False) -> pa.RecordBatch:
     """Return tasks as rows; ``whole``: with their images' paths in the questions."""
     rows = [
@@ -174,7 +327,11 @@ def _to_batch(tasks: Sequence[Task], source: str, *, whole: bool = False) -> pa.
             "question": dedup_key(task.question, task.images) if whole else task.question,
             "answer": task.answer,
             "system": task.system,
+            "domain": task.domain,
             "difficulty": task.difficulty,
+            "tries": task.tries,
+            "pass_rate": task.pass_rate,
+            "priority": task.priority,
             "metadata": None if whole else json.dumps(task.metadata, ensure_ascii=False, default=str),
         }
         for task in tasks
@@ -182,16 +339,21 @@ def _to_batch(tasks: Sequence[Task], source: str, *, whole: bool = False) -> pa.
     return pa.RecordBatch.from_pylist(rows, schema=SCHEMA)
 
 
-def _check_priorities(config: PipelinesConfig) -> None:
-    """Raise ConfigError if priorities are written that nothing reads: task samplers know none."""
-    from rayrft.pipelines.operator import operators
+_WITHOUT_PRIORITIES = ("sequential", "shuffled", "easy_to_hard", "failure", "near_half")
 
-    kinds = [getattr(operators.get(each.name, "pipelines.tasks"), "kind", None) for each in config.tasks]
+
+def _check_priorities(config: RunConfig) -> None:
+    """Raise ConfigError if priorities are written that nothing reads: neither a filter nor the task sampler."""
+    assert config.tasks is not None  # which are processed
+    if config.tasks.sampler not in _WITHOUT_PRIORITIES:
+        return
+    operators = config.pipelines.tasks
+    kinds = [getattr(registered.get(each.name, "pipelines.tasks"), "kind", None) for each in operators]
     for number, kind in enumerate(kinds):
         if kind == "prioritise" and "filter" not in kinds[number:]:
             raise ConfigError(
-                "writes priorities, which task samplers do not use",
+                f"writes priorities, which task sampler {config.tasks.sampler!r} does not use",
                 field=f"pipelines.tasks.{number}",
-                value=config.tasks[number].name,
-                remedy="add a filter after it, such as top_share, or use tasks.sampler",
+                value=operators[number].name,
+                remedy="draw by them, with tasks.sampler: priority, or add a filter after it, such as top_share",
             )

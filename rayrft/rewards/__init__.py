@@ -4,6 +4,7 @@ from rayrft.rewards import code, judge, k12, math, models, text, vision
 from rayrft.rewards.base import (
     Reward,
     RewardResult,
+    StepReward,
     Transcript,
     build_reward,
     imports,
@@ -16,6 +17,7 @@ from rayrft.rewards.base import (
 __all__ = [
     "Reward",
     "RewardResult",
+    "StepReward",
     "Transcript",
     "build_reward",
     "code",

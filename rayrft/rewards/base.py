@@ -8,12 +8,22 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, Self, TypeVar, cast
+from typing import Any, Literal, Protocol, Self, SupportsIndex, TypeVar, cast
 
 from rayrft.config.reward import RewardPart
 from rayrft.errors import ConfigError
 from rayrft.experience import Task
 from rayrft.registry import Registry
+
+
+@dataclass(frozen=True)
+class StepReward:
+    """The reward of a step inside an answer, which ends before character ``end`` of the answer's text: that of the
+    ``turn``-th answer of the model, from 0."""
+
+    turn: int
+    end: int
+    value: float
 
 
 @dataclass(frozen=True)
@@ -27,6 +37,9 @@ class RewardResult:
     """The answer that was found in the response, for majority votes; by default the whole response."""
     turns: tuple[float, ...] = ()
     """Rewards of single turns of the model, in order, beside the value: none, or one for each of its answers."""
+    steps: tuple[StepReward, ...] = field(default=(), kw_only=True)
+    """Rewards of steps inside answers, beside the value and those of turns, in the order in which the steps end. Each
+    is that of the token with which its step ends, also if the step ends inside it."""
     shaping: float = 0.0
     """Added to the value for training; filters and evaluations do not see it."""
     seconds: float = 0.0
@@ -151,10 +164,33 @@ def checked(found: object, transcript: Transcript) -> RewardResult:
         raise ValueError(f"{len(found.turns)} rewards of turns, and the model had {len(transcript.answers)}")
     components = {name: float(value) for name, value in found.components.items()}
     turns, shaping = tuple(map(float, found.turns)), float(found.shaping)
+    steps = _checked_steps(found.steps, transcript.answers) if found.steps else ()
     value = float(found.value)
     wrong = [number for number in (value, shaping, *turns, *components.values()) if not math.isfinite(number)]
-    result = replace(found, value=value, components=components, turns=turns, shaping=shaping)
+    result = replace(found, value=value, components=components, turns=turns, steps=steps, shaping=shaping)
     return _unknown(result, found.reason or f"the reward is {wrong[0]}") if wrong else result
+
+
+def _checked_steps(steps: Sequence[StepReward], answers: Sequence[str]) -> tuple[StepReward, ...]:
+    """Return steps as plain numbers. Raises TypeError or ValueError, which names the field, unless they are in order,
+    end inside an answer and have finite values."""
+    before = (0, -1)
+    for number, step in enumerate(steps):
+        if not isinstance(step, StepReward):
+            raise TypeError(f"steps[{number}] is no StepReward but {step!r}")
+        _check_index(f"steps[{number}].turn", step.turn, len(answers) - 1)
+        _check_index(f"steps[{number}].end", step.end, len(answers[step.turn]))
+        if (step.turn, step.end) <= before:
+            raise ValueError(f"steps[{number}].end is {step.end}, not after the end of the step before it")
+        if not math.isfinite(step.value):
+            raise ValueError(f"steps[{number}].value is {step.value}")
+        before = (step.turn, step.end)
+    return tuple(StepReward(int(step.turn), int(step.end), float(step.value)) for step in steps)
+
+
+def _check_index(name: str, index: SupportsIndex, last: int) -> None:
+    if not isinstance(index, SupportsIndex) or not 0 <= int(index) <= last:
+        raise ValueError(f"{name} is {index!r}, and may be 0 to {last}")
 
 
 def _unknown(found: RewardResult, reason: str | None) -> RewardResult:
@@ -232,6 +268,10 @@ def combine(parts: Sequence[RewardPart], results: Sequence[RewardResult]) -> Rew
         if result.value is not None:
             components[part.component] = result.value
     turns = [[part.weight * reward for reward in result.turns] for part, result in adding if result.turns]
+    steps = dict[tuple[int, int], float]()
+    for part, step in ((part, step) for part, result in adding if not shut for step in result.steps):
+        at = step.turn, step.end
+        steps[at] = steps.get(at, 0.0) + part.weight * step.value
     return RewardResult(
         None if unknown else 0.0 if shut else _weighted(adding),
         components,
@@ -242,6 +282,7 @@ def combine(parts: Sequence[RewardPart], results: Sequence[RewardResult]) -> Rew
         max(result.seconds for result in results),
         any(result.error for _, result in counted if result.value is None),
         1 + sum(result.tries - 1 for result in results),
+        steps=tuple(StepReward(*at, value) for at, value in sorted(steps.items())),
     )
 
 

@@ -9,10 +9,10 @@ import os
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, Self
 
-from rayrft.errors import ConfigError
+from rayrft.errors import ConfigError, EndpointFailed, RequestRefused
 from rayrft.experience import Task
 from rayrft.rewards.base import RewardResult, Transcript, register_reward
 
@@ -168,7 +168,7 @@ class Judge:
         """Return the verdicts in [0, 1], of A where two are compared; those that cannot be read are left out."""
         model = self._model
         assert model is not None  # `use` was called
-        seed = int.from_bytes(_digest(task.id, transcript.response)[:3])
+        seed = int.from_bytes(digest(task.id, transcript.response)[:3])
         sampling = {"max_tokens": self._max_tokens, "temperature": self._temperature, "json_schema": self._schema}
         replies = await asyncio.gather(
             *(model.with_seed(seed + vote).chat(messages, **sampling) for vote in range(self._votes))  # type: ignore[arg-type]
@@ -176,7 +176,7 @@ class Judge:
         return [verdict for verdict in map(self._verdict, replies) if verdict is not None]
 
     def _verdict(self, reply: str) -> float | None:
-        found = _last_object(reply)
+        found = last_object(reply)
         if self._compare != "none":
             return {"a": 1.0, "b": 0.0, "tie": 0.5}.get(str(found.get("better")).strip().casefold())
         grade = found.get("grade")
@@ -194,31 +194,43 @@ class Judge:
             if self._reference and task.answer:
                 parts.append(("reference", self._cut(task.answer)))
             parts.append(("answer", self._cut(transcript.response)))
-        mark = _digest(*(text for _, text in parts)).hex()[:12]
+        mark, shown = tagged(parts)
         reply = {"none": '{"reason": "…", "grade": …}', "reference": '{"reason": "…", "better": "A", "B" or "tie"}'}
         rules = f"{self._task}\n\n{_DATA.format(mark=mark, reply=reply[self._compare])}"
-        shown = "\n\n".join(f"<{name}-{mark}>\n{text}\n</{name}-{mark}>" for name, text in parts)
         return [{"role": "system", "content": rules}, {"role": "user", "content": shown}]
 
     def _cut(self, text: str) -> str:
-        if len(text) <= self._longest:
-            return text
-        half = self._longest // 2
-        return f"{text[:half]}\n[{len(text) - 2 * half} characters are left out]\n{text[-half:]}"
+        return cut(text, self._longest)
 
 
 def _invalid(problem: str, option: str, value: object) -> ConfigError:
     return ConfigError(problem, field=f"reward.options.{option}", value=value, remedy="see rayrft.rewards.judge.Judge")
 
 
-def _digest(*texts: str) -> bytes:
+def digest(*texts: str) -> bytes:
+    """Return 8 bytes that change with the texts, from which marks of tags and seeds of requests are made."""
     return hashlib.blake2b(json.dumps(texts).encode(), digest_size=8).digest()
+
+
+def tagged(parts: Sequence[tuple[str, str]]) -> tuple[str, str]:
+    """Return texts between tags of their names, and before them what the tags end in: a digest of all texts, so that
+    none of them can close its own."""
+    mark = digest(*(text for _, text in parts)).hex()[:12]
+    return mark, "\n\n".join(f"<{name}-{mark}>\n{text}\n</{name}-{mark}>" for name, text in parts)
+
+
+def cut(text: str, longest: int) -> str:
+    """Return a text of which no more than ``longest`` characters are left, those in its middle being cut out."""
+    if len(text) <= longest:
+        return text
+    half = longest // 2
+    return f"{text[:half]}\n[{len(text) - 2 * half} characters are left out]\n{text[-half:]}"
 
 
 _MOST_BRACES = 200
 
 
-def _last_object(reply: str) -> dict[str, Any]:
+def last_object(reply: str) -> dict[str, Any]:
     """Return the JSON object that a reply ends with, after what the model may have thought; an empty one if it ends
     otherwise, as where it was cut: an object in its midst may be quoted from what is judged."""
     text, decoder = reply.rpartition("</think>")[2], json.JSONDecoder()
@@ -234,6 +246,10 @@ def _last_object(reply: str) -> dict[str, Any]:
     return {}
 
 
+_OF_THE_REQUEST = (400, 413, 422)
+"""Statuses that say something of a request, and nothing of the endpoint."""
+
+
 @dataclass(frozen=True)
 class Endpoint:
     """A model behind the API of OpenAI."""
@@ -243,16 +259,18 @@ class Endpoint:
     key_variable: str
     seed: int | None = None
     client: Any = None
+    retries: int = 2
+    """How often a request is made again that the endpoint has not answered."""
 
     def __post_init__(self) -> None:
         if self.client is None:
             from openai import AsyncOpenAI
 
             key = os.environ.get(self.key_variable, "none")
-            object.__setattr__(self, "client", AsyncOpenAI(base_url=self.url, api_key=key, max_retries=2))
+            object.__setattr__(self, "client", AsyncOpenAI(base_url=self.url, api_key=key, max_retries=self.retries))
 
     def with_seed(self, seed: int | None) -> Endpoint:
-        return Endpoint(self.url, self.model, self.key_variable, seed, self.client)
+        return replace(self, seed=seed)
 
     async def chat(
         self,
@@ -262,19 +280,36 @@ class Endpoint:
         temperature: float | None = None,
         json_schema: Mapping[str, Any] | None = None,
     ) -> str:
+        """Return its answer. Raises RequestRefused if it does not take this request, and EndpointFailed if it does not
+        answer, or with what is no chat completion."""
+        from openai import APIStatusError, OpenAIError
+
         constraint = {
             "type": "json_schema",
             "json_schema": {"name": "verdict", "schema": json_schema, "strict": True},
         }
-        reply = await self.client.chat.completions.create(
-            model=self.model,
-            messages=messages,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            seed=self.seed,
-            **({"response_format": constraint} if json_schema else {}),
-        )
-        return reply.choices[0].message.content or ""
+        given = {"max_tokens": max_tokens, "temperature": temperature, "seed": self.seed}
+        try:
+            reply = await self.client.chat.completions.create(
+                model=self.model,
+                messages=messages,
+                **{name: value for name, value in given.items() if value is not None},
+                **({"response_format": constraint} if json_schema else {}),
+            )
+        except APIStatusError as error:
+            kind = RequestRefused if error.status_code in _OF_THE_REQUEST else EndpointFailed
+            raise kind(f"status {error.status_code}: {error.message}"[:500], field="url", value=self.url) from None
+        except (OpenAIError, ValueError) as error:  # ValueError: JSON that is none
+            problem = f"{type(error).__name__}: {error}"[:500]
+            raise EndpointFailed(problem, field="url", value=self.url, remedy="see whether it runs") from None
+        try:
+            content = reply.choices[0].message.content
+        except (AttributeError, IndexError, TypeError):
+            content = reply
+        if not isinstance(content, str | None) or content is reply:
+            problem = f"what it answers is no chat completion: {str(reply)[:200]!r}"
+            raise EndpointFailed(problem, field="url", value=self.url, remedy="give the url that ends in /v1")
+        return content or ""
 
     async def close(self) -> None:
         """Close the connections."""

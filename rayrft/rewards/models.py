@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rayrft.errors import ConfigError, ModelError
 from rayrft.experience import Task
-from rayrft.rewards.base import RewardResult, Transcript, imports, register_reward
+from rayrft.rewards.base import RewardResult, StepReward, Transcript, imports, register_reward
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,6 +75,7 @@ _REDUCED: dict[str, Callable[[Sequence[float]], float]] = {
     "mean": lambda steps: sum(steps) / len(steps),
     "last": lambda steps: steps[-1],
 }
+_PER = ("answer", "turn", "step")
 
 
 @register_reward("process_model")
@@ -85,9 +87,10 @@ class ProcessModel:
 
     An answer is split at every ``separator``; the model reads the messages before it by its chat template, then each
     step followed by the separator, and the probability of label 1 at the separator's last token is that of the step.
-    What they come to is the ``min``, ``product`` (the paper's), ``mean`` or ``last`` of an answer's steps, which is the
-    reward of its turn, and likewise of all steps, which is the value. Components: ``steps``, their number, and
-    ``right``, how many of them are above .5 before the first that is not.
+    What they come to is the ``min``, ``product`` (the paper's), ``mean`` or ``last`` of all steps, which is the value.
+    Beside it, ``per: turn`` gives each turn a reward, likewise of its answer's steps, ``per: step`` each step its own,
+    which ends with its separator, and ``per: answer`` none. Components: ``steps``, their number, and ``right``, how
+    many of them are above .5 before the first that is not.
 
     The other options are those of reward `model`. An answer that is longer than the model has positions for is unknown.
     Raises ModelError if the model cannot be loaded, has not two labels or no chat template.
@@ -100,22 +103,20 @@ class ProcessModel:
         revision: str | None = None,
         separator: str = "\n",
         reduce: Literal["min", "product", "mean", "last"] = "min",
+        per: Literal["answer", "turn", "step"] = "turn",
         max_batch: int = 32,
         batch_tokens: int = 16_384,
         device: str = "cpu",
         dtype: Dtype = "float32",
     ) -> None:
-        if reduce not in _REDUCED:
-            raise ConfigError(
-                "no such way",
-                field="reward.options.reduce",
-                value=reduce,
-                remedy=f"choose one of {', '.join(_REDUCED)}",
-            )
+        for name, value, known in (("reduce", reduce, (*_REDUCED,)), ("per", per, _PER)):
+            if value not in known:
+                field, remedy = f"reward.options.{name}", f"choose one of {', '.join(known)}"
+                raise ConfigError("no such way", field=field, value=value, remedy=remedy)
         if not separator:
             raise ConfigError("is empty", field="reward.options.separator", value=separator, remedy="leave it out")
         self._network = _Network("Token", 2, model, revision, device, dtype, batch_tokens)
-        self._separator, self._reduced = separator, _REDUCED[reduce]
+        self._separator, self._reduced, self._per = separator, _REDUCED[reduce], per
         self.max_batch = max_batch if self._network.pads else 1
 
     def score(self, task: Task, transcript: Transcript) -> RewardResult:
@@ -124,36 +125,60 @@ class ProcessModel:
     def score_batch(self, calls: Sequence[tuple[Task, Transcript]]) -> list[RewardResult]:
         answers = [self._answers(transcript) for _, transcript in calls]
         limit = self._network.positions or math.inf
-        fitting = [all(len(row) <= limit for row, _ in each) for each in answers]
-        rows = [answer for each, fits in zip(answers, fitting, strict=True) if fits for answer in each]
-        outputs = iter(self._network.outputs([row for row, _ in rows]))
+        fitting = [all(len(answer.row) <= limit for answer in each) for each in answers]
+        rows = [answer.row for each, fits in zip(answers, fitting, strict=True) if fits for answer in each]
+        outputs = iter(self._network.outputs(rows))
         return [
-            self._result([next(outputs)[ends].softmax(-1)[:, 1].tolist() for _, ends in each])
+            self._result(each, [next(outputs)[answer.places].softmax(-1)[:, 1].tolist() for answer in each])
             if fits
             else RewardResult(None, reason=f"the answer is longer than the {limit} tokens that the model takes")
             for each, fits in zip(answers, fitting, strict=True)
         ]
 
-    def _result(self, answers: list[list[float]]) -> RewardResult:
-        steps = [step for answer in answers for step in answer]
+    def _result(self, answers: list[_Answer], values: list[list[float]]) -> RewardResult:
+        """Return what the ``values`` of the steps of each answer come to."""
+        steps = [step for each in values for step in each]
         right = next((number for number, step in enumerate(steps) if step <= 0.5), len(steps))
-        components = {"steps": float(len(steps)), "right": float(right)}
-        return RewardResult(self._reduced(steps), components, turns=tuple(map(self._reduced, answers)))
+        result = RewardResult(self._reduced(steps), {"steps": float(len(steps)), "right": float(right)})
+        if self._per == "turn":
+            return replace(result, turns=tuple(map(self._reduced, values)))
+        if self._per == "step":
+            ends = [(turn, end) for turn, answer in enumerate(answers) for end in answer.ends]
+            pairs = zip(ends, steps, strict=True)
+            return replace(result, steps=tuple(StepReward(turn, end, value) for (turn, end), value in pairs))
+        return result
 
-    def _answers(self, transcript: Transcript) -> list[tuple[Tokens, list[int]]]:
-        """Return for each answer the tokens up to its end, and the places where its steps end."""
+    def _answers(self, transcript: Transcript) -> list[_Answer]:
         said = [at for at, turn in enumerate(transcript.turns) if turn["role"] == "assistant"][transcript.given :]
         return [self._steps(transcript, at) for at in said]
 
-    def _steps(self, transcript: Transcript, at: int) -> tuple[Tokens, list[int]]:
-        row, ends = self._network.tokens(transcript.turns[:at], answering=True), list[int]()
+    def _steps(self, transcript: Transcript, at: int) -> _Answer:
         answer = transcript.turns[at]["content"]
-        closing = self._network.text(self._separator)
-        # An answer without anything but separators is one step.
-        for step in [each for each in answer.split(self._separator) if each.strip()] or [""]:
-            row += self._network.text(step) + closing
-            ends.append(len(row) - 1)
-        return row, ends
+        read = _Answer(self._network.tokens(transcript.turns[:at], answering=True))
+        closing, end = self._network.text(self._separator), 0
+        for step in answer.split(self._separator):
+            end = min(end + len(step) + len(self._separator), len(answer))
+            if step.strip():
+                read.add(self._network.text(step) + closing, end)
+        if not read.ends:  # an answer without anything but separators is one step
+            read.add(closing, len(answer))
+        return read
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """The tokens of a conversation up to the end of an answer."""
+
+    row: Tokens
+    places: list[int] = field(default_factory=list)
+    """Indices of the tokens that say how likely a step is right."""
+    ends: list[int] = field(default_factory=list)
+    """Characters of the answer up to the end of each step."""
+
+    def add(self, step: Tokens, end: int) -> None:
+        self.row.extend(step)
+        self.places.append(len(self.row) - 1)
+        self.ends.append(end)
 
 
 class _Network:

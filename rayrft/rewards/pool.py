@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+from rayrft.actor_pool import TRIES, ActorPool
 from rayrft.config.reward import RewardModelsConfig
+from rayrft.errors import ActorDied
 from rayrft.experience import Task
 from rayrft.handle import Handle
 from rayrft.registry import load_plugins
@@ -18,8 +18,8 @@ from rayrft.rewards.judge import ChatModel
 from rayrft.rewards.scorer import Scorer
 from rayrft.rewards.stats import DomainStats, Tally
 
-TRIES = 2
-"""How often a call is made whose actor or replica dies of it, or of something else."""
+Models = Callable[[], Mapping[str, ChatModel]]
+"""Gives a process elsewhere the models that its judges may ask, by name."""
 
 
 class Scoring(Protocol):
@@ -72,9 +72,9 @@ class RewardPool:
 class RewardActor:
     """The actor: a scorer, with its processes."""
 
-    def __init__(self, config: RewardModelsConfig, plugins: list[Path]) -> None:
+    def __init__(self, config: RewardModelsConfig, plugins: list[Path], models: Models | None = None) -> None:
         load_plugins(plugins)
-        self._scorer = Scorer(config, plugins)
+        self._scorer = Scorer(config, plugins, models() if models else None)
 
     async def start(self) -> None:
         """Start the processes. Raises ConfigError where a reward cannot be built."""
@@ -92,39 +92,21 @@ class ActorScoring:
     """
 
     def __init__(self, create: Callable[[], Handle[RewardActor]], count: int) -> None:
-        self._create, self._count = create, count
-        self._actors: dict[Handle[RewardActor], asyncio.Future[None]] = {}
-        """Each with its start."""
-        self._owed = Counter[Handle[RewardActor]]()
+        self._actors = ActorPool(create, lambda actor: actor.call(RewardActor.start), count)
 
     async def open(self) -> None:
         """Start the actors. Raises ConfigError where a reward cannot be built."""
-        for _ in range(self._count):
-            self._add()
-        await asyncio.gather(*self._actors.values())
+        await self._actors.open()
 
     async def score(self, task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
         """Return one result per transcript; all unknown if two actors died of them."""
-        from ray.exceptions import RayActorError
-
-        reason = ""
-        for tries in range(TRIES):
-            actor = min(self._actors, key=self._owed.__getitem__)
-            self._owed[actor] += len(transcripts)
-            try:
-                await asyncio.shield(self._actors[actor])
-                return again(tries, await actor.call(RewardActor.score, task, transcripts))
-            except RayActorError as error:
-                reason = f"reward actor died: {str(error).splitlines()[0]}"
-                if self._actors.pop(actor, None) is not None:
-                    self._add()
-            finally:
-                self._owed[actor] -= len(transcripts)
-        return died(reason, transcripts)
-
-    def _add(self) -> None:
-        actor = self._create()
-        self._actors[actor] = asyncio.ensure_future(actor.call(RewardActor.start))
+        try:
+            results, tries = await self._actors.call(
+                lambda actor: actor.call(RewardActor.score, task, transcripts), owed=len(transcripts)
+            )
+        except ActorDied as error:
+            return died(f"reward actor died: {error.problem}", transcripts)
+        return again(tries, results)
 
 
 def again(tries: int, results: list[RewardResult]) -> list[RewardResult]:

@@ -8,6 +8,8 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -16,6 +18,7 @@ import ray
 from ray import serve
 from ray.exceptions import RayActorError, RayTaskError
 
+from rayrft.actor_pool import TRIES
 from rayrft.applications import ON_HEAD, Anchor, Owner, create_anchor, delete_applications, delete_with, start_serve
 from rayrft.config.reward import ReplicasConfig, RewardModelsConfig
 from rayrft.errors import ConfigError
@@ -23,7 +26,7 @@ from rayrft.experience import Task
 from rayrft.handle import Handle
 from rayrft.registry import load_plugins
 from rayrft.rewards.base import RewardResult, Transcript
-from rayrft.rewards.pool import TRIES, again, died
+from rayrft.rewards.pool import Models, again, died
 from rayrft.rewards.scorer import Scorer
 
 _GIB = 1 << 30
@@ -51,10 +54,15 @@ class RewardService:
     @classmethod
     def of(cls, name: str, config: RewardModelsConfig, plugins: Sequence[Path]) -> RewardService:
         """Return that of a config. Its version is a digest of what decides about rewards: names, options, parts and
-        deadlines, and the text of plugins; the weights of models and what plugins import are not in it."""
+        deadlines, the files of a ``model`` that is a folder, and the text of plugins; the weights of a model of the
+        hub, which its ``revision`` names, and what plugins import are not in it."""
         decides = {"name", "options", "parts", "deadline_s"}
         models = {domain: model.model_dump(mode="json", include=decides) for domain, model in config.models.items()}
-        digest = hashlib.blake2b(json.dumps(models, sort_keys=True).encode(), digest_size=6)
+        parts = chain.from_iterable(model.scored_by for model in config.models.values())
+        folders = (Path(str(part.options["model"])).expanduser() for part in parts if "model" in part.options)
+        weights = [_digests(folder) for folder in folders if folder.is_dir()]
+        text = json.dumps([models, weights], sort_keys=True)
+        digest = hashlib.blake2b(text.encode(), digest_size=6)
         for plugin in plugins:
             digest.update(plugin.read_bytes())
         return cls(name, digest.hexdigest())
@@ -69,15 +77,35 @@ class RewardService:
         return f"{self.all_versions}{self.version}" + (f"-{quote(domain, safe='')}" if domain else "")
 
 
+def _digests(folder: Path) -> list[tuple[str, str]]:
+    """Return the names of a folder's files, with a digest of each."""
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    stats = [(path, path.stat()) for path in files]
+    return [(path.name, _digest(path, stat.st_size, stat.st_mtime_ns)) for path, stat in stats]
+
+
+@lru_cache(maxsize=1024)
+def _digest(path: Path, size: int, changed_ns: int) -> str:
+    """Return a digest of a file, which is read again only if its size or time has changed."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()
+
+
 class RewardReplica:
     """One process of a domain, with the processes in which its rewards score."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it, and the replica is ready when it is done
-        self, config: RewardModelsConfig, plugins: list[Path], version: str, owner: Owner, application: str
+        self,
+        config: RewardModelsConfig,
+        plugins: list[Path],
+        version: str,
+        owner: Owner,
+        application: str,
+        models: Models | None = None,
     ) -> None:
         load_plugins(plugins)
         self._version = version
-        self._scorer = Scorer(config, plugins)
+        self._scorer = Scorer(config, plugins, models() if models else None)
         await self._scorer.open()
         self._watching = asyncio.create_task(delete_with(owner, application))
 
@@ -125,14 +153,15 @@ async def open_rewards(
     address: tuple[str, int],
     *,
     http: bool = False,
+    models: Models | None = None,
 ) -> None:
     """Deploy the applications, which end with their owner; return when each has its least number of replicas.
 
-    ``address`` is that of Serve, if it does not run yet; ``http``: see `start_serve`. Raises ConfigError where a reward
-    cannot be built.
+    ``address`` is that of Serve, if it does not run yet; ``http``: see `start_serve`; ``models``: those that judges may
+    ask. Raises ConfigError where a reward cannot be built.
     """
     try:
-        await ray.remote(_open).options(**ON_HEAD).remote(service, config, plugins, owner, address, http)
+        await ray.remote(_open).options(**ON_HEAD).remote(service, config, plugins, owner, address, http, models)
     except RayTaskError as error:
         raise error.cause from None
 
@@ -146,12 +175,13 @@ def rewards_open(
     address: tuple[str, int],
     *,
     http: bool = False,
+    models: Models | None = None,
 ) -> Iterator[Handle[Anchor]]:
     """Deploy the applications for the time of a ``with``, outside of event loops; see `open_rewards`. Their owner is
     made for them, and given: if it dies, so do they."""
     anchor = create_anchor(owner)
     try:
-        asyncio.run(open_rewards(service, config, plugins, owner, address, http=http))
+        asyncio.run(open_rewards(service, config, plugins, owner, address, http=http, models=models))
         yield anchor
     finally:
         close_rewards(service)
@@ -170,6 +200,7 @@ def _open(
     owner: Owner,
     address: tuple[str, int],
     http: bool,
+    models: Models | None,
 ) -> None:
     start_serve(*address, http=http)
     # Those of an owner that was killed may be there yet.
@@ -179,7 +210,7 @@ def _open(
         name = service.application(domain)
         one = config if not domain else RewardModelsConfig(domains={domain: model})
         replica = serve.deployment(RewardReplica).options(name=_DEPLOYMENT, **_options(model.replicas))
-        target = replica.bind(one, plugins, service.version, owner, name)
+        target = replica.bind(one, plugins, service.version, owner, name, models)
         targets.append(serve.RunTarget(target, name=name, route_prefix=None))
     try:
         serve.run_many(targets)

@@ -8,12 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rayrft.data.tokenizer import ChatTokenizer
+from rayrft.data.tokenizer import INCOMPLETE, ChatTokenizer
 from rayrft.explorer.engines.exchange import Completion
 from rayrft.explorer.tools.parsing import CallForm, ToolCall, parse_calls
-
-_INCOMPLETE = "\ufffd"
-"""What a decoder writes for the bytes of a character that are not all there."""
 
 _CALL_BEGINS = "<tool_call>"
 
@@ -84,7 +81,7 @@ class AnswerText:
         """Append the text of the tokens after the window, if it ends with a ``whole`` character."""
         known = self._tokenizer.decode(self._ids[self._first : self._read])
         text = self._tokenizer.decode(self._ids[self._first :])
-        if len(text) <= len(known) or (whole and text.endswith(_INCOMPLETE)):
+        if len(text) <= len(known) or (whole and text.endswith(INCOMPLETE)):
             return
         before = len(self.text)
         self.text += text[len(known) :]

@@ -159,6 +159,7 @@ class RewardEndpoint(HttpService):
             "shaping": result.shaping,
             "components": result.components,
             "turns": result.turns,
+            "steps": [asdict(step) for step in result.steps],
             "answer": result.answer,
             "reason": result.reason,
             "error": result.error,

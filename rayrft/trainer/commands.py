@@ -7,14 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import numpy as np
+
 from rayrft.buffer.leases import Lease
+from rayrft.buffer.log.row_log import Ref
 from rayrft.config.stage import StageConfig
 from rayrft.weights.messages import Link, Sent
 
 if TYPE_CHECKING:  # these import torch, which senders of commands do not need
     from rayrft.algorithms import Algorithm
     from rayrft.trainer.rank import Rank
-    from rayrft.trainer.result import StepResult
+    from rayrft.trainer.result import PairRanking, StepResult
 
 R = TypeVar("R")
 
@@ -52,6 +55,16 @@ class Train(Command["StepResult | None"]):
 
     def run(self, rank: Rank) -> StepResult | None:
         return rank.train(self.lease)
+
+
+@dataclass(frozen=True)
+class RankPairs(Command["PairRanking"]):
+    """Rank held-out preference pairs, whose blocks are `Buffer.partition`'s, by what the stage trains."""
+
+    blocks: list[tuple[Ref, np.ndarray]]
+
+    def run(self, rank: Rank) -> PairRanking:
+        return rank.rank_pairs(self.blocks)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from rayrft.trainer.model import reshard
 from rayrft.trainer.optimizer import Optimizer
 from rayrft.trainer.policy import Policy, scored_batch
 from rayrft.trainer.reference import Reference
-from rayrft.trainer.result import CriticUpdate, StepResult, Update
+from rayrft.trainer.result import CriticUpdate, PairRanking, StepResult, Update
 from rayrft.trainer.reward_model import RewardClassifier
 from rayrft.trainer.rng import RngState
 from rayrft.trainer.value_model import Critic
@@ -160,6 +160,15 @@ class Learner:
         over = self._count_denominators(batches)
         (batch,) = self._compute_old_logprobs(batches, [rows])
         return self._backward(batch, over[0]), over[0]
+
+    @torch.no_grad()
+    def rank_pairs(self, rows: list[TrainRow]) -> PairRanking:
+        """Rank this rank's preference pairs by what the stage trains, which stays as it is; return what was found over
+        all ranks."""
+        parts, over = self.gradient(rows)
+        reshard(self.trained)
+        pairs = round(over.pairs)
+        return PairRanking(pairs, round(float(parts.pair_accuracy)), float(parts.pair_margin) / max(pairs, 1))
 
     @torch.no_grad()
     def score(self, sequences: list[list[int]], images: list[tuple[str, ...]] | None = None) -> list[list[float]]:

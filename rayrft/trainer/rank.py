@@ -5,23 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from rayrft.algorithms import Algorithm
-from rayrft.buffer.leases import Lease
+from rayrft.buffer.leases import BatchShare, BlockRows, Lease
+from rayrft.buffer.log.row_log import Ref
 from rayrft.config.stage import StageConfig
 from rayrft.handle import fetch
 from rayrft.registry import load_plugins
-from rayrft.trainer.batches import TrainRow, fetch_mini_batches
+from rayrft.trainer.batches import TrainRow, fetch_mini_batches, fetch_rows
 from rayrft.trainer.commands import Stop
 from rayrft.trainer.dcp import Checkpointer
 from rayrft.trainer.learner import Learner
 from rayrft.trainer.lora import Lora
 from rayrft.trainer.model import Sharded, load_hf, load_policy, save_hf, shard
 from rayrft.trainer.policy import Policy
-from rayrft.trainer.result import StepResult
+from rayrft.trainer.result import PairRanking, StepResult
 from rayrft.trainer.reward_model import RewardClassifier, padding_of
 from rayrft.trainer.trainer import RankSetup, Trainer
 from rayrft.trainer.value_model import Critic
@@ -107,6 +109,16 @@ class Rank:
             lost += 1
         dist.all_reduce(lost)  # a rank alone would wait for the others in the step
         return None if lost else self.learner.step(mini_batches)
+
+    def rank_pairs(self, blocks: list[tuple[Ref, np.ndarray]]) -> PairRanking:
+        """Execute `RankPairs`."""
+        [(ref, indices)] = blocks  # demonstrations are one block
+        pairs = indices.reshape(-1, 2)[self._index :: self._setup.config.ranks].reshape(-1)
+        count = len(pairs)
+        groups, weights, alone = np.zeros((count, 2), np.int32), np.ones(count, np.float32), np.zeros(count, bool)
+        part = BlockRows(ref, pairs, groups, weights, alone)
+        share = BatchShare((part,), 0, (count,))
+        return self.learner.rank_pairs(fetch_rows(share, self.learner.algorithm))
 
     def checkpoint(self, folder: Path) -> None:
         """Execute `Checkpoint`."""

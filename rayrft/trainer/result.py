@@ -45,7 +45,10 @@ class StepResult:
     the first epoch, which sees every row once. ``logprob_gap`` and ``first_update`` are of the first update that has
     own rows. ``correction_weight`` is 1 without a correction. Coefficients are those of this step, 0 without such a
     term. Those of pairs are means over the pairs of a preference loss or a reward model: how many have the higher score
-    for the chosen answer, by how much, and the scores themselves, which are `Pairs.scores` or a reward model's.
+    for the chosen answer, by how much, and the scores themselves, which are `Pairs.scores` or a reward model's. Of
+    labelled answers, good and bad ones: the mean score ``log pi(y) - log pi_ref(y)``, which times beta is TRL's
+    ``rewards/chosen`` or ``rewards/rejected``, its ``label_margin`` if there are both, the mean log-prob ``log pi(y)``
+    (``logps``), and the KL from the reference that they are compared with, at least 0; all in nats, 0 without any.
     ``value_errors``: see `rayrft.trainer.annotation.value_errors`; empty without a critic.
     """
 
@@ -69,6 +72,12 @@ class StepResult:
     pair_accuracy: float
     pair_margin: float
     pair_score: float
+    good_score: float
+    bad_score: float
+    label_margin: float
+    good_logprob: float
+    bad_logprob: float
+    reference_kl: float
     policy_tokens: int
     expert_tokens: int
     train_s: float
@@ -88,8 +97,11 @@ class StepResult:
         """Combine the updates of one step of ``epochs`` passes over the batch."""
         from rayrft.algorithms.pieces import NONE
 
+        def total(name: str) -> float:
+            return sum(float(getattr(update.parts, name)) for update in updates)
+
         def mean(name: str) -> float:
-            return sum(float(getattr(update.parts, name)) for update in updates) / len(updates)
+            return total(name) / len(updates)
 
         def per_token(name: str, some: list[Update]) -> float:
             tokens = sum(update.over.policy_tokens for update in some)
@@ -97,7 +109,18 @@ class StepResult:
 
         def per_pair(name: str) -> float:
             pairs = sum(update.over.pairs for update in updates)
-            return sum(float(getattr(update.parts, name)) for update in updates) / max(pairs, 1.0)
+            return total(name) / max(pairs, 1.0)
+
+        def labelled() -> dict[str, float]:
+            """Average over good and over bad answers."""
+            rows = sum(update.over.expert_sequences for update in updates)
+            good = total("good_rows")
+            counts = {"good": good, "bad": rows - good}
+            kinds = [(kind, what) for kind in counts for what in ("score", "logprob")]
+            means = {f"{kind}_{what}": total(f"{kind}_{what}") / max(counts[kind], 1.0) for kind, what in kinds}
+            both = all(counts.values())
+            margin = means["good_score"] - means["bad_score"] if both else 0.0
+            return means | {"label_margin": margin, "reference_kl": total("reference_kl") / max(rows, 1.0)}
 
         def kl(some: list[Update]) -> float:
             """Average the updates' means, weighted by their tokens."""
@@ -126,12 +149,23 @@ class StepResult:
             pair_accuracy=per_pair("pair_accuracy"),
             pair_margin=per_pair("pair_margin"),
             pair_score=per_pair("pair_score"),
+            **labelled(),
             policy_tokens=round(sum(update.over.policy_tokens for update in updates) / epochs),
             expert_tokens=round(sum(update.over.expert_tokens for update in updates) / epochs),
             train_s=train_s,
             first_update=FirstUpdate(kl(first), per_token("clipped", first)),
             value_errors=value_errors,
         )
+
+
+@dataclass(frozen=True)
+class PairRanking:
+    """How many of the held-out preference ``pairs`` have the higher score for the chosen answer, and by how much on
+    average over all of them; scores as for `StepResult`."""
+
+    pairs: int
+    right: int
+    margin: float
 
 
 def mean_value_errors(results: list[StepResult]) -> dict[str, float]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rayrft.buffer.leases import Lease
 from rayrft.config.trainer import TrainerConfig
 from rayrft.errors import ActorDied, RayrftError, StorageError
 from rayrft.handle import Handle
+from rayrft.trainer.batch_pipeline import BatchPipeline, ProcessedLease
 from rayrft.trainer.commands import Command, Stop, command_name
 from rayrft.waits import WaitReport, Waits
 
@@ -34,8 +36,10 @@ class RankSetup:
 class Trainer:
     """The actor. ``start`` returns when every rank has loaded the model; then ``command`` runs commands one by one."""
 
-    def __init__(self, config: TrainerConfig, group: Any) -> None:
-        """``group`` is a placement group with one bundle per rank."""
+    def __init__(self, config: TrainerConfig, group: Any, batches: Callable[[], BatchPipeline] | None = None) -> None:
+        """``group`` is a placement group with one bundle per rank; ``batches`` makes what works on batches before they
+        are trained."""
+        self._batches = batches() if batches is not None else None
         self._config = config
         self._group = group
         self._lock = asyncio.Lock()
@@ -56,6 +60,9 @@ class Trainer:
         ActorDied if a rank is not up in time.
         """
         self._fit = asyncio.create_task(self._run(folder, setup))
+        if self._batches is not None:
+            with self._waits.on("operators", "ready"):
+                await self._batches.open()
         try:
             async with asyncio.timeout(self._config.start_timeout_s), self._changed:
                 await self._from_ranks("start", self._ready)
@@ -68,6 +75,17 @@ class Trainer:
                 "trainer.start_timeout_s",
             ) from None
         return self._ready[0]
+
+    async def process(self, lease: Lease) -> ProcessedLease | None:
+        """Send a batch through the operators on batches; None if blocks are lost because the Buffer died."""
+        from ray.exceptions import ObjectLostError
+
+        assert self._batches is not None  # there are operators
+        with self._waits.on("operators", f"batch of step {lease.step}"):
+            try:
+                return await self._batches.process(lease)
+            except ObjectLostError:
+                return None
 
     async def command(self, command: Command[R]) -> list[R]:
         """Run a command on every rank; return the answers by rank. Raises the error of the first rank that fails."""

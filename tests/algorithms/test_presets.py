@@ -95,7 +95,7 @@ def test_a_ratio_to_the_proximal_policy_is_weighed_by_a_correction(loss: str) ->
     assert build("grpo").correction == "none"
 
 
-@pytest.mark.parametrize("advantage", ["gigpo", "gae"])
+@pytest.mark.parametrize("advantage", ["gigpo", "process", "gae"])
 def test_gspo_token_takes_advantages_that_differ_within_an_answer(advantage: str) -> None:
     critic = {"value_loss": "squared"} if advantage == "gae" else {}
     assert build("grpo", {"policy_loss": "gspo_token", "advantage": advantage, **critic}).advantage == advantage

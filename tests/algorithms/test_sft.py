@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
+import torch
 
 from rayrft.algorithms import Denominators, build
 from rayrft.algorithms.sft import chord_phi, constant_mu, cosine_mu, nll, nll_by_probability
@@ -57,6 +59,12 @@ def test_the_schedule_follows_the_steps_of_the_stage() -> None:
     for step, mu in ((0, 0.5), (5, 0.3), (10, 0.1)):
         loss = algorithm.loss(output(leaf([[-1.0], [-0.5]])), batch, over, step=step).loss
         assert loss.item() == pytest.approx((1 - mu) * -2.0 + mu * 0.5)
+
+
+def test_a_row_counts_by_its_weight_and_the_number_of_tokens_stays_what_it_is() -> None:
+    batch = replace(make_batch([[0.0, 0.0], [0.0]], expert=[True, True]), weight=torch.tensor([0.5, 2.0]))
+    loss = build("sft").loss(output(leaf([[-1.0, -3.0], [-2.0]])), batch, Denominators(0, 0, 3, 2)).loss
+    assert loss.item() == pytest.approx((0.5 * 4.0 + 2.0 * 2.0) / 3)
 
 
 def test_chord_with_mu_0_is_the_policy_loss() -> None:

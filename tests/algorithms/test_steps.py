@@ -7,7 +7,7 @@ import torch
 
 from rayrft.algorithms import Group
 from rayrft.algorithms.advantages import grpo
-from rayrft.algorithms.steps import gigpo, returns_to_go, step_wise
+from rayrft.algorithms.steps import gigpo, process, returns_to_go, step_wise
 
 # Two trajectories of two steps; the first ends well. Both begin in state 7; the others are met once.
 REWARDS = torch.tensor([0.0, 1.0, 0.0, 0.0], dtype=torch.float64)
@@ -37,6 +37,18 @@ def test_returns_to_go_by_hand() -> None:
     # Trajectory 0 in turns 0, 1, 2 (given out of order): 1 + 0.5 (2 + 0.5 * 4) = 3, 2 + 0.5 * 4 = 4, 4.
     rewards, turn = torch.tensor([4.0, 1.0, 2.0, 8.0]), torch.tensor([2, 0, 1, 0])
     assert returns_to_go(rewards, torch.tensor([0, 0, 0, 1]), turn, 0.5).tolist() == [4.0, 3.0, 4.0, 8.0]
+
+
+def test_process_supervision_by_hand() -> None:
+    # Rewards 0, 1 and 1, 0, 1: mean 0.6, unbiased variance (2 * 0.36 + 3 * 0.16) / 4 = 0.3. In units of its root the
+    # steps are -0.6, 0.4 and 0.4, -0.6, 0.4; each gets what is to come. They may be in any order.
+    rewards = torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0], dtype=torch.float64)
+    group = Group(trajectory=torch.tensor([5, 5, 9, 9, 9]), turn=torch.tensor([1, 0, 0, 1, 2]))
+    expected = [value / 0.3**0.5 for value in (0.4, -0.2, 0.2, -0.2, 0.4)]
+    assert process(rewards, group, epsilon=1e-12).tolist() == pytest.approx(expected)
+    assert torch.equal(process(rewards, Group()), grpo(rewards, Group()))
+    with pytest.raises(ValueError, match="the turn of every step"):
+        process(rewards, Group(trajectory=torch.tensor([5, 5, 9, 9, 9])))
 
 
 def test_gigpo_by_hand() -> None:

@@ -68,6 +68,9 @@ def test_the_loss_of_a_step_is_the_mean_over_labelled_rows() -> None:
     # h is 1 and -1, beside z0 = 0.5.
     expected = (1 / (1 + math.exp(0.5)) + 1 / (1 + math.exp(1.5))) / 2
     assert parts.loss.item() == parts.preference.item() == pytest.approx(expected)
+    found = {name: getattr(parts, name).item() for name in ("good_rows", "good_score", "bad_score", "reference_kl")}
+    assert found == {"good_rows": 1.0, "good_score": 1.0, "bad_score": -1.0, "reference_kl": 1.0}
+    assert (parts.good_logprob.item(), parts.bad_logprob.item()) == (-1.0, -3.0)
     assert sum_gains([batch]).tolist() == pytest.approx([0.0, 2.0])
     assert sum_gains([batch_of(logprobs, [True, False]), batch_of(logprobs, [True, True])]).tolist() == [0.0, 4.0]
 

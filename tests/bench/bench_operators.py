@@ -1,11 +1,13 @@
 """Operators per second beside the same functions in a loop and in `datasets.map`, and near-duplicates of many rows.
 
     python -m tests.bench.bench_operators [--rows 100000] [--rounds 3] [--near 100000 1000000] [--datasketch 10000]
+                                          [--workers 1 2]
 
 Rows are questions of GSM8K (``RAYRFT_TEST_DATA``), again and again, each with a number of its own. All three are run in
 turn in this process, and processor time counts; `rayrft` packs and unpacks the batches as for a process of its own.
 Near-duplicates are found in a process of their own, whose memory beyond its imports is given; one row in ten is a
-planted near-duplicate.
+planted near-duplicate. ``--workers`` are by the clock: a pipeline from rows in memory, with the start of its processes,
+through the five operators, and through ``language``.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from rayrft.pipelines import Context
 from rayrft.pipelines.chain import apply_link, build_chain
 from rayrft.pipelines.clean import MaskPersonal, Normalise, StripMarkup
 from rayrft.pipelines.filters import LanguageMixing, Repetition
-from rayrft.pipelines.runner import Applier, packed, unpacked
+from rayrft.pipelines.runner import Applier, Pipeline, packed, unpacked
 from tests.pipelines.operators_on_real_data import originals
 
 BATCH = 1000
@@ -165,6 +167,13 @@ def find_near_datasketch(count: int) -> tuple[float, int]:
     return time.perf_counter() - start, gone
 
 
+def by_workers(rows: pa.Table, operators: list[OperatorConfig], workers: int) -> float:
+    """Return rows per second, by the clock."""
+    pipeline, start = Pipeline(operators, rows.schema, workers=workers, samples=0), time.perf_counter()
+    pipeline.run(rows.to_batches(BATCH), lambda batch: None)
+    return rows.num_rows / (time.perf_counter() - start)
+
+
 def main() -> None:
     """Print the figures."""
     arguments = argparse.ArgumentParser(description=__doc__)
@@ -174,6 +183,7 @@ def main() -> None:
     arguments.add_argument(
         "--datasketch", type=int, default=10_000, help="rows for datasketch, if it is installed; 0: none"
     )
+    arguments.add_argument("--workers", type=int, nargs="*", default=[1, 2])
     options = arguments.parse_args()
     ways = {"rayrft": by_rayrft, "plain loop": by_loop, "datasets.map": by_datasets}
     if options.rows:
@@ -187,6 +197,17 @@ def main() -> None:
                 print(f"{name}: {rates[name][-1]:,.0f} rows/s, {kept:,} kept", flush=True)
         for name, found in rates.items():
             print(f"{name}: median {statistics.median(found):,.0f} rows/s ({min(found):,.0f}-{max(found):,.0f})")
+    if options.workers:
+        import ray
+
+        ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        many = {"five cheap ones": configs(), "language": [OperatorConfig(name="language", column="question")]}
+        for name, operators in many.items():
+            rows = table(options.rows if name != "language" else options.rows // 10)
+            for workers in options.workers:
+                rate = by_workers(rows, operators, workers)
+                print(f"{name}, {rows.num_rows:,} rows, workers {workers}: {rate:,.0f} rows/s", flush=True)
+        ray.shutdown()
     for count in options.near:
         context = multiprocessing.get_context("spawn")
         results = context.Queue()

@@ -60,6 +60,9 @@ def test_so_do_parts_and_domains() -> None:
         ([GRPO, RM], {}, "stages.grpo.algorithm"),
         ([{**SFT, "evaluate_every": 1}, RM, GRPO], {}, "stages.warmup.evaluate_every"),
         ([{**RM, "evaluate_every": 1}, GRPO], {}, "stages.rm.evaluate_every"),
+        ([RM, GRPO], {"demonstrations.expert.held_out": 2}, "demonstrations.expert.held_out"),
+        ([RM, GRPO], {"demonstrations.pairs.held_out": 2.5}, "demonstrations.pairs.held_out"),
+        ([RM, GRPO], {"demonstrations.pairs.held_out": -1}, "demonstrations.pairs.held_out"),
         ([RM, {**GRPO, "start_from": "rm"}], {}, "stages.grpo.start_from"),
         ([RM, {**SFT, "demonstrations": "pairs"}, GRPO], {}, "stages.warmup.demonstrations"),
         ([{**RM, "batch_size": 7}, GRPO], {}, "stages.rm.batch_size"),
@@ -72,6 +75,11 @@ def test_so_do_parts_and_domains() -> None:
 def test_what_cannot_be_is_said(stages: list[dict[str, Any]], overrides: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError, check=about(field)):
         config(*stages, **overrides)
+
+
+def test_a_reward_model_is_evaluated_on_held_out_pairs_alone() -> None:
+    found = config(SFT, {**RM, "evaluate_every": 1}, GRPO, **{"demonstrations.pairs.held_out": 0.25})
+    assert [found.holds_out(stage) for stage in found.stages] == [False, True, False]
 
 
 def test_labelled_answers_are_for_the_stages_that_need_labels() -> None:

@@ -45,7 +45,7 @@ def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def find(storage: Path, model: str) -> Any:
-    return bench._find("m", model, storage, storage / "bench")
+    return bench.find_weights("m", model, storage, storage / "bench")
 
 
 def test_a_model_is_a_folder_a_run_or_weights_of_a_run(storage: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_bench_is_not_started_as_a_run() -> None:
 
 
 def fingerprint(config: RunConfig, identity: str = "a") -> str:
-    return bench._fingerprint(config, bench._Model("m", "path", identity), "words")
+    return bench.fingerprint(config, identity, config.bench.tasksets["words"].sources)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_what_is_missing_is_told_by_task_and_what_is_too_much_is_left_out(tmp_pa
         AttemptFile(file).append([Attempt(task.id, repeat, 1.0) for repeat in range(count)])
     AttemptFile(file).append([Attempt("of another set", 0, 1.0)])
     assert bench._missing(config, file, tasks) == tasks[1:]
-    found = bench._attempts(config, file, tasks)
+    found = bench.attempts_in(config, file, tasks)
     assert [(attempt.task_id, attempt.repeat) for attempt in found] == [
         (tasks[0].id, 0),
         (tasks[0].id, 1),

@@ -9,7 +9,7 @@ import pytest
 from rayrft.config import RunConfig, dump_config, load_config
 from rayrft.core import launch
 from rayrft.core.checkpoints import Checkpoints, Progress
-from rayrft.core.placement import Part
+from rayrft.core.placement import Part, check_room
 from rayrft.core.summary import summarise, write_summary
 from rayrft.errors import ConfigError, PlacementError, StorageError
 from tests.e2e.conftest import small_config
@@ -91,12 +91,12 @@ PART = Part("a", 1, 2, 0, 0.1, "")
 
 def test_what_a_run_that_has_just_ended_gives_back_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     left = room(monkeypatch, 1, 1, 2, total=2)
-    launch.check_room([PART])
+    check_room([PART])
     assert not left
 
 
 def test_what_does_not_fit_on_an_empty_cluster_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     left = room(monkeypatch, 1, 1, total=1)
     with pytest.raises(PlacementError):
-        launch.check_room([PART])
+        check_room([PART])
     assert len(left) == 1

@@ -71,6 +71,27 @@ def test_a_task_that_no_reward_scores_is_not_added(tmp_path: Path) -> None:
         Run("domains", tmp_path, None).add_tasks([Task.create("test", "question", "x", domain="code")])
 
 
+def test_what_becomes_of_tasks_that_are_added_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = small_config(
+        tmp_path, "grows", pipelines={"tasks": [{"name": "format", "column": "question", "pattern": "^Spell"}]}
+    )
+    settings["tasks"]["sources"][0]["size"] = 200
+    (tmp_path / "config.yaml").write_text(dump_config(load_config(settings)))
+    earlier, good, bad = (Task.create("new", text, "x") for text in ("Spell earlier", "Spell: new", "Say: new"))
+    called: list[tuple[Any, ...]] = []
+
+    class Calls:
+        def call(self, method: Any, *arguments: Any) -> Any:
+            called.append((method.__name__, *arguments))
+            return [earlier] if method.__name__ == "added_tasks" else len(arguments[0])
+
+    monkeypatch.setattr(Run, "_buffer", lambda self: Calls())
+    monkeypatch.setattr("rayrft.buffer.dataset.answer", lambda value: value)
+    added = Run("grows", tmp_path, None).add_tasks([earlier, good, bad])
+    assert added.tasks == [good] and called[-1] == ("add_tasks", [good], 0)
+    assert added.left_out.keys() == {earlier.id, bad.id} and added.left_out[bad.id].startswith("format: ")
+
+
 def test_a_run_that_ended_says_where_its_data_is(live: Path) -> None:
     (live.parent / "half-gone").mkdir()
     (live.parent / "half-gone" / "summary.json").touch()

@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 
 from rayrft.buffer.validation import find_faults
 from rayrft.config.demonstrations import DemonstrationsConfig
-from rayrft.data.demonstrations import SkippedRows, from_file
+from rayrft.data.demonstrations import from_file
+from rayrft.data.formats import SkippedRows
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.experience import SCHEMA, Experience, from_batch, to_batch
 

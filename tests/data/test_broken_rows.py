@@ -118,7 +118,7 @@ def test_a_template_that_cannot_hold_a_conversation_makes_the_row_broken_and_tel
         ("rows.parquet", "not Parquet", r"cannot be read: .*Parquet"),
         ("saved/state.json", "{}", r"state\.json is not that of a saved data set \(KeyError"),
         ("saved/state.json", '{"_data_files": [{"filename": "gone.arrow"}]}', r"cannot be read: .*gone\.arrow"),
-        ("saved/notes.txt", "hello", r"the folder holds no Parquet files"),
+        ("saved/notes.txt", "hello", r"the folder holds no files of rows"),
         ("saved/train/state.json", "{}", r"holds the splits \['train'\] .*Give one of them: .*train"),
     ],
 )

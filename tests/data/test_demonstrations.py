@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from rayrft.config.demonstrations import DemonstrationsConfig, RowFormat
-from rayrft.data.demonstrations import from_dataset, from_file
+from rayrft.data.demonstrations import from_dataset, from_file, hold_out
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import DataError
-from rayrft.experience import from_batch, to_batch
+from rayrft.experience import Experience, from_batch, to_batch
 from tests.data.expert_data import (
     MULTI_TURN,
     SHAPES,
@@ -236,3 +238,52 @@ class TestRayDataset:
 
         with pytest.raises(DataError, check=about("demonstrations.gold")):
             from_dataset("gold", ray.data.from_items(MIXED).limit(0), RowFormat(), tokenizer, 64)
+
+
+def some_pairs(prompts: list[str]) -> list[Experience]:
+    """A pair of answers to each prompt, the chosen one first."""
+    return [
+        Experience(
+            f"gold/{number}/{side}", f"gold/{number}", "t", np.arange(3, dtype=np.int32), 1, np.ones(3, np.uint8),
+            np.zeros(3, np.float32), source="expert", pair_id=f"gold/{number}", chosen=side == "chosen",
+            turns=({"role": "user", "content": prompt}, {"role": "assistant", "content": f"{number} {side}"}),
+        )
+        for number, prompt in enumerate(prompts)
+        for side in ("chosen", "rejected")
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("wanted", "held"), [(0.25, 3), (0.2, 3), (1, 1), (5, 5)])
+def test_pairs_are_held_out_by_share_or_number_and_the_same_ones_every_time(wanted: float, held: int) -> None:
+    rows = some_pairs([f"question {number}" for number in range(12)])
+    kept, out = hold_out("gold", rows, wanted, seed=3)
+    assert len(out) == 2 * held and len(kept) == 24 - 2 * held
+    names = [row.experience_id for row in rows]
+    assert sorted(map(id, kept + out)) == sorted(map(id, rows))
+    for part in (kept, out):
+        assert [row.chosen for row in part] == [True, False] * (len(part) // 2)
+        assert part == sorted(part, key=lambda row: names.index(row.experience_id)), "in their order"
+    assert hold_out("gold", rows, wanted, seed=3) == (kept, out)
+    assert any(hold_out("gold", rows, wanted, seed=seed)[1] != out for seed in range(4, 8))
+
+
+def test_all_pairs_of_a_prompt_are_held_out_or_none() -> None:
+    rows = some_pairs(["a", "b", "c"] * 4)
+    for seed in range(5):
+        kept, out = hold_out("gold", rows, 2, seed)
+        assert len(out) == 8 and not {row.turns[0]["content"] for row in kept} & {
+            row.turns[0]["content"] for row in out
+        }
+
+
+@pytest.mark.parametrize(("prompts", "wanted"), [(["a", "b"], 2), (["a", "a"], 1), (["a", "b"], 9)])
+def test_holding_out_all_pairs_is_refused(prompts: list[str], wanted: float) -> None:
+    with pytest.raises(DataError, match="leaves 0 of 2 pairs", check=about("demonstrations.gold.held_out")):
+        hold_out("gold", some_pairs(prompts), wanted, seed=0)
+
+
+def test_rows_that_are_no_pairs_cannot_be_held_out() -> None:
+    rows = some_pairs(["a", "b"])
+    for wrong in (rows[:3], [*rows[:2], replace(rows[2], pair_id=None), replace(rows[3], pair_id=None)], rows[1:3]):
+        with pytest.raises(DataError, match="no preference pairs", check=about("demonstrations.gold.held_out")):
+            hold_out("gold", wrong, 1, seed=0)

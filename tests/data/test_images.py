@@ -130,9 +130,7 @@ def test_pictures_of_pil_are_kept_in_the_folder_named_for_them(tmp_path: Path, p
         image_paths([drawn], tmp_path)
 
 
-def test_images_that_are_bytes_are_kept_in_the_folder_named_for_them(
-    tmp_path: Path, pictures: tuple[str, ...], ray_cluster: Any
-) -> None:
+def test_images_that_are_bytes_are_kept_in_the_folder_named_for_them(tmp_path: Path, pictures: tuple[str, ...]) -> None:
     data = Path(pictures[0]).read_bytes()
     rows = [
         {
@@ -160,7 +158,7 @@ def test_the_same_question_about_other_images_is_another_task(tmp_path: Path) ->
     assert {task.question for task in tasks} == {ASK[0]["content"]}
 
 
-def test_images_of_a_task_file_are_found_beside_it(tmp_path: Path, pictures: tuple[str, ...], ray_cluster: Any) -> None:
+def test_images_of_a_task_file_are_found_beside_it(tmp_path: Path, pictures: tuple[str, ...]) -> None:
     rows = [{"question": "q", "answer": "a", "images": ["pictures/wide.png", pictures[1]]}]
     path = jsonl([*rows, {"question": "text only", "answer": "a"}], tmp_path)
     tasks = read_source(TaskSourceConfig(source="file", path=path), "tasks.sources.0")

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayrft.data.task_sampler import TaskSet, TaskView, task_samplers
+from rayrft.data.task_sampler import TaskSet, TaskSetSpec, TaskView, task_samplers
 from rayrft.errors import ConfigError, DataError
 from tests.errors import about
 
@@ -28,7 +28,8 @@ def layout(sizes: Sequence[int]) -> list[int]:
 def make(sizes: Sequence[int], weights: Sequence[float] = (), sampler: str = "shuffled", **rest: Any) -> TaskSet:
     sources = layout(sizes)
     difficulties = [float((i * 13) % 5) for i in range(len(sources))]
-    values = {"seed": 0, "difficulties": difficulties, **rest}
+    priorities = [0.5 + (i * 7) % 3 for i in range(len(sources))]
+    values = {"seed": 0, "difficulties": difficulties, "priorities": priorities, **rest}
     return task_set(sources, weights or [1.0] * len(sizes), sampler=sampler, **values)
 
 
@@ -245,8 +246,34 @@ def test_a_source_that_had_ended_takes_part_again_when_it_grows() -> None:
 def test_new_tasks_have_the_difficulty_that_the_sampler_needs() -> None:
     tasks = make([3], sampler="easy_to_hard")
     with pytest.raises(DataError, check=about("tasks.sources.0.difficulty")):
-        tasks.check([None], 0)
+        tasks.check(0, [None])
     assert tasks.state() == make([3], sampler="easy_to_hard").state()
+
+
+def test_draws_are_in_proportion_to_priorities_and_unknown_ones_are_the_mean() -> None:
+    tasks = task_set([0] * 5, [1], sampler="priority", seed=0, priorities=[0.0, 1.0, 4.0, None, 3.0])
+    counts = Counter(draws(tasks, 8000))
+    assert counts[0] == 0, "a priority of 0 is never drawn"
+    for index, share in enumerate([0, 0.1, 0.4, 0.2, 0.3]):
+        assert counts[index] / 8000 == pytest.approx(share, abs=0.02)
+    tasks.add(["5"], 0, [None], [92.0])
+    assert Counter(draws(tasks, 1000))[5] == pytest.approx(1000 * 92 / 120, abs=50), "those of new tasks count, too"
+
+
+@pytest.mark.parametrize("priorities", [(), [0.0, 0.0], [1.0, -1.0], [1.0, float("inf")]])
+def test_priorities_that_nothing_can_be_drawn_by_are_refused_at_once(priorities: list[float | None]) -> None:
+    with pytest.raises(DataError, check=about("tasks.sampler")):
+        task_set([0] * 2, [1], sampler="priority", seed=0, priorities=priorities)
+
+
+def test_statistics_begin_with_what_was_measured_before() -> None:
+    spec = TaskSetSpec(["a", "b"], [0, 0], [1.0], sampler="near_half", seed=0, tried=[("b", 8, 2.0)])
+    assert [spec().statistics(id) for id in "ab"] == [(0, 0.0), (8, 2.0)]
+    again = spec()
+    again.record("b", 1, 1.0)
+    restored = spec()
+    restored.restore(json.loads(json.dumps(again.state())))
+    assert restored.statistics("b") == (9, 3.0), "and are not counted twice on a resume"
 
 
 def test_two_tasks_of_one_id_are_refused() -> None:

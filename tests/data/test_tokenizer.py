@@ -144,3 +144,77 @@ def test_markers_that_enclose_nothing_are_refused(tokenizer: ChatTokenizer) -> N
     with_template(tokenizer, PLAIN + "{% if false %}{% generation %}{% endgeneration %}{% endif %}")
     with pytest.raises(DataError, match="enclose no turn"):
         tokenizer.chat(conversation("a", "b"))
+
+
+# The tokens at which parts of an answer end
+
+
+@pytest.fixture(scope="module")
+def by_bytes(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
+    """A tokenizer of bytes, with tokens of several bytes that begin or end inside a character."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    shown = pre_tokenizers.ByteLevel.alphabet()
+    rows = Tokenizer(models.BPE({letter: index for index, letter in enumerate(sorted(shown))}, []))
+    rows.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    [(dot, _)] = rows.pre_tokenizer.pre_tokenize_str(".")
+    [(newline, _)] = rows.pre_tokenizer.pre_tokenize_str("\n")
+    [(you, _)] = rows.pre_tokenizer.pre_tokenize_str("你")
+    # ".\n", ".\n\n", and the first two of the three bytes of a character.
+    merges = [(dot, newline), (dot + newline, newline), (you[0], you[1])]
+    vocabulary = {letter: index for index, letter in enumerate([*sorted(shown), *map("".join, merges)])}
+    whole = Tokenizer(models.BPE(vocabulary, merges))
+    whole.pre_tokenizer, whole.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        decoders.ByteLevel(),
+    )
+    folder = tmp_path_factory.mktemp("bytes")
+    PreTrainedTokenizerFast(tokenizer_object=whole, eos_token="<|eos|>").save_pretrained(folder)
+    return ChatTokenizer(folder)
+
+
+def test_a_part_of_an_answer_ends_with_the_token_of_its_last_byte(by_bytes: ChatTokenizer) -> None:
+    text = "a你.\n\nb"
+    ids = by_bytes.response(text)
+    pieces = [by_bytes.hf.convert_ids_to_tokens(token) for token in ids]
+    assert len(ids) == 6 and len(pieces[1]) == 2, "a, two bytes, one byte, dot with newlines, b, EOS"
+    # After nothing, "a", the character, the dot, each newline, and "b".
+    assert by_bytes.tokens_at(ids, text, range(7)) == [0, 0, 2, 3, 3, 3, 4]
+    assert by_bytes.tokens_at(ids, text, [2, 6]) == [2, 4] and by_bytes.tokens_at(ids, text, []) == []
+
+
+def test_bytes_that_are_no_character_stand_where_they_were_sampled(by_bytes: ChatTokenizer) -> None:
+    # The first bytes of a character, which never ends; then another one.
+    ids = [*by_bytes.response("你")[:1], *by_bytes.response("b你")]
+    text = by_bytes.decode(ids)
+    assert text == "\ufffdb你"
+    assert by_bytes.tokens_at(ids, text, [1, 2, 3]) == [0, 1, 3]
+
+
+@given(text=st.text(st.sampled_from("ab.\n你好é "), max_size=12))
+def test_each_part_of_an_answer_is_whole_with_its_token_and_not_before(by_bytes: ChatTokenizer, text: str) -> None:
+    ids = by_bytes.response(text)
+    for end, place in enumerate(by_bytes.tokens_at(ids, text, range(len(text) + 1))):
+        assert by_bytes.decode(ids[: place + 1]).startswith(text[:end])
+        assert place == 0 or not by_bytes.decode(ids[:place]).startswith(text[:end])
+
+
+def test_tokens_that_are_not_by_themselves_what_they_are_in_a_text_are_found_too(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"\u2581a": 0, "\u2581bc": 1, "d": 2, "<|eos|>": 3}, unk_token="d"))
+    words.decoder = decoders.Metaspace()  # the blank before the first word of a text is left out
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|eos|>").save_pretrained(tmp_path)
+    tokenizer = ChatTokenizer(tmp_path)
+    ids = [0, 1, 2, 0, 3]
+    assert tokenizer.decode(ids) == "a bcd a" and tokenizer.decode([1]) == "bc"
+    assert tokenizer.tokens_at(ids, "a bcd a", range(8)) == [0, 0, 1, 1, 1, 2, 3, 3]
+    with pytest.raises(ValueError, match="first 6 characters"):
+        tokenizer.tokens_at(ids, "a bcdef", [2, 6])
+
+
+def test_tokens_that_do_not_say_the_text_have_no_parts_of_it(by_bytes: ChatTokenizer) -> None:
+    with pytest.raises(ValueError, match="first 2 characters"):
+        by_bytes.tokens_at(by_bytes.response("ab"), "aB", [1, 2])

@@ -136,3 +136,54 @@ def test_remax_compares_with_the_greedy_answer() -> None:
     assert [values[2] for values in group_advantages(rows, build("remax"))] == [0.25, -0.25]
     with pytest.raises(ValueError, match="greedy"):
         group_advantages([replace(row, greedy_reward=None) for row in rows], build("remax"))
+
+
+# Steps inside turns
+
+
+def test_a_turn_is_split_after_the_steps_that_have_rewards() -> None:
+    # A turn of five tokens: steps end with its first and third; what follows is the last step's.
+    mask = np.array([0, 1, 1, 1, 1, 1, 0, 1], np.uint8)
+    one = row("0", mask=mask, token_reward_1=0.5, token_reward_3=-1.0, turn_reward_0=0.25)
+    turns = Turns.of([replace(one, reward=2.0), replace(row("1", mask=mask, token_reward_7=4.0), reward=1.0)])
+    assert turns.spans == ((0, 1, 2), (0, 2, 6), (0, 7, 8), (1, 1, 6), (1, 7, 8))
+    assert turns.rewards.tolist() == [0.5, -0.75, 2.0, 0.0, 5.0]
+    assert turns.group.turn is not None and turns.group.state is not None
+    assert turns.group.turn.tolist() == [0, 1, 2, 0, 1]
+    assert turns.group.state.tolist() == [0, 1, 2, 0, 2], "the same prompt, and the same observation"
+
+
+def test_steps_after_the_same_text_of_the_same_turn_are_in_one_state() -> None:
+    mask = np.array([0, 0, 1, 1, 1], np.uint8)
+    steps = {"token_reward_2": 1.0, "token_reward_4": 1.0}
+    same, told = row("0", mask=mask, **steps), row("1", mask=mask, turn_state_0=3.0, **steps)
+    other = replace(same, experience_id="g/2", token_ids=np.array([10, 11, 99, 13, 4], np.int32))
+    turns = Turns.of([same, row("3", mask=mask, **steps), other, told])
+    assert turns.group.state is not None and turns.group.state.tolist() == [0, 1, 0, 1, 0, 2, 3, 4]
+
+
+def test_steps_have_advantages_of_their_own_by_hand() -> None:
+    # Two answers to one prompt, split after their first tokens, which are the same. Returns 1 + 0 and 0 + 0.5:
+    # A^E = +-0.25. Returns to go at discount 0.5: (1 + 0, 0) and (0 + 0.25, 0.5). First steps: one state,
+    # A^S = +-0.375. Second steps: one state, since the text so far is the same, A^S = -+0.25.
+    mask = np.array([0, 0, 1, 1, 1], np.uint8)
+    rows = [row("0", mask=mask, token_reward_2=1.0, token_reward_3=0.0), row("1", mask=mask, token_reward_2=0.0)]
+    rows[1] = replace(rows[1], metrics={"token_reward_2": 0.0, "token_reward_4": 0.0})
+    found = advantages(rows, [0.0, 0.5], "gigpo", discount=0.5, deviation=False)
+    assert found[0] == pytest.approx([0, 0, 0.25 + 0.375, 0.25 - 0.25, 0.25 - 0.25])
+    assert found[1] == pytest.approx([0, 0, -0.25 - 0.375, -0.25 + 0.25, -0.25 + 0.25])
+    # Process supervision: the steps are 1, 0 and 0, 0.5, of mean 0.375; each gets what is to come.
+    steps = advantages(rows, [0.0, 0.5], "process")
+    deviation = float(np.std([1.0, 0.0, 0.0, 0.5], ddof=1))
+    assert steps[0][2:] == pytest.approx([0.25 / deviation, -0.375 / deviation, -0.375 / deviation], abs=1e-5)
+    assert steps[1][2:] == pytest.approx([-0.25 / deviation, 0.125 / deviation, 0.125 / deviation], abs=1e-5)
+    # Of all steps together the trajectory is compared: 1 and 0.5.
+    both = advantages(rows, [0.0, 0.5], "step_wise")
+    assert both[0][2:] == pytest.approx([0.5**0.5] * 3, abs=1e-5)
+
+
+def test_rewards_of_steps_stand_at_their_tokens_beside_those_of_turns() -> None:
+    found = turn_rewards(
+        MASK, {"turn_reward_0": 0.5, "token_reward_2": 2.0, "token_reward_3": 1.0, "token_reward_x": 9}
+    )
+    assert found.tolist() == [0, 0, 2.0, 1.5, 0, 0, 0, 0]

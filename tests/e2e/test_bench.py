@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import rayrft
+from rayrft.applications import applications, start_serve
 from rayrft.core import actors
 from tests.e2e.conftest import Call
 from tests.scripted_engine import ScriptedEngine
@@ -21,14 +22,17 @@ SIZES = {"words": 10, "few": 4}
 
 
 @pytest.fixture
-def config(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Two models, on task sets of ten and of four."""
+def config(tmp_path: Path, tiny_model: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Two models, on task sets of ten and of four, scored on Ray Serve by a judge on engines of its own."""
     monkeypatch.setattr(actors, "RolloutEngine", ScriptedEngine)
+    start_serve("127.0.0.1", port)  # it has one address in a cluster, and other tests need this one
     return {
         "name": "b",
         "mode": "bench",
         "storage": str(tmp_path / "runs"),
         "model": {"max_length": 64},
+        "reward": {"placement": "serve", "name": "tests.rewards.trouble:AsksAnother"},
+        "auxiliary": {"grader": {"model": str(tiny_model), "max_length": 300}},
         "explorer": {"sampling": {"max_tokens": 4, "max_prompt_tokens": 50}, "engine": {"count": 2}},
         "bench": {
             "models": {"one": str(tiny_model), "two": str(tiny_model)},
@@ -55,7 +59,12 @@ def test_a_bench_that_was_killed_goes_on_where_it_stopped_and_scores_nothing_twi
     assert {(score.model, score.taskset) for score in whole.scores} == set(product(("one", "two"), SIZES))
     for score in whole.scores:
         found, size = score.evaluation, SIZES[score.taskset]
+        # Whatever the judge says, it was asked, and every reward is known.
         assert (found.tasks, found.count, found.samples) == (size, 3 * size, 3)
+        assert found.right == found.count and not found.unknown
+    for part in ("b-bench:reward ", "b-bench:auxiliary-grader "):
+        assert any(line.startswith(part) for line in said[0].splitlines()), said[0]
+    assert not applications("b-bench:")
     files = {model: next((whole.folder / "attempts" / model).glob("words-*")) for model in ("one", "two")}
     assert files["one"].name == files["two"].name, "the same weights under the same settings"
 

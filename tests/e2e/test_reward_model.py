@@ -16,7 +16,8 @@ from rayrft.config import load_config
 from rayrft.core.checkpoints import export
 from rayrft.errors import ConfigError
 from rayrft.experience import SCHEMA, from_batch
-from rayrft.monitor.records import EvaluationRecord, NoteRecord, StepRecord, read_records
+from rayrft.monitor.records import EvaluationRecord, NoteRecord, PairsRecord, StepRecord, read_records
+from rayrft.monitor.report import accuracy_table
 from tests.e2e.conftest import WITHOUT_VLLM, small_config
 from tests.errors import about
 
@@ -30,10 +31,11 @@ def make_config(folder: Path, **overrides: Any) -> dict[str, Any]:
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
     sgd = {"lr": 3e-3, "schedule": "constant"}
     rm = {"name": "rm", "algorithm": {"name": "reward_model"}, "demonstrations": "pairs", "batch_size": 8}
+    rm |= {"steps": 12, "optimizer": sgd, "evaluate_every": 8}
     grpo = {"name": "grpo", "algorithm": {"name": "grpo"}, "batch_size": 16, "group_size": 4, "steps": 3}
     config = small_config(folder, "learned", **WITHOUT_VLLM)
-    config["demonstrations"]["pairs"] = {"path": str(folder / "pairs.jsonl")}
-    config["stages"] = [config["stages"][0], {**rm, "steps": 12, "optimizer": sgd}, {**grpo, "evaluate_every": 2}]
+    config["demonstrations"]["pairs"] = {"path": str(folder / "pairs.jsonl"), "held_out": 0.25}
+    config["stages"] = [config["stages"][0], rm, {**grpo, "evaluate_every": 2}]
     model = {"name": "model", "options": {"stage": "rm"}, "deadline_s": 60, "spare_workers": 0, "truncated": "score"}
     config["reward"] = model
     config["trainer"] = {"ranks": 2, "lora": overrides.pop("lora", None)}
@@ -70,6 +72,28 @@ def test_pairs_are_learnt_and_the_policy_waits(finished: rayrft.Run) -> None:
     evaluations = [r for r in records if isinstance(r, EvaluationRecord)]
     assert [(r.stage, r.step) for r in evaluations if r.temperature == 0] == [("rm", 15), ("grpo", 17), ("grpo", 18)]
     assert all(r.count == 8 and r.unknown == 0 for r in evaluations)
+
+
+def test_held_out_pairs_are_ranked_by_the_reward_model_and_never_trained(finished: rayrft.Run) -> None:
+    records = read_records(finished.folder)
+    ranked = [record for record in records if isinstance(record, PairsRecord)]
+    assert [(record.stage, record.stage_step, record.count) for record in ranked] == [("rm", 8, 3), ("rm", 12, 3)]
+    archive = Archive.of_run(finished.folder)
+    held = [row for batch in archive.rows("expert/pairs.held_out") for row in from_batch(batch)]
+    trained = [row for batch in archive.rows("expert/pairs") for row in from_batch(batch)]
+    assert len(held) == 6 and len(trained) == 18
+    assert not {row.pair_id for row in held} & {row.pair_id for row in trained}
+    # As the exported classifier ranks them.
+    classifier = AutoModelForSequenceClassification.from_pretrained(finished.folder / "checkpoints" / "rm").eval()
+    with torch.no_grad():
+        scores = [float(classifier(torch.tensor([row.token_ids.tolist()])).logits) for row in held]
+    gaps = [good - bad for good, bad in zip(scores[::2], scores[1::2], strict=True)]
+    last = ranked[-1]
+    assert last.right == sum(gap > 0 for gap in gaps) and last.margin == pytest.approx(sum(gaps) / 3, abs=1e-4)
+    summary = json.loads((finished.folder / "summary.json").read_text())
+    assert summary["pairs"]["rm"]["right"] == last.right and summary["pairs"]["rm"]["count"] == 3
+    assert summary["expert"]["pairs"]["drawn"] == 96 and summary["expert"]["pairs.held_out"]["drawn"] == 0
+    assert f"held-out pairs after rm: {last.accuracy:.3f} ({last.right}/3" in accuracy_table(records)
 
 
 def test_the_stage_leaves_a_classifier_that_scores_the_groups_of_the_next(finished: rayrft.Run) -> None:

@@ -22,12 +22,16 @@ from tests.conftest import ROOT
 from tests.e2e.conftest import WITHOUT_VLLM, free_port, small_config
 
 
+@pytest.mark.parametrize("resumes", [False, pytest.param(True, marks=pytest.mark.slow)])  # another start of a run
 def test_a_run_scores_on_serve_and_deletes_what_it_has_there_and_a_resumed_one_does_so_again(
-    ray_cluster: Any, tmp_path: Path, port: int
+    resumes: bool, ray_cluster: Any, tmp_path: Path, tiny_model: Path, port: int
 ) -> None:
     # Ray Serve has one address in a cluster, and other runs come with this one.
-    reward = {"placement": "serve", "name": "reasoning_gym", "workers": 2, "replicas": {"max": 2}}
+    judge = {"name": "tests.rewards.trouble:AsksAnother", "role": "gate"}
+    reward = {"placement": "serve", "workers": 2, "replicas": {"max": 2}, "parts": [{"name": "reasoning_gym"}, judge]}
     config = small_config(tmp_path, "scored", reward=reward, serve={"port": port, "record": False}, **WITHOUT_VLLM)
+    config["auxiliary"] = {"grader": {"model": str(tiny_model), "max_length": 300}}
+    config["stages"], config["tasks"]["eval_size"] = config["stages"][1:], 4
     said: list[str] = []
     run = rayrft.start(config, say=said.append)
     try:
@@ -41,6 +45,8 @@ def test_a_run_scores_on_serve_and_deletes_what_it_has_there_and_a_resumed_one_d
     counts = steps[-1].rewards[""]
     assert counts["scored"] > 0 and counts["unknown"] == counts["errors"] == counts["retried"] == 0
     assert 0 < counts["slowest_s"] <= counts["seconds"]
+    if not resumes:
+        return
 
     resumed = rayrft.resume(run.folder, say=said.append, **{"stages.mix.steps": 4})
     try:

@@ -17,7 +17,7 @@ import pytest
 from rayrft.config.explorer import RepetitionConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ActorDied, ConfigError, RequestRefused
-from rayrft.experience import Experience, Task
+from rayrft.experience import Experience, Task, rewards_by_token
 from rayrft.explorer.calls import GroupCalls
 from rayrft.explorer.engines.exchange import Completion, Request, Sampling, Session
 from rayrft.explorer.environments import EnvironmentClient, Step, as_messages
@@ -25,7 +25,7 @@ from rayrft.explorer.rollout import Rollout, Runner
 from rayrft.explorer.scoring import apply_rewards
 from rayrft.explorer.trajectory import ContextFull, Model, Trajectory
 from rayrft.explorer.workflows import register_workflow
-from rayrft.rewards import RewardResult, Transcript
+from rayrft.rewards import RewardResult, StepReward, Transcript
 from tests.errors import about
 from tests.explorer.test_explorer import config
 
@@ -313,8 +313,9 @@ class Rewarding:
 @pytest.mark.parametrize(
     ("given", "kept"),
     [
-        (RewardResult(1.0, {"style": 2.0}, "good", "tac", (0.25, 0.75), 0.5), True),
+        (RewardResult(1.0, {"style": 2.0}, "good", "tac", (0.25, 0.75), 0.5, steps=(StepReward(1, 2, 4.0),)), True),
         (RewardResult(1.0, turns=(0.25, 0.5, 0.75)), False),
+        (RewardResult(1.0, steps=(StepReward(0, 3, 1.0),)), False),
     ],
 )
 async def test_a_reward_that_a_workflow_sets_is_kept_whole_with_one_for_each_answer_of_the_model(
@@ -324,7 +325,8 @@ async def test_a_reward_that_a_workflow_sets_is_kept_whole_with_one_for_each_ans
 
     async def score(task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
         seen.extend(transcripts)
-        return [RewardResult(0.0, turns=(0.0, 1.0))] * len(transcripts)
+        steps = (StepReward(0, 0, 0.5), StepReward(0, 1, 1.0), StepReward(1, 2, -1.0))
+        return [RewardResult(0.0, turns=(0.0, 1.0), steps=steps)] * len(transcripts)
 
     settings = config(
         **{"explorer.workflow": "rewarding", "explorer.workflow_options": {"rewarding": {"result": given}}}
@@ -340,6 +342,35 @@ async def test_a_reward_that_a_workflow_sets_is_kept_whole_with_one_for_each_ans
     assert scored.rewards == [1.5, 0.0] and scored.unpunished == [1.0, 0.0]
     turns = [[row.metrics["turn_reward_0"], row.metrics["turn_reward_1"]] for row in scored.rows]
     assert turns == [[0.25, 0.75], [0.0, 1.0]]
+    # Each character of an answer is a token; the first two steps both end with the first one.
+    first, second = (np.flatnonzero(np.diff(row.action_mask, prepend=0) == 1).tolist() for row in scored.rows)
+    assert rewards_by_token(scored.rows[0].metrics) == {first[1] + 1: 4.0}
+    assert rewards_by_token(scored.rows[1].metrics) == {second[0]: 1.5, second[1] + 1: -1.0}
+
+
+@register_workflow("retelling")
+class Retelling:
+    """Repeat 0 changes what it has been told."""
+
+    async def run(self, task: Task, model: Model, env: Any = None) -> Trajectory:
+        trajectory = model.start(task.messages)
+        text = await trajectory.act()
+        if model.repeat == 0:
+            trajectory.messages[-1]["content"] = f"So: {text}"
+        return trajectory
+
+
+async def test_rewards_of_steps_of_another_text_than_the_tokens_say_are_unknown(tiny_model: Path) -> None:
+    async def score(task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
+        steps = (StepReward(0, 2, 1.0),)
+        return [RewardResult(1.0, {"style": 2.0}, steps=steps)] * len(transcripts)
+
+    settings = config(**{"explorer.workflow": "retelling"})
+    rollout = await Runner(settings, ChatTokenizer(tiny_model), Engines(), score).run(TASK, "group", 2, 1.0)
+    told, kept = rollout.results
+    assert told.value is None and told.error and "do not begin with the first 2 characters" in str(told.reason)
+    assert kept.value == 1.0 and list(rewards_by_token(rollout.rows[1].metrics).values()) == [1.0]
+    assert rewards_by_token(rollout.rows[0].metrics) == {}
 
 
 async def test_a_dead_engine_is_no_mistake_of_the_workflow(tiny_model: Path) -> None:

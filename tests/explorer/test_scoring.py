@@ -216,6 +216,16 @@ def test_a_row_whose_turns_have_rewards_by_number_is_masked_rather_than_one_of_i
     assert [each.action_mask.tolist() for each in group.rows] == [[1, 0, 1, 1], [1, 0, 1, 1], [1, 0, 0, 1]]
 
 
+def test_a_row_is_masked_rather_than_the_token_of_a_step_that_has_a_reward() -> None:
+    [row] = rows("stop")
+    mask, spans = np.array([1, 0, 1, 1], np.uint8), (VersionSpan(0, 1, 5), VersionSpan(2, 3, 4), VersionSpan(3, 4, 5))
+    base = dataclasses.replace(row, action_mask=mask, weight_versions=spans)
+    old, young = (dataclasses.replace(base, metrics={f"token_reward_{token}": 1.0}) for token in (2, 3))
+    group = mask_old(score([old, young], [RewardResult(1.0)] * 2, config()), 5)
+    assert [each.status == MASKED for each in group.rows] == [True, False]
+    assert [each.action_mask.tolist() for each in group.rows] == [[1, 0, 1, 1], [1, 0, 0, 1]]
+
+
 # Shaping
 
 

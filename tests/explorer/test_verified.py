@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +11,14 @@ import pytest
 
 from rayrft.buffer.schedule import Ticket
 from rayrft.errors import ConfigError, OperatorFailed, RayrftError
-from rayrft.experience import Experience, from_batch, unpack
+from rayrft.experience import Experience, Task, from_batch, unpack
 from rayrft.explorer.explorer import Explorer
-from rayrft.pipelines.experiences import VERIFIED, OperatorStats
+from rayrft.pipelines.experiences import VERIFIED, _seen, experience_chain
+from rayrft.pipelines.workers import Asked, OperatorActor, OperatorStats
+from tests.buffer.rows import group
 from tests.explorer.test_explorer import config, make_explorer
 from tests.explorer.test_group import Engine, Rewards, Taken
+from tests.pipelines.asked import Scripted
 
 PLUGIN = Path(__file__).with_name("verifying.py")
 
@@ -93,6 +98,37 @@ async def test_a_reward_that_an_operator_gives_and_a_priority_reach_the_buffer(t
     assert [row.reward for row in taken.rows] == [1.25, 0.25] and [row.priority for row in taken.rows] == [2.25, 1.25]
 
 
+async def test_operators_have_answers_scored_as_the_explorer_has_them(tiny_model: Path) -> None:
+    async with Verifying(tiny_model, ["scored_again"], 1.0, 0.0, 0.5, 0.75) as verifying:
+        taken = await verifying.group()
+    assert [row.reward for row in taken.rows] == [0.5, 0.75]
+
+
+async def test_operators_in_an_actor_ask_the_models_that_it_is_given_and_know_the_task(tiny_model: Path) -> None:
+    judge = Scripted(lambda messages, seed: '{"reason": "", "grade": 7}' if "tac" in str(messages) else "nothing")
+    operators = [{"name": "judged", "model": "judge", "column": "response", "least": 5.0}, {"name": "scored_again"}]
+    settings = config(
+        **{
+            "pipelines.experiences": operators,
+            "plugins": [str(PLUGIN)],
+            "auxiliary": {"judge": {"model": str(tiny_model)}},
+            "reward.name": "exact",
+        }
+    )
+    asked = Asked(lambda: {"judge": judge}, settings.auxiliary, settings.scoring)
+    chain = experience_chain(settings, str(tiny_model))
+    actor = OperatorActor(chain, settings.pipelines, asked)
+    await actor.start()
+    task = Task.create("test", "Spell cat backward", "tac")
+    rows = [
+        replace(row, task_id=task.id, turns=({"role": "assistant", "content": said},))
+        for row, said in zip(group(1), ("tac", "cat"), strict=True)
+    ]
+    worked = await actor.apply(_seen(task, rows), task)
+    await actor._operators.close()
+    assert worked.kept == [0] and worked.changed.column("reward").to_pylist() == [1.0] and not actor._tasks
+
+
 async def test_groups_that_operators_have_made_equal_are_dropped_as_such(tiny_model: Path) -> None:
     async with Verifying(tiny_model, ["worth"]) as verifying:
         taken = await verifying.group()
@@ -138,6 +174,38 @@ async def test_what_an_operator_spoils_is_left_out_and_counted_and_the_next_grou
             assert verifying.explorer._failures == (0 if "raises_on_wrong" in operators else groups)
 
 
+async def test_groups_that_come_together_are_worked_on_together_and_one_that_fails_harms_no_other(
+    tiny_model: Path,
+) -> None:
+    operators = ["bonus", "dies_of_seven", "worth", {"name": "expert_rows", "keep": True, "max_pass_rate": 1.0}]
+    async with Verifying(tiny_model, operators) as verifying:
+        pipeline = verifying.explorer._pipeline
+        assert pipeline is not None
+        given = [
+            [
+                replace(row, reward=float(reward))
+                for row, reward in zip(group(number, 3), (0, number % 8, 1), strict=True)
+            ]
+            for number in range(1, 60)
+        ]
+        task = Task.create("test", "a question", "an answer")
+        found = await asyncio.gather(*(pipeline.process(task, rows) for rows in given))
+        stats = pipeline.take_stats()
+    for number, verified in enumerate(found, start=1):
+        if number % 8 == 7:
+            assert verified.rows == [] and verified.left_out == {"dies_of_seven: failed": 3}
+            continue
+        kept = [row.experience_id for row in verified.rows]
+        assert kept == [f"{number}/1", f"{number}/2"][number % 8 == 0 :]
+        assert [row.reward for row in verified.rows][-1] == 1.25 and verified.left_out == {
+            "worth: too low": 3 - len(kept)
+        }
+        assert verified.made is not None and verified.made.column("group_id").to_pylist() == [str(number)]
+    well = [verified for verified in found if verified.rows]
+    assert stats["expert_rows"].made == len(well) == 52 and stats["worth"].taken == 3 * len(well)
+    assert stats["worth"].left_out == sum(verified.left_out.total() for verified in well)
+
+
 async def test_an_operator_that_always_fails_ends_the_run_with_its_problem(tiny_model: Path) -> None:
     async with Verifying(tiny_model, ["dies_here"]) as verifying:
         with pytest.raises(RayrftError, match=r"consecutive groups failed.*dies_here.*exit code 7"):
@@ -165,9 +233,14 @@ def test_operators_that_do_not_fit_are_refused_before_anything_starts(
     operators: list[str], made: str | None, field: str, problem: str
 ) -> None:
     from rayrft.core.preflight import check_experiences
-    from rayrft.pipelines.operator import Context
 
-    settings = config(**{"pipelines.experiences": [{"name": each} for each in operators], "pipelines.made": made})
+    settings = config(
+        **{
+            "pipelines.experiences": [{"name": each} for each in operators],
+            "pipelines.made": made,
+            "plugins": [str(PLUGIN)],
+        }
+    )
     with pytest.raises(ConfigError, match=problem) as raised:
-        check_experiences(settings.pipelines, Context(), [PLUGIN])
+        check_experiences(settings, None)
     assert str(raised.value.field).startswith(field)

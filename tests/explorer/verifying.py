@@ -11,6 +11,7 @@ import pyarrow as pa
 
 import rayrft
 from rayrft.pipelines import Applied, Operator
+from rayrft.pipelines.asking import AskingOperator, scored, tasks_of
 from rayrft.pipelines.operator import with_column
 
 
@@ -47,6 +48,13 @@ def hangs_here(reward: float) -> bool:
         time.sleep(3600)
 
 
+@rayrft.register_operator("dies_of_seven", "filter")
+def dies_of_seven(reward: float) -> bool:
+    if reward == 7.25:
+        os._exit(7)
+    return True
+
+
 @rayrft.register_operator("dies_here", "filter")
 def dies_here(reward: float) -> bool:
     os._exit(7)
@@ -79,3 +87,24 @@ class TurnsAround(_Any):
 @rayrft.register_operator("makes_sampled_rows", "synthesise")
 def makes_sampled_rows(reward: float) -> list[dict[str, Any]]:
     return [{"reward": 1.0}]
+
+
+class _Scores(AskingOperator[Any]):
+    kind = "clean"
+
+
+@rayrft.register_operator("scored_again")
+class ScoredAgain(_Scores):
+    """Has the answers scored once more, as other ones, and takes that."""
+
+    scores = True  # type: ignore[assignment]
+
+    @property
+    def writes(self) -> Mapping[str, pa.DataType]:
+        return {"reward": pa.float32()}
+
+    async def work(self, rows: pa.RecordBatch) -> Applied:
+        [task] = (await tasks_of(rows.column("task_id").to_pylist()[:1])).values()
+        results = await scored(task, rows.column("response").to_pylist())
+        values = pa.array([each.value for each in results], pa.float32())
+        return Applied(with_column(rows, "reward", values))

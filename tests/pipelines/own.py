@@ -10,6 +10,7 @@ import pyarrow as pa
 
 import rayrft
 from rayrft.pipelines import Applied, Operator
+from rayrft.pipelines.asking import AskingOperator, RemoteChat
 
 
 @rayrft.register_operator("shout", "clean", version="3")
@@ -58,8 +59,19 @@ def dies(question: str) -> bool:
     return True
 
 
+@rayrft.register_operator("echo", "synthesise")
+def echo(question: str) -> list[dict[str, Any]]:
+    return [{"question": f"{question} {question}"}]
+
+
 class _Wrong(Operator[Any]):
     kind = "clean"
+
+
+@rayrft.register_operator("cannot_prepare")
+class CannotPrepare(_Wrong):
+    def prepare(self) -> None:
+        raise OSError("no such model")
 
 
 @rayrft.register_operator("loses_rows")
@@ -111,3 +123,17 @@ class NoParents(_Wrong):
 class ReturnsRows(_Wrong):
     def apply(self, rows: pa.RecordBatch) -> Applied:
         return rows  # type: ignore[return-value]
+
+
+@rayrft.register_operator("asks_and_hangs")
+class AsksAndHangs(AskingOperator[Any]):
+    kind = "clean"
+
+    @property
+    def asks(self) -> dict[str, str]:
+        return {"model": "judge"}
+
+    async def work(self, rows: pa.RecordBatch) -> Applied:
+        await RemoteChat("judge").chat([{"role": "user", "content": "shall I hang?"}])
+        while True:
+            pass

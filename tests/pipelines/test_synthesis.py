@@ -115,14 +115,14 @@ def test_the_best_and_the_worst_of_a_group_are_a_pair() -> None:
 
 def test_pairs_are_such_as_the_buffer_takes() -> None:
     found, _ = applied("best_against_worst", experiences([0.0, 1.0], [1.0, 0.0]))
-    made = to_batch([_experience(row) for row in found])
+    made = to_batch([experience_of(row) for row in found])
     check_schema(made.schema)
     assert are_pairs(made)
     assert len({row.experience_id for row in from_batch(made)}) == 4
     assert all(row.experience_id.startswith(f"{row.group_id}/") for row in from_batch(made))
 
 
-def _experience(row: dict[str, Any]) -> Any:
+def experience_of(row: dict[str, Any]) -> Any:
     table = pa.Table.from_pylist(
         [
             {

@@ -12,7 +12,8 @@ from rayrft.config import RunConfig, load_config
 from rayrft.errors import ConfigError, DataError
 from rayrft.experience import Task
 from rayrft.pipelines.report import summary
-from rayrft.pipelines.tasks import load_processed, load_splits
+from rayrft.pipelines.runner import Pipeline
+from rayrft.pipelines.tasks import load_processed, load_splits, process_added
 from tests.e2e.conftest import small_config
 from tests.errors import about
 from tests.pipelines.small import OWN
@@ -30,8 +31,10 @@ def source(rows: list[tuple[str, str]], **more: Any) -> dict[str, Any]:
     return {"source": f"{__name__}:read", "options": {"rows": rows}, **more}
 
 
-def config(tmp_path: Path, *sources: dict[str, Any], eval_size: int = 1, **more: Any) -> RunConfig:
-    tasks = {"sources": list(sources), "eval_size": eval_size}
+def config(
+    tmp_path: Path, *sources: dict[str, Any], eval_size: int = 1, sampler: str = "shuffled", **more: Any
+) -> RunConfig:
+    tasks = {"sources": list(sources), "eval_size": eval_size, "sampler": sampler}
     return load_config(
         small_config(
             tmp_path,
@@ -81,9 +84,11 @@ def test_operators_are_checked_with_the_config_key(tmp_path: Path) -> None:
     wrong = {"pipelines": {"tasks": [{"name": "normalise"}, {"name": "expression", "where": "reward > 1"}]}}
     with pytest.raises(ConfigError, check=about("pipelines.tasks.1.where")):
         load_processed(config(tmp_path, source(numbered(3)), **wrong))
-    idle = {"pipelines": {"tasks": [{"name": "novelty"}]}}
+    idle = {"pipelines": {"tasks": [{"name": "novelty", "ngram": 1}]}}
     with pytest.raises(ConfigError, check=about("pipelines.tasks.0", "novelty")):
         load_processed(config(tmp_path, source(numbered(3)), **idle))
+    found = load_processed(config(tmp_path, source(numbered(3)), sampler="priority", **idle))
+    assert all(task.priority == 0.5 for task in found.splits.train), "of two words, one is in no other task"
     with pytest.raises(ConfigError, match="Did you mean 'decontaminate'"):
         config(tmp_path, source(numbered(3)), pipelines={"decontaminat": False})
 
@@ -132,3 +137,55 @@ def read_pictures(config: Any, field: str) -> list[Task]:
     """Tasks of one question, each with a picture of its own."""
     rows = config.options["rows"]
     return [Task.create(field, rows[0][0], a, images=(f"{number}.png",)) for number, (_, a) in enumerate(rows)]
+
+
+def new(*questions: str) -> list[Task]:
+    return [Task.create("new", question, str(number)) for number, question in enumerate(questions)]
+
+
+def test_added_tasks_go_through_the_operators_as_if_they_stood_at_the_end_of_their_source(tmp_path: Path) -> None:
+    operators = [
+        {"name": "strip_markup"},
+        {"name": "expression", "where": "question <> 'bad'"},
+        {"name": "exact_duplicates", "columns": ["question"]},
+        {"name": "mirror"},
+    ]
+    given = config(tmp_path, source(numbered(6)), source([("other", "1")]), pipelines={"tasks": operators})
+    tasks = new("<b>fresh</b>", "<i>question 3</i>", "bad", "question 5", "<b>earlier</b>", "<b>fresh</b>")
+    found = process_added(given, tasks, 1, earlier=new("earlier"))
+    fresh, made = found.tasks
+    assert (fresh.id, fresh.question, made.question) == (tasks[0].id, "fresh", "hserf")
+    assert found.left_out == {
+        tasks[1].id: f"exact_duplicates: duplicate: of {Task.create('tasks.sources.0', 'question 3', '3').id}",
+        tasks[2].id: "expression: not question <> 'bad'",
+        tasks[3].id: "another task: the same question",
+        tasks[4].id: f"exact_duplicates: duplicate: of {new('earlier')[0].id}",
+        tasks[5].id: "another task: the same question",
+    }
+
+
+def test_operators_of_single_rows_see_the_added_tasks_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = config(tmp_path, source(numbered(40)), pipelines={"tasks": [{"name": "shout"}]})
+    seen = list[int]()
+    run = Pipeline.run
+
+    def counted(self: Pipeline, batches: Any, *rest: Any, **more: Any) -> Any:
+        batches = list(batches)
+        seen.append(sum(batch.num_rows for batch in batches))
+        return run(self, batches, *rest, **more)
+
+    monkeypatch.setattr(Pipeline, "run", counted)
+    assert [task.question for task in process_added(given, new("fresh"), 0).tasks] == ["FRESH!"]
+    assert seen == [40, 1], "the sources, of which the evaluation tasks are, and the new ones"
+
+
+def test_an_added_task_that_shows_an_evaluation_task_is_left_out(tmp_path: Path) -> None:
+    taskset = {"tasksets": {"bench": source([(f"{LEAK} How many?", "4")])}, "samples": 1, "k": [1]}
+    given = config(tmp_path, source(numbered(9)), bench=taskset)
+    tasks = new(f"Well: {LEAK} What then?", "harmless", f"{LEAK} How many?")
+    found = process_added(given, tasks, 0)
+    assert [task.question for task in found.tasks] == ["harmless"]
+    assert found.left_out[tasks[0].id].startswith("decontaminate: shares 13 words with an evaluation task")
+    assert found.left_out[tasks[2].id] == "another task: the same question"
+    off = config(tmp_path, source(numbered(9)), bench=taskset, pipelines={"decontaminate": False})
+    assert len(process_added(off, tasks, 0).tasks) == 2

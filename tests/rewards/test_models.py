@@ -166,21 +166,34 @@ def test_a_process_model_gives_each_answer_what_its_steps_come_to(tiny_model: Pa
     result = ProcessModel(str(folder)).score(TASK, transcript)
     assert result.turns == pytest.approx((min(one), min(two)), abs=1e-5)
     assert result.value == pytest.approx(min(one + two), abs=1e-5) and result.components["steps"] == 5
-    assert ProcessModel(str(folder))._result([[0.9, 0.45], [0.8]]).components == {"steps": 3, "right": 1}
-    assert ProcessModel(str(folder))._result([[0.9, 0.55], [0.8]]).components == {"steps": 3, "right": 3}
+    assert ProcessModel(str(folder))._result([], [[0.9, 0.45], [0.8]]).components == {"steps": 3, "right": 1}
+    assert ProcessModel(str(folder))._result([], [[0.9, 0.55], [0.8]]).components == {"steps": 3, "right": 3}
+    assert result.steps == ()
+    by_step = ProcessModel(str(folder), per="step").score(TASK, transcript)
+    assert by_step.turns == () and by_step.value == result.value
+    assert [step.value for step in by_step.steps] == pytest.approx(one + two, abs=1e-5)
+    # A step ends with its separator, and the last one of an answer without it with the answer.
+    whole = [turns[3]["content"], turns[5]["content"]]
+    ended = [whole[step.turn][: step.end] for step in by_step.steps]
+    assert ended == ["1 + 1 = 2\n", "1 + 1 = 2\nso 2", "cat\n", "cat\n\ndog\n", "cat\n\ndog\n\nIt is 2.\n"]
+    alone = ProcessModel(str(folder), per="answer").score(TASK, transcript)
+    assert (alone.value, alone.turns, alone.steps) == (result.value, (), ())
     for reduce, value in (("product", math.prod(one + two)), ("mean", sum(one + two) / 5), ("last", two[-1])):
         again = ProcessModel(str(folder), reduce=reduce).score(TASK, transcript)  # type: ignore[arg-type]
         assert again.value == pytest.approx(value, abs=1e-5)
 
 
 def test_answers_of_many_steps_have_together_the_values_that_each_has_alone(tiny_model: Path, tmp_path: Path) -> None:
-    model = ProcessModel(str(step_classifier(tiny_model, tmp_path / "prm", positions=120)), batch_tokens=150)
+    model = ProcessModel(
+        str(step_classifier(tiny_model, tmp_path / "prm", positions=120)), batch_tokens=150, per="step"
+    )
     answers = ["It is 2.", "", "\n\n", "cat\n" * 7, "dog\ncat", "x" * 200, "2\n" * 30]
     calls = [(TASK, Transcript.of(TASK, answer)) for answer in answers]
     alone = [model.score(*call) for call in calls]
     together = model.score_batch(calls)
     assert [each.value for each in together[:5]] == pytest.approx([each.value for each in alone[:5]], abs=1e-5)
     assert [each.components["steps"] for each in together[:5]] == [1, 1, 1, 7, 2]
+    assert [[step.end for step in each.steps] for each in together[:3]] == [[8], [0], [2]]
     assert (
         together[5].value is None
         and "120 tokens" in str(together[5].reason)
@@ -189,7 +202,8 @@ def test_answers_of_many_steps_have_together_the_values_that_each_has_alone(tiny
 
 
 @pytest.mark.parametrize(
-    ("options", "field"), [({"reduce": "max"}, "reduce"), ({"separator": ""}, "separator"), ({}, "model")]
+    ("options", "field"),
+    [({"reduce": "max"}, "reduce"), ({"per": "word"}, "per"), ({"separator": ""}, "separator"), ({}, "model")],
 )
 def test_a_process_model_of_another_form_is_refused(
     options: dict[str, Any], field: str, tiny_model: Path, tmp_path: Path

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import ray
@@ -16,7 +18,7 @@ import ray
 from rayrft.config.reward import RewardConfig, RewardPart
 from rayrft.errors import ConfigError
 from rayrft.experience import Task
-from rayrft.rewards import RewardResult, Transcript, build_reward
+from rayrft.rewards import RewardResult, StepReward, Transcript, build_reward
 from rayrft.rewards.base import combine, score
 from rayrft.rewards.pool import ActorScoring, RewardActor, RewardPool
 from rayrft.rewards.scorer import Scorer
@@ -212,6 +214,39 @@ def test_rewards_of_turns_are_added_turn_by_turn() -> None:
     assert combine(PARTS[:2], [first, result(1.0)]).turns == (1.0, 2.0)
 
 
+def test_rewards_of_steps_are_added_where_they_end() -> None:
+    first = RewardResult(1.0, steps=(StepReward(0, 3, 1.0), StepReward(1, 2, 2.0)))
+    second = RewardResult(1.0, steps=(StepReward(0, 2, 4.0), StepReward(1, 2, 8.0)))
+    added = (StepReward(0, 2, 2.0), StepReward(0, 3, 1.0), StepReward(1, 2, 6.0))
+    assert combine(PARTS[:2], [first, second]).steps == added
+    assert combine(PARTS[:3], [first, second, result(0.0)]).steps == (), "shut"
+
+
+async def test_steps_that_end_in_order_inside_their_answers_are_kept_as_plain_numbers() -> None:
+    steps = (StepReward(0, 0, 1), StepReward(0, np.int64(2), np.float32(0.5)))  # type: ignore[arg-type]
+    found = await scored(lambda task, response: RewardResult(1.0, steps=steps), "ab")
+    assert found.steps == (StepReward(0, 0, 1.0), StepReward(0, 2, 0.5))
+    assert [type(step.end) for step in found.steps] == [int, int] and type(found.steps[1].value) is float
+
+
+@pytest.mark.parametrize(
+    ("steps", "says"),
+    [
+        ((StepReward(0, 3, 1.0),), "steps[0].end is 3, and may be 0 to 2"),
+        ((StepReward(0, -1, 1.0),), "steps[0].end is -1"),
+        ((StepReward(0, 1.5, 1.0),), "steps[0].end is 1.5"),  # type: ignore[arg-type]
+        ((StepReward(1, 1, 1.0),), "steps[0].turn is 1, and may be 0 to 0"),
+        ((StepReward(0, 1, 1.0), StepReward(0, 1, 2.0)), "steps[1].end is 1, not after"),
+        ((StepReward(0, 2, 1.0), StepReward(0, 1, 2.0)), "steps[1].end is 1, not after"),
+        ((StepReward(0, 1, 1.0), StepReward(0, 2, math.nan)), "steps[1].value is nan"),
+        (((0, 1, 1.0),), "steps[0] is no StepReward"),
+    ],
+)
+async def test_steps_that_are_none_make_the_reward_unknown_and_name_the_field(steps: Any, says: str) -> None:
+    found = await scored(lambda task, response: RewardResult(1.0, steps=steps), "ab")
+    assert found.value is None and found.error and says in str(found.reason) and found.steps == ()
+
+
 # The scorer
 
 HERE = "tests.rewards.trouble:"
@@ -403,6 +438,20 @@ async def test_reward_actors_share_the_work_and_one_that_dies_is_replaced(tmp_pa
     assert fine.value == 1.0 and fine.answer not in (first, second)
     stats = pool.take_stats()[""]
     assert stats == DomainStats(5, 1, 1, 2, stats.seconds, stats.slowest_s), "those of the dead are known, too"
+
+
+async def test_a_judge_elsewhere_asks_the_models_that_its_process_is_given() -> None:
+    class Yes:
+        def with_seed(self, seed: int | None) -> Yes:
+            return self
+
+        async def chat(self, messages: Any, **options: Any) -> str:
+            return "yes!" if "Is x right?" in messages[0]["content"] else ""
+
+    actor = RewardActor(RewardConfig(name=HERE + "AsksAnother"), [], lambda: {"grader": Yes()})
+    await actor.start()
+    results = await actor.score(task("a"), transcripts("x", "y"))
+    assert [result.components for result in results] == [{"said": 4.0}, {"said": 0.0}]
 
 
 async def test_a_reward_that_runs_inline_needs_no_process() -> None:

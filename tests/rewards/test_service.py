@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -65,6 +66,28 @@ def test_another_reward_is_another_version_and_more_workers_are_not(tmp_path: Pa
     plugin.write_text("ONE = 2\n")
     others.append(version([plugin]))
     assert len({first, *others}) == 7
+
+
+def test_other_weights_in_the_folder_of_a_model_are_another_version(tmp_path: Path) -> None:
+    def version(folder: Path) -> str:
+        judge = {"name": "judge", "options": {"model": "a name", "url": "http://x"}}
+        return RewardService.of(
+            "run", RewardConfig(parts=[{"name": "model", "options": {"model": str(folder)}}, judge]), []
+        ).version
+
+    (folder := tmp_path / "rm").mkdir()
+    (folder / "config.json").write_text("{}")
+    (weights := folder / "model.safetensors").write_bytes(b"12345678")
+    (folder / "more").mkdir()
+    first = version(folder)
+    assert version(folder) == first
+    os.utime(weights, ns=(1, 1))
+    assert version(folder) == first, "the same content, however old"
+    weights.write_bytes(b"12345679")
+    second = version(folder)
+    os.utime(weights, ns=(2, 2))
+    (folder / "tokenizer.json").write_text("{}")
+    assert len({first, second, version(folder), version(tmp_path / "none")}) == 4
 
 
 def test_no_two_domains_share_an_application() -> None:
@@ -174,6 +197,21 @@ async def test_replicas_of_each_domain_score_and_one_that_dies_is_replaced(tmp_p
         async with asyncio.timeout(60):
             while await asyncio.to_thread(applications, service.all_versions):  # noqa: ASYNC110 - Serve has no event
                 await asyncio.sleep(0.05)
+
+
+@pytest.mark.slow  # Serve looks at what is pending for seconds before it starts a replica
+@pytest.mark.usefixtures("ray_serve")
+async def test_a_second_replica_comes_with_the_calls_and_none_is_lost(tmp_path: Path) -> None:
+    # No call ends before two replicas have one.
+    waits = {"name": HERE + "WaitsForAnother", "options": {"folder": str(tmp_path)}, "deadline_s": 150}
+    config = RewardConfig(placement="serve", **waits, replicas={"max": 2, "pending": 1})
+    async with served(config) as (pool, _, _):
+        found = await asyncio.gather(*(pool.score(task("a"), transcripts(str(number))) for number in range(16)))
+        results = [result for [result] in found]
+        assert [result.components["said"] for result in results] == list(range(16)), "each has its own"
+        assert all(result.value == 1.0 and result.tries == 1 for result in results)
+        assert len({result.answer for result in results}) == 2
+        assert pool.take_stats()[""].pending == 0
 
 
 @pytest.mark.usefixtures("ray_serve")

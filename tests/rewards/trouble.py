@@ -8,12 +8,13 @@ import fcntl
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rayrft.experience import Task
 from rayrft.rewards import RewardResult, Transcript
+from rayrft.rewards.judge import ChatModel
 
 
 class Bomb(RewardResult):
@@ -122,3 +123,30 @@ class Together:
             _do(transcript.response)
         results = [RewardResult(float(call[1].response[-1] == "e"), {"of": len(calls)}) for call in calls]
         return results[1:] if results[1:] and any(call[1].response == "lose" for call in calls) else results
+
+
+class AsksAnother:
+    """Asks an auxiliary model, and says how long its answer is."""
+
+    needs_auxiliary = ("grader",)
+
+    def use(self, models: Mapping[str, ChatModel]) -> None:
+        self._grader = models["grader"]
+
+    async def score(self, task: Task, transcript: Transcript) -> RewardResult:
+        said = await self._grader.chat([{"role": "user", "content": f"Is {transcript.response} right?"}], max_tokens=4)
+        return RewardResult(1.0, {"said": float(len(said))})
+
+
+class WaitsForAnother:
+    """A call in one actor, which it names, ends when one in another actor has begun."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+
+    async def score(self, task: Task, transcript: Transcript) -> RewardResult:
+        actor = str(os.getpid())
+        (self._folder / actor).touch()
+        while len(list(self._folder.iterdir())) < 2:  # noqa: ASYNC110 - of files there is no event
+            await asyncio.sleep(0.05)
+        return RewardResult(1.0, {"said": float(transcript.response)}, answer=actor)

@@ -14,7 +14,7 @@ from rayrft.config.serve import RewardServiceConfig
 from rayrft.core.reward_service import serve_rewards
 from rayrft.errors import ConfigError
 from rayrft.experience import Task
-from rayrft.rewards import RewardResult, Transcript
+from rayrft.rewards import RewardResult, StepReward, Transcript
 from rayrft.rewards.pool import RewardPool
 from rayrft.serve.protocol import key_digest
 from rayrft.serve.rewards import RewardEndpoint
@@ -41,7 +41,13 @@ class Scripted:
         return [
             RewardResult(None, reason="timeout", error=True, seconds=2.0)
             if each.response == "hang"
-            else RewardResult(float(each.response == task.answer), {"tags": 0.5}, turns=(1.0,), seconds=0.5)
+            else RewardResult(
+                float(each.response == task.answer),
+                {"tags": 0.5},
+                turns=(1.0,),
+                seconds=0.5,
+                steps=(StepReward(0, 1, 0.25),),
+            )
             for each in transcripts
         ]
 
@@ -70,6 +76,7 @@ async def test_an_answer_has_its_reward_with_all_that_is_known_of_it() -> None:
         "shaping": 0.0,
         "components": {"tags": 0.5},
         "turns": [1.0],
+        "steps": [{"turn": 0, "end": 1, "value": 0.25}],
         "answer": None,
         "reason": None,
         "error": False,

@@ -150,7 +150,10 @@ def group_of_two() -> tuple[pa.RecordBatch, BlockRows]:
     base = Experience("g/0", "g", "t", np.arange(5, dtype=np.int32), 1, mask, np.zeros(5, np.float32), reward=1.0)
     rows = [
         replace(
-            base, reward_components={"right": 1.0, "form": 0.0}, metrics={"turn_reward_0": 0.5}, stop_reason="stop"
+            base,
+            reward_components={"right": 1.0, "form": 0.0},
+            metrics={"turn_reward_0": 0.5, "token_reward_3": 0.25},
+            stop_reason="stop",
         ),
         replace(base, experience_id="g/1", reward_components={"right": 0.0, "form": 0.0}, stop_reason="length"),
     ]
@@ -168,13 +171,17 @@ def test_components_of_rewards_come_from_the_lease_to_the_advantages() -> None:
 def test_what_a_critics_advantages_need_comes_from_the_lease_to_the_micro_batch() -> None:
     cut, whole = read_rows(*group_of_two(), build("ppo"))
     assert (cut.truncated, whole.truncated) == (True, False) and cut.turn_rewards is None
-    assert whole.turn_rewards is not None and whole.turn_rewards.tolist() == [0, 0.5, 0, 0, 0]
+    assert whole.turn_rewards is not None and whole.turn_rewards.tolist() == [0, 0.5, 0, 0.25, 0]
     for each in ([cut, whole], [whole, cut]):
         [micro] = micro_batches(each, 100, CPU)
         assert micro.tokens.turn_rewards is not None and micro.tokens.truncated is not None
         first = micro.tokens.truncated.tolist().index(True)
         by_row = micro.tokens.turn_rewards.view(2, 5).tolist()
-        assert (by_row[first], by_row[1 - first]) == ([0.0] * 5, [0, 0.5, 0, 0, 0])
+        assert (by_row[first], by_row[1 - first]) == ([0.0] * 5, [0, 0.5, 0, 0.25, 0])
+        # gamma and lambda 1, without values: what is still to come, the row's own reward of 1 at its end.
+        filled = build("ppo").token_advantages(replace(micro.tokens, values=torch.zeros(10)))
+        to_go = filled.advantages.view(2, 5).tolist()
+        assert to_go[1 - first] == [0, 1.75, 0, 1.25, 1.0] and to_go[first] == [0, 1, 0, 1, 1]
     [micro] = micro_batches([cut], 100, CPU)
     assert micro.tokens.turn_rewards is None
     assert all(each.turn_rewards is None for each in read_rows(*group_of_two(), build("grpo"))), (

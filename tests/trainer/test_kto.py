@@ -47,6 +47,15 @@ def moved(tokens: int = 60, *, sharded: bool = False) -> Learner:
     return learner
 
 
+NAMES = ("good_score", "bad_score", "label_margin", "good_logprob", "bad_logprob", "reference_kl")
+
+
+def test_what_is_reported_does_not_depend_on_the_split() -> None:
+    whole, parts = moved(100_000).step([labelled()]), moved(1).step([labelled()[::-1]])
+    for name in NAMES:
+        assert getattr(parts, name) == pytest.approx(getattr(whole, name), abs=1e-4) != 0.0, name
+
+
 def gradient(learner: Learner, rows: list[TrainRow]) -> tuple[float, torch.Tensor]:
     parts, _ = learner.gradient(rows)
     grads = [parameter.grad for parameter in learner.policy.parameters()]
@@ -122,6 +131,17 @@ def test_good_answers_become_likelier_and_bad_ones_less() -> None:
     before = likelihood(True), likelihood(False)
     first = learner.step([rows])
     assert first.loss == first.preference_loss == pytest.approx(0.5, abs=1e-6)
-    for _ in range(4):
-        last = learner.step([rows])
+    # The policy is its reference before the first step.
+    assert [first.good_score, first.bad_score, first.reference_kl] == pytest.approx([0.0] * 3, abs=1e-6)
+    assert (first.good_logprob, first.bad_logprob) == pytest.approx(before, abs=1e-4)
+    for _ in range(3):
+        learner.step([rows])
+    earlier = likelihood(True), likelihood(False)
+    last = learner.step([rows])
+    assert (last.good_logprob, last.bad_logprob) == pytest.approx(earlier, abs=1e-4)
+    assert last.good_score == pytest.approx(earlier[0] - before[0], abs=1e-4) and last.good_score > 0
+    assert last.bad_score == pytest.approx(earlier[1] - before[1], abs=1e-4) and last.bad_score < 0
+    assert last.label_margin == pytest.approx(last.good_score - last.bad_score)
+    only_good = learner.step([[row for row in rows if row.chosen]])
+    assert only_good.bad_score == only_good.bad_logprob == only_good.label_margin == 0.0 < only_good.good_score
     assert last.loss < 0.45 and likelihood(True) > before[0] and likelihood(False) < before[1]

@@ -156,12 +156,13 @@ def _save(folder: Path) -> Any:
     learner, written = sharded(), threading.Event()
     for _ in range(3):
         learner.step([mine()])
+    ranked = learner.rank_pairs([] if dist.get_rank() else pairs()[:6])
     at_save, said = weights(learner), list[str | None]()
     Checkpointer().save(learner, None, folder, lambda problem: (said.append(problem), written.set())[1])
     assert written.wait(60)
     for _ in range(2):
         result = learner.step([mine()])
-    return said, at_save, weights(learner), result.loss
+    return said, at_save, weights(learner), result.loss, ranked
 
 
 def _resume(folder: Path) -> Any:
@@ -172,9 +173,15 @@ def _resume(folder: Path) -> Any:
     return weights(learner), result.loss
 
 
-def test_resumed_training_is_the_training_that_went_on(tmp_path: Path) -> None:
+def test_resumed_training_is_the_training_that_went_on_and_a_ranking_is_over_all_ranks(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
-    said, at_save, after, loss = on_ranks(2, tmp_path, _save, folder)
+    said, at_save, after, loss, ranked = on_ranks(2, tmp_path, _save, folder)
+    alone = make_learner("reward_model")
+    for _ in range(3):
+        alone.step([pairs()])
+    expected = alone.rank_pairs(pairs()[:6])  # of two ranks one has no pair
+    assert (ranked.pairs, ranked.right) == (expected.pairs, expected.right) == (3, expected.right)
+    assert ranked.margin == pytest.approx(expected.margin, abs=1e-4) and ranked.margin != 0
     resumed, again = on_ranks(1, tmp_path, _resume, folder)
     assert said == [None] and again == pytest.approx(loss, abs=1e-6)
     torch.testing.assert_close(resumed, after, atol=1e-6, rtol=0)
@@ -285,3 +292,23 @@ def test_a_model_without_a_classifier_is_refused() -> None:
     policy.model.config = type("Odd", (type(policy.model.config),), {})()
     with pytest.raises(ModelError, match="no sequence classifier", check=about("model.path")):
         RewardClassifier(policy, padding=None)
+
+
+@pytest.mark.parametrize("name", ["reward_model", "dpo"])
+def test_held_out_pairs_are_ranked_as_a_step_would_and_nothing_is_learnt(name: str) -> None:
+    learner, rows = make_learner(name), pairs()
+    for _ in range(3):
+        learner.step([rows])
+    before = weights(learner)
+    found = learner.rank_pairs(rows)
+    assert torch.equal(weights(learner), before) and learner.optimizer.updates == 3
+    assert all(parameter.grad is None or not parameter.grad.any() for parameter in learner.trained.parameters())
+    step = learner.step([rows])
+    assert found.pairs == 6 and found.right / 6 == pytest.approx(step.pair_accuracy) and found.right > 3
+    assert found.margin == pytest.approx(step.pair_margin, abs=1e-5) and found.margin > 0
+    # The other way round, what was right is wrong.
+    turned = [replace(row, chosen=not row.chosen) for row in rows]
+    before_turn = learner.rank_pairs(rows)
+    after_turn = learner.rank_pairs(turned)
+    assert after_turn.right == 6 - before_turn.right
+    assert after_turn.margin == pytest.approx(-before_turn.margin, abs=1e-5)

@@ -165,7 +165,9 @@ def tasks_added(state: State, event: e.TasksAdded) -> None:
     state.meta.added_tasks += event.tasks
     if state.tasks is not None:
         ids, difficulties = [task.id for task in event.tasks], [task.difficulty for task in event.tasks]
-        state.tasks.add(ids, event.source, difficulties)
+        state.tasks.add(ids, event.source, difficulties, [task.priority for task in event.tasks])
+        for task in event.tasks:
+            state.tasks.record(task.id, task.tries, task.passes)
 
 
 @rule(e.Abandoned)

@@ -9,7 +9,11 @@ from typing import Any
 from rayrft.config.auxiliary import AuxiliaryConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ConfigError, RequestRefused, nearest
+from rayrft.explorer.engines.client import EngineClient
 from rayrft.explorer.engines.exchange import Completion, Request, Sampling, Session
+from rayrft.explorer.engines.pool import EnginePool
+from rayrft.handle import Handle
+from rayrft.waits import Waits
 
 
 def no_auxiliary(name: str, known: Collection[str]) -> ConfigError:
@@ -20,6 +24,24 @@ def no_auxiliary(name: str, known: Collection[str]) -> ConfigError:
         value=name,
         remedy=nearest(name, known) if known else "add it to the config",
     )
+
+
+def auxiliary_models(
+    configs: Mapping[str, AuxiliaryConfig],
+    pools: Mapping[str, Handle[EnginePool]],
+    waits: Waits | None = None,
+    share: float = 1.0,
+) -> dict[str, AuxiliaryModel]:
+    """Return the models whose engines are in these pools, by name. ``share``: see `EngineClient`."""
+    return {
+        name: AuxiliaryModel(
+            name,
+            configs[name],
+            ChatTokenizer(configs[name].model),
+            EngineClient(pool, waits or Waits("auxiliary"), share).generate,
+        )
+        for name, pool in pools.items()
+    }
 
 
 class AuxiliaryModel:

@@ -1,0 +1,103 @@
+"""Files of tasks that rayrft writes, with what was measured of each, and reads again as a source: ``source: tasks``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from rayrft.config.tasks import TaskSourceConfig
+from rayrft.data.tables import json_field, open_table, write_table
+from rayrft.errors import DataError
+from rayrft.experience import Task
+
+SCHEMA = pa.schema(
+    [
+        pa.field("id", pa.string()),
+        pa.field("source", pa.string()),
+        pa.field("question", pa.string()),
+        pa.field("answer", pa.string()),
+        pa.field("system", pa.string()),
+        pa.field("domain", pa.string()),
+        pa.field("workflow", pa.string()),
+        pa.field("tries", pa.int64()),
+        pa.field("pass_rate", pa.float64()),
+        pa.field("difficulty", pa.float64()),
+        pa.field("priority", pa.float64()),
+        pa.field("images", pa.list_(pa.string())),
+        json_field("metadata"),
+    ]
+)
+"""``source`` is the name of the task's source, or its number; ``metadata`` is JSON."""
+_BATCH_ROWS = 1000
+
+
+def measured(task: Task, tries: int, passes: float) -> Task:
+    """Return a task with its tries and pass rate; its difficulty, if it has none, is ``1 - pass_rate``."""
+    if not tries:
+        return replace(task, tries=0, pass_rate=None)
+    rate = passes / tries
+    difficulty = task.difficulty if task.difficulty is not None else 1 - rate
+    return replace(task, tries=tries, pass_rate=rate, difficulty=difficulty)
+
+
+def write_tasks(path: Path, tasks: Iterable[tuple[str, Task]]) -> int:
+    """Write tasks, each with the name of its source, to JSONL or Parquet; return their number. Raises DataError."""
+    rows = iter(tasks)
+    return write_table(path, SCHEMA, iter(lambda: _to_batch(list(islice(rows, _BATCH_ROWS))), None))
+
+
+def read_tasks(config: TaskSourceConfig, field: str) -> list[Task]:
+    """Read tasks as they were written, with their ids; ``system`` of the config replaces theirs.
+
+    Raises DataError if the file is missing, broken, or not one of tasks.
+    """
+    assert config.path is not None  # checked by the config
+    path, place = config.path, f"{field}.path"
+    try:
+        table = open_table(path)
+    except DataError as error:
+        raise DataError(error.problem, field=place, value=str(path), remedy=error.remedy) from None
+    if table.broken:
+        first = table.broken[0]
+        problem = f"{len(table.broken)} broken rows: row {first.number}: {first.problem}"
+        raise DataError(problem, field=place, value=str(path), remedy="write the file again")
+    if missing := [name for name in SCHEMA.names if name not in table.schema.names]:
+        problem = f"is no file of tasks that rayrft wrote: it has no column {missing[0]!r}"
+        remedy = "read files of your own by source: file"
+        raise DataError(problem, field=place, value=str(path), remedy=remedy)
+    rows = (row for batch in table.batches(_BATCH_ROWS) for row in batch.select(SCHEMA.names).to_pylist())
+    return [_to_task(row, config.system) for row in islice(rows, config.size)]
+
+
+def _to_batch(tasks: Sequence[tuple[str, Task]]) -> pa.RecordBatch | None:
+    if not tasks:
+        return None
+    rows = [
+        {
+            **{name: getattr(task, name) for name in SCHEMA.names if name not in ("source", "metadata", "images")},
+            "source": source,
+            "images": list(task.images),
+            "metadata": json.dumps(task.metadata, ensure_ascii=False, default=str),
+        }
+        for source, task in tasks
+    ]
+    return pa.RecordBatch.from_pylist(rows, schema=SCHEMA)
+
+
+def _to_task(row: dict[str, Any], system: str | None) -> Task:
+    del row["source"]
+    return Task(
+        **{
+            **row,
+            "tries": row["tries"] or 0,
+            "system": system or row["system"],
+            "images": tuple(row["images"] or ()),
+            "metadata": json.loads(row["metadata"] or "{}"),
+        }
+    )

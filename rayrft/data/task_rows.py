@@ -1,0 +1,153 @@
+"""Rows that become tasks, from where people have them: files, data sets of the Hugging Face hub, Ray Data."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rayrft.config.tasks import TaskSourceConfig
+from rayrft.data.formats import Row, read_rows
+from rayrft.data.ray_data import quiet_ray_data
+from rayrft.errors import DataError, nearest
+
+if TYPE_CHECKING:
+    import datasets
+
+_BATCH_ROWS = 1000
+
+
+@dataclass(frozen=True)
+class TaskRows:
+    """Numbered rows, which are read as they are asked for.
+
+    ``name`` is part of the tasks' ids; ``origin`` and the config key ``field`` stand in errors; paths of images are
+    relative to ``base``.
+    """
+
+    name: str
+    origin: str
+    field: str
+    base: Path
+    rows: Generator[tuple[int, Row], None, None]
+
+
+def file_rows(path: Path, field: str) -> TaskRows:
+    """Return the rows of a JSONL, CSV or Parquet file, of a folder of such files, or of a saved data set."""
+    return TaskRows(path.name, str(path), field, path, read_rows(path, field))
+
+
+def split_rows(config: TaskSourceConfig, field: str, key: str) -> TaskRows:
+    """Return the rows of a split of a data set, whose name the config has at ``key``.
+
+    Raises DataError if the data set cannot be loaded, which says why, or has no such split.
+    """
+    name, split = str(config.dataset), str(getattr(config, key))
+    splits = _load(config, field)
+    if split not in splits:
+        raise DataError(f"{name} has no such split", field=f"{field}.{key}", value=split, remedy=nearest(split, splits))
+    return TaskRows(name, f"split {split!r} of {name}", f"{field}.{key}", Path(name), _rows_of(splits[split]))
+
+
+def ray_rows(config: TaskSourceConfig, field: str) -> TaskRows:
+    """Return the rows of a Ray Dataset, which the function ``read`` makes of ``options``, in its order.
+
+    Raises DataError if there is no such function, it raises, or it gives no Dataset.
+    """
+    name = str(config.read)
+    return TaskRows(name, name, f"{field}.read", Path("rows"), _rows_by_ray(name, config, field))
+
+
+def _rows_of(split: datasets.Dataset) -> Generator[tuple[int, Row], None, None]:
+    # As Arrow, so that features such as images and audio are not decoded.
+    tables = split.with_format("arrow").iter(_BATCH_ROWS)
+    yield from enumerate((row for table in tables for row in table.to_pylist()), start=1)
+
+
+def _load(config: TaskSourceConfig, field: str) -> dict[str, datasets.Dataset]:
+    """Load all splits by name: of a folder that ``save_to_disk`` wrote, or of a data set of the hub or a copy of one,
+    from the cache if they are in it."""
+    import datasets
+
+    name = str(config.dataset)
+    folder = Path(name)
+    try:
+        if (folder / "dataset_dict.json").is_file():
+            return dict(datasets.DatasetDict.load_from_disk(name))
+        if (folder / "state.json").is_file():
+            return {config.split: datasets.Dataset.load_from_disk(name)}
+        return dict(datasets.load_dataset(name, config.config, revision=config.revision))
+    except (ValueError, RuntimeError, OSError, datasets.exceptions.DatasetsError) as error:
+        raise _unloadable(error, config, field) from None
+
+
+_COPY = "give a folder with a copy, or files of its rows (source: file)"
+
+
+def _unloadable(error: Exception, config: TaskSourceConfig, field: str) -> DataError:
+    """Return the error of a data set that cannot be loaded, with what helps: `datasets` tells the causes apart by their
+    words alone."""
+    said = " ".join(str(error.__cause__ or error).split())
+    told = " ".join(str(error).split())
+    if isinstance(error, ValueError) and "config" in told.lower():  # several and none named, or an unknown one
+        problem = f"{config.dataset}: {told}"
+        return DataError(problem, field=f"{field}.config", value=config.config, remedy="name one of them")
+    key, value = "dataset", config.dataset
+    if told.startswith("Revision"):
+        key, value, remedy = "revision", config.revision, "name a branch, a tag or a commit of it"
+    elif "gated" in told:
+        said = told
+        remedy = "ask for access on its page, and give the token of your account in HF_TOKEN, or by: hf auth login"
+    elif isinstance(error, ConnectionError):
+        said = told
+        remedy = f"connect to the network (HF_HUB_OFFLINE unset), load it once into the cache (HF_HOME), or {_COPY}"
+    elif "doesn't exist on the Hub" in told:
+        said = told
+        remedy = f"check its id; if it is private, give a token in HF_TOKEN; or {_COPY}"
+    elif "scripts are no longer supported" in told:
+        said, remedy = told, f"name a revision without the script, if it has one (refs/convert/parquet), or {_COPY}"
+    else:
+        remedy = "give its id on the Hugging Face hub, or a folder with a copy; check its files"
+    return DataError(f"the data set cannot be loaded: {said}", field=f"{field}.{key}", value=value, remedy=remedy)
+
+
+def _rows_by_ray(name: str, config: TaskSourceConfig, field: str) -> Generator[tuple[int, Row], None, None]:
+    import ray.data
+    from ray.exceptions import RayError
+
+    read = _read_function(name, f"{field}.read")
+    # Statistics and cursors of a resumed run refer to tasks by number: the order is kept.
+    with quiet_ray_data():
+        try:
+            data = read(**config.options)
+            if not isinstance(data, ray.data.Dataset):
+                problem = f"gives a {type(data).__name__}, and no Dataset of Ray"
+                raise DataError(problem, field=f"{field}.read", value=name, remedy="return what ray.data.read_… gives")
+            yield from enumerate(data.iter_rows(), start=1)
+        except TypeError as error:
+            raise DataError(f"{name} refuses the options: {error}", field=f"{field}.options") from None
+        except (RayError, ValueError, OSError) as error:
+            cause = getattr(error, "cause", None) or error
+            problem = f"the rows cannot be read: {(str(cause).strip() or repr(cause)).splitlines()[-1]}"
+            raise DataError(
+                problem, field=f"{field}.options", value=name, remedy="check the arguments and what they name"
+            ) from None
+
+
+def _read_function(name: str, field: str) -> Any:
+    """Return a function by its name in ``ray.data``, or in a module."""
+    import ray.data
+
+    module, _, attribute = name.rpartition(":")
+    known = [each for each in dir(ray.data) if each.startswith(("read_", "from_")) or each in ("range",)]
+    if not module:
+        if attribute not in known:
+            raise DataError("ray.data has no such function", field=field, value=name, remedy=nearest(attribute, known))
+        return getattr(ray.data, attribute)
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        remedy = "give package.module:function that can be imported, or a function of ray.data"
+        raise DataError(f"cannot be imported: {error}", field=field, value=name, remedy=remedy) from None

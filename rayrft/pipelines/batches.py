@@ -1,0 +1,205 @@
+"""Operators on training batches: what a lease gave, before it is trained."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from fractions import Fraction
+
+import numpy as np
+import pyarrow as pa
+from pydantic import Field, model_validator
+
+from rayrft.config.base import Section, invalid
+from rayrft.data.selection import Selection
+from rayrft.errors import ConfigError, DataError
+from rayrft.experience import SCHEMA, list_column
+from rayrft.pipelines.operator import Applied, Operator, Wants, register_operator, with_column
+from rayrft.pipelines.rows import numbers
+
+BATCHES = pa.schema(
+    [
+        *SCHEMA,
+        pa.field("place", pa.int64()),
+        pa.field("step", pa.int64()),
+        pa.field("trained", pa.bool_()),
+        pa.field("weight", pa.float32()),
+    ]
+)
+"""The columns that operators on batches see: those of `experience.SCHEMA`, the row's place in the batch, the optimiser
+step, whether the row is trained (else its reward alone counts, in its group's advantages), and its weight in the loss.
+"""
+
+
+def _check_condition(where: str | None, schema: pa.Schema) -> None:
+    try:
+        Selection(schema, where=where)
+    except DataError as error:
+        raise ConfigError(error.problem, field="where", value=error.value, remedy=error.remedy) from None
+
+
+class RebalanceOptions(Section):
+    """Options of `Rebalance`."""
+
+    expert_share: float = Field(gt=0, lt=1)
+    """Share of the trained rows that are to be expert rows."""
+
+
+@register_operator("rebalance")
+class Rebalance(Operator[RebalanceOptions]):
+    """Leave out own or expert rows, whichever are too many, until expert rows have their share. Which ones is drawn by
+    the step. A batch with one kind alone stays as it is; an own row that is left out still counts in its group's
+    advantages."""
+
+    kind = "filter"
+    scope = "all"
+    Options = RebalanceOptions
+
+    @property
+    def reads(self) -> Mapping[str, Wants]:
+        return {"source": "text", "trained": "any", "place": "number", "step": "number", "pair_id": "text"}
+
+    def prepare(self) -> None:
+        self._gone = set[int]()
+
+    def observe(self, rows: pa.RecordBatch) -> None:
+        trained = rows.column("trained").to_numpy(zero_copy_only=False)
+        expert = np.array(rows.column("source").to_pylist()) == "expert"
+        places = rows.column("place").to_numpy()
+        if rows.column("pair_id").null_count < rows.num_rows:
+            raise ValueError("the batch has preference pairs, which are no expert rows to imitate")
+        own, given = places[trained & ~expert].tolist(), places[trained & expert].tolist()
+        if not own or not given:
+            return
+        share = Fraction(self.options.expert_share).limit_denominator(1000)
+        most_given = int(len(own) * share / (1 - share))
+        many, most = (given, most_given) if len(given) > most_given else (own, int(len(given) * (1 - share) / share))
+        rng = random.Random(f"rebalance {rows.column('step')[0].as_py()}")
+        self._gone = set(rng.sample(many, max(0, len(many) - max(1, most))))
+
+    def apply(self, rows: pa.RecordBatch) -> Applied:
+        places = rows.column("place").to_pylist()
+        return Applied(rows, ["too many of its kind" if place in self._gone else None for place in places])
+
+
+class TruncateOptions(Section):
+    """Options of `Truncate`."""
+
+    max_tokens: int = Field(ge=1)
+    """Tokens of a row, its prompt among them."""
+
+
+_BY_TOKEN = ("token_ids", "action_mask", "logprobs", "teacher_logprobs")
+
+
+@register_operator("truncate")
+class Truncate(Operator[TruncateOptions]):
+    """Cut rows after so many tokens. Rewards and advantages stay what they were of the whole answers."""
+
+    kind = "clean"
+    Options = TruncateOptions
+
+    @property
+    def reads(self) -> Mapping[str, Wants]:
+        reads: dict[str, Wants] = dict.fromkeys(_BY_TOKEN, "list")
+        return {**reads, "weight_versions": "any"}
+
+    def apply(self, rows: pa.RecordBatch) -> Applied:
+        most = self.options.max_tokens
+        lengths = rows.column("token_ids").value_lengths().to_numpy(zero_copy_only=False)
+        if (lengths <= most).all():
+            return Applied(rows)
+        for name in _BY_TOKEN:
+            cut = [None if values is None else values[:most] for values in list_column(rows.column(name))]
+            rows = with_column(rows, name, pa.array(cut, rows.schema.field(name).type))
+        spans = [
+            None if each is None else [{**span, "end": min(span["end"], most)} for span in each if span["start"] < most]
+            for each in rows.column("weight_versions").to_pylist()
+        ]
+        return Applied(with_column(rows, "weight_versions", pa.array(spans, rows.schema.field("weight_versions").type)))
+
+
+class MaskOptions(Section):
+    """Options of `MaskTurns`."""
+
+    turns: list[int] = Field(min_length=1)
+    """The numbers of the model's turns that are not trained; -1 is the last one."""
+    where: str | None = None
+    """A condition in DuckDB's SQL for the rows in which they are not; by default in all."""
+
+
+@register_operator("mask_turns")
+class MaskTurns(Operator[MaskOptions]):
+    """Exclude turns of the model from the loss. A row whose other turns have rewards of their own by number is left
+    out: they would be those of other turns."""
+
+    kind = "clean"
+    Options = MaskOptions
+
+    @property
+    def reads(self) -> Mapping[str, Wants]:
+        return {"action_mask": "list", "logprobs": "list", "metrics": "map"}
+
+    def check(self, schema: pa.Schema) -> None:
+        _check_condition(self.options.where, schema)
+
+    def apply(self, rows: pa.RecordBatch) -> Applied:
+        met = Selection(rows.schema, where=self.options.where).met(rows)
+        masks, logprobs = list_column(rows.column("action_mask")), list_column(rows.column("logprobs"))
+        spans, metrics = rows.column("weight_versions").to_pylist(), rows.column("metrics").to_pylist()
+        reasons: list[str | None] = [None] * rows.num_rows
+        for row in np.flatnonzero(met).tolist():
+            before, values = masks[row], logprobs[row]
+            assert before is not None and values is not None  # not nullable in the schema
+            starts, ends = np.flatnonzero(np.diff(before.astype(np.int8), prepend=0, append=0)).reshape(-1, 2).T
+            mask, turns = before.copy(), len(starts)
+            for turn in self.options.turns:
+                if -turns <= turn < turns:
+                    mask[starts[turn] : ends[turn]] = 0
+            if (mask == before).all():
+                continue
+            if any(name.startswith("turn_") for name, _ in metrics[row] or ()):
+                reasons[row] = "its turns have rewards of their own"
+            masks[row], logprobs[row] = mask, np.where(mask, values, np.float32(0))
+            spans[row] = [span for span in spans[row] or () if mask[span["start"] : span["end"]].any()]
+        for name, changed in (("action_mask", masks), ("logprobs", logprobs), ("weight_versions", spans)):
+            rows = with_column(rows, name, pa.array(changed, rows.schema.field(name).type))
+        return Applied(rows, reasons)
+
+
+class ReweightOptions(Section):
+    """Options of `Reweight`."""
+
+    by: float | str
+    """A factor, or the name of a column of factors."""
+    where: str | None = None
+    """A condition in DuckDB's SQL for the rows that get it; by default all."""
+
+    @model_validator(mode="after")
+    def _no_sign(self) -> ReweightOptions:
+        if isinstance(self.by, float) and not 0 <= self.by < float("inf"):
+            raise invalid("by", "is no factor", value=self.by, remedy="give a number from 0 on")
+        return self
+
+
+@register_operator("reweight")
+class Reweight(Operator[ReweightOptions]):
+    """Multiply the weight of rows in the loss. The loss is still divided by the number of all tokens or rows."""
+
+    kind = "clean"
+    Options = ReweightOptions
+
+    @property
+    def reads(self) -> Mapping[str, Wants]:
+        reads: dict[str, Wants] = {"weight": "number"}
+        return {**reads, self.options.by: "number"} if isinstance(self.options.by, str) else reads
+
+    def check(self, schema: pa.Schema) -> None:
+        _check_condition(self.options.where, schema)
+
+    def apply(self, rows: pa.RecordBatch) -> Applied:
+        met = Selection(rows.schema, where=self.options.where).met(rows)
+        by = self.options.by
+        factor = numbers(rows, by) if isinstance(by, str) else by
+        weights = np.where(met, numbers(rows, "weight") * factor, numbers(rows, "weight"))
+        return Applied(with_column(rows, "weight", pa.array(weights, rows.schema.field("weight").type)))

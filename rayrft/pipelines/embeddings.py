@@ -1,0 +1,177 @@
+"""Texts as points: the mean of a model's last hidden states, projected to a few dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from pydantic import Field
+
+from rayrft.config.base import Section
+from rayrft.errors import ConfigError
+from rayrft.pipelines.operator import Context
+
+_ROWS = 4096
+"""Rows whose distances to others are computed at a time."""
+
+
+class EmbeddingOptions(Section):
+    """How an operator embeds texts, in its own process."""
+
+    model: str | None = None
+    """A Hugging Face folder or hub id; by default the run's own model."""
+    dimensions: int = Field(256, ge=2)
+    """More are projected to so many at random, which keeps distances (Johnson and Lindenstrauss 1984): a row takes
+    twice as many bytes."""
+    max_tokens: int = Field(512, ge=1)
+    """The rest of a longer text does not count."""
+    batch: int = Field(16, ge=1)
+    """Texts of about one length that are embedded at a time."""
+    device: str = "auto"
+    """``auto``: a GPU, if there is one."""
+
+
+class Embedder:
+    """Embeds texts. Raises ConfigError if there is no model to do so."""
+
+    def __init__(self, options: EmbeddingOptions, context: Context) -> None:
+        self._options = options
+        path = options.model or context.tokenizer
+        if path is None:
+            raise ConfigError("there is no model to embed with", field="model", remedy="name one, or give --config")
+        self._path = path
+        self._model: Any = None
+
+    def load(self) -> None:
+        """Load the model. Raises ConfigError if there is none."""
+        import torch
+        from transformers import AutoModel, AutoTokenizer
+
+        device = self._options.device
+        self._device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(self._path)
+            self._model = AutoModel.from_pretrained(self._path).eval().to(self._device)
+        except (OSError, ValueError) as error:
+            problem = f"cannot be loaded: {str(error).strip().splitlines()[0]}"
+            raise ConfigError(problem, field="model", value=self._path) from None
+        size, wanted = self._model.config.get_text_config().hidden_size, self._options.dimensions
+        rng = np.random.default_rng(0)
+        self._projection = (
+            None if size <= wanted else (rng.standard_normal((size, wanted)) / np.sqrt(wanted)).astype(np.float32)
+        )
+
+    def __call__(self, texts: Sequence[str]) -> np.ndarray:
+        """Return a unit vector for each text, float16 ``[texts, dimensions]``, 0 for an empty one. It does not depend
+        on the other texts but for rounding."""
+        import torch
+
+        ids = [
+            self._tokenizer(text, truncation=True, max_length=self._options.max_tokens)["input_ids"] for text in texts
+        ]
+        found = list[Any]([None] * len(texts))
+        order = sorted((index for index in range(len(texts)) if ids[index]), key=lambda index: len(ids[index]))
+        with torch.inference_mode():
+            for start in range(0, len(order), self._options.batch):
+                part = order[start : start + self._options.batch]
+                longest = max(len(ids[index]) for index in part)
+                tokens = torch.zeros(len(part), longest, dtype=torch.long)
+                mask = torch.zeros(len(part), longest, dtype=torch.long)
+                for place, index in enumerate(part):
+                    tokens[place, : len(ids[index])] = torch.tensor(ids[index])
+                    mask[place, : len(ids[index])] = 1
+                tokens, mask = tokens.to(self._device), mask.to(self._device)
+                states = self._model(input_ids=tokens, attention_mask=mask).last_hidden_state.float()
+                means = (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+                for place, index in enumerate(part):
+                    found[index] = means[place].cpu().numpy()
+        width = self._model.config.get_text_config().hidden_size
+        points = np.array([np.zeros(width, np.float32) if each is None else each for each in found], np.float32)
+        points = points.reshape(len(texts), width)
+        return _unit(points if self._projection is None else points @ self._projection).astype(np.float16)
+
+
+def _unit(points: np.ndarray) -> np.ndarray:
+    lengths = np.linalg.norm(points, axis=1, keepdims=True)
+    return np.divide(points, lengths, out=np.zeros_like(points), where=lengths > 0)
+
+
+def centred(points: np.ndarray) -> np.ndarray:
+    """Return unit vectors of points relative to their mean, float16: hidden states of a language model all point
+    nearly the same way, which hides how they differ (Ethayarajh 2019, arXiv:1909.00512)."""
+    if not len(points):
+        return points
+    mean = np.mean(points, axis=0, dtype=np.float32)
+    return np.concatenate(
+        [points[:0], *(_unit(part.astype(np.float32) - mean).astype(np.float16) for part in _parts(points))]
+    )
+
+
+def _parts(points: np.ndarray) -> list[np.ndarray]:
+    return [points[start : start + _ROWS] for start in range(0, len(points), _ROWS)]
+
+
+def similarities(points: np.ndarray, to: np.ndarray) -> np.ndarray:
+    """Return the cosines of unit vectors ``[n, d]`` to others ``[m, d]``, float32 ``[n, m]``, in float32."""
+    others = to.astype(np.float32).T
+    parts = [part.astype(np.float32) @ others for part in _parts(points)]
+    return np.concatenate(parts) if parts else np.empty((0, len(to)), np.float32)
+
+
+def farthest(points: np.ndarray, count: int) -> np.ndarray:
+    """Return the indices of ``count`` of n unit vectors, such that none of the others is far from all of them: first
+    the one that is nearest to the middle, then each time the one that is farthest from those chosen (Gonzalez 1985,
+    within twice the smallest possible largest distance). Work: ``n · count``."""
+    if not count or not len(points):
+        return np.empty(0, np.int64)
+    middle = np.asarray(points.mean(axis=0, dtype=np.float32))[None]
+    chosen = [int(np.argmax(similarities(points, middle)[:, 0]))]
+    nearest = np.full(len(points), -np.inf, np.float32)
+    while len(chosen) < min(count, len(points)):
+        nearest = np.maximum(nearest, similarities(points, points[chosen[-1:]])[:, 0])
+        nearest[chosen] = np.inf
+        chosen.append(int(np.argmin(nearest)))
+    return np.array(chosen)
+
+
+def clustered(points: np.ndarray, count: int, clusters: int, rounds: int = 20) -> np.ndarray:
+    """Return the indices of ``count`` unit vectors from all clusters: those nearest to their centres, in turn one of
+    each cluster. Clusters are those of spherical k-means (Dhillon and Modha 2001), which begins with points that are
+    far from each other, so that the same points give the same ones. Work: ``n · clusters · rounds``."""
+    if not count or not len(points):
+        return np.empty(0, np.int64)
+    centres = points[farthest(points, clusters)].astype(np.float32)
+    member = np.full(len(points), -1)
+    for _ in range(rounds):
+        near = [np.argmax(part.astype(np.float32) @ centres.T, axis=1) for part in _parts(points)]
+        again = np.concatenate(near)
+        if np.array_equal(again, member):
+            break
+        member = again
+        sums = np.zeros_like(centres)
+        np.add.at(sums, member, points.astype(np.float32))
+        centres = _unit(sums)
+    closeness = np.concatenate(
+        [
+            (part.astype(np.float32) * centres[member[start : start + len(part)]]).sum(1)
+            for start, part in zip(range(0, len(points), _ROWS), _parts(points), strict=True)
+        ]
+    )
+    order = np.lexsort((-closeness, member))
+    starts = np.searchsorted(member[order], member[order])
+    turn = np.empty(len(points), np.int64)
+    turn[order] = np.arange(len(points)) - starts  # its place within its cluster
+    return np.lexsort((-closeness, turn))[:count]
+
+
+def nearest_other(points: np.ndarray) -> np.ndarray:
+    """Return the cosine of each unit vector to the most similar other one, float32 ``[n]``; -1 for a single one. Work:
+    ``n²``; memory: ``n`` times a few thousand bytes."""
+    found = np.full(len(points), -1.0, np.float32)
+    step = 512
+    for start in range(0, len(points), step):
+        part = similarities(points, points[start : start + step])  # [n, step]
+        part[np.arange(start, start + part.shape[1]), np.arange(part.shape[1])] = -1
+        found[start : start + step] = part.max(axis=0, initial=-1.0)
+    return found

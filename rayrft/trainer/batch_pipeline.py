@@ -1,0 +1,243 @@
+"""Operators on training batches: from the lease that the Buffer gave to the one that is trained.
+
+The rows of all ranks go through the operators at once, in an order that does not depend on the ranks, and are dealt
+again. So the same lease gives the same batch, also after a restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from rayrft.buffer.leases import Lease, Unit, deal
+from rayrft.buffer.validation import find_faults
+from rayrft.config import RunConfig
+from rayrft.config.pipelines import PipelinesConfig
+from rayrft.errors import ConfigError, OperatorFailed
+from rayrft.experience import SCHEMA, list_column, pack, unpack
+from rayrft.pipelines.batches import BATCHES
+from rayrft.pipelines.operator import Context, with_column
+from rayrft.pipelines.workers import GroupChain, LocalOperators, OperatorLog, OperatorStats, Worked
+
+_FIXED = ("experience_id", "group_id", "task_id", "source", "pair_id", "chosen", "place", "step", "trained")
+"""Columns that no operator may change."""
+_FAILURES_IN_A_ROW = 3
+"""Consecutive batches on which operators may fail before the run is stopped."""
+
+
+@dataclass(frozen=True)
+class ProcessedLease:
+    """The lease to train, and what operators did. ``problem`` is why it is the one that was given, if they failed."""
+
+    lease: Lease
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Rows by ``operator: reason``; the groups that they are of count as used all the same."""
+    operators: dict[str, OperatorStats] = field(default_factory=dict)
+    problem: str | None = None
+
+
+def batch_chain(config: RunConfig, model: str | None) -> GroupChain:
+    """Return the operators on batches of a run, whose model is this folder or id. They ask nothing: the same batch has
+    to come of the same lease."""
+    return GroupChain(
+        config.pipelines.batch,
+        BATCHES,
+        "pipelines.batch",
+        "a training batch",
+        Context((), model),
+        tuple(config.plugins),
+        "place",
+        _FIXED,
+        whole=True,
+    )
+
+
+def check_batches(config: RunConfig, model: str | None) -> None:
+    """Raise ConfigError if one of the operators on batches does not fit."""
+    for link in batch_chain(config, model).build():
+        if link.operator.kind == "synthesise":
+            remedy = "make rows in pipelines.experiences, as demonstrations"
+            raise ConfigError("makes rows, which no batch takes", field=link.field, value=link.name, remedy=remedy)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A row of a batch: where it is, and how it is trained. ``group`` is that of its own rows in the block."""
+
+    ref: Any
+    row: int
+    mini_batch: int
+    group: tuple[int, int]
+    trained: bool
+    weight: float
+    alone: bool
+
+
+class BatchPipeline:
+    """Sends the leases of a run through the operators on batches, one by one."""
+
+    def __init__(self, config: PipelinesConfig, chain: GroupChain) -> None:
+        self._stops = config.on_error == "stop"
+        self._operators = LocalOperators(chain, config)
+        self._log = OperatorLog(chain.build(), "pipelines.batch")
+        self._failures = 0
+
+    async def open(self) -> None:
+        """Start the operators. Raises ConfigError if they cannot be started."""
+        await self._operators.open()
+
+    async def process(self, lease: Lease) -> ProcessedLease:
+        """Return the lease with what the operators make of its rows.
+
+        A batch on which they fail is trained as it was given, and the problem is told. Raises OperatorFailed if
+        ``on_error`` is ``stop``, or after too many of them in a row, and Ray's ObjectLostError if a block is gone.
+        """
+        import ray
+
+        refs = list({part.ref: None for share in lease.shares for part in share.parts})
+        blocks = dict(zip(refs, [unpack(each) for each in await asyncio.gather(*refs)], strict=True))
+        rows = _rows(lease, blocks)
+        given = _batch(rows, blocks, lease.step)
+        try:
+            worked = await self._operators.apply(given)
+            block, kept = self._settle(worked, given)
+        except OperatorFailed as error:
+            self._failures += 1
+            reason = self._log.fail(error, given.num_rows)
+            if self._stops or self._failures == _FAILURES_IN_A_ROW:
+                raise
+            return ProcessedLease(lease, Counter({reason: 0}), self._log.take(), str(error))
+        self._failures = 0
+        left_out, problem = self._log.add(worked.outcomes)
+        units = _units(rows, block, kept, ray.put(pack(block.select(SCHEMA.names).cast(SCHEMA))))
+        usual = sum(unit.rows for units_ in units for unit in units_ if unit.group[1])
+        return ProcessedLease(
+            replace(
+                lease,
+                shares=deal(units, len(lease.shares)),
+                usual_rows=usual,
+                expert_rows=sum(unit.rows for units_ in units for unit in units_) - usual,
+            ),
+            left_out,
+            self._log.take(),
+            problem,
+        )
+
+    def _settle(self, worked: Worked, given: pa.RecordBatch) -> tuple[pa.RecordBatch, np.ndarray]:
+        """Return all rows of the batch, those that stay as operators have changed them, and whether each is trained.
+
+        Raises OperatorFailed if what the operators return is no batch, or nothing of it.
+        """
+        places, stayed = np.array(worked.kept, np.int64), given.take(pa.array(worked.kept, pa.int64()))
+        if worked.made is not None or len(set(worked.kept)) < len(worked.kept):
+            raise self._log.wrong("rows are there twice, or are none of the batch")
+        after = stayed
+        for name in worked.changed.schema.names:
+            if name in _FIXED:
+                raise self._log.wrong(f"column {name!r} of a row is another one after the operators")
+            after = with_column(after, name, worked.changed.column(name))
+        for whole, cut in zip(*(list_column(of.column("token_ids")) for of in (stayed, after)), strict=True):
+            assert whole is not None and cut is not None  # not nullable in the schema
+            if not np.array_equal(whole[: len(cut)], cut):
+                raise self._log.wrong("the tokens of a row are others after the operators: they may only be cut")
+        weights = after.column("weight").to_numpy(zero_copy_only=False)
+        if not np.isfinite(weights).all() or (weights < 0).any():
+            raise self._log.wrong("a row has a weight that is negative or not finite")
+        masks = list_column(after.column("action_mask"))
+        acts = np.array([mask is not None and mask.any() for mask in masks], bool)
+        trained = np.zeros(given.num_rows, bool)
+        trained[places] = after.column("trained").to_numpy(zero_copy_only=False) & acts
+        pairs = given.column("pair_id").to_pylist()
+        for place in range(len(pairs) - 1):
+            if pairs[place] is not None and pairs[place] == pairs[place + 1]:
+                trained[place : place + 2] = trained[place : place + 2].all()
+        if not trained.any():
+            raise self._log.wrong("nothing of the batch is left to train")
+        used = np.flatnonzero(trained[places])
+        if faults := find_faults(after.take(pa.array(used)).select(SCHEMA.names)):
+            raise self._log.wrong(f"a row is invalid after the operators: {next(iter(faults.values()))}")
+        order = np.arange(given.num_rows)
+        order[places[used]] = given.num_rows + used
+        both = pa.concat_batches([given, after.select(BATCHES.names).cast(BATCHES)])
+        return both.take(pa.array(order)), trained
+
+
+def _rows(lease: Lease, blocks: dict[Any, pa.RecordBatch]) -> list[_Row]:
+    """Return the rows of the batch, in an order of mini-batches and ids: own groups first, with those of their rows
+    that are not trained."""
+    groups = dict[tuple[int, str], dict[int, _Row]]()
+    experts = list[tuple[int, str, list[_Row]]]()
+    for share in lease.shares:
+        ends, done = np.cumsum(share.rows), 0
+        for part in share.parts:
+            block = blocks[part.ref]
+            names, ids, pairs = (block.column(name) for name in ("group_id", "experience_id", "pair_id"))
+            for i, row in enumerate(part.rows.tolist()):
+                mini_batch = int(np.searchsorted(ends, done, side="right"))
+                done += 1
+                first, count = part.groups[i].tolist()
+                made = _Row(
+                    part.ref, row, mini_batch, (first, count), True, float(part.weights[i]), bool(part.alone[i])
+                )
+                if count:
+                    whole = {
+                        place: replace(made, row=place, trained=False, weight=1.0)
+                        for place in range(first, first + count)
+                    }
+                    groups.setdefault((mini_batch, names[row].as_py()), whole)[row] = made
+                elif i and experts and len(experts[-1][2]) == 1 and _paired(experts[-1][2][0].row, row, pairs):
+                    experts[-1][2].append(made)
+                else:
+                    experts.append((mini_batch, ids[row].as_py(), [made]))
+    own = [row for _, group in sorted(groups.items()) for row in group.values()]
+    return own + [row for *_, unit in sorted(experts, key=lambda each: each[:2]) for row in unit]
+
+
+def _paired(one: int, other: int, pairs: pa.Array) -> bool:
+    """Return whether two rows of a block are the sides of a pair."""
+    return one + 1 == other and pairs[one].is_valid and pairs[one] == pairs[other]
+
+
+def _batch(rows: list[_Row], blocks: dict[Any, pa.RecordBatch], step: int) -> pa.RecordBatch:
+    """Return the rows as operators see them."""
+    here: dict[Any, list[int]] = {ref: [] for ref in blocks}
+    for place, row in enumerate(rows):
+        here[row.ref].append(place)
+    parts = [blocks[ref].take(pa.array([rows[at].row for at in of], pa.int64())) for ref, of in here.items()]
+    places = [place for of in here.values() for place in of]
+    taken = pa.concat_batches(parts).take(pa.array(np.argsort(places)))
+    more = {
+        "place": np.arange(len(rows)),
+        "step": np.full(len(rows), step),
+        "trained": [row.trained for row in rows],
+        "weight": np.array([row.weight for row in rows], np.float32),
+    }
+    columns = [*taken.columns, *(pa.array(more[name], BATCHES.field(name).type) for name in more)]
+    return pa.RecordBatch.from_arrays(columns, schema=BATCHES)
+
+
+def _units(rows: list[_Row], block: pa.RecordBatch, trained: np.ndarray, ref: Any) -> list[list[Unit]]:
+    """Return what is dealt to ranks, by mini-batch; none is empty."""
+    lengths = block.column("token_ids").value_lengths().to_numpy(zero_copy_only=False)
+    weights, pairs = block.column("weight").to_numpy(zero_copy_only=False), block.column("pair_id").to_pylist()
+    units: dict[int, list[Unit]] = {}
+    first = place = 0
+    while place < len(rows):
+        row = rows[place]
+        if place and (row.ref, row.group) != (rows[place - 1].ref, rows[place - 1].group):
+            first = place
+        paired = not row.group[1] and pairs[place] is not None and pairs[place : place + 2] == [pairs[place]] * 2
+        count = 2 if paired else 1
+        if trained[place]:
+            group = (first, row.group[1]) if row.group[1] else (0, 0)
+            tokens = int(lengths[place : place + count].sum())
+            units.setdefault(row.mini_batch, []).append(
+                Unit(ref, place, count, tokens, float(weights[place]), row.alone, group)
+            )
+        place += count
+    return [units[number] for number in sorted(units)]

@@ -1,0 +1,135 @@
+"""Engines that a pipeline alone asks: placed, asked and gone again, from the command line and before a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from rayrft.cli import app
+from rayrft.config import PipelineConfig, load_config
+from rayrft.core import actors
+from rayrft.core.pipeline_models import task_engines
+from rayrft.errors import ConfigError, OperatorFailed, PlacementError
+from rayrft.experience import Task
+from rayrft.pipelines.tasks import load_processed
+from tests.e2e.conftest import small_config
+from tests.errors import about
+from tests.pipelines.test_process import read, write
+from tests.scripted_engine import ScriptedEngine
+
+OPTIONS = {"model": "m", "least_words": 1, "max_pass_rate": 1.0, "tries": 2, "hinted_tries": 0}
+
+
+@pytest.fixture(autouse=True)
+def scripted(ray_cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actors, "RolloutEngine", ScriptedEngine)
+
+
+def given(folder: Path, tiny_model: Path, **more: Any) -> list[str]:
+    """The arguments of the command, on three tasks."""
+    rows = [{"question": f"Spell this word backward: {word}", "answer": "7"} for word in ("cat", "horse", "bird")]
+    pipeline = {
+        "operators": [{"name": "hinted_solutions", **OPTIONS}],
+        "models": {
+            "m": {"model": str(tiny_model), "engine": {"count": 1, "memory_gib": 0.3}},
+            "unused": {"model": "no such model"},
+        },
+        "reward": {"name": "tests.core.test_pipeline_models:anything"},
+        **more,
+    }
+    (folder / "pipeline.json").write_text(json.dumps(pipeline))
+    source = write(folder / "in.jsonl", rows)
+    return ["data", "process", str(source), str(folder / "out.jsonl"), "--pipeline", str(folder / "pipeline.json")]
+
+
+def anything() -> Any:
+    return lambda task, response: 1.0
+
+
+def test_the_command_starts_what_is_asked_alone_and_ends_it(ray_cluster: Any, tiny_model: Path, tmp_path: Path) -> None:
+    from ray.util.placement_group import placement_group_table
+
+    result = CliRunner().invoke(app, given(tmp_path, tiny_model), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    found = read(tmp_path / "out.jsonl")
+    assert len(found) == 3 and all(row["response"] and row["made_by"] == "hinted_solutions/1" for row in found)
+    assert "auxiliary-m" in result.output and "auxiliary-unused" not in result.output
+    assert not (tmp_path / "out.jsonl.answers.jsonl").exists()
+    groups = [group for group in placement_group_table().values() if "pipeline-" in group["name"]]
+    assert groups and {group["state"] for group in groups} == {"REMOVED"}
+
+
+def test_an_engine_that_dies_is_named_and_what_was_answered_is_not_asked_again(
+    ray_cluster: Any, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Dying(ScriptedEngine):
+        count = 0
+
+        async def generate(self, request: Any, stream: Any = None) -> Any:
+            import os
+
+            Dying.count += 1
+            if Dying.count > 2:
+                os._exit(1)
+            return await super().generate(request, stream)
+
+    monkeypatch.setattr(actors, "RolloutEngine", Dying)
+    arguments = given(tmp_path, tiny_model, batch_rows=1)
+    with pytest.raises(OperatorFailed, check=about("operators.0.hinted_solutions", "auxiliary-m-0")):
+        CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert not (tmp_path / "out.jsonl").exists()
+    kept = read(tmp_path / "out.jsonl.answers.jsonl")
+    assert len(kept) == 2
+    monkeypatch.setattr(actors, "RolloutEngine", ScriptedEngine)
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0 and len(read(tmp_path / "out.jsonl")) == 3
+
+
+def test_what_does_not_fit_on_the_cluster_is_refused(ray_cluster: Any, tiny_model: Path, tmp_path: Path) -> None:
+    models = {"m": {"model": str(tiny_model), "engine": {"count": 100, "cpus": 3}}}
+    with pytest.raises(PlacementError):
+        CliRunner().invoke(app, given(tmp_path, tiny_model, models=models), catch_exceptions=False)
+
+
+def source(config: Any, field: str) -> list[Task]:
+    """A reader of tasks."""
+    return [Task.create(field, f"Spell this word backward: {word}", "7") for word in ("cat", "horse", "bird")]
+
+
+def test_tasks_of_a_run_may_be_worked_on_by_its_auxiliary_models_and_are_the_same_again(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    auxiliary = {"m": {"model": str(tiny_model), "engine": {"count": 1, "memory_gib": 0.3}}}
+    config = load_config(
+        small_config(
+            tmp_path,
+            "asks",
+            tasks={"sources": [{"source": f"{__name__}:source"}], "eval_size": 1},
+            demonstrations={},
+            auxiliary=auxiliary,
+            reward={"name": f"{__name__}:anything"},
+            pipelines={"tasks": [{"name": "hinted_solutions", **OPTIONS, "keep": True}]},
+            stages=[{"name": "grpo", "algorithm": {"name": "grpo"}, "steps": 1, "batch_size": 4, "group_size": 2}],
+        )
+    )
+    with pytest.raises(ConfigError, check=about("pipelines.tasks.0.model", "m")):
+        load_processed(config)
+    said: list[str] = []
+    found = load_processed(config, task_engines(config, said.append))
+    assert found.reports[0].made == 3 and "asks-tasks:auxiliary-m" in said[0]
+    answers = config.storage / "answers.asks.jsonl"
+    before = answers.read_bytes()
+    again = load_processed(config, task_engines(config, said.append))
+    assert again.splits == found.splits and answers.read_bytes() == before and before.count(b"\n") == 6
+
+
+def test_names_of_models_and_endpoints_are_told_apart() -> None:
+    endpoint = {"url": "http://a/v1", "model": "m"}
+    with pytest.raises(ValueError, match="is the name of one of 'models'"):
+        PipelineConfig.model_validate(
+            {"operators": [{"name": "judged"}], "models": {"m": {"model": "a"}}, "endpoints": {"m": endpoint}}
+        )

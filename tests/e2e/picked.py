@@ -1,0 +1,189 @@
+"""What people pick, and DPO on it: 200 pairs of the feedback page, from a scripted person over its HTTP interface.
+
+A warmed-up model spells words of three to five letters backward. The person picks of two answers the one that is more
+like the right one, and skips a pair where none is. The pairs are exported as `rayrft data feedback export`
+does; DPO on them, on the same pairs picked by a coin, and SFT on what was picked start from the same weights. What is
+measured is how like the right answers those to held-out words are.
+
+    python -m tests.e2e.picked [seed] [folder]      samples, judges, trains, and prints a table
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pandas as pd
+from rapidfuzz.distance import Levenshtein
+
+import rayrft
+from rayrft.config.serve import FeedbackConfig
+from rayrft.core.feedback_page import open_page
+from rayrft.core.run import Run
+from rayrft.experience import Task
+from tests.e2e.conftest import free_port
+from tests.e2e.lessons import write_rows
+
+PAIRS = 200
+_TINY = {"layers": 3, "hidden_size": 128, "heads": 4, "intermediate_size": 384}
+
+
+def likeness() -> Callable[[Task, str], float]:
+    """Return a reward: how like the right answer a response is, 1 less the edits between them, by length."""
+
+    def score(task: Task, response: str) -> float:
+        return float(Levenshtein.normalized_similarity(response.strip(), task.answer))
+
+    return score
+
+
+def base(folder: Path, name: str, seed: int) -> dict[str, Any]:
+    """Return what all runs share: the words, the reward, and answers of at most eight tokens."""
+    source = {
+        "source": "reasoning_gym",
+        "dataset": "spell_backward",
+        "options": {"min_word_len": 3, "max_word_len": 5},
+        "size": 8000,
+    }
+    return {
+        "name": f"{name}-{seed}",
+        "storage": str(folder / "runs"),
+        "seed": seed,
+        "tasks": {"eval_size": 500, "sources": [source]},
+        "reward": {"name": "tests.e2e.picked:likeness"},
+        "explorer": {"engine": {"count": 1}, "sampling": {"max_tokens": 8, "max_prompt_tokens": 40}},
+        "trainer": {"ranks": 1},
+    }
+
+
+def sample(folder: Path, seed: int) -> Run:
+    """Warm a model up, and sample groups of four with weights that hardly change; return the run, which has ended."""
+    warmup = {
+        "name": "warmup",
+        "algorithm": {"name": "sft"},
+        "demonstrations": "warmup",
+        "steps": 200,
+        "batch_size": 64,
+        "optimizer": {"lr": 1e-3, "schedule": "linear"},
+    }
+    asked = {"name": "asked", "algorithm": {"name": "grpo"}, "steps": 8, "batch_size": 256, "group_size": 4}
+    run = rayrft.start(
+        {
+            **base(folder, "asked", seed),
+            "model": {"tiny": _TINY, "max_length": 48},
+            "demonstrations": {"warmup": {"size": 3000, "wrong_share": 0.6, "wrong_field": "word"}},
+            "stages": [warmup, {**asked, "optimizer": {"lr": 1e-9}}],
+        },
+        say=lambda _: None,
+    )
+    run.result()
+    return run
+
+
+def judge(run: Run, pairs: int) -> FeedbackConfig:
+    """Open the page of a run, and pick from so many pairs, as a person does who sees the right answers."""
+    settings = FeedbackConfig(port=free_port())
+    page = open_page(run.folder, settings)
+    url, _, key = page.url.partition("#key=")
+    try:
+        with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=60) as http:
+
+            def ask(path: str, **body: Any) -> Any:
+                response = http.post(f"v1/{path}", json={"person": "ann", **body})
+                response.raise_for_status()
+                return response.json()
+
+            picked = 0
+            while picked < pairs and (item := ask("next", view="pair")["item"]) is not None:
+                ids = [answer["id"] for answer in item["answers"]]
+                like = {
+                    answer["id"]: Levenshtein.normalized_similarity(answer["text"].strip(), item["reference"])
+                    for answer in item["answers"]
+                }
+                ranking = sorted(ids, key=like.__getitem__, reverse=True)
+                differ = like[ranking[0]] > like[ranking[1]]
+                said: dict[str, Any] = {"ranking": ranking} if differ else {"skipped": True}
+                ask("judge", id=f"judgement-{len(like)}-{random.getrandbits(64):x}", item=item["key"], rows=ids, **said)
+                picked += differ
+    finally:
+        page.stop()
+    return settings
+
+
+def export(run: Run, settings: FeedbackConfig, folder: Path, seed: int) -> int:
+    """Write the pairs, the same picked by a coin, and what was picked; return the number of pairs."""
+    from rayrft.buffer.reader import Archive
+    from rayrft.serve.feedback.exchange import export_feedback, read_answers
+    from rayrft.serve.feedback.journal import FILE, feedback_folder, read_journal
+    from rayrft.serve.feedback.judgements import Judgements
+
+    judgements = Judgements(settings)
+    for entry in read_journal(feedback_folder(run.folder) / FILE):
+        judgements.add(entry)
+    answers = read_answers(Archive.of_run(run.folder), {row for each in judgements.all.values() for row in each.rows})
+    export_feedback(judgements, answers, folder / "picked.jsonl", "pairs", settings)
+    pairs = [json.loads(line) for line in (folder / "picked.jsonl").read_text().splitlines()]
+    rng, coin = random.Random(seed), []
+    for pair in pairs:
+        sides = [pair["chosen"], pair["rejected"]]
+        rng.shuffle(sides)
+        coin.append({**pair, "chosen": sides[0], "rejected": sides[1]})
+    write_rows(folder / "coin.jsonl", coin)
+    write_rows(folder / "chosen.jsonl", [{"prompt": pair["prompt"], "response": pair["chosen"]} for pair in pairs])
+    return len(pairs)
+
+
+def train(run: Run, folder: Path, seed: int, steps: int) -> pd.DataFrame:
+    """Train on the files from the sampled weights; return all evaluations."""
+    model = run.folder / "checkpoints" / "final"
+
+    def stage(name: str, algorithm: dict[str, Any], rows: int) -> dict[str, Any]:
+        return {
+            "name": name,
+            "algorithm": algorithm,
+            "demonstrations": name.partition("-")[2],
+            "steps": steps,
+            "batch_size": rows,
+            "evaluate_every": steps // 2,
+            "optimizer": {"lr": 1e-4},
+        }
+
+    stages = [
+        stage("dpo-picked", {"name": "dpo"}, 64),
+        stage("dpo-coin", {"name": "dpo"}, 64),
+        stage("sft-chosen", {"name": "sft"}, 32),
+    ]
+    tables = []
+    for each in stages:
+        trained = rayrft.start(
+            {
+                **base(folder, each["name"], seed),
+                "model": {"path": str(model), "max_length": 48},
+                "demonstrations": {each["demonstrations"]: {"path": str(folder / f"{each['demonstrations']}.jsonl")}},
+                "stages": [each],
+            },
+            say=lambda _: None,
+        )
+        trained.result()
+        tables.append(trained.evaluations())
+    return pd.concat(tables)
+
+
+def main() -> None:
+    """Do it all from the seed of the command line, and print a table."""
+    seed = int(sys.argv[1]) if sys.argv[1:] else 0
+    folder = Path(sys.argv[2] if sys.argv[2:] else tempfile.mkdtemp())
+    run = sample(folder, seed)
+    print(export(run, judge(run, PAIRS), folder, seed), "pairs")
+    found = train(run, folder, seed, 60)
+    print(found[["stage", "step", "temperature", "mean_reward", "accuracy", "count"]].to_string(index=False))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""A run whose groups and batches go through operators."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rayrft
+from rayrft.buffer.reader import Archive
+from rayrft.core.summary import read_summary
+from rayrft.experience import from_batch
+from rayrft.monitor.records import StepRecord
+from tests.e2e.conftest import WITHOUT_VLLM, small_config
+
+OPERATORS = [
+    {"name": "reward_deviation"},
+    {"name": "expression", "where": "len(response) < 100"},
+    {"name": "expert_rows", "min_reward": -10.0, "max_pass_rate": 1.0, "keep": True},
+]
+
+
+def pipelines(storage: Path) -> dict[str, Any]:
+    """Groups in an actor, expert rows of what is best of them, and batches with as many of those as a fifth."""
+    config = small_config(storage, "operated", **WITHOUT_VLLM, max_staleness=1)
+    config["pipelines"] = {
+        "experiences": OPERATORS,
+        "made": "found",
+        "actors": {"cpus": 0.1, "memory_gib": 0.5},
+        "batch": [{"name": "rebalance", "expert_share": 0.1}, {"name": "truncate", "max_tokens": 40}],
+    }
+    config["stages"] = [{**config["stages"][1], "demonstrations": "found", "steps": 3}]
+    del config["demonstrations"]
+    return config
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_groups_and_batches_go_through_operators_and_what_they_make_is_trained_on(tmp_path: Path) -> None:
+    run = rayrft.start(pipelines(tmp_path))
+    run.result()
+    summary = read_summary(run.folder)
+    assert summary is not None and summary.ledger is not None and summary.ledger.closes
+    steps = [record for record in run.records() if isinstance(record, StepRecord)]
+    archive = Archive.of_run(run.folder)
+    rows = [row for batch in archive.rows() for row in from_batch(batch)]
+    found = [row for batch in archive.rows("expert/found") for row in from_batch(batch)]
+    assert {row.status for row in rows} == {"verified"}
+    parents = {row.labels["parents"] for row in found}
+    assert found and parents <= {row.experience_id for row in rows} and len(parents) == len(found)
+    assert 0 < sum(record.operators["expert_rows"]["made"] for record in steps) <= len(found)
+    assert steps[-1].expert_rows == 1 and steps[-1].usual_rows == 16, "a tenth, of four that the step would take"
+    assert steps[-1].operators["batch_rebalance"]["left_out"] == 3

@@ -1,0 +1,108 @@
+"""Operators that ask, in their process, and models whose answers a function gives, here."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import pyarrow as pa
+
+from rayrft.config.reward import RewardModelsConfig
+from rayrft.experience import Task
+from rayrft.pipelines import Context
+from rayrft.pipelines.answering import AskedModel, answering
+from rayrft.pipelines.report import OperatorReport
+from rayrft.pipelines.runner import Pipeline
+from rayrft.rewards import Reward, RewardResult, inline, register_reward
+from rayrft.rewards.judge import Messages
+from tests.pipelines.small import operator
+
+
+@register_reward("last_number")
+@inline
+def last_number() -> Reward:
+    """1 if the last number of a response is that of the answer: scored in this process, for that costs nothing."""
+
+    def score(task: Task, response: str) -> RewardResult:
+        found = re.findall(r"\d+", response)
+        if "unscorable" in response:
+            raise ValueError("cannot be scored")
+        return RewardResult(float(found[-1:] == [task.answer]), reason="another number", answer=(found or [None])[-1])
+
+    return score
+
+
+@dataclass
+class Scripted:
+    """A model whose answers a function gives, from the messages and the seed; coroutines may wait."""
+
+    reply: Callable[[Messages, int], Any]
+    seed: int = 0
+    asked: list[tuple[Messages, int, Mapping[str, Any]]] = field(default_factory=list)
+
+    def with_seed(self, seed: int | None) -> Self:
+        return type(self)(self.reply, seed or 0, self.asked)
+
+    async def chat(self, messages: Messages, **sampling: Any) -> str:
+        self.asked.append((messages, self.seed, sampling))
+        found = self.reply(messages, self.seed)
+        return await found if inspect.iscoroutine(found) else found
+
+
+def says(text: str) -> Scripted:
+    return Scripted(lambda messages, seed: text)
+
+
+def ran(
+    name: str,
+    batch: pa.RecordBatch,
+    models: Mapping[str, Any],
+    *,
+    reward: str = "last_number",
+    tasks: Mapping[str, Task] | None = None,
+    tokenizer: str | None = None,
+    calls: int = 256,
+    settings: dict[str, Any] | None = None,
+    batch_rows: int = 1000,
+    deadline_s: float = 60.0,
+    plugins: Sequence[Path] = (),
+    **options: Any,
+) -> tuple[list[dict[str, Any]], OperatorReport, list[tuple[str, str]]]:
+    """What comes out, the report, and which rows were left out why. ``settings`` are those of `answering`."""
+
+    @asynccontextmanager
+    async def engines(names: Collection[str]) -> AsyncIterator[Mapping[str, AskedModel]]:
+        yield {name: AskedModel(models[name], calls) for name in names}
+
+    @asynccontextmanager
+    async def answers(names: Collection[str], scores: bool) -> AsyncIterator[Any]:
+        config = RewardModelsConfig(name=reward)
+        known = (tasks or {}).get
+        given: dict[str, Any] = {"engines": engines, "endpoints": {}, **(settings or {})}
+        async with answering(names, scores, reward=config, tasks=known, **given) as answerer:
+            yield answerer
+
+    endpoints = (settings or {}).get("endpoints", {})
+    context = Context(tokenizer=tokenizer, models={*models, *endpoints}, scores=True)
+    pipeline = Pipeline(
+        [operator(name, **options)],
+        batch.schema,
+        context=context,
+        plugins=plugins,
+        batch_rows=batch_rows,
+        deadline_s=deadline_s,
+    )
+    found, gone = list[dict[str, Any]](), list[tuple[str, str]]()
+    parts = [batch.slice(start, batch_rows) for start in range(0, batch.num_rows, batch_rows)]
+    report = pipeline.run(
+        parts,
+        lambda rows: found.extend(rows.to_pylist(maps_as_pydicts="lossy")),
+        left_out=lambda operator, rows: gone.extend((each.row, each.reason) for each in rows),
+        answers=answers,
+    )
+    return found, report.operators[0], gone

@@ -1,0 +1,124 @@
+"""Operators of Data-Juicer by their names, in an environment that has it; what can be tested without it is, too."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayrft.config import PipelineConfig
+from rayrft.config.pipelines import OperatorConfig
+from rayrft.errors import ConfigError, OperatorFailed
+from rayrft.pipelines import Context
+from rayrft.pipelines.chain import build_chain
+from rayrft.pipelines.juicer import PYTHON
+from rayrft.pipelines.process import file_source, process
+from rayrft.pipelines.rows import lineage
+from tests.errors import about
+from tests.pipelines.small import rows
+from tests.pipelines.test_process import run, write
+
+there = pytest.mark.skipif(
+    not os.environ.get(PYTHON),
+    reason=f"{PYTHON} names no interpreter with Data-Juicer (pip install py-data-juicer aiohttp)",
+)
+LINKED = [
+    {"question": "see https://a.b/c now", "answer": "1", "more": {"a": [1]}},
+    {"question": "the same", "answer": "2", "more": None},
+    {"question": "short", "answer": "3", "more": None},
+    {"question": "the same", "answer": "4", "more": None},
+]
+
+
+@there
+def test_a_mapper_changes_texts_and_nothing_else(tmp_path: Path) -> None:
+    found, done = run(LINKED, tmp_path, [{"juicer": "clean_links_mapper"}], batch_rows=3)
+    assert [row["question"] for row in found] == ["see  now", "the same", "short", "the same"]
+    assert [(row["answer"], row["more"]) for row in found] == [(row["answer"], row["more"]) for row in LINKED]
+    assert done.report.operators[0].changed == 1
+
+
+@there
+def test_filters_and_deduplicators_leave_rows_out_whatever_the_batches(tmp_path: Path) -> None:
+    operators = [
+        {"juicer": "text_length_filter", "min_len": 6},
+        {"juicer": "document_deduplicator", "lowercase": True},
+        {"juicer": "clean_links_mapper", "repl": "LINK"},
+    ]
+    for size in (1, 3, 100):
+        found, done = run(LINKED, tmp_path, operators, batch_rows=size)
+        assert [row["question"] for row in found] == ["see LINK now", "the same"]
+        assert (
+            done.report.left_out
+            == {
+                "juicer: text_length_filter leaves it out": 1,
+                "juicer: document_deduplicator leaves it out": 1,
+            }
+            or sum(done.report.left_out.values()) == 2
+        )
+
+
+@there
+def test_rows_that_a_mapper_makes_have_their_parents(tmp_path: Path) -> None:
+    chunks = {"juicer": "text_chunk_mapper", "max_len": 12, "overlap_len": 0}
+    found, _ = run(LINKED, tmp_path, [{**chunks, "makes_rows": True}])
+    made = [row for row in found if row["made_by"]]
+    assert (
+        "".join(row["question"] for row in made) == LINKED[0]["question"]
+        and len(made) > 1
+        and len(found) == 3 + len(made)
+    )
+    assert {row["answer"] for row in made} == {"1"} and len({row["id"] for row in made}) == len(made)
+    assert {lineage(row).made_by for row in made} == {"juicer/text_chunk_mapper"}
+    with pytest.raises(OperatorFailed, match="makes_rows: true"):
+        run(LINKED, tmp_path, [chunks])
+
+
+@there
+def test_what_data_juicer_does_not_take_is_told_with_its_words(tmp_path: Path) -> None:
+    with pytest.raises(OperatorFailed, match="near: clean_links_mapper"):
+        run(LINKED, tmp_path, [{"juicer": "clean_link_mapper"}])
+    with pytest.raises(OperatorFailed, match="text_length_filter has no option 'min_length'"):
+        run(LINKED, tmp_path, [{"juicer": "text_length_filter", "min_length": 6}])
+    with pytest.raises(OperatorFailed, match="'>=' not supported"):
+        run(LINKED, tmp_path, [{"juicer": "text_length_filter", "min_len": []}])
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"juicer_python": "/no/such/python"}, "operators.0.juicer_python"),
+        ({"juicer": "naive_grouper", "juicer_python": sys.executable}, "operators.0.juicer"),
+        ({"juicer_python": sys.executable, "column": "answers"}, "operators.0.juicer"),
+        ({}, "operators.0.juicer"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(
+    options: dict[str, Any], field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(PYTHON, raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    config = OperatorConfig.model_validate({"juicer": "clean_links_mapper", **options})
+    batch = rows(question=["q"])
+    with pytest.raises(ConfigError, check=about(field)):
+        build_chain([config], batch.schema, field="operators", origin="test", context=Context())
+
+
+def test_an_interpreter_without_data_juicer_says_so(tmp_path: Path) -> None:
+    config = PipelineConfig.model_validate(
+        {"operators": [{"juicer": "clean_links_mapper", "juicer_python": sys.executable}]}
+    )
+    with pytest.raises(OperatorFailed, match="No module named 'data_juicer'"):
+        process([file_source(write(tmp_path / "in.jsonl", LINKED))], config, tmp_path / "out.jsonl")
+    stub = tmp_path / "python"
+    stub.write_text("#!/bin/sh\necho it is broken >&2\nexit 3\n")
+    stub.chmod(0o755)
+    config = PipelineConfig.model_validate(
+        {"operators": [{"juicer": "clean_links_mapper", "juicer_python": str(stub)}]}
+    )
+    with pytest.raises(OperatorFailed, match="ended with code 3, and said: it is broken"):
+        process([file_source(tmp_path / "in.jsonl")], config, tmp_path / "out.jsonl")
+    assert not (tmp_path / "out.jsonl").exists()
