@@ -109,7 +109,8 @@ const show = (next, kept = null) => {
   $("comment").value = draft.comment;
   paint();
   window.scrollTo(0, 0);
-  if (restored) toast("What you typed here before is back.");
+  // A warning about what was said before stays.
+  if (restored && !$("toast").className) toast("What you typed here before is back.");
 };
 
 const pictures = () =>
