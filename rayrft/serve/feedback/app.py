@@ -25,8 +25,9 @@ from rayrft.serve.feedback.judgements import Judged, Judgement, Judgements, Thum
 from rayrft.serve.http import HttpService
 from rayrft.serve.protocol import ApiError, parse
 
-_TOLD_S = 2.0
-"""Seconds in which a person is told what the run did with a judgement; later they are told that it is kept."""
+_TOLD_S = 0.5
+"""Seconds that a person waits to be told what the run did with a judgement; if it takes longer, and it came too late,
+they are told with a later answer."""
 _FRESH_S = 30.0
 """Seconds after which the rows of a run under way are read again, when somebody asks for an item."""
 _REFERENCES_S = 5.0
@@ -115,6 +116,8 @@ class FeedbackPage(HttpService):
         self._judgements = Judgements(config)
         self._queue = Queue(config, self._judgements)
         self._before: dict[str, float | None] = {}
+        self._owed: dict[str, list[Judgement]] = {}
+        """By person, the judgements of which they were not told yet what the run did with them."""
         self._references: dict[str, str] = {}
         self._notice: str | None = None
         self._read_at = 0.0
@@ -254,6 +257,8 @@ class FeedbackPage(HttpService):
             others = sorted({*others, *self._queue.others(known.item, known.person)})  # of the same moment
             self._queue.judged(known)
         delivered = await self._delivering.settle(known, _TOLD_S)
+        if delivered.outcome == "kept":
+            self._owed.setdefault(known.person, []).append(known)
         return JSONResponse({"id": known.id, **self._told(delivered), "others": others, **self._progress(body.person)})
 
     async def _undo(self, request: Request) -> Response:
@@ -383,7 +388,21 @@ class FeedbackPage(HttpService):
             "can_undo": bool(given),
         }
         left = {view: self._queue.left(view) for view in self._queue.totals}
-        return {"mine": mine, "left": left, "totals": self._queue.totals, "running": self._delivering.reachable}
+        return {
+            "mine": mine,
+            "left": left,
+            "totals": self._queue.totals,
+            "running": self._delivering.reachable,
+            "news": self._news(person),
+        }
+
+    def _news(self, person: str) -> list[dict[str, Any]]:
+        """Return what a person is owed to be told: judgements that came too late, or were refused, since."""
+        owed = [(each, self._delivering.state(each)) for each in self._owed.pop(person, [])]
+        if waiting := [each for each, delivered in owed if delivered.outcome == "kept"]:
+            self._owed[person] = waiting
+        told = ("late", "refused")
+        return [{"id": each.id, **self._told(state)} for each, state in owed if state.outcome in told]
 
     def _add_file(self, app: FastAPI, path: str, content: bytes, kind: str) -> None:
         async def serve(request: Request) -> Response:

@@ -14,6 +14,7 @@ let shownAt = 0;
 let asked = 0; // the latest request for an item: answers to earlier ones are not shown
 let progress = null;
 let sending = null;
+const news = []; // what the run did not take of what was said earlier
 
 // Elements
 
@@ -108,7 +109,8 @@ const show = (next, kept = null) => {
   $("comment").value = draft.comment;
   paint();
   window.scrollTo(0, 0);
-  if (restored) toast("What you typed here before is back.");
+  // A warning about what was said before stays.
+  if (restored && !$("toast").className) toast("What you typed here before is back.");
 };
 
 const pictures = () =>
@@ -375,6 +377,11 @@ const insist = async (path, body) => {
       const answer = await store.ask(path, body);
       $("offline").hidden = true;
       if (answer.mine) progress = answer;
+      // In the list under Statistics, too: a toast is soon gone.
+      for (const { outcome, reason } of answer.news ?? []) {
+        news.push([outcome === "late" ? "too late" : "refused", reason]);
+        toast(`Of what you said before: ${OUTCOMES[outcome](reason)[0]}`, "warn");
+      }
       return answer;
     } catch (error) {
       if (error instanceof store.Refused && error.status === 401) {
@@ -530,6 +537,7 @@ const showStats = async () => {
     ...part("Agreement", found.agreement.map(figure)),
     ...part("Answers changed in the run", Object.entries(found.rows).filter(([, count]) => count)),
     ...part("Edited answers in the run", Object.entries(found.edits)),
+    ...part("Not taken by the run", news),
     ...part("Not taken by the server", store.returned().map((each) => [each.why, JSON.stringify(each)])),
   );
   if (about.notice) $("stats-body").append(make("p", { textContent: about.notice }));
