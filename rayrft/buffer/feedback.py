@@ -57,7 +57,7 @@ class Feedback:
         self, slot: int, experience_id: str, reward: float | None, labels: dict[str, str]
     ) -> list[e.Event]:
         store = self._store
-        before = from_batch(await store.in_row_thread(store.rows.read, [store.span(slot)]))
+        before = from_batch(await store.in_row_thread(store.rows.read_group, store.span(slot)))
         rows = change(before, experience_id, reward, labels)
         if rows is before:
             return []

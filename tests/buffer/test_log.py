@@ -194,6 +194,24 @@ class TestRowLog:
         with pytest.raises(StorageError, match=r"segment-00000000\.arrow: \d+ bytes were written and 0 are there"):
             opened(tmp_path, extents)
 
+    def test_a_group_is_read_from_memory_wherever_it_lies_there_and_else_from_the_disk(self, tmp_path: Path) -> None:
+        rows, extents, spans = self.written(tmp_path, 9)
+        expected = [rows.read([span]) for span in spans]
+        for state in ("as written", "merged into blocks", "opened again", "opened again and grown"):
+            if state == "merged into blocks":
+                rows.refs(spans)
+            elif state == "opened again":
+                rows = opened(tmp_path, extents)
+            elif state == "opened again and grown":
+                done = rows.append(pack(to_batch(group(9))))
+                spans.append(RowSpan(done.extent.segment, done.row, 2))
+                expected.append(rows.read(spans[-1:]))
+            assert [rows.read_group(span) for span in spans] == expected, state
+        rows.refs(spans)
+        for file in tmp_path.iterdir():
+            file.write_bytes(b"")
+        assert [rows.read_group(span) for span in spans] == expected, "no file was read"
+
     def test_rows_of_another_schema_are_not_read(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(segments, "SCHEMA", SCHEMA.with_metadata({"rayrft.schema": "0"}))
         rows, _, spans = self.written(tmp_path)

@@ -151,9 +151,28 @@ class RowLog:
         return found
 
     def read(self, spans: list[RowSpan]) -> pa.RecordBatch:
-        """Read rows from disk, for feedback and compaction."""
+        """Read rows from disk, for compaction."""
         batches = {number: self._read(self._segments[number]) for number in {span.segment for span in spans}}
         return pa.concat_batches([batches[span.segment].slice(span.row, span.rows) for span in spans])
+
+    def read_group(self, span: RowSpan) -> pa.RecordBatch:
+        """Read one group, for feedback: from memory if it is there, for its file may be large, and brings nothing into
+        memory."""
+        import ray
+
+        segment = self._segments[span.segment]
+        if self._grows(segment) and self._pending and span.row >= self._pending_row:
+            row = self._pending_row
+            for message in self._pending:
+                batch = unpack(message)
+                if span.row < row + batch.num_rows:
+                    return batch.slice(span.row - row, span.rows)
+                row += batch.num_rows
+        at = bisect_right(segment.blocks, span.row, key=lambda block: block.row) - 1
+        if at < 0 or segment.blocks[0].row:  # freed, maybe but for what was written since
+            return self.read([span])
+        block = segment.blocks[at]
+        return unpack(ray.get([block.ref])[0]).slice(span.row - block.row, span.rows)
 
     def rewrite(self, spans: list[RowSpan]) -> tuple[Extent, int]:
         """Rewrite groups at the end of the log; return the new extent and first row."""
