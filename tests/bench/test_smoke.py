@@ -22,6 +22,7 @@ SMALLEST = {
     "bench_math": "--answers 20 --rounds 1",
     "bench_operators": "--rows 1000 --rounds 1 --near 1000",
     "bench_pause": "--rounds 1 --answers 8 --in-flight 4",
+    "bench_pipelines": "--rounds 1 --steps 2",
     "bench_priority": "--rounds 2",
     "bench_put": "--seconds 0.5 --rounds 1 --producers 1",
     "bench_rewards": "--rounds 1 --seconds 0.5",

@@ -19,8 +19,8 @@ def priority_two(reward: float | None) -> float:
     return 2.0
 
 
-@rayrft.register_operator("raises_on_wrong", "filter")
-def raises_on_wrong(reward: float | None) -> bool:
+@rayrft.register_operator("raises_on_zero", "filter")
+def raises_on_zero(reward: float | None) -> bool:
     if reward == 0.0:
         raise LookupError("no such thing")
     return True
@@ -31,8 +31,8 @@ def nothing_left(source: str) -> bool:
     return False
 
 
-@rayrft.register_operator("dies_here", "filter")
-def dies_here(source: str) -> bool:
+@rayrft.register_operator("dies_on_batches", "filter")
+def dies_on_batches(source: str) -> bool:
     os._exit(7)
 
 

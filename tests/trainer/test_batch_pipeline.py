@@ -216,7 +216,7 @@ def test_a_pair_is_left_out_whole(buffer: LocalBuffer) -> None:
         ("other_sources", "'source'"),
         ("negative_weights", "negative or not finite"),
         ("nothing_left", "nothing of the batch is left"),
-        ("dies_here", "exit code 7"),
+        ("dies_on_batches", "exit code 7"),
         ("longer_masks", "action_mask has not an entry for every token"),
     ],
 )
@@ -245,9 +245,9 @@ def test_the_order_in_which_operators_return_rows_changes_nothing(buffer: LocalB
 
 def test_a_row_on_which_an_operator_raises_is_left_out_and_told(buffer: LocalBuffer) -> None:
     fill(buffer)
-    [made] = process([lease(buffer)], "raises_on_wrong")
+    [made] = process([lease(buffer)], "raises_on_zero")
     assert made.lease.usual_rows == 4 and "no such thing" in str(made.problem)
-    assert made.operators["raises_on_wrong"].failed == 4
+    assert made.operators["raises_on_zero"].failed == 4
 
 
 @pytest.mark.parametrize(
