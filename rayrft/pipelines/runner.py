@@ -36,8 +36,8 @@ from rayrft.pipelines.report import OperatorReport, Report
 from rayrft.processes import ProcessPool, Worker
 from rayrft.registry import load_plugins
 
-_ANSWER_BYTES = 1 << 31
-_START_S = 300.0
+ANSWER_BYTES = 1 << 31
+START_S = 300.0
 """Operators load models and compile as they start."""
 
 Answers = Callable[[Collection[str], bool], AbstractAsyncContextManager[Answerer]]
@@ -121,8 +121,8 @@ class Pipeline:
             processes=1,
             plugins=self._plugins,
             spares=0,
-            answer_limit=_ANSWER_BYTES,
-            start_s=_START_S,
+            answer_limit=ANSWER_BYTES,
+            start_s=START_S,
         )
 
         def note(number: int, outcome: Outcome) -> None:
@@ -135,19 +135,19 @@ class Pipeline:
             with tempfile.TemporaryDirectory(prefix="rayrft-pipeline-") as folder:
                 try:
                     async with answers() as answerer, pool.lease() as worker:
-                        far = _Far(worker, self.links, self._deadline_s, answerer)
+                        far = Far(worker, self.links, self._deadline_s, answerer)
                         stream = self._stream(far, batches, Path(folder), note)
                         async with aclosing(stream):
                             async for batch in stream:
                                 take(batch)
                 except CallFailed as error:  # of the lease itself
-                    raise _failure(error, "the operators could not be started", "operators") from error
+                    raise operator_failure(error, "the operators could not be started", "operators") from error
         finally:
             await pool.close()
         return self.report
 
     async def _stream(
-        self, far: _Far, batches: Iterable[pa.RecordBatch], folder: Path, note: Callable[[int, Outcome], None]
+        self, far: Far, batches: Iterable[pa.RecordBatch], folder: Path, note: Callable[[int, Outcome], None]
     ) -> AsyncGenerator[pa.RecordBatch, None]:
         stream = _whole(batches)
         for numbers, spread in zip(self._segments, self._spread, strict=True):
@@ -201,7 +201,7 @@ class Pipeline:
 
     async def _segment(
         self,
-        far: _Far,
+        far: Far,
         numbers: Sequence[int],
         stream: AsyncGenerator[pa.RecordBatch, None],
         note: Callable[[int, Outcome], None],
@@ -278,7 +278,7 @@ class Applier:
         return packed(self._rows)
 
 
-class _Far:
+class Far:
     """The operators' process, seen from here."""
 
     def __init__(
@@ -328,14 +328,14 @@ class _Far:
                 return await self._worker.call(method, *arguments, deadline_s=limit_s)
             return await self._answerer.call(self._worker, method, *arguments, deadline_s=limit_s)
         except CallFailed as error:
-            raise _failure(error, f"the operator failed{at}", link.field) from error
+            raise operator_failure(error, f"the operator failed{at}", link.field) from error
         except (ActorDied, EndpointFailed) as error:
             problem = f"a model that it asks failed{at}: {error.problem}"
             remedy = error.remedy or "see its log; what it has answered is not asked again where answers are kept"
             raise OperatorFailed(problem, field=link.field, value=error.field, remedy=remedy) from error
 
 
-def _failure(error: CallFailed, what: str, field: str) -> OperatorFailed:
+def operator_failure(error: CallFailed, what: str, field: str) -> OperatorFailed:
     if isinstance(error, CallTimeout):
         remedy = "raise deadline_s, lower batch_rows, or make the operator faster"
         failure: OperatorFailed = OperatorTimeout(f"{what}: {error.problem}", field=field, remedy=remedy)

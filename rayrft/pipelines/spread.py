@@ -22,7 +22,7 @@ import pyarrow as pa
 from rayrft.data.ray_data import quiet_ray_data
 from rayrft.errors import CallFailed, ClusterError, OperatorFailed, OperatorTimeout
 from rayrft.pipelines.chain import Link, Outcome
-from rayrft.pipelines.runner import _ANSWER_BYTES, _START_S, Applier, _failure, _Far, packed
+from rayrft.pipelines.runner import ANSWER_BYTES, START_S, Applier, Far, operator_failure, packed
 from rayrft.processes import ProcessPool, Worker
 from rayrft.registry import load_plugins
 
@@ -67,7 +67,7 @@ async def spread(segment: Segment, path: Path, batches: int, workers: int) -> As
         raise ClusterError("workers need a Ray cluster", field=place, remedy="connect to one, or set workers to 1")
     if not batches:
         return
-    deadline_s = _START_S + 2 * segment.deadline_s * len(segment.numbers)
+    deadline_s = START_S + 2 * segment.deadline_s * len(segment.numbers)
     with quiet_ray_data(), closing(_results(segment, path, batches, workers)) as results:
         while True:
             try:
@@ -148,7 +148,7 @@ class _SegmentWorker:
             outcomes.append((number, outcome))
 
         try:
-            far = _Far(await self._started(), self._links, self._segment.deadline_s)
+            far = Far(await self._started(), self._links, self._segment.deadline_s)
             async for part in far.apply(self._segment.numbers, batch, note):
                 return Result(outcomes, packed(part))
         except OperatorFailed as failure:
@@ -163,12 +163,12 @@ class _SegmentWorker:
                 processes=1,
                 plugins=self._segment.plugins,
                 spares=0,
-                answer_limit=_ANSWER_BYTES,
-                start_s=_START_S,
+                answer_limit=ANSWER_BYTES,
+                start_s=START_S,
             )
             try:
                 self._worker = await self._stack.enter_async_context(pool.lease())
             except CallFailed as error:
                 place = self._links[self._segment.numbers[0]].field
-                raise _failure(error, "the operators could not be started", place) from error
+                raise operator_failure(error, "the operators could not be started", place) from error
         return self._worker

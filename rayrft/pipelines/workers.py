@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -28,11 +29,11 @@ from rayrft.pipelines.chain import Link, Outcome, build_chain
 from rayrft.pipelines.operator import Context
 from rayrft.pipelines.report import reason_of
 from rayrft.pipelines.runner import (
-    _ANSWER_BYTES,
-    _START_S,
+    ANSWER_BYTES,
+    START_S,
     Answers,
     Applier,
-    _Far,
+    Far,
     asked_by,
     packed,
     segments,
@@ -47,7 +48,9 @@ log = logging.getLogger(__name__)
 _STARTS = 3
 """How often in a row a process is started that dies."""
 _AT_ONCE = 32
-"""Groups that a process works on at a time, of those that wait: many end together, and a call takes a millisecond."""
+"""The most groups that a process works on at a time: many end together, and a call takes a millisecond."""
+_SHARE = 0.25
+"""Those that are worked on together are to be done in this share of the deadline, which is that of a group."""
 
 
 @dataclass(frozen=True)
@@ -222,11 +225,13 @@ class LocalOperators:
             processes=config.workers + chain.whole,
             plugins=chain.plugins,
             spares=int(chain.whole),
-            answer_limit=_ANSWER_BYTES,
-            start_s=_START_S,
+            answer_limit=ANSWER_BYTES,
+            start_s=START_S,
         )
         self._calls: asyncio.Queue[_Call] = asyncio.Queue()
         self._working: list[asyncio.Task[None]] = []
+        self._usual_s: float | None = None
+        """Of recent groups, each by its share of those that were worked on together."""
         self._error: ConfigError | None = None
         """Why no process can be started any more."""
 
@@ -276,8 +281,9 @@ class LocalOperators:
 
     async def _take(self) -> list[_Call]:
         """Wait for a group, and return it with others that wait; one that was made before, alone."""
+        most = min(_AT_ONCE, int(_SHARE * self._deadline_s / self._usual_s)) if self._usual_s else 1
         calls = list[_Call]()
-        while not calls or not (calls[0].failed or self._whole or self._calls.empty() or len(calls) == _AT_ONCE):
+        while not calls or not (calls[0].failed or self._whole or self._calls.empty() or len(calls) >= most):
             call = await self._calls.get()
             if call.done.done():  # nobody waits any more
                 continue
@@ -293,13 +299,14 @@ class LocalOperators:
                 made = [await self._one_by_one(worker, calls[0].rows)]
             else:
                 made = await self._at_once(worker, [call.rows for call in calls])
-        except OperatorFailed as error:
-            if not calls[0].done.done():
-                calls[0].done.set_exception(error)
         except (CallFailed, ActorDied, EndpointFailed):  # of whichever operator, or of a model that it asks
             for call in calls:
                 call.failed = True
                 self._calls.put_nowait(call)
+        except Exception as error:  # OperatorFailed, or whatever what answers raised: it is raised in the callers
+            for call in calls:
+                if not call.done.done():
+                    call.done.set_exception(error)
         else:
             for call, worked in zip(calls, made, strict=True):
                 if not call.done.done():
@@ -309,14 +316,16 @@ class LocalOperators:
         """Apply all operators to groups in one call. Raises CallFailed if any fails, and ActorDied or EndpointFailed if
         a model does that they ask."""
         call = partial(self._answerer.call, worker) if self._answerer is not None else worker.call
-        messages = [packed(rows) for rows in groups]
+        messages, started = [packed(rows) for rows in groups], time.perf_counter()
         kept, changed, made, outcomes = await call("work", messages, self._key, deadline_s=self._deadline_s)
+        took = (time.perf_counter() - started) / len(groups)
+        self._usual_s = took if self._usual_s is None else 0.9 * self._usual_s + 0.1 * took
         together = Worked(kept, unpacked(changed), None if made is None else unpacked(made), outcomes)
         return [together] if len(groups) == 1 else _apart(together, groups, self._key)
 
     async def _one_by_one(self, worker: Worker, rows: pa.RecordBatch) -> Worked:
         """Apply operators, each in a call of its own. Raises OperatorFailed, which names the one that fails."""
-        far, outcomes, after = _Far(worker, self._links, self._deadline_s, self._answerer), list[Outcome](), rows
+        far, outcomes, after = Far(worker, self._links, self._deadline_s, self._answerer), list[Outcome](), rows
 
         def note(number: int, outcome: Outcome) -> None:
             outcomes.append(outcome)

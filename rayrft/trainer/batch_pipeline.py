@@ -7,7 +7,6 @@ again. So the same lease gives the same batch, also after a restart.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,8 +34,6 @@ class ProcessedLease:
     """The lease to train, and what operators did. ``problem`` is why it is the one that was given, if they failed."""
 
     lease: Lease
-    left_out: Counter[str] = field(default_factory=Counter)
-    """Rows by ``operator: reason``; the groups that they are of count as used all the same."""
     operators: dict[str, OperatorStats] = field(default_factory=dict)
     problem: str | None = None
 
@@ -108,12 +105,12 @@ class BatchPipeline:
             block, kept = self._settle(worked, given)
         except OperatorFailed as error:
             self._failures += 1
-            reason = self._log.fail(error, given.num_rows)
+            self._log.fail(error, given.num_rows)
             if self._stops or self._failures == _FAILURES_IN_A_ROW:
                 raise
-            return ProcessedLease(lease, Counter({reason: 0}), self._log.take(), str(error))
+            return ProcessedLease(lease, self._log.take(), str(error))
         self._failures = 0
-        left_out, problem = self._log.add(worked.outcomes)
+        _, problem = self._log.add(worked.outcomes)
         units = _units(rows, block, kept, ray.put(pack(block.select(SCHEMA.names).cast(SCHEMA))))
         usual = sum(unit.rows for units_ in units for unit in units_ if unit.group[1])
         return ProcessedLease(
@@ -123,7 +120,6 @@ class BatchPipeline:
                 usual_rows=usual,
                 expert_rows=sum(unit.rows for units_ in units for unit in units_) - usual,
             ),
-            left_out,
             self._log.take(),
             problem,
         )

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from rayrft.buffer.schedule import Ticket
@@ -14,7 +15,8 @@ from rayrft.errors import ConfigError, OperatorFailed, RayrftError
 from rayrft.experience import Experience, Task, from_batch, unpack
 from rayrft.explorer.explorer import Explorer
 from rayrft.pipelines.experiences import VERIFIED, _seen, experience_chain
-from rayrft.pipelines.workers import Asked, OperatorActor, OperatorStats
+from rayrft.pipelines.workers import Asked, LocalOperators, OperatorActor, OperatorStats, _Call
+from rayrft.rewards import RewardResult
 from tests.buffer.rows import group
 from tests.explorer.test_explorer import config, make_explorer
 from tests.explorer.test_group import Engine, Rewards, Taken
@@ -204,6 +206,33 @@ async def test_groups_that_come_together_are_worked_on_together_and_one_that_fai
     well = [verified for verified in found if verified.rows]
     assert stats["expert_rows"].made == len(well) == 52 and stats["worth"].taken == 3 * len(well)
     assert stats["worth"].left_out == sum(verified.left_out.total() for verified in well)
+
+
+@pytest.mark.parametrize("usual_s, together", [(None, 1), (0.001, 10), (5.0, 3), (100.0, 1)])
+async def test_no_more_groups_are_worked_on_together_than_a_part_of_the_deadline_takes(
+    tiny_model: Path, usual_s: float | None, together: int
+) -> None:
+    async with Verifying(tiny_model, ["worth"]) as verifying:
+        operators = verifying.explorer._pipeline._operators  # type: ignore[union-attr]
+        assert isinstance(operators, LocalOperators)
+    for _ in range(10):
+        operators._calls.put_nowait(_Call(pa.RecordBatch.from_pylist([]), asyncio.get_running_loop().create_future()))
+    operators._usual_s = usual_s
+    assert len(await operators._take()) == together
+
+
+async def test_what_answers_operators_raises_where_the_group_is_waited_for(tiny_model: Path) -> None:
+    class Refuses(Rewards):
+        async def score(self, task: Task, transcripts: list[Any]) -> list[Any]:
+            if next(self.sampled, None) is None:
+                raise ConfigError("no reward scores tasks of this domain", field="reward.domains", value=task.domain)
+            return [RewardResult(1.0)] * len(transcripts)
+
+    async with Verifying(tiny_model, ["scored_again"]) as verifying:
+        verifying.explorer._rewards = Refuses(1.0, 1.0)  # type: ignore[assignment]
+        for _ in range(2):
+            with pytest.raises(ConfigError, match="no reward scores"):
+                await verifying.group()
 
 
 async def test_an_operator_that_always_fails_ends_the_run_with_its_problem(tiny_model: Path) -> None:
