@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
+from rayrft.buffer.events import GroupReport
 from rayrft.buffer.schedule import Ticket
 from rayrft.errors import ConfigError, OperatorFailed, RayrftError
 from rayrft.experience import Experience, Task, from_batch, unpack
 from rayrft.explorer.explorer import Explorer
-from rayrft.pipelines.experiences import VERIFIED, _seen, experience_chain
+from rayrft.explorer.scoring import ScoredGroup, with_verified
+from rayrft.pipelines.experiences import VERIFIED, Verified, _seen, experience_chain
 from rayrft.pipelines.workers import Asked, LocalOperators, OperatorActor, OperatorStats, _Call
 from rayrft.rewards import RewardResult
 from tests.buffer.rows import group
@@ -131,6 +135,14 @@ async def test_operators_in_an_actor_ask_the_models_that_it_is_given_and_know_th
     assert worked.kept == [0] and worked.changed.column("reward").to_pylist() == [1.0] and not actor._tasks
 
 
+def test_a_reward_that_an_operator_gives_counts_before_shaping_and_others_stay_what_they_were_before_it() -> None:
+    first, second, third = (replace(row, reward=np.float32(0.9).item()) for row in group(1, 3))
+    scored = ScoredGroup([first, second, third], Counter(), GroupReport(), unpunished=[1.0, 1.0, 0.0])
+    given = Verified([replace(second, reward=0.25), third], Counter({"worth: too low": 1}))
+    verified = with_verified(scored, given)
+    assert verified.unpunished == [0.25, 0.0] and verified.dropped == {"worth: too low": 1}
+
+
 async def test_groups_that_operators_have_made_equal_are_dropped_as_such(tiny_model: Path) -> None:
     async with Verifying(tiny_model, ["worth"]) as verifying:
         taken = await verifying.group()
@@ -183,28 +195,25 @@ async def test_groups_that_come_together_are_worked_on_together_and_one_that_fai
     async with Verifying(tiny_model, operators) as verifying:
         pipeline = verifying.explorer._pipeline
         assert pipeline is not None
+        rewards = [(0.0, float(number % 3 if number != 7 else 7), 1.0) for number in range(1, 60)]
         given = [
-            [
-                replace(row, reward=float(reward))
-                for row, reward in zip(group(number, 3), (0, number % 8, 1), strict=True)
-            ]
-            for number in range(1, 60)
+            [replace(row, reward=reward) for row, reward in zip(group(number, 3), each, strict=True)]
+            for number, each in enumerate(rewards, start=1)
         ]
         task = Task.create("test", "a question", "an answer")
         found = await asyncio.gather(*(pipeline.process(task, rows) for rows in given))
         stats = pipeline.take_stats()
     for number, verified in enumerate(found, start=1):
-        if number % 8 == 7:
+        if number == 7:
             assert verified.rows == [] and verified.left_out == {"dies_of_seven: failed": 3}
             continue
         kept = [row.experience_id for row in verified.rows]
-        assert kept == [f"{number}/1", f"{number}/2"][number % 8 == 0 :]
-        assert [row.reward for row in verified.rows][-1] == 1.25 and verified.left_out == {
-            "worth: too low": 3 - len(kept)
-        }
+        assert kept == [f"{number}/1", f"{number}/2"][number % 3 == 0 :]
+        assert [row.reward for row in verified.rows] == [number % 3 + 0.25, 1.25][-len(kept) :]
+        assert verified.left_out == {"worth: too low": 3 - len(kept)}
         assert verified.made is not None and verified.made.column("group_id").to_pylist() == [str(number)]
     well = [verified for verified in found if verified.rows]
-    assert stats["expert_rows"].made == len(well) == 52 and stats["worth"].taken == 3 * len(well)
+    assert stats["expert_rows"].made == len(well) == 58 and stats["worth"].taken == 3 * len(well)
     assert stats["worth"].left_out == sum(verified.left_out.total() for verified in well)
 
 

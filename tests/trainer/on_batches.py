@@ -36,6 +36,13 @@ def dies_on_batches(source: str) -> bool:
     os._exit(7)
 
 
+@rayrft.register_operator("dies_at_step_zero", "filter")
+def dies_at_step_zero(step: int) -> bool:
+    if not step:
+        os._exit(7)
+    return True
+
+
 class _Any(Operator[Any]):
     kind = "clean"
 

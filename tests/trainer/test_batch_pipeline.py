@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,13 +48,29 @@ def buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalBuf
     local.kill()
 
 
-def fill(buffer: LocalBuffer, demonstrations: list[Experience] | None = None, **changes: Any) -> None:
+def of_length(row: Experience, length: int) -> Experience:
+    mask = np.array([0] + [1] * (length - 1), np.uint8)
+    return replace(
+        row,
+        token_ids=np.full(length, row.token_ids[0], np.int32),
+        action_mask=mask,
+        logprobs=np.zeros(length, np.float32),
+    )
+
+
+def fill(
+    buffer: LocalBuffer,
+    demonstrations: list[Experience] | None = None,
+    lengths: Sequence[int] | np.ndarray | None = None,
+    **changes: Any,
+) -> None:
     """Groups 1 to 8 of two rows with rewards 0 and 1, and demonstrations; a step takes four and six."""
     given = expert_rows(6) if demonstrations is None else demonstrations
     buffer.do("load", "given", [pack(to_batch(given))])
     changes = {"expert_rows": 6, "demonstrations": "given", "scheduled": False, "mini_batches": 2} | changes
     buffer.do("open_stage", plan(changes.pop("groups", 4), **changes))
-    buffer.put([(group(number, length=6), None) for number in range(1, 9)])
+    lengths = [6] * 8 if lengths is None else lengths
+    buffer.put([(group(number, length=int(length)), None) for number, length in enumerate(lengths, start=1)])
 
 
 def lease(buffer: LocalBuffer, step: int = 0, ranks: int = 2) -> Lease:
@@ -130,21 +146,19 @@ def test_operators_that_change_nothing_leave_the_batch_what_it_is_for_any_number
             assert of[0] == of[1], "the mini-batches are the same"
 
 
-def test_expert_rows_get_their_share_by_the_step_whatever_the_ranks_and_again_after_a_restart(
-    buffer: LocalBuffer,
+@pytest.mark.parametrize("share, usual, expert", [(0.2, 8, 2), (0.6, 4, 6)])
+def test_expert_rows_get_their_share_by_the_step_whatever_the_ranks_and_again(
+    buffer: LocalBuffer, share: float, usual: int, expert: int
 ) -> None:
-    fill(buffer)
-    operator = {"name": "rebalance", "expert_share": 0.2}
-    first, second = (lease(buffer, step) for step in (0, 1))
-    again = lease(buffer, 0, ranks=3)
-    made = process([first, second, again, first], operator)
-    assert [(each.lease.usual_rows, each.lease.expert_rows) for each in made] == [(8, 2)] * 4
+    rng = np.random.default_rng(0)
+    fill(buffer, [of_length(row, int(rng.integers(4, 40))) for row in expert_rows(6)], lengths=rng.integers(4, 40, 8))
+    leases = [lease(buffer, 0, ranks) for ranks in (1, 2, 3, 5)]
+    made = process([*leases, leases[0], lease(buffer, 1)], {"name": "rebalance", "expert_share": share})
+    assert [(each.lease.usual_rows, each.lease.expert_rows) for each in made] == [(usual, expert)] * 6
     ids = [set(rows(each.lease)) for each in made]
-    assert ids[0] == ids[2] == ids[3], "the same step, by other ranks and again"
+    assert ids[0] == ids[1] == ids[2] == ids[3] == ids[4], "the same step, by other ranks and again"
     stats = made[0].operators["rebalance"]
-    assert (stats.taken, stats.left_out) == (14, 4)
-    [fewer] = process([first], {"name": "rebalance", "expert_share": 0.6})
-    assert (fewer.lease.usual_rows, fewer.lease.expert_rows) == (4, 6), "own rows are too many now"
+    assert (stats.taken, stats.left_out) == (14, 14 - usual - expert)
 
 
 def test_a_row_that_is_left_out_counts_in_its_groups_advantages(buffer: LocalBuffer) -> None:
@@ -199,10 +213,11 @@ def test_weights_are_multiplied_of_own_and_of_expert_rows(buffer: LocalBuffer) -
     assert {weights[key] for key in weights if key.endswith("/0") and not key.startswith("90")} == {1.0}
 
 
-def test_a_pair_is_left_out_whole(buffer: LocalBuffer) -> None:
+@pytest.mark.parametrize("side", ["given/1/0", "given/1/1"])
+def test_a_pair_is_left_out_whole(buffer: LocalBuffer, side: str) -> None:
     fill(buffer, pairs(4), groups=0, expert_rows=8, pairs=True, mini_batches=1)
     given = lease(buffer)
-    [made] = process([given], {"name": "expression", "where": "experience_id <> 'given/1/0'"})
+    [made] = process([given], {"name": "expression", "where": f"experience_id <> '{side}'"})
     assert sorted(rows(made.lease)) == sorted(set(rows(given)) - {"given/1/0", "given/1/1"})
     numbers = [row.pair for share in made.lease.shares for row in fetch_rows(share, build("dpo"))]
     assert None not in numbers and all(numbers[at] == numbers[at + 1] for at in range(0, len(numbers), 2))
@@ -228,6 +243,22 @@ def test_a_batch_that_operators_spoil_is_trained_as_it_was_given_and_the_third_i
     made, error = attempt([given] * 3, operator)
     assert [each.lease for each in made] == [given] * 2 and all(problem in str(each.problem) for each in made)
     assert problem in str(error)
+
+
+def test_batches_that_operators_spoil_now_and_then_do_not_end_the_run(buffer: LocalBuffer) -> None:
+    fill(buffer)
+    spoilt, fine = lease(buffer, 0), lease(buffer, 1)
+    made, error = attempt([spoilt, spoilt, fine, spoilt, spoilt], "dies_at_step_zero")
+    assert error is None and [each.problem is None for each in made] == [False, False, True, False, False]
+
+
+def test_a_row_that_is_to_stand_alone_still_does(buffer: LocalBuffer) -> None:
+    fill(buffer)
+    blamed = next(key for key in rows(lease(buffer)) if not key.startswith("90"))
+    buffer.do("blame", 0, "first life", [blamed])
+    [made] = process([lease(buffer)], {"name": "truncate", "max_tokens": 5})
+    alone = {key for key, row in rows(made.lease).items() if row.alone}
+    assert alone == {key for key in rows(lease(buffer)) if key.startswith(blamed.partition("/")[0] + "/")}
 
 
 def test_a_batch_that_operators_spoil_ends_the_run_at_once_if_that_is_wanted(buffer: LocalBuffer) -> None:
