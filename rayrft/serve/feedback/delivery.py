@@ -87,6 +87,8 @@ class Delivery:
     async def _run(self) -> None:
         while True:
             self._wake.clear()
+            # who comes from here on waits for the next round: this one may have looked before the run was there
+            done, self._round = self._round, asyncio.get_running_loop().create_future()
             try:
                 self.reachable = await asyncio.to_thread(self._rows.running)
                 if self.reachable:
@@ -96,7 +98,6 @@ class Delivery:
             except RayrftError:
                 log.exception("feedback was not sent")  # it stays in the journal
                 self.reachable = False
-            done, self._round = self._round, asyncio.get_running_loop().create_future()
             done.set_result(None)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(None if self.reachable else _AGAIN_S):

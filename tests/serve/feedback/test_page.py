@@ -167,6 +167,31 @@ async def test_what_is_said_while_the_run_is_away_is_kept_and_told_when_it_is_ba
         assert {each.get("edit", each.get("reward")) for each in client.told()} == {1.0, "Better."}
 
 
+async def test_what_is_said_while_a_run_that_was_away_comes_back_is_told_to_it_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looking, go_on, look = threading.Event(), threading.Event(), ScriptedRows.running
+
+    def slow(self: ScriptedRows) -> bool:
+        found = look(self)
+        if threading.current_thread() is not threading.main_thread():
+            looking.set()
+            assert go_on.wait(60)
+        return found
+
+    monkeypatch.setattr(ScriptedRows, "running", slow)
+    async with opened(tmp_path) as client:
+        first = asyncio.create_task(client.judge("g/0", score=5))
+        assert await asyncio.to_thread(looking.wait, 60)
+        (tmp_path / "running").touch()
+        second = asyncio.create_task(client.judge("g/1", score=1))
+        while not client.page._judgements.all.keys() >= {"judgement-2"}:  # noqa: ASYNC110 - written by a task
+            await asyncio.sleep(0.01)
+        go_on.set()
+        await first
+        assert (await second)["outcome"] == "applied"
+
+
 async def test_a_buffer_that_dies_while_it_is_told_is_told_again(
     running: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
