@@ -37,6 +37,7 @@ _STARTING_AT_ONCE = 8
 """Processes between fork and readiness: more would only compete for the cores."""
 
 _NICEST = 19
+_AGAIN_S = 0.1
 
 Asked = Callable[..., Awaitable[Any]]
 """Replies to what an object asks during a call: takes a name and arguments."""
@@ -175,6 +176,8 @@ class Worker:
 
     def give_way(self) -> None:
         """Let the process, and all that it has started or will start, give way to others in the kernel's scheduler."""
+        if self.ended.done():
+            return
         left = [self.pid]
         while left:
             pid = left.pop()
@@ -183,6 +186,18 @@ class Worker:
                     # First the thread: what it starts from now on gives way by itself.
                     os.setpriority(os.PRIO_PROCESS, int(thread.name), _NICEST)
                     left += map(int, (thread / "children").read_text().split())
+            self._session_gives_way(pid)
+
+    def _session_gives_way(self, pid: int) -> None:
+        """Where the kernel groups processes by session, as on desktops, niceness counts within a session alone: let the
+        whole session give way, if it is the process's own (sched(7), autogroups)."""
+        try:
+            if os.getsid(pid) == pid:
+                Path(f"/proc/{pid}/autogroup").write_text(f"{_NICEST}")
+        except BlockingIOError:  # of users other than root the kernel takes ten in a second
+            asyncio.get_running_loop().call_later(_AGAIN_S, self.give_way)
+        except OSError:
+            pass  # it has just ended, or the kernel groups none
 
     def _died(self, method: str) -> ProcessDied:
         code = self.ended.result()

@@ -155,6 +155,32 @@ async def test_a_process_gives_way_with_its_threads_and_all_that_it_has_started(
         worker.give_way()  # too late, and nobody minds
 
 
+@pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="this kernel groups no processes by session")
+@pytest.mark.parametrize("refused", [0, 2])
+async def test_its_sessions_give_way_too_also_where_the_kernel_takes_few_at_a_time(
+    refused: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, refusals = Path.write_text, iter(range(refused))
+
+    def limited(path: Path, text: str) -> int:
+        if path.name == "autogroup" and next(refusals, None) is not None:
+            raise BlockingIOError
+        return write(path, text)
+
+    monkeypatch.setattr(Path, "write_text", limited)
+    async with pool_of() as pool, pool.lease() as worker, pool.lease() as other:
+        daemon = await worker.call("leak_daemon", deadline_s=20)
+        worker.give_way()
+        async with asyncio.timeout(20):
+            while not all(_session_niceness(pid) == 19 for pid in (worker.pid, daemon)):  # noqa: ASYNC110 - the kernel's
+                await asyncio.sleep(0.01)
+        assert _session_niceness(other.pid) == _session_niceness(os.getpid()) == 0
+
+
+def _session_niceness(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/autogroup").read_text().split()[-1])
+
+
 async def test_a_cancelled_call_costs_its_process_and_no_other() -> None:
     async with pool_of(processes=1) as pool:
         async with pool.lease() as worker:
