@@ -42,7 +42,8 @@ from rayrft.explorer.scoring import (
 from rayrft.handle import Handle, TrackedHandle
 from rayrft.pipelines.answering import answering, running
 from rayrft.pipelines.experiences import ExperiencePipeline, experience_chain
-from rayrft.pipelines.workers import LocalOperators, Operators, OperatorStats
+from rayrft.pipelines.report import OperatorStats
+from rayrft.pipelines.workers import LocalOperators, Operators
 from rayrft.registry import load_plugins
 from rayrft.rewards import RewardResult, Transcript
 from rayrft.rewards.pool import RewardPool, Scoring

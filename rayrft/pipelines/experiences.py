@@ -20,7 +20,8 @@ from rayrft.errors import ConfigError, OperatorFailed
 from rayrft.experience import SCHEMA, Experience, Task, field_values, to_batch
 from rayrft.pipelines.chain import Link
 from rayrft.pipelines.operator import Context
-from rayrft.pipelines.workers import GroupChain, OperatorLog, Operators, OperatorStats, Worked
+from rayrft.pipelines.report import OperatorLog, OperatorStats
+from rayrft.pipelines.workers import GroupChain, Operators, Worked
 
 EXPERIENCES = pa.schema(
     [

@@ -1,16 +1,20 @@
-"""What a pipeline did, by operator: rows in and out, why rows were left out, seconds, and a few examples."""
+"""What operators did: rows in and out, why rows were left out, seconds, a few examples; and in a run, step by step."""
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rayrft.pipelines.chain import Change, LeftOut, Outcome
+from rayrft.errors import OperatorFailed, OperatorTimeout
+from rayrft.pipelines.chain import Change, LeftOut, Link, Outcome
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+log = logging.getLogger(__name__)
 
 _GLIMPSE = 200
 
@@ -96,6 +100,74 @@ class Report:
                 yield f"  {count:,} without success: {note}"
             for note in each.noted:
                 yield f"  such as: {shortened(note)}"
+
+
+@dataclass(frozen=True)
+class OperatorStats:
+    """What an operator did since it was last asked: rows that came, rows left out, changed and made, seconds."""
+
+    taken: int = 0
+    left_out: int = 0
+    changed: int = 0
+    made: int = 0
+    failed: int = 0
+    """Rows left out as it raised, was too slow, or died."""
+    seconds: float = 0.0
+
+    def __add__(self, other: OperatorStats) -> OperatorStats:
+        return OperatorStats(*(one + two for one, two in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+
+class OperatorLog:
+    """Counts what operators did, and logs what they could not."""
+
+    def __init__(self, links: Sequence[Link], place: str) -> None:
+        self._links, self._place = links, place
+        self._stats = [OperatorStats() for _ in links]
+        self._logged = set[str]()
+
+    def add(self, outcomes: Sequence[Outcome]) -> tuple[Counter[str], str | None]:
+        """Count what each operator did; return the rows left out as ``operator: reason``, and the last problem."""
+        left_out, problem = Counter[str](), None
+        for number, outcome in enumerate(outcomes):
+            link, reasons = self._links[number], [each.reason for each in outcome.left_out]
+            raised = [reason for reason in reasons if reason.startswith("raised ")]
+            problem = f"{link.field} {raised[-1]}" if raised else problem
+            left_out.update(f"{link.name}: {reason_of(reason)}" for reason in reasons)
+            self._stats[number] += OperatorStats(
+                outcome.taken, len(reasons), outcome.changed, outcome.made, len(raised), outcome.seconds
+            )
+        if problem is not None:
+            self._note(problem)
+        return left_out, problem
+
+    def fail(self, error: OperatorFailed, rows: int) -> str:
+        """Count rows on which the operator failed that the error names; return ``operator: reason``."""
+        number = next((at for at, link in enumerate(self._links) if link.field == error.field), None)
+        if number is not None:
+            self._stats[number] += OperatorStats(rows, rows, failed=rows)
+        self._note(str(error), *getattr(error, "__notes__", ()))
+        reason = "timeout" if isinstance(error, OperatorTimeout) else "failed"
+        return f"{'operators' if number is None else self._links[number].name}: {reason}"
+
+    def wrong(self, problem: str) -> OperatorFailed:
+        """Return the error of operators that together return what they may not."""
+        return OperatorFailed(problem, field=self._place, remedy="correct the operator")
+
+    def take(self) -> dict[str, OperatorStats]:
+        """Return what was done since the last call, by operator; one of a name that is there again has a number."""
+        seen, taken = Counter[str](), dict[str, OperatorStats]()
+        for link, stats in zip(self._links, self._stats, strict=True):
+            seen[link.name] += 1
+            taken[link.name if seen[link.name] == 1 else f"{link.name}-{seen[link.name]}"] = stats
+        self._stats = [OperatorStats() for _ in self._links]
+        return taken
+
+    def _note(self, problem: str, *details: str) -> None:
+        """Log a problem, the first of its kind with its traceback."""
+        kind = problem.partition(", on the batch")[0]
+        log.warning("\n".join([problem, *details] if kind not in self._logged else [problem]))
+        self._logged.add(kind)
 
 
 def reason_of(reason: str) -> str:

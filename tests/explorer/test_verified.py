@@ -19,7 +19,8 @@ from rayrft.experience import Experience, Task, from_batch, unpack
 from rayrft.explorer.explorer import Explorer
 from rayrft.explorer.scoring import ScoredGroup, with_verified
 from rayrft.pipelines.experiences import VERIFIED, Verified, _seen, experience_chain
-from rayrft.pipelines.workers import Asked, LocalOperators, OperatorActor, OperatorStats, _Call
+from rayrft.pipelines.report import OperatorStats
+from rayrft.pipelines.workers import Asked, LocalOperators, OperatorActor, _Call
 from rayrft.rewards import RewardResult
 from tests.buffer.rows import group
 from tests.explorer.test_explorer import config, make_explorer
