@@ -266,7 +266,9 @@ def _annotation(each: Judgement, rows: tuple[str, ...]) -> Row:
     result: list[Row] = []
 
     def add(name: str, to: str, kind: str, value: Row) -> None:
-        result.append({"id": f"{each.id}-{name}", "from_name": name, "to_name": to, "type": kind, "value": value})
+        # An annotation may only name users that the server has, but whatever else is in its parts comes back.
+        about = {"id": f"{each.id}-{name}", "person": each.person}
+        result.append({**about, "from_name": name, "to_name": to, "type": kind, "value": value})
 
     if each.score is not None:
         add("score", "response", "rating", {"rating": each.score})
@@ -274,11 +276,11 @@ def _annotation(each: Judgement, rows: tuple[str, ...]) -> Row:
         add("thumb", "response", "choices", {"choices": [each.thumb]})
     if each.view == "pair" and each.ranking:
         side = "left" if each.ranking[0] == rows[0] else "right"
-        add("better", "response_a,response_b", "pairwise", {"selected": side})
+        add("better", "better", "pairwise", {"selected": side})
     if each.tie:
         add("tie", "response_a", "choices", {"choices": ["tie"]})
     if each.view == "group" and each.ranking:
-        add("ranking", "items", "ranker", {"ranker": list(each.ranking)})
+        add("ranking", "items", "ranker", {"ranker": {"ranking": list(each.ranking)}})
     if each.edit is not None:
         add("answer", "response", "textarea", {"text": [each.edit]})
     if each.labels:
@@ -291,7 +293,6 @@ def _annotation(each: Judgement, rows: tuple[str, ...]) -> Row:
         "ground_truth": False,
         "lead_time": each.seconds,
         "created_at": datetime.fromtimestamp(each.given_at, UTC).isoformat(),
-        "completed_by": {"email": each.person},
     }
 
 
@@ -301,11 +302,12 @@ def _from_label_studio(task: Row) -> Iterator[Judgement]:
     view, rows = _identified(name, data)
     for annotation in task["annotations"]:
         values = {each["from_name"]: each["value"] for each in annotation["result"]}
-        ranking = tuple(values.get("ranking", {}).get("ranker", ()))
+        ranking = tuple(values.get("ranking", {}).get("ranker", {}).get("ranking", ()))
         if side := values.get("better", {}).get("selected"):
             ranking = rows if side == "left" else rows[::-1]
         by = annotation.get("completed_by")
-        person = by.get("email") or by.get("id") if isinstance(by, dict) else by
+        user = by.get("email") or by.get("id") if isinstance(by, dict) else by
+        person = next((each["person"] for each in annotation["result"] if "person" in each), user)
         yield _judgement(
             str(person or "label studio"),
             str(name),

@@ -110,8 +110,11 @@ def test_records_are_those_of_the_tools(tmp_path: Path) -> None:
         ("labels", "choices", {"choices": ["polite"]}),
         ("comment", "textarea", {"text": ["ü\nline"]}),
     ]
-    assert pair["annotations"][0]["result"][0]["value"] == {"selected": "right"}
-    assert ranked["annotations"][0]["result"][0]["value"] == {"ranker": ["g/2", "g/0", "g/1"]}
+    picked, ordered = pair["annotations"][0]["result"][0], ranked["annotations"][0]["result"][0]
+    assert (picked["from_name"], picked["to_name"], picked["value"]) == ("better", "better", {"selected": "right"})
+    assert ordered["value"] == {"ranker": {"ranking": ["g/2", "g/0", "g/1"]}}
+    annotations = [each for record in (one, pair, ranked) for each in record["annotations"]]
+    assert not any("completed_by" in each for each in annotations), "a server refuses users that it does not have"
     assert [item["id"] for item in ranked["data"]["items"]] == ["g/0", "g/1", "g/2"]
 
 
