@@ -17,9 +17,11 @@ from rayrft.errors import DataError
 from rayrft.serve.feedback.exchange import FORMATS, TOOLS, export_feedback, import_feedback
 from rayrft.serve.feedback.items import Answer
 from rayrft.serve.feedback.judgements import Judged, Judgement, Judgements
+from tests.conftest import ROOT
 from tests.errors import about
 from tests.serve.feedback.scripted import group
 
+SAMPLES = ROOT / "tests" / "samples"
 SETTINGS = FeedbackConfig()
 ANSWERS: dict[str, Answer] = {each.experience_id: each for each in group("g", "a", "b\u2028", "c").answers}
 TURN = {"role": "user", "content": "Question g?"}
@@ -78,22 +80,31 @@ def test_edits_scores_and_thumbs_become_rows_to_train_on(tmp_path: Path) -> None
     assert scores == {"g/0": pytest.approx((0.75 + 0.0 + 0.5) / 3), "g/1": 0.0, "g/2": 1.0}
 
 
+def as_read(given: Sequence[Judgement], tool: str) -> list[Judgement]:
+    kept = [each.seconds if tool == "label_studio" else 0.0 for each in given]  # Argilla keeps no times
+    read = (
+        replace(each, id="", given_at=0.0, rows=tuple(sorted(each.rows)), seconds=seconds)
+        for each, seconds in zip(given, kept, strict=True)
+    )
+    return sorted(read, key=repr)
+
+
 @pytest.mark.parametrize("tool", TOOLS)
 def test_what_goes_to_another_tool_comes_back_as_it_was(tool: str, tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     records = exported(path, tool)
     assert len(records) == 3, "one record of each item"
     found = [each.judgement for each in import_feedback(path, tool, ANSWERS, SETTINGS)]
-
-    def said(each: Judgement) -> Any:
-        seconds = each.seconds if tool == "label_studio" else 0.0  # Argilla keeps no times
-        return replace(each, id="", given_at=0.0, rows=tuple(sorted(each.rows)), seconds=seconds)
-
-    assert sorted(map(said, found), key=repr) == sorted(map(said, SAID), key=repr)
+    assert as_read(found, tool) == as_read(SAID, tool)
     again = import_feedback(path, tool, ANSWERS, SETTINGS)
     assert [each.judgement.id for each in again] == [each.id for each in found], "a second time it is the same"
     path.write_text(json.dumps(records))
     assert len(import_feedback(path, tool, ANSWERS, SETTINGS)) == len(SAID), "one JSON list, as the tools write it"
+
+
+def test_what_label_studio_itself_exports_of_our_tasks_is_what_people_said() -> None:
+    found = import_feedback(SAMPLES / "label_studio.json", "label_studio", ANSWERS, SETTINGS)
+    assert as_read([each.judgement for each in found], "label_studio") == as_read(SAID, "label_studio")
 
 
 def test_records_are_those_of_the_tools(tmp_path: Path) -> None:
