@@ -71,7 +71,8 @@ def measure_agreement(judgements: Iterable[Judgement]) -> list[Agreement]:
     """Return the figures of each question that at least two people answered for an item.
 
     Scores are compared by the square of their difference; thumbs, picks and the best of ranked groups by whether they
-    are the same.
+    are the same. What is picked is the answer's place among the item's, in the order of their ids: the ids themselves
+    differ from item to item, so that by chance nobody would agree.
     """
     questions: dict[str, Callable[[Judgement], Hashable | None]] = {
         "score": lambda each: each.score,
@@ -100,5 +101,7 @@ def measure_agreement(judgements: Iterable[Judgement]) -> list[Agreement]:
     return found
 
 
-def _first(judgement: Judgement) -> str | None:
-    return "tie" if judgement.tie else judgement.ranking[0] if judgement.ranking else None
+def _first(judgement: Judgement) -> int | str | None:
+    if judgement.tie:
+        return "tie"
+    return sorted(judgement.rows).index(judgement.ranking[0]) if judgement.ranking else None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
@@ -249,7 +250,7 @@ class FeedbackPage(HttpService):
             raise ApiError(409, "A judgement of somebody else has this id.", code="id_taken", param="id")
         others: list[str] = []
         if known is None:
-            item = await self._item(body)
+            item = await self._item(body.item, body.rows)
             known = self._checked(body, item)
             others = self._queue.others(known.item, known.person)
             await self._journal.write(Judged(known))
@@ -266,16 +267,19 @@ class FeedbackPage(HttpService):
         await self.begin()
         given = self._judgements.of_person(body.person)
         if body.id is not None:
-            if body.id in self._judgements.undone:
-                return JSONResponse({"id": body.id, "item": None, **self._progress(body.person)})
-            given = [each for each in given if each.id == body.id]
-        if not given:
+            given = [each for each in [*given, self._judgements.undone.get(body.id)] if each and each.id == body.id]
+        if not given or given[-1].person != body.person:
             raise ApiError(404, "There is no judgement of yours to undo.", code="judgement_not_found", param="id")
         undone = given[-1]
         demonstrated = self._judgements.edits.get(undone.id)
-        await self._journal.write(Undone(undone.id))
-        self._judgements.add(Undone(undone.id))
-        item = self._queue.undone(undone)
+        if undone.id not in self._judgements.undone:  # a second time it is asked for as the answer was lost
+            await self._journal.write(Undone(undone.id))
+            self._judgements.add(Undone(undone.id))
+        item = None
+        if body.person not in self._judgements.of_item(undone.item):
+            with contextlib.suppress(ApiError):  # its rows are no longer in the log
+                item = await self._item(undone.item, undone.rows)
+                self._queue.undone(undone, item)
         delivered = await self._delivering.settle(undone, _TOLD_S)
         told = self._told(delivered)
         if demonstrated is not None and demonstrated.outcome == "applied":
@@ -284,24 +288,24 @@ class FeedbackPage(HttpService):
         draft = {name: value for name, value in asdict(undone).items() if name not in ("id", "person", "given_at")}
         return JSONResponse({"id": undone.id, "item": shown, "draft": draft, **told, **self._progress(body.person)})
 
-    async def _item(self, body: JudgeRequest) -> Item:
-        """Return the item that a request names, as it was shown. Raises ApiError 404 if there is none."""
-        item = self._queue.items.get(body.item)
-        if item is not None and {answer.experience_id for answer in item.answers} == set(body.rows):
+    async def _item(self, key: str, rows: Sequence[str]) -> Item:
+        """Return the item of a key, as it was shown. Raises ApiError 404 if there is none."""
+        item = self._queue.items.get(key)
+        if item is not None and {answer.experience_id for answer in item.answers} == set(rows):
             return item
-        # It was shown before a restart, and is no longer among those to judge.
-        view, _, name = body.item.partition(":")
-        least, most = {"one": (1, 1), "pair": (2, 2), "group": (2, len(body.rows))}.get(view, (1, 0))
-        of_it = all(row == name or (view != "one" and row.startswith(f"{name}/")) for row in body.rows)
-        if not (of_it and least <= len(body.rows) <= most):
-            raise ApiError(404, f"There is no item {body.item!r} of these rows.", code="item_not_found", param="item")
+        # It is no longer among those to judge: it was shown before a restart, or the run has newer ones.
+        view, _, name = key.partition(":")
+        least, most = {"one": (1, 1), "pair": (2, 2), "group": (2, len(rows))}.get(view, (1, 0))
+        of_it = all(row == name or (view != "one" and row.startswith(f"{name}/")) for row in rows)
+        if not (of_it and least <= len(rows) <= most):
+            raise ApiError(404, f"There is no item {key!r} of these rows.", code="item_not_found", param="item")
         try:
-            answers = tuple([await asyncio.to_thread(self._rows.find, row) for row in body.rows])
+            answers = tuple([await asyncio.to_thread(self._rows.find, row) for row in rows])
         except DataError as error:
             raise ApiError(404, str(error), code="item_not_found", param="rows") from None
         for answer in answers:
             self._before.setdefault(answer.experience_id, answer.reward)
-        return Item(body.item, cast(View, view), "", answers)
+        return Item(key, cast(View, view), "", answers)
 
     def _checked(self, body: JudgeRequest, item: Item) -> Judgement:
         """Return the judgement in a request. Raises ApiError, which names the field, if it does not fit the item."""
@@ -330,14 +334,18 @@ class FeedbackPage(HttpService):
         said = body.score or body.thumb or body.ranking or body.tie or body.edit or body.labels or body.comment.strip()
         if not said and not body.skipped:
             raise refuse("score", "nothing is said of the item; skip it instead")
+        rows, now = tuple(body.rows), time.time()
+        if body.skipped:  # nothing else counts
+            about = (body.id, body.person, body.item, item.view, rows)
+            return Judgement(*about, skipped=True, seconds=body.seconds, given_at=now)
         values = body.model_dump(exclude={"rows", "ranking", "labels"})
         return Judgement(
             **values,
             view=item.view,
-            rows=tuple(body.rows),
+            rows=rows,
             ranking=tuple(body.ranking),
             labels=tuple(body.labels),
-            given_at=time.time(),
+            given_at=now,
         )
 
     def _told(self, delivered: Delivered) -> dict[str, Any]:
@@ -385,7 +393,7 @@ class FeedbackPage(HttpService):
             "today": sum(each.given_at > day for each in counted),
             "edited": sum(each.edit is not None for each in counted),
             "seconds": sum(each.seconds for each in counted) / len(counted) if counted else None,
-            "can_undo": bool(given),
+            "latest": given[-1].id if given else None,
         }
         left = {view: self._queue.left(view) for view in self._queue.totals}
         return {

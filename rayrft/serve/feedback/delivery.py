@@ -133,4 +133,9 @@ async def _outcome(tell: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -
         return "late", error.problem
     except DataError as error:
         return "refused", str(error)
+    except RayrftError:  # such as a Buffer that is away: it is told later
+        raise
+    except Exception as error:  # of the Buffer itself: it may not keep everything else from the run
+        log.exception("the run failed on feedback")
+        return "refused", f"{type(error).__name__}: {error}"
     return "applied", ""

@@ -23,7 +23,7 @@ from rayrft.data.formats import read_rows
 from rayrft.errors import DataError
 from rayrft.experience import from_batch
 from rayrft.files import atomic_file
-from rayrft.serve.feedback.items import Answer
+from rayrft.serve.feedback.items import MOST_RANKED, Answer
 from rayrft.serve.feedback.judgements import Judged, Judgement, Judgements, View
 
 Trainable = Literal["pairs", "answers", "labelled", "scores"]
@@ -333,6 +333,8 @@ def _identified(name: Any, about: Row) -> tuple[View, tuple[str, ...]]:
 
 
 def _judgement(person: str, name: str, view: View, rows: tuple[str, ...], **said: Any) -> Judgement:
+    if said.get("skipped"):
+        said = {"skipped": True, "seconds": said["seconds"]}
     digest = hashlib.blake2b(json.dumps([person, rows, view, said], default=list).encode(), digest_size=12).hexdigest()
     item = name if ":" in name else f"one:{name}"
     return Judgement(f"import-{digest}", person, item, view, rows, given_at=time.time(), **said)
@@ -342,6 +344,11 @@ def _checked(given: Judgement, answers: dict[str, Answer], settings: FeedbackCon
     """Return a judgement with its types as they must be. Raises DataError if it does not fit the run."""
     if unknown := [row for row in given.rows if row not in answers]:
         raise DataError(f"the run's log has no answer {unknown[0]!r}")
+    if given.view not in get_args(View):
+        raise DataError(f"the view {given.view!r} is none of {', '.join(get_args(View))}")
+    least, most = {"one": (1, 1), "pair": (2, 2), "group": (2, MOST_RANKED)}[given.view]
+    if not least <= len(given.rows) <= most or len(set(given.rows)) < len(given.rows):
+        raise DataError(f"{len(given.rows)} answers are none for the view {given.view!r}")
     score = given.score
     if score is not None and not (
         isinstance(score, int | float) and 1 <= score <= settings.levels and score == int(score)
@@ -351,6 +358,9 @@ def _checked(given: Judgement, answers: dict[str, Answer], settings: FeedbackCon
         raise DataError(f"the thumb {given.thumb!r} is neither up nor down")
     if given.ranking and sorted(given.ranking) != sorted(given.rows):
         raise DataError("the ranking does not name each answer once")
+    alone = any(value is not None for value in (score, given.thumb, given.edit))
+    if given.ranking if given.view == "one" else alone:
+        raise DataError("scores, thumbs and edited answers belong to a single answer, rankings to several")
     texts = [given.comment, *given.labels, *([] if given.edit is None else [given.edit])]
     if not all(isinstance(text, str) for text in texts):
         raise DataError("what should be text is none")

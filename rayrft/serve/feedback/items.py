@@ -14,7 +14,7 @@ from rayrft.config.serve import FeedbackConfig
 from rayrft.experience import Experience
 from rayrft.serve.feedback.judgements import Judgement, Judgements, View
 
-_MOST_RANKED = 9
+MOST_RANKED = 9
 """Answers that are ranked: as many as a keyboard has digits."""
 
 
@@ -110,7 +110,7 @@ def items_of(group: Group) -> list[Item]:
     answers = [answer for answer in group.answers if answer.text]
     items = [Item(f"one:{answer.experience_id}", "one", group.task_id, (answer,)) for answer in answers]
     different = list({answer.text: answer for answer in answers}.values())
-    mixed = sorted(different, key=lambda answer: _draw(answer.experience_id))[:_MOST_RANKED]
+    mixed = sorted(different, key=lambda answer: _draw(answer.experience_id))[:MOST_RANKED]
     if len(mixed) > 1:
         items.append(Item(f"pair:{group.group_id}", "pair", group.task_id, tuple(mixed[:2])))
     if len(mixed) > 2:
@@ -169,7 +169,7 @@ class Queue:
     ) -> None:
         self._config, self._judgements, self._clock = config, judgements, clock
         self.items: dict[str, Item] = {}
-        """All that were in the queue since the start, by key."""
+        """Those that are in the queue, and those that people have, by key."""
         self.totals: dict[View, int] = {}
         self._left: dict[View, dict[str, None]] = {"one": {}, "pair": {}, "group": {}}
         """Keys of those that not enough people have judged, in the order in which they are given."""
@@ -183,7 +183,9 @@ class Queue:
         return sorted(items, key=lambda item: order_of(item, self._config.rule, self._judgements))
 
     def fill(self, items: list[Item]) -> None:
-        """Take the items that a run has now, arranged, in place of those before."""
+        """Take the items that a run has now, arranged, in place of those before, but for what people have."""
+        had = {lease.item for lease in self._held.values()}
+        self.items = {key: item for key, item in self.items.items() if key in had}
         self.items.update((item.key, item) for item in items)
         for view in self._left:
             of_view = [item.key for item in items if item.view == view]
@@ -208,17 +210,27 @@ class Queue:
         return None
 
     def keep(self, person: str, key: str) -> bool:
-        """Prolong a person's lease; return whether they have one."""
-        lease = self._leases.get(key, {}).get(person)
-        if lease is None or lease.ends <= self._clock():
+        """Prolong a person's lease; return whether they have one.
+
+        One that has expired, or was lost with the page's process, begins anew if nobody else was given the item since.
+        """
+        now, lease, held = self._clock(), self._leases.get(key, {}).get(person), self._held.get(person)
+        if lease is not None and lease.ends > now:
+            lease.ends = now + self._config.lease_s
+            return True
+        has_another = held is not None and held.item != key and held.ends > now
+        if has_another or key not in self.items or not (self._may(person, key) and self._wanted(key, person, now)):
             return False
-        lease.ends = self._clock() + self._config.lease_s
+        self._lease(person, key, now)
         return True
 
     def leave(self, person: str) -> None:
         """End a person's lease."""
         if (held := self._held.pop(person, None)) is not None:
-            self._leases.get(held.item, {}).pop(person, None)
+            having = self._leases.get(held.item, {})
+            having.pop(person, None)
+            if not having:
+                self._leases.pop(held.item, None)
 
     def others(self, key: str, person: str) -> list[str]:
         """Return who else has or has judged an item, beyond those that are wanted."""
@@ -236,15 +248,12 @@ class Queue:
         if self._is_done(judgement.item):
             self._left[judgement.view].pop(judgement.item, None)
 
-    def undone(self, judgement: Judgement) -> Item | None:
+    def undone(self, judgement: Judgement, item: Item) -> None:
         """Put an item back, and lease it to the person whose judgement was taken back."""
-        item = self.items.get(judgement.item)
-        if item is None:
-            return None
+        self.items.setdefault(item.key, item)
         if not self._is_done(item.key):
             self._left[item.view].setdefault(item.key)
         self._lease(judgement.person, item.key, self._clock())
-        return item
 
     def _lease(self, person: str, key: str, now: float) -> None:
         self.leave(person)

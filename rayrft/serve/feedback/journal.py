@@ -74,6 +74,9 @@ class FeedbackJournal:
         except OSError as error:
             self.close()
             raise _failed(self.path, error) from None
+        except StorageError:  # the lock is free again for who opens it once it is mended
+            self.close()
+            raise
         return [entry for entry, _ in found]
 
     async def write(self, *added: Entry) -> None:

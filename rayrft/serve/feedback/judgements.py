@@ -111,8 +111,8 @@ class Judgements:
         self._config = config
         self.all: dict[str, Judgement] = {}
         """By id; without those that were taken back, or replaced by the same person's later ones."""
-        self.undone: set[str] = set()
-        """Ids of those that were taken back."""
+        self.undone: dict[str, Judgement | None] = {}
+        """Those that were taken back, by id."""
         self.sent: dict[str, Sent] = {}
         """By experience id, the latest."""
         self.edits: dict[str, EditSent] = {}
@@ -142,9 +142,10 @@ class Judgements:
                         self._by_row.setdefault(row, {})[judgement.id] = judgement
                         self._changed.setdefault(row)
             case Undone(judgement_id):
-                self.undone.add(judgement_id)
-                if judgement_id in self.all:
-                    self._remove(self.all[judgement_id])
+                given = self.all.get(judgement_id)
+                self.undone.setdefault(judgement_id, given)
+                if given is not None:
+                    self._remove(given)
             case Sent(experience_id):
                 self._before.setdefault(experience_id, entry.before)
                 self.sent[experience_id] = entry

@@ -59,3 +59,17 @@ def test_two_people_get_kappa_more_get_alpha_and_what_one_alone_answered_does_no
     ]
     [figure] = measure_agreement(picks)
     assert figure.question == "pick" and figure.value == cohen_kappa([("a", "tie"), ("b", "b")])
+
+
+def test_who_picks_at_random_agrees_as_by_chance_whatever_the_answers_are_called() -> None:
+    def pick(person: str, number: int, first: bool) -> Judgement:
+        rows = (f"{number}/0", f"{number}/1")
+        return Judgement(
+            f"{person}{number}", person, f"pair:{number}", "pair", rows, ranking=rows if first else rows[::-1]
+        )
+
+    # Of each four items they agree in two, whichever they pick.
+    mixed = [pick(who, at, bool(at & bit)) for at in range(40) for who, bit in (("Ann", 1), ("Bob", 2))]
+    opposite = [pick(who, at, (at % 2 == 0) == (who == "Ann")) for at in range(40) for who in ("Ann", "Bob")]
+    assert [figure.value for figure in measure_agreement(mixed)] == [0.0]
+    assert [figure.value for figure in measure_agreement(opposite)] == [-1.0]

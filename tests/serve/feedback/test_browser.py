@@ -21,7 +21,7 @@ import uvicorn
 
 from rayrft.serve.feedback.items import Group
 from rayrft.serve.feedback.journal import FILE, read_journal
-from rayrft.serve.feedback.judgements import Judged, Judgement
+from rayrft.serve.feedback.judgements import Judged, Judgement, Undone
 from tests.conftest import ROOT
 from tests.serve.feedback.scripted import KEY, ScriptedRows, group, page
 
@@ -411,6 +411,70 @@ def test_a_server_that_is_killed_takes_nothing_with_it(browser: Any, tmp_path: P
     finally:
         server.kill()
         server.wait()
+
+
+@pytest.mark.parametrize("way", ["the server is away", "the answer is late", "the answer is lost"])
+def test_what_is_taken_back_before_the_server_has_answered_is_not_said_and_what_is_typed_then_stays(
+    way: str, browser: Any, serve: Callable[..., str], tmp_path: Path
+) -> None:
+    person = Person(browser, serve(*spoken(3)))
+    first = person.shown
+    held: list[Any] = []
+
+    def hold(route: Any) -> None:
+        answer = route.fetch() if way != "the server is away" else None
+        if way == "the answer is late":
+            held.append((route, answer))
+        else:
+            route.abort()
+
+    person.window.route("**/v1/judge", hold)
+    with person.window.expect_request("**/v1/judge"):
+        person.key("5", "Enter")
+    person.key("z")
+    assert person.shown == first
+    person.key("c")
+    person.window.keyboard.insert_text("on second thoughts")
+    person.key("Escape")
+    with person.window.expect_response("**/v1/undo"):
+        person.window.unroute("**/v1/judge")
+        for route, answer in held:
+            route.fulfill(response=answer)
+    assert person.shown == first
+    person.see("#comment").to_have_value("on second thoughts")
+    person.see('[data-choice="score:5"]').to_have_attribute("aria-pressed", "true")
+    expect(person.window.locator("#person")).to_contain_text("· 0")
+    person.key("2", "Enter")
+    person.saved(1)
+    last = said(tmp_path)[-1]
+    assert (list(last.rows), last.score, last.comment) == (first, 2, "on second thoughts")
+    undone = {entry.id for entry in read_journal(tmp_path / FILE) if isinstance(entry, Undone)}
+    assert undone == {each.id for each in said(tmp_path)[:-1]} and person.shown != first
+    person.context.close()
+
+
+def test_an_undo_that_is_asked_for_twice_takes_one_judgement_back(
+    browser: Any, serve: Callable[..., str], tmp_path: Path
+) -> None:
+    person = Person(browser, serve(*spoken(3)))
+    person.ready()
+    for count in (1, 2):
+        second = person.shown
+        person.key("5", "Enter")
+        person.saved(count)
+    lost: list[Any] = []
+
+    def lose(route: Any) -> None:
+        lost.append(route.fetch())
+        route.abort()
+        person.window.unroute("**/v1/undo")
+
+    person.window.route("**/v1/undo", lose)
+    person.key("z")
+    expect(person.window.locator("#person")).to_contain_text("· 1")
+    assert person.shown == second and len(lost) == 1
+    assert sum(isinstance(entry, Undone) for entry in read_journal(tmp_path / FILE)) == 1
+    person.context.close()
 
 
 def test_a_run_that_is_away_gets_what_was_said_when_it_is_back(

@@ -37,9 +37,9 @@ class Setting:
         self.queue.judged(given)
         return given
 
-    def undo(self, given: Judgement) -> Item | None:
+    def undo(self, given: Judgement, item: Item) -> None:
         self.judgements.add(Undone(given.id))
-        return self.queue.undone(given)
+        self.queue.undone(given, item)
 
     def keys(self, people: Iterable[str]) -> list[str | None]:
         taken = [self.queue.take(person, "one") for person in people]
@@ -65,6 +65,24 @@ def test_a_lease_that_expires_is_given_on_and_one_that_is_kept_is_not() -> None:
     assert not setting.queue.keep("Ann", "one:g/0")
 
 
+def test_a_lease_that_was_lost_begins_anew_when_its_person_is_heard_of_unless_somebody_else_has_the_item() -> None:
+    setting = Setting(group("g", "a"), lease_s=10)
+    setting.keys(["Ann"])
+    setting.now = 11.0
+    assert setting.queue.keep("Ann", "one:g/0"), "she had slept, and nobody had asked"
+    assert setting.keys(["Bob"]) == [None]
+    setting.now = 22.0
+    assert setting.keys(["Bob"]) == ["one:g/0"] and not setting.queue.keep("Ann", "one:g/0")
+    after_a_restart = Setting(group("g", "a"), group("h", "b"))
+    assert after_a_restart.queue.keep("Ann", "one:h/0")
+    assert after_a_restart.keys(["Bob", "Ann", "Cem"]) == ["one:g/0", "one:h/0", None]
+    assert not after_a_restart.queue.keep("Ann", "one:x/0")
+    other = Setting(group("g", "a"), group("h", "b"))
+    [shown] = other.keys(["Ann"])
+    earlier = ({"one:g/0", "one:h/0"} - {shown}).pop()
+    assert not other.queue.keep("Ann", str(earlier)), "a request that was late does not take what she has now"
+
+
 def test_who_leaves_gives_the_item_back() -> None:
     setting = Setting(group("g", "a"))
     setting.keys(["Ann"])
@@ -87,12 +105,14 @@ def test_what_is_skipped_is_for_others_and_what_is_undone_comes_back_to_the_same
     setting = Setting(group("g", "a"))
     skipped = setting.judge("Ann", setting.queue.take("Ann", "one"), skipped=True)
     assert setting.keys(["Ann", "Bob"]) == [None, "one:g/0"]
-    given = setting.judge("Bob", setting.queue.take("Bob", "one"), score=1)
+    item = setting.queue.take("Bob", "one")
+    assert item is not None
+    given = setting.judge("Bob", item, score=1)
     assert setting.queue.left("one") == 0
-    back = setting.undo(given)
-    assert back is not None and back.key == "one:g/0" and setting.queue.left("one") == 1
+    setting.undo(given, item)
+    assert setting.queue.left("one") == 1
     assert setting.keys(["Cem", "Bob"]) == [None, "one:g/0"]
-    setting.undo(skipped)
+    setting.undo(skipped, item)
     assert setting.keys(["Ann"]) == ["one:g/0"], "both have it, as both had seen it"
 
 
@@ -113,7 +133,7 @@ def test_what_is_judged_already_is_not_in_the_queue_after_a_restart_and_stays_kn
     setting.fill(group("g", "a"), group("h", "b"), group("i", "c"))
     assert sorted(setting.keys(["Bob", "Cem", "Dan"]), key=str) == [None, "one:h/0", "one:i/0"]
     setting.fill(group("i", "c"))
-    assert "one:h/0" in setting.queue.items, "somebody may have it"
+    assert {*setting.queue.items} == {"one:h/0", "one:i/0"}, "what somebody has stays, and nothing else"
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,8 @@ def test_a_last_line_of_wrong_bytes_is_left_out_and_any_other_is_damage(tmp_path
         with pytest.raises(StorageError, match="damaged in the line at byte 0", check=about(str(path))):
             read()
     assert path.read_bytes() != data and len(path.read_bytes()) == len(data), "nothing is cut off a damaged journal"
+    path.write_bytes(data)
+    assert FeedbackJournal(tmp_path).open(wait=False) == ENTRIES, "who failed on it holds no lock on it"
 
 
 async def test_what_is_written_at_once_is_all_there_in_order(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ async def test_a_judgement_reaches_the_run_and_the_journal_and_counts(running: P
         said = await client.judge(item, score=4, labels=["polite"], comment="fine", seconds=2.5)
         assert (said["outcome"], said["others"], said["left"]["one"]) == ("applied", [], 2)
         assert said["mine"] == {
-            "judged": 1, "skipped": 0, "today": 1, "edited": 0, "seconds": 2.5, "can_undo": True
+            "judged": 1, "skipped": 0, "today": 1, "edited": 0, "seconds": 2.5, "latest": "judgement-1"
         }  # fmt: skip
         row = item["answers"][0]["id"]
         labels = {"score": "4", "labels": "polite", "comment": "fine", "people": "Ann"}
@@ -286,12 +286,47 @@ async def test_undo_gives_the_item_back_with_what_was_said_and_the_row_its_rewar
             "reward": 0.5,
             "labels": {"score": "", "comment": "", "people": ""},
         }
-        assert (await client.post("undo", id=back["id"]))["item"] is None, "a second time changes nothing"
+        again = await client.post("undo", id=back["id"])
+        assert (again["item"], again["draft"]) == (item, back["draft"]), "the first answer may have been lost"
+        assert [entry.kind for entry in read_journal(running / FILE)].count("undone") == 1
+        await client.post("undo", 404, id=back["id"], person="Bob")
         assert (await client.judge(item, id=back["id"], score=1))["outcome"] == "undone", "a late repeat stays undone"
         await client.post("undo", 404)
         edited = await client.judge("g/2", edit="x")
         assert (await client.post("undo"))["outcome"] == "late" and edited["outcome"] == "applied"
         await client.post("undo", 404, id="unknown-id", person="Bob")
+
+
+async def test_what_left_the_queue_comes_back_when_it_is_undone_and_of_what_is_skipped_nothing_else_counts(
+    running: Path,
+) -> None:
+    async with opened(running, group("g", "a", "b")) as client:
+        item = (await client.post("next", view="one"))["item"]
+        await client.judge(item, skipped=True, score=5, edit="Better.", labels=["polite"])
+        assert client.told() == []
+        client.page._queue.items.clear()
+        back = await client.post("undo")
+        assert back["item"]["key"] == item["key"] and (back["draft"]["score"], back["draft"]["edit"]) == (None, None)
+        await client.judge(item, score=2)
+        again = await client.post("undo", id=back["id"])
+        assert again["item"] is None and again["mine"]["judged"] == 1, "what was said since stays"
+
+
+async def test_a_row_on_which_the_run_fails_keeps_nothing_else_from_it(
+    running: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = ScriptedRows.feedback
+
+    def failing(self: ScriptedRows, experience_id: str, reward: float | None, labels: dict[str, str]) -> None:
+        if experience_id == "g/0":
+            raise ValueError("of the Buffer")
+        told(self, experience_id, reward, labels)
+
+    monkeypatch.setattr(ScriptedRows, "feedback", failing)
+    async with opened(running) as client:
+        failed = await client.judge("g/0", score=1)
+        assert (failed["outcome"], failed["reason"]) == ("refused", "ValueError: of the Buffer")
+        assert (await client.judge("g/1", score=1))["outcome"] == "applied"
 
 
 async def test_a_journal_that_cannot_be_written_takes_nothing_and_the_same_request_succeeds_later(

@@ -228,8 +228,12 @@ const paint = () => {
   if (item) paintEdit();
   $("save").disabled = !item || !isComplete();
   $("skip").disabled = !item;
-  $("undo").disabled = !(progress?.mine.can_undo || store.outbox().length);
+  paintUndo();
   paintProgress();
+};
+
+const paintUndo = () => {
+  $("undo").disabled = !(progress?.mine.latest || unsentJudgements().length);
 };
 
 const paintEdit = () => {
@@ -341,6 +345,7 @@ const save = (skipped = false) => {
     shown: item,
   });
   busy(true);
+  paintUndo();
   document.activeElement?.blur();
   send();
 };
@@ -370,9 +375,9 @@ const wait = (seconds) =>
     addEventListener("online", done, { once: true });
   });
 
-// Asks until the server answers.
-const insist = async (path, body) => {
-  for (let seconds = 0.5; ; seconds = Math.min(10, seconds * 2)) {
+// Asks until the server answers, or it is not wanted any more.
+const insist = async (path, body, wanted = () => true) => {
+  for (let seconds = 0.5; wanted(); seconds = Math.min(10, seconds * 2)) {
     try {
       const answer = await store.ask(path, body);
       $("offline").hidden = true;
@@ -396,25 +401,48 @@ const insist = async (path, body) => {
   }
 };
 
-// Sends what is in the outbox, one after another, then shows the next item.
+// Sends what is in the outbox, one after another, then shows the next item, unless something else was shown meanwhile.
 const send = () => {
+  const before = asked;
   sending ??= sendAll().finally(() => (sending = null));
-  return sending.then(next);
+  return sending.then(() => (before === asked ? next() : undefined));
 };
 
 const sendAll = async () => {
   for (let [first] = store.outbox(); first; [first] = store.outbox()) {
-    const { shown, ...judgement } = first;
-    try {
-      tell(await insist("judge", judgement));
-      if (!judgement.skipped) store.setDraft(judgement.item, store.emptyDraft());
-    } catch (error) {
-      if (!(error instanceof store.Refused)) throw error;
-      store.giveBack(judgement, error.message);
-      toast(`Not taken: ${error.message} What you said is kept under Statistics.`, "bad");
-    }
-    store.unpost(first.id);
+    const isThere = () => store.outbox().some((each) => each.id === first.id);
+    const taken = await (first.undoes ? sendUndo : sendJudgement)(first, isThere);
+    // What was taken back meanwhile is followed in the outbox by what says so.
+    if (taken) store.unpost(first.id);
   }
+};
+
+const sendJudgement = async ({ shown, ...judgement }, isThere) => {
+  try {
+    const answer = await insist("judge", judgement, isThere);
+    if (!isThere()) return false;
+    tell(answer);
+    if (!judgement.skipped) store.setDraft(judgement.item, store.emptyDraft());
+  } catch (error) {
+    if (!(error instanceof store.Refused)) throw error;
+    if (!isThere()) return false;
+    store.giveBack(judgement, error.message);
+    toast(`Not taken: ${error.message} What you said is kept under Statistics.`, "bad");
+  }
+  return true;
+};
+
+const sendUndo = async ({ person, undoes }) => {
+  try {
+    tellUndone(await insist("undo", { person, id: undoes }));
+  } catch (error) {
+    if (!(error instanceof store.Refused)) throw error; // the server has never seen it
+  }
+  return true;
+};
+
+const tellUndone = ({ outcome, reason }) => {
+  toast(outcome === "late" || outcome === "refused" ? `Undone, but ${reason}.` : "Undone.");
 };
 
 const next = async () => {
@@ -425,22 +453,27 @@ const next = async () => {
 
 const undo = async () => {
   if ($("undo").disabled) return;
-  const [unsent] = store.outbox().slice(-1);
-  if (unsent && !$("offline").hidden) {
+  const [unsent] = unsentJudgements().slice(-1);
+  if (unsent) {
+    ++asked;
+    // The server may have it already, or be about to.
+    store.post({ id: store.newId(), person: unsent.person, undoes: unsent.id });
     store.unpost(unsent.id);
     show(unsent.shown, unsent.skipped ? null : pick(unsent));
     change({});
     return;
   }
-  const answer = await insist("undo", { person: store.me().person });
+  const answer = await insist("undo", { person: store.me().person, id: progress.mine.latest });
   ++asked;
-  toast(answer.outcome === "late" || answer.outcome === "refused" ? `Undone, but ${answer.reason}.` : "Undone.");
+  tellUndone(answer);
   if (!answer.item) return next();
   view = answer.item.view;
   store.setView(view);
   show(answer.item, answer.draft.skipped ? null : pick(answer.draft));
   change({});
 };
+
+const unsentJudgements = () => store.outbox().filter((each) => !each.undoes);
 
 const pick = (from) => Object.fromEntries(Object.keys(store.emptyDraft()).map((name) => [name, from[name]]));
 
@@ -615,9 +648,12 @@ const begin = async () => {
 };
 
 const beat = () => {
-  if (item && !document.hidden) {
-    store.ask("keep", { person: store.me().person, item: item.key }).catch(() => {});
-  }
+  if (!item || document.hidden) return;
+  const of = item.key;
+  store.ask("keep", { person: store.me().person, item: of }).then(
+    ({ kept }) => kept || item?.key !== of || toast("Somebody else has this answer now, too: both of you count.", "warn"),
+    () => {},
+  );
 };
 
 const start = async () => {
@@ -641,6 +677,7 @@ const start = async () => {
     }
   });
   if (!store.me().person) await login();
+  addEventListener("visibilitychange", beat);
   await begin();
   setInterval(beat, (about.lease_s * 1000) / 3);
 };
