@@ -32,7 +32,7 @@ _WORDS = {
     "source": "reasoning_gym",
     "dataset": "spell_backward",
     "options": {"min_word_len": 3, "max_word_len": 10},
-    "size": 4000,
+    "size": 9000,
 }
 
 
