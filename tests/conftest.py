@@ -32,15 +32,20 @@ LEARNING = "tests/e2e/test_learning.py"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest first, so that both lanes end with what is short."""
-    order = ["runs", LEARNING]
-    items.sort(key=lambda item: order.index(unit) if (unit := _unit(item.nodeid)) in order else len(order))
+    """What takes longest first, so that all lanes end with what is short: whole runs, and then what needs a cluster."""
+    with_cluster = {_unit(item.nodeid) for item in items if "ray_cluster" in getattr(item, "fixturenames", ())}
+
+    def rank(item: pytest.Item) -> int:
+        unit = _unit(item.nodeid)
+        return ["runs", LEARNING].index(unit) if unit in ("runs", LEARNING) else 3 - (unit in with_cluster)
+
+    items.sort(key=rank)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Two lanes, each with a Ray cluster of its own: whole runs one after another, and beside them the other modules,
-    of which a lane takes the next one whenever it is done."""
+    """Lanes, each with a Ray cluster of its own: whole runs one after another, and beside them the other modules, of
+    which a lane takes the next one whenever it is done. Three are busy enough for two cores: most tests wait."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Lanes(LoadScopeScheduling):

@@ -8,11 +8,11 @@
 #            one, the quickstart as shipped at more than twice the length, a resumed run with engines beside one without
 #            a fault, and every bench at its smallest
 #
-# Two lanes run side by side: whole runs, and everything else (see tests/conftest.py).
+# Three lanes run side by side: whole runs in one, and everything else (see tests/conftest.py).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 tier="what must hold after every change, about 30 minutes on two cores"
-arguments=(-n 2)
+arguments=(-n 3)
 for argument in "$@"; do
   if [ "$argument" = --all ]; then
     tier="everything, about 45 minutes on two cores"

@@ -247,7 +247,7 @@ async def test_many_calls_on_few_processes_all_end() -> None:
 
         outcomes = await asyncio.gather(*map(attempt, range(200)))
     died = {number: outcome for number, outcome in enumerate(outcomes) if outcome != "fine"}
-    assert died == dict.fromkeys(range(0, 200, 7), "exit: its process ended (found 'exit code 1').") and most == 4
+    assert died == dict.fromkeys(range(0, 200, 7), "exit: its process ended (found 'exit code 1').") and most <= 4
 
 
 async def test_who_stops_waiting_for_a_process_takes_none() -> None:
