@@ -17,7 +17,7 @@ from hypothesis import settings
 from rayrft.experience import Task
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ.setdefault("RAY_worker_niceness", "0")  # nice workers would get nothing beside the other lane
+os.environ.setdefault("RAY_worker_niceness", "0")  # nice workers would get nothing beside other lanes
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -27,7 +27,7 @@ settings.register_profile("rayrft", deadline=None)
 settings.load_profile("rayrft")
 
 ROOT = Path(__file__).resolve().parents[1]
-# Whole runs, too, but so long ones that the other lane begins with them.
+# Whole runs, too, but so long ones that another lane begins with them.
 LEARNING = "tests/e2e/test_learning.py"
 
 

@@ -1,6 +1,6 @@
 """Tasks drawn by their measured difficulty, against tasks drawn evenly: GRPO from the same weights.
 
-Words of three to ten letters are spelled backward. A warmed-up model, of whose demonstrations two in five are right,
+Words of three to six letters are spelled backward. A warmed-up model, of whose demonstrations half are right,
 answers each task eight times, as `rayrft data difficulty` does. The runs that follow differ in the sampler of these
 tasks alone: ``shuffled`` draws them evenly, ``near_half`` and ``failure`` begin with what was measured. What counts is
 accuracy on held-out words of all lengths.
@@ -24,15 +24,15 @@ _WARMUP = {
     "name": "warmup",
     "algorithm": {"name": "sft"},
     "demonstrations": "warmup",
-    "steps": 250,
+    "steps": 350,
     "batch_size": 64,
     "optimizer": {"lr": 1e-3, "schedule": "linear"},
 }
 _WORDS = {
     "source": "reasoning_gym",
     "dataset": "spell_backward",
-    "options": {"min_word_len": 3, "max_word_len": 10},
-    "size": 9000,
+    "options": {"min_word_len": 3, "max_word_len": 6},
+    "size": 10_000,
 }
 
 
@@ -44,7 +44,7 @@ def base(folder: Path, name: str, seed: int) -> dict[str, Any]:
         "seed": seed,
         "explorer": {
             "engine": {"count": 1},
-            "sampling": {"max_tokens": 14, "max_prompt_tokens": 48},
+            "sampling": {"max_tokens": 9, "max_prompt_tokens": 38},
             "over_sampling": 1.5,
         },
         "trainer": {"ranks": 1},
@@ -56,9 +56,9 @@ def measure(folder: Path, seed: int) -> tuple[Path, Path]:
     tiny = {"layers": 3, "hidden_size": 128, "heads": 4, "intermediate_size": 384}
     config = {
         **base(folder, "warmup", seed),
-        "model": {"tiny": tiny, "max_length": 64},
+        "model": {"tiny": tiny, "max_length": 48},
         "tasks": {"eval_size": 500, "sources": [_WORDS]},
-        "demonstrations": {"warmup": {"size": 5000, "wrong_share": 0.6, "wrong_field": "word"}},
+        "demonstrations": {"warmup": {"size": 4500, "wrong_share": 0.5, "wrong_field": "word"}},
         "stages": [_WARMUP],
     }
     run = rayrft.start(config, say=lambda _: None)
@@ -83,7 +83,7 @@ def train(folder: Path, seed: int, sampler: str, weights: Path, tasks: Path) -> 
     run = rayrft.start(
         {
             **base(folder, sampler, seed),
-            "model": {"path": str(weights), "max_length": 64},
+            "model": {"path": str(weights), "max_length": 48},
             "tasks": {"eval_size": 500, "sampler": sampler, "sources": [{"source": "tasks", "path": str(tasks)}]},
             "stages": [grpo],
         },
