@@ -170,11 +170,13 @@ def _blanks(task: Task, found: Sequence[Statement], partial: float) -> RewardRes
     for statement in found:
         # The whole line first: "Mr. Smith" is no end of a sentence.
         texts = [text for each in statement.readings for text in (each, _SENTENCE.split(each, maxsplit=1)[0])]
+        if found[-1].text.endswith(statement.text) and not statement.boxed:
+            texts.insert(0, found[-1].text)  # what looks like an announcement may be part of the answer
         tries = [_split(text, len(blanks)) for text in texts]
-        shares = [sum(map(_fills, filled, blanks)) / len(blanks) for filled in tries if len(filled) == len(blanks)]
-        if shares:
+        if filled := [parts for parts in tries if len(parts) == len(blanks)]:
+            shares = [sum(map(_fills, parts, blanks)) / len(blanks) for parts in filled]
             value = 1.0 if max(shares) == 1 else partial * max(shares)
-            return RewardResult(value, {"parsed": 1.0}, answer=";".join(map(key, tries[-1])))
+            return RewardResult(value, {"parsed": 1.0}, answer=";".join(map(key, filled[-1])))
     return RewardResult(0.0, {"parsed": 0.0}, answer="")
 
 

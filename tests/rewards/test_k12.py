@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from rayrft.experience import Task
 from rayrft.rewards import RewardResult, build_reward
+from rayrft.rewards.answers import statements
 from tests.conftest import ROOT
 from tests.rewards.scored import score
 
@@ -153,6 +154,52 @@ def test_strict_takes_only_what_is_announced() -> None:
     assert value("B", "It is hard.\n**Answer:**\n\nB", {"strict": True}, options=OPTIONS) == 1.0
 
 
+@pytest.mark.parametrize(
+    ("right", "response"),
+    [
+        ("C", "答案：C\n易错点：容易误选A。"),
+        ("C", "答案：C，不要选A"),
+        ("C", "答案：C\n注意：不可选A"),
+        ("C", "有同学认为应选A，其实选C"),
+        ("C", "The answer is C, and the most tempting wrong answer is A."),
+        ("C", "If I choose A, it fails.\nC"),
+        ("A", "若x=2，则矛盾，所以选A"),
+        ("B", "错误的选项是A\n正确选项：B"),
+        *(
+            (letter, f"{lead}{letter}。")
+            for letter in "BD"
+            for lead in ("故选：", "应选", "选", "因此本题应选", "我选择")
+        ),
+        *((letter, f"{lead}{letter}") for letter in "BD" for lead in ("排除A，选", "不符合题意故选", "故选择选项")),
+        ("", "解析：若x=2则选A"),
+        ("", "若x=2，应选A"),
+        ("", "不应选A"),
+        ("", "从A中选B"),
+        ("D", "正确的选项是D"),
+        ("D", "正确选项：D"),
+        ("ABD", "正确的有ABD"),
+        ("D", "符合题意的是D。"),
+        ("", "不正确选项：D"),
+        ("D", "The answer is probably D."),
+        ("D", "The answer has to be D"),
+        ("D", "The correct statement is D."),
+        ("BD", "The correct answers are:\n- B\n- D"),
+        ("BD", "答案：\n\n* B\n* D"),
+    ],
+)
+def test_only_what_a_response_takes_for_right_is_announced(right: str, response: str) -> None:
+    for truth in ("A", "B", "C", "D", "BD", "ABD"):
+        assert value(truth, response, options=OPTIONS) == float(truth == right), truth
+
+
+@pytest.mark.parametrize(
+    "text", ["选举", "请选择语言", "所以从5人中选2人共有10种方法。", "故选2人", "我们选举", "自然选择"]
+)
+def test_to_select_is_to_answer_only_before_letters(text: str) -> None:
+    assert not any(statement.announced for statement in statements(text))
+    assert value(text, text) == value(text, f"答案是{text}") == 1.0
+
+
 TRUE = ["True", "T", "yes.", "Yes, it is", "The statement is correct.", "正确", "对", "√", "对的。", "是"]
 FALSE = ["False", "F", "no", "No, never.", "It is not true.", "It is incorrect", "错", "不正确", "×", "否"]
 
@@ -176,13 +223,23 @@ def test_a_blank_has_variants() -> None:
     for said in ["Mitochondrion", "The answer is mitochondria.", "答案：线粒体。", "  the  mitochondrion "]:
         assert value("", said, blanks=blanks) == 1.0, said
     assert value("", "not mitochondria", blanks=blanks) == 0.0
+    assert value("The answer is blowing in the wind", "The answer is blowing in the wind.") == 1.0
+    assert value("5", "The answer is 4.\n5") == 0.0
     assert value("5", "5.0") == value("1/2", "0.5") == value("$-5$", "−5") == 1.0
     assert value("5", "50") == value("5", "4.5") == 0.0
 
 
 def test_several_blanks_are_compared_in_order() -> None:
     blanks = [["5"], ["10", "ten"]]
-    for said in ["5; 10", "5, ten", "5和10", "The answer is 5 and 10.", "答案：5；10", "\\boxed{5, 10}"]:
+    for said in [
+        "5; 10",
+        "5, ten",
+        "5和10",
+        "The answer is 5 and 10.",
+        "答案：5；10",
+        "\\boxed{5, 10}",
+        "答案：\n1. 5\n2. 10",
+    ]:
         assert value("", said, blanks=blanks) == 1.0, said
     assert value("", "10; 5", blanks=blanks) == 0.0
     assert value("", "5", blanks=blanks) == 0.0
