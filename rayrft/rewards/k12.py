@@ -11,8 +11,9 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from rayrft.experience import Task
-from rayrft.rewards.answers import Statement, key, nfkc, plain, statements
+from rayrft.rewards.answers import LONGEST_STATEMENT, Statement, key, nfkc, plain, statements
 from rayrft.rewards.base import Reward, RewardResult, inline, register_reward
+from rayrft.rewards.verdicts import verdict
 
 Kind = Literal["choice", "true_false", "blanks", "number"]
 
@@ -27,7 +28,8 @@ def k12(kind: Kind = "blanks", *, strict: bool = False, partial: float = 0.0, to
 
     * ``choice``: the task's answer is the right letters, such as ``B`` or ``AC``. A response names letters, or says the
       text of one option. Where several are right, some of them without a wrong one give ``partial``.
-    * ``true_false``: the task's answer is a word such as true, 正确, no, F, √; so is that of a response.
+    * ``true_false``: the task's answer is a word such as true, 正确, no, F, √; so is that of a response, in a clause of
+      its first or last line. It has none if it says both.
     * ``blanks``: ``metadata["blanks"]`` lists the accepted variants of each blank, in order; else there is one, and the
       task's answer fills it. Right blanks among wrong ones give their share of ``partial``.
     * ``number``: right within ``metadata["tolerance"]``, by default ``tolerance``, as a share of the task's answer. A
@@ -120,42 +122,14 @@ def _each(letters: str) -> set[str]:
 
 # True or false
 
-_TRUTH = re.compile(
-    r"(?P<not>(?:\bnot|n['’]t|\bcannot|\bnever|\bhardly|\bpartially|\bpartly)\s+(?:[a-z]+\s+){0,2}|不(?:完全|一定|总是|能说)?是?|并不)?"
-    r"(?:(?P<true>\b(?:true|correct)\b|(?:\bis|'s|’s)\s+right\b(?!\s+[a-z])|\bright[.!]?$|正确|√|✓|✔|✅)"
-    r"|(?P<false>\b(?:false|incorrect|untrue)\b|(?:\bis|'s|’s)\s+wrong\b|\bwrong[.!]?$|错误|×|✗|✘|❌))",
-    re.IGNORECASE,
-)
-_SHORT = {
-    **dict.fromkeys(["t", "y", "yes", "right", "对", "对的", "是", "是的", "真", "没错", "真命题"], True),
-    **dict.fromkeys(["f", "n", "no", "wrong", "x", "错", "错的", "否", "不对", "不是", "假", "假命题"], False),
-}
-_SAID_OF_IT = re.compile(r"^.*(?:说法|句话|命题|判断|结论|题)(?:是|为)?(不?对|不?错|真|假)的?$")
-
-
-def _truth(text: str) -> bool | None:
-    """Return what the first clause of the text says, else the whole; None if it says neither, or both."""
-    text = plain(text)
-    for part in (re.split(r"\s*(?:[,.;:!。—]|\b(?:because|since)\b|因为)", text, maxsplit=1)[0], text):
-        word = part.strip(" ()\"'“”*_").casefold()
-        if of_it := _SAID_OF_IT.match(word):
-            word = of_it[1]
-        if word in _SHORT:
-            return _SHORT[word]
-        said = {(found["true"] is not None) != (found["not"] is not None) for found in _TRUTH.finditer(part)}
-        if len(said) == 1 and not text.rstrip().endswith("?"):
-            return said.pop()
-        if said:
-            return None
-    return None
-
 
 def _true_false(task: Task, found: Sequence[Statement]) -> RewardResult:
-    right = _truth(task.answer)
+    right = verdict(task.answer)
     if right is None:
         return RewardResult(None, reason=f"the reference answer {task.answer!r} is neither true nor false")
     for statement in found:
-        if (said := _truth(statement.text)) is not None:
+        first = statement.before.partition("\n")[0][:LONGEST_STATEMENT]
+        if (said := verdict(statement.text, first)) is not None:
             return RewardResult(float(said == right), {"parsed": 1.0}, answer=str(said))
     return RewardResult(0.0, {"parsed": 0.0}, answer="")
 

@@ -218,6 +218,53 @@ def test_what_says_neither_is_wrong_for_both(said: str) -> None:
     assert value("true", said, kind="true_false") == value("false", said, kind="true_false") == 0.0
 
 
+EXPLAINED = {
+    True: [
+        *("没有错误", "没有错", "该命题是真命题。", "这是一个正确的说法。", "并非错误", "非常正确", "该说法完全正确"),
+        *(
+            "True or False: True",
+            "It is not false",
+            "This is a true statement.",
+            "2×3=6，正确",
+            "对，没有错误",
+            "( √ )",
+        ),
+        *("The claim that 3 is not prime is true", "True, since 2 is even", "本题说法正确，故答案为对", "这是真的"),
+        "Let us check.\nThe sun is a star, so the statement is true.",
+    ],
+    False: [
+        "False\n\nExplanation: the correct value is 5.",
+        "The statement is false.\nCorrect version: The sun is a star.",
+        "错误\n\n解析：正确的说法应为太阳是恒星。",
+        "False.\n\nThe correct statement is: the sun is a star.",
+        "**False**\n\n**Explanation:** the right value is 5",
+        "It is true that birds fly, but the statement is false",
+        "First we check whether it is true.\nIt is false.",
+        "The statement is false because the correct value is 5",
+        *("False (the correct value is 5)", "False — it is true only for n>2", "错，因为正确的是5", "判断题：错误"),
+        *("这个说法未必正确", "不可能正确", "不见得正确", "并非正确", "不完全正确", "难说正确", "说法有误", "不是真的"),
+        *("There is no way this is true", "I doubt that this is true", "It is not the case that this is true"),
+        *("The claim that 3 is not prime is false.", "True or False: False", "It isn't true.", "这是错误的判断"),
+        *("错误。应改为：正确的做法是节约用水", "原命题不成立，故为假命题", "对还是错：错", "This is not right"),
+    ],
+    None: [
+        *("Yes and no", "No, it is true.", "neither true nor false", "It might be true", "It may be false", "正确吗"),
+        *(
+            "True.\nOn reflection, the statement is false.",
+            "如果正确",
+            "I wonder whether it is true",
+            "正确的说法是什么",
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize(("truth", "said"), [(truth, said) for truth, texts in EXPLAINED.items() for said in texts])
+def test_an_explanation_is_no_verdict(truth: bool | None, said: str) -> None:
+    assert value("true", said, kind="true_false") == float(truth is True)
+    assert value("错误", said, kind="true_false") == float(truth is False)
+
+
 def test_a_blank_has_variants() -> None:
     blanks = [["the mitochondrion", "mitochondria", "线粒体"]]
     for said in ["Mitochondrion", "The answer is mitochondria.", "答案：线粒体。", "  the  mitochondrion "]:
