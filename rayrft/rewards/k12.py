@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
+from itertools import takewhile
 from typing import Any, Literal
 
 from rayrft.experience import Task
@@ -59,21 +60,44 @@ def k12(kind: Kind = "blanks", *, strict: bool = False, partial: float = 0.0, to
 # Choice
 
 _LETTER = r"(?:[(\[]\s*(?:[A-Z]{1,8}|[a-z])\s*[)\]]|[A-Z]{1,8}(?![A-Za-z]))"
-_AND = r"\s*(?:[,;&+/、]\s*(?:and\b\s*)?|(?:\band\b|和|与|及|以及)\s*)?"
+_AND = r"\s*(?:[,;&+/、]\s*(?:and\b\s*|还有)?|(?:\band\b|\bas\s+well\s+as\b|和|与|及|以及|还有)\s*)?"
 _LETTERS = rf"(?>{_LETTER}(?:{_AND}{_LETTER})*)(?![A-Za-z0-9])"
 _LEADING = re.compile(
     rf"(?:(?:(?i:only|just|both|options?|choices?|letters?)|选项|只有|not\s++{_LETTERS}\s*+,?\s*+but|不是{_LETTERS},?\s*+而是)"
-    rf"[\s:]*+)*+({_LETTERS})"
+    rf"[\s:]*+)*+({_LETTERS}|(?:(?<=ption )|(?<=hoice )|(?<=选项))[a-z]\b)"
 )
-_CORRECT = re.compile(
-    rf"(?<![A-Za-z])({_LETTERS})\s*(?:(?:is|are)\s+(?:the\s+)?(?:(?:correct|right)\b|answers?\b)|(?:选项|项)?[是均都]?正确)"
-)
-_DENIED = re.compile(r"\b(?:not|never|doubt)\b|n['’]t\b", re.IGNORECASE)
 _OPEN = re.compile(
     r"[\s,(]*(?:or\b|或者?|\|)|\s*(?:\?|吗)|\s*(?:is|are)\s+(?:the\s+)?(?:not\b|in|wrong|false|almost\b|part)|(?:选项|[项是均都并也])*(?:错|不)"
 )
 """What follows letters that are not chosen, or of which it is left open."""
 _ENDS = re.compile(r"\s*(?:$|[^\sA-Za-z]|(?:because|since|as|is|are|which|with|for|due|instead|rather|not|but)\b)")
+_LABELLED = re.compile(rf"[\s*•-]*{_LETTERS}(?:\s*[.:)、]|\s-\s|(?<=[)\]]))\s*(?=\S)")
+_JUDGED = re.compile(
+    rf"(?:^|(?<=[\s,;.。*]))(?P<label>{_LETTERS})(?:\s*[.:)、]|\s-\s|(?<=[)\]])(?=\s*[^\s,;.。]))"
+    rf"|(?<![A-Za-z])(?P<subject>{_LETTERS})\s*(?:选?项)?(?=\s*(?:(?:is|are)\b|[是均都也不正错对符√✓×✗]))"
+)
+_DENIED = re.compile(
+    r"\b(?:not|never|neither|nor|none|doubt|if|whether|suppose)\b|n['’]t\b|如果|若|假设|是否", re.IGNORECASE
+)
+_THE_ANSWER = re.compile(
+    r"(?:\bthe\s+)?\b(?:(?:correct|right|best|only)\s+)?(?:answer|option|choice)s?\b|正确(?:答案|选项)|符合(?:题意|要求)"
+)
+_OF_OTHERS = re.compile(r"(?:\b(?:others?|rest|remaining)\b|其余|其他|其它|另外)[^,;.。\n]*")
+_ASKS_WRONG = re.compile(r"不正确|错误|有误|不符合|\b(?:NOT|EXCEPT|(?i:incorrect|false|wrong))\b")
+_NAMED_WRONG = re.compile(
+    r"(?:(?:错误|不正确|有误)的?(?:选项|说法|叙述|表述|一?项)?[是为有:]|\b(?:wrong|incorrect|false|untrue)(?:\s+\w+)?\s+(?:is|are)\b)"
+    rf"\s*(?:option\s*|选项)?({_LETTERS})"
+)
+_MOST_LINES, _LONGEST_END = 20, 4000
+
+
+@dataclass(frozen=True)
+class _Question:
+    """The texts of the options, the last one's letter, and whether the one that is wrong is asked for."""
+
+    options: Sequence[str]
+    last: str
+    asks_wrong: bool
 
 
 def choice(task: Task, found: Sequence[Statement], partial: float = 0.0) -> RewardResult:
@@ -85,20 +109,48 @@ def choice(task: Task, found: Sequence[Statement], partial: float = 0.0) -> Rewa
     right = set(re.findall("[A-Z]", reference))
     if not re.fullmatch(r"[^\w]*[A-Z](?:[^\w]*[A-Z])*[^\w]*", reference) or max(right) > last:
         return RewardResult(None, reason=f"the reference answer {task.answer!r} names no option")
-    read = (_chosen(replace(each, text=text), options, last) for each in found for text in each.readings)
+    question = _Question(options, last, bool(_ASKS_WRONG.search(nfkc(task.question))))
+    read = (_chosen(each, question) if each.announced else _concluded(each, question) for each in found)
     chosen = next((letters for letters in read if letters is not None), set[str]())
     value = 1.0 if chosen == right else partial * bool(chosen) * (chosen < right)
     return RewardResult(value, {"parsed": float(bool(chosen))}, answer="".join(sorted(chosen)))
 
 
-def _chosen(statement: Statement, options: Sequence[str], last: str) -> set[str] | None:
+def _concluded(statement: Statement, question: _Question) -> set[str] | None:
+    """Return the letters that the last lines choose: those of the options that they judge right, one by one, else
+    those of the line before."""
+    lines = [line for line in statement.before[-_LONGEST_END:].split("\n") if line.strip()][-_MOST_LINES:]
+    lines = [*(line[:LONGEST_STATEMENT] for line in lines), statement.text]
+    judging = list(
+        takewhile(lambda line: _LABELLED.match(plain(line)) or any(_judged(line, question)), reversed(lines))
+    )
+    one = _LABELLED.sub("", plain(statement.text), count=1)
+    if len(judging) > 1 or (judging and len(lines) > 1 and key(one) not in question.options):
+        right, wrong = _judged("\n".join(reversed(judging)), question)
+        if right:
+            return set() if right & wrong else right
+        for line in lines[: -len(judging)][-1:]:
+            if chosen := _chosen(Statement(line.strip(), False), question):
+                return chosen
+        if wrong or len(judging) > 1:
+            return set()
+    return _chosen(statement, question)
+
+
+def _chosen(statement: Statement, question: _Question) -> set[str] | None:
     """Return the letters that are chosen: none where it is left open which; None where none can be read."""
-    text = plain(statement.text).strip(" \"'“”_-")
+    read = (_read(replace(statement, text=text), question) for text in statement.readings)
+    return next((letters for letters in read if letters is not None), None)
+
+
+def _read(statement: Statement, question: _Question) -> set[str] | None:
+    text, last = plain(statement.text).strip(" \"'“”_-"), question.last
     bare = re.fullmatch(r"[\s(\[]*([a-zA-Z])[\s)\].。,]*", text)
     if bare and bare[1] <= last:
         return {bare[1]}
     for fold in (str, str.casefold):
-        same = [index for index, option in enumerate(options) if option and fold(option) == fold(key(statement.text))]
+        said = fold(key(statement.text))
+        same = [index for index, option in enumerate(question.options) if option and fold(option) == said]
         if len(same) == 1:
             return {chr(ord("A") + same[0])}
     if bare:
@@ -106,18 +158,38 @@ def _chosen(statement: Statement, options: Sequence[str], last: str) -> set[str]
     leading = _LEADING.match(text)
     letters, rest = (_each(leading[1]), text[leading.end() :]) if leading else (set[str](), "")
     known = bool(letters) and max(letters) <= last
+    right, wrong = _judged(text, question)
     # The word that begins a sentence is no letter: "A train …".
-    if known and not _OPEN.match(rest) and (_ENDS.match(rest) or (statement.announced and letters != {"A"})):
+    ends = _ENDS.match(rest) or (statement.announced and letters != {"A"})
+    if known and ends and not letters <= right | wrong and not _OPEN.match(rest):
         return letters
-    for said in reversed(list(_CORRECT.finditer(text))):
-        [*_, clause] = re.split(r"[,.;。]", text[: said.start()])
-        if max(_each(said[1])) <= last and not _DENIED.search(clause):
-            return _each(said[1])
-    return set() if known and _OPEN.match(rest) else None
+    if right:
+        return set() if right & wrong else right
+    if question.asks_wrong and (named := _NAMED_WRONG.search(text)) and max(_each(named[1])) <= last:
+        return _each(named[1])
+    return set() if wrong or (known and _OPEN.match(rest)) else None
+
+
+def _judged(text: str, question: _Question) -> tuple[set[str], set[str]]:
+    """Return the letters of the options that are said to be right, and of those that are said to be wrong."""
+    judged: dict[bool, set[str]] = {True: set(), False: set()}
+    marks = list(_JUDGED.finditer(text := plain(text)))
+    for mark, end in zip(marks, [*(mark.start() for mark in marks[1:]), len(text)], strict=False):
+        letters, said = _each(mark["label"] or mark["subject"]), text[mark.end() : end]
+        [*_, before] = re.split(r"[,.;。\n]", text[: mark.start()])
+        if mark["subject"]:
+            [said, *_] = re.split(r"[,.;。\n]", said)
+        denied = _DENIED.search(before) and verdict(before) is None
+        if max(letters) > question.last or denied or key(said) in question.options:
+            continue
+        if (truth := verdict(_THE_ANSWER.sub("correct", _OF_OTHERS.sub("", said)))) is not None:
+            judged[truth] |= letters
+    swap = question.asks_wrong and len(judged[True]) > 1 and judged[False]
+    return (judged[False], judged[True]) if swap else (judged[True], judged[False])
 
 
 def _each(letters: str) -> set[str]:
-    return set(re.findall("[A-Z]", letters.replace("and", "").upper()))
+    return set("".join(re.findall(r"(?<![A-Za-z])(?:[A-Z]+|[a-z])(?![A-Za-z])", letters)).upper())
 
 
 # True or false

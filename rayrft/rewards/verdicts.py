@@ -48,7 +48,7 @@ _CLAUSE = re.compile(
 )
 _OF_IT = re.compile(
     r"(?:(?:thus|then|overall|clearly|indeed|definitely|actually|i|think|believe|say|it|this|that|the|given|above|whole"
-    r"|statement|claim|sentence|proposition|assertion|equation|is|must|should|be)\b\s*|['’]s\b\s*"
+    r"|statement|claim|sentence|proposition|assertion|equation|is|are|must|should|be)\b\s*|['’]s\b\s*"
     r"|我认为|我觉得|综上|上述|以上|题目?|说法|句?话|命题|判断|结论|观点|表述|叙述|[这该此本原道个种中的是为应])*+",
     re.IGNORECASE,
 )

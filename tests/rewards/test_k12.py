@@ -192,6 +192,64 @@ def test_only_what_a_response_takes_for_right_is_announced(right: str, response:
         assert value(truth, response, options=OPTIONS) == float(truth == right), truth
 
 
+JUDGED = {
+    "AB": [
+        *("A正确；B正确；C错误；D错误。", "A is correct. B is correct. C is incorrect.", "A、B正确，C错误"),
+        *("A is correct.\nB is correct.\nC is incorrect.", "答案是A，还有B", "The answer is A as well as B"),
+        "答案：A正确，B正确",
+    ],
+    "B": [
+        *("A. 错误 B. 正确 C. 错误", "A错B对C错", "A: ✗\nB: ✓\nC: ✗\nD: ✗", "A. 错误\nB. 正确\nC. 错误\nD. 错误"),
+        *("A. wrong\nB. right\nC. wrong\nD. wrong", "A) wrong\nB) right", "(A) wrong\n(B) right\n(C) wrong"),
+        *("A. 2 is too small\nB. 4.5 is right.\nC. 45 is too much", "A、光合作用，A错误；\nB、呼吸作用，B正确；"),
+        *("B. 4.5 is half of nine, and the others are wrong.", "(B)，因为其余均错误"),
+        "- **A**: Incorrect, because 2 is small.\n- **B**: Correct.\n- **C**: Incorrect.",
+        *(
+            "So B.\n\nD: too large.",
+            "Let me see.\nB. Because 4.5 is half of nine",
+            "A is not correct and B is correct.",
+        ),
+        *(
+            "The answer is B, because A is wrong and C is correct only for 1",
+            "A不符合题意，B符合题意",
+            "B is the answer.",
+        ),
+    ],
+    "D": ["The answer is: option d.", "答案：选项d", "So B?\nD. a train"],
+    "": [
+        *("A. 2\nB. 4.5\nC. 45\nD. a train", "A is correct, I think.\nNo, A is wrong.\nB is wrong", "D: incorrect"),
+        *("If B is correct, fine", "I doubt that B is correct", "Neither A nor B is correct", "B is not the answer"),
+        *("A train is correct", "Both A and B are wrong", "I doubt (B) is correct"),
+    ],
+}
+
+
+@pytest.mark.parametrize(("right", "response"), [(right, said) for right, texts in JUDGED.items() for said in texts])
+def test_options_may_be_judged_one_by_one(right: str, response: str) -> None:
+    for truth in ("A", "B", "C", "D", "AB"):
+        assert value(truth, response, options=OPTIONS) == float(truth == right), truth
+
+
+def test_the_option_that_is_wrong_is_chosen_where_it_is_asked_for() -> None:
+    for response in (
+        "错误的是D",
+        "不正确的是D",
+        "The incorrect statement is D.",
+        "A正确；B正确；C正确；D错误。",
+        "D is the answer",
+    ):
+        for question in ("下列说法错误的是", "Which one is incorrect?"):
+            task = Task.create("test", question, "D", metadata={"options": OPTIONS})
+            assert score(build_reward("k12", {}), task, response).value == 1.0, (question, response)
+        assert value("D", response, options=OPTIONS) == float(response == "D is the answer")
+
+
+def test_an_option_may_be_a_verdict() -> None:
+    for right, response in (("A", "A. True"), ("B", "False"), ("B", "B. False"), ("", "A. True\nB. False")):
+        for truth in "AB":
+            assert value(truth, response, options=("True", "False")) == float(truth == right), response
+
+
 @pytest.mark.parametrize(
     "text", ["选举", "请选择语言", "所以从5人中选2人共有10种方法。", "故选2人", "我们选举", "自然选择"]
 )
