@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import lru_cache
 from itertools import takewhile
 from typing import Any, Literal
@@ -14,6 +13,7 @@ from typing import Any, Literal
 from rayrft.experience import Task
 from rayrft.rewards.answers import LONGEST_STATEMENT, Statement, key, nfkc, plain, statements
 from rayrft.rewards.base import Reward, RewardResult, inline, register_reward
+from rayrft.rewards.quantities import Quantity, read_quantity
 from rayrft.rewards.verdicts import verdict
 
 Kind = Literal["choice", "true_false", "blanks", "number"]
@@ -27,14 +27,15 @@ def k12(kind: Kind = "blanks", *, strict: bool = False, partial: float = 0.0, to
     The kind is that of the task's ``metadata["kind"]``; else a task with ``metadata["options"]``, the texts of its
     options in order, is a choice, and any other one is of the ``kind`` given here.
 
-    * ``choice``: the task's answer is the right letters, such as ``B`` or ``AC``. A response names letters, or says the
-      text of one option. Where several are right, some of them without a wrong one give ``partial``.
+    * ``choice``: the task's answer is the right letters, such as ``B`` or ``AC``. A response names letters, says the text
+      of one option, or judges the options one by one. Where several are right, some of them without a wrong one give
+      ``partial``.
     * ``true_false``: the task's answer is a word such as true, 正确, no, F, √; so is that of a response, in a clause of
       its first or last line. It has none if it says both.
     * ``blanks``: ``metadata["blanks"]`` lists the accepted variants of each blank, in order; else there is one, and the
       task's answer fills it. Right blanks among wrong ones give their share of ``partial``.
     * ``number``: right within ``metadata["tolerance"]``, by default ``tolerance``, as a share of the task's answer. A
-      response may leave out the unit; another one of the same dimension is converted.
+      response may leave out the unit; another one of the same dimension is converted. Two numbers are no answer.
 
     What a response announces is its answer: in a box, after ``####``, "the answer is" or 答案; the last of several.
     Without one its last line is, unless ``strict``.
@@ -239,79 +240,42 @@ def _split(text: str, count: int) -> list[str]:
 def _fills(text: str, variants: Sequence[str]) -> bool:
     if any(key(text).casefold() == key(variant).casefold() for variant in variants):
         return True
-    said = _quantity(text)
-    return said is not None and any(said == _quantity(variant) for variant in variants)
+    said = read_quantity(text)
+    return said is not None and any(said == read_quantity(variant) for variant in variants)
 
 
 # Numbers
 
-_LONGEST_NUMBER = 200
-"""Characters of a number and its unit: no power or product of such numbers is too large for a float."""
-
-_SCALE = {
-    **{"%": Fraction(1, 100), "percent": Fraction(1, 100), "‰": Fraction(1, 1000)},
-    **{"thousand": Fraction(10**3), "million": Fraction(10**6), "billion": Fraction(10**9), "dozen": Fraction(12)},
-    **{"百": Fraction(100), "千": Fraction(1000), "万": Fraction(10**4), "亿": Fraction(10**8)},
-}
-_DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
-_QUANTITY = re.compile(
-    rf"(?P<sign>[-+−]?)\s*(?:\\[dt]?frac\{{(?P<over>\d+)\}}\{{(?P<under>\d+)\}}"
-    rf"|(?P<number>{_DIGITS})(?:\s*/\s*(?P<divisor>\d+(?:\.\d+)?))?"
-    r"(?:\s*(?:[x×*·]|\\times|\\cdot)\s*10\s*(?:\^|\*\*)\s*\{?(?P<power>[-+−]?\d{1,2})\}?|[eE](?P<exponent>[-+−]?\d{1,2}))?)"
-    r"(?:\s*(?P<scale>\\?%|‰|万|亿|百|千(?![米克瓦伏安牛焦帕])|(?:percent|thousand|million|billion|dozen)\b))?"
-    r"(?P<unit>\s*[^\d\s=,;。].*)?$"
-)
 _UNITS = {
     "千米": "km", "公里": "km", "厘米": "cm", "毫米": "mm", "分米": "dm", "微米": "um", "纳米": "nm", "米": "m",
     "千克": "kg", "公斤": "kg", "毫克": "mg", "克": "g", "吨": "t", "毫升": "ml", "升": "l", "公顷": "ha",
-    "小时": "h", "分钟": "min", "秒": "s", "天": "day", "时": "h", "焦耳": "J", "牛顿": "N", "千": "k", "毫": "m",
+    "小时": "h", "分钟": "min", "秒": "s", "天": "day", "时": "h", "焦耳": "J", "牛顿": "N", "瓦特": "W", "伏特": "V",
+    "安培": "A", "帕斯卡": "Pa", "欧姆": "ohm", "赫兹": "Hz", "库仑": "C", "摩尔": "mol", "千": "k", "毫": "m",
     "牛": "N", "焦": "J", "瓦": "W", "伏": "V", "安": "A", "帕": "Pa", "欧": "ohm", "Ω": "ohm",
-    "摄氏度": "degC", "°C": "degC", "°F": "degF", "°": "degree", "度": "degree", "每": "/",
+    "摄氏度": "degC", "°": "degree", "度": "degree", "每": "/",
+    "美元": "dollar", "元": "yuan", "角": "jiao", "个人": "person", "人": "person",
 }  # fmt: skip
 """Longer names first: they are replaced in this order."""
-
-_NO_UNIT = re.compile(
-    r"^\s*[-+*/^_:|~]|\b(?:or|and|to|not|is|wrong|e)\b|或|(?<![A-Za-z^*\-{])\d|[+×√π±|!<>=?]|\\(?:sqrt|pi|times|pm)|^[xyzijknpqe]$"
-)
-"""What follows a number in an expression, a range or a hedge, and in no unit."""
-
-
-@dataclass(frozen=True)
-class _Quantity:
-    value: Fraction
-    unit: str = ""
-
-
-_NAMED = re.compile(r"^\s*\\?[A-Za-zα-ωΔ]\w{0,5}\s*[=≈]\s*")
-_ABOUT = re.compile(r"^(?:about|approximately|around|roughly|约为?|大约|\\approx|≈)\s*", re.IGNORECASE)
-
-
-def _quantity(text: str) -> _Quantity | None:
-    """Parse a number and the unit after it, perhaps with a name before it; None if the text is no such thing."""
-    text = _ABOUT.sub("", _NAMED.sub("", plain(text).rstrip(".。, "))).replace("{,}", ",").replace("–", "-")
-    if len(text) > _LONGEST_NUMBER or (found := _QUANTITY.fullmatch(text)) is None:
-        return None
-    if found["over"] is not None:
-        value, divisor = Fraction(found["over"]), Fraction(found["under"])
-    else:
-        value, divisor = Fraction(found["number"].replace(",", "")), Fraction(found["divisor"] or 1)
-        if power := found["power"] or found["exponent"]:
-            value *= Fraction(10) ** int(power.replace("−", "-"))
-    unit = (found["unit"] or "").replace("\\cdot", "*")
-    # "5 m" has a unit, "5x" is an expression.
-    if not divisor or _NO_UNIT.search(unit):
-        return None
-    value *= _SCALE.get((found["scale"] or "").lstrip("\\"), 1) / divisor
-    return _Quantity(-value if found["sign"] in {"-", "−"} else value, unit.strip(" *_\"'"))
 
 
 @lru_cache(maxsize=1)
 def _registry() -> Any:
     import pint
 
-    return pint.UnitRegistry(autoconvert_offset_to_baseunit=True)
+    registry: Any = pint.UnitRegistry(autoconvert_offset_to_baseunit=True)
+    for unit in ("dollar = [dollar]", "cent = dollar / 100", "yuan = [yuan]", "jiao = yuan / 10"):
+        registry.define(unit)
+    registry.define("person = [person] = _ = people")
+    return registry
 
 
+_SPOKEN = [
+    (re.compile(r"(?:°|\bdegrees?)\s*C(?:elsius)?\b", re.IGNORECASE), "degC"),
+    (re.compile(r"(?:°|\bdegrees?)\s*F(?:ahrenheit)?\b", re.IGNORECASE), "degF"),
+    (re.compile(r"\bsq(?:uare|\.)?\s+([A-Za-z]+)|([A-Za-z]+)\s+squared\b"), r"\1\2**2"),
+    (re.compile(r"\bcu(?:bic|\.)?\s+([A-Za-z]+)|([A-Za-z]+)\s+cubed\b"), r"\1\2**3"),
+    (re.compile(r"\s+per\s+"), "/"),
+]
 _FACTOR = r"[A-Za-zµμ_]++(?:\*\*-?\d)?+"
 _UNIT = re.compile(rf"{_FACTOR}(?:(?:\s*+[*/]\s*+|\s++(?:per\s++)?)\(?{_FACTOR}\)?)*+")
 """Nothing that pint would have to calculate."""
@@ -322,6 +286,8 @@ def parse_unit(text: str) -> Any:
     """Return the unit that the text begins with; None if it begins with none."""
     power = {"平方": "**2", "立方": "**3"}
     text = re.sub(r"(平方|立方)(千米|厘米|分米|毫米|米)", lambda found: _UNITS[found[2]] + power[found[1]], text)
+    for pattern, replacement in _SPOKEN:
+        text = pattern.sub(replacement, text)
     for name, symbol in _UNITS.items():
         text = text.replace(name, symbol)
     text = re.sub(r"(?<=[A-Za-zµμ])\^?\{?([-−]?\d)\}?", r"**\1", text.replace("·", "*").replace("⋅", "*"))
@@ -336,12 +302,12 @@ def parse_unit(text: str) -> Any:
 
 
 def _number(task: Task, found: Sequence[Statement], tolerance: float) -> RewardResult:
-    right = _quantity(nfkc(task.answer))
+    right = read_quantity(task.answer)
     if right is None:
         return RewardResult(None, reason=f"the reference answer {task.answer!r} is no number")
     for statement in found:
         texts = [_SENTENCE.split(text, maxsplit=1)[0] for text in statement.readings]
-        tries = (_quantity(text) or _quantity(_result(text)) for text in texts)
+        tries = (read_quantity(text) or read_quantity(_result(text)) for text in texts)
         if (quantity := next(filter(None, tries), None)) is not None:
             value = _in_unit(quantity, right.unit)
             close = value is not None and math.isclose(value, right.value, rel_tol=max(tolerance, 1e-9), abs_tol=1e-12)
@@ -350,12 +316,21 @@ def _number(task: Task, found: Sequence[Statement], tolerance: float) -> RewardR
     return RewardResult(0.0, {"parsed": 0.0}, answer="")
 
 
+_CONCLUSION = re.compile(
+    r"\b(?:so|hence|thus|therefore|then)\b|所以|因此|故|则|可?得|^\W*(?:since|with|as|if|given|由|因为|当).*,", re.I
+)
+
+
 def _result(text: str) -> str:
-    """Return what a calculation comes to; nothing of what only bounds it."""
-    return "" if re.search(r"[<>!≠≤≥]|\\(?:[lg]eq?|neq?)\b", text) else text.rpartition("=")[2]
+    """Return what a calculation comes to; nothing of what only bounds it, or of several equations."""
+    text = _CONCLUSION.split(text)[-1]
+    if re.search(r"[<>!≠≤≥]|\\(?:[lg]eq?|neq?)\b", text):
+        return ""
+    equations = [part for part in re.split(r"[,](?!\d{3})|[;、或和与且(]|\b(?:or|and)\b", text) if "=" in part]
+    return text.rpartition("=")[2] if len(equations) == 1 else ""
 
 
-def _in_unit(quantity: _Quantity, wanted: str) -> float | None:
+def _in_unit(quantity: Quantity, wanted: str) -> float | None:
     """Return the value in a unit, or as it is where one of them has none; None where the units do not fit."""
     if not quantity.unit or not wanted or quantity.unit.rstrip("s") == wanted.rstrip("s"):
         return float(quantity.value)

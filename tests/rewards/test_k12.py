@@ -388,6 +388,93 @@ def test_numbers_are_compared_with_their_units(answer: str, said: str, right: bo
     assert value(answer, said, {"kind": "number"}) == float(right)
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        *("x = 8 or x = 9", "x=8或x=9", "x=8, y=9", "x₁=8, x₂=9", "x=8；x=9", "x = 9 (y = 8)", "x = 8 or 9"),
+        *(
+            "9个以上",
+            "9 at least",
+            "9多个",
+            "9 minus x",
+            "9ab",
+            "9 ab",
+            "9pi",
+            "9π",
+            "9 squared",
+            "9个半",
+            "9x",
+            "9 or more",
+        ),
+        *(
+            "9%",
+            "9的平方",
+            "9减x",
+            "9 over 2",
+            "9 halves",
+            "9来个",
+            "9 times x",
+            "9 to 10",
+            "9\\alpha",
+            "9左右",
+            "9 hundred",
+        ),
+        *("9百万", "9千", "9 trillion", "9 dozen eggs", "9 per cent", "9\\frac{1}{2}", "9 1/2", "9½"),
+    ],
+)
+def test_a_number_is_alone_but_for_its_unit(said: str) -> None:
+    assert value("9", said, kind="number") == value("9", f"\\boxed{{{said}}}", kind="number") == 0.0
+    assert value("8", said, kind="number") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        *(
+            ("9", f"9{unit}")
+            for unit in ("个", "人", " red apples", "m", "平方厘米", "加仑", "岁", "名学生", "\\text{ cm}")
+        ),
+        *(("9", f"9{unit}") for unit in ("°", " Ω", " \\Omega", " mi", " times", "$", " kg·m/s^2")),
+        *(
+            ("9", said)
+            for said in ("x = 9", "3+6 = 8+1 = 9", "Since a = 3 and b = 6, a + b = 9", "a=3, b=6, 所以a+b=9")
+        ),
+        *(("1.5", said) for said in ("1\\frac{1}{2}", "\\boxed{1\\frac{1}{2}}", "1 1/2", "1½", "$1\\frac12$")),
+        *(
+            ("1 1/2", "1.5"),
+            ("5000000", "5百万"),
+            ("30000000", "3千万"),
+            ("500 m", "5百米"),
+            ("500000", "5 hundred thousand"),
+        ),
+        *(
+            ("5 m^2", "5 square meters"),
+            ("5 m^2", "5 meters squared"),
+            ("5 m^3", "5 cubic meters"),
+            ("2 kWh", "2千瓦时"),
+        ),
+        *(("5 km/h", "5 kilometers per hour"), ("60 mph", "60 miles per hour"), ("9.8 N/kg", "9.8牛/千克")),
+        *(("90°", "90^\\circ"), ("90°", "$90^{\\circ}$"), ("90°", "90 degrees"), ("25 °C", "25 degrees Celsius")),
+        *(("25 °C", "25^\\circ C"), ("25 °C", "25摄氏度"), ("77 °F", "25 °C"), ("10 V", "10伏特"), ("10 Ω", "10欧姆")),
+        *(("5人", "5 people"), ("5 people", "5个人"), ("$5", "5 dollars"), ("$5", "500 cents"), ("$5", "\\$5.00")),
+        *(("5元", "¥5"), ("5元", "50角"), ("5 dollars", "about $5"), ("5000000 dollars", "$5 million")),
+    ],
+)
+def test_quantities_have_many_forms(answer: str, said: str) -> None:
+    assert value(answer, said, kind="number") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        *(("$5", "5 cents"), ("$5", "5元"), ("5 m^2", "5 m"), ("5 m^2", "5 cubic meters"), ("5 km/h", "5 m/s")),
+        *(("5人", "5米"), ("25 °C", "25 °F"), ("10 V", "10 A"), ("5 apples", "5 kg"), ("5元", "5角"), ("1", "1 1/2")),
+    ],
+)
+def test_another_unit_is_another_answer(answer: str, said: str) -> None:
+    assert value(answer, said, kind="number") == 0.0
+
+
 def test_numbers_may_be_near() -> None:
     assert value("100", "101", {"kind": "number", "tolerance": 0.02}) == 1.0
     assert value("100", "103", {"kind": "number", "tolerance": 0.02}) == 0.0
@@ -457,12 +544,14 @@ STYLES: list[Callable[[str, list[str]], str]] = [
     lambda right, texts: f"故选{right}。",
     lambda right, texts: f"答案：{'、'.join(right)}",
     lambda right, texts: f"#### {right.lower() if len(right) == 1 else right}",
+    lambda right, texts: "；".join(f"{each}{'正确' if each in right else '错误'}" for each in "ABCD"),
+    lambda right, texts: "\n".join(f"{each}. {'Right' if each in right else 'Wrong'}" for each in "ABCD"),
     lambda right, texts: texts[0] if len(texts) == 1 else f"Both {' and '.join(right)}",
 ]
 
 
 @pytest.mark.parametrize("name", ["sat-math", "gaokao-physics", "gaokao-biology"])
-def test_real_choice_questions_are_told_right_from_wrong_in_ten_styles(name: str) -> None:
+def test_real_choice_questions_are_told_right_from_wrong_in_twelve_styles(name: str) -> None:
     path = Path(os.environ.get("RAYRFT_TEST_DATA", ROOT / "tests" / "samples"), "agieval", f"{name}.jsonl")
     if not path.exists():
         pytest.skip(f"{path} is not there")
