@@ -27,9 +27,9 @@ def k12(kind: Kind = "blanks", *, strict: bool = False, partial: float = 0.0, to
     The kind is that of the task's ``metadata["kind"]``; else a task with ``metadata["options"]``, the texts of its
     options in order, is a choice, and any other one is of the ``kind`` given here.
 
-    * ``choice``: the task's answer is the right letters, such as ``B`` or ``AC``. A response names letters, says the text
-      of one option, or judges the options one by one. Where several are right, some of them without a wrong one give
-      ``partial``.
+    * ``choice``: the task's answer is the right letters, such as ``B`` or ``AC``. A response names letters, says the
+      text of one option, or judges the options one by one. Where several are right, some of them without a wrong one
+      give ``partial``.
     * ``true_false``: the task's answer is a word such as true, 正确, no, F, √; so is that of a response, in a clause of
       its first or last line. It has none if it says both.
     * ``blanks``: ``metadata["blanks"]`` lists the accepted variants of each blank, in order; else there is one, and the
