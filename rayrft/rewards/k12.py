@@ -68,10 +68,14 @@ _LEADING = re.compile(
     rf"[\s:]*+)*+({_LETTERS}|(?:(?<=ption )|(?<=hoice )|(?<=选项))[a-z]\b)"
 )
 _OPEN = re.compile(
-    r"[\s,(]*(?:or\b|或者?|\|)|\s*(?:\?|吗)|\s*(?:is|are)\s+(?:the\s+)?(?:not\b|in|wrong|false|almost\b|part)|(?:选项|[项是均都并也])*(?:错|不)"
+    r"[\s,(]*(?:or\b|或者?|还是|\|)|\s*(?:\?|吗)|\s*(?:is|are)\s+(?:the\s+)?(?:not\b|in|wrong|false|almost\b|part)|(?:选项|[项是均都并也])*(?:错|不)"
 )
 """What follows letters that are not chosen, or of which it is left open."""
 _ENDS = re.compile(r"\s*(?:$|[^\sA-Za-z]|(?:because|since|as|is|are|which|with|for|due|instead|rather|not|but)\b)")
+_ASIDE = re.compile(
+    rf"^([^,;]*{_LETTER})[,;]\s*(?:(?:and|but|while)\s+)?{_LETTER}\s*(?:is\s+(?:not|in|wrong|false)|选?项?(?:错|不)).*"
+)
+"""After an announced letter, what another one is not."""
 _LABELLED = re.compile(rf"[\s*•-]*{_LETTERS}(?:\s*[.:)、]|\s-\s|(?<=[)\]]))\s*(?=\S)")
 _JUDGED = re.compile(
     rf"(?:^|(?<=[\s,;.。*]))(?P<label>{_LETTERS})(?:\s*[.:)、]|\s-\s|(?<=[)\]])(?=\s*[^\s,;.。]))"
@@ -146,6 +150,8 @@ def _chosen(statement: Statement, question: _Question) -> set[str] | None:
 
 def _read(statement: Statement, question: _Question) -> set[str] | None:
     text, last = plain(statement.text).strip(" \"'“”_-"), question.last
+    if statement.announced:
+        text = _ASIDE.sub(r"\1", text)
     bare = re.fullmatch(r"[\s(\[]*([a-zA-Z])[\s)\].。,]*", text)
     if bare and bare[1] <= last:
         return {bare[1]}
@@ -249,7 +255,8 @@ def _fills(text: str, variants: Sequence[str]) -> bool:
 _UNITS = {
     "千米": "km", "公里": "km", "厘米": "cm", "毫米": "mm", "分米": "dm", "微米": "um", "纳米": "nm", "米": "m",
     "千克": "kg", "公斤": "kg", "毫克": "mg", "克": "g", "吨": "t", "毫升": "ml", "升": "l", "公顷": "ha",
-    "小时": "h", "分钟": "min", "秒": "s", "天": "day", "时": "h", "焦耳": "J", "牛顿": "N", "瓦特": "W", "伏特": "V",
+    "小时": "h", "分钟": "min", "秒": "s", "天": "day", "时": "h", "年": "year",
+    "星期": "week", "周": "week", "个月": "month", "焦耳": "J", "牛顿": "N", "瓦特": "W", "伏特": "V",
     "安培": "A", "帕斯卡": "Pa", "欧姆": "ohm", "赫兹": "Hz", "库仑": "C", "摩尔": "mol", "千": "k", "毫": "m",
     "牛": "N", "焦": "J", "瓦": "W", "伏": "V", "安": "A", "帕": "Pa", "欧": "ohm", "Ω": "ohm",
     "摄氏度": "degC", "°": "degree", "度": "degree", "每": "/",
@@ -285,7 +292,7 @@ _UNIT = re.compile(rf"{_FACTOR}(?:(?:\s*+[*/]\s*+|\s++(?:per\s++)?)\(?{_FACTOR}\
 def parse_unit(text: str) -> Any:
     """Return the unit that the text begins with; None if it begins with none."""
     power = {"平方": "**2", "立方": "**3"}
-    text = re.sub(r"(平方|立方)(千米|厘米|分米|毫米|米)", lambda found: _UNITS[found[2]] + power[found[1]], text)
+    text = re.sub(r"(平方|立方)(千米|公里|厘米|分米|毫米|米)", lambda found: _UNITS[found[2]] + power[found[1]], text)
     for pattern, replacement in _SPOKEN:
         text = pattern.sub(replacement, text)
     for name, symbol in _UNITS.items():

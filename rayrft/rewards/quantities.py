@@ -39,16 +39,20 @@ _REWRITTEN = [
     (re.compile(r"\\Omega(?![A-Za-z])"), "Ω"),
     (re.compile(r"\\mu(?![A-Za-z])\s*"), "μ"),
     (re.compile(r"\{,\}"), ","),
+    (re.compile(r"(?<=\d)又(?=\d)"), " "),
+    (re.compile(r"(?<=\d)\s*\(([^()]*)\)$"), r" \1"),
     (re.compile("–"), "-"),
 ]
 _NAMED = re.compile(r"^\s*\\?[A-Za-zα-ωΔ]\w{0,5}\s*[=≈]\s*")
-_ABOUT = re.compile(r"^\s*(?:about|approximately|around|roughly|约为?|大约|\\approx|≈)\s*", re.IGNORECASE)
+_ABOUT = re.compile(
+    r"^\s*(?:about|approximately|around|roughly|约为?|大约|\\approx|≈)\s*|(?:左右|上下)$", re.IGNORECASE
+)
 _MONEY = {"\\$": "dollars", "¥": "元", "€": "euros", "£": "pounds"}
 _CURRENCY = re.compile(r"(?:US)?(\\\$|[¥€£])\s*")
 
 _SYMBOL = re.compile(
     r"[kMGTdcmnpuμµ]?(?:m|g|s|N|J|W|V|A|Pa|Hz|L|l|mol|eV|Wh|bit|B|F|C|H|cal|K|T|Wb|ohm|bar)"
-    r"|min|h|hr|hrs|sec|t|ha|rad|rpm|mph|kph|ft|in|lbs?|oz|mi|yd|gal|atm|dB|day|yrs?|kM|K[Mm]|K[Gg]|USD|RMB|pH"
+    r"|min|h|hr|hrs|sec|t|ha|rad|rpm|mph|kph|ft|in|lbs?|oz|mi|yd|gal|atm|dB|day|yrs?|of|kM|K[Mm]|K[Gg]|USD|RMB|pH"
 )
 """Units of few letters; others are names of variables."""
 _NO_WORDS = (
@@ -58,7 +62,7 @@ _NO_WORDS = (
 )
 _NO_UNIT = re.compile(
     r"^\s*[-+*/^_:|~]|(?<![A-Za-z^*\-{])\d|[+×√π±|!<>=?]|\\[A-Za-z]"
-    r"|^\s*(?:squared|cubed|[多来余几])|[多半]$|以[上下内外]|左右|上下|分之|次方|[或至到和与的不错减乘除]|加(?!仑)|成(?![员人])"
+    r"|^\s*(?:squared|cubed|[多来余几])|[多半]$|以[上下内外]|分之|次方|[或至到和与的不错减乘除]|加(?!仑)|成(?![员人])"
     rf"|\b(?:{_NO_WORDS.replace(' ', '|')}|times(?=\s+\S))\b"
     r"|(?:平方|立方)(?![千厘分毫]?米|公里)",
     re.IGNORECASE,

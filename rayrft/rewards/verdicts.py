@@ -30,11 +30,12 @@ _VERDICTS = {
 _NEGATION = re.compile(
     r"\b(?:not|cannot|never|hardly|partially|partly|unlikely|doubt(?:ful)?|nor|half|no way|no longer|far from"
     r"|by no means|anything but)\b|n['’]t\b"
-    r"|(?:不|未必|并[非不]|绝非|决非|远非|没有?|谈不上|难说)(?=(?:[不可能见得一定必完全总都说算是为会够太那么任何])*$)",
+    r"|(?:不|未必|无|并[非不]|绝非|决非|远非|没有?|谈不上|难说)(?=(?:[不可能见得一定必完全总都说算是为会够太那么任何存在有])*$)",
     re.IGNORECASE,
 )
 _SUPPOSED = re.compile(
-    r"(?<!不)可能|也许|或许|如果|若|假如|是否|能否|才|\b(?:may|might|could|would|maybe|perhaps|possibly|if|whether|unless|neither)\b",
+    r"(?<!不)可能|也许|或许|如果|若|假如|是否|能否|才|有时"
+    r"|\b(?:may|might|could|would be|sometimes|maybe|perhaps|possibly|if|whether|unless|neither)\b",
     re.IGNORECASE,
 )
 _ASKED = re.compile(
@@ -48,8 +49,8 @@ _CLAUSE = re.compile(
 )
 _OF_IT = re.compile(
     r"(?:(?:thus|then|overall|clearly|indeed|definitely|actually|i|think|believe|say|it|this|that|the|given|above|whole"
-    r"|statement|claim|sentence|proposition|assertion|equation|is|are|must|should|be)\b\s*|['’]s\b\s*"
-    r"|我认为|我觉得|综上|上述|以上|题目?|说法|句?话|命题|判断|结论|观点|表述|叙述|[这该此本原道个种中的是为应])*+",
+    r"|statement|claim|sentence|proposition|assertion|equation|reason|is|are|must|should|be)\b\s*|['’]s\b\s*"
+    r"|我认为|我觉得|综上|上述|以上|题目?|说法|说得|句?话|命题|判断|结论|观点|表述|叙述|[这该此本原道个种中的是为应])*+",
     re.IGNORECASE,
 )
 """What a clause that only gives a verdict has before it."""

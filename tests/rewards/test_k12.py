@@ -215,11 +215,17 @@ JUDGED = {
             "B is the answer.",
         ),
     ],
-    "D": ["The answer is: option d.", "答案：选项d", "So B?\nD. a train"],
+    "D": [
+        "The answer is: option d.",
+        "答案：选项d",
+        "The answer is D, and B is wrong.",
+        "答案：D，B错误",
+        "So B?\nD. a train",
+    ],
     "": [
         *("A. 2\nB. 4.5\nC. 45\nD. a train", "A is correct, I think.\nNo, A is wrong.\nB is wrong", "D: incorrect"),
         *("If B is correct, fine", "I doubt that B is correct", "Neither A nor B is correct", "B is not the answer"),
-        *("A train is correct", "Both A and B are wrong", "I doubt (B) is correct"),
+        *("选A或B", "选A还是B", "A train is correct", "Both A and B are wrong", "I doubt (B) is correct"),
     ],
 }
 
@@ -278,7 +284,18 @@ def test_what_says_neither_is_wrong_for_both(said: str) -> None:
 
 EXPLAINED = {
     True: [
-        *("没有错误", "没有错", "该命题是真命题。", "这是一个正确的说法。", "并非错误", "非常正确", "该说法完全正确"),
+        *(
+            "不存在错误",
+            "无错误",
+            "I would say true.",
+            "没有错误",
+            "没有错",
+            "该命题是真命题。",
+            "这是一个正确的说法。",
+            "并非错误",
+            "非常正确",
+            "该说法完全正确",
+        ),
         *(
             "True or False: True",
             "It is not false",
@@ -306,7 +323,15 @@ EXPLAINED = {
         *("错误。应改为：正确的做法是节约用水", "原命题不成立，故为假命题", "对还是错：错", "This is not right"),
     ],
     None: [
-        *("Yes and no", "No, it is true.", "neither true nor false", "It might be true", "It may be false", "正确吗"),
+        *(
+            "Yes and no",
+            "No, it is true.",
+            "neither true nor false",
+            "It might be true",
+            "It may be false",
+            "It is sometimes true",
+            "正确吗",
+        ),
         *(
             "True.\nOn reflection, the statement is false.",
             "如果正确",
@@ -416,7 +441,6 @@ def test_numbers_are_compared_with_their_units(answer: str, said: str, right: bo
             "9 times x",
             "9 to 10",
             "9\\alpha",
-            "9左右",
             "9 hundred",
         ),
         *("9百万", "9千", "9 trillion", "9 dozen eggs", "9 per cent", "9\\frac{1}{2}", "9 1/2", "9½"),
@@ -434,12 +458,18 @@ def test_a_number_is_alone_but_for_its_unit(said: str) -> None:
             ("9", f"9{unit}")
             for unit in ("个", "人", " red apples", "m", "平方厘米", "加仑", "岁", "名学生", "\\text{ cm}")
         ),
-        *(("9", f"9{unit}") for unit in ("°", " Ω", " \\Omega", " mi", " times", "$", " kg·m/s^2")),
+        *(
+            ("9", f"9{unit}")
+            for unit in ("左右", " (cm)", " of the cake", "°", " Ω", " \\Omega", " mi", " times", "$", " kg·m/s^2")
+        ),
         *(
             ("9", said)
             for said in ("x = 9", "3+6 = 8+1 = 9", "Since a = 3 and b = 6, a + b = 9", "a=3, b=6, 所以a+b=9")
         ),
-        *(("1.5", said) for said in ("1\\frac{1}{2}", "\\boxed{1\\frac{1}{2}}", "1 1/2", "1½", "$1\\frac12$")),
+        *(
+            ("1.5", said)
+            for said in ("1又1/2", "1\\frac{1}{2}", "\\boxed{1\\frac{1}{2}}", "1 1/2", "1½", "$1\\frac12$")
+        ),
         *(
             ("1 1/2", "1.5"),
             ("5000000", "5百万"),
@@ -452,6 +482,9 @@ def test_a_number_is_alone_but_for_its_unit(said: str) -> None:
             ("5 m^2", "5 meters squared"),
             ("5 m^3", "5 cubic meters"),
             ("2 kWh", "2千瓦时"),
+            ("5 years", "5年"),
+            ("5 km^2", "5平方公里"),
+            ("5 cm", "5(cm)"),
         ),
         *(("5 km/h", "5 kilometers per hour"), ("60 mph", "60 miles per hour"), ("9.8 N/kg", "9.8牛/千克")),
         *(("90°", "90^\\circ"), ("90°", "$90^{\\circ}$"), ("90°", "90 degrees"), ("25 °C", "25 degrees Celsius")),
