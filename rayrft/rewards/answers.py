@@ -13,11 +13,12 @@ often it may state something that cannot be read: so that no response takes long
 
 @dataclass(frozen=True)
 class Statement:
-    """What a response states as its answer."""
+    """What a response states as its answer; of its last line, what stands ``before`` it, too."""
 
     text: str
     announced: bool
     boxed: bool = False
+    before: str = ""
 
     @property
     def readings(self) -> list[str]:
@@ -29,36 +30,67 @@ class Statement:
 _LEAD_IN = re.compile(
     r"(?:(?:so|thus|hence|therefore|then|well|clearly|I (?:think|believe|guess|would say)|I'd say)\b\s*[,:]?\s*"
     r"|(?:所以|因此|因而|故|那么|我认为|我觉得|我想)[,:]?\s*)*+"
-    r"(?:I (?:would |will )?(?:choose|select|pick|say)\b\s*|I'd (?:choose|select|pick|say)\b\s*)?+"
+    r"(?:I (?:would |will )?(?:choose|select|pick|say)\b\s*|I'd (?:choose|select|pick|say)\b\s*"
+    r"|(?:我|应|(?<=故))选择?[为:]?)?+"
     r"(?:\b(?:it|that|this)(?:['’]s| is| must be| should be| would be| has to be| can only be)\b\s*:?"
     r"|(?:这|那|它)?(?:应该|应当|只能|肯定|一定|就|应)?[是为](?!否|不是|没))?+\s*",
     re.IGNORECASE,
 )
 
+_IS = (
+    r"\s+(?:is|are|(?:should|must|would|will|can\s+only|ha(?:s|ve)\s+to|ought\s+to)\s+be)\b"
+    r"(?:\s+(?:therefore|thus|hence|clearly|indeed|obviously|definitely|simply|probably|(?:most\s+)?likely)\b)*\s*:?"
+)
+_OPTION = r"(?:选项|答案|说法|叙述|表述|描述|判断|结论|一[项个]|项)"
+_CHOOSES = r"选择?(?:选项|[为:\s*$])*(?=[(\[]?\s*(?:[A-Z]{1,8}|[a-z])(?![A-Za-z0-9=]))"
+"""Before letters only: to select 2 of 5 is no answer."""
+_CONCLUDES = r"(?:故|所以|因此|因而|综上(?:所述)?|可知)"
 _ANNOUNCED = re.compile(
-    r"\banswers?\b(?:\s+(?:to|for)\b[^.\n]{0,60}?)?\**\]?(?:\s+(?:is|are|should be|must be|would be)\b"
-    r"(?:\s+(?:therefore|thus|clearly|indeed)\b)?\s*:?|\s*[:=])|<answer>|\bI\s+(?:choose|select|pick)\b"
-    r"|\b(?:choices?|options?)\**\s+(?:is|are|should be)\b|\b(?:correct|right)\s+(?:choice|option)s?\**\s*:"
-    r"|####(?!#)(?=[^\n]*\s*\Z)|【?答案】?(?:应?该?[就即]?(?:[是为]|选(?!项))|\s|:)*|正确(?:选项|一项|的)[是为]"
-    r"|(?<!不)(?<!不应)(?<!不能)(?<!不该)[故应]?选(?!项)[择为]?",
+    rf"\banswers?\b(?:\s+(?:to|for)\b[^.\n]{{0,60}}?)?\**\]?(?:{_IS}|\s*[:=])|<answer>|\bI\s+(?:choose|select|pick)\b"
+    rf"|\b(?:choices?|options?)\**{_IS}"
+    rf"|\b(?:correct|right|true)\s+(?:(?:choice|option)s?\**\s*:|(?:statement|one|letter)s?\**(?:{_IS}|\s*:))"
+    rf"|####(?!#)(?=[^\n]*\s*\Z)|【?答案】?(?:应?该?[就即]?(?:[是为]|{_CHOOSES})|[ \t:])*"
+    rf"|(?:正确|符合(?:题意|要求|条件))(?:的{_OPTION}?|{_OPTION})\**(?:[是为有]|\s*:)"
+    rf"|(?:^|(?<=[\s,;:.!?。】)])|{_CONCLUDES},?|我|则|[本此该]题)(?:[本此该]题|其实|应该?|只能|必须|就)*{_CHOOSES}",
+    re.IGNORECASE | re.MULTILINE,
+)
+_OF_ANOTHER = re.compile(
+    r"(?:\b(?:wrong|incorrect|false|mistaken|tempting)\s+(?:\w+\s+)?|\bif\s+|错误的?|易错的?|干扰|不|非)\Z"
+    r"|(?:误|易错|别|不[要可能应该]|勿|以为|有人|同学)[^,;:.!?。\n]*\Z",
     re.IGNORECASE,
 )
+"""What stands before the announcement of an answer that is not the response's."""
+_SUPPOSED = re.compile(r"(?:若|如果|假如|假设|要是|倘若)[^;.!?。\n]*\Z")
 _BOX = re.compile(r"\\f?box(?:ed)?\s*\{")
+_ITEM = r"\n\s*(?:[-*•]|\d{1,2}[.)])\s+([^\n]+)"
+_LIST = re.compile(rf"[ \t:*]*(?:{_ITEM}){{1,20}}")
 
 
 def statements(response: str, *, strict: bool = False) -> list[Statement]:
     """Return what a response may state as its answer: what its last box holds; what it announces ("the answer is", four
-    hashes, 答案), the last first, up to the end of the line; and, unless ``strict``, its last line. The first of these
-    that can be read is its answer."""
+    hashes, 答案), the last first, up to the end of the line or of a list of short items; and, unless ``strict``, its
+    last line. The first of these that can be read is its answer."""
     text, found = nfkc(response[-_LONGEST:]).strip(), []
     for box in list(_BOX.finditer(text))[-1:]:
         found.append(Statement(_braced(text[box.end() :]), True, boxed=True))
-    for mark in reversed(list(_ANNOUNCED.finditer(text))[-_MOST_STATEMENTS:]):
-        found.append(Statement(text[mark.end() :].lstrip(" :*\n\t").partition("\n")[0], True))
+    for mark in reversed([mark for mark in _ANNOUNCED.finditer(text) if _is_its_own(mark)][-_MOST_STATEMENTS:]):
+        if listed := _LIST.match(text, mark.end()):
+            stated = ", ".join(re.findall(_ITEM, listed[0]))
+        else:
+            stated = text[mark.end() :].lstrip(" :*\n\t").partition("\n")[0]
+        found.append(Statement(stated, True))
     if not strict:
-        found.append(Statement(text.rpartition("\n")[2], False))
+        before, _, line = text.rpartition("\n")
+        found.append(Statement(line, False, before=before))
     cut = [replace(statement, text=statement.text.strip()[:LONGEST_STATEMENT]) for statement in found]
     return [statement for statement in cut if statement.text]
+
+
+def _is_its_own(mark: re.Match[str]) -> bool:
+    """Whether what is announced there is what the response takes for right."""
+    before = mark.string[max(0, mark.start() - 60) : mark.start()]
+    concluded = "选" not in mark[0] or re.match(_CONCLUDES, mark[0])
+    return not _OF_ANOTHER.search(before) and bool(concluded or not _SUPPOSED.search(before))
 
 
 def _braced(text: str) -> str:

@@ -6,13 +6,15 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import lru_cache
+from itertools import takewhile
 from typing import Any, Literal
 
 from rayrft.experience import Task
-from rayrft.rewards.answers import Statement, key, nfkc, plain, statements
+from rayrft.rewards.answers import LONGEST_STATEMENT, Statement, key, nfkc, plain, statements
 from rayrft.rewards.base import Reward, RewardResult, inline, register_reward
+from rayrft.rewards.quantities import Quantity, read_quantity
+from rayrft.rewards.verdicts import verdict
 
 Kind = Literal["choice", "true_false", "blanks", "number"]
 
@@ -25,13 +27,15 @@ def k12(kind: Kind = "blanks", *, strict: bool = False, partial: float = 0.0, to
     The kind is that of the task's ``metadata["kind"]``; else a task with ``metadata["options"]``, the texts of its
     options in order, is a choice, and any other one is of the ``kind`` given here.
 
-    * ``choice``: the task's answer is the right letters, such as ``B`` or ``AC``. A response names letters, or says the
-      text of one option. Where several are right, some of them without a wrong one give ``partial``.
-    * ``true_false``: the task's answer is a word such as true, 正确, no, F, √; so is that of a response.
+    * ``choice``: the task's answer is the right letters, such as ``B`` or ``AC``. A response names letters, says the
+      text of one option, or judges the options one by one. Where several are right, some of them without a wrong one
+      give ``partial``.
+    * ``true_false``: the task's answer is a word such as true, 正确, no, F, √; so is that of a response, in a clause of
+      its first or last line. It has none if it says both.
     * ``blanks``: ``metadata["blanks"]`` lists the accepted variants of each blank, in order; else there is one, and the
       task's answer fills it. Right blanks among wrong ones give their share of ``partial``.
     * ``number``: right within ``metadata["tolerance"]``, by default ``tolerance``, as a share of the task's answer. A
-      response may leave out the unit; another one of the same dimension is converted.
+      response may leave out the unit; another one of the same dimension is converted. Two numbers are no answer.
 
     What a response announces is its answer: in a box, after ``####``, "the answer is" or 答案; the last of several.
     Without one its last line is, unless ``strict``.
@@ -57,21 +61,48 @@ def k12(kind: Kind = "blanks", *, strict: bool = False, partial: float = 0.0, to
 # Choice
 
 _LETTER = r"(?:[(\[]\s*(?:[A-Z]{1,8}|[a-z])\s*[)\]]|[A-Z]{1,8}(?![A-Za-z]))"
-_AND = r"\s*(?:[,;&+/、]\s*(?:and\b\s*)?|(?:\band\b|和|与|及|以及)\s*)?"
+_AND = r"\s*(?:[,;&+/、]\s*(?:and\b\s*|还有)?|(?:\band\b|\bas\s+well\s+as\b|和|与|及|以及|还有)\s*)?"
 _LETTERS = rf"(?>{_LETTER}(?:{_AND}{_LETTER})*)(?![A-Za-z0-9])"
 _LEADING = re.compile(
     rf"(?:(?:(?i:only|just|both|options?|choices?|letters?)|选项|只有|not\s++{_LETTERS}\s*+,?\s*+but|不是{_LETTERS},?\s*+而是)"
-    rf"[\s:]*+)*+({_LETTERS})"
+    rf"[\s:]*+)*+({_LETTERS}|(?:(?<=ption )|(?<=hoice )|(?<=选项))[a-z]\b)"
 )
-_CORRECT = re.compile(
-    rf"(?<![A-Za-z])({_LETTERS})\s*(?:(?:is|are)\s+(?:the\s+)?(?:(?:correct|right)\b|answers?\b)|(?:选项|项)?[是均都]?正确)"
-)
-_DENIED = re.compile(r"\b(?:not|never|doubt)\b|n['’]t\b", re.IGNORECASE)
 _OPEN = re.compile(
-    r"[\s,(]*(?:or\b|或者?|\|)|\s*(?:\?|吗)|\s*(?:is|are)\s+(?:the\s+)?(?:not\b|in|wrong|false|almost\b|part)|(?:选项|[项是均都并也])*(?:错|不)"
+    r"[\s,(]*(?:or\b|或者?|还是|\|)|\s*(?:\?|吗)|\s*(?:is|are)\s+(?:the\s+)?(?:not\b|in|wrong|false|almost\b|part)|(?:选项|[项是均都并也])*(?:错|不)"
 )
 """What follows letters that are not chosen, or of which it is left open."""
 _ENDS = re.compile(r"\s*(?:$|[^\sA-Za-z]|(?:because|since|as|is|are|which|with|for|due|instead|rather|not|but)\b)")
+_ASIDE = re.compile(
+    rf"^([^,;]*{_LETTER})[,;]\s*(?:(?:and|but|while)\s+)?{_LETTER}\s*(?:is\s+(?:not|in|wrong|false)|选?项?(?:错|不)).*"
+)
+"""After an announced letter, what another one is not."""
+_LABELLED = re.compile(rf"[\s*•-]*{_LETTERS}(?:\s*[.:)、]|\s-\s|(?<=[)\]]))\s*(?=\S)")
+_JUDGED = re.compile(
+    rf"(?:^|(?<=[\s,;.。*]))(?P<label>{_LETTERS})(?:\s*[.:)、]|\s-\s|(?<=[)\]])(?=\s*[^\s,;.。]))"
+    rf"|(?<![A-Za-z])(?P<subject>{_LETTERS})\s*(?:选?项)?(?=\s*(?:(?:is|are)\b|[是均都也不正错对符√✓×✗]))"
+)
+_DENIED = re.compile(
+    r"\b(?:not|never|neither|nor|none|doubt|if|whether|suppose)\b|n['’]t\b|如果|若|假设|是否", re.IGNORECASE
+)
+_THE_ANSWER = re.compile(
+    r"(?:\bthe\s+)?\b(?:(?:correct|right|best|only)\s+)?(?:answer|option|choice)s?\b|正确(?:答案|选项)|符合(?:题意|要求)"
+)
+_OF_OTHERS = re.compile(r"(?:\b(?:others?|rest|remaining)\b|其余|其他|其它|另外)[^,;.。\n]*")
+_ASKS_WRONG = re.compile(r"不正确|错误|有误|不符合|\b(?:NOT|EXCEPT|(?i:incorrect|false|wrong))\b")
+_NAMED_WRONG = re.compile(
+    r"(?:(?:错误|不正确|有误)的?(?:选项|说法|叙述|表述|一?项)?[是为有:]|\b(?:wrong|incorrect|false|untrue)(?:\s+\w+)?\s+(?:is|are)\b)"
+    rf"\s*(?:option\s*|选项)?({_LETTERS})"
+)
+_MOST_LINES, _LONGEST_END = 20, 4000
+
+
+@dataclass(frozen=True)
+class _Question:
+    """The texts of the options, the last one's letter, and whether the one that is wrong is asked for."""
+
+    options: Sequence[str]
+    last: str
+    asks_wrong: bool
 
 
 def choice(task: Task, found: Sequence[Statement], partial: float = 0.0) -> RewardResult:
@@ -83,20 +114,50 @@ def choice(task: Task, found: Sequence[Statement], partial: float = 0.0) -> Rewa
     right = set(re.findall("[A-Z]", reference))
     if not re.fullmatch(r"[^\w]*[A-Z](?:[^\w]*[A-Z])*[^\w]*", reference) or max(right) > last:
         return RewardResult(None, reason=f"the reference answer {task.answer!r} names no option")
-    read = (_chosen(replace(each, text=text), options, last) for each in found for text in each.readings)
+    question = _Question(options, last, bool(_ASKS_WRONG.search(nfkc(task.question))))
+    read = (_chosen(each, question) if each.announced else _concluded(each, question) for each in found)
     chosen = next((letters for letters in read if letters is not None), set[str]())
     value = 1.0 if chosen == right else partial * bool(chosen) * (chosen < right)
     return RewardResult(value, {"parsed": float(bool(chosen))}, answer="".join(sorted(chosen)))
 
 
-def _chosen(statement: Statement, options: Sequence[str], last: str) -> set[str] | None:
+def _concluded(statement: Statement, question: _Question) -> set[str] | None:
+    """Return the letters that the last lines choose: those of the options that they judge right, one by one, else
+    those of the line before."""
+    lines = [line for line in statement.before[-_LONGEST_END:].split("\n") if line.strip()][-_MOST_LINES:]
+    lines = [*(line[:LONGEST_STATEMENT] for line in lines), statement.text]
+    judging = list(
+        takewhile(lambda line: _LABELLED.match(plain(line)) or any(_judged(line, question)), reversed(lines))
+    )
+    one = _LABELLED.sub("", plain(statement.text), count=1)
+    if len(judging) > 1 or (judging and len(lines) > 1 and key(one) not in question.options):
+        right, wrong = _judged("\n".join(reversed(judging)), question)
+        if right:
+            return set() if right & wrong else right
+        for line in lines[: -len(judging)][-1:]:
+            if chosen := _chosen(Statement(line.strip(), False), question):
+                return chosen
+        if wrong or len(judging) > 1:
+            return set()
+    return _chosen(statement, question)
+
+
+def _chosen(statement: Statement, question: _Question) -> set[str] | None:
     """Return the letters that are chosen: none where it is left open which; None where none can be read."""
-    text = plain(statement.text).strip(" \"'“”_-")
+    read = (_read(replace(statement, text=text), question) for text in statement.readings)
+    return next((letters for letters in read if letters is not None), None)
+
+
+def _read(statement: Statement, question: _Question) -> set[str] | None:
+    text, last = plain(statement.text).strip(" \"'“”_-"), question.last
+    if statement.announced:
+        text = _ASIDE.sub(r"\1", text)
     bare = re.fullmatch(r"[\s(\[]*([a-zA-Z])[\s)\].。,]*", text)
     if bare and bare[1] <= last:
         return {bare[1]}
     for fold in (str, str.casefold):
-        same = [index for index, option in enumerate(options) if option and fold(option) == fold(key(statement.text))]
+        said = fold(key(statement.text))
+        same = [index for index, option in enumerate(question.options) if option and fold(option) == said]
         if len(same) == 1:
             return {chr(ord("A") + same[0])}
     if bare:
@@ -104,58 +165,50 @@ def _chosen(statement: Statement, options: Sequence[str], last: str) -> set[str]
     leading = _LEADING.match(text)
     letters, rest = (_each(leading[1]), text[leading.end() :]) if leading else (set[str](), "")
     known = bool(letters) and max(letters) <= last
+    right, wrong = _judged(text, question)
     # The word that begins a sentence is no letter: "A train …".
-    if known and not _OPEN.match(rest) and (_ENDS.match(rest) or (statement.announced and letters != {"A"})):
+    ends = _ENDS.match(rest) or (statement.announced and letters != {"A"})
+    if known and ends and not letters <= right | wrong and not _OPEN.match(rest):
         return letters
-    for said in reversed(list(_CORRECT.finditer(text))):
-        [*_, clause] = re.split(r"[,.;。]", text[: said.start()])
-        if max(_each(said[1])) <= last and not _DENIED.search(clause):
-            return _each(said[1])
-    return set() if known and _OPEN.match(rest) else None
+    if right:
+        return set() if right & wrong else right
+    if question.asks_wrong and (named := _NAMED_WRONG.search(text)) and max(_each(named[1])) <= last:
+        return _each(named[1])
+    return set() if wrong or (known and _OPEN.match(rest)) else None
+
+
+def _judged(text: str, question: _Question) -> tuple[set[str], set[str]]:
+    """Return the letters of the options that are said to be right, and of those that are said to be wrong."""
+    judged: dict[bool, set[str]] = {True: set(), False: set()}
+    marks = list(_JUDGED.finditer(text := plain(text)))
+    for mark, end in zip(marks, [*(mark.start() for mark in marks[1:]), len(text)], strict=False):
+        letters, said = _each(mark["label"] or mark["subject"]), text[mark.end() : end]
+        [*_, before] = re.split(r"[,.;。\n]", text[: mark.start()])
+        if mark["subject"]:
+            [said, *_] = re.split(r"[,.;。\n]", said)
+        denied = _DENIED.search(before) and verdict(before) is None
+        if max(letters) > question.last or denied or key(said) in question.options:
+            continue
+        if (truth := verdict(_THE_ANSWER.sub("correct", _OF_OTHERS.sub("", said)))) is not None:
+            judged[truth] |= letters
+    swap = question.asks_wrong and len(judged[True]) > 1 and judged[False]
+    return (judged[False], judged[True]) if swap else (judged[True], judged[False])
 
 
 def _each(letters: str) -> set[str]:
-    return set(re.findall("[A-Z]", letters.replace("and", "").upper()))
+    return set("".join(re.findall(r"(?<![A-Za-z])(?:[A-Z]+|[a-z])(?![A-Za-z])", letters)).upper())
 
 
 # True or false
 
-_TRUTH = re.compile(
-    r"(?P<not>(?:\bnot|n['’]t|\bcannot|\bnever|\bhardly|\bpartially|\bpartly)\s+(?:[a-z]+\s+){0,2}|不(?:完全|一定|总是|能说)?是?|并不)?"
-    r"(?:(?P<true>\b(?:true|correct)\b|(?:\bis|'s|’s)\s+right\b(?!\s+[a-z])|\bright[.!]?$|正确|√|✓|✔|✅)"
-    r"|(?P<false>\b(?:false|incorrect|untrue)\b|(?:\bis|'s|’s)\s+wrong\b|\bwrong[.!]?$|错误|×|✗|✘|❌))",
-    re.IGNORECASE,
-)
-_SHORT = {
-    **dict.fromkeys(["t", "y", "yes", "right", "对", "对的", "是", "是的", "真", "没错", "真命题"], True),
-    **dict.fromkeys(["f", "n", "no", "wrong", "x", "错", "错的", "否", "不对", "不是", "假", "假命题"], False),
-}
-_SAID_OF_IT = re.compile(r"^.*(?:说法|句话|命题|判断|结论|题)(?:是|为)?(不?对|不?错|真|假)的?$")
-
-
-def _truth(text: str) -> bool | None:
-    """Return what the first clause of the text says, else the whole; None if it says neither, or both."""
-    text = plain(text)
-    for part in (re.split(r"\s*(?:[,.;:!。—]|\b(?:because|since)\b|因为)", text, maxsplit=1)[0], text):
-        word = part.strip(" ()\"'“”*_").casefold()
-        if of_it := _SAID_OF_IT.match(word):
-            word = of_it[1]
-        if word in _SHORT:
-            return _SHORT[word]
-        said = {(found["true"] is not None) != (found["not"] is not None) for found in _TRUTH.finditer(part)}
-        if len(said) == 1 and not text.rstrip().endswith("?"):
-            return said.pop()
-        if said:
-            return None
-    return None
-
 
 def _true_false(task: Task, found: Sequence[Statement]) -> RewardResult:
-    right = _truth(task.answer)
+    right = verdict(task.answer)
     if right is None:
         return RewardResult(None, reason=f"the reference answer {task.answer!r} is neither true nor false")
     for statement in found:
-        if (said := _truth(statement.text)) is not None:
+        first = statement.before.partition("\n")[0][:LONGEST_STATEMENT]
+        if (said := verdict(statement.text, first)) is not None:
             return RewardResult(float(said == right), {"parsed": 1.0}, answer=str(said))
     return RewardResult(0.0, {"parsed": 0.0}, answer="")
 
@@ -170,11 +223,13 @@ def _blanks(task: Task, found: Sequence[Statement], partial: float) -> RewardRes
     for statement in found:
         # The whole line first: "Mr. Smith" is no end of a sentence.
         texts = [text for each in statement.readings for text in (each, _SENTENCE.split(each, maxsplit=1)[0])]
+        if found[-1].text.endswith(statement.text) and not statement.boxed:
+            texts.insert(0, found[-1].text)  # what looks like an announcement may be part of the answer
         tries = [_split(text, len(blanks)) for text in texts]
-        shares = [sum(map(_fills, filled, blanks)) / len(blanks) for filled in tries if len(filled) == len(blanks)]
-        if shares:
+        if filled := [parts for parts in tries if len(parts) == len(blanks)]:
+            shares = [sum(map(_fills, parts, blanks)) / len(blanks) for parts in filled]
             value = 1.0 if max(shares) == 1 else partial * max(shares)
-            return RewardResult(value, {"parsed": 1.0}, answer=";".join(map(key, tries[-1])))
+            return RewardResult(value, {"parsed": 1.0}, answer=";".join(map(key, filled[-1])))
     return RewardResult(0.0, {"parsed": 0.0}, answer="")
 
 
@@ -191,79 +246,43 @@ def _split(text: str, count: int) -> list[str]:
 def _fills(text: str, variants: Sequence[str]) -> bool:
     if any(key(text).casefold() == key(variant).casefold() for variant in variants):
         return True
-    said = _quantity(text)
-    return said is not None and any(said == _quantity(variant) for variant in variants)
+    said = read_quantity(text)
+    return said is not None and any(said == read_quantity(variant) for variant in variants)
 
 
 # Numbers
 
-_LONGEST_NUMBER = 200
-"""Characters of a number and its unit: no power or product of such numbers is too large for a float."""
-
-_SCALE = {
-    **{"%": Fraction(1, 100), "percent": Fraction(1, 100), "‰": Fraction(1, 1000)},
-    **{"thousand": Fraction(10**3), "million": Fraction(10**6), "billion": Fraction(10**9), "dozen": Fraction(12)},
-    **{"百": Fraction(100), "千": Fraction(1000), "万": Fraction(10**4), "亿": Fraction(10**8)},
-}
-_DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
-_QUANTITY = re.compile(
-    rf"(?P<sign>[-+−]?)\s*(?:\\[dt]?frac\{{(?P<over>\d+)\}}\{{(?P<under>\d+)\}}"
-    rf"|(?P<number>{_DIGITS})(?:\s*/\s*(?P<divisor>\d+(?:\.\d+)?))?"
-    r"(?:\s*(?:[x×*·]|\\times|\\cdot)\s*10\s*(?:\^|\*\*)\s*\{?(?P<power>[-+−]?\d{1,2})\}?|[eE](?P<exponent>[-+−]?\d{1,2}))?)"
-    r"(?:\s*(?P<scale>\\?%|‰|万|亿|百|千(?![米克瓦伏安牛焦帕])|(?:percent|thousand|million|billion|dozen)\b))?"
-    r"(?P<unit>\s*[^\d\s=,;。].*)?$"
-)
 _UNITS = {
     "千米": "km", "公里": "km", "厘米": "cm", "毫米": "mm", "分米": "dm", "微米": "um", "纳米": "nm", "米": "m",
     "千克": "kg", "公斤": "kg", "毫克": "mg", "克": "g", "吨": "t", "毫升": "ml", "升": "l", "公顷": "ha",
-    "小时": "h", "分钟": "min", "秒": "s", "天": "day", "时": "h", "焦耳": "J", "牛顿": "N", "千": "k", "毫": "m",
+    "小时": "h", "分钟": "min", "秒": "s", "天": "day", "时": "h", "年": "year",
+    "星期": "week", "周": "week", "个月": "month", "焦耳": "J", "牛顿": "N", "瓦特": "W", "伏特": "V",
+    "安培": "A", "帕斯卡": "Pa", "欧姆": "ohm", "赫兹": "Hz", "库仑": "C", "摩尔": "mol", "千": "k", "毫": "m",
     "牛": "N", "焦": "J", "瓦": "W", "伏": "V", "安": "A", "帕": "Pa", "欧": "ohm", "Ω": "ohm",
-    "摄氏度": "degC", "°C": "degC", "°F": "degF", "°": "degree", "度": "degree", "每": "/",
+    "摄氏度": "degC", "°": "degree", "度": "degree", "每": "/",
+    "美元": "dollar", "元": "yuan", "角": "jiao", "个人": "person", "人": "person",
 }  # fmt: skip
 """Longer names first: they are replaced in this order."""
-
-_NO_UNIT = re.compile(
-    r"^\s*[-+*/^_:|~]|\b(?:or|and|to|not|is|wrong|e)\b|或|(?<![A-Za-z^*\-{])\d|[+×√π±|!<>=?]|\\(?:sqrt|pi|times|pm)|^[xyzijknpqe]$"
-)
-"""What follows a number in an expression, a range or a hedge, and in no unit."""
-
-
-@dataclass(frozen=True)
-class _Quantity:
-    value: Fraction
-    unit: str = ""
-
-
-_NAMED = re.compile(r"^\s*\\?[A-Za-zα-ωΔ]\w{0,5}\s*[=≈]\s*")
-_ABOUT = re.compile(r"^(?:about|approximately|around|roughly|约为?|大约|\\approx|≈)\s*", re.IGNORECASE)
-
-
-def _quantity(text: str) -> _Quantity | None:
-    """Parse a number and the unit after it, perhaps with a name before it; None if the text is no such thing."""
-    text = _ABOUT.sub("", _NAMED.sub("", plain(text).rstrip(".。, "))).replace("{,}", ",").replace("–", "-")
-    if len(text) > _LONGEST_NUMBER or (found := _QUANTITY.fullmatch(text)) is None:
-        return None
-    if found["over"] is not None:
-        value, divisor = Fraction(found["over"]), Fraction(found["under"])
-    else:
-        value, divisor = Fraction(found["number"].replace(",", "")), Fraction(found["divisor"] or 1)
-        if power := found["power"] or found["exponent"]:
-            value *= Fraction(10) ** int(power.replace("−", "-"))
-    unit = (found["unit"] or "").replace("\\cdot", "*")
-    # "5 m" has a unit, "5x" is an expression.
-    if not divisor or _NO_UNIT.search(unit):
-        return None
-    value *= _SCALE.get((found["scale"] or "").lstrip("\\"), 1) / divisor
-    return _Quantity(-value if found["sign"] in {"-", "−"} else value, unit.strip(" *_\"'"))
 
 
 @lru_cache(maxsize=1)
 def _registry() -> Any:
     import pint
 
-    return pint.UnitRegistry(autoconvert_offset_to_baseunit=True)
+    registry: Any = pint.UnitRegistry(autoconvert_offset_to_baseunit=True)
+    for unit in ("dollar = [dollar]", "cent = dollar / 100", "yuan = [yuan]", "jiao = yuan / 10"):
+        registry.define(unit)
+    registry.define("person = [person] = _ = people")
+    return registry
 
 
+_SPOKEN = [
+    (re.compile(r"(?:°|\bdegrees?)\s*C(?:elsius)?\b", re.IGNORECASE), "degC"),
+    (re.compile(r"(?:°|\bdegrees?)\s*F(?:ahrenheit)?\b", re.IGNORECASE), "degF"),
+    (re.compile(r"\bsq(?:uare|\.)?\s+([A-Za-z]+)|([A-Za-z]+)\s+squared\b"), r"\1\2**2"),
+    (re.compile(r"\bcu(?:bic|\.)?\s+([A-Za-z]+)|([A-Za-z]+)\s+cubed\b"), r"\1\2**3"),
+    (re.compile(r"\s+per\s+"), "/"),
+]
 _FACTOR = r"[A-Za-zµμ_]++(?:\*\*-?\d)?+"
 _UNIT = re.compile(rf"{_FACTOR}(?:(?:\s*+[*/]\s*+|\s++(?:per\s++)?)\(?{_FACTOR}\)?)*+")
 """Nothing that pint would have to calculate."""
@@ -273,7 +292,9 @@ _UNIT = re.compile(rf"{_FACTOR}(?:(?:\s*+[*/]\s*+|\s++(?:per\s++)?)\(?{_FACTOR}\
 def parse_unit(text: str) -> Any:
     """Return the unit that the text begins with; None if it begins with none."""
     power = {"平方": "**2", "立方": "**3"}
-    text = re.sub(r"(平方|立方)(千米|厘米|分米|毫米|米)", lambda found: _UNITS[found[2]] + power[found[1]], text)
+    text = re.sub(r"(平方|立方)(千米|公里|厘米|分米|毫米|米)", lambda found: _UNITS[found[2]] + power[found[1]], text)
+    for pattern, replacement in _SPOKEN:
+        text = pattern.sub(replacement, text)
     for name, symbol in _UNITS.items():
         text = text.replace(name, symbol)
     text = re.sub(r"(?<=[A-Za-zµμ])\^?\{?([-−]?\d)\}?", r"**\1", text.replace("·", "*").replace("⋅", "*"))
@@ -288,12 +309,12 @@ def parse_unit(text: str) -> Any:
 
 
 def _number(task: Task, found: Sequence[Statement], tolerance: float) -> RewardResult:
-    right = _quantity(nfkc(task.answer))
+    right = read_quantity(task.answer)
     if right is None:
         return RewardResult(None, reason=f"the reference answer {task.answer!r} is no number")
     for statement in found:
         texts = [_SENTENCE.split(text, maxsplit=1)[0] for text in statement.readings]
-        tries = (_quantity(text) or _quantity(_result(text)) for text in texts)
+        tries = (read_quantity(text) or read_quantity(_result(text)) for text in texts)
         if (quantity := next(filter(None, tries), None)) is not None:
             value = _in_unit(quantity, right.unit)
             close = value is not None and math.isclose(value, right.value, rel_tol=max(tolerance, 1e-9), abs_tol=1e-12)
@@ -302,12 +323,21 @@ def _number(task: Task, found: Sequence[Statement], tolerance: float) -> RewardR
     return RewardResult(0.0, {"parsed": 0.0}, answer="")
 
 
+_CONCLUSION = re.compile(
+    r"\b(?:so|hence|thus|therefore|then)\b|所以|因此|故|则|可?得|^\W*(?:since|with|as|if|given|由|因为|当).*,", re.I
+)
+
+
 def _result(text: str) -> str:
-    """Return what a calculation comes to; nothing of what only bounds it."""
-    return "" if re.search(r"[<>!≠≤≥]|\\(?:[lg]eq?|neq?)\b", text) else text.rpartition("=")[2]
+    """Return what a calculation comes to; nothing of what only bounds it, or of several equations."""
+    text = _CONCLUSION.split(text)[-1]
+    if re.search(r"[<>!≠≤≥]|\\(?:[lg]eq?|neq?)\b", text):
+        return ""
+    equations = [part for part in re.split(r"[,](?!\d{3})|[;、或和与且(]|\b(?:or|and)\b", text) if "=" in part]
+    return text.rpartition("=")[2] if len(equations) == 1 else ""
 
 
-def _in_unit(quantity: _Quantity, wanted: str) -> float | None:
+def _in_unit(quantity: Quantity, wanted: str) -> float | None:
     """Return the value in a unit, or as it is where one of them has none; None where the units do not fit."""
     if not quantity.unit or not wanted or quantity.unit.rstrip("s") == wanted.rstrip("s"):
         return float(quantity.value)

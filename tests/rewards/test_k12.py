@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from rayrft.experience import Task
 from rayrft.rewards import RewardResult, build_reward
+from rayrft.rewards.answers import statements
 from tests.conftest import ROOT
 from tests.rewards.scored import score
 
@@ -153,6 +154,116 @@ def test_strict_takes_only_what_is_announced() -> None:
     assert value("B", "It is hard.\n**Answer:**\n\nB", {"strict": True}, options=OPTIONS) == 1.0
 
 
+@pytest.mark.parametrize(
+    ("right", "response"),
+    [
+        ("C", "答案：C\n易错点：容易误选A。"),
+        ("C", "答案：C，不要选A"),
+        ("C", "答案：C\n注意：不可选A"),
+        ("C", "有同学认为应选A，其实选C"),
+        ("C", "The answer is C, and the most tempting wrong answer is A."),
+        ("C", "If I choose A, it fails.\nC"),
+        ("A", "若x=2，则矛盾，所以选A"),
+        ("B", "错误的选项是A\n正确选项：B"),
+        *(
+            (letter, f"{lead}{letter}。")
+            for letter in "BD"
+            for lead in ("故选：", "应选", "选", "因此本题应选", "我选择")
+        ),
+        *((letter, f"{lead}{letter}") for letter in "BD" for lead in ("排除A，选", "不符合题意故选", "故选择选项")),
+        ("", "解析：若x=2则选A"),
+        ("", "若x=2，应选A"),
+        ("", "不应选A"),
+        ("", "从A中选B"),
+        ("D", "正确的选项是D"),
+        ("D", "正确选项：D"),
+        ("ABD", "正确的有ABD"),
+        ("D", "符合题意的是D。"),
+        ("", "不正确选项：D"),
+        ("D", "The answer is probably D."),
+        ("D", "The answer has to be D"),
+        ("D", "The correct statement is D."),
+        ("BD", "The correct answers are:\n- B\n- D"),
+        ("BD", "答案：\n\n* B\n* D"),
+    ],
+)
+def test_only_what_a_response_takes_for_right_is_announced(right: str, response: str) -> None:
+    for truth in ("A", "B", "C", "D", "BD", "ABD"):
+        assert value(truth, response, options=OPTIONS) == float(truth == right), truth
+
+
+JUDGED = {
+    "AB": [
+        *("A正确；B正确；C错误；D错误。", "A is correct. B is correct. C is incorrect.", "A、B正确，C错误"),
+        *("A is correct.\nB is correct.\nC is incorrect.", "答案是A，还有B", "The answer is A as well as B"),
+        "答案：A正确，B正确",
+    ],
+    "B": [
+        *("A. 错误 B. 正确 C. 错误", "A错B对C错", "A: ✗\nB: ✓\nC: ✗\nD: ✗", "A. 错误\nB. 正确\nC. 错误\nD. 错误"),
+        *("A. wrong\nB. right\nC. wrong\nD. wrong", "A) wrong\nB) right", "(A) wrong\n(B) right\n(C) wrong"),
+        *("A. 2 is too small\nB. 4.5 is right.\nC. 45 is too much", "A、光合作用，A错误；\nB、呼吸作用，B正确；"),
+        *("B. 4.5 is half of nine, and the others are wrong.", "(B)，因为其余均错误"),
+        "- **A**: Incorrect, because 2 is small.\n- **B**: Correct.\n- **C**: Incorrect.",
+        *(
+            "So B.\n\nD: too large.",
+            "Let me see.\nB. Because 4.5 is half of nine",
+            "A is not correct and B is correct.",
+        ),
+        *(
+            "The answer is B, because A is wrong and C is correct only for 1",
+            "A不符合题意，B符合题意",
+            "B is the answer.",
+        ),
+    ],
+    "D": [
+        "The answer is: option d.",
+        "答案：选项d",
+        "The answer is D, and B is wrong.",
+        "答案：D，B错误",
+        "So B?\nD. a train",
+    ],
+    "": [
+        *("A. 2\nB. 4.5\nC. 45\nD. a train", "A is correct, I think.\nNo, A is wrong.\nB is wrong", "D: incorrect"),
+        *("If B is correct, fine", "I doubt that B is correct", "Neither A nor B is correct", "B is not the answer"),
+        *("选A或B", "选A还是B", "A train is correct", "Both A and B are wrong", "I doubt (B) is correct"),
+    ],
+}
+
+
+@pytest.mark.parametrize(("right", "response"), [(right, said) for right, texts in JUDGED.items() for said in texts])
+def test_options_may_be_judged_one_by_one(right: str, response: str) -> None:
+    for truth in ("A", "B", "C", "D", "AB"):
+        assert value(truth, response, options=OPTIONS) == float(truth == right), truth
+
+
+def test_the_option_that_is_wrong_is_chosen_where_it_is_asked_for() -> None:
+    for response in (
+        "错误的是D",
+        "不正确的是D",
+        "The incorrect statement is D.",
+        "A正确；B正确；C正确；D错误。",
+        "D is the answer",
+    ):
+        for question in ("下列说法错误的是", "Which one is incorrect?"):
+            task = Task.create("test", question, "D", metadata={"options": OPTIONS})
+            assert score(build_reward("k12", {}), task, response).value == 1.0, (question, response)
+        assert value("D", response, options=OPTIONS) == float(response == "D is the answer")
+
+
+def test_an_option_may_be_a_verdict() -> None:
+    for right, response in (("A", "A. True"), ("B", "False"), ("B", "B. False"), ("", "A. True\nB. False")):
+        for truth in "AB":
+            assert value(truth, response, options=("True", "False")) == float(truth == right), response
+
+
+@pytest.mark.parametrize(
+    "text", ["选举", "请选择语言", "所以从5人中选2人共有10种方法。", "故选2人", "我们选举", "自然选择"]
+)
+def test_to_select_is_to_answer_only_before_letters(text: str) -> None:
+    assert not any(statement.announced for statement in statements(text))
+    assert value(text, text) == value(text, f"答案是{text}") == 1.0
+
+
 TRUE = ["True", "T", "yes.", "Yes, it is", "The statement is correct.", "正确", "对", "√", "对的。", "是"]
 FALSE = ["False", "F", "no", "No, never.", "It is not true.", "It is incorrect", "错", "不正确", "×", "否"]
 
@@ -171,18 +282,94 @@ def test_what_says_neither_is_wrong_for_both(said: str) -> None:
     assert value("true", said, kind="true_false") == value("false", said, kind="true_false") == 0.0
 
 
+EXPLAINED = {
+    True: [
+        *(
+            "不存在错误",
+            "无错误",
+            "I would say true.",
+            "没有错误",
+            "没有错",
+            "该命题是真命题。",
+            "这是一个正确的说法。",
+            "并非错误",
+            "非常正确",
+            "该说法完全正确",
+        ),
+        *(
+            "True or False: True",
+            "It is not false",
+            "This is a true statement.",
+            "2×3=6，正确",
+            "对，没有错误",
+            "( √ )",
+        ),
+        *("The claim that 3 is not prime is true", "True, since 2 is even", "本题说法正确，故答案为对", "这是真的"),
+        "Let us check.\nThe sun is a star, so the statement is true.",
+    ],
+    False: [
+        "False\n\nExplanation: the correct value is 5.",
+        "The statement is false.\nCorrect version: The sun is a star.",
+        "错误\n\n解析：正确的说法应为太阳是恒星。",
+        "False.\n\nThe correct statement is: the sun is a star.",
+        "**False**\n\n**Explanation:** the right value is 5",
+        "It is true that birds fly, but the statement is false",
+        "First we check whether it is true.\nIt is false.",
+        "The statement is false because the correct value is 5",
+        *("False (the correct value is 5)", "False — it is true only for n>2", "错，因为正确的是5", "判断题：错误"),
+        *("这个说法未必正确", "不可能正确", "不见得正确", "并非正确", "不完全正确", "难说正确", "说法有误", "不是真的"),
+        *("There is no way this is true", "I doubt that this is true", "It is not the case that this is true"),
+        *("The claim that 3 is not prime is false.", "True or False: False", "It isn't true.", "这是错误的判断"),
+        *("错误。应改为：正确的做法是节约用水", "原命题不成立，故为假命题", "对还是错：错", "This is not right"),
+    ],
+    None: [
+        *(
+            "Yes and no",
+            "No, it is true.",
+            "neither true nor false",
+            "It might be true",
+            "It may be false",
+            "It is sometimes true",
+            "正确吗",
+        ),
+        *(
+            "True.\nOn reflection, the statement is false.",
+            "如果正确",
+            "I wonder whether it is true",
+            "正确的说法是什么",
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize(("truth", "said"), [(truth, said) for truth, texts in EXPLAINED.items() for said in texts])
+def test_an_explanation_is_no_verdict(truth: bool | None, said: str) -> None:
+    assert value("true", said, kind="true_false") == float(truth is True)
+    assert value("错误", said, kind="true_false") == float(truth is False)
+
+
 def test_a_blank_has_variants() -> None:
     blanks = [["the mitochondrion", "mitochondria", "线粒体"]]
     for said in ["Mitochondrion", "The answer is mitochondria.", "答案：线粒体。", "  the  mitochondrion "]:
         assert value("", said, blanks=blanks) == 1.0, said
     assert value("", "not mitochondria", blanks=blanks) == 0.0
+    assert value("The answer is blowing in the wind", "The answer is blowing in the wind.") == 1.0
+    assert value("5", "The answer is 4.\n5") == 0.0
     assert value("5", "5.0") == value("1/2", "0.5") == value("$-5$", "−5") == 1.0
     assert value("5", "50") == value("5", "4.5") == 0.0
 
 
 def test_several_blanks_are_compared_in_order() -> None:
     blanks = [["5"], ["10", "ten"]]
-    for said in ["5; 10", "5, ten", "5和10", "The answer is 5 and 10.", "答案：5；10", "\\boxed{5, 10}"]:
+    for said in [
+        "5; 10",
+        "5, ten",
+        "5和10",
+        "The answer is 5 and 10.",
+        "答案：5；10",
+        "\\boxed{5, 10}",
+        "答案：\n1. 5\n2. 10",
+    ]:
         assert value("", said, blanks=blanks) == 1.0, said
     assert value("", "10; 5", blanks=blanks) == 0.0
     assert value("", "5", blanks=blanks) == 0.0
@@ -224,6 +411,101 @@ def test_several_blanks_are_compared_in_order() -> None:
 )
 def test_numbers_are_compared_with_their_units(answer: str, said: str, right: bool) -> None:
     assert value(answer, said, {"kind": "number"}) == float(right)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        *("x = 8 or x = 9", "x=8或x=9", "x=8, y=9", "x₁=8, x₂=9", "x=8；x=9", "x = 9 (y = 8)", "x = 8 or 9"),
+        *(
+            "9个以上",
+            "9 at least",
+            "9多个",
+            "9 minus x",
+            "9ab",
+            "9 ab",
+            "9pi",
+            "9π",
+            "9 squared",
+            "9个半",
+            "9x",
+            "9 or more",
+        ),
+        *(
+            "9%",
+            "9的平方",
+            "9减x",
+            "9 over 2",
+            "9 halves",
+            "9来个",
+            "9 times x",
+            "9 to 10",
+            "9\\alpha",
+            "9 hundred",
+        ),
+        *("9百万", "9千", "9 trillion", "9 dozen eggs", "9 per cent", "9\\frac{1}{2}", "9 1/2", "9½"),
+    ],
+)
+def test_a_number_is_alone_but_for_its_unit(said: str) -> None:
+    assert value("9", said, kind="number") == value("9", f"\\boxed{{{said}}}", kind="number") == 0.0
+    assert value("8", said, kind="number") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        *(
+            ("9", f"9{unit}")
+            for unit in ("个", "人", " red apples", "m", "平方厘米", "加仑", "岁", "名学生", "\\text{ cm}")
+        ),
+        *(
+            ("9", f"9{unit}")
+            for unit in ("左右", " (cm)", " of the cake", "°", " Ω", " \\Omega", " mi", " times", "$", " kg·m/s^2")
+        ),
+        *(
+            ("9", said)
+            for said in ("x = 9", "3+6 = 8+1 = 9", "Since a = 3 and b = 6, a + b = 9", "a=3, b=6, 所以a+b=9")
+        ),
+        *(
+            ("1.5", said)
+            for said in ("1又1/2", "1\\frac{1}{2}", "\\boxed{1\\frac{1}{2}}", "1 1/2", "1½", "$1\\frac12$")
+        ),
+        *(
+            ("1 1/2", "1.5"),
+            ("5000000", "5百万"),
+            ("30000000", "3千万"),
+            ("500 m", "5百米"),
+            ("500000", "5 hundred thousand"),
+        ),
+        *(
+            ("5 m^2", "5 square meters"),
+            ("5 m^2", "5 meters squared"),
+            ("5 m^3", "5 cubic meters"),
+            ("2 kWh", "2千瓦时"),
+            ("5 years", "5年"),
+            ("5 km^2", "5平方公里"),
+            ("5 cm", "5(cm)"),
+        ),
+        *(("5 km/h", "5 kilometers per hour"), ("60 mph", "60 miles per hour"), ("9.8 N/kg", "9.8牛/千克")),
+        *(("90°", "90^\\circ"), ("90°", "$90^{\\circ}$"), ("90°", "90 degrees"), ("25 °C", "25 degrees Celsius")),
+        *(("25 °C", "25^\\circ C"), ("25 °C", "25摄氏度"), ("77 °F", "25 °C"), ("10 V", "10伏特"), ("10 Ω", "10欧姆")),
+        *(("5人", "5 people"), ("5 people", "5个人"), ("$5", "5 dollars"), ("$5", "500 cents"), ("$5", "\\$5.00")),
+        *(("5元", "¥5"), ("5元", "50角"), ("5 dollars", "about $5"), ("5000000 dollars", "$5 million")),
+    ],
+)
+def test_quantities_have_many_forms(answer: str, said: str) -> None:
+    assert value(answer, said, kind="number") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        *(("$5", "5 cents"), ("$5", "5元"), ("5 m^2", "5 m"), ("5 m^2", "5 cubic meters"), ("5 km/h", "5 m/s")),
+        *(("5人", "5米"), ("25 °C", "25 °F"), ("10 V", "10 A"), ("5 apples", "5 kg"), ("5元", "5角"), ("1", "1 1/2")),
+    ],
+)
+def test_another_unit_is_another_answer(answer: str, said: str) -> None:
+    assert value(answer, said, kind="number") == 0.0
 
 
 def test_numbers_may_be_near() -> None:
@@ -295,12 +577,14 @@ STYLES: list[Callable[[str, list[str]], str]] = [
     lambda right, texts: f"故选{right}。",
     lambda right, texts: f"答案：{'、'.join(right)}",
     lambda right, texts: f"#### {right.lower() if len(right) == 1 else right}",
+    lambda right, texts: "；".join(f"{each}{'正确' if each in right else '错误'}" for each in "ABCD"),
+    lambda right, texts: "\n".join(f"{each}. {'Right' if each in right else 'Wrong'}" for each in "ABCD"),
     lambda right, texts: texts[0] if len(texts) == 1 else f"Both {' and '.join(right)}",
 ]
 
 
 @pytest.mark.parametrize("name", ["sat-math", "gaokao-physics", "gaokao-biology"])
-def test_real_choice_questions_are_told_right_from_wrong_in_ten_styles(name: str) -> None:
+def test_real_choice_questions_are_told_right_from_wrong_in_twelve_styles(name: str) -> None:
     path = Path(os.environ.get("RAYRFT_TEST_DATA", ROOT / "tests" / "samples"), "agieval", f"{name}.jsonl")
     if not path.exists():
         pytest.skip(f"{path} is not there")
