@@ -314,7 +314,7 @@ def _number(task: Task, found: Sequence[Statement], tolerance: float) -> RewardR
         return RewardResult(None, reason=f"the reference answer {task.answer!r} is no number")
     for statement in found:
         texts = [_SENTENCE.split(text, maxsplit=1)[0] for text in statement.readings]
-        tries = (read_quantity(text) or read_quantity(_result(text)) for text in texts)
+        tries = (read_quantity(text) or read_quantity(_result(text)) or read_quantity(_stated(text)) for text in texts)
         if (quantity := next(filter(None, tries), None)) is not None:
             value = _in_unit(quantity, right.unit)
             close = value is not None and math.isclose(value, right.value, rel_tol=max(tolerance, 1e-9), abs_tol=1e-12)
@@ -335,6 +335,16 @@ def _result(text: str) -> str:
         return ""
     equations = [part for part in re.split(r"[,](?!\d{3})|[;、或和与且(]|\b(?:or|and)\b", text) if "=" in part]
     return text.rpartition("=")[2] if len(equations) == 1 else ""
+
+
+_STATES = re.compile(
+    r"\b(?:is|are|was|were|equals?|ha[sd]|have|costs?|takes?|needs?|makes?|gets?|leaves?)\s|(?<![没不非])[是为有共得要需]"
+)
+
+
+def _stated(text: str) -> str:
+    """Return what a sentence with one number says, from its verb on."""
+    return _STATES.split(text)[-1] if len(re.findall(r"\d[\d.,]*", text)) == 1 else ""
 
 
 def _in_unit(quantity: Quantity, wanted: str) -> float | None:

@@ -508,6 +508,28 @@ def test_another_unit_is_another_answer(answer: str, said: str) -> None:
     assert value(answer, said, kind="number") == 0.0
 
 
+@pytest.mark.parametrize(
+    ("answer", "said", "right"),
+    [
+        ("5 km", "The distance is 5 kilometres.", True),
+        ("12", "First 3 + 9.\nSo the total is 12.", True),
+        ("12", "Tom has 12 apples left.", True),
+        ("12元", "一共12元。", True),
+        ("12", "他一共有12个苹果。", True),
+        ("12", "The total isn't 12.", False),
+        ("12", "The total is not 12.", False),
+        ("12", "The total is at least 12.", False),
+        ("12", "The total is 12 more than that.", False),
+        ("12", "The total is 12 or 13.", False),
+        ("12", "他没有12个苹果。", False),
+        ("12", "总数不是12。", False),
+        ("12", "It takes 12 steps to see that the total is unknown.", False),
+    ],
+)
+def test_a_sentence_with_one_number_says_it_where_nothing_is_announced(answer: str, said: str, right: bool) -> None:
+    assert value(answer, said, kind="number") == float(right)
+
+
 def test_numbers_may_be_near() -> None:
     assert value("100", "101", {"kind": "number", "tolerance": 0.02}) == 1.0
     assert value("100", "103", {"kind": "number", "tolerance": 0.02}) == 0.0
