@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -58,10 +59,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Link:
-    """An operator in its place: ``field`` names it in errors."""
+    """An operator in its place: ``field`` names it in errors, and ``options`` are as they were given."""
 
     name: str
     field: str
+    options: str
     operator: Operator[Any]
     takes: pa.Schema
     gives: pa.Schema
@@ -94,7 +96,8 @@ def build_chain(
             at = f"{place}.{error.field}".strip(".")
             raise ConfigError(error.problem, field=at, value=error.value, remedy=error.remedy) from None
         gives = _after(operator, schema)
-        links.append(Link(config.name, named, operator, schema, gives))
+        options = json.dumps(config.options, sort_keys=True, default=str)
+        links.append(Link(config.name, named, options, operator, schema, gives))
         schema, before = gives, f"{config.name} (operator {number})"
     return links
 
@@ -124,7 +127,8 @@ def apply_link(link: Link, rows: pa.RecordBatch, samples: int) -> tuple[pa.Recor
     if applied.made is not None and made:
         parents = [tuple(names[index] for index in indices) for indices in applied.parents]
         version = f"{link.name}/{link.operator.version}"
-        added = mark_made(_conform(applied.made, link.gives, blank=True), parents, version)
+        maker = f"{link.field} {link.options}"
+        added = mark_made(_conform(applied.made, link.gives, blank=True), parents, version, maker)
         made_rows = added.slice(0, samples).to_pylist(maps_as_pydicts="lossy")
         after = pa.concat_batches([after, added])
     return after, Outcome(

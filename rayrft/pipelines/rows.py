@@ -26,27 +26,34 @@ def id_column(schema: pa.Schema) -> str:
 
 
 class Ids:
-    """Gives the rows of a file ids, if they have none: a digest of the row, with a number if the row is there again."""
+    """Gives rows ids, no two of them the same: those that they have, else a digest of the row, and from the second row
+    of an id on with a number behind it."""
 
     def __init__(self) -> None:
         self._seen: Counter[bytes] = Counter()
+        """Digests of ids, which are smaller."""
 
     def add(self, rows: pa.RecordBatch) -> pa.RecordBatch:
-        """Return rows with a column of ids first, unless it is there and filled."""
+        """Return rows with a column of ids, the first one unless it is there."""
         name = id_column(rows.schema)
-        if name in rows.schema.names and not rows.column(name).null_count:
-            column = rows.column(name)
-            return rows if pa.types.is_string(column.type) else with_column(rows, name, column.cast(pa.string()))
-        made = [self._id(row) for row in zip(*(column.to_pylist() for column in rows.columns), strict=True)]
-        if name in rows.schema.names:
-            there = rows.column(name).cast(pa.string())
-            return with_column(rows, name, pc.coalesce(there, pa.array(made, pa.string())))
-        return rows.add_column(0, pa.field(name, pa.string()), pa.array(made, pa.string()))
+        own = name in rows.schema.names
+        there = rows.column(name).cast(pa.string()) if own else pa.nulls(rows.num_rows, pa.string())
+        if there.null_count:
+            made = [_digest(row) for row in zip(*(column.to_pylist() for column in rows.columns), strict=True)]
+            there = pc.coalesce(there, pa.array(made, pa.string()))
+        ids = pa.array([self._unique(each) for each in there.to_pylist()], pa.string())
+        if own:
+            return with_column(rows, name, ids)
+        return rows.add_column(0, pa.field(name, pa.string()), ids)
 
-    def _id(self, row: tuple[Any, ...]) -> str:
-        digest = hashlib.blake2b(repr(row).encode(), digest_size=8).digest()
+    def _unique(self, name: str) -> str:
+        digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
         self._seen[digest] += 1
-        return digest.hex() if self._seen[digest] == 1 else f"{digest.hex()}-{self._seen[digest]}"
+        return name if self._seen[digest] == 1 else self._unique(f"{name}-{self._seen[digest]}")
+
+
+def _digest(value: object) -> str:
+    return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
 
 
 def texts(rows: pa.RecordBatch, column: str) -> list[str]:
@@ -113,16 +120,18 @@ def with_lineage(schema: pa.Schema) -> pa.Schema:
     return schema
 
 
-def mark_made(made: pa.RecordBatch, parents: Sequence[tuple[str, ...]], operator: str) -> pa.RecordBatch:
+def mark_made(
+    made: pa.RecordBatch, parents: Sequence[tuple[str, ...]], operator: str, maker: str
+) -> pa.RecordBatch:
     """Return made rows, whose columns are those of `with_lineage`, with their parents and their own ids: a digest of
-    parents, operator and place among the parents' rows; an experience's stay within its group."""
+    parents, operator and place among the parents' rows; an experience's stay within its group. ``maker`` tells the
+    operator from others of its name."""
     column = id_column(made.schema)
     count: Counter[tuple[str, ...]] = Counter()
     names = []
     for ids in parents:
-        digest = hashlib.blake2b(repr((operator, ids, count[ids])).encode(), digest_size=8).hexdigest()
+        names.append(_digest((operator, maker, ids, count[ids])))
         count[ids] += 1
-        names.append(digest)
     if column == "experience_id":
         names = [f"{group}/{name}" for group, name in zip(made.column("group_id").to_pylist(), names, strict=True)]
     made = with_column(made, column, pa.array(names, made.schema.field(column).type))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pyarrow as pa
 import pytest
 
 import rayrft
+from rayrft.config.pipelines import OperatorConfig
 from rayrft.errors import ConfigError, OperatorFailed
 from rayrft.pipelines import Context, operators
-from rayrft.pipelines.chain import build_chain
+from rayrft.pipelines.chain import apply_link, build_chain
+from rayrft.pipelines.rows import Ids
 from rayrft.registry import load_plugins
 from tests.errors import about
 from tests.pipelines.small import OWN, applied, operator, reasons, rows
@@ -18,7 +22,7 @@ load_plugins([OWN])
 FOX = rows(question=["fox", "a long question"], answer=["fox", "b"])
 
 
-def chain(*configs: rayrft.pipelines.operator.OperatorConfig, batch: pa.RecordBatch = FOX) -> pa.Schema:
+def chain(*configs: OperatorConfig, batch: pa.RecordBatch = FOX) -> pa.Schema:
     links = build_chain(configs, batch.schema, field="operators", origin="my.jsonl", context=Context())
     return links[-1].gives
 
@@ -60,6 +64,34 @@ def test_made_rows_carry_their_parents_and_the_operator_with_its_version() -> No
     assert made["id"] not in {row["id"] for row in found[:2]}
     assert found[0]["parents"] is None and found[0]["made_by"] is None
     assert applied("mirror", FOX)[0] == found, "the same rows make the same rows"
+
+
+@pytest.mark.parametrize(
+    ("operators", "files"),
+    [
+        ([operator("numeric_variation"), operator("numeric_variation", seed=1)], [["1", "2"]]),
+        ([operator("echo"), operator("echo")], [["1", "2"]]),
+        ([operator("mirror")], [["1", "2"], ["1", "2"]]),
+        ([operator("mirror")], [["1", "1-2", None], ["1", "1", "1-2"]]),
+        ([operator("mirror")], [[1, 2], [1, 2]]),
+    ],
+)
+def test_no_two_rows_have_one_id(operators: list[OperatorConfig], files: list[list[Any]]) -> None:
+    ids, found = Ids(), []
+    for number, given in enumerate(files):
+        eggs = [33 + 10 * number + row for row in range(len(given))]
+        columns = {
+            "id": given,
+            "question": [f"Ann has {each} eggs." for each in eggs],
+            "answer": [f"{each} * 2 = <<{each}*2={2 * each}>>{2 * each} #### {2 * each}" for each in eggs],
+        }
+        batch = ids.add(pa.RecordBatch.from_pydict(columns))
+        for link in build_chain(operators, batch.schema, field="operators", origin="test", context=Context()):
+            batch, _ = apply_link(link, batch, 0)
+        found += batch.to_pylist()
+    assert len(found) == sum(map(len, files)) * 2 ** len(operators)
+    assert len({row["id"] for row in found}) == len(found)
+    assert {str(each) for each in files[0] if each is not None} <= {row["id"] for row in found}
 
 
 def test_operators_are_named_by_module_too() -> None:
