@@ -64,6 +64,11 @@ def echo(question: str) -> list[dict[str, Any]]:
     return [{"question": f"{question} {question}"}]
 
 
+@rayrft.register_operator("other_ids", "clean")
+def other_ids(id: str) -> str:
+    return f"other {id}"
+
+
 class _Wrong(Operator[Any]):
     kind = "clean"
 
