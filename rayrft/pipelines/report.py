@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -126,14 +126,18 @@ class OperatorLog:
         self._stats = [OperatorStats() for _ in links]
         self._logged = set[str]()
 
-    def add(self, outcomes: Sequence[Outcome]) -> tuple[Counter[str], str | None]:
-        """Count what each operator did; return the rows left out as ``operator: reason``, and the last problem."""
+    def add(
+        self, outcomes: Sequence[Outcome], among: Collection[str] | None = None
+    ) -> tuple[Counter[str], str | None]:
+        """Count what each operator did; return the rows left out, of those ``among`` these if it is given, as
+        ``operator: reason``, and the last problem."""
         left_out, problem = Counter[str](), None
         for number, outcome in enumerate(outcomes):
             link, reasons = self._links[number], [each.reason for each in outcome.left_out]
             raised = [reason for reason in reasons if reason.startswith("raised ")]
             problem = f"{link.field} {raised[-1]}" if raised else problem
-            left_out.update(f"{link.name}: {reason_of(reason)}" for reason in reasons)
+            counted = [each.reason for each in outcome.left_out if among is None or each.row in among]
+            left_out.update(f"{link.name}: {reason_of(reason)}" for reason in counted)
             self._stats[number] += OperatorStats(
                 outcome.taken, len(reasons), outcome.changed, outcome.made, len(raised), outcome.seconds
             )

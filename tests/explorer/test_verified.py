@@ -165,6 +165,15 @@ async def test_rows_that_are_made_become_demonstrations_with_their_parents(
     assert ids[:half] == ids[half:], "made again, they are the same rows, which the Buffer skips"
 
 
+async def test_made_rows_that_are_left_out_are_no_sampled_ones_that_were_dropped(tiny_model: Path) -> None:
+    only_sampled = {"name": "expression", "where": "source = 'usual'"}
+    async with Verifying(tiny_model, [{"name": "expert_rows", "keep": True}, only_sampled]) as verifying:
+        taken = await verifying.group()
+        stats = verifying.stats()
+    assert len(taken.rows) == taken.report.rows == 2 and not taken.dropped and not taken.made
+    assert (stats["expert_rows"].made, stats["expression"].taken, stats["expression"].left_out) == (1, 3, 1)
+
+
 @pytest.mark.parametrize(
     "operators, dropped",
     [
