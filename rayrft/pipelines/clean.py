@@ -384,7 +384,7 @@ class PassRate(Operator[PassRateOptions]):
     def apply(self, rows: pa.RecordBatch) -> Applied:
         rewards = numbers(rows, self.options.reward)
         rates = np.full(rows.num_rows, np.nan)
-        for indices in groups(rows, self.options.by).values():
+        for indices in groups(rows, self.options.by):
             known = rewards[indices][~np.isnan(rewards[indices])]
             if len(known):
                 rates[indices] = np.mean(known > self.options.right)

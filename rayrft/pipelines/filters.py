@@ -16,7 +16,7 @@ from rayrft.config.base import Section, invalid
 from rayrft.data.selection import Selection
 from rayrft.errors import ConfigError, DataError
 from rayrft.pipelines.operator import Applied, Operator, Wants, register_operator
-from rayrft.pipelines.rows import groups, numbers, texts
+from rayrft.pipelines.rows import grouped, groups, numbers, texts
 
 
 class ExpressionOptions(Section):
@@ -126,7 +126,7 @@ class Outliers(Operator[OutlierOptions]):
         else:
             values = numbers(rows, self.options.column)
         reasons: list[str | None] = [None] * rows.num_rows
-        for indices in groups(rows, self.options.by).values():
+        for indices in groups(rows, self.options.by):
             known = [index for index in indices if values[index] == values[index]]
             if len(known) < self.options.min_rows:
                 continue
@@ -275,7 +275,7 @@ class TopOptions(Section):
     share: float = Field(gt=0, le=1)
     """Share of the rows to keep, rounded up."""
     by: str | None = None
-    """Take the share of each group apart."""
+    """Take the share of each group apart; a row without a group is one of its own."""
 
 
 @register_operator("top_share")
@@ -309,10 +309,8 @@ class TopShare(Operator[TopOptions]):
     def settle(self) -> None:
         scores = np.concatenate(self._scores) if self._scores else np.empty(0)
         self._kept = np.zeros(len(scores), bool)
-        members: dict[object, list[int]] = {}
-        for index, name in enumerate(self._groups):
-            members.setdefault(name, []).append(index)
-        for indices in [np.array(each) for each in members.values()] or [np.arange(len(scores))]:
+        members = [np.arange(len(scores))] if self.options.by is None else map(np.array, grouped(self._groups))
+        for indices in members:
             best = indices[np.argsort(-scores[indices], kind="stable")]  # NaN comes last
             self._kept[best[: int(np.ceil(self.options.share * len(indices)))]] = True
         self._kept &= ~np.isnan(scores)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,12 +80,17 @@ def map_texts(rows: pa.RecordBatch, columns: Sequence[str], change: Callable[[st
     return rows
 
 
-def groups(rows: pa.RecordBatch, column: str) -> dict[Any, list[int]]:
-    """Return the indices of the rows of each group, in order of appearance."""
+def groups(rows: pa.RecordBatch, column: str) -> list[list[int]]:
+    """Return the indices of the rows of each group, in order of appearance; a row without a group is one of its own."""
+    return grouped(rows.column(column).to_pylist())
+
+
+def grouped(names: Iterable[Any]) -> list[list[int]]:
+    """Return the indices of the rows of each group, as `groups` does, by the names of the rows' groups."""
     found: dict[Any, list[int]] = {}
-    for index, name in enumerate(rows.column(column).to_pylist()):
-        found.setdefault(name, []).append(index)
-    return found
+    for index, name in enumerate(names):
+        found.setdefault(object() if name is None else name, []).append(index)
+    return list(found.values())
 
 
 def seeded(name: str, seed: int = 0) -> random.Random:

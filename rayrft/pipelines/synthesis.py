@@ -274,7 +274,7 @@ class BestAgainstWorst(Operator[PairOptions]):
     def apply(self, rows: pa.RecordBatch) -> Applied:
         rewards, lengths = numbers(rows, "reward"), _lengths(rows)
         sides: list[int] = []
-        for indices in groups(rows, "group_id").values():
+        for indices in groups(rows, "group_id"):
             known = [index for index in indices if rewards[index] == rewards[index]]
             if not known:
                 continue
@@ -320,7 +320,7 @@ class ExpertRows(Operator[ExpertOptions]):
     def apply(self, rows: pa.RecordBatch) -> Applied:
         rewards, lengths = numbers(rows, "reward"), _lengths(rows)
         chosen: list[int] = []
-        for indices in groups(rows, "group_id").values():
+        for indices in groups(rows, "group_id"):
             known = [index for index in indices if rewards[index] == rewards[index]]
             right = [index for index in known if rewards[index] >= self.options.min_reward]
             if right and len(right) <= self.options.max_pass_rate * len(known):

@@ -102,6 +102,22 @@ def test_the_top_share_is_rounded_up_and_of_equal_scores_the_first() -> None:
     assert [row["priority"] for row in found] == [2.0, 6.0]
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "column", "expected"),
+    [
+        ("top_share", {"column": "reward", "share": 0.5, "by": "group_id"}, "reward", [5.0, 1.0, 2.0, 3.0, 9.0]),
+        ("outliers", {"min_rows": 3}, "reward", [5.0, 4.0, 1.0, 2.0, 3.0, 9.0]),
+        ("reward_deviation", {}, "priority", [0.5, 0.5, 0.0, 0.0, 0.0, 0.0]),
+        ("pass_rate", {"by": "group_id", "right": 4.5}, "pass_rate", [0.5, 0.5, 0.0, 0.0, 0.0, 1.0]),
+    ],
+)
+def test_a_row_without_a_group_is_a_group_of_its_own(
+    name: str, options: dict[str, Any], column: str, expected: list[float]
+) -> None:
+    batch = rows(group_id=["a", "a", None, None, None, None], reward=[5.0, 4.0, 1.0, 2.0, 3.0, 9.0])
+    assert [row[column] for row in applied(name, batch, **options)[0]] == expected
+
+
 def test_difficulty_and_uncertainty_come_from_the_pass_rate() -> None:
     batch = rows(pass_rate=[0.0, 0.25, 0.5, 1.0, None])
     assert priorities("difficulty", batch) == [1, 0.75, 0.5, 0, None]
