@@ -98,8 +98,9 @@ class OutlierOptions(Section):
 
 @register_operator("outliers")
 class Outliers(Operator[OutlierOptions]):
-    """Leave out rows whose reward, length or other number is far from the others of its group (modified z-score,
-    Iglewicz and Hoaglin 1993)."""
+    """Leave out rows whose reward, length or other number is infinite, or far from the others of its group (modified
+    z-score, Iglewicz and Hoaglin 1993). Where a group has two values, such as right and wrong, neither is an outlier,
+    however rare."""
 
     kind = "filter"
     scope = "group"
@@ -127,14 +128,17 @@ class Outliers(Operator[OutlierOptions]):
             values = numbers(rows, self.options.column)
         reasons: list[str | None] = [None] * rows.num_rows
         for indices in groups(rows, self.options.by):
-            known = [index for index in indices if values[index] == values[index]]
+            known = np.array([index for index in indices if values[index] == values[index]], np.int64)
             if len(known) < self.options.min_rows:
                 continue
-            distance = np.abs(values[known] - np.median(values[known]))
-            deviation = 1.4826 * np.median(distance) or 1.2533 * np.mean(distance)
-            for index, far in zip(known, distance, strict=True):
-                if far > self.options.deviations * deviation:
-                    reasons[index] = f"{self.options.column} is an outlier: {values[index]:g}"
+            finite = known[np.isfinite(values[known])]
+            outliers = set(known.tolist()) - set(finite.tolist())
+            if len(set(values[finite].tolist())) > 2:
+                distance = np.abs(values[finite] - np.median(values[finite]))
+                deviation = 1.4826 * np.median(distance) or 1.2533 * np.mean(distance)
+                outliers |= set(finite[distance > self.options.deviations * deviation].tolist())
+            for index in outliers:
+                reasons[index] = f"{self.options.column} is an outlier: {values[index]:g}"
         return Applied(rows, reasons)
 
 

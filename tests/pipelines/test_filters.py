@@ -54,11 +54,21 @@ def test_outliers_are_those_of_their_group() -> None:
     assert len(found) == 14
 
 
-def test_equal_values_with_one_far_away_are_an_outlier_and_two_camps_are_none() -> None:
-    far = rows(group_id=["a"] * 20, reward=[0.0] * 19 + [1.0])
-    assert len(applied("outliers", far)[1].left_out) == 1
-    camps = rows(group_id=["a"] * 8, reward=[0.0, 1.0] * 4)
-    assert applied("outliers", camps)[1].left_out == []
+@pytest.mark.parametrize(
+    ("rewards", "gone"),
+    [
+        ([0.0] * 18 + [0.1, 1.0], ["1"]),
+        ([0.0, 1.0] * 4, []),
+        ([0.0] * 6 + [1.0] * 2, []),
+        ([0.0] * 19 + [1.0], []),
+        ([1.0] * 4 + [float("inf")], ["inf"]),
+        ([0.0, 1.0, 2.0, 1.0, float("inf"), float("-inf")], ["inf", "-inf"]),
+        ([1.0, 1.0, float("inf")], []),
+    ],
+)
+def test_outliers_are_far_away_or_infinite_and_no_value_of_two(rewards: list[float], gone: list[str]) -> None:
+    _, outcome = applied("outliers", rows(group_id=["a"] * len(rewards), reward=rewards))
+    assert reasons(outcome) == [f"reward is an outlier: {each}" for each in gone]
 
 
 def test_lengths_have_outliers_too() -> None:
