@@ -15,8 +15,8 @@ import pyarrow.compute as pc
 from rayrft.config.pipelines import OperatorConfig
 from rayrft.data.tables import is_json
 from rayrft.errors import ConfigError, OperatorFailed, nearest
-from rayrft.pipelines.operator import Applied, Context, Operator, Wants, build_operator
-from rayrft.pipelines.rows import MADE_BY, PARENTS, id_column, mark_made, with_lineage
+from rayrft.pipelines.operator import Applied, Context, Operator, Wants, build_operator, is_text
+from rayrft.pipelines.rows import MADE_BY, PARENTS, id_column, mark_made, typed_lineage, with_lineage
 
 _SHOWN = 160
 """Characters of a value that are shown."""
@@ -107,6 +107,8 @@ def apply_link(link: Link, rows: pa.RecordBatch, samples: int) -> tuple[pa.Recor
 
     Raises OperatorFailed if rows or columns are not those that it was to return; what it raises itself passes through.
     """
+    if link.operator.kind == "synthesise":
+        rows = typed_lineage(rows)
     start = time.perf_counter()
     applied = link.operator.apply(rows)
     seconds = time.perf_counter() - start
@@ -206,7 +208,7 @@ def _holds(column: pa.Field, wants: Wants) -> bool:
     if wants == "any":
         return True
     if wants == "text":
-        return (pa.types.is_string(kind) or pa.types.is_large_string(kind)) and not is_json(column)
+        return is_text(kind) and not is_json(column)
     if wants == "number":
         return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
     if wants == "list":
@@ -230,6 +232,10 @@ def _check_applied(link: Link, rows: pa.RecordBatch, applied: Applied) -> None:
         raise _wrong(link, f"it returned {applied.rows.num_rows} rows for {rows.num_rows}; reasons leave rows out")
     if len(applied.reasons) not in (0, rows.num_rows):
         raise _wrong(link, f"it returned {len(applied.reasons)} reasons for {rows.num_rows} rows")
+    given = (reason for reason in applied.reasons if reason is not None)
+    for reason in (*given, *applied.notes):
+        if not isinstance(reason, str):
+            raise _wrong(link, f"it gave {reason!r} as a reason or note, which is no text")
     for what, batch in (("rows", applied.rows), ("made rows", applied.made)):
         if batch is None or batch is rows:
             continue

@@ -126,9 +126,7 @@ class OperatorLog:
         self._stats = [OperatorStats() for _ in links]
         self._logged = set[str]()
 
-    def add(
-        self, outcomes: Sequence[Outcome], among: Collection[str] | None = None
-    ) -> tuple[Counter[str], str | None]:
+    def add(self, outcomes: Sequence[Outcome], among: Collection[str] | None = None) -> tuple[Counter[str], str | None]:
         """Count what each operator did; return the rows left out, of those ``among`` these if it is given, as
         ``operator: reason``, and the last problem."""
         left_out, problem = Counter[str](), None

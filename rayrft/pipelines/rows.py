@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -13,6 +14,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rayrft.data.tables import is_json
+from rayrft.errors import DataError
 from rayrft.pipelines.operator import with_column
 
 PARENTS, MADE_BY = "parents", "made_by"
@@ -37,19 +40,28 @@ class Ids:
         """Return rows with a column of ids, the first one unless it is there."""
         name = id_column(rows.schema)
         own = name in rows.schema.names
-        there = rows.column(name).cast(pa.string()) if own else pa.nulls(rows.num_rows, pa.string())
+        there = _plain(rows, name) if own else pa.nulls(rows.num_rows, pa.string())
         if there.null_count:
             made = [_digest(row) for row in zip(*(column.to_pylist() for column in rows.columns), strict=True)]
             there = pc.coalesce(there, pa.array(made, pa.string()))
         ids = pa.array([self._unique(each) for each in there.to_pylist()], pa.string())
         if own:
-            return with_column(rows, name, ids)
+            return rows.set_column(rows.schema.get_field_index(name), pa.field(name, pa.string()), ids)
         return rows.add_column(0, pa.field(name, pa.string()), ids)
 
     def _unique(self, name: str) -> str:
         digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
         self._seen[digest] += 1
         return name if self._seen[digest] == 1 else self._unique(f"{name}-{self._seen[digest]}")
+
+
+def _plain(rows: pa.RecordBatch, name: str) -> pa.Array:
+    """Return a column as texts, those of JSON without quotes."""
+    column = rows.column(name).cast(pa.string())
+    if not is_json(rows.schema.field(name)):
+        return column
+    values = ((text, None if text is None else json.loads(text)) for text in column.to_pylist())
+    return pa.array([value if isinstance(value, str) else text for text, value in values], pa.string())
 
 
 def _digest(value: object) -> str:
@@ -117,17 +129,38 @@ def lineage(row: dict[str, Any]) -> Lineage:
 
 def with_lineage(schema: pa.Schema) -> pa.Schema:
     """Return the columns of rows of this schema once there are made ones among them."""
-    if "labels" in schema.names and pa.types.is_map(schema.field("labels").type):
+    if _in_labels(schema):
         return schema
-    for column in (pa.field(PARENTS, pa.list_(pa.string())), pa.field(MADE_BY, pa.string())):
-        if column.name not in schema.names:
-            schema = schema.append(column)
+    for name, kind in _LINEAGE.items():
+        column = pa.field(name, kind)
+        there = schema.get_field_index(name)
+        schema = schema.append(column) if there < 0 else schema.set(there, column)
     return schema
 
 
-def mark_made(
-    made: pa.RecordBatch, parents: Sequence[tuple[str, ...]], operator: str, maker: str
-) -> pa.RecordBatch:
+def _in_labels(schema: pa.Schema) -> bool:
+    return "labels" in schema.names and pa.types.is_map(schema.field("labels").type)
+
+
+_LINEAGE = {PARENTS: pa.list_(pa.string()), MADE_BY: pa.string()}
+
+
+def typed_lineage(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """Return rows whose columns of the lineage, if they are there, are as `with_lineage` says: where a file has null
+    alone, it does not tell of what. Raises DataError if they hold something else."""
+    for name, kind in () if _in_labels(rows.schema) else _LINEAGE.items():
+        if name in rows.schema.names and rows.schema.field(name).type != kind:
+            column = rows.column(name)
+            empty = column.null_count == rows.num_rows
+            try:
+                rows = with_column(rows, name, pa.nulls(rows.num_rows, kind) if empty else column.cast(kind))
+            except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+                problem = f"holds {column.type}, and made rows have their lineage there, as {kind}"
+                raise DataError(problem, field=f"column {name}", remedy="rename the column") from None
+    return rows
+
+
+def mark_made(made: pa.RecordBatch, parents: Sequence[tuple[str, ...]], operator: str, maker: str) -> pa.RecordBatch:
     """Return made rows, whose columns are those of `with_lineage`, with their parents and their own ids: a digest of
     parents, operator and place among the parents' rows; an experience's stay within its group. ``maker`` tells the
     operator from others of its name."""

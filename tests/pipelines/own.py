@@ -110,6 +110,18 @@ class FewReasons(_Wrong):
         return Applied(rows, ["gone"])
 
 
+@rayrft.register_operator("true_reasons")
+class TrueReasons(_Wrong):
+    def apply(self, rows: pa.RecordBatch) -> Applied:
+        return Applied(rows, [True] * rows.num_rows)  # type: ignore[list-item]
+
+
+@rayrft.register_operator("no_notes")
+class NoNotes(_Wrong):
+    def apply(self, rows: pa.RecordBatch) -> Applied:
+        return Applied(rows, notes=[None])  # type: ignore[list-item]
+
+
 @rayrft.register_operator("makes_rows")
 class MakesRows(_Wrong):
     def apply(self, rows: pa.RecordBatch) -> Applied:

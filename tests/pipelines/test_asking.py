@@ -14,6 +14,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from rayrft.config.pipelines import EndpointConfig
+from rayrft.data.tables import json_field
 from rayrft.errors import ActorDied, ConfigError, OperatorFailed, OperatorTimeout, RequestRefused
 from rayrft.pipelines import Context
 from rayrft.pipelines.answering import Answerer, AskedModel, Journal
@@ -207,6 +208,7 @@ def test_an_endpoint_that_is_not_there_fails_the_operator() -> None:
         ("paraphrase", {"model": "a"}, Context(models=["a"]), "operators.0"),
         ("paraphrase", {"model": "a", "solver": "b"}, Context(models=["a"], scores=True), "operators.0.solver"),
         ("paraphrase", {"model": "a", "least": 5}, Context(models=["a"], scores=True), "operators.0.least"),
+        ("paraphrase", {"model": "a", "answer": "mixed"}, Context(models=["a"], scores=True), "operators.0.answer"),
         ("paraphrase", {"model": "a", "question": "q"}, Context(models=["a"], scores=True), "operators.0.question"),
         ("hinted_solutions", {"model": "a", "hint": "h"}, Context(models=["a"], scores=True), "operators.0.hint"),
         ("corrected_answers", {"model": "a"}, Context(models=["a"], scores=True), "operators.0.response"),
@@ -215,7 +217,8 @@ def test_an_endpoint_that_is_not_there_fails_the_operator() -> None:
 def test_what_cannot_be_asked_is_refused_before_anything_starts(
     name: str, options: dict[str, Any], context: Context, field: str
 ) -> None:
-    batch = rows(question=["q"], answer=["a"])
+    mixed = json_field("mixed")
+    batch = rows(question=["q"], answer=["a"]).append_column(mixed, pa.array(['"London"']))
     with pytest.raises(ConfigError, check=about(field)):
         build_chain([operator(name, **options)], batch.schema, field="operators", origin="test", context=context)
 

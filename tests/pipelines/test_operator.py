@@ -9,7 +9,7 @@ import pytest
 
 import rayrft
 from rayrft.config.pipelines import OperatorConfig
-from rayrft.errors import ConfigError, OperatorFailed
+from rayrft.errors import ConfigError, DataError, OperatorFailed
 from rayrft.pipelines import Context, operators
 from rayrft.pipelines.chain import apply_link, build_chain
 from rayrft.pipelines.rows import Ids
@@ -94,6 +94,21 @@ def test_no_two_rows_have_one_id(operators: list[OperatorConfig], files: list[li
     assert {str(each) for each in files[0] if each is not None} <= {row["id"] for row in found}
 
 
+@pytest.mark.parametrize(
+    "parents", [pa.array([None, None], pa.string()), pa.array([["x"], None], pa.large_list(pa.string()))]
+)
+def test_rows_are_made_beside_those_of_a_file_that_does_not_tell_the_kind_of_its_lineage(
+    parents: pa.Array,
+) -> None:
+    found, _ = applied("mirror", FOX.append_column("parents", parents).append_column("made_by", pa.nulls(2)))
+    assert [row["parents"] for row in found] == [*parents.to_pylist(), [found[1]["id"]]]
+
+
+def test_rows_with_something_else_where_made_rows_have_their_lineage_are_refused() -> None:
+    with pytest.raises(DataError, check=about("column parents")):
+        applied("mirror", FOX.append_column("parents", pa.array(["Ann and Bob", None])))
+
+
 def test_operators_are_named_by_module_too() -> None:
     found, _ = applied("tests.pipelines.by_name:whisper", rows(question=["FOX"]))
     assert found[0]["question"] == "fox"
@@ -163,6 +178,8 @@ def test_a_second_operator_of_a_name_is_refused_and_the_same_one_is_not() -> Non
         "adds_columns",
         "changes_types",
         "few_reasons",
+        "true_reasons",
+        "no_notes",
         "makes_rows",
         "no_parents",
         "returns_rows",
