@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from rayrft.config.pipelines import OperatorConfig
 from rayrft.data.tables import is_json
 from rayrft.errors import ConfigError, OperatorFailed, nearest
-from rayrft.pipelines.operator import Applied, Context, Operator, Wants, build_operator, is_text
+from rayrft.pipelines.operator import Applied, Context, Operator, Wants, build_operator, is_list, is_text
 from rayrft.pipelines.rows import MADE_BY, PARENTS, id_column, mark_made, typed_lineage, with_lineage
 
 _SHOWN = 160
@@ -212,7 +212,7 @@ def _holds(column: pa.Field, wants: Wants) -> bool:
     if wants == "number":
         return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
     if wants == "list":
-        return pa.types.is_list(kind) or pa.types.is_large_list(kind)
+        return is_list(kind)
     return bool(pa.types.is_map(kind))
 
 

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 
 from rayrft.config.base import Section, invalid
 from rayrft.errors import ConfigError, nearest
-from rayrft.pipelines.operator import Applied, Operator, Wants, register_operator
+from rayrft.pipelines.operator import Applied, Operator, Wants, is_list, is_text, register_operator
 from rayrft.pipelines.rows import groups, map_texts, numbers, texts, with_numbers
 
 
@@ -156,9 +156,9 @@ class Length(Operator[LengthOptions]):
 
     def check(self, schema: pa.Schema) -> None:
         kind = schema.field(self.options.column).type
-        if pa.types.is_list(kind):
+        if is_list(kind):
             return
-        if not pa.types.is_string(kind):
+        if not is_text(kind):
             raise ConfigError("holds neither texts nor lists", field="column", value=self.options.column)
         if self._path is None:
             raise ConfigError("is needed to count tokens", field="tokenizer", remedy="give a folder or a hub id")
@@ -172,7 +172,7 @@ class Length(Operator[LengthOptions]):
 
     def apply(self, rows: pa.RecordBatch) -> Applied:
         column = rows.column(self.options.column)
-        if pa.types.is_list(column.type):
+        if is_list(column.type):
             counts = [len(each or ()) for each in column.to_pylist()]
         else:
             assert self._tokenizer is not None

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from rayrft.config.base import Section, invalid
 from rayrft.data.selection import Selection
 from rayrft.errors import ConfigError, DataError
-from rayrft.pipelines.operator import Applied, Operator, Wants, register_operator
+from rayrft.pipelines.operator import Applied, Operator, Wants, is_list, is_text, register_operator
 from rayrft.pipelines.rows import grouped, groups, numbers, texts
 
 
@@ -117,12 +117,12 @@ class Outliers(Operator[OutlierOptions]):
     def check(self, schema: pa.Schema) -> None:
         kind = schema.field(self.options.column).type
         number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
-        if not (number or pa.types.is_list(kind) or pa.types.is_string(kind)):
+        if not (number or is_list(kind) or is_text(kind)):
             raise ConfigError("holds neither numbers nor lists nor texts", field="column", value=self.options.column)
 
     def apply(self, rows: pa.RecordBatch) -> Applied:
         column = rows.column(self.options.column)
-        if pa.types.is_list(column.type) or pa.types.is_string(column.type):
+        if is_list(column.type) or is_text(column.type):
             values = np.array([np.nan if each is None else len(each) for each in column.to_pylist()], np.float64)
         else:
             values = numbers(rows, self.options.column)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -10,6 +11,7 @@ import pytest
 import rayrft
 from rayrft.config.pipelines import OperatorConfig
 from rayrft.errors import ConfigError, DataError, OperatorFailed
+from rayrft.experience import Task
 from rayrft.pipelines import Context, operators
 from rayrft.pipelines.chain import apply_link, build_chain
 from rayrft.pipelines.rows import Ids
@@ -107,6 +109,45 @@ def test_rows_are_made_beside_those_of_a_file_that_does_not_tell_the_kind_of_its
 def test_rows_with_something_else_where_made_rows_have_their_lineage_are_refused() -> None:
     with pytest.raises(DataError, check=about("column parents")):
         applied("mirror", FOX.append_column("parents", pa.array(["Ann and Bob", None])))
+
+
+@pytest.mark.parametrize("name", ["exact_duplicates", "near_duplicates", "top_share", "novelty", "decontaminate"])
+def test_operators_on_all_rows_settle_though_there_is_none(name: str) -> None:
+    options = {"share": 0.5, "column": "size"} if name == "top_share" else {}
+    context = Context([Task.create("test", "a question", "1")])
+    batch = FOX.append_column("size", pa.array([1, 2]))
+    [link] = build_chain([operator(name, **options)], batch.schema, field="operators", origin="test", context=context)
+    link.operator.prepare()
+    link.operator.settle()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("near_duplicates", {"columns": ["question", "answer"]}),
+        ("exact_duplicates", {}),
+        ("normalise", {}),
+        ("strip_markup", {}),
+        ("outliers", {"column": "question", "by": "answer"}),
+        ("length", {"max_tokens": 1}),
+        ("length", {"max_tokens": 1, "column": "sizes"}),
+        ("outliers", {"column": "sizes", "by": "answer"}),
+        ("decontaminate", {}),
+        ("novelty", {}),
+        ("expression", {"where": "question = 'a b'"}),
+        ("echo", {}),
+    ],
+)
+def test_columns_that_polars_writes_are_as_good_as_others(name: str, options: dict[str, Any], tiny_model: Path) -> None:
+    questions, sizes = ["a b", "a  b c", "a b", None, "a b " * 20, "<b>a  b</b>"], [[1], [2], [1], [1], [1] * 30, None]
+    context = Context([Task.create("test", "a  b c", "x")], tokenizer=str(tiny_model))
+    found = []
+    for text, many in ((pa.string(), pa.list_(pa.int64())), (pa.large_string(), pa.large_list(pa.int64()))):
+        schema = pa.schema({"question": text, "answer": text, "sizes": many})
+        columns = {"question": questions, "answer": ["x"] * 6, "sizes": sizes}
+        batch = Ids().add(pa.RecordBatch.from_pydict(columns, schema=schema))
+        found.append(applied(name, batch, context=context, **options)[0])
+    assert found[0] == found[1]
 
 
 def test_operators_are_named_by_module_too() -> None:
