@@ -29,20 +29,22 @@ def id_column(schema: pa.Schema) -> str:
 
 
 class Ids:
-    """Gives rows ids, no two of them the same: those that they have, else a digest of the row, and from the second row
-    of an id on with a number behind it."""
+    """Gives rows ids, no two of them the same: those that they have, else a digest of what the row holds, whatever
+    columns are null in it, and from the second row of an id on with a number behind it."""
 
     def __init__(self) -> None:
         self._seen: Counter[bytes] = Counter()
         """Digests of ids, which are smaller."""
 
-    def add(self, rows: pa.RecordBatch) -> pa.RecordBatch:
-        """Return rows with a column of ids, the first one unless it is there."""
-        name = id_column(rows.schema)
+    def add(self, rows: pa.RecordBatch, name: str | None = None) -> pa.RecordBatch:
+        """Return rows with a column of ids, the first one unless it is there; ``name``: its name in other rows beside
+        which these will be."""
+        name = name or id_column(rows.schema)
         own = name in rows.schema.names
         there = _plain(rows, name) if own else pa.nulls(rows.num_rows, pa.string())
         if there.null_count:
-            made = [_digest(row) for row in zip(*(column.to_pylist() for column in rows.columns), strict=True)]
+            held = ({name: value for name, value in row.items() if value is not None} for row in rows.to_pylist())
+            made = [_digest(sorted(row.items())) for row in held]
             there = pc.coalesce(there, pa.array(made, pa.string()))
         ids = pa.array([self._unique(each) for each in there.to_pylist()], pa.string())
         if own:

@@ -272,6 +272,18 @@ def test_lineage_is_walked_over_files(tmp_path: Path) -> None:
         walk_lineage("nobody", [file_source(first)])
 
 
+def test_parents_are_found_in_files_whose_columns_differ(tmp_path: Path) -> None:
+    one = write(tmp_path / "one.jsonl", [{"question": "ab", "answer": "1", "level": 3}] * 2)
+    two = write(tmp_path / "two.jsonl", [{"level": 0.5, "answer": "2", "question": "cd", "hint": "e"}])
+    config = PipelineConfig.model_validate({"operators": [{"name": "mirror"}], "plugins": [str(OWN)], "batch_rows": 1})
+    process([file_source(one), file_source(two)], config, tmp_path / "out.jsonl")
+    made = [row for row in read(tmp_path / "out.jsonl") if row["parents"]]
+    for row, question, source in zip(made, ("ab", "ab", "cd"), (one, one, two), strict=True):
+        only_made = write(tmp_path / "made.jsonl", made)
+        _, parent = walk_lineage(row["id"], [file_source(only_made), file_source(source)])
+        assert parent.row is not None and parent.row["question"] == question
+
+
 def call(*arguments: Any) -> str:
     result = CliRunner().invoke(app, ["data", *map(str, arguments)], catch_exceptions=False, env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
