@@ -287,11 +287,22 @@ def _changes(link: Link, before: pa.RecordBatch, after: pa.RecordBatch, samples:
     return (0 if changed is None else pc.sum(changed).as_py()), shown
 
 
+def same_values(old: pa.Array, new: pa.Array) -> bool:
+    """Return whether two columns hold the same; NaN is NaN."""
+    return old is new or old.equals(new) or not pc.any(_different(old, new)).as_py()
+
+
 def _different(old: pa.Array, new: pa.Array) -> pa.Array:
     if pa.types.is_nested(old.type) or old.type != new.type:
-        return pa.array([one != other for one, other in zip(old.to_pylist(), new.to_pylist(), strict=True)])
+        pairs = zip(old.to_pylist(), new.to_pylist(), strict=True)
+        # As texts, too, for NaN is no NaN.
+        return pa.array([one != other and repr(one) != repr(other) for one, other in pairs], pa.bool_())
     either_null = pc.xor(pc.is_null(old), pc.is_null(new))
-    return pc.or_(pc.fill_null(pc.not_equal(old, new), False), either_null)
+    different = pc.or_(pc.fill_null(pc.not_equal(old, new), False), either_null)
+    if pa.types.is_floating(old.type):
+        both_nan = pc.and_(pc.is_nan(old), pc.is_nan(new))
+        different = pc.and_not(different, pc.fill_null(both_nan, False))
+    return different
 
 
 def around(before: Any, after: Any) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from rayrft.config.base import Section, invalid
 from rayrft.data.selection import Selection
 from rayrft.errors import ConfigError, DataError
 from rayrft.pipelines.operator import Applied, Operator, Wants, is_list, is_text, register_operator
-from rayrft.pipelines.rows import grouped, groups, numbers, texts
+from rayrft.pipelines.rows import grouped, groups, numbers, share_of, texts
 
 
 class ExpressionOptions(Section):
@@ -316,7 +316,7 @@ class TopShare(Operator[TopOptions]):
         members = [np.arange(len(scores))] if self.options.by is None else map(np.array, grouped(self._groups))
         for indices in members:
             best = indices[np.argsort(-scores[indices], kind="stable")]  # NaN comes last
-            self._kept[best[: int(np.ceil(self.options.share * len(indices)))]] = True
+            self._kept[best[: share_of(self.options.share, len(indices))]] = True
         self._kept &= ~np.isnan(scores)
 
     def apply(self, rows: pa.RecordBatch) -> Applied:

@@ -65,13 +65,10 @@ class Report:
     @property
     def left_out(self) -> Counter[str]:
         """Rows left out, as ``operator: reason``."""
-        return Counter(
-            {
-                f"{operator.name}: {reason}": count
-                for operator in self.operators
-                for reason, count in operator.reasons.items()
-            }
-        )
+        total = Counter[str]()
+        for operator in self.operators:
+            total.update({f"{operator.name}: {reason}": count for reason, count in operator.reasons.items()})
+        return total
 
     def table(self) -> Table:
         """Return a table of all operators."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -105,6 +107,11 @@ def grouped(names: Iterable[Any]) -> list[list[int]]:
     for index, name in enumerate(names):
         found.setdefault(object() if name is None else name, []).append(index)
     return list(found.values())
+
+
+def share_of(share: float, count: int) -> int:
+    """Return a share of a number of rows, rounded up: 0.07 of 100 is 7, and not 8, as in binary fractions."""
+    return math.ceil(Fraction(str(share)) * count)
 
 
 def seeded(name: str, seed: int = 0) -> random.Random:

@@ -24,7 +24,7 @@ from rayrft.errors import ActorDied, CallFailed, ConfigError, EndpointFailed, Op
 from rayrft.experience import Task
 from rayrft.handle import Handle
 from rayrft.pipelines.answering import Answerer, answering, running
-from rayrft.pipelines.chain import Link, Outcome, build_chain
+from rayrft.pipelines.chain import Link, Outcome, build_chain, same_values
 from rayrft.pipelines.operator import Context
 from rayrft.pipelines.runner import (
     ANSWER_BYTES,
@@ -174,11 +174,7 @@ def _difference(
         after, made = after.filter(own), after.filter(pc.invert(own))
     if kept != list(range(before.num_rows)):
         before = before.take(pa.array(kept, pa.int64()))
-    changed = [
-        name
-        for name in before.schema.names
-        if after.column(name) is not before.column(name) and not after.column(name).equals(before.column(name))
-    ]
+    changed = [name for name in before.schema.names if not same_values(before.column(name), after.column(name))]
     return kept, after.select(changed), made
 
 

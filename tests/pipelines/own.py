@@ -33,6 +33,14 @@ def mirror(question: str, answer: str) -> list[dict[str, Any]]:
     return [{"question": question[::-1]}] if question != answer else []
 
 
+@rayrft.register_operator("copies")
+class Copies(Operator[Any]):
+    kind = "clean"
+
+    def apply(self, rows: pa.RecordBatch) -> Applied:
+        return Applied(pa.RecordBatch.from_pylist(rows.to_pylist(), schema=rows.schema))
+
+
 @rayrft.register_operator("size", "clean", writes={"size": pa.int32()})
 def size(question: str) -> int:
     return len(question)

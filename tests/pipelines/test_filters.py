@@ -128,6 +128,11 @@ def test_a_row_without_a_group_is_a_group_of_its_own(
     assert [row[column] for row in applied(name, batch, **options)[0]] == expected
 
 
+@pytest.mark.parametrize(("share", "count"), [(0.07, 7), (0.55, 55), (0.071, 8), (1e-9, 1), (1.0, 100), (0.29, 29)])
+def test_a_share_is_one_of_decimal_fractions(share: float, count: int) -> None:
+    assert len(kept("top_share", "priority", [float(number) for number in range(100)], share=share)) == count
+
+
 def test_difficulty_and_uncertainty_come_from_the_pass_rate() -> None:
     batch = rows(pass_rate=[0.0, 0.25, 0.5, 1.0, None])
     assert priorities("difficulty", batch) == [1, 0.75, 0.5, 0, None]

@@ -15,6 +15,8 @@ from rayrft.experience import Task
 from rayrft.pipelines import Context, operators
 from rayrft.pipelines.chain import apply_link, build_chain
 from rayrft.pipelines.rows import Ids
+from rayrft.pipelines.runner import packed, unpacked
+from rayrft.pipelines.workers import _difference
 from rayrft.registry import load_plugins
 from tests.errors import about
 from tests.pipelines.small import OWN, applied, operator, reasons, rows
@@ -148,6 +150,24 @@ def test_columns_that_polars_writes_are_as_good_as_others(name: str, options: di
         batch = Ids().add(pa.RecordBatch.from_pydict(columns, schema=schema))
         found.append(applied(name, batch, context=context, **options)[0])
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.array([float("nan"), 1.0, None]),
+        pa.array([[0.0, float("nan")], [], None]),
+        pa.array([{"x": float("nan")}, {"x": 1.0}, None]),
+    ],
+)
+def test_no_number_is_no_other_value_than_no_number(column: pa.Array) -> None:
+    batch = rows(question=["a", "b", "c"]).append_column("number", column)
+    assert applied("copies", batch)[1].changed == 0
+    other = batch.set_column(2, "number", pa.array([7.0, 1.0, None]))
+    assert applied("shout", other)[1].changed == 3
+    message = [packed(batch), packed(pa.RecordBatch.from_pylist(batch.to_pylist(), schema=batch.schema))]
+    kept, changed, made = _difference(*map(unpacked, message), "id")
+    assert (kept, changed.schema.names, made) == ([0, 1, 2], [], None)
 
 
 def test_operators_are_named_by_module_too() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from datetime import date, datetime
 from decimal import Decimal
 from pathlib import Path
@@ -19,6 +20,7 @@ from rayrft.data.tables import TableWriter, write_table
 from rayrft.errors import ConfigError, DataError, OperatorFailed, OperatorTimeout
 from rayrft.experience import to_batch
 from rayrft.pipelines.process import Processed, file_source, process, walk_lineage
+from rayrft.pipelines.report import OperatorReport, Report
 from rayrft.pipelines.rows import Ids
 from tests.buffer.rows import group
 from tests.errors import about
@@ -235,6 +237,12 @@ def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
     file.write_bytes(content)
     with pytest.raises(DataError, check=about("file", str(file))):
         list(file_source(file).batches(100))
+
+
+def test_rows_left_out_by_two_operators_of_one_name_add_up() -> None:
+    reasons = [Counter(short=2, long=1), Counter(short=3)]
+    report = Report([OperatorReport("brief", reasons=each) for each in reasons])
+    assert report.left_out == {"brief: short": 5, "brief: long": 1}
 
 
 def test_a_pipeline_file_is_checked(tmp_path: Path) -> None:
