@@ -112,7 +112,7 @@ class ExperiencePipeline:
         except OperatorFailed as error:
             if self._stops:
                 raise
-            return Verified([], Counter({self._log.fail(error, len(rows)): len(rows)}), None, str(error))
+            return Verified([], Counter({self._log.fail(error, len(rows), len(rows)): len(rows)}), None, str(error))
         left_out, problem = self._log.add(worked.outcomes, {row.experience_id for row in rows})
         return Verified(kept, left_out, made, problem)
 

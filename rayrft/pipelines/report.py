@@ -140,11 +140,12 @@ class OperatorLog:
             self._note(problem)
         return left_out, problem
 
-    def fail(self, error: OperatorFailed, rows: int) -> str:
-        """Count rows on which the operator failed that the error names; return ``operator: reason``."""
+    def fail(self, error: OperatorFailed, rows: int, left_out: int = 0) -> str:
+        """Count rows on which the operator failed that the error names, and so many of them as left out; return
+        ``operator: reason``."""
         number = next((at for at, link in enumerate(self._links) if link.field == error.field), None)
         if number is not None:
-            self._stats[number] += OperatorStats(rows, rows, failed=rows)
+            self._stats[number] += OperatorStats(rows, left_out, failed=left_out)
         self._note(str(error), *getattr(error, "__notes__", ()))
         reason = "timeout" if isinstance(error, OperatorTimeout) else "failed"
         return f"{'operators' if number is None else self._links[number].name}: {reason}"

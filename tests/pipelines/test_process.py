@@ -19,12 +19,14 @@ from rayrft.config import PipelineConfig, read_config
 from rayrft.data.tables import TableWriter, write_table
 from rayrft.errors import ConfigError, DataError, OperatorFailed, OperatorTimeout
 from rayrft.experience import to_batch
+from rayrft.pipelines import Context
+from rayrft.pipelines.chain import build_chain
 from rayrft.pipelines.process import Processed, file_source, process, walk_lineage
-from rayrft.pipelines.report import OperatorReport, Report
+from rayrft.pipelines.report import OperatorLog, OperatorReport, OperatorStats, Report
 from rayrft.pipelines.rows import Ids
 from tests.buffer.rows import group
 from tests.errors import about
-from tests.pipelines.small import OWN
+from tests.pipelines.small import OWN, operator, rows
 
 
 def write(path: Path, rows: list[Any]) -> Path:
@@ -243,6 +245,21 @@ def test_rows_left_out_by_two_operators_of_one_name_add_up() -> None:
     reasons = [Counter(short=2, long=1), Counter(short=3)]
     report = Report([OperatorReport("brief", reasons=each) for each in reasons])
     assert report.left_out == {"brief: short": 5, "brief: long": 1}
+
+
+@pytest.mark.parametrize("left_out", [0, 5])
+def test_rows_on_which_an_operator_failed_count_as_left_out_if_they_are(left_out: int) -> None:
+    batch = rows(question=["q"])
+    links = build_chain(
+        [operator("language_mixing", column="question")],
+        batch.schema,
+        field="operators",
+        origin="test",
+        context=Context(),
+    )
+    log = OperatorLog(links, "operators")
+    log.fail(OperatorFailed("it died", field=links[0].field), 5, left_out)
+    assert log.take() == {"language_mixing": OperatorStats(taken=5, left_out=left_out, failed=left_out)}
 
 
 def test_a_pipeline_file_is_checked(tmp_path: Path) -> None:
