@@ -124,6 +124,8 @@ def _json_lines(path: Path) -> Iterator[tuple[int, Row]]:
                 yield number, f"not JSON ({error.msg})"
             except UnicodeDecodeError:
                 yield number, "not UTF-8"
+            except (ValueError, RecursionError) as error:  # a number of too many digits; nested too deeply
+                yield number, f"not JSON ({error})"
             else:
                 yield number, row if isinstance(row, dict) else "not a JSON object"
 

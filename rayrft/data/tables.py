@@ -48,10 +48,14 @@ class TableFile:
     broken: list[BrokenRow] = field(default_factory=list)
 
     def batches(self, rows: int) -> Iterator[pa.RecordBatch]:
-        """Iterate over the rows that can be read, in batches of at most so many."""
+        """Iterate over the rows that can be read, in batches of at most so many. Raises DataError where a Parquet file
+        is damaged."""
         if self.path.suffix == ".parquet":
-            with pq.ParquetFile(self.path, pre_buffer=False) as file:  # else it holds what it has read
-                yield from file.iter_batches(rows)
+            try:
+                with pq.ParquetFile(self.path, pre_buffer=False) as file:  # else it holds what it has read
+                    yield from file.iter_batches(rows)
+            except (pa.ArrowException, OSError) as error:
+                raise _damaged(self.path, error) from None
             return
         skipped = {row.number for row in self.broken}
         part: list[dict[str, Any]] = []
@@ -100,12 +104,17 @@ class TableWriter:
     """Writes batches of a schema to a JSONL or Parquet file, which appears when the block ends, if it succeeds.
 
     In JSONL maps are objects and ``turns`` are chat messages, so the file can also be used as demonstrations, with
-    ``demonstrations.<name>: {path: …, messages: turns}`` in a config, which tokenises them again. Raises DataError if
-    the file cannot be written.
+    ``demonstrations.<name>: {path: …, messages: turns}`` in a config, which tokenises them again; times and the like
+    are texts. Raises DataError if the file cannot be written, or JSONL has no form for the values of a column.
     """
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
         check_suffix(path)
+        for column in schema:
+            if path.suffix == ".jsonl" and _holds_bytes(column.type):
+                remedy = "write a Parquet file, or leave the column out"
+                problem = f"holds {column.type}, which JSONL cannot"
+                raise DataError(problem, field=f"column {column.name}", value=str(path), remedy=remedy)
         self.rows = 0
         self._path, self._schema = path, schema
         self._json = [column.name for column in schema if is_json(column)]
@@ -170,7 +179,7 @@ class TableWriter:
         for row in batch.to_pylist(maps_as_pydicts="lossy"):
             for name in self._json:
                 row[name] = None if row[name] is None else json.loads(row[name])
-            self._lines.write(json.dumps(row, ensure_ascii=False) + "\n")
+            self._lines.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
 
     def _failed(self, error: OSError) -> DataError:
         return DataError(
@@ -179,6 +188,12 @@ class TableWriter:
             value=str(self._path),
             remedy="choose another folder, or free disk space",
         )
+
+
+def _holds_bytes(kind: pa.DataType) -> bool:
+    if pa.types.is_nested(kind):
+        return any(_holds_bytes(kind.field(number).type) for number in range(kind.num_fields))
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind))
 
 
 def write_table(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> int:
@@ -207,8 +222,12 @@ def _open_parquet(path: Path) -> TableFile:
     except FileNotFoundError:
         raise DataError("no such file", field="file", value=str(path), remedy="give a JSONL or Parquet file") from None
     except (pa.ArrowException, OSError) as error:
-        problem = f"cannot be read: {str(error).splitlines()[0]}"
-        raise DataError(problem, field="file", value=str(path), remedy="write it again") from None
+        raise _damaged(path, error) from None
+
+
+def _damaged(path: Path, error: Exception) -> DataError:
+    problem = f"cannot be read: {str(error).splitlines()[0]}"
+    return DataError(problem, field="file", value=str(path), remedy="write it again")
 
 
 def _open_json_lines(path: Path) -> TableFile:

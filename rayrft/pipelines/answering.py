@@ -31,7 +31,8 @@ _FAILURES_IN_A_ROW = 32
 
 @dataclass(frozen=True)
 class AskedModel:
-    """A model that operators may ask, ``calls`` requests at a time. ``identity`` tells it from others in a journal."""
+    """A model that operators may ask, ``calls`` requests at a time. ``identity`` tells it from others in a journal, and
+    what it answers where a call does not say how."""
 
     chat: ChatModel
     calls: int = 256
@@ -40,7 +41,8 @@ class AskedModel:
     @classmethod
     def on_engines(cls, chat: ChatModel, config: AuxiliaryConfig) -> AskedModel:
         """Return an auxiliary model, of which no more is asked at a time than its engines decode."""
-        return cls(chat, config.engine.count * config.engine.max_running, config.model)
+        identity = f"{config.model} {config.temperature} {config.max_tokens} {config.max_length}"
+        return cls(chat, config.engine.count * config.engine.max_running, identity)
 
 
 class Journal:
@@ -234,7 +236,8 @@ def needed_models(config: RewardModelsConfig) -> set[str]:
 
 def _at_endpoint(config: EndpointConfig) -> AskedModel:
     endpoint = Endpoint(config.url, config.model, config.key_variable, retries=config.retries)
-    return AskedModel(_Defaults(endpoint, config), config.calls, f"{config.model} {config.url}")
+    identity = f"{config.model} {config.url} {config.temperature} {config.max_tokens}"
+    return AskedModel(_Defaults(endpoint, config), config.calls, identity)
 
 
 @dataclass(frozen=True)

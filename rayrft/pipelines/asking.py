@@ -17,9 +17,10 @@ import pyarrow as pa
 
 from rayrft import process_server
 from rayrft.config.base import Section
+from rayrft.data.tables import is_json
 from rayrft.errors import ConfigError, RequestRefused, nearest
 from rayrft.experience import Task
-from rayrft.pipelines.operator import Applied, Operator
+from rayrft.pipelines.operator import Applied, Operator, is_text
 from rayrft.pipelines.rows import id_column
 from rayrft.rewards import RewardResult, Transcript
 from rayrft.rewards.judge import Messages, digest
@@ -107,8 +108,8 @@ def check_subjects(options: SubjectOptions, schema: pa.Schema, columns: Collecti
         return
     for option in ("question", "answer", *columns):
         name = getattr(options, option)
-        kind = schema.field(name).type if name in schema.names else None
-        if kind is None or not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        column = schema.field(name) if name in schema.names else None
+        if column is None or is_json(column) or not is_text(column.type):
             problem = f"there is no such column of texts, only {', '.join(schema.names)}"
             raise ConfigError(problem, field=option, value=name, remedy=nearest(name, schema.names))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,8 +15,8 @@ import pyarrow.compute as pc
 from rayrft.config.pipelines import OperatorConfig
 from rayrft.data.tables import is_json
 from rayrft.errors import ConfigError, OperatorFailed, nearest
-from rayrft.pipelines.operator import Applied, Context, Operator, Wants, build_operator
-from rayrft.pipelines.rows import MADE_BY, PARENTS, id_column, mark_made, with_lineage
+from rayrft.pipelines.operator import Applied, Context, Operator, Wants, build_operator, is_list, is_text
+from rayrft.pipelines.rows import MADE_BY, PARENTS, id_column, mark_made, typed_lineage, with_lineage
 
 _SHOWN = 160
 """Characters of a value that are shown."""
@@ -58,10 +59,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Link:
-    """An operator in its place: ``field`` names it in errors."""
+    """An operator in its place: ``field`` names it in errors, and ``options`` are as they were given."""
 
     name: str
     field: str
+    options: str
     operator: Operator[Any]
     takes: pa.Schema
     gives: pa.Schema
@@ -94,7 +96,8 @@ def build_chain(
             at = f"{place}.{error.field}".strip(".")
             raise ConfigError(error.problem, field=at, value=error.value, remedy=error.remedy) from None
         gives = _after(operator, schema)
-        links.append(Link(config.name, named, operator, schema, gives))
+        options = json.dumps(config.options, sort_keys=True, default=str)
+        links.append(Link(config.name, named, options, operator, schema, gives))
         schema, before = gives, f"{config.name} (operator {number})"
     return links
 
@@ -104,6 +107,8 @@ def apply_link(link: Link, rows: pa.RecordBatch, samples: int) -> tuple[pa.Recor
 
     Raises OperatorFailed if rows or columns are not those that it was to return; what it raises itself passes through.
     """
+    if link.operator.kind == "synthesise":
+        rows = typed_lineage(rows)
     start = time.perf_counter()
     applied = link.operator.apply(rows)
     seconds = time.perf_counter() - start
@@ -124,7 +129,8 @@ def apply_link(link: Link, rows: pa.RecordBatch, samples: int) -> tuple[pa.Recor
     if applied.made is not None and made:
         parents = [tuple(names[index] for index in indices) for indices in applied.parents]
         version = f"{link.name}/{link.operator.version}"
-        added = mark_made(_conform(applied.made, link.gives, blank=True), parents, version)
+        maker = f"{link.field} {link.options}"
+        added = mark_made(_conform(applied.made, link.gives, blank=True), parents, version, maker)
         made_rows = added.slice(0, samples).to_pylist(maps_as_pydicts="lossy")
         after = pa.concat_batches([after, added])
     return after, Outcome(
@@ -202,11 +208,11 @@ def _holds(column: pa.Field, wants: Wants) -> bool:
     if wants == "any":
         return True
     if wants == "text":
-        return (pa.types.is_string(kind) or pa.types.is_large_string(kind)) and not is_json(column)
+        return is_text(kind) and not is_json(column)
     if wants == "number":
         return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
     if wants == "list":
-        return pa.types.is_list(kind) or pa.types.is_large_list(kind)
+        return is_list(kind)
     return bool(pa.types.is_map(kind))
 
 
@@ -226,6 +232,10 @@ def _check_applied(link: Link, rows: pa.RecordBatch, applied: Applied) -> None:
         raise _wrong(link, f"it returned {applied.rows.num_rows} rows for {rows.num_rows}; reasons leave rows out")
     if len(applied.reasons) not in (0, rows.num_rows):
         raise _wrong(link, f"it returned {len(applied.reasons)} reasons for {rows.num_rows} rows")
+    given = (reason for reason in applied.reasons if reason is not None)
+    for reason in (*given, *applied.notes):
+        if not isinstance(reason, str):
+            raise _wrong(link, f"it gave {reason!r} as a reason or note, which is no text")
     for what, batch in (("rows", applied.rows), ("made rows", applied.made)):
         if batch is None or batch is rows:
             continue
@@ -277,11 +287,22 @@ def _changes(link: Link, before: pa.RecordBatch, after: pa.RecordBatch, samples:
     return (0 if changed is None else pc.sum(changed).as_py()), shown
 
 
+def same_values(old: pa.Array, new: pa.Array) -> bool:
+    """Return whether two columns hold the same; NaN is NaN."""
+    return old is new or old.equals(new) or not pc.any(_different(old, new)).as_py()
+
+
 def _different(old: pa.Array, new: pa.Array) -> pa.Array:
     if pa.types.is_nested(old.type) or old.type != new.type:
-        return pa.array([one != other for one, other in zip(old.to_pylist(), new.to_pylist(), strict=True)])
+        pairs = zip(old.to_pylist(), new.to_pylist(), strict=True)
+        # As texts, too, for NaN is no NaN.
+        return pa.array([one != other and repr(one) != repr(other) for one, other in pairs], pa.bool_())
     either_null = pc.xor(pc.is_null(old), pc.is_null(new))
-    return pc.or_(pc.fill_null(pc.not_equal(old, new), False), either_null)
+    different = pc.or_(pc.fill_null(pc.not_equal(old, new), False), either_null)
+    if pa.types.is_floating(old.type):
+        both_nan = pc.and_(pc.is_nan(old), pc.is_nan(new))
+        different = pc.and_not(different, pc.fill_null(both_nan, False))
+    return different
 
 
 def around(before: Any, after: Any) -> tuple[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import html
+import html.entities
 import ipaddress
 import re
 import unicodedata
@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 
 from rayrft.config.base import Section, invalid
 from rayrft.errors import ConfigError, nearest
-from rayrft.pipelines.operator import Applied, Operator, Wants, register_operator
+from rayrft.pipelines.operator import Applied, Operator, Wants, is_list, is_text, register_operator
 from rayrft.pipelines.rows import groups, map_texts, numbers, texts, with_numbers
 
 
@@ -43,7 +43,7 @@ class NormaliseOptions(Columns):
 _INVISIBLE = re.compile("[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u0084\u0086-\u009f\u00ad\u200b\u2060\ufeff]")
 _SPACES = re.compile("[\t\u00a0\u1680\u2000-\u200a\u202f\u205f]")
 _LINES = re.compile("\r\n|[\r\u0085\u2028\u2029]")
-_TRAILING = re.compile(r" +(?=\n|$)")
+_TRAILING = re.compile(r"(?<! ) +(?=\n|$)")
 _ODD = re.compile(r"[^\n -~]| \n|\n\n\n|\A\n|[ \n]\Z")
 """What any of these changes has one of."""
 _BLANK_LINES = re.compile(r"\n{3,}")
@@ -63,8 +63,8 @@ class Normalise(_OnTexts):
     def _normalised(self, text: str) -> str:
         if not _ODD.search(text):
             return text
-        text = unicodedata.normalize(self.options.form, _LINES.sub("\n", text))
-        text = _SPACES.sub(lambda found: "    " if found[0] == "\t" else " ", _INVISIBLE.sub("", text))
+        text = unicodedata.normalize(self.options.form, _INVISIBLE.sub("", _LINES.sub("\n", text)))
+        text = _SPACES.sub(lambda found: "    " if found[0] == "\t" else " ", text)
         return _BLANK_LINES.sub("\n\n", _TRAILING.sub("", text)).strip("\n").rstrip()
 
 
@@ -75,8 +75,15 @@ _TAGS = (
     "table|tbody|td|textarea|tfoot|th|thead|title|tr|tt|u|ul|var"
 )
 _BOOLEAN = "async|checked|controls|defer|disabled|hidden|multiple|nowrap|readonly|required|selected"
-_DROPPED = re.compile(r"<(script|style)\b[^<>]*>.*?</\1\s*>|<!--.*?-->", re.DOTALL | re.IGNORECASE)
-_BREAK = re.compile(r"<(?:br\s*/?|/(?:p|div|li|tr|h[1-6]|blockquote|table|ul|ol|section))\s*>", re.IGNORECASE)
+_DROPPED = {
+    "script": re.compile(r"</script\s*>", re.IGNORECASE),
+    "style": re.compile(r"</style\s*>", re.IGNORECASE),
+    "!--": re.compile("-->"),
+}
+"""What ends that which is dropped as a whole, by what begins it."""
+_DROPPED_FROM = re.compile(r"<(?:(script|style)\b[^<>]*>|!--)", re.IGNORECASE)
+_BREAK = re.compile(r"<(?:br\s*(?:/\s*)?|/(?:p|div|li|tr|h[1-6]|blockquote|table|ul|ol|section)\s*)>", re.IGNORECASE)
+_ENTITY = re.compile(r"&(?:#\d+|#[xX][0-9a-fA-F]+|(\w+));")
 _TAG = re.compile(
     rf"</?(?:{_TAGS})(?:\s+(?:{_BOOLEAN}|[\w:-]+\s*=\s*(?:\"[^\"]*\"|'[^']*'|[^\s<>\"']+)))*\s*/?>", re.IGNORECASE
 )
@@ -96,8 +103,29 @@ class StripMarkup(_OnTexts):
     @staticmethod
     def _stripped(text: str) -> str:
         if "<" in text:
-            text = _TAG.sub("", _BREAK.sub("\n", _DROPPED.sub("", text)))
-        return html.unescape(text) if "&" in text else text
+            text = _TAG.sub("", _BREAK.sub("\n", _without_dropped(text)))
+        return _ENTITY.sub(_character, text) if "&" in text else text
+
+
+def _without_dropped(text: str) -> str:
+    parts, kept, at = list[str](), 0, 0
+    unclosed = set[str]()
+    while found := _DROPPED_FROM.search(text, at):
+        kind = (found[1] or "!--").lower()
+        end = None if kind in unclosed else _DROPPED[kind].search(text, found.end())
+        if end is None:  # nor is there one further on
+            unclosed.add(kind)
+            at = found.end()
+        else:
+            parts.append(text[kept : found.start()])
+            kept = at = end.end()
+    return "".join([*parts, text[kept:]])
+
+
+def _character(entity: re.Match[str]) -> str:
+    """Return what an entity of HTML stands for. `html.unescape` alone also takes the &deg of &degree; for one."""
+    known = entity[1] is None or f"{entity[1]};" in html.entities.html5
+    return html.unescape(entity[0]) if known else entity[0]
 
 
 _MOJIBAKE = re.compile("[\ufffd]|(?:Ã[\u0080-\u00bf]|â€.|Â[\u00a0-\u00bf])")
@@ -156,9 +184,9 @@ class Length(Operator[LengthOptions]):
 
     def check(self, schema: pa.Schema) -> None:
         kind = schema.field(self.options.column).type
-        if pa.types.is_list(kind):
+        if is_list(kind):
             return
-        if not pa.types.is_string(kind):
+        if not is_text(kind):
             raise ConfigError("holds neither texts nor lists", field="column", value=self.options.column)
         if self._path is None:
             raise ConfigError("is needed to count tokens", field="tokenizer", remedy="give a folder or a hub id")
@@ -172,7 +200,7 @@ class Length(Operator[LengthOptions]):
 
     def apply(self, rows: pa.RecordBatch) -> Applied:
         column = rows.column(self.options.column)
-        if pa.types.is_list(column.type):
+        if is_list(column.type):
             counts = [len(each or ()) for each in column.to_pylist()]
         else:
             assert self._tokenizer is not None
@@ -384,7 +412,7 @@ class PassRate(Operator[PassRateOptions]):
     def apply(self, rows: pa.RecordBatch) -> Applied:
         rewards = numbers(rows, self.options.reward)
         rates = np.full(rows.num_rows, np.nan)
-        for indices in groups(rows, self.options.by).values():
+        for indices in groups(rows, self.options.by):
             known = rewards[indices][~np.isnan(rewards[indices])]
             if len(known):
                 rates[indices] = np.mean(known > self.options.right)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from pydantic import Field
 
 from rayrft.config.base import Section
-from rayrft.data.tables import open_table
+from rayrft.data.tables import is_json, open_table
 from rayrft.errors import ConfigError, DataError, nearest
 from rayrft.pipelines import hashing
 from rayrft.pipelines.operator import Applied, Context, Operator, Wants, register_operator
@@ -65,6 +67,7 @@ class Decontaminate(Operator[DecontaminateOptions]):
 
     def __init__(self, options: DecontaminateOptions, context: Context) -> None:
         super().__init__(options, context)
+        self._rows = 0
         for number, file in enumerate(options.against):
             if not file.path.is_file():
                 remedy = "give a JSONL or Parquet file"
@@ -77,6 +80,11 @@ class Decontaminate(Operator[DecontaminateOptions]):
     def reads(self) -> Mapping[str, Wants]:
         return dict.fromkeys(self.options.columns, "text")
 
+    def check(self, schema: pa.Schema) -> None:
+        name = self.options.answer
+        if "answer" in self.options.model_fields_set and name is not None and name not in schema.names:
+            raise ConfigError("no such column", field="answer", value=name, remedy=nearest(name, schema.names))
+
     def prepare(self) -> None:
         tasks = [(task.question, task.answer, f"evaluation task {task.id}") for task in self.context.evaluation]
         for file in self.options.against:
@@ -88,16 +96,17 @@ class Decontaminate(Operator[DecontaminateOptions]):
             self._wholes |= dict.fromkeys(_forms(question, _answer(answer)), task)
 
     def observe(self, rows: pa.RecordBatch) -> None:
+        self._rows += rows.num_rows
         for column in self.options.columns:
             self._index.count(*hashing.words(rows.column(column)))
 
     def settle(self) -> None:
-        self._index.drop_common()
+        self._index.drop_common(self._rows)
 
     def apply(self, rows: pa.RecordBatch) -> Applied:
         answers = [""] * rows.num_rows
         if self.options.answer is not None and self.options.answer in rows.schema.names:
-            answers = [_answer(text) for text in rows.column(self.options.answer).to_pylist()]
+            answers = [_answer(value) for value in _values(rows, self.options.answer)]
         reasons: list[str | None] = []
         for text, answer in zip(texts(rows, self.options.columns[0]), answers, strict=True):
             whole = next((self._wholes[form] for form in _forms(text, answer) if form in self._wholes), None)
@@ -111,6 +120,14 @@ class Decontaminate(Operator[DecontaminateOptions]):
 def _answer(text: object) -> str:
     """Return an answer in plain form: the part after a last ####."""
     return ("" if text is None else str(text)).rpartition("####")[2].replace(",", "").strip(" .\n")
+
+
+def _values(rows: pa.RecordBatch, column: str) -> list[Any]:
+    """Return the values of a column, those of JSON as what they stand for."""
+    values: list[Any] = rows.column(column).to_pylist()
+    if is_json(rows.schema.field(column)):
+        return [None if value is None else json.loads(value) for value in values]
+    return values
 
 
 def _forms(question: str, answer: str) -> Iterator[object]:
@@ -129,20 +146,20 @@ class _Index:
         questions = hashing.words(pa.array([task[0] for task in tasks], pa.string()))
         answers = hashing.words(pa.array([task[1] for task in tasks], pa.string()))
         self._answers = [_answer(task[1]) for task in tasks]
-        self._grams: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._grams: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+        """n-grams, and of each where in ``_owners`` the tasks that have it begin and end."""
+        self._owners: dict[int, np.ndarray] = {}
         for length in sorted({_SHORTEST, ngram}):
             found, owners = _telling(*questions, length)
             if length == ngram:
                 more, more_owners = _telling(*answers, length)
                 found, owners = np.concatenate([found, more]), np.concatenate([owners, more_owners])
-            self._grams[length] = _rare(found, owners, common)
-        self._total = 0
-        self._rows = {length: np.zeros(len(grams), np.int64) for length, (grams, _) in self._grams.items()}
+            self._grams[length], self._owners[length] = _rare(found, owners, common)
+        self._rows = {length: np.zeros(len(grams), np.int64) for length, (grams, _, _) in self._grams.items()}
         self._seen: set[int] = set()
 
     def count(self, hashes: np.ndarray, offsets: np.ndarray) -> None:
         """Count the n-grams of rows, those of rows with the same words once."""
-        self._total += len(offsets) - 1
         found = {length: self._places(hashes, offsets, length) for length in self._grams}
         texts = hashing.whole(hashes, offsets)
         fresh = {row: int(texts[row]) not in self._seen for _, rows in found.values() for row in set(rows.tolist())}
@@ -156,25 +173,26 @@ class _Index:
             pairs = np.unique(np.stack([places[new], rows[new]]), axis=1)
             np.add.at(self._rows[length], pairs[0], 1)
 
-    def drop_common(self) -> None:
-        """Forget n-grams that too many rows have."""
-        most = min(self._common, max(2, self._total // 10))
-        for length, (grams, owners) in self._grams.items():
+    def drop_common(self, rows: int) -> None:
+        """Forget n-grams that too many of so many rows have."""
+        most = min(self._common, max(2, rows // 10))
+        for length, (grams, starts, ends) in self._grams.items():
             keep = self._rows[length] <= most
-            self._grams[length] = grams[keep], owners[keep]
+            self._grams[length] = grams[keep], starts[keep], ends[keep]
 
     def hits(self, hashes: np.ndarray, offsets: np.ndarray, answers: Sequence[str]) -> Iterator[tuple[int, str, int]]:
         """Iterate over hits: the row, why, and the evaluation task."""
         for length in sorted(self._grams, reverse=True):
-            owners = self._grams[length][1]
+            _, starts, ends = self._grams[length]
             found, rows = self._places(hashes, offsets, length)
             for place, row in zip(found.tolist(), rows.tolist(), strict=True):
-                task = int(owners[place])
-                same = len(answers[row]) > 1 and answers[row] == self._answers[task]
+                tasks = self._owners[length][starts[place] : ends[place]].tolist()
                 if length == self._ngram:
-                    yield row, f"shares {length} words with an evaluation task", task
-                elif same:
-                    yield row, f"shares {length} words and the answer with an evaluation task", task
+                    yield row, f"shares {length} words with an evaluation task", tasks[0]
+                    continue
+                same = [task for task in tasks if len(answers[row]) > 1 and answers[row] == self._answers[task]]
+                if same:
+                    yield row, f"shares {length} words and the answer with an evaluation task", same[0]
 
     def _places(self, hashes: np.ndarray, offsets: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the places of n-grams of rows in the sorted ones, and the rows."""
@@ -200,27 +218,33 @@ def _telling(hashes: np.ndarray, offsets: np.ndarray, length: int) -> tuple[np.n
     return np.concatenate([grams for grams, _ in found]), np.concatenate([texts for _, texts in found])
 
 
-def _rare(grams: np.ndarray, owners: np.ndarray, common: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return n-grams of at most ``common`` evaluation tasks, each once, with the first of them."""
+def _rare(
+    grams: np.ndarray, owners: np.ndarray, common: int
+) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], np.ndarray]:
+    """Return n-grams of at most ``common`` evaluation tasks, each once, with the start and end of these among the
+    owners, which are returned, too."""
     order = np.lexsort((owners, grams))
     grams, owners = grams[order], owners[order]
     fresh = np.ones(len(grams), bool)  # not the same n-gram of the same task again
     fresh[1:] = (grams[1:] != grams[:-1]) | (owners[1:] != owners[:-1])
     found, first, counts = np.unique(grams[fresh], return_index=True, return_counts=True)
     rare = counts <= common
-    return found[rare], owners[fresh][first[rare]]
+    return (found[rare], first[rare], (first + counts)[rare]), owners[fresh]
 
 
 def _read(file: EvaluationFile) -> list[tuple[str, str, str]]:
     table = open_table(file.path)
+    if table.broken:
+        problem = f"row {table.broken[0].number} is {table.broken[0].problem}, so nothing can be compared with it"
+        raise DataError(problem, field="against", value=str(file.path), remedy="correct the row, or remove it")
     for name in filter(None, (file.question, file.answer)):
         if name not in table.schema.names:
             remedy = nearest(name, table.schema.names)
             raise DataError("no such column in the evaluation file", field=str(file.path), value=name, remedy=remedy)
     tasks, number = [], 0
     for batch in table.batches(10_000):
-        questions = batch.column(file.question).to_pylist()
-        answers = batch.column(file.answer).to_pylist() if file.answer is not None else [""] * len(questions)
+        questions = _values(batch, file.question)
+        answers = _values(batch, file.answer) if file.answer is not None else [""] * len(questions)
         for question, answer in zip(questions, answers, strict=True):
             number += 1
             tasks.append((str(question or ""), str(answer if answer is not None else ""), f"{file.path.name} {number}"))

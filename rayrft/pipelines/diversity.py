@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from rayrft.config.base import invalid
 from rayrft.pipelines.embeddings import Embedder, EmbeddingOptions, centred, clustered, farthest, nearest_other
 from rayrft.pipelines.operator import Applied, Context, Operator, Wants, register_operator
-from rayrft.pipelines.rows import texts, with_numbers
+from rayrft.pipelines.rows import share_of, texts, with_numbers
 
 
 class _Embedding(Operator[Any]):
@@ -82,7 +82,7 @@ class Diverse(_Embedding):
 
     def settle(self) -> None:
         options, points = self.options, self.points()
-        count = min(options.rows or int(np.ceil(options.share * len(points))), len(points))
+        count = min(options.rows or share_of(options.share, len(points)), len(points))
         if options.method == "farthest":
             chosen = farthest(points, count)
         else:

@@ -41,7 +41,7 @@ class _Keeping(Operator[Columns]):
 
     def settle(self) -> None:
         self._root = self._roots()
-        self._names = pa.chunked_array(self._ids)
+        self._names = pa.chunked_array(self._ids, pa.string())
 
     def apply(self, rows: pa.RecordBatch) -> Applied:
         here = np.arange(self._at, self._at + rows.num_rows)
@@ -129,7 +129,8 @@ class NearDuplicates(_Keeping):
         self._keys: list[np.ndarray] = []
 
     def _note(self, columns: Sequence[pa.Array]) -> None:
-        joined = pc.binary_join_element_wise(*(pc.fill_null(column, "") for column in columns), "\n")
+        filled = [pc.fill_null(column.cast(pa.large_string()), "") for column in columns]
+        joined = pc.binary_join_element_wise(*filled, pa.scalar("\n", pa.large_string()))
         words, offsets = hashing.words(joined)
         low, keys = hashing.signatures(words, offsets, self.options.ngram, self._band_rows)
         if self.options.same_numbers:  # rows with other numbers share no key then

@@ -50,7 +50,7 @@ class Verified:
     rows: list[Experience]
     """Those that stay, in their order."""
     left_out: Counter[str] = field(default_factory=Counter)
-    """Rows by ``operator: reason``."""
+    """Rows that were sampled, by ``operator: reason``."""
     made: pa.RecordBatch | None = None
     """Demonstrations."""
     problem: str | None = None
@@ -112,8 +112,8 @@ class ExperiencePipeline:
         except OperatorFailed as error:
             if self._stops:
                 raise
-            return Verified([], Counter({self._log.fail(error, len(rows)): len(rows)}), None, str(error))
-        left_out, problem = self._log.add(worked.outcomes)
+            return Verified([], Counter({self._log.fail(error, len(rows), len(rows)): len(rows)}), None, str(error))
+        left_out, problem = self._log.add(worked.outcomes, {row.experience_id for row in rows})
         return Verified(kept, left_out, made, problem)
 
     def take_stats(self) -> dict[str, OperatorStats]:

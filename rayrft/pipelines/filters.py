@@ -15,8 +15,8 @@ from pydantic import Field, model_validator
 from rayrft.config.base import Section, invalid
 from rayrft.data.selection import Selection
 from rayrft.errors import ConfigError, DataError
-from rayrft.pipelines.operator import Applied, Operator, Wants, register_operator
-from rayrft.pipelines.rows import groups, numbers, texts
+from rayrft.pipelines.operator import Applied, Operator, Wants, is_list, is_text, register_operator
+from rayrft.pipelines.rows import grouped, groups, numbers, share_of, texts
 
 
 class ExpressionOptions(Section):
@@ -98,8 +98,9 @@ class OutlierOptions(Section):
 
 @register_operator("outliers")
 class Outliers(Operator[OutlierOptions]):
-    """Leave out rows whose reward, length or other number is far from the others of its group (modified z-score,
-    Iglewicz and Hoaglin 1993)."""
+    """Leave out rows whose reward, length or other number is infinite, or far from the others of its group (modified
+    z-score, Iglewicz and Hoaglin 1993). Where a group has two values, such as right and wrong, neither is an outlier,
+    however rare."""
 
     kind = "filter"
     scope = "group"
@@ -116,25 +117,28 @@ class Outliers(Operator[OutlierOptions]):
     def check(self, schema: pa.Schema) -> None:
         kind = schema.field(self.options.column).type
         number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
-        if not (number or pa.types.is_list(kind) or pa.types.is_string(kind)):
+        if not (number or is_list(kind) or is_text(kind)):
             raise ConfigError("holds neither numbers nor lists nor texts", field="column", value=self.options.column)
 
     def apply(self, rows: pa.RecordBatch) -> Applied:
         column = rows.column(self.options.column)
-        if pa.types.is_list(column.type) or pa.types.is_string(column.type):
+        if is_list(column.type) or is_text(column.type):
             values = np.array([np.nan if each is None else len(each) for each in column.to_pylist()], np.float64)
         else:
             values = numbers(rows, self.options.column)
         reasons: list[str | None] = [None] * rows.num_rows
-        for indices in groups(rows, self.options.by).values():
-            known = [index for index in indices if values[index] == values[index]]
+        for indices in groups(rows, self.options.by):
+            known = np.array([index for index in indices if values[index] == values[index]], np.int64)
             if len(known) < self.options.min_rows:
                 continue
-            distance = np.abs(values[known] - np.median(values[known]))
-            deviation = 1.4826 * np.median(distance) or 1.2533 * np.mean(distance)
-            for index, far in zip(known, distance, strict=True):
-                if far > self.options.deviations * deviation:
-                    reasons[index] = f"{self.options.column} is an outlier: {values[index]:g}"
+            finite = known[np.isfinite(values[known])]
+            outliers = set(known.tolist()) - set(finite.tolist())
+            if len(set(values[finite].tolist())) > 2:
+                distance = np.abs(values[finite] - np.median(values[finite]))
+                deviation = 1.4826 * np.median(distance) or 1.2533 * np.mean(distance)
+                outliers |= set(finite[distance > self.options.deviations * deviation].tolist())
+            for index in outliers:
+                reasons[index] = f"{self.options.column} is an outlier: {values[index]:g}"
         return Applied(rows, reasons)
 
 
@@ -275,7 +279,7 @@ class TopOptions(Section):
     share: float = Field(gt=0, le=1)
     """Share of the rows to keep, rounded up."""
     by: str | None = None
-    """Take the share of each group apart."""
+    """Take the share of each group apart; a row without a group is one of its own."""
 
 
 @register_operator("top_share")
@@ -309,12 +313,10 @@ class TopShare(Operator[TopOptions]):
     def settle(self) -> None:
         scores = np.concatenate(self._scores) if self._scores else np.empty(0)
         self._kept = np.zeros(len(scores), bool)
-        members: dict[object, list[int]] = {}
-        for index, name in enumerate(self._groups):
-            members.setdefault(name, []).append(index)
-        for indices in [np.array(each) for each in members.values()] or [np.arange(len(scores))]:
+        members = [np.arange(len(scores))] if self.options.by is None else map(np.array, grouped(self._groups))
+        for indices in members:
             best = indices[np.argsort(-scores[indices], kind="stable")]  # NaN comes last
-            self._kept[best[: int(np.ceil(self.options.share * len(indices)))]] = True
+            self._kept[best[: share_of(self.options.share, len(indices))]] = True
         self._kept &= ~np.isnan(scores)
 
     def apply(self, rows: pa.RecordBatch) -> Applied:

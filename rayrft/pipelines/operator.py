@@ -239,6 +239,16 @@ def _reason(found: Any) -> str | None:
     return None if found else "refused"
 
 
+def is_text(kind: pa.DataType) -> bool:
+    """Return whether a column of this type holds texts: Polars writes large ones."""
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Return whether a column of this type holds lists."""
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
+
+
 def with_column(rows: pa.RecordBatch, name: str, values: pa.Array) -> pa.RecordBatch:
     """Return rows with a column replaced, or appended."""
     if name in rows.schema.names:

@@ -88,7 +88,7 @@ class RewardDeviation(_Prioritise):
     def apply(self, rows: pa.RecordBatch) -> Applied:
         rewards = numbers(rows, self.options.reward)
         values = np.full(rows.num_rows, np.nan)
-        for indices in groups(rows, self.options.by).values():
+        for indices in groups(rows, self.options.by):
             known = rewards[indices][~np.isnan(rewards[indices])]
             if len(known):
                 values[indices] = np.std(known)

@@ -67,10 +67,11 @@ def process(
     or a file cannot be written, and OperatorFailed.
     """
     schema = _common(sources)
-    ids = Ids()
+    ids, name = Ids(), id_column(schema)
+    schema = ids.add(pa.RecordBatch.from_pylist([], schema=schema)).schema
     pipeline = Pipeline(
         config.operators,
-        ids.add(pa.RecordBatch.from_arrays([pa.nulls(0, column.type) for column in schema], schema=schema)).schema,
+        schema,
         origin=", ".join(source.name for source in sources),
         context=context,
         plugins=config.plugins,
@@ -84,7 +85,7 @@ def process(
     def batches() -> Iterator[pa.RecordBatch]:
         for source in sources:
             for batch in source.batches(config.batch_rows):
-                yield ids.add(_fitted(batch, schema))
+                yield _fitted(ids.add(batch, name), schema)
 
     broken = {source.name: source.broken for source in sources if source.broken}
     with ExitStack() as stack:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -65,13 +65,10 @@ class Report:
     @property
     def left_out(self) -> Counter[str]:
         """Rows left out, as ``operator: reason``."""
-        return Counter(
-            {
-                f"{operator.name}: {reason}": count
-                for operator in self.operators
-                for reason, count in operator.reasons.items()
-            }
-        )
+        total = Counter[str]()
+        for operator in self.operators:
+            total.update({f"{operator.name}: {reason}": count for reason, count in operator.reasons.items()})
+        return total
 
     def table(self) -> Table:
         """Return a table of all operators."""
@@ -126,14 +123,16 @@ class OperatorLog:
         self._stats = [OperatorStats() for _ in links]
         self._logged = set[str]()
 
-    def add(self, outcomes: Sequence[Outcome]) -> tuple[Counter[str], str | None]:
-        """Count what each operator did; return the rows left out as ``operator: reason``, and the last problem."""
+    def add(self, outcomes: Sequence[Outcome], among: Collection[str] | None = None) -> tuple[Counter[str], str | None]:
+        """Count what each operator did; return the rows left out, of those ``among`` these if it is given, as
+        ``operator: reason``, and the last problem."""
         left_out, problem = Counter[str](), None
         for number, outcome in enumerate(outcomes):
             link, reasons = self._links[number], [each.reason for each in outcome.left_out]
             raised = [reason for reason in reasons if reason.startswith("raised ")]
             problem = f"{link.field} {raised[-1]}" if raised else problem
-            left_out.update(f"{link.name}: {reason_of(reason)}" for reason in reasons)
+            counted = [each.reason for each in outcome.left_out if among is None or each.row in among]
+            left_out.update(f"{link.name}: {reason_of(reason)}" for reason in counted)
             self._stats[number] += OperatorStats(
                 outcome.taken, len(reasons), outcome.changed, outcome.made, len(raised), outcome.seconds
             )
@@ -141,11 +140,12 @@ class OperatorLog:
             self._note(problem)
         return left_out, problem
 
-    def fail(self, error: OperatorFailed, rows: int) -> str:
-        """Count rows on which the operator failed that the error names; return ``operator: reason``."""
+    def fail(self, error: OperatorFailed, rows: int, left_out: int = 0) -> str:
+        """Count rows on which the operator failed that the error names, and so many of them as left out; return
+        ``operator: reason``."""
         number = next((at for at, link in enumerate(self._links) if link.field == error.field), None)
         if number is not None:
-            self._stats[number] += OperatorStats(rows, rows, failed=rows)
+            self._stats[number] += OperatorStats(rows, left_out, failed=left_out)
         self._note(str(error), *getattr(error, "__notes__", ()))
         reason = "timeout" if isinstance(error, OperatorTimeout) else "failed"
         return f"{'operators' if number is None else self._links[number].name}: {reason}"

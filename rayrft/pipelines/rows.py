@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rayrft.data.tables import is_json
+from rayrft.errors import DataError
 from rayrft.pipelines.operator import with_column
 
 PARENTS, MADE_BY = "parents", "made_by"
@@ -26,27 +31,45 @@ def id_column(schema: pa.Schema) -> str:
 
 
 class Ids:
-    """Gives the rows of a file ids, if they have none: a digest of the row, with a number if the row is there again."""
+    """Gives rows ids, no two of them the same: those that they have, else a digest of what the row holds, whatever
+    columns are null in it, and from the second row of an id on with a number behind it."""
 
     def __init__(self) -> None:
         self._seen: Counter[bytes] = Counter()
+        """Digests of ids, which are smaller."""
 
-    def add(self, rows: pa.RecordBatch) -> pa.RecordBatch:
-        """Return rows with a column of ids first, unless it is there and filled."""
-        name = id_column(rows.schema)
-        if name in rows.schema.names and not rows.column(name).null_count:
-            column = rows.column(name)
-            return rows if pa.types.is_string(column.type) else with_column(rows, name, column.cast(pa.string()))
-        made = [self._id(row) for row in zip(*(column.to_pylist() for column in rows.columns), strict=True)]
-        if name in rows.schema.names:
-            there = rows.column(name).cast(pa.string())
-            return with_column(rows, name, pc.coalesce(there, pa.array(made, pa.string())))
-        return rows.add_column(0, pa.field(name, pa.string()), pa.array(made, pa.string()))
+    def add(self, rows: pa.RecordBatch, name: str | None = None) -> pa.RecordBatch:
+        """Return rows with a column of ids, the first one unless it is there; ``name``: its name in other rows beside
+        which these will be."""
+        name = name or id_column(rows.schema)
+        own = name in rows.schema.names
+        there = _plain(rows, name) if own else pa.nulls(rows.num_rows, pa.string())
+        if there.null_count:
+            held = ({name: value for name, value in row.items() if value is not None} for row in rows.to_pylist())
+            made = [_digest(sorted(row.items())) for row in held]
+            there = pc.coalesce(there, pa.array(made, pa.string()))
+        ids = pa.array([self._unique(each) for each in there.to_pylist()], pa.string())
+        if own:
+            return rows.set_column(rows.schema.get_field_index(name), pa.field(name, pa.string()), ids)
+        return rows.add_column(0, pa.field(name, pa.string()), ids)
 
-    def _id(self, row: tuple[Any, ...]) -> str:
-        digest = hashlib.blake2b(repr(row).encode(), digest_size=8).digest()
+    def _unique(self, name: str) -> str:
+        digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
         self._seen[digest] += 1
-        return digest.hex() if self._seen[digest] == 1 else f"{digest.hex()}-{self._seen[digest]}"
+        return name if self._seen[digest] == 1 else self._unique(f"{name}-{self._seen[digest]}")
+
+
+def _plain(rows: pa.RecordBatch, name: str) -> pa.Array:
+    """Return a column as texts, those of JSON without quotes."""
+    column = rows.column(name).cast(pa.string())
+    if not is_json(rows.schema.field(name)):
+        return column
+    values = ((text, None if text is None else json.loads(text)) for text in column.to_pylist())
+    return pa.array([value if isinstance(value, str) else text for text, value in values], pa.string())
+
+
+def _digest(value: object) -> str:
+    return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
 
 
 def texts(rows: pa.RecordBatch, column: str) -> list[str]:
@@ -73,12 +96,22 @@ def map_texts(rows: pa.RecordBatch, columns: Sequence[str], change: Callable[[st
     return rows
 
 
-def groups(rows: pa.RecordBatch, column: str) -> dict[Any, list[int]]:
-    """Return the indices of the rows of each group, in order of appearance."""
+def groups(rows: pa.RecordBatch, column: str) -> list[list[int]]:
+    """Return the indices of the rows of each group, in order of appearance; a row without a group is one of its own."""
+    return grouped(rows.column(column).to_pylist())
+
+
+def grouped(names: Iterable[Any]) -> list[list[int]]:
+    """Return the indices of the rows of each group, as `groups` does, by the names of the rows' groups."""
     found: dict[Any, list[int]] = {}
-    for index, name in enumerate(rows.column(column).to_pylist()):
-        found.setdefault(name, []).append(index)
-    return found
+    for index, name in enumerate(names):
+        found.setdefault(object() if name is None else name, []).append(index)
+    return list(found.values())
+
+
+def share_of(share: float, count: int) -> int:
+    """Return a share of a number of rows, rounded up: 0.07 of 100 is 7, and not 8, as in binary fractions."""
+    return math.ceil(Fraction(str(share)) * count)
 
 
 def seeded(name: str, seed: int = 0) -> random.Random:
@@ -105,24 +138,47 @@ def lineage(row: dict[str, Any]) -> Lineage:
 
 def with_lineage(schema: pa.Schema) -> pa.Schema:
     """Return the columns of rows of this schema once there are made ones among them."""
-    if "labels" in schema.names and pa.types.is_map(schema.field("labels").type):
+    if _in_labels(schema):
         return schema
-    for column in (pa.field(PARENTS, pa.list_(pa.string())), pa.field(MADE_BY, pa.string())):
-        if column.name not in schema.names:
-            schema = schema.append(column)
+    for name, kind in _LINEAGE.items():
+        column = pa.field(name, kind)
+        there = schema.get_field_index(name)
+        schema = schema.append(column) if there < 0 else schema.set(there, column)
     return schema
 
 
-def mark_made(made: pa.RecordBatch, parents: Sequence[tuple[str, ...]], operator: str) -> pa.RecordBatch:
+def _in_labels(schema: pa.Schema) -> bool:
+    return "labels" in schema.names and pa.types.is_map(schema.field("labels").type)
+
+
+_LINEAGE = {PARENTS: pa.list_(pa.string()), MADE_BY: pa.string()}
+
+
+def typed_lineage(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """Return rows whose columns of the lineage, if they are there, are as `with_lineage` says: where a file has null
+    alone, it does not tell of what. Raises DataError if they hold something else."""
+    for name, kind in () if _in_labels(rows.schema) else _LINEAGE.items():
+        if name in rows.schema.names and rows.schema.field(name).type != kind:
+            column = rows.column(name)
+            empty = column.null_count == rows.num_rows
+            try:
+                rows = with_column(rows, name, pa.nulls(rows.num_rows, kind) if empty else column.cast(kind))
+            except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+                problem = f"holds {column.type}, and made rows have their lineage there, as {kind}"
+                raise DataError(problem, field=f"column {name}", remedy="rename the column") from None
+    return rows
+
+
+def mark_made(made: pa.RecordBatch, parents: Sequence[tuple[str, ...]], operator: str, maker: str) -> pa.RecordBatch:
     """Return made rows, whose columns are those of `with_lineage`, with their parents and their own ids: a digest of
-    parents, operator and place among the parents' rows; an experience's stay within its group."""
+    parents, operator and place among the parents' rows; an experience's stay within its group. ``maker`` tells the
+    operator from others of its name."""
     column = id_column(made.schema)
     count: Counter[tuple[str, ...]] = Counter()
     names = []
     for ids in parents:
-        digest = hashlib.blake2b(repr((operator, ids, count[ids])).encode(), digest_size=8).hexdigest()
+        names.append(_digest((operator, maker, ids, count[ids])))
         count[ids] += 1
-        names.append(digest)
     if column == "experience_id":
         names = [f"{group}/{name}" for group, name in zip(made.column("group_id").to_pylist(), names, strict=True)]
     made = with_column(made, column, pa.array(names, made.schema.field(column).type))

@@ -257,7 +257,7 @@ class HintedSolutions(_Finding[HintedOptions]):
     async def work(self, rows: pa.RecordBatch) -> Applied:
         options = self.options
         given = await subjects(rows, options)
-        members = groups(rows, options.by).values() if options.by else [[index] for index in range(rows.num_rows)]
+        members = groups(rows, options.by) if options.by else [[index] for index in range(rows.num_rows)]
         hints = rows.column(options.hint).to_pylist() if options.hint else [None] * rows.num_rows
         work = [self._solve([given[index] for index in each], hints[each[0]]) for each in members]
         outcomes = await asyncio.gather(*work)

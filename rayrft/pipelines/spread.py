@@ -11,11 +11,12 @@ import asyncio
 import pickle
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator
-from contextlib import AsyncExitStack, closing
+from concurrent.futures import Future
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
@@ -26,6 +27,7 @@ from rayrft.pipelines.runner import ANSWER_BYTES, START_S, Applier, Far, operato
 from rayrft.processes import ProcessPool, Worker
 from rayrft.registry import load_plugins
 
+T = TypeVar("T")
 _MOST_BLOCKS = 2000
 """Ray Data plans every block."""
 _READERS, _READER_CPUS = 2, 0.05
@@ -68,11 +70,12 @@ async def spread(segment: Segment, path: Path, batches: int, workers: int) -> As
     if not batches:
         return
     deadline_s = START_S + 2 * segment.deadline_s * len(segment.numbers)
-    with quiet_ray_data(), closing(_results(segment, path, batches, workers)) as results:
+    with quiet_ray_data():
+        results = _results(segment, path, batches, workers)
         while True:
             try:
                 async with asyncio.timeout(deadline_s):
-                    result = await asyncio.to_thread(next, results, None)
+                    result = await _in_daemon(partial(next, results, None))
             except TimeoutError:
                 problem = f"no worker was done with a batch for {deadline_s:g} s"
                 remedy = "see whether the cluster has a free CPU for a worker, or set workers to 1"
@@ -83,6 +86,21 @@ async def spread(segment: Segment, path: Path, batches: int, workers: int) -> As
             if result is None:
                 return
             yield result
+
+
+def _in_daemon(work: Callable[[], T]) -> asyncio.Future[T]:
+    """Do work in a thread that nobody joins, unlike those of `asyncio.to_thread`: it may never be done."""
+    done = Future[T]()
+    done.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="rayrft-results", daemon=True).start()
+    return asyncio.wrap_future(done)
 
 
 def _results(segment: Segment, path: Path, batches: int, workers: int) -> Generator[Result, None, None]:

@@ -40,7 +40,7 @@ class VariationOptions(Section):
 class NumericVariation(Operator[VariationOptions]):
     """Make worked problems with other numbers. Numbers of the question that its calculations use once, and only there,
     are drawn anew; the solution is calculated again, and checked: the original one must come out of the same
-    calculation, every new one must be true as it is written, and whole and positive where the original is.
+    calculation, every new one must be true as it is written, positive where the original is, and have no more decimals.
 
     Numbers that might mean something else, such as 2 (half, twice), 7 (a week) or 100 (per cent), stay. A problem of
     which none can be varied for sure makes no row.
@@ -171,12 +171,11 @@ class Problem:
             return None
         values = dict(new)
         for expression, old in self.steps:
-            value = evaluate(
-                _OPERAND.sub(lambda found: _written(values.get(Fraction(found[0]), Fraction(found[0]))), expression)
-            )
-            if value is None or value <= 0 < old or (old.denominator == 1 and value.denominator != 1):
+            value = evaluate(_OPERAND.sub(lambda found: _like(found[0], values), expression))
+            if value is None or value <= 0 < old or values.get(old, value) != value:
                 return None
-            if _written(value) is None or values.get(old, value) != value:
+            places, most = _places(value), _places(old)
+            if places is None or (most is not None and places > most):
                 return None
             values[old] = value
         question = _NUMBER.sub(lambda found: _like(found[0], new), self.question)
@@ -228,12 +227,9 @@ def _value(printed: str) -> Fraction:
     return Fraction(printed.replace(",", ""))
 
 
-def _written(value: Fraction) -> str:
-    """Write a number as a decimal; as a quotient if it is not finite, which no solution is made with."""
-    if value.denominator == 1:
-        return str(value.numerator)
-    text = f"{float(value):.10f}".rstrip("0")
-    return text if Fraction(text) == value else f"({value.numerator}/{value.denominator})"
+def _places(value: Fraction) -> int | None:
+    """Return how many decimals a number has; None if they do not end, or are more than ten."""
+    return next((places for places in range(11) if (value * 10**places).denominator == 1), None)
 
 
 def _like(printed: str, values: Mapping[Fraction, Fraction]) -> str:
@@ -244,9 +240,7 @@ def _like(printed: str, values: Mapping[Fraction, Fraction]) -> str:
         return printed
     if "," in printed and new.denominator == 1:
         return f"{new.numerator:,}"
-    places = len(printed.partition(".")[2])
-    text = _written(new)
-    return f"{float(new):.{places}f}" if places and Fraction(f"{float(new):.{places}f}") == new else text
+    return f"{float(new):.{max(len(printed.partition('.')[2]), _places(new) or 0)}f}"
 
 
 class PairOptions(Section):
@@ -274,7 +268,7 @@ class BestAgainstWorst(Operator[PairOptions]):
     def apply(self, rows: pa.RecordBatch) -> Applied:
         rewards, lengths = numbers(rows, "reward"), _lengths(rows)
         sides: list[int] = []
-        for indices in groups(rows, "group_id").values():
+        for indices in groups(rows, "group_id"):
             known = [index for index in indices if rewards[index] == rewards[index]]
             if not known:
                 continue
@@ -320,7 +314,7 @@ class ExpertRows(Operator[ExpertOptions]):
     def apply(self, rows: pa.RecordBatch) -> Applied:
         rewards, lengths = numbers(rows, "reward"), _lengths(rows)
         chosen: list[int] = []
-        for indices in groups(rows, "group_id").values():
+        for indices in groups(rows, "group_id"):
             known = [index for index in indices if rewards[index] == rewards[index]]
             right = [index for index in known if rewards[index] >= self.options.min_reward]
             if right and len(right) <= self.options.max_pass_rate * len(known):

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import pyarrow as pa
 
@@ -143,23 +144,21 @@ def _processed(
         batch_rows=_BATCH_ROWS,
         workers=pipelines.task_workers,
     )
-    found: dict[str, list[tuple[Task, str]]] = {name: [] for name in names}
-    began: dict[tuple[str, str], str] = {}
+    kept: list[dict[str, Any]] = []
+    made_of: dict[tuple[str, str], str] = {}
+    """The first parent of each made row, of those that are left out, too: others may be made of these."""
+
+    def see(rows: list[dict[str, Any]]) -> None:
+        made_of.update({(row["source"], row["id"]): lineage(row).parents[0] for row in rows if lineage(row).parents})
 
     def take(batch: pa.RecordBatch) -> None:
-        for row in batch.to_pylist(maps_as_pydicts="lossy"):
-            if row["source"] not in found:
-                remedy = "leave the column as it is"
-                raise DataError("an operator changed it", field="column source", value=row["source"], remedy=remedy)
-            key = (row["source"], row["id"])
-            before = key if key in known else (row["source"], lineage(row).parents[0])
-            base, began[key] = known[before], began.get(before, before[1])
-            changes = {name: row[name] for name in _KEPT}
-            known[key] = task = replace(base, id=row["id"], **changes)
-            if not task.question or task.answer is None:
-                problem = f"an operator left task {task.id} without a question or an answer"
-                raise DataError(problem, field="pipelines.tasks", remedy="add drop_broken after it")
-            found[row["source"]].append((task, began[key]))
+        rows = batch.to_pylist(maps_as_pydicts="lossy")
+        kept.extend(rows)
+        see(rows)
+
+    def note(operator: str, rows: list[LeftOut]) -> None:
+        see([each.values for each in rows])
+        left_out(operator, rows)
 
     batches = (
         _to_batch(tasks[start : start + _BATCH_ROWS], name)
@@ -175,7 +174,21 @@ def _processed(
         answer_s=pipelines.answer_s,
         journal=config.storage / f"answers.{config.name}.jsonl",
     )
-    report = pipeline.run(batches, take, left_out=left_out, answers=answers)
+    report = pipeline.run(batches, take, left_out=note, answers=answers)
+    found: dict[str, list[tuple[Task, str]]] = {name: [] for name in names}
+    for row in kept:
+        source, began = row["source"], row["id"]
+        while (source, began) not in known:
+            if (source, began) not in made_of:
+                column = "id" if source in found else "source"
+                remedy = "leave the column as it is"
+                raise DataError("an operator changed it", field=f"column {column}", value=row[column], remedy=remedy)
+            began = made_of[source, began]
+        task = replace(known[source, began], id=row["id"], **{name: row[name] for name in _KEPT})
+        if not task.question or task.answer is None:
+            problem = f"an operator left task {task.id} without a question or an answer"
+            raise DataError(problem, field="pipelines.tasks", remedy="add drop_broken after it")
+        found[source].append((task, began))
     return [found[name] for name in names], report.operators
 
 

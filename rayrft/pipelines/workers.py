@@ -24,7 +24,7 @@ from rayrft.errors import ActorDied, CallFailed, ConfigError, EndpointFailed, Op
 from rayrft.experience import Task
 from rayrft.handle import Handle
 from rayrft.pipelines.answering import Answerer, answering, running
-from rayrft.pipelines.chain import Link, Outcome, build_chain
+from rayrft.pipelines.chain import Link, Outcome, build_chain, same_values
 from rayrft.pipelines.operator import Context
 from rayrft.pipelines.runner import (
     ANSWER_BYTES,
@@ -174,11 +174,7 @@ def _difference(
         after, made = after.filter(own), after.filter(pc.invert(own))
     if kept != list(range(before.num_rows)):
         before = before.take(pa.array(kept, pa.int64()))
-    changed = [
-        name
-        for name in before.schema.names
-        if after.column(name) is not before.column(name) and not after.column(name).equals(before.column(name))
-    ]
+    changed = [name for name in before.schema.names if not same_values(before.column(name), after.column(name))]
     return kept, after.select(changed), made
 
 
@@ -191,8 +187,8 @@ class _Call:
 
 
 class LocalOperators:
-    """Operators in processes of this node. Groups that wait for one are worked on together; where that fails, each
-    alone, so that none harms another."""
+    """Operators in processes of this node. Groups that wait for one are worked on together, if operators tell them
+    apart; where that fails, each alone, so that none harms another."""
 
     def __init__(self, chain: GroupChain, config: PipelinesConfig, answers: Answers | None = None) -> None:
         """``answers`` has what answers operators that ask."""
@@ -200,6 +196,9 @@ class LocalOperators:
         self._answerer: Answerer | None = None
         self._links, self._workers, self._deadline_s = chain.build(), config.workers, config.deadline_s
         self._whole, self._key = chain.whole, chain.key
+        grouped = [link.operator for link in self._links if link.operator.scope == "group"]
+        self._alone = chain.whole or any(each.group_by != "group_id" for each in grouped)
+        """Whether groups that wait are not worked on together: such operators would take them for one."""
         self._pool = ProcessPool(
             partial(_RunApplier, chain.build, 0, config.on_error == "leave_out"),
             processes=config.workers + chain.whole,
@@ -263,7 +262,7 @@ class LocalOperators:
         """Wait for a group, and return it with others that wait; one that was made before, alone."""
         most = min(_AT_ONCE, int(_SHARE * self._deadline_s / self._usual_s)) if self._usual_s else 1
         calls = list[_Call]()
-        while not calls or not (calls[0].failed or self._whole or self._calls.empty() or len(calls) >= most):
+        while not calls or not (calls[0].failed or self._alone or self._calls.empty() or len(calls) >= most):
             call = await self._calls.get()
             if call.done.done():  # nobody waits any more
                 continue

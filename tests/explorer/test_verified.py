@@ -165,6 +165,15 @@ async def test_rows_that_are_made_become_demonstrations_with_their_parents(
     assert ids[:half] == ids[half:], "made again, they are the same rows, which the Buffer skips"
 
 
+async def test_made_rows_that_are_left_out_are_no_sampled_ones_that_were_dropped(tiny_model: Path) -> None:
+    only_sampled = {"name": "expression", "where": "source = 'usual'"}
+    async with Verifying(tiny_model, [{"name": "expert_rows", "keep": True}, only_sampled]) as verifying:
+        taken = await verifying.group()
+        stats = verifying.stats()
+    assert len(taken.rows) == taken.report.rows == 2 and not taken.dropped and not taken.made
+    assert (stats["expert_rows"].made, stats["expression"].taken, stats["expression"].left_out) == (1, 3, 1)
+
+
 @pytest.mark.parametrize(
     "operators, dropped",
     [
@@ -218,11 +227,21 @@ async def test_groups_that_come_together_are_worked_on_together_and_one_that_fai
     assert stats["worth"].left_out == sum(verified.left_out.total() for verified in well)
 
 
-@pytest.mark.parametrize("usual_s, together", [(None, 1), (0.001, 10), (5.0, 3), (100.0, 1)])
-async def test_no_more_groups_are_worked_on_together_than_a_part_of_the_deadline_takes(
-    tiny_model: Path, usual_s: float | None, together: int
+@pytest.mark.parametrize(
+    "operators, usual_s, together",
+    [
+        (["worth", "outliers"], None, 1),
+        (["worth", "outliers"], 0.001, 10),
+        (["worth"], 5.0, 3),
+        (["worth"], 100.0, 1),
+        (["worth", "pass_rate"], 0.001, 1),
+        ([{"name": "pass_rate", "by": "group_id"}], 0.001, 10),
+    ],
+)
+async def test_groups_are_worked_on_together_if_operators_tell_them_apart_and_a_part_of_the_deadline_is_enough(
+    tiny_model: Path, operators: list[Any], usual_s: float | None, together: int
 ) -> None:
-    async with Verifying(tiny_model, ["worth"]) as verifying:
+    async with Verifying(tiny_model, operators) as verifying:
         operators = verifying.explorer._pipeline._operators  # type: ignore[union-attr]
         assert isinstance(operators, LocalOperators)
     for _ in range(10):

@@ -33,6 +33,14 @@ def mirror(question: str, answer: str) -> list[dict[str, Any]]:
     return [{"question": question[::-1]}] if question != answer else []
 
 
+@rayrft.register_operator("copies")
+class Copies(Operator[Any]):
+    kind = "clean"
+
+    def apply(self, rows: pa.RecordBatch) -> Applied:
+        return Applied(pa.RecordBatch.from_pylist(rows.to_pylist(), schema=rows.schema))
+
+
 @rayrft.register_operator("size", "clean", writes={"size": pa.int32()})
 def size(question: str) -> int:
     return len(question)
@@ -62,6 +70,11 @@ def dies(question: str) -> bool:
 @rayrft.register_operator("echo", "synthesise")
 def echo(question: str) -> list[dict[str, Any]]:
     return [{"question": f"{question} {question}"}]
+
+
+@rayrft.register_operator("other_ids", "clean")
+def other_ids(id: str) -> str:
+    return f"other {id}"
 
 
 class _Wrong(Operator[Any]):
@@ -103,6 +116,18 @@ class ChangesTypes(_Wrong):
 class FewReasons(_Wrong):
     def apply(self, rows: pa.RecordBatch) -> Applied:
         return Applied(rows, ["gone"])
+
+
+@rayrft.register_operator("true_reasons")
+class TrueReasons(_Wrong):
+    def apply(self, rows: pa.RecordBatch) -> Applied:
+        return Applied(rows, [True] * rows.num_rows)  # type: ignore[list-item]
+
+
+@rayrft.register_operator("no_notes")
+class NoNotes(_Wrong):
+    def apply(self, rows: pa.RecordBatch) -> Applied:
+        return Applied(rows, notes=[None])  # type: ignore[list-item]
 
 
 @rayrft.register_operator("makes_rows")

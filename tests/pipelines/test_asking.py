@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from rayrft.config.auxiliary import AuxiliaryConfig
 from rayrft.config.pipelines import EndpointConfig
+from rayrft.data.tables import json_field
 from rayrft.errors import ActorDied, ConfigError, OperatorFailed, OperatorTimeout, RequestRefused
 from rayrft.pipelines import Context
-from rayrft.pipelines.answering import Answerer, AskedModel, Journal
+from rayrft.pipelines.answering import Answerer, AskedModel, Journal, _at_endpoint
 from rayrft.pipelines.asking import Reply
 from rayrft.pipelines.chain import build_chain
 from rayrft.processes import Asked
@@ -207,6 +210,7 @@ def test_an_endpoint_that_is_not_there_fails_the_operator() -> None:
         ("paraphrase", {"model": "a"}, Context(models=["a"]), "operators.0"),
         ("paraphrase", {"model": "a", "solver": "b"}, Context(models=["a"], scores=True), "operators.0.solver"),
         ("paraphrase", {"model": "a", "least": 5}, Context(models=["a"], scores=True), "operators.0.least"),
+        ("paraphrase", {"model": "a", "answer": "mixed"}, Context(models=["a"], scores=True), "operators.0.answer"),
         ("paraphrase", {"model": "a", "question": "q"}, Context(models=["a"], scores=True), "operators.0.question"),
         ("hinted_solutions", {"model": "a", "hint": "h"}, Context(models=["a"], scores=True), "operators.0.hint"),
         ("corrected_answers", {"model": "a"}, Context(models=["a"], scores=True), "operators.0.response"),
@@ -215,9 +219,40 @@ def test_an_endpoint_that_is_not_there_fails_the_operator() -> None:
 def test_what_cannot_be_asked_is_refused_before_anything_starts(
     name: str, options: dict[str, Any], context: Context, field: str
 ) -> None:
-    batch = rows(question=["q"], answer=["a"])
+    mixed = json_field("mixed")
+    batch = rows(question=["q"], answer=["a"]).append_column(mixed, pa.array(['"London"']))
     with pytest.raises(ConfigError, check=about(field)):
         build_chain([operator(name, **options)], batch.schema, field="operators", origin="test", context=context)
+
+
+@pytest.mark.parametrize(
+    ("at_endpoint", "changed"),
+    [
+        (True, {"max_tokens": 9}),
+        (True, {"temperature": 0.5}),
+        (False, {"max_tokens": 9}),
+        (False, {"temperature": 0.5}),
+        (False, {"max_length": 900}),
+    ],
+)
+async def test_a_model_is_asked_again_once_it_is_to_answer_otherwise(
+    at_endpoint: bool, changed: dict[str, Any], tmp_path: Path
+) -> None:
+    journal = Journal(tmp_path / "answers.jsonl")
+
+    async def asked(**settings: Any) -> int:
+        model = says("an answer")
+        if at_endpoint:
+            known = _at_endpoint(EndpointConfig(url="http://127.0.0.1:9/v1", model="m", **settings))
+            given = replace(known, chat=model)
+        else:
+            given = AskedModel.on_engines(model, AuxiliaryConfig(model="m", **settings))
+        messages = [{"role": "user", "content": "q"}]
+        assert (await Answerer({"m": given}, journal=journal)._chat("m", 1, messages, {})).text == "an answer"
+        return len(model.asked)
+
+    assert [await asked(), await asked(), await asked(**changed), await asked(**changed)] == [1, 0, 1, 0]
+    journal.close()
 
 
 def test_answers_are_kept_but_for_one_that_was_cut_as_it_was_written(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from tests.pipelines.small import applied, reasons, rows, texts
         ("cafe\u0301", "café"),
         ("a\u00a0b\u2003c", "a b c"),
         ("a\u200bb\ufeff\u00ad", "ab"),
+        ("e\u200b\u0301", "é"),
+        ("é   \n  b  ", "é\n  b"),
         ("a\r\nb\rc\u2028d", "a\nb\nc\nd"),
         ("a  \n\n\n\nb \n", "a\n\nb"),
         ("def f():\n\treturn 1  # two  spaces", "def f():\n    return 1  # two  spaces"),
@@ -41,10 +43,33 @@ def test_compatibility_characters_are_replaced_if_asked_for() -> None:
         ("if a < b and c > d: 168 < 182 and 224 > 182", "if a < b and c > d: 168 < 182 and 224 > 182"),
         ("<think>List<int> xs; i<p and q>r</think>", "<think>List<int> xs; i<p and q>r</think>"),
         ("<<3*4=12>>12", "<<3*4=12>>12"),
+        (
+            'scanf("%d",&degree); x = &copy; y = &reg[0] & &copycat;',
+            'scanf("%d",&degree); x = © y = &reg[0] & &copycat;',
+        ),
+        ("&#65;&#x42;&lt;&unknown;&#;", "AB<&unknown;&#;"),
+        ("a<!-- b <!-- c -->d<!--e", "ad<!--e"),
+        ("a<!--b<STYLE x=y>c<!-- </style >d<script>e", "a<!--bde"),
+        ("a<br / >b</p >c", "a\nb\nc"),
     ],
 )
 def test_html_is_stripped_and_formulas_and_code_are_not(given: str, expected: str) -> None:
     assert texts("strip_markup", [given], columns=["question"]) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "expected"),
+    [
+        ("normalise", "é" + " " * 1_000_000 + "b", "é" + " " * 1_000_000 + "b"),
+        ("strip_markup", "<!-- a" * 200_000, "<!-- a" * 200_000),
+        ("strip_markup", "<script> a" * 200_000 + "</style>", " a" * 200_000),
+        ("strip_markup", "<br" + " " * 1_000_000 + "b", "<br" + " " * 1_000_000 + "b"),
+    ],
+    ids=["spaces", "comments", "scripts", "breaks"],
+)
+def test_work_does_not_grow_with_the_square_of_a_text(name: str, given: str, expected: str) -> None:
+    """With it, these would take hours."""
+    assert texts(name, [given], columns=["question"]) == [expected]
 
 
 def test_rows_without_text_and_garbled_ones_are_left_out() -> None:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
+from rayrft.errors import ConfigError, DataError
 from rayrft.experience import Task
 from rayrft.pipelines import Context
 from rayrft.pipelines.chain import apply_link, build_chain
+from tests.errors import about
 from tests.pipelines.small import applied, operator, reasons, rows
 
 QUESTION = (
@@ -63,6 +67,20 @@ def test_eight_words_are_a_hit_only_with_the_same_answer() -> None:
     assert why[0].startswith("shares 8 words and the answer with an evaluation task: ")
 
 
+@pytest.mark.parametrize("order", [(0,), (1,), (0, 1), (1, 0)])
+def test_eight_words_that_several_evaluation_tasks_have_count_with_the_answer_of_each(order: tuple[int, ...]) -> None:
+    eight = "bakes muffins for her friends every day with"
+    both = [Task.create("test", f"Ann {eight} Sue.", "18"), Task.create("test", f"Bob says she {eight} Jim.", "19")]
+    kept, _ = check([f"Somebody {eight} Tom."], ["19"], tuple(both[each] for each in order))
+    assert len(kept) == (1 not in order)
+
+
+def test_a_tenth_of_the_rows_is_one_of_rows_and_not_of_texts() -> None:
+    part = " ".join(QUESTION.split()[5:18])
+    given = [f"{number}: {part}" for number in range(3)] + [f"other {number}" for number in range(17)]
+    assert check(given)[0] == given, "three of twenty share it: it belongs to a template"
+
+
 def test_calculations_are_no_evidence() -> None:
     numbers = "48/2 = <<48/2=24>>24 and 48+24 = <<48+24=72>>72 #### 72"
     task = Task.create("test", "How many clips did Natalia sell in all of the spring?", numbers)
@@ -99,6 +117,30 @@ def test_evaluation_tasks_come_from_files_too(tmp_path: Path) -> None:
     found, outcome = applied("decontaminate", rows(question=[QUESTION, "Other?"], answer=["1", "2"]), against=against)
     assert [row["question"] for row in found] == ["Other?"]
     assert "test.jsonl 1 " in reasons(outcome)[0]
+
+
+def test_answers_of_a_file_are_compared_whatever_their_kinds(tmp_path: Path) -> None:
+    file = tmp_path / "test.jsonl"
+    rows_of_file = [{"question": SHORT, "answer": "Paris"}, {"question": QUESTION, "answer": 18}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows_of_file))
+    given = [f"Tell me: {SHORT}", "She bakes muffins for her friends every day with joy."]
+    batch = rows(question=given, answer=["Paris", "18"])
+    assert applied("decontaminate", batch, against=[{"path": str(file)}])[0] == []
+
+
+def test_an_evaluation_file_with_a_broken_row_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "test.jsonl"
+    file.write_text(json.dumps({"question": QUESTION, "answer": SOLUTION}) + "\n{broken\n")
+    with pytest.raises(DataError, match="row 2 is not JSON", check=about("against", str(file))):
+        applied("decontaminate", rows(question=["a"], answer=["b"]), against=[{"path": str(file)}])
+
+
+def test_a_column_of_answers_that_is_not_there_is_refused_if_it_was_asked_for() -> None:
+    context = Context((Task.create("test", QUESTION, SOLUTION),))
+    options = {"columns": ["question"], "answer": "solutoin"}
+    with pytest.raises(ConfigError, match="solution", check=about("operators.0.answer", "solutoin")):
+        applied("decontaminate", rows(question=["a"], solution=["b"]), context=context, **options)
+    assert len(applied("decontaminate", rows(question=["a"]), context=context, columns=["question"])[0]) == 1
 
 
 def test_questions_of_signs_that_are_the_same_words_are_not_the_same() -> None:

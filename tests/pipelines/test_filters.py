@@ -54,11 +54,21 @@ def test_outliers_are_those_of_their_group() -> None:
     assert len(found) == 14
 
 
-def test_equal_values_with_one_far_away_are_an_outlier_and_two_camps_are_none() -> None:
-    far = rows(group_id=["a"] * 20, reward=[0.0] * 19 + [1.0])
-    assert len(applied("outliers", far)[1].left_out) == 1
-    camps = rows(group_id=["a"] * 8, reward=[0.0, 1.0] * 4)
-    assert applied("outliers", camps)[1].left_out == []
+@pytest.mark.parametrize(
+    ("rewards", "gone"),
+    [
+        ([0.0] * 18 + [0.1, 1.0], ["1"]),
+        ([0.0, 1.0] * 4, []),
+        ([0.0] * 6 + [1.0] * 2, []),
+        ([0.0] * 19 + [1.0], []),
+        ([1.0] * 4 + [float("inf")], ["inf"]),
+        ([0.0, 1.0, 2.0, 1.0, float("inf"), float("-inf")], ["inf", "-inf"]),
+        ([1.0, 1.0, float("inf")], []),
+    ],
+)
+def test_outliers_are_far_away_or_infinite_and_no_value_of_two(rewards: list[float], gone: list[str]) -> None:
+    _, outcome = applied("outliers", rows(group_id=["a"] * len(rewards), reward=rewards))
+    assert reasons(outcome) == [f"reward is an outlier: {each}" for each in gone]
 
 
 def test_lengths_have_outliers_too() -> None:
@@ -100,6 +110,27 @@ def test_the_top_share_is_rounded_up_and_of_equal_scores_the_first() -> None:
     batch = rows(priority=[1.0, 2.0, 5.0, 6.0], group_id=["a", "a", "b", "b"])
     found, _ = applied("top_share", batch, share=0.5, by="group_id")
     assert [row["priority"] for row in found] == [2.0, 6.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "column", "expected"),
+    [
+        ("top_share", {"column": "reward", "share": 0.5, "by": "group_id"}, "reward", [5.0, 1.0, 2.0, 3.0, 9.0]),
+        ("outliers", {"min_rows": 3}, "reward", [5.0, 4.0, 1.0, 2.0, 3.0, 9.0]),
+        ("reward_deviation", {}, "priority", [0.5, 0.5, 0.0, 0.0, 0.0, 0.0]),
+        ("pass_rate", {"by": "group_id", "right": 4.5}, "pass_rate", [0.5, 0.5, 0.0, 0.0, 0.0, 1.0]),
+    ],
+)
+def test_a_row_without_a_group_is_a_group_of_its_own(
+    name: str, options: dict[str, Any], column: str, expected: list[float]
+) -> None:
+    batch = rows(group_id=["a", "a", None, None, None, None], reward=[5.0, 4.0, 1.0, 2.0, 3.0, 9.0])
+    assert [row[column] for row in applied(name, batch, **options)[0]] == expected
+
+
+@pytest.mark.parametrize(("share", "count"), [(0.07, 7), (0.55, 55), (0.071, 8), (1e-9, 1), (1.0, 100), (0.29, 29)])
+def test_a_share_is_one_of_decimal_fractions(share: float, count: int) -> None:
+    assert len(kept("top_share", "priority", [float(number) for number in range(100)], share=share)) == count
 
 
 def test_difficulty_and_uncertainty_come_from_the_pass_rate() -> None:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pyarrow as pa
 import pytest
 
 import rayrft
-from rayrft.errors import ConfigError, OperatorFailed
+from rayrft.config.pipelines import OperatorConfig
+from rayrft.errors import ConfigError, DataError, OperatorFailed
+from rayrft.experience import Task
 from rayrft.pipelines import Context, operators
-from rayrft.pipelines.chain import build_chain
+from rayrft.pipelines.chain import apply_link, build_chain
+from rayrft.pipelines.rows import Ids
+from rayrft.pipelines.runner import packed, unpacked
+from rayrft.pipelines.workers import _difference
 from rayrft.registry import load_plugins
 from tests.errors import about
 from tests.pipelines.small import OWN, applied, operator, reasons, rows
@@ -18,7 +26,7 @@ load_plugins([OWN])
 FOX = rows(question=["fox", "a long question"], answer=["fox", "b"])
 
 
-def chain(*configs: rayrft.pipelines.operator.OperatorConfig, batch: pa.RecordBatch = FOX) -> pa.Schema:
+def chain(*configs: OperatorConfig, batch: pa.RecordBatch = FOX) -> pa.Schema:
     links = build_chain(configs, batch.schema, field="operators", origin="my.jsonl", context=Context())
     return links[-1].gives
 
@@ -60,6 +68,106 @@ def test_made_rows_carry_their_parents_and_the_operator_with_its_version() -> No
     assert made["id"] not in {row["id"] for row in found[:2]}
     assert found[0]["parents"] is None and found[0]["made_by"] is None
     assert applied("mirror", FOX)[0] == found, "the same rows make the same rows"
+
+
+@pytest.mark.parametrize(
+    ("operators", "files"),
+    [
+        ([operator("numeric_variation"), operator("numeric_variation", seed=1)], [["1", "2"]]),
+        ([operator("echo"), operator("echo")], [["1", "2"]]),
+        ([operator("mirror")], [["1", "2"], ["1", "2"]]),
+        ([operator("mirror")], [["1", "1-2", None], ["1", "1", "1-2"]]),
+        ([operator("mirror")], [[1, 2], [1, 2]]),
+    ],
+)
+def test_no_two_rows_have_one_id(operators: list[OperatorConfig], files: list[list[Any]]) -> None:
+    ids, found = Ids(), []
+    for number, given in enumerate(files):
+        eggs = [33 + 10 * number + row for row in range(len(given))]
+        columns = {
+            "id": given,
+            "question": [f"Ann has {each} eggs." for each in eggs],
+            "answer": [f"{each} * 2 = <<{each}*2={2 * each}>>{2 * each} #### {2 * each}" for each in eggs],
+        }
+        batch = ids.add(pa.RecordBatch.from_pydict(columns))
+        for link in build_chain(operators, batch.schema, field="operators", origin="test", context=Context()):
+            batch, _ = apply_link(link, batch, 0)
+        found += batch.to_pylist()
+    assert len(found) == sum(map(len, files)) * 2 ** len(operators)
+    assert len({row["id"] for row in found}) == len(found)
+    assert {str(each) for each in files[0] if each is not None} <= {row["id"] for row in found}
+
+
+@pytest.mark.parametrize(
+    "parents", [pa.array([None, None], pa.string()), pa.array([["x"], None], pa.large_list(pa.string()))]
+)
+def test_rows_are_made_beside_those_of_a_file_that_does_not_tell_the_kind_of_its_lineage(
+    parents: pa.Array,
+) -> None:
+    found, _ = applied("mirror", FOX.append_column("parents", parents).append_column("made_by", pa.nulls(2)))
+    assert [row["parents"] for row in found] == [*parents.to_pylist(), [found[1]["id"]]]
+
+
+def test_rows_with_something_else_where_made_rows_have_their_lineage_are_refused() -> None:
+    with pytest.raises(DataError, check=about("column parents")):
+        applied("mirror", FOX.append_column("parents", pa.array(["Ann and Bob", None])))
+
+
+@pytest.mark.parametrize("name", ["exact_duplicates", "near_duplicates", "top_share", "novelty", "decontaminate"])
+def test_operators_on_all_rows_settle_though_there_is_none(name: str) -> None:
+    options = {"share": 0.5, "column": "size"} if name == "top_share" else {}
+    context = Context([Task.create("test", "a question", "1")])
+    batch = FOX.append_column("size", pa.array([1, 2]))
+    [link] = build_chain([operator(name, **options)], batch.schema, field="operators", origin="test", context=context)
+    link.operator.prepare()
+    link.operator.settle()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("near_duplicates", {"columns": ["question", "answer"]}),
+        ("exact_duplicates", {}),
+        ("normalise", {}),
+        ("strip_markup", {}),
+        ("outliers", {"column": "question", "by": "answer"}),
+        ("length", {"max_tokens": 1}),
+        ("length", {"max_tokens": 1, "column": "sizes"}),
+        ("outliers", {"column": "sizes", "by": "answer"}),
+        ("decontaminate", {}),
+        ("novelty", {}),
+        ("expression", {"where": "question = 'a b'"}),
+        ("echo", {}),
+    ],
+)
+def test_columns_that_polars_writes_are_as_good_as_others(name: str, options: dict[str, Any], tiny_model: Path) -> None:
+    questions, sizes = ["a b", "a  b c", "a b", None, "a b " * 20, "<b>a  b</b>"], [[1], [2], [1], [1], [1] * 30, None]
+    context = Context([Task.create("test", "a  b c", "x")], tokenizer=str(tiny_model))
+    found = []
+    for text, many in ((pa.string(), pa.list_(pa.int64())), (pa.large_string(), pa.large_list(pa.int64()))):
+        schema = pa.schema({"question": text, "answer": text, "sizes": many})
+        columns = {"question": questions, "answer": ["x"] * 6, "sizes": sizes}
+        batch = Ids().add(pa.RecordBatch.from_pydict(columns, schema=schema))
+        found.append(applied(name, batch, context=context, **options)[0])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.array([float("nan"), 1.0, None]),
+        pa.array([[0.0, float("nan")], [], None]),
+        pa.array([{"x": float("nan")}, {"x": 1.0}, None]),
+    ],
+)
+def test_no_number_is_no_other_value_than_no_number(column: pa.Array) -> None:
+    batch = rows(question=["a", "b", "c"]).append_column("number", column)
+    assert applied("copies", batch)[1].changed == 0
+    other = batch.set_column(2, "number", pa.array([7.0, 1.0, None]))
+    assert applied("shout", other)[1].changed == 3
+    message = [packed(batch), packed(pa.RecordBatch.from_pylist(batch.to_pylist(), schema=batch.schema))]
+    kept, changed, made = _difference(*map(unpacked, message), "id")
+    assert (kept, changed.schema.names, made) == ([0, 1, 2], [], None)
 
 
 def test_operators_are_named_by_module_too() -> None:
@@ -131,6 +239,8 @@ def test_a_second_operator_of_a_name_is_refused_and_the_same_one_is_not() -> Non
         "adds_columns",
         "changes_types",
         "few_reasons",
+        "true_reasons",
+        "no_notes",
         "makes_rows",
         "no_parents",
         "returns_rows",

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from datetime import date, datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +16,17 @@ from typer.testing import CliRunner
 
 from rayrft.cli import app
 from rayrft.config import PipelineConfig, read_config
+from rayrft.data.tables import TableWriter, write_table
 from rayrft.errors import ConfigError, DataError, OperatorFailed, OperatorTimeout
 from rayrft.experience import to_batch
+from rayrft.pipelines import Context
+from rayrft.pipelines.chain import build_chain
 from rayrft.pipelines.process import Processed, file_source, process, walk_lineage
+from rayrft.pipelines.report import OperatorLog, OperatorReport, OperatorStats, Report
+from rayrft.pipelines.rows import Ids
 from tests.buffer.rows import group
 from tests.errors import about
-from tests.pipelines.small import OWN
+from tests.pipelines.small import OWN, operator, rows
 
 
 def write(path: Path, rows: list[Any]) -> Path:
@@ -196,6 +204,64 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
             file_source(tmp_path / name)
 
 
+@pytest.mark.parametrize("rest", [{"id": "x"}, {"id": "7"}, {}])
+def test_ids_of_several_kinds_become_texts(rest: dict[str, Any], tmp_path: Path) -> None:
+    file = write(tmp_path / "in.jsonl", [{"id": 1, "question": "q"}, {"id": "y", "question": "r"}, {**rest, "a": 1}])
+    found = Ids()
+    [batch] = [found.add(batch) for batch in file_source(file).batches(10)]
+    assert write_table(tmp_path / "out.jsonl", batch.schema, [batch]) == 3
+    assert [row["id"] for row in read(tmp_path / "out.jsonl")][: 2 + len(rest)] == ["1", "y", *rest.values()]
+
+
+def test_times_are_written_as_texts_and_bytes_are_refused_before_anything_runs(tmp_path: Path) -> None:
+    table = pa.table({"at": [datetime(2026, 1, 2)], "spent": [Decimal("1.50")], "in": [[{"day": date(2026, 1, 3)}]]})
+    write_table(tmp_path / "out.jsonl", table.schema, table.to_batches())
+    expected = {"at": "2026-01-02 00:00:00", "spent": "1.50", "in": [{"day": "2026-01-03"}]}
+    assert read(tmp_path / "out.jsonl") == [expected]
+    for kind in (pa.binary(), pa.list_(pa.large_binary()), pa.map_(pa.string(), pa.binary(3))):
+        with pytest.raises(DataError, check=about("column raw")):
+            TableWriter(tmp_path / "bytes.jsonl", pa.schema({"raw": kind}))
+        TableWriter(tmp_path / "bytes.parquet", pa.schema({"raw": kind}))
+
+
+@pytest.mark.parametrize("line", ["[" * 200_000, '{"a": ' + "1" * 5000 + "}", '{"a": ' * 100_000])
+def test_a_line_that_cannot_be_parsed_is_one_broken_row(line: str, tmp_path: Path) -> None:
+    table = file_source(write(tmp_path / "in.jsonl", [line, {"question": "q"}]))
+    assert [row.number for row in table.broken] == [1] and table.broken[0].problem.startswith("not JSON")
+    assert table.rows == 1
+
+
+def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "in.parquet"
+    pq.write_table(pa.table({"question": [f"question {number}" for number in range(10_000)]}), file)
+    content = bytearray(file.read_bytes())
+    content[4:400] = bytes(396)
+    file.write_bytes(content)
+    with pytest.raises(DataError, check=about("file", str(file))):
+        list(file_source(file).batches(100))
+
+
+def test_rows_left_out_by_two_operators_of_one_name_add_up() -> None:
+    reasons = [Counter(short=2, long=1), Counter(short=3)]
+    report = Report([OperatorReport("brief", reasons=each) for each in reasons])
+    assert report.left_out == {"brief: short": 5, "brief: long": 1}
+
+
+@pytest.mark.parametrize("left_out", [0, 5])
+def test_rows_on_which_an_operator_failed_count_as_left_out_if_they_are(left_out: int) -> None:
+    batch = rows(question=["q"])
+    links = build_chain(
+        [operator("language_mixing", column="question")],
+        batch.schema,
+        field="operators",
+        origin="test",
+        context=Context(),
+    )
+    log = OperatorLog(links, "operators")
+    log.fail(OperatorFailed("it died", field=links[0].field), 5, left_out)
+    assert log.take() == {"language_mixing": OperatorStats(taken=5, left_out=left_out, failed=left_out)}
+
+
 def test_a_pipeline_file_is_checked(tmp_path: Path) -> None:
     file = tmp_path / "pipeline.yaml"
     file.write_text("operators: [{name: normalise}]\nbatchrows: 3\n")
@@ -229,6 +295,18 @@ def test_lineage_is_walked_over_files(tmp_path: Path) -> None:
     assert [each.row is None for each in walk_lineage(child["id"], [file_source(lonely)])] == [False, True]
     with pytest.raises(DataError, check=about("id", "nobody")):
         walk_lineage("nobody", [file_source(first)])
+
+
+def test_parents_are_found_in_files_whose_columns_differ(tmp_path: Path) -> None:
+    one = write(tmp_path / "one.jsonl", [{"question": "ab", "answer": "1", "level": 3}] * 2)
+    two = write(tmp_path / "two.jsonl", [{"level": 0.5, "answer": "2", "question": "cd", "hint": "e"}])
+    config = PipelineConfig.model_validate({"operators": [{"name": "mirror"}], "plugins": [str(OWN)], "batch_rows": 1})
+    process([file_source(one), file_source(two)], config, tmp_path / "out.jsonl")
+    made = [row for row in read(tmp_path / "out.jsonl") if row["parents"]]
+    for row, question, source in zip(made, ("ab", "ab", "cd"), (one, one, two), strict=True):
+        only_made = write(tmp_path / "made.jsonl", made)
+        _, parent = walk_lineage(row["id"], [file_source(only_made), file_source(source)])
+        assert parent.row is not None and parent.row["question"] == question
 
 
 def call(*arguments: Any) -> str:

@@ -6,6 +6,7 @@ import json
 import pickle
 import subprocess
 import sys
+import threading
 from collections.abc import Generator
 from functools import partial
 from pathlib import Path
@@ -91,6 +92,21 @@ def test_the_first_batch_that_fails_in_their_order_ends_it(monkeypatch: pytest.M
     with pytest.raises(OperatorFailed, check=about("operators.1.raises"), match=r"no such thing") as caught:
         Ran(given, [{"name": "size"}, {"name": "raises"}], workers=2)
     assert "begins with fine-0" in caught.value.problem
+
+
+def test_workers_of_which_none_ever_answers_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+
+    def results(segment: Segment, path: Path, batches: int, workers: int) -> Generator[Result, None, None]:
+        release.wait(30)
+        yield Result()
+
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("rayrft.pipelines.spread._results", results)
+    monkeypatch.setattr("rayrft.pipelines.spread.START_S", 0.1)
+    with pytest.raises(OperatorTimeout, check=about("operators.0.size")):
+        Ran([batch("good")], [{"name": "size"}], workers=2, deadline_s=0.1)
+    release.set()
 
 
 def segment(*operators: dict[str, Any], deadline_s: float = 60.0, **settings: Any) -> Segment:

@@ -65,6 +65,23 @@ def test_what_cannot_be_varied_for_sure_is_left_alone(question: str, answer: str
     assert applied("numeric_variation", rows(question=[question], answer=[answer]))[1].made == 0
 
 
+@pytest.mark.parametrize(
+    ("calculation", "decimals"),
+    [("90/36=2.5", 1), ("91*0.25=22.75", 2), ("90+0.50=90.5", 1), ("90/40=2.25", 2), ("34/17=2", 0)],
+)
+def test_a_variation_has_no_more_decimals_than_its_original(calculation: str, decimals: int) -> None:
+    expression, result = calculation.split("=")
+    given = " and ".join(re.findall(r"\d+\.?\d*", expression))
+    batch = rows(
+        question=[f"Ann has {given}."] * 20, answer=[f"{expression} = <<{calculation}>>{result} m. #### {result}"] * 20
+    )
+    made = applied("numeric_variation", batch, variations=3)[0][20:]
+    assert len(made) > 20
+    for row in made:
+        assert re.fullmatch(rf"\d+(\.\d{{1,{decimals}}})?" if decimals else r"\d+", row["answer"].partition("#### ")[2])
+        assert "(" not in row["answer"] and "/1" not in row["question"]
+
+
 def test_prose_that_would_become_wrong_makes_no_row() -> None:
     answer = "33 + 5 = <<33+5=38>>38, that is 33+4 = 37 and one. #### 38"
     assert applied("numeric_variation", rows(question=["Ann has 33 eggs and gets five."], answer=[answer]))[1].made == 0

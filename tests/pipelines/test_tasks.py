@@ -80,6 +80,28 @@ def test_operators_work_on_the_tasks_of_all_sources(tmp_path: Path) -> None:
     assert again == found.splits
 
 
+def test_what_is_made_of_a_row_that_is_left_out_is_still_a_task_of_its_source(tmp_path: Path) -> None:
+    operators = [
+        {"name": "mirror"},
+        {"name": "echo"},
+        {"name": "expression", "where": "question not in ('0 noitseuq', '1 noitseuq')"},
+    ]
+    given = config(tmp_path, source(numbered(2), workflow="math_qa"), pipelines={"tasks": operators})
+    found = load_splits(given, [])[0]
+    tasks = [*found.train, *found.evaluation]
+    assert {task.question for task in tasks} == {
+        *(text for number in range(2) for text in (f"question {number}", f"question {number} question {number}")),
+        *(f"{number} noitseuq {number} noitseuq" for number in range(2)),
+    }
+    assert all(task.workflow == "math_qa" and task.metadata == {"level": 3} for task in tasks)
+
+
+def test_an_operator_that_changes_ids_is_an_error(tmp_path: Path) -> None:
+    given = config(tmp_path, source(numbered(2)), pipelines={"tasks": [{"name": "other_ids"}]})
+    with pytest.raises(DataError, check=about("column id")):
+        load_splits(given, [])
+
+
 def test_operators_are_checked_with_the_config_key(tmp_path: Path) -> None:
     wrong = {"pipelines": {"tasks": [{"name": "normalise"}, {"name": "expression", "where": "reward > 1"}]}}
     with pytest.raises(ConfigError, check=about("pipelines.tasks.1.where")):
