@@ -20,7 +20,7 @@ from rayrft.rewards.answers import LONGEST_STATEMENT, nfkc, statements
 from rayrft.rewards.base import Reward, RewardResult, imports, register_reward
 from rayrft.rewards.equality import Undecided, canonical, equal
 from rayrft.rewards.formula import TooLarge, Unreadable
-from rayrft.rewards.reading import HAN_UNIT, Answer, Other, Words, clear, normalized, read_answer, signs
+from rayrft.rewards.reading import HAN_UNIT, SCALE, Answer, Other, Words, clear, is_unit, normalized, read_answer, signs
 from rayrft.rewards.symbolic import OutOfTime, verify
 
 _LONGEST_TRUTH = 500
@@ -42,13 +42,13 @@ def math_answer(*, strict: bool = False, tolerance: float = 0.0, seconds: float 
 
     def score(task: Task, response: str) -> RewardResult:
         try:
-            truth = _truth(task.answer)
+            truth = _truth(_as_asked(task.answer, task.question))
         except TooLarge:
             truth = None
         if truth is None:
             return RewardResult(None, reason=f"the ground truth {task.answer[:80]!r} is not a mathematical answer")
         try:
-            return _scored(truth, response)
+            return _scored(truth, task.question, response)
         except (TooLarge, RecursionError):
             return RewardResult(None, {"parsed": 1.0}, reason="too large to be computed: the answer, or the truth")
         except OutOfTime:
@@ -56,11 +56,11 @@ def math_answer(*, strict: bool = False, tolerance: float = 0.0, seconds: float 
                 None, {"parsed": 1.0}, reason=f"timeout: not compared within {seconds:g} s of processor time"
             )
 
-    def _scored(truth: Answer, response: str) -> RewardResult:
+    def _scored(truth: Answer, question: str, response: str) -> RewardResult:
         text = find_answer(response, strict=strict)
         if text is None:
             return RewardResult(0.0, {"parsed": 0.0}, answer="")
-        answer = read_answer(text)
+        answer = read_answer(_as_asked(text, question))
         try:
             right = equal(truth, answer, tolerance)
         except Undecided:
@@ -87,11 +87,21 @@ def _truth(text: str) -> Answer | None:
     return None if prose else truth
 
 
+def _as_asked(text: str, question: str) -> str:
+    """Return the text without a magnitude that the question asks for: "How many dozen eggs …?"."""
+    if not (scale := SCALE.search(text)):
+        return text
+    asked = (
+        rf"(?:\bhow\s+many(?:\s+\w+){{0,2}}?\s+|\bin\s+(?:the\s+)?|多少|几){re.escape(scale[0].strip().rstrip('s'))}"
+    )
+    return text.replace(scale[0], " ") if re.search(asked, question, re.IGNORECASE) else text
+
+
 # Where the answer is
 
 _COMMAND = r"\\[A-Za-z]+|\\[{}%]"
 _PIECE = (
-    rf"(?:{_COMMAND}|\{{(?:[^{{}}]|\{{(?:[^{{}}]|\{{[^{{}}]*+\}})*+\}})*+\}}|\d+(?:\.\d+)?|\.\d+|(?<![A-Za-z'’])(?![aAI]\s+[A-Za-z]{{2}})[A-Za-z](?![A-Za-z'’])"
+    rf"(?:{_COMMAND}|\{{(?:[^{{}}]|\{{(?:[^{{}}]|\{{[^{{}}]*+\}})*+\}})*+\}}|\d+(?:\.\d+)?|\.\d+|(?<![A-Za-z'’])(?![aAI]\s+(?:[A-Za-z]{{2}}|\d))[A-Za-z](?![A-Za-z'’])"
     r"|[-+*/^_=<>!|()\[\]]|[$€£])%?"
 )
 _AND = r"(?:,\s*+(?:and\b|or\b)?|\band\b|\bor\b)"
@@ -107,13 +117,15 @@ _OPEN = re.compile(
     r"|over|under)\b(?:\s+\w+){0,2}|(?:不|并?非|至[少多]|最[少多]|[大小多少低高]于|超过|介于|在)[^\d\s,.。]{0,6})\s*[-\d$\\]",
     re.IGNORECASE,
 )
+_RANGE = (
+    r"\?|吗|(?:(?:to|through)\b|[到至~])\s*[-\d$\\]|[–—]\s*\d|[多余]|以[上下内]"
+    rf"|(?:at\s+(?:least|most)|or\s+(?:more|less|fewer|higher|lower|above|below))\b|,?\s*(?:when|if|for)\b{_OTHERWISE}"
+)
 _LEFT_OPEN = re.compile(
-    r"\s*+(?:\?|吗|(?:(?:to|through)\b|[到至~])\s*[-\d$\\]|[–—]\s*\d|(?:is|are)\s+(?:not|wrong|incorrect)\b|(?:at\s+(?:least|most)"
-    r"|or\s+(?:more|less|fewer|higher|lower|above|below))\b|[多余]|以[上下内]|是?(?:错|不对|不正确)"
-    rf"|,?\s*(?:when|if|for)\b{_OTHERWISE})",
-    re.IGNORECASE,
+    rf"\s*+(?:{_RANGE}|(?:is|are)\s+(?:not|wrong|incorrect)\b|是?(?:错|不对|不正确))", re.IGNORECASE
 )
 """What follows a number that is denied, or one end of a range."""
+_LEFT_OPEN_BEHIND_UNIT = re.compile(rf"\s*+(?:{_RANGE})", re.IGNORECASE)
 _BEFORE = re.compile(
     r"(?:(?:\b(?:can)?not|n['’]t|\bnever|\brather\s+than|\binstead\s+of)\s+(?:\w+\s+){0,2}|(?:不|并?非)[^\d\s,.。]{0,4}"
     r"|\d\s*(?:to\b|[–—到至~])\s*)$",
@@ -141,6 +153,7 @@ _PROSE = re.compile(
     r"|\b(?:so|is|as|to|of|in|at|by|or|if|no)\b|[\u4e00-\u9fff]|^\s*(?:\\approx|=)",
     re.IGNORECASE,
 )
+_WORDS_TOGETHER = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{4,}|[A-Za-z]{2,} [A-Za-z]{2,}|[\u4e00-\u9fff]")
 _ALSO = re.compile(r"\(\s*(?:or|and)\s+(?=[-\d\\]|[A-Za-z]\s*=)([^()]*)\)|\bas\s+well\s+as\b", re.IGNORECASE)
 _MORE = re.compile(
     r"\s*(?:[,;]|[,;]?\s*\(?\s*(?:and|or|as\s+well\s+as)\b|或者?|以及|[和与及、])\s*(?:(?:and|or|also)\s+)*[-$\\\d]"
@@ -152,6 +165,9 @@ _UNITS = re.compile(
     r"(?:\s*\^\s*\{?\d\}?)?(?:\s*/\s*[A-Za-z]+(?:\s*\^\s*\{?\d\}?)?)?"
 )
 _MATHEMATICAL = re.compile(r"(?<!\\)\$\$?((?:\\.|[^$\\])+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_SPAN = re.compile(r"(?<!\\)\$((?:\\.|[^$\\])*)\$|\\\((.*?)\\\)|\\\[(.*?)\\\]", re.DOTALL)
+_SPACED = re.compile(r"\s+(?=[(\[])|\s*\\left(?![A-Za-z])\s*")
+"""Space before a bracket, which says nothing in a formula."""
 _BULLET = re.compile(r"^\s*(?:(?:[-*>#]+|\d+[.)])\s+|\*+)")
 _MOST_LINES, _LONGEST_LINE = 20, 500
 
@@ -215,10 +231,9 @@ def _announced(text: str) -> str | None:
     if span and not _MORE.match(rest := text[span.end() :]):
         if _LEFT_OPEN.match(rest):
             return ""
-        rest = _unmarked(rest)
-        unit = _UNITS.match(rest)
+        rest, said = _unmarked(rest), _inner(span)
         percent = "%" if re.match(r"\s*(?:\\?%|percent\b)", rest) else ""
-        return f"{_inner(span)}{percent or (unit[0] if unit and len(unit[0]) < 40 else '')}"
+        return f"{said}{percent or _measure(said.rstrip(), _UNITS.match(rest))}"
     return _run(_unmarked(text))
 
 
@@ -228,12 +243,8 @@ def _inner(span: re.Match[str]) -> str:
 
 def _unmarked(text: str) -> str:
     """Return the text without the marks of mathematics in it and of emphasis."""
-    text = re.sub(r"(?<!\\)\$((?:\\.|[^$\\])*)\$", r" \1 ", signs(text).replace("\\!", ""))
-    text = (
-        re.sub(r"(?<!\\)\\[()\[\],;]|\*\*|\\(?:left|right)(?![A-Za-z])", " ", text)
-        .replace("{,}", ",")
-        .replace("\\$", "$")
-    )
+    text = _SPAN.sub(lambda span: f" {_SPACED.sub('', span[span.lastindex or 0])} ", signs(text).replace("\\!", ""))
+    text = re.sub(r"(?<!\\)\\[()\[\],;]|\*\*|\\right(?![A-Za-z])", " ", text).replace("{,}", ",").replace("\\$", "$")
     return _ALSO.sub(lambda also: f" and {also[1] or ''}", text) if "(" in text or "as well" in text else text
 
 
@@ -247,9 +258,11 @@ def _part(bracket: re.Match[str]) -> str:
     before, inside = bracket.string[: bracket.start()], bracket["inside"]
     if not re.search(r"[\d\\]", before):
         return bracket[0]
-    if _PROSE.search(inside):
+    if (_PROSE if bracket["space"] else _WORDS_TOGETHER).search(inside):
         return bracket[0] if before[-1].isalpha() and not bracket["space"] else ""
     if not bracket["space"] or not (before[-1].isdigit() or before[-1] == "%"):
+        return bracket[0]
+    if re.match(r"\s*[\^!/*(\[]", bracket.string[bracket.end() :]):
         return bracket[0]
     formula = re.search(r"[-+*/^\\]", inside) and re.search(
         r"(?<![\\A-Za-z])[A-Za-z]|\\(?!times|cdot|div|d?frac)", inside
@@ -259,16 +272,18 @@ def _part(bracket: re.Match[str]) -> str:
 
 def _run(text: str) -> str | None:
     text = _without_asides(text.strip())
-    for condition in _CONDITION.finditer(text):
-        if re.search(r"[\d\\]", text[: condition.start()]):
+    run = _RUN.match(text)
+    if run and not (_states(run[0]) and run[0][0] != "^"):
+        run = None
+    if run and (condition := _CONDITION.search(text, run.end())):
+        between = text[run.end() : condition.start()]
+        if len(between) < 30 and not re.search(r"[\d,;.]", between):
             text = text[: condition.start()]
-            break
     sentence = re.split(r"(?<=[^\s.])[.!](?:\s|$)|。", text, maxsplit=1)[0]
     whole = normalized(sentence)
     if len(whole) < 60 and clear(read_answer(sentence)):
         return sentence
-    run = _RUN.match(text)
-    if run and _states(run[0]) and run[0][0] != "^":
+    if run:
         return _finished(text, run)
     runs = _runs(sentence, r"\d")
     return _finished(sentence, runs[0]) if len(runs) == 1 else None
@@ -276,7 +291,8 @@ def _run(text: str) -> str | None:
 
 def _runs(text: str, holding: str) -> list[re.Match[str]]:
     """Return the runs that hold such a sign, without the powers of units."""
-    return [run for run in _RUN.finditer(text) if re.search(holding, run[0]) and not (run.start() and run[0][0] == "^")]
+    runs = [run for run in _RUN.finditer(text) if re.search(holding, run[0])]
+    return [run for run in runs if run[0][0] != "^" or "=" in run[0] or not run.start()]
 
 
 def _states(run: str) -> bool:
@@ -288,17 +304,25 @@ def _states(run: str) -> bool:
 
 def _finished(text: str, run: re.Match[str]) -> str:
     """Return the run with the unit after it; empty where it is left open."""
-    rest, said = text[run.end() :], run[0].rstrip(" ([")
+    rest, said = text[run.end() :], re.sub(r"^\^\s*\{?\d+\}?\s*(?==)", "", run[0].rstrip(" ([-"))
     if said[-1:] in {")", "]"} and not re.search(r"[(\[]", said):
         said = said[:-1]
     if _LEFT_OPEN.match(rest) or _BEFORE.search(text[: run.start()]):
         return ""
     if percent := re.match(r"\s*(?:\\?%|percent\b)", rest):
         return said + percent[0]
-    unit = _UNITS.match(rest) if re.search(r"[\d})]$", said) else None
-    if unit and _LEFT_OPEN.match(rest, unit.end()):
+    unit = _UNITS.match(rest) if re.search(r"(?:[\d})]|\\pi)$", said) else None
+    if unit and _LEFT_OPEN_BEHIND_UNIT.match(rest, unit.end()):
         return ""
-    return said + (unit[0] if unit else "")
+    return said + _measure(said, unit)
+
+
+def _measure(said: str, unit: re.Match[str] | None) -> str:
+    """Return the unit after what is said, if it is one."""
+    if not unit or len(unit[0]) > 40 or not (said[-1:].isdigit() or unit[0].isascii()):
+        return ""
+    known = re.search(r"(?:[\d}]|\\pi)$", said) and is_unit(unit[0].strip(), unit[0][0] == " ")
+    return unit[0] if known or "\\text" in unit[0] else ""
 
 
 def _solved(text: str, name: str) -> bool:

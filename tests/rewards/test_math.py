@@ -109,6 +109,11 @@ EQUAL = [
     ("12", "12 m²"),
     ("9.8", "9.8 m/s^{2}"),
     ("20", "20 N m"),
+    ("24", "24 TVs"),
+    ("50", "50 MPH"),
+    ("5", "5 of them"),
+    (r"2\pi", r"2\pi cm"),
+    (r"8\left(\frac{1}{2}\right)^{2}", "2"),
     ("5000000", "5 million"),
     ("5000000", r"\$5 million"),
     ("2500000", r"2.5 \text{ million dollars}"),
@@ -333,6 +338,13 @@ BARE = [
     ("It is −5", "-5"),
     ("So it is 2√3", "3.46410161513775"),
     ("So it is 2 (1 + √5).", "6.47213595499958"),
+    ("The area is $12 (3+4)$ in all", "84"),
+    ("The radius is $8\\left(\\frac{1}{2}\\right)$ in all", "4"),
+    ("He spent $29 on water", "29"),
+    ("He gets a 10% discount.", "10%"),
+    ("It holds a 12-gallon tank.", "12"),
+    ("There are 14 - 8 = 6 people who are not in the pool", "6"),
+    ("Hence $AC^2 = 25$ indeed", "25"),
     ("It is 5 rather than 6.", "5"),
     ("It is 5, not 6.", "5"),
     ("It is 6 instead of 5", "6"),
@@ -397,6 +409,23 @@ def test_what_states_no_answer_is_wrong_and_says_so(response: str) -> None:
 def test_a_ground_truth_that_cannot_be_read_makes_the_reward_unknown(truth: str) -> None:
     found = result(truth, "The answer is 5.")
     assert found.value is None and "ground truth" in str(found.reason)
+
+
+@pytest.mark.parametrize(
+    ("question", "truth", "response"),
+    [
+        ("How many more dozen eggs does she need?", "7", "The answer is 7 dozen eggs."),
+        ("How many eggs does she need?", "84", "The answer is 7 dozen eggs."),
+        ("What is left, in millions?", "60", "So the club has $60 million"),
+        ("What is left of the 80 million?", "60000000", "So the club has $60 million"),
+        ("共有多少万人?", "5", "答案是5万人。"),
+        ("共有多少人?", "50000", "答案是5万人。"),
+    ],
+)
+def test_a_magnitude_counts_unless_the_question_asks_for_it(question: str, truth: str, response: str) -> None:
+    for answer in ("7", "84", "60", "60000000", "5", "50000"):
+        found = score(build_reward("math", {}), Task.create("test", question, answer), response)
+        assert found.value == float(answer == truth)
 
 
 def test_a_whole_solution_may_be_the_ground_truth() -> None:
