@@ -6,9 +6,10 @@ such as sums, integrals and unions, by the library math-verify (`symbolic`).
 
 What counts as equal: ``1/2`` and ``0.5``, ``1,000`` and ``1000``, ``2^{10}`` and ``1024``, ``x = 5`` (or another name)
 and ``5``, ``x = 3z`` and ``x - 3z = 0``, ``3 < x`` and ``(3, \\infty)``, ``25%`` and both ``25`` and ``0.25``, ``17``
-and ``17 m``, ``2 h`` and ``120 min``, a list and the same in another order, ``(1, 2)`` and the column of 1 and 2. What
-does not: ``0.33`` and ``1/3`` (but see ``tolerance``), ``x = 5`` and ``y = 5``, ``17 s`` and ``17 m``, ``3 or 4`` and
-``3``, ``(1, 2)`` and ``[1, 2]``, ``(1, 2)`` and ``(2, 1)``, ``3 = 5`` and ``5``.
+and ``17 m``, ``2 h`` and ``120 min``, ``5 million`` and ``5000000``, a list and the same in another order, ``(1, 2)``
+and the column of 1 and 2. What does not: ``0.33`` and ``1/3`` (but see ``tolerance``), ``x = 5`` and ``y = 5``, ``17 s``
+and ``17 m``, ``5 million`` and ``5``, ``3 or 4`` and ``3``, ``(1, 2)`` and ``[1, 2]``, ``(1, 2)`` and ``(2, 1)``,
+``3 = 5`` and ``5``.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from rayrft.rewards.answers import LONGEST_STATEMENT, nfkc, statements
 from rayrft.rewards.base import Reward, RewardResult, imports, register_reward
 from rayrft.rewards.equality import Undecided, canonical, equal
 from rayrft.rewards.formula import TooLarge, Unreadable
-from rayrft.rewards.reading import HAN_UNIT, SCALE, Answer, Other, Words, clear, is_unit, normalized, read_answer, signs
+from rayrft.rewards.reading import Answer, Other, Words, clear, normalized, read_answer, signs
 from rayrft.rewards.symbolic import OutOfTime, verify
+from rayrft.rewards.units import HAN_UNIT, SCALE, is_unit
 
 _LONGEST_TRUTH = 500
 
@@ -144,7 +146,8 @@ _CONDITION = re.compile(
 )
 """When the answer holds, or why; but not what another one has, too: "5 if x > 0 and 3 otherwise"."""
 _NAMED_CONDITION = re.compile(
-    r"(?<=[\d%)}])\s+(?:at|when|whenever|if|for|with|where)\s+(?P<name>[A-Za-z])\s*(?:[=<>]|\\[lgn]e)(?:[^A-Za-z,;:]|\\[A-Za-z]+|\b[A-Za-z]\b|\band\b)*$"
+    r"(?<=[\d%)}])\s+(?:at|when|whenever|if|for|with|where)\s+(?P<name>[A-Za-z])\s*(?:[=<>]|\\[lgn]e)"
+    r"(?:[^\\A-Za-z,;:]|\\[A-Za-z]++|\b[A-Za-z]\b|\band\b)*+$"
 )
 """The end of a line that names no answer, but where it holds: "9 at x = 2"."""
 _ASIDE = re.compile(r"(?<=[\w%°})\]])(?P<space>\s*)[(\[](?P<inside>(?:[^()\[\]]|[(\[][^()\[\]]*[)\]])++)(?:[)\]]|$)")
@@ -197,8 +200,6 @@ _BOX = r"\\f?box(?:ed)?\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*+\})*+\})*+)\}"
 _BOXES = re.compile(
     rf"{_BOX}(?:[\s$]*(?:[,;、]\s*(?:and\b|or\b)?|\band\b|\bor\b|或者?|和|与)[\s$]*(?:[A-Za-z]\s*=\s*)?{_BOX})+"
 )
-
-
 _DENIED_BOX = re.compile(r"(?:\b(?:can)?not|n['’]t)\s+(?:be\s+|equal\s+(?:to\s+)?)?\$*$", re.IGNORECASE)
 
 

@@ -12,7 +12,7 @@ from rayrft.experience import Task
 from rayrft.rewards.answers import Statement, nfkc, plain, statements
 from rayrft.rewards.base import Reward, RewardResult, inline, register_reward
 from rayrft.rewards.k12 import choice
-from rayrft.rewards.reading import SCALES
+from rayrft.rewards.units import SCALES
 
 Kind = Literal["count", "choice", "text", "point", "box", "grid"]
 
@@ -160,13 +160,13 @@ def _folded(text: str) -> str:
 
 
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d{1,7}(?:\.\d{1,6})?(?![\w.]*\d)", re.ASCII)
-_LABEL = re.compile(r'"[^"\n]*[^\W\d][^"\n]*"')
-"""A word in quotes, such as the label of a box."""
+_QUOTED = re.compile(r'"[^"\n]*+"')
 
 
 def _numbers(text: str, count: int) -> list[float] | None:
-    """Return the numbers of the text, if there are so many. Digits of names, such as ``x1``, are none."""
-    numbers = [float(number) for number in _NUMBER.findall(_LABEL.sub(" ", plain(text)))]
+    """Return the numbers of the text, if there are so many. Digits of names, ``x1`` or ``"cat 1"``, are none."""
+    unnamed = _QUOTED.sub(lambda quoted: " " if re.search(r"[^\W\d]", quoted[0]) else quoted[0], plain(text))
+    numbers = [float(number) for number in _NUMBER.findall(unnamed)]
     return numbers if len(numbers) == count else None
 
 
@@ -179,7 +179,7 @@ def _blocks(found: Sequence[Statement], response: str, strict: bool) -> list[str
     texts = [statement.text for statement in found]
     if not strict:
         fenced = _FENCE.findall(response)
-        texts += [fenced[-1]] if fenced else [re.split(r"\n\s*\n", response.strip())[-1]]
+        texts += [fenced[-1]] if fenced else [re.split(r"\n\s*\n", nfkc(response).strip())[-1]]
     return texts
 
 

@@ -495,6 +495,9 @@ LONG = {
     "zeros": r"\boxed{\operatorname{zeros}(100000,100000)}",
     "file": r"\boxed{\input{/etc/passwd}}",
     "nul": "\x00" * 1000,
+    "names after a condition": "9 at x = " + "\\a" * 200 + ",",
+    "conditions": "The answer is 9 if " + "if and 1 " * 50_000,
+    "asides": "The answer is 9 " + "(1 (" * 50_000,
     "half a character": "\ud800 6",
 }
 
