@@ -155,7 +155,7 @@ def _groups(truth: Answer, answer: Answer, tolerance: float) -> bool:
         if isinstance(answer, Other) or (isinstance(answer, Words) and truth.kind == "union"):
             raise Undecided
         return truth.kind == "set" and all(equal(item, answer, tolerance) for item in truth.items)
-    if truth.kind == answer.kind == "set" or truth.kind == answer.kind == "union":
+    if (truth.kind == "set" and answer.kind in {"set", "blanks"}) or truth.kind == answer.kind == "union":
         each = all(any(equal(item, other, tolerance) for other in answer.items) for item in truth.items)
         same = each and all(any(equal(item, other, tolerance) for item in truth.items) for other in answer.items)
         if not same and truth.kind == "union":

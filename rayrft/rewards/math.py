@@ -6,9 +6,10 @@ such as sums, integrals and unions, by the library math-verify (`symbolic`).
 
 What counts as equal: ``1/2`` and ``0.5``, ``1,000`` and ``1000``, ``2^{10}`` and ``1024``, ``x = 5`` (or another name)
 and ``5``, ``x = 3z`` and ``x - 3z = 0``, ``3 < x`` and ``(3, \\infty)``, ``25%`` and both ``25`` and ``0.25``, ``17``
-and ``17 m``, ``2 h`` and ``120 min``, a list and the same in another order, ``(1, 2)`` and the column of 1 and 2. What
-does not: ``0.33`` and ``1/3`` (but see ``tolerance``), ``x = 5`` and ``y = 5``, ``17 s`` and ``17 m``, ``3 or 4`` and
-``3``, ``(1, 2)`` and ``[1, 2]``, ``(1, 2)`` and ``(2, 1)``, ``3 = 5`` and ``5``.
+and ``17 m``, ``2 h`` and ``120 min``, ``5 million`` and ``5000000``, a list and the same in another order, ``(1, 2)``
+and the column of 1 and 2. What does not: ``0.33`` and ``1/3`` (but see ``tolerance``), ``x = 5`` and ``y = 5``,
+``17 s`` and ``17 m``, ``5 million`` and ``5``, ``3 or 4`` and ``3``, ``(1, 2)`` and ``[1, 2]``, ``(1, 2)`` and ``(2, 1)``,
+``3 = 5`` and ``5``.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from rayrft.rewards.answers import LONGEST_STATEMENT, nfkc, statements
 from rayrft.rewards.base import Reward, RewardResult, imports, register_reward
 from rayrft.rewards.equality import Undecided, canonical, equal
 from rayrft.rewards.formula import TooLarge, Unreadable
-from rayrft.rewards.reading import Answer, Other, Words, clear, normalized, read_answer
+from rayrft.rewards.reading import Answer, Other, Words, clear, normalized, read_answer, signs
 from rayrft.rewards.symbolic import OutOfTime, verify
+from rayrft.rewards.units import HAN_UNIT, SCALE, is_unit
 
 _LONGEST_TRUTH = 500
 
@@ -42,13 +44,13 @@ def math_answer(*, strict: bool = False, tolerance: float = 0.0, seconds: float 
 
     def score(task: Task, response: str) -> RewardResult:
         try:
-            truth = _truth(task.answer)
+            truth = _truth(_as_asked(task.answer, task.question))
         except TooLarge:
             truth = None
         if truth is None:
             return RewardResult(None, reason=f"the ground truth {task.answer[:80]!r} is not a mathematical answer")
         try:
-            return _scored(truth, response)
+            return _scored(truth, task.question, response)
         except (TooLarge, RecursionError):
             return RewardResult(None, {"parsed": 1.0}, reason="too large to be computed: the answer, or the truth")
         except OutOfTime:
@@ -56,11 +58,11 @@ def math_answer(*, strict: bool = False, tolerance: float = 0.0, seconds: float 
                 None, {"parsed": 1.0}, reason=f"timeout: not compared within {seconds:g} s of processor time"
             )
 
-    def _scored(truth: Answer, response: str) -> RewardResult:
+    def _scored(truth: Answer, question: str, response: str) -> RewardResult:
         text = find_answer(response, strict=strict)
         if text is None:
             return RewardResult(0.0, {"parsed": 0.0}, answer="")
-        answer = read_answer(text)
+        answer = read_answer(_as_asked(text, question))
         try:
             right = equal(truth, answer, tolerance)
         except Undecided:
@@ -87,32 +89,88 @@ def _truth(text: str) -> Answer | None:
     return None if prose else truth
 
 
+def _as_asked(text: str, question: str) -> str:
+    """Return the text without a magnitude that the question asks for: "How many dozen eggs …?"."""
+    if not (scale := SCALE.search(text)):
+        return text
+    asked = (
+        rf"(?:\bhow\s+many(?:\s+\w+){{0,2}}?\s+|\bin\s+(?:the\s+)?|多少|几){re.escape(scale[0].strip().rstrip('s'))}"
+    )
+    return text.replace(scale[0], " ") if re.search(asked, question, re.IGNORECASE) else text
+
+
 # Where the answer is
 
 _COMMAND = r"\\[A-Za-z]+|\\[{}%]"
 _PIECE = (
-    rf"(?:{_COMMAND}|\{{(?:[^{{}}]|\{{(?:[^{{}}]|\{{[^{{}}]*+\}})*+\}})*+\}}|\d+(?:\.\d+)?|\.\d+|(?<![A-Za-z'’])(?![aAI]\s+[A-Za-z]{{2}})[A-Za-z](?![A-Za-z'’])"
+    rf"(?:{_COMMAND}|\{{(?:[^{{}}]|\{{(?:[^{{}}]|\{{[^{{}}]*+\}})*+\}})*+\}}|\d+(?:\.\d+)?|\.\d+|(?<![A-Za-z'’])(?![aAI]\s+(?:[A-Za-z]{{2}}|\d))[A-Za-z](?![A-Za-z'’])"
     r"|[-+*/^_=<>!|()\[\]]|[$€£])%?"
 )
-_RUN = re.compile(rf"{_PIECE}(?:\s*+(?:,\s*+(?:and\b|or\b)?|\band\b|\bor\b)?\s*+{_PIECE})*+")
+_AND = r"(?:,\s*+(?:and\b|or\b)?|\band\b|\bor\b)"
+_RUN = re.compile(rf"{_PIECE}(?:\s*+{_AND}?\s*+{_PIECE})*+")
 _LEAD = re.compile(
     r"[\s:*\"'“]*(?:(?:about|approximately|roughly|exactly|simply|just|only|therefore|thus|then|indeed|equal\s+to|given\s+by"
     r"|either|both|the\s+number|a\s+total\s+of|equals|clearly)\b[\s:*]*)*",
     re.IGNORECASE,
 )
+_OTHERWISE = r".*(?:\b(?:and|or|but)|[,;])\s+[-\d\\][^,;]*\b(?:at|when|if|for|with|where|otherwise)\b"
 _OPEN = re.compile(
-    r"[\s:*]*(?:not|n['’]t|never|neither|between|from|at\s+(?:least|most)|(?:more|less|greater|fewer)\s+than|over|under)\b"
-    r"(?:\s+\w+){0,2}\s*[-\d$\\]",
+    r"[\s:*]*(?:(?:(?:can)?not|n['’]t|never|neither|between|from|at\s+(?:least|most)|(?:more|less|greater|fewer)\s+than"
+    r"|over|under)\b(?:\s+\w+){0,2}|(?:不|并?非|至[少多]|最[少多]|[大小多少低高]于|超过|介于|在)[^\d\s,.。]{0,6})\s*[-\d$\\]",
     re.IGNORECASE,
 )
-_LEFT_OPEN = re.compile(
-    r"\s*(?:\?|(?:to|through)\b\s*[-\d$\\]|[–—]\s*\d|(?:is|are)\s+(?:not|wrong|incorrect)\b)", re.IGNORECASE
+_RANGE = (
+    r"\?|吗|(?:(?:to|through)\b|[到至~])\s*[-\d$\\]|[–—]\s*\d|[多余]|以[上下内]"
+    rf"|(?:at\s+(?:least|most)|or\s+(?:more|less|fewer|higher|lower|above|below))\b|,?\s*(?:when|if|for)\b{_OTHERWISE}"
 )
-_BEFORE = re.compile(r"(?:\bnot|n['’]t|\bnever)\s+(?:\w+\s+){0,2}$|\d\s*(?:to\b|[–—])\s*$", re.IGNORECASE)
+_LEFT_OPEN = re.compile(
+    rf"\s*+(?:{_RANGE}|(?:is|are)\s+(?:not|wrong|incorrect)\b|是?(?:错|不对|不正确))", re.IGNORECASE
+)
+"""What follows a number that is denied, or one end of a range."""
+_LEFT_OPEN_BEHIND_UNIT = re.compile(rf"\s*+(?:{_RANGE})", re.IGNORECASE)
+_BEFORE = re.compile(
+    r"(?:(?:\b(?:can)?not|n['’]t|\bnever|\brather\s+than|\binstead\s+of)\s+(?:\w+\s+){0,2}|(?:不|并?非)[^\d\s,.。]{0,4}"
+    r"|\d\s*(?:to\b|[–—到至~])\s*)$",
+    re.IGNORECASE,
+)
+_CONTRAST = re.compile(
+    r"(?:\b(?:rather\s+than|instead\s+of|as\s+opposed\s+to)|[\d%})]\s*,?\s*(?:and\s+|but\s+)?not)\s+(?:\w+\s+){0,2}$|而[不非]是?\s*$",
+    re.IGNORECASE,
+)
+"""What precedes a number beside the one that is stated: "5 rather than 6"."""
+_INSTEAD = re.compile(r"\s*(?:not\s+[^\s,]+\s*,?\s*but\s+(?=[-\d$\\])|不是[^,]{1,20},?\s*而是)", re.IGNORECASE)
+_CONDITION = re.compile(
+    r"(?<=[\w%)}\]]),?\s+(?:at(?!\s+(?:least|most)\b)|when|whenever|if|for|with|where|since|because)\b"
+    rf"(?!{_OTHERWISE})",
+    re.IGNORECASE,
+)
+"""When the answer holds, or why; but not what another one has, too: "5 if x > 0 and 3 otherwise"."""
+_NAMED_CONDITION = re.compile(
+    r"(?<=[\d%)}])\s+(?:at|when|whenever|if|for|with|where)\s+(?P<name>[A-Za-z])\s*(?:[=<>]|\\[lgn]e)"
+    r"(?:[^\\A-Za-z,;:]|\\[A-Za-z]++|\b[A-Za-z]\b|\band\b)*+$"
+)
+"""The end of a line that names no answer, but where it holds: "9 at x = 2"."""
+_ASIDE = re.compile(r"(?<=[\w%°})\]])(?P<space>\s*)[(\[](?P<inside>(?:[^()\[\]]|[(\[][^()\[\]]*[)\]])++)(?:[)\]]|$)")
+_PROSE = re.compile(
+    r"(?<![\\A-Za-z])(?!(?:(?:arc)?(?:sin|cos|tan)|sec|csc|cot|log|exp|sqrt|max|min)(?![A-Za-z]))[A-Za-z]{3,}"
+    r"|\b(?:so|is|as|to|of|in|at|by|or|if|no)\b|[\u4e00-\u9fff]|^\s*(?:\\approx|=)",
+    re.IGNORECASE,
+)
+_WORDS_TOGETHER = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{4,}|[A-Za-z]{2,} [A-Za-z]{2,}|[\u4e00-\u9fff]")
+_ALSO = re.compile(r"\(\s*(?:or|and)\s+(?=[-\d\\]|[A-Za-z]\s*=)([^()]*)\)|\bas\s+well\s+as\b", re.IGNORECASE)
+_MORE = re.compile(
+    r"\s*(?:[,;]|[,;]?\s*\(?\s*(?:and|or|as\s+well\s+as)\b|或者?|以及|[和与及、])\s*(?:(?:and|or|also)\s+)*[-$\\\d]"
+)
+"""What follows a first answer of several."""
 _UNITS = re.compile(
-    r"\s*(?:\\text\s*\{[^{}]*\}|(?!(?:to|is|are|and|or|but|so|because|since|as|which|for|not|an?|the|each|of|in|if|when|with|from)\b)[A-Za-z°µμ]+)(?:\s*\^\s*\{?\d\}?)?(?:\s*/\s*[A-Za-z]+)?"
+    r"\s*(?:\\text\s*\{[^{}]*\}|(?!(?:to|is|are|and|or|but|so|because|since|as|which|for|not|an?|the|each|of|in|if|when"
+    rf"|whenever|with|where|at|rather|instead|from)\b)[A-Za-z°µμ]+|{HAN_UNIT})"
+    r"(?:\s*\^\s*\{?\d\}?)?(?:\s*/\s*[A-Za-z]+(?:\s*\^\s*\{?\d\}?)?)?"
 )
 _MATHEMATICAL = re.compile(r"(?<!\\)\$\$?((?:\\.|[^$\\])+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_SPAN = re.compile(r"(?<!\\)\$((?:\\.|[^$\\])*)\$|\\\((.*?)\\\)|\\\[(.*?)\\\]", re.DOTALL)
+_SPACED = re.compile(r"\s+(?=[(\[])|\s*\\left(?![A-Za-z])\s*")
+"""Space before a bracket, which says nothing in a formula."""
 _BULLET = re.compile(r"^\s*(?:(?:[-*>#]+|\d+[.)])\s+|\*+)")
 _MOST_LINES, _LONGEST_LINE = 20, 500
 
@@ -128,13 +186,37 @@ def find_answer(response: str, *, strict: bool = False) -> str | None:
         if statement.boxed:
             if len(statement.text) == LONGEST_STATEMENT:
                 raise TooLarge("cut")
-            return statement.text
-        if _OPEN.match(statement.text):
+            return _boxes(response, statement.text)
+        text = _INSTEAD.sub("", statement.text, count=1)
+        if _OPEN.match(text):
             return None
-        found = _announced(statement.text)
+        found = _announced(text)
         if found is not None:
             return found or None
     return None if strict else _last(response)
+
+
+_BOX = r"\\f?box(?:ed)?\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*+\})*+\})*+)\}"
+_BOXES = re.compile(
+    rf"{_BOX}(?:[\s$]*(?:[,;、]\s*(?:and\b|or\b)?|\band\b|\bor\b|或者?|和|与)[\s$]*(?:[A-Za-z]\s*=\s*)?{_BOX})+"
+)
+_DENIED_BOX = re.compile(r"(?:\b(?:can)?not|n['’]t)\s+(?:be\s+|equal\s+(?:to\s+)?)?\$*$", re.IGNORECASE)
+
+
+def _boxes(response: str, last: str) -> str | None:
+    """Return what the last box holds, with those before it that hold further answers: ``\\boxed{5}, \\boxed{6}``; None
+    if it is denied."""
+    text = response[-2 * LONGEST_STATEMENT :]
+    start = max(text.rfind("\\box"), text.rfind("\\fbox"))
+    if _DENIED_BOX.search(text[max(start - 40, 0) : max(start, 0)]):
+        return None
+    if text.count("box") < 2:
+        return last
+    text = nfkc(text)
+    *_, several = [None, *_BOXES.finditer(text)]
+    if several is None or "box" in text[several.end() :]:
+        return last
+    return ", ".join(found[1] for found in re.finditer(_BOX, several[0]))
 
 
 _PLAIN_NUMBER = re.compile(r"\s*-?\d+(?:\.\d+)?\s*")
@@ -147,13 +229,12 @@ def _announced(text: str) -> str | None:
     if not text.strip():
         return None
     span = _MATHEMATICAL.match(text)
-    if span and not re.match(r"\s*(?:,|and\b|or\b)\s*[$\\\d]", text[span.end() :]):
-        rest = text[span.end() :]
+    if span and not _MORE.match(rest := text[span.end() :]):
         if _LEFT_OPEN.match(rest):
             return ""
-        unit = _UNITS.match(rest)
+        rest, said = _unmarked(rest), _inner(span)
         percent = "%" if re.match(r"\s*(?:\\?%|percent\b)", rest) else ""
-        return f"{_inner(span)}{percent or (unit[0] if unit and len(unit[0]) < 40 else '')}"
+        return f"{said}{percent or _measure(said.rstrip(), _UNITS.match(rest))}"
     return _run(_unmarked(text))
 
 
@@ -163,25 +244,56 @@ def _inner(span: re.Match[str]) -> str:
 
 def _unmarked(text: str) -> str:
     """Return the text without the marks of mathematics in it and of emphasis."""
-    text = re.sub(r"(?<!\\)\$((?:\\.|[^$\\])*)\$", r" \1 ", text.replace("\\!", ""))
-    return (
-        re.sub(r"(?<!\\)\\[()\[\],;]|\*\*|\\(?:left|right)(?![A-Za-z])", " ", text)
-        .replace("{,}", ",")
-        .replace("\\$", "$")
+    text = _SPAN.sub(lambda span: f" {_SPACED.sub('', span[span.lastindex or 0])} ", signs(text).replace("\\!", ""))
+    text = re.sub(r"(?<!\\)\\[()\[\],;]|\*\*|\\right(?![A-Za-z])", " ", text).replace("{,}", ",").replace("\\$", "$")
+    return _ALSO.sub(lambda also: f" and {also[1] or ''}", text) if "(" in text or "as well" in text else text
+
+
+def _without_asides(text: str) -> str:
+    """Return the text without brackets that only explain it: "12 (3 × 4)", but not "3 (x + 1)"."""
+    return _ASIDE.sub(_part, text) if "(" in text or "[" in text else text
+
+
+def _part(bracket: re.Match[str]) -> str:
+    """Return a bracket that is part of a formula; nothing for another one."""
+    before, inside = bracket.string[: bracket.start()], bracket["inside"]
+    if not re.search(r"[\d\\]", before):
+        return bracket[0]
+    if (_PROSE if bracket["space"] else _WORDS_TOGETHER).search(inside):
+        return bracket[0] if before[-1].isalpha() and not bracket["space"] else ""
+    if not bracket["space"] or not (before[-1].isdigit() or before[-1] == "%"):
+        return bracket[0]
+    if re.match(r"\s*[\^!/*(\[]", bracket.string[bracket.end() :]):
+        return bracket[0]
+    formula = re.search(r"[-+*/^\\]", inside) and re.search(
+        r"(?<![\\A-Za-z])[A-Za-z]|\\(?!times|cdot|div|d?frac)", inside
     )
+    return bracket[0] if formula and "=" not in inside else ""
 
 
 def _run(text: str) -> str | None:
-    text = text.strip()
-    sentence = re.split(r"(?<=[^\s.])[.!](?:\s|$)", text, maxsplit=1)[0]
+    text = _without_asides(text.strip())
+    run = _RUN.match(text)
+    if run and not (_states(run[0]) and run[0][0] != "^"):
+        run = None
+    if run and (condition := _CONDITION.search(text, run.end())):
+        between = text[run.end() : condition.start()]
+        if len(between) < 30 and not re.search(r"[\d,;.]", between):
+            text = text[: condition.start()]
+    sentence = re.split(r"(?<=[^\s.])[.!](?:\s|$)|。", text, maxsplit=1)[0]
     whole = normalized(sentence)
     if len(whole) < 60 and clear(read_answer(sentence)):
         return sentence
-    run = _RUN.match(text)
-    if run and _states(run[0]):
+    if run:
         return _finished(text, run)
-    runs = [run for run in _RUN.finditer(sentence) if re.search(r"\d", run[0])]
+    runs = _runs(sentence, r"\d")
     return _finished(sentence, runs[0]) if len(runs) == 1 else None
+
+
+def _runs(text: str, holding: str) -> list[re.Match[str]]:
+    """Return the runs that hold such a sign, without the powers of units."""
+    runs = [run for run in _RUN.finditer(text) if re.search(holding, run[0])]
+    return [run for run in runs if run[0][0] != "^" or "=" in run[0] or not run.start()]
 
 
 def _states(run: str) -> bool:
@@ -193,13 +305,30 @@ def _states(run: str) -> bool:
 
 def _finished(text: str, run: re.Match[str]) -> str:
     """Return the run with the unit after it; empty where it is left open."""
-    rest = text[run.end() :]
+    rest, said = text[run.end() :], re.sub(r"^\^\s*\{?\d+\}?\s*(?==)", "", run[0].rstrip(" ([-"))
+    if said[-1:] in {")", "]"} and not re.search(r"[(\[]", said):
+        said = said[:-1]
     if _LEFT_OPEN.match(rest) or _BEFORE.search(text[: run.start()]):
         return ""
     if percent := re.match(r"\s*(?:\\?%|percent\b)", rest):
-        return run[0] + percent[0]
-    unit = _UNITS.match(rest) if re.search(r"[\d})]$", run[0]) else None
-    return run[0] + (unit[0] if unit else "")
+        return said + percent[0]
+    unit = _UNITS.match(rest) if re.search(r"(?:[\d})]|\\pi)$", said) else None
+    if unit and _LEFT_OPEN_BEHIND_UNIT.match(rest, unit.end()):
+        return ""
+    return said + _measure(said, unit)
+
+
+def _measure(said: str, unit: re.Match[str] | None) -> str:
+    """Return the unit after what is said, if it is one."""
+    if not unit or len(unit[0]) > 40 or not (said[-1:].isdigit() or unit[0].isascii()):
+        return ""
+    known = re.search(r"(?:[\d}]|\\pi)$", said) and is_unit(unit[0].strip(), unit[0][0] == " ")
+    return unit[0] if known or "\\text" in unit[0] else ""
+
+
+def _solved(text: str, name: str) -> bool:
+    """Whether the text ends with an equation that holds this name."""
+    return bool(re.search(rf"(?<![A-Za-z\\]){name}(?![A-Za-z])[^=]*=[^=]*$", text))
 
 
 def _last(response: str) -> str | None:
@@ -209,21 +338,26 @@ def _last(response: str) -> str | None:
         line = _BULLET.sub("", whole_line[-_LONGEST_LINE:]).strip()
         if re.fullmatch(r"[\s$\\[\]().,]*", line):
             continue
-        text, cut = _unmarked(line).strip(" :*").rstrip(" .:*"), len(whole_line) > _LONGEST_LINE
+        whole, cut = _unmarked(line).strip(" :*").rstrip(" .:*。"), len(whole_line) > _LONGEST_LINE
+        text = _without_asides(whole)
+        if (condition := _NAMED_CONDITION.search(text)) and not _solved(text[: condition.start()], condition["name"]):
+            text = text[: condition.start()]
         if len(text) < 80 and clear(answer := read_answer(text)) and not isinstance(answer, Words):
             return text
         spans = [found for found in _MATHEMATICAL.finditer(line) if re.search(r"\w", found[0])]
         if spans and spans[-1][0] == line.rstrip("."):
             return _inner(spans[-1])
-        runs = [run for run in _RUN.finditer(text) if re.search(r"\d|\\[A-Za-z]{2}", run[0])]
+        runs = _runs(text, r"\d|\\[A-Za-z]{2}")
         if not runs:
             continue
         if cut and runs[-1].start() <= 1:
             raise TooLarge("cut")
-        if spans and not re.search(r"\d", rest := line[spans[-1].end() :]):
+        stated = (run for run in reversed(runs) if not _CONTRAST.search(text[max(run.start() - 60, 0) : run.start()]))
+        last = next(stated, runs[-1])
+        if spans and text == whole and last is runs[-1] and not re.search(r"\d", rest := line[spans[-1].end() :]):
             inner = _inner(spans[-1])
-            if inner.strip() in runs[-1][0] and not re.search(r"\b(?:or|and)\b", runs[-1][0]):
+            if inner.strip() in last[0] and not re.search(r"\b(?:or|and)\b", last[0]):
                 left_open = _LEFT_OPEN.match(rest) or _BEFORE.search(line[: spans[-1].start()])
                 return None if left_open else inner
-        return _finished(text, runs[-1]) or None
+        return _finished(text, last) or None
     return None

@@ -10,6 +10,7 @@ from functools import lru_cache
 
 from rayrft.rewards.answers import nfkc
 from rayrft.rewards.formula import CONSTANTS, Node, Unreadable, parse_formula
+from rayrft.rewards.units import HAN_UNIT, is_unit, scaled
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,9 @@ _SYMBOLS = {
     "∈": "\\in ", "≈": "\\approx ", "θ": "\\theta ", "α": "\\alpha ", "β": "\\beta ", "λ": "\\lambda ",
     "，": ",", "、": ",", "；": ";", "、 ": ",", "∅": "\\emptyset ",
 }  # fmt: skip
+_MINUS = re.compile(r"(?:\b(?:minus|negative)\s+|负\s*|(?<![\d)}\]%])(?<![\d)}\]%]\s)–)(?=[-\d.\\$(])", re.IGNORECASE)
+"""A minus sign in words, or an en dash that is one: between numbers it may be "to"."""
+_HAN_AND = re.compile(r"\s*,?\s*(?:或者?|以及|和|与|及)\s*(?=[-\d.\\$({\[A-Za-z])")
 _REWRITTEN = [
     (re.compile(r"(?<!\\)\\[,;:! >]|\\(?:left|right|[bB]igg?|displaystyle|limits|q?quad)(?![A-Za-z])|~"), " "),
     (re.compile(r"\\(?:text|mathrm)\s*\{\s*(?:and|or|,)\s*\}|(?:\s*,)?\s*(?<!\\)\b(?:and|or)\b"), ","),
@@ -121,15 +125,23 @@ _BEFORE, _AFTER = " \t\n:;,*", " \t\n.:;,*"
 
 def normalized(text: str) -> str:
     """Return the text with one spelling for what has several, without what only formats it."""
-    text = nfkc(text)
-    for symbol, command in _SYMBOLS.items():
-        text = text.replace(symbol, command)
+    text = signs(nfkc(text))
     # A space command after a comma between digits is that of a thousand's separator: 5,\!525.
     text = re.sub(r"(?<=\d),\s*\\!\s*(?=\d{3})", ",", text).replace("\\$", "$")
     for pattern, replacement in _REWRITTEN:
         text = pattern.sub(replacement, text)
     text = re.sub(r"(?<!\\)\\[()\[\]]", " ", text)
     return re.sub(r"\s+", " ", text).lstrip(_BEFORE).rstrip(_AFTER)
+
+
+def signs(text: str) -> str:
+    """Return the text with commands and signs of ASCII for those beyond it, and with minus signs for words."""
+    if text.isascii():
+        return _MINUS.sub("-", text) if "inus" in text or "egative" in text else text
+    text = _MINUS.sub("-", text)
+    for symbol, command in _SYMBOLS.items():
+        text = text.replace(symbol, command)
+    return _HAN_AND.sub(",", text)
 
 
 _DIGITS = r"(?:[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?|[1-9]\d{0,2}(?: \d{3})+(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)"
@@ -164,18 +176,19 @@ def _decimal(text: str) -> Fraction:
     return Fraction(text.replace(",", "").replace(" ", "").rstrip("."))
 
 
-_UNIT_WORD = r"[A-Za-zµμΩ]+\.?(?: ?\^ ?\{? ?-?\d ?\}?)?"
+_POWER = r"(?: ?\^ ?\{? ?-?\d ?\}?)?"
+_UNIT_WORD = rf"[A-Za-zµμΩ]+\.?{_POWER}"
 _UNIT = re.compile(
     r"(?P<value>.*?[\d)}A-Za-z])"
     r"(?P<unit> ?(?:\\text ?\{[^{}]*[A-Za-z][^{}]*\}(?: ?\^ ?\{? ?-?\d ?\}?)?(?: ?/ ?)?)+"
-    rf"|(?<=[\d}}])(?: ?{_UNIT_WORD}| {_UNIT_WORD}(?:(?: ?[/*] ?| ){_UNIT_WORD})*))"
+    rf"|(?<=[\d}}]) ?(?:{HAN_UNIT}|{_UNIT_WORD}(?: ?/ ?{_UNIT_WORD})?"
+    rf"|(?<= ){_UNIT_WORD}(?:(?: ?[/*] ?| ){_UNIT_WORD})*)|(?<=\\pi) (?=[A-Za-z]{{2}}){_UNIT_WORD})"
 )
 _CURRENCY = re.compile(r"(?P<sign>-?) ?(?P<unit>[$€£¥]|USD|Rs\.?) ?(?P<value>[-\d.].*)")
-_BARE_UNITS = {"m", "g", "s", "h", "L", "J", "N", "V", "W", "K", "C", "A", "t", "l", "F"}
 _WORDS = re.compile(r"\(?(?:\\text ?\{[^{}]*\}|[A-Za-z]{3,}|no|No|[A-Z])\)?")
 _MATRIX = re.compile(r"\\begin ?\{([pbvB]?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end ?\{\1\}")
 _NAME = re.compile(
-    r"(?:\\text ?\{[^{}]*\}|\\angle|\\triangle|[A-Za-z(){}\[\]' _,|]|(?<=[_{A-Za-z])\d+"
+    r"(?:\\text ?\{[^{}]*\}|\\angle|\\triangle|[A-Za-z(){}\[\]' _,|]|(?<=[_{A-Za-z])\d+|(?<=[A-Za-z]\()-?\d+(?=\))"
     r"|\\(?:alpha|beta|gamma|theta|lambda|mu|phi|omega|overline|vec|frac|prime)(?![A-Za-z]))+"
 )
 _RELATIONS = re.compile(r"\\le(?![A-Za-z])|\\ge(?![A-Za-z])|\\ne(?![A-Za-z])|\\approx(?![A-Za-z])|[=<>]")
@@ -368,13 +381,15 @@ def _measured(text: str, value: str, currency: str) -> Answer | None:
     """Read a value with a unit after it: words, or one letter after a space."""
     if not (found := _UNIT.fullmatch(value)):
         return None
-    unit = re.sub(r"\\text ?\{([^{}]*)\}", r"\1", found["unit"]).strip()
-    letters = re.match("[^A-Za-z]*([A-Za-z]*)", unit)[1]  # type: ignore[index]
-    if "\\text" not in found["unit"] and len(letters) < 2 and not (found["unit"][0] == " " and unit in _BARE_UNITS):
+    spaced, unit = found["unit"][0] == " ", re.sub(r"\\text ?\{([^{}]*)\}", r"\1", found["unit"]).strip()
+    scale, unit = scaled(unit)
+    ordinal = re.fullmatch(r"1st|2nd|3rd|\dth", found["value"][-1] + unit)
+    if scale == 1 and "\\text" not in found["unit"] and not ordinal and not is_unit(unit, spaced):
         return None
     inner = _read(found["value"].strip())
     if isinstance(inner, Number) and not inner.unit:
-        return Number(text, inner.value, inner.percent, currency or unit)
+        return Number(text, inner.value * scale, inner.percent, currency or unit)
     if isinstance(inner, Formula) and not inner.unit:
-        return Formula(text, inner.node, currency or unit)
+        node = inner.node if scale == 1 else Node("*", (inner.node, Node("number", value=Fraction(scale))))
+        return Formula(text, node, currency or unit)
     return None

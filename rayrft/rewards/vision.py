@@ -12,6 +12,7 @@ from rayrft.experience import Task
 from rayrft.rewards.answers import Statement, nfkc, plain, statements
 from rayrft.rewards.base import Reward, RewardResult, inline, register_reward
 from rayrft.rewards.k12 import choice
+from rayrft.rewards.units import SCALES
 
 Kind = Literal["count", "choice", "text", "point", "box", "grid"]
 
@@ -26,7 +27,7 @@ def vision(kind: Kind = "count", *, strict: bool = False, threshold: float | Non
     * ``count``: 1 if the response says the task's number, in digits or as a word, and no other one.
     * ``choice``: as reward ``k12`` has it.
     * ``text``: 1 minus the Levenshtein distance to the task's answer, divided by the longer length; case and white
-      space do not count. Without an announced answer the whole response is what was read.
+      space do not count. What was read is the announced answer or the whole response, whichever is nearer.
     * ``point``: the task's answer is ``x, y``; 1 if the response's point is within ``metadata["radius"]`` of it (0:
       there). With ``metadata["box"]``, ``[x1, y1, x2, y2]``, 1 if it is in that.
     * ``box``: the task's answer is ``x1, y1, x2, y2``; the intersection over union of both areas.
@@ -34,7 +35,8 @@ def vision(kind: Kind = "count", *, strict: bool = False, threshold: float | Non
       the share of cells that are the same, 0 where the shape is another one.
 
     With ``threshold`` a value of at least that is 1, and a smaller one 0. Points and boxes are numbers in any brackets
-    or tags, with names or without, in the pixels of the task.
+    or tags, with names or without, in the pixels of the task; unless ``strict``, they may fill the last fenced block or
+    paragraph. Of several grids the last is the answer.
     """
 
     def score(task: Task, response: str) -> RewardResult:
@@ -48,9 +50,9 @@ def vision(kind: Kind = "count", *, strict: bool = False, threshold: float | Non
             case "text":
                 result = _text(task, found, response)
             case "point":
-                result = _point(task, found)
+                result = _point(task, _blocks(found, response, strict))
             case "box":
-                result = _box(task, found)
+                result = _box(task, _blocks(found, response, strict))
             case "grid":
                 result = _grid(task, response)
             case _:
@@ -66,35 +68,65 @@ def vision(kind: Kind = "count", *, strict: bool = False, threshold: float | Non
 
 _NOTHING = RewardResult(0.0, {"parsed": 0.0}, answer="")
 
+_ONES = "one two three four five six seven eight nine"
+_TEENS = "ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen"
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
+_COUNTS = {word: number for number, word in enumerate(f"zero {_ONES} {_TEENS}".split())}
+_COUNTS |= {word: 10 * number for number, word in enumerate(_TENS.split(), 2)}
+_ONE, _TEN = _ONES.replace(" ", "|"), _TENS.replace(" ", "|")
+_BELOW_100 = rf"(?:(?:{_TEN})(?:[\s-]+(?:{_ONE}))?|{'|'.join(_COUNTS)})"
+_BELOW_1000 = rf"(?:(?:{_ONE}|an?)[\s-]+hundred(?:[\s-]+(?:and\s+)?{_BELOW_100})?|{_BELOW_100})"
 _WORDS = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
+    rf"(?:(?:{_BELOW_1000}|an?)[\s-]+thousand(?:,?[\s-]+(?:and\s+)?{_BELOW_1000})?"
+    rf"|(?:{_BELOW_1000}|an?)[\s-]+dozen|{_BELOW_1000})"
 )
-_COUNTS = {word: number for number, word in enumerate([*_WORDS.split(), "eighteen", "nineteen", "twenty"])}
-_CHINESE = {"零": 0, "一": 1, "两": 2, "二": 2, "三": 3, "四": 4, "五": 5, "六": 6, "七": 7, "八": 8, "九": 9, "十": 10}
+_CHINESE = {"零": 0, "一": 1, "两": 2, "二": 2, "三": 3, "四": 4, "五": 5, "六": 6, "七": 7, "八": 8, "九": 9}
+_DIGIT = f"[{''.join(_CHINESE)}]"
+_BELOW_10000 = rf"(?:({_DIGIT})千零?)?(?:({_DIGIT})百零?)?(?:({_DIGIT}?)十)?({_DIGIT})?"
 _COUNT = re.compile(
-    rf"(?<![\w.])(?:(?P<digits>\d{{1,9}})(?!\.?\d)|(?P<word>{'|'.join(_COUNTS)})\b)"
-    rf"|(?P<chinese>[{''.join(_CHINESE)}]{{1,3}})(?=$|[个只条张辆人本朵棵头匹艘架块件。,\s])",
+    r"(?<![A-Za-z0-9_.])(?:(?P<digits>\d{1,9})(?![0-9]|\.[0-9])"
+    r"(?:\s*(?P<scale>dozen|hundred|thousand|million|[百千万亿])s?(?![a-z克米]))?"
+    rf"|(?<!half )(?P<words>{_WORDS})(?![A-Za-z0-9_]|-[a-z]|\s+and\s+a\s+half\b))"
+    rf"|(?<!第)(?P<chinese>[{''.join(_CHINESE)}十百千]++)(?=$|[个只条张辆人本朵棵头匹艘架块件位名把颗根座栋枚支瓶杯。,\s])",
     re.IGNORECASE,
 )
 
 
 def _counted(text: str) -> int | None:
     """Return the one number that the text says; None if it says none, or several."""
-    said = set[int]()
+    said = set[int | None]()
     for found in _COUNT.finditer(plain(text)):
         if found["digits"]:
-            said.add(int(found["digits"]))
-        elif found["word"]:
-            said.add(_COUNTS[found["word"].lower()])
+            said.add(int(found["digits"]) * SCALES.get((found["scale"] or "").lower(), 1))
+        elif found["words"]:
+            said.add(_spelled(found["words"]))
         else:
             said.add(_chinese(found["chinese"]))
     return said.pop() if len(said) == 1 else None
 
 
-def _chinese(text: str) -> int:
-    """Return a number below 100."""
-    tens, ten, ones = text.rpartition("十")
-    return (10 * _CHINESE.get(tens, 1) if ten else 0) + (_CHINESE.get(ones, 0) if ones else 0)
+def _spelled(words: str) -> int:
+    """Return a number in English words: "one hundred and five"."""
+    total = below = 0
+    for word in re.findall("[a-z]+", words.lower()):
+        if word in {"a", "an"}:
+            below = 1
+        elif word in SCALES:
+            below *= SCALES[word]
+            total, below = (total + below, 0) if word == "thousand" else (total, below)
+        else:
+            below += _COUNTS.get(word, 0)
+    return total + below
+
+
+def _chinese(text: str) -> int | None:
+    """Return a number below 10000 in Chinese characters; None if it is none, such as 二三, two or three."""
+    if not (found := re.fullmatch(_BELOW_10000, text)):
+        return None
+    thousands, hundreds, tens, ones = found.groups()
+    if tens == "":
+        tens = "一"
+    return sum(_CHINESE[digit] * 10**at for at, digit in enumerate((ones, tens, hundreds, thousands)) if digit)
 
 
 def _count(task: Task, found: Sequence[Statement]) -> RewardResult:
@@ -110,33 +142,56 @@ def _count(task: Task, found: Sequence[Statement]) -> RewardResult:
 def _text(task: Task, found: Sequence[Statement], response: str) -> RewardResult:
     from rapidfuzz.distance import Levenshtein
 
-    said = found[0].text if found and found[0].announced else nfkc(response)
-    read, right = (" ".join(each.split()).casefold() for each in (said, nfkc(task.answer)))
+    right = _folded(task.answer)
     if not right:
         return RewardResult(None, reason="the reference answer is empty")
+    announced = [_folded(statement.text) for statement in found[:1] if statement.announced]
     # What is far longer is far off: its exact distance is not worth its time.
-    value = Levenshtein.normalized_similarity(read[: 10 * len(right) + 100], right)
-    return RewardResult(value, {"parsed": float(bool(read))}, answer=read)
+    values = {
+        read: Levenshtein.normalized_similarity(read[: 10 * len(right) + 100], right)
+        for read in (*announced, _folded(response))
+    }
+    read = max(values, key=values.__getitem__)
+    return RewardResult(values[read], {"parsed": float(bool(read))}, answer=read)
 
 
-_NUMBER = re.compile(r"(?<![\w.])[-+]?\d{1,7}(?:\.\d{1,6})?(?![\w.]*\d)")
+def _folded(text: str) -> str:
+    return " ".join(nfkc(text).split()).casefold()
+
+
+_NUMBER = re.compile(r"(?<![\w.])[-+]?\d{1,7}(?:\.\d{1,6})?(?![\w.]*\d)", re.ASCII)
+_QUOTED = re.compile(r'"[^"\n]*+"')
 
 
 def _numbers(text: str, count: int) -> list[float] | None:
-    """Return the numbers of the text, if there are so many. Digits of names, such as ``x1``, are none."""
-    numbers = [float(number) for number in _NUMBER.findall(plain(text))]
+    """Return the numbers of the text, if there are so many. Digits of names, ``x1`` or ``"cat 1"``, are none."""
+    unnamed = _QUOTED.sub(lambda quoted: " " if re.search(r"[^\W\d]", quoted[0]) else quoted[0], plain(text))
+    numbers = [float(number) for number in _NUMBER.findall(unnamed)]
     return numbers if len(numbers) == count else None
 
 
-def _coordinates(found: Sequence[Statement], count: int) -> list[float] | None:
-    return next(filter(None, (_numbers(statement.text, count) for statement in found)), None)
+_MOST_ROWS = 500
+_FENCE = re.compile(r"```[a-z]*\n(.*?)```", re.DOTALL)
 
 
-def _point(task: Task, found: Sequence[Statement]) -> RewardResult:
+def _blocks(found: Sequence[Statement], response: str, strict: bool) -> list[str]:
+    """Return where a response may state numbers on several lines: after what it states, its last blocks."""
+    texts = [statement.text for statement in found]
+    if not strict:
+        fenced = _FENCE.findall(response)
+        texts += [fenced[-1]] if fenced else [re.split(r"\n\s*\n", nfkc(response).strip())[-1]]
+    return texts
+
+
+def _coordinates(texts: Sequence[str], count: int) -> list[float] | None:
+    return next(filter(None, (_numbers(text, count) for text in texts)), None)
+
+
+def _point(task: Task, texts: Sequence[str]) -> RewardResult:
     box, right = task.metadata.get("box"), _numbers(task.answer, 2)
     if box is None and right is None:
         return RewardResult(None, reason=f"the reference answer {task.answer!r} is no point")
-    said = _coordinates(found, 2)
+    said = _coordinates(texts, 2)
     if said is None:
         return _NOTHING
     if box is not None:
@@ -146,11 +201,11 @@ def _point(task: Task, found: Sequence[Statement]) -> RewardResult:
     return RewardResult(float(inside), {"parsed": 1.0}, answer=json.dumps(said))
 
 
-def _box(task: Task, found: Sequence[Statement]) -> RewardResult:
+def _box(task: Task, texts: Sequence[str]) -> RewardResult:
     right = _numbers(task.answer, 4)
     if right is None or not _area(right):
         return RewardResult(None, reason=f"the reference answer {task.answer!r} is no box: x1, y1, x2, y2")
-    said = _coordinates(found, 4)
+    said = _coordinates(texts, 4)
     if said is None:
         return _NOTHING
     corners = zip(said[:2], right[:2], said[2:], right[2:], strict=True)
@@ -164,24 +219,34 @@ def _area(box: Sequence[float]) -> float:
     return max(0.0, box[2] - box[0]) * max(0.0, box[3] - box[1])
 
 
-def _cells(text: str) -> list[list[str]]:
-    rows = [
-        re.split(r"[\s,|]+", row.strip(" |[],;\t")) for row in nfkc(text).strip().splitlines() if row.strip(" |[],;\t")
-    ]
+_RULE = re.compile(r":?-{3,}:?(?:\s*\|\s*:?-{3,}:?)++")
+"""The line below the head of a table in Markdown."""
+
+
+def _rows(text: str) -> list[list[str]]:
+    """Return the words of each line, or of each list in a list of lists."""
+    text = re.sub(r"</?[a-z]+>", "\n", nfkc(text))
+    if re.search(r"\[\s*\[", text):
+        text = re.sub(r"\]\s*,?\s*\[|\[\s*\[|\]\s*\]", "\n", re.sub("[\"']", "", text))
+    lines = (line.strip(" |[],;\t") for line in text.splitlines())
+    return [re.split(r"[\s,|]+", line) for line in lines if line and not _RULE.fullmatch(line)]
+
+
+def _cells(rows: list[list[str]]) -> list[list[str]]:
+    """Return the rows' words or, where each has but one, their characters."""
     return [list(row[0]) for row in rows] if all(len(row) == 1 for row in rows) else rows
 
 
-_FENCE = re.compile(r"```[a-z]*\n(.*?)```", re.DOTALL)
-
-
 def _grid(task: Task, response: str) -> RewardResult:
-    right = _cells(task.answer)
+    right = _cells(_rows(task.answer))
     if not right or len({len(row) for row in right}) > 1:
         return RewardResult(None, reason="the reference answer is no grid: rows of as many cells")
     fenced = _FENCE.findall(response)
-    # Words may stand before the grid: its rows are the last ones.
-    said = _cells(fenced[-1]) if fenced else _cells("\n".join(response.strip().splitlines()[-len(right) :]))
-    if [len(row) for row in said] != [len(row) for row in right]:
+    # Words may stand before the grid, and after it.
+    rows = _rows(fenced[-1] if fenced else response)[-_MOST_ROWS:]
+    grids = (_cells(rows[end - len(right) : end]) for end in range(len(rows), len(right) - 1, -1))
+    said = next((grid for grid in grids if [len(row) for row in grid] == [len(row) for row in right]), None)
+    if said is None or (fenced and len(rows) != len(right)):
         return _NOTHING
     cells = [(one, other) for row, rows in zip(said, right, strict=True) for one, other in zip(row, rows, strict=True)]
     value = sum(one == other for one, other in cells) / len(cells)

@@ -38,6 +38,9 @@ def value(kind: str, answer: str, response: str, settings: dict[str, Any] | None
         "\\boxed{3}",
         "3个",
         "图中有三只猫",
+        "图中有3只猫。",
+        "一共有3个苹果",
+        "总共有3个。",
         "答案：３",
     ],
 )
@@ -46,19 +49,65 @@ def test_a_count_is_recognised_in_digits_and_words(response: str) -> None:
     assert value("count", "4", response) == 0.0
 
 
-@pytest.mark.parametrize("response", ["", "3 or 4", "some", "3.5", "13", "33", "between 2 and 3", "x3", "一般"])
+@pytest.mark.parametrize(
+    "response",
+    [
+        "",
+        "3 or 4",
+        "some",
+        "3.5",
+        "13",
+        "33",
+        "between 2 and 3",
+        "x3",
+        "一般",
+        "thirty-three",
+        "three dozen",
+        "3 hundred",
+        "3万",
+        "第三个",
+        "二三个",
+        "three and a half",
+    ],
+)
 def test_what_counts_otherwise_or_leaves_it_open_is_wrong(response: str) -> None:
     assert value("count", "3", response) == 0.0
 
 
-def test_chinese_counts_go_beyond_ten() -> None:
-    for number, said in {10: "十个", 12: "十二个", 20: "二十个", 35: "三十五个", 2: "两个"}.items():
-        assert value("count", str(number), said) == 1.0, said
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (10, "十个"),
+        (12, "十二个"),
+        (20, "二十个"),
+        (35, "三十五个"),
+        (2, "两个"),
+        (120, "一百二十个"),
+        (105, "一百零五个"),
+        (2304, "两千三百零四个"),
+        (21, "twenty-one"),
+        (35, "Thirty five cats"),
+        (100, "one hundred"),
+        (105, "There are a hundred and five birds."),
+        (121, "one hundred twenty-one"),
+        (2304, "two thousand, three hundred and four"),
+        (24, "two dozen"),
+        (36, "3 dozen"),
+        (500, "5 hundred"),
+        (30_000, "3万"),
+    ],
+)
+def test_counts_in_words_are_read_as_a_whole(number: int, said: str) -> None:
+    assert value("count", str(number), said) == 1.0
+    for other in {1, 2, 3, 5, number % 10, number % 100} - {number}:
+        assert value("count", str(other), said) == 0.0
 
 
 def test_text_is_right_as_far_as_it_is_the_same() -> None:
     assert value("text", "No Entry", "no  entry\n") == 1.0
     assert value("text", "No Entry", "The answer is No Entry") == 1.0
+    assert value("text", "The answer is 42", "The answer is 42") == 1.0
+    assert value("text", "42", "I read it.\nThe answer is 42") == 1.0
     assert value("text", "abcd", "abce") == 0.75
     assert value("text", "abcd", "") == 0.0
     assert value("text", "出口", "出口") == 1.0
@@ -69,7 +118,16 @@ def test_text_is_right_as_far_as_it_is_the_same() -> None:
 
 @pytest.mark.parametrize(
     "said",
-    ["(10, 20)", "[10,20]", '{"x": 10, "y": 20}', "<point>10 20</point>", "x1=10, y1=20", "The answer is (10.0, 20)."],
+    [
+        "(10, 20)",
+        "[10,20]",
+        '{"x": 10, "y": 20}',
+        "<point>10 20</point>",
+        "x1=10, y1=20",
+        "The answer is (10.0, 20).",
+        "位于10,20处",
+        '```json\n[{"point_2d": [10, 20], "label": "cat 1"}]\n```',
+    ],
 )
 def test_points_may_be_written_in_many_ways(said: str) -> None:
     assert value("point", "10, 20", said) == 1.0
@@ -80,7 +138,7 @@ def test_points_may_be_written_in_many_ways(said: str) -> None:
     assert value("point", "", said, box=[11, 0, 20, 20]) == 0.0
 
 
-@pytest.mark.parametrize("said", ["", "10", "10, 20, 30", "nowhere", "1e9999, 4"])
+@pytest.mark.parametrize("said", ["", "10", "10, 20, 30", "nowhere", "1e9999, 4", "(10, 20)\n\nBut I cannot see it."])
 def test_what_is_no_point_is_wrong(said: str) -> None:
     assert value("point", "10, 20", said, radius=10**6) == 0.0
 
@@ -93,6 +151,46 @@ def test_boxes_are_right_as_far_as_they_overlap() -> None:
     assert value("box", "0, 0, 10, 10", "10, 10, 0, 0") == 0.0, "its corners are in another order"
     assert value("box", "0, 0, 10, 10", "0, 0, 10, 10, 10, 10") == 0.0, "two boxes hedge"
     assert value("box", "0, 0, 10, 10", "0, 0, 10, 6", {"threshold": 0.5}) == 1.0
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        '```json\n[{"bbox_2d": [1, 2, 30, 40], "label": "cat 1"}]\n```',
+        'The answer is:\n```json\n[\n  {"bbox_2d": [1, 2, 30, 40]}\n]\n```\nThat is the cat.',
+        '{\n  "bbox_2d": [\n    1,\n    2,\n    30,\n    40\n  ]\n}',
+        "I see 2 cats.\n\nTop-left: (1, 2)\nBottom-right: (30, 40)",
+        "[[1, 2], [30, 40]]",
+    ],
+)
+def test_boxes_may_fill_several_lines_unless_strict(said: str) -> None:
+    assert value("box", "1, 2, 30, 40", said) == 1.0
+    assert value("box", "30, 40, 50, 60", said) == 0.0
+    assert value("box", "1, 2, 30, 40", said, {"strict": True}) == 0.0
+    assert value("box", "1, 2, 30, 40", said.replace("40", "40, 50")) == 0.0
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "[[1,2],[3,4]]",
+        "[[1, 2],\n [3, 4]]",
+        '[["1", "2"], ["3", "4"]]',
+        "```json\n[[1, 2], [3, 4]]\n```",
+        "The answer is [[1,2],[3,4]].",
+        "<answer>1 2\n3 4</answer>",
+        "<answer>\n12\n34\n</answer>",
+        "The grid:\n1 2\n3 4\nThat is what I see.",
+        "43\n21\n\nNo, it is\n12\n34\n\nI hope this helps!",
+        "| 1 | 2 |\n|---|---|\n| 3 | 4 |",
+    ],
+)
+def test_grids_may_be_lists_and_stand_among_words(said: str) -> None:
+    for right in ("12\n34", "1 2\n3 4"):
+        assert value("grid", right, said) == 1.0
+    assert value("grid", "12\n35", said) == 0.75
+    assert value("grid", "12\n34\n56", said) == 0.0
+    assert value("grid", "123\n456", said) == 0.0
 
 
 def test_grids_are_right_as_far_as_their_cells_are() -> None:
@@ -144,6 +242,9 @@ HOSTILE = [
     "```\n" * 5_000,
     "三" * 20_000,
     "-1." * 9_000,
+    '"' + "a" * 20_000,
+    "one hundred and " * 1_000,
+    "][" * 9_000,
 ]
 
 
