@@ -8,8 +8,8 @@ What counts as equal: ``1/2`` and ``0.5``, ``1,000`` and ``1000``, ``2^{10}`` an
 and ``5``, ``x = 3z`` and ``x - 3z = 0``, ``3 < x`` and ``(3, \\infty)``, ``25%`` and both ``25`` and ``0.25``, ``17``
 and ``17 m``, ``2 h`` and ``120 min``, ``5 million`` and ``5000000``, a list and the same in another order, ``(1, 2)``
 and the column of 1 and 2. What does not: ``0.33`` and ``1/3`` (but see ``tolerance``), ``x = 5`` and ``y = 5``,
-``17 s`` and ``17 m``, ``5 million`` and ``5``, ``3 or 4`` and ``3``, ``(1, 2)`` and ``[1, 2]``, ``(1, 2)`` and ``(2, 1)``,
-``3 = 5`` and ``5``.
+``17 s`` and ``17 m``, ``5 million`` and ``5``, ``3 or 4`` and ``3``, ``(1, 2)`` and ``[1, 2]``, ``(1, 2)``
+and ``(2, 1)``, ``3 = 5`` and ``5``.
 """
 
 from __future__ import annotations
