@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up .venv with the extras that tests need and runs what must hold after every change, in about 30 minutes on two
+# Sets up .venv with the extras that tests need and runs what must hold after every change, in 30 to 40 minutes on two
 # cores.
 #
 #   bash tests/run.sh [--all] [argument of pytest …]
@@ -11,11 +11,11 @@
 # Three lanes run side by side: whole runs in one, and everything else (see tests/conftest.py).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-tier="what must hold after every change, about 30 minutes on two cores"
+tier="what must hold after every change, 30 to 40 minutes on two cores"
 arguments=(-n 3)
 for argument in "$@"; do
   if [ "$argument" = --all ]; then
-    tier="everything, about 45 minutes on two cores"
+    tier="everything, about an hour on two cores"
     arguments+=(-m "slow or not slow")
   else
     arguments+=("$argument")

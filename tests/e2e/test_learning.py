@@ -55,6 +55,7 @@ def test_the_quickstart_learns_from_its_own_rollouts_through_ray_job_submit(
         assert shown in result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 def test_without_a_warm_up_grpo_stays_at_nothing_and_mix_learns(tmp_path: Path) -> None:
     """GRPO has no right answer to reinforce; MIX shows it some, and both streams take it further."""

@@ -57,7 +57,7 @@ def only_once(mark: str) -> Any:
 
 def one_at_a_time(mark: str) -> Any:
     file = os.open(mark, os.O_CREAT | os.O_RDWR)  # open for as long as the process lives
-    for _ in range(20):  # one that was killed is gone a little later
+    for _ in range(45):  # one that was killed is gone a little later
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return lambda task, response: _do(response)

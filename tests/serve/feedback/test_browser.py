@@ -419,25 +419,31 @@ def test_what_is_taken_back_before_the_server_has_answered_is_not_said_and_what_
 ) -> None:
     person = Person(browser, serve(*spoken(3)))
     first = person.shown
-    held: list[Any] = []
+    away, held = [True], list[Any]()
 
     def hold(route: Any) -> None:
-        answer = route.fetch() if way != "the server is away" else None
-        if way == "the answer is late":
-            held.append((route, answer))
+        if not away:
+            route.continue_()
+        elif way == "the answer is late" and not held:
+            held.append((route, route.fetch()))
+        elif way == "the answer is lost":
+            route.fetch()
+            route.abort()
         else:
             route.abort()
 
     person.window.route("**/v1/judge", hold)
     with person.window.expect_request("**/v1/judge"):
         person.key("5", "Enter")
+    while way == "the answer is late" and not held:
+        person.window.wait_for_timeout(10)
     person.key("z")
     assert person.shown == first
     person.key("c")
     person.window.keyboard.insert_text("on second thoughts")
     person.key("Escape")
     with person.window.expect_response("**/v1/undo"):
-        person.window.unroute("**/v1/judge")
+        away.clear()
         for route, answer in held:
             route.fulfill(response=answer)
     assert person.shown == first
