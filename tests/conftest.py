@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Lanes, each with a Ray cluster of its own: whole runs one after another, and beside them the other modules, of
-    which a lane takes the next one whenever it is done. Three are busy enough for two cores: most tests wait."""
+    which a lane takes the next one whenever it is done."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Lanes(LoadScopeScheduling):

@@ -8,11 +8,11 @@
 #            one, the quickstart as shipped at more than twice the length, a resumed run with engines beside one without
 #            a fault, and every bench at its smallest
 #
-# Three lanes run side by side: whole runs in one, and everything else (see tests/conftest.py).
+# Two lanes run side by side: whole runs, and everything else (see tests/conftest.py).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 tier="what must hold after every change, 30 to 40 minutes on two cores"
-arguments=(-n 3)
+arguments=(-n 2)
 for argument in "$@"; do
   if [ "$argument" = --all ]; then
     tier="everything, about an hour on two cores"
