@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from rayrft.rewards.answers import nfkc, plain
+from rayrft.rewards.units import SCALES
 
 
 @dataclass(frozen=True)
@@ -22,10 +23,7 @@ _LONGEST = 200
 """Characters of a number and its unit: no power or product of such numbers is too large for a float."""
 
 _SHARES = {"%": Fraction(1, 100), "percent": Fraction(1, 100), "per cent": Fraction(1, 100), "‰": Fraction(1, 1000)}
-_SCALES = {
-    **{"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12},
-    **{"十": 10, "百": 10**2, "千": 10**3, "万": 10**4, "亿": 10**8},
-}
+_SCALES = SCALES | {"十": 10}
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
 _SCALE = r"十(?=[万亿])|[百万亿]|千(?![米克瓦伏安牛焦帕卡])|(?:hundred|thousand|million|billion|trillion|dozen)\b"
 _QUANTITY = re.compile(

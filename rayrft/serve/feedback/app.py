@@ -20,7 +20,7 @@ from rayrft.config.serve import FeedbackConfig
 from rayrft.errors import DataError, RayrftError
 from rayrft.serve.feedback.agreement import measure_agreement
 from rayrft.serve.feedback.delivery import Delivered, Delivery
-from rayrft.serve.feedback.items import Item, Queue, Rows, describe
+from rayrft.serve.feedback.items import ROWS, Item, Queue, Rows, describe
 from rayrft.serve.feedback.journal import FeedbackJournal
 from rayrft.serve.feedback.judgements import Judged, Judgement, Judgements, Thumb, Undone, View
 from rayrft.serve.http import HttpService
@@ -295,7 +295,7 @@ class FeedbackPage(HttpService):
             return item
         # It is no longer among those to judge: it was shown before a restart, or the run has newer ones.
         view, _, name = key.partition(":")
-        least, most = {"one": (1, 1), "pair": (2, 2), "group": (2, len(rows))}.get(view, (1, 0))
+        least, most = ROWS.get(view, (1, 0))
         of_it = all(row == name or (view != "one" and row.startswith(f"{name}/")) for row in rows)
         if not (of_it and least <= len(rows) <= most):
             raise ApiError(404, f"There is no item {key!r} of these rows.", code="item_not_found", param="item")

@@ -23,7 +23,7 @@ from rayrft.data.formats import read_rows
 from rayrft.errors import DataError
 from rayrft.experience import from_batch
 from rayrft.files import atomic_file
-from rayrft.serve.feedback.items import MOST_RANKED, Answer
+from rayrft.serve.feedback.items import ROWS, Answer
 from rayrft.serve.feedback.judgements import Judged, Judgement, Judgements, View
 
 Trainable = Literal["pairs", "answers", "labelled", "scores"]
@@ -344,9 +344,9 @@ def _checked(given: Judgement, answers: dict[str, Answer], settings: FeedbackCon
     """Return a judgement with its types as they must be. Raises DataError if it does not fit the run."""
     if unknown := [row for row in given.rows if row not in answers]:
         raise DataError(f"the run's log has no answer {unknown[0]!r}")
-    if given.view not in get_args(View):
-        raise DataError(f"the view {given.view!r} is none of {', '.join(get_args(View))}")
-    least, most = {"one": (1, 1), "pair": (2, 2), "group": (2, MOST_RANKED)}[given.view]
+    if given.view not in ROWS:
+        raise DataError(f"the view {given.view!r} is none of {', '.join(ROWS)}")
+    least, most = ROWS[given.view]
     if not least <= len(given.rows) <= most or len(set(given.rows)) < len(given.rows):
         raise DataError(f"{len(given.rows)} answers are none for the view {given.view!r}")
     score = given.score

@@ -14,8 +14,10 @@ from rayrft.config.serve import FeedbackConfig
 from rayrft.experience import Experience
 from rayrft.serve.feedback.judgements import Judgement, Judgements, View
 
-MOST_RANKED = 9
+_MOST_RANKED = 9
 """Answers that are ranked: as many as a keyboard has digits."""
+ROWS: dict[str, tuple[int, int]] = {"one": (1, 1), "pair": (2, 2), "group": (2, _MOST_RANKED)}
+"""The least and the most answers of an item, by its view."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ def items_of(group: Group) -> list[Item]:
     answers = [answer for answer in group.answers if answer.text]
     items = [Item(f"one:{answer.experience_id}", "one", group.task_id, (answer,)) for answer in answers]
     different = list({answer.text: answer for answer in answers}.values())
-    mixed = sorted(different, key=lambda answer: _draw(answer.experience_id))[:MOST_RANKED]
+    mixed = sorted(different, key=lambda answer: _draw(answer.experience_id))[:_MOST_RANKED]
     if len(mixed) > 1:
         items.append(Item(f"pair:{group.group_id}", "pair", group.task_id, tuple(mixed[:2])))
     if len(mixed) > 2:
