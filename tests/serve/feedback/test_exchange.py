@@ -184,3 +184,31 @@ def test_judgements_of_answers_that_left_the_log_are_counted(tmp_path: Path) -> 
     gone = Judgement("9", "Ann", "one:old/0", "one", ("old/0",), score=1)
     done = export_feedback(known([*SAID, gone]), ANSWERS, tmp_path / "x.jsonl", "scores", SETTINGS)
     assert (done.rows, done.missing) == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("about", "said", "problem"),
+    [
+        ({"view": "single", "rows": ["g/0"]}, {"score": 5}, "the view 'single' is none of one, pair, group"),
+        ({"view": "group", "rows": ["g/0"]}, {"ranking": ["response"]}, "1 answers are none for the view 'group'"),
+        ({"view": "pair", "rows": ["g/0", "g/1"]}, {"score": 5}, "belong to a single answer"),
+        ({"view": "one", "rows": ["g/0"]}, {"ranking": ["response"]}, "rankings to several"),
+    ],
+)
+def test_what_no_item_can_be_said_of_is_refused_before_it_is_written(
+    about: dict[str, Any], said: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    responses = {question: [{"value": value, "user_id": "u"}] for question, value in said.items()}
+    path = tmp_path / "made.jsonl"
+    path.write_text(json.dumps({"id": "x:g", "metadata": about, "responses": responses}))
+    with pytest.raises(DataError, match=problem):
+        import_feedback(path, "argilla", ANSWERS, SETTINGS)
+
+
+def test_of_what_was_skipped_elsewhere_nothing_else_counts(tmp_path: Path) -> None:
+    [record, *_] = json.loads((SAMPLES / "label_studio.json").read_text())
+    record["annotations"] = [{**record["annotations"][0], "was_cancelled": True}]
+    (tmp_path / "skipped.json").write_text(json.dumps([record]))
+    [found] = import_feedback(tmp_path / "skipped.json", "label_studio", ANSWERS, SETTINGS)
+    given = found.judgement
+    assert given.skipped and (given.score, given.labels, given.comment) == (None, (), "")
