@@ -174,11 +174,14 @@ async def test_its_sessions_give_way_too_also_where_the_kernel_takes_few_at_a_ti
         async with asyncio.timeout(20):
             while not all(_session_niceness(pid) == 19 for pid in (worker.pid, daemon)):  # noqa: ASYNC110 - the kernel's
                 await asyncio.sleep(0.01)
-        assert _session_niceness(other.pid) == _session_niceness(os.getpid()) == 0
+        assert _session_niceness(other.pid) == 0
+        assert _session_niceness(os.getpid()) in (0, None)
 
 
-def _session_niceness(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/autogroup").read_text().split()[-1])
+def _session_niceness(pid: int) -> int | None:
+    """Return the niceness of a process's session, None for one from before any: the kernel's own."""
+    said = Path(f"/proc/{pid}/autogroup").read_text().split()
+    return int(said[-1]) if said else None
 
 
 async def test_a_cancelled_call_costs_its_process_and_no_other() -> None:
