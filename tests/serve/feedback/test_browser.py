@@ -492,6 +492,7 @@ def test_a_run_that_is_away_gets_what_was_said_when_it_is_back(
     (tmp_path / "running").unlink()
     person.key("5", "Enter")
     person.see("#toast").to_have_text("Saved. The run is not running.")
+    person.saved(1)
     (tmp_path / "running").touch()
     person.key("1", "Enter")
     person.see("#toast").to_have_text("Saved.")
