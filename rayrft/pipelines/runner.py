@@ -268,6 +268,9 @@ class Applier:
         return outcome
 
     def observe(self, number: int) -> None:
+        assert self._rows is not None
+        # Each column in memory of its own: with one that an operator keeps, all of the message would stay.
+        self._rows = self._rows.take(pa.array(np.arange(self._rows.num_rows)))
         self._links[number].operator.observe(self._rows)
 
     def settle(self, number: int) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -12,6 +15,7 @@ import pytest
 from rayrft.config.pipelines import OperatorConfig
 from rayrft.pipelines import Context, hashing
 from rayrft.pipelines.chain import apply_link, build_chain
+from rayrft.pipelines.runner import Applier, packed
 from tests.pipelines.small import applied, reasons, rows, texts
 
 WORDS = [f"word{number}" for number in range(3000)]
@@ -135,3 +139,32 @@ def test_rows_of_one_template_stay_apart_at_a_high_threshold() -> None:
 @pytest.mark.parametrize(("threshold", "rows_of_a_band"), [(0.99, 16), (0.9, 8), (0.7, 4), (0.4, 2), (0.1, 1)])
 def test_bands_fit_the_threshold(threshold: float, rows_of_a_band: int) -> None:
     assert hashing.band_rows(threshold) == rows_of_a_band
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("exact_duplicates", {"columns": ["question"]}),
+        ("near_duplicates", {}),
+        ("top_share", {"column": "score", "share": 0.5}),
+    ],
+)
+def test_what_is_kept_of_all_rows_does_not_keep_their_texts(name: str, options: dict[str, Any]) -> None:
+    def batch(number: int) -> pa.RecordBatch:
+        return rows(question=[f"{number} {row} " + "x" * 100_000 for row in range(10)], score=[float(number)] * 10)
+
+    configs = [OperatorConfig(name=name, **options)]
+    build = partial(build_chain, configs, batch(0).schema, field="operators", origin="test", context=Context())
+    applier, messages = Applier(build, 0), map(packed, map(batch, range(21)))
+    applier.take(next(messages))
+    applier.observe(0)  # compiles
+    tracemalloc.start()
+    try:
+        for message in messages:
+            applier.take(message)
+            applier.observe(0)
+        del message
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 3 << 20, "of 20 MB of messages the last one"
