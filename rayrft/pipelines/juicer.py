@@ -1,13 +1,15 @@
 """Operators of Data-Juicer (Chen et al. 2023, arXiv:2309.02033) by their names, in an interpreter that has it.
 
 Data-Juicer pins packages that rayrft needs in other versions, and installs more as it runs: it is in an environment of
-its own, from which a process (`rayrft.pipelines.juicer_worker`) takes and gives Arrow batches.
+its own, one that is named or a runtime environment of Ray, from which a process (`rayrft.pipelines.juicer_worker`)
+takes and gives Arrow batches.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -25,12 +27,18 @@ from rayrft.errors import ConfigError, OperatorFailed
 from rayrft.pipelines import juicer_worker
 from rayrft.pipelines.operator import Applied, Context, Operator, Wants, register_operator, with_column
 
+log = logging.getLogger(__name__)
 PYTHON = "RAYRFT_JUICER_PYTHON"
 """The environment variable with the path of the interpreter."""
+_PACKAGES = ["py-data-juicer==1.6.1", "aiohttp"]
+"""It needs aiohttp, and Ray, which is there, and asks for neither."""
+_MADE_WITHIN_S = 900.0
 _REMEDY = (
-    "make an environment (python -m venv juicer; juicer/bin/pip install py-data-juicer aiohttp), and give its "
+    f"make an environment (python -m venv juicer; juicer/bin/pip install {' '.join(_PACKAGES)} ray), and give its "
     f"interpreter: juicer_python, or {PYTHON}"
 )
+_held: list[Any] = []
+"""Actors in Ray's runtime environments, which stay as long as these."""
 
 
 class JuicerOptions(Section):
@@ -47,7 +55,8 @@ class JuicerOptions(Section):
     makes_rows: bool = False
     """Whether it may make several rows of one; then these are added, and the row itself is left out."""
     juicer_python: Path | None = None
-    """The interpreter; by default that in RAYRFT_JUICER_PYTHON, or this one."""
+    """The interpreter; by default that in RAYRFT_JUICER_PYTHON, or this one, if it has Data-Juicer, or that of a
+    runtime environment that Ray makes."""
 
 
 _OF_ALL = ("_deduplicator", "_selector")
@@ -173,9 +182,35 @@ class Juicer(Operator[JuicerOptions]):
 def _interpreter(given: Path | None) -> str:
     named = given or (Path(os.environ[PYTHON]) if os.environ.get(PYTHON) else None)
     if named is None:
-        if importlib.util.find_spec("data_juicer") is None:
-            raise ConfigError("Data-Juicer is not installed here", field="juicer", remedy=_REMEDY)
-        return sys.executable
+        return sys.executable if importlib.util.find_spec("data_juicer") is not None else _of_ray()
     if not os.access(named, os.X_OK) or not named.is_file():
         raise ConfigError("there is no such interpreter", field="juicer_python", value=str(named), remedy=_REMEDY)
     return str(named.absolute())  # not resolved: an environment's interpreter is a link
+
+
+def _of_ray() -> str:
+    """Have Ray make a runtime environment with Data-Juicer on this node, and return its interpreter, for this process
+    and those that it starts. Raises ConfigError if it cannot, or is not there."""
+    import ray
+    from ray.exceptions import RayError
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    if not ray.is_initialized():
+        raise ConfigError("Data-Juicer is not installed here", field="juicer", remedy=_REMEDY)
+    log.warning("Ray makes an environment with Data-Juicer: a minute or two, unless there is one on this node")
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    actor = ray.remote(_Inside).options(num_cpus=0, runtime_env={"pip": _PACKAGES}, scheduling_strategy=here).remote()
+    try:
+        os.environ[PYTHON] = python = ray.get(actor.python.remote(), timeout=_MADE_WITHIN_S)
+    except RayError as error:
+        problem = f"Ray cannot make an environment with Data-Juicer: {str(error).strip().splitlines()[-1]}"
+        raise ConfigError(problem, field="juicer", remedy=_REMEDY) from error
+    _held.append(actor)
+    return str(python)
+
+
+class _Inside:
+    """An actor that keeps the environment that it is in."""
+
+    def python(self) -> str:
+        return sys.executable
