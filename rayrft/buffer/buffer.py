@@ -145,16 +145,16 @@ class Buffer:
 
     async def leased(self, after: int) -> int:
         """Wait until a step later than ``after`` is leased, and return the newest: groups whose tickets have no later
-        deadline come too late. Waits without a deadline, like `admit`."""
+        deadline come too late. Returns ``after`` once the stage is closed; waits without a deadline, like `admit`."""
         newest = after
 
         def later() -> bool:
             nonlocal newest
             newest = max(self._state.meta.leases, default=after)
-            return newest > after
+            return newest > after or not self._state.meta.open
 
         await self._store.wait_for(later)
-        return newest
+        return max(newest, after)
 
     async def admit(self, producer: str, call: int, count: int) -> list[Ticket]:
         """Wait for room and return up to ``count`` tickets; none if the stage is closed or the tasks are exhausted.

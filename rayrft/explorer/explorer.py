@@ -357,10 +357,10 @@ class Explorer:
 
     async def _end_surplus(self, stage: StageConfig) -> None:
         """Park or abandon the groups that over-sampling started for a step once it has been leased, since decoding them
-        further would be wasted. Never returns."""
+        further would be wasted. Returns once the stage is closed."""
         step = -1
-        while True:
-            step = await self._buffer.call(Buffer.leased, step)
+        while (newest := await self._buffer.call(Buffer.leased, step)) > step:
+            step = newest
             for deadline in [deadline for deadline in self._rolling if deadline <= step]:
                 due = self._rolling.pop(deadline)
                 for ticket in list(due):

@@ -36,12 +36,16 @@ def test_admission_waits_for_new_weights_and_is_woken_by_them(buffer: Any) -> No
     assert (later.version, later.deadline) == (1, 1)
 
 
-def test_a_closed_stage_wakes_the_producer_with_nothing(buffer: Any) -> None:
+def test_a_closed_stage_wakes_all_that_a_producer_waits_for(buffer: Any) -> None:
     ray.get(buffer.open_stage.remote(plan(1)))
-    ray.get(admit(buffer, 10))
-    waiting = admit(buffer)
+    [ticket] = ray.get(admit(buffer, 10))
+    put(buffer, ticket)
+    waiting = [admit(buffer), buffer.leased.remote(0), buffer.closed.remote()]
+    ray.get(buffer.lease.remote(0, 1, 5))
+    assert ray.get(buffer.leased.remote(-1)) == 0
+    assert ray.wait(waiting, timeout=0)[0] == []
     ray.get(buffer.close_stage.remote())
-    assert ray.get(waiting, timeout=120) == []
+    assert ray.get(waiting, timeout=120) == [[], 0, None]
 
 
 def test_a_faulty_row_is_rejected_counted_and_never_trained(buffer: Any) -> None:
