@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up .venv with the extras that tests need and runs what must hold after every change, in 30 to 40 minutes on two
+# Sets up .venv with the extras that tests need and runs what must hold after every change, in about 25 minutes on two
 # cores.
 #
 #   bash tests/run.sh [--all] [argument of pytest …]
@@ -11,7 +11,7 @@
 # Two lanes run side by side: whole runs, and everything else (see tests/conftest.py).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-tier="what must hold after every change, 30 to 40 minutes on two cores"
+tier="what must hold after every change, about 25 minutes on two cores"
 arguments=(-n 2)
 for argument in "$@"; do
   if [ "$argument" = --all ]; then

@@ -30,11 +30,11 @@ from rayrft.pipelines.operator import Applied, Context, Operator, Wants, registe
 log = logging.getLogger(__name__)
 PYTHON = "RAYRFT_JUICER_PYTHON"
 """The environment variable with the path of the interpreter."""
-_PACKAGES = ["py-data-juicer==1.6.1", "aiohttp"]
+PACKAGES = ["py-data-juicer==1.6.1", "aiohttp"]
 """It needs aiohttp, and Ray, which is there, and asks for neither."""
 _MADE_WITHIN_S = 900.0
 _REMEDY = (
-    f"make an environment (python -m venv juicer; juicer/bin/pip install {' '.join(_PACKAGES)} ray), and give its "
+    f"make an environment (python -m venv juicer; juicer/bin/pip install {' '.join(PACKAGES)} ray), and give its "
     f"interpreter: juicer_python, or {PYTHON}"
 )
 _held: list[Any] = []
@@ -199,7 +199,7 @@ def _of_ray() -> str:
         raise ConfigError("Data-Juicer is not installed here", field="juicer", remedy=_REMEDY)
     log.warning("Ray makes an environment with Data-Juicer: a minute or two, unless there is one on this node")
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    actor = ray.remote(_Inside).options(num_cpus=0, runtime_env={"pip": _PACKAGES}, scheduling_strategy=here).remote()
+    actor = ray.remote(_Inside).options(num_cpus=0, runtime_env={"pip": PACKAGES}, scheduling_strategy=here).remote()
     try:
         os.environ[PYTHON] = python = ray.get(actor.python.remote(), timeout=_MADE_WITHIN_S)
     except RayError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from rayrft.config.pipelines import OperatorConfig
 from rayrft.errors import ConfigError, OperatorFailed
 from rayrft.pipelines import Context
 from rayrft.pipelines.chain import build_chain
-from rayrft.pipelines.juicer import PYTHON
+from rayrft.pipelines.juicer import PACKAGES, PYTHON
 from rayrft.pipelines.process import file_source, process
 from rayrft.pipelines.rows import lineage
 from tests.errors import about
@@ -25,14 +26,17 @@ from tests.pipelines.test_process import run, write
 
 
 @pytest.fixture(scope="module")
-def data_juicer(ray_cluster: Any) -> Iterator[None]:
-    """Ray makes the environment with Data-Juicer, unless one is named."""
-    named = PYTHON in os.environ
-    yield
-    if not named:
-        made = Path(os.environ.pop(PYTHON)).parents[2]
-        assert made.parent.name == "pip"
-        shutil.rmtree(made)
+def data_juicer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """An environment with Data-Juicer, made as README says unless one is named."""
+    if PYTHON in os.environ:
+        return (yield)
+    folder = tmp_path_factory.mktemp("juicer")
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    subprocess.run([folder / "bin/pip", "install", "-q", *PACKAGES, "ray"], check=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(PYTHON, str(folder / "bin/python"))
+        yield
+    shutil.rmtree(folder)
 
 
 there = pytest.mark.usefixtures("data_juicer")
@@ -59,8 +63,8 @@ def test_filters_and_deduplicators_leave_rows_out_whatever_the_batches(tmp_path:
         {"juicer": "document_deduplicator", "lowercase": True},
         {"juicer": "clean_links_mapper", "repl": "LINK"},
     ]
-    for size, workers in ((1, 1), (3, 2)):
-        found, done = run(LINKED, tmp_path, operators, batch_rows=size, workers=workers)
+    for size in (1, 3):
+        found, done = run(LINKED, tmp_path, operators, batch_rows=size)
         assert [row["question"] for row in found] == ["see LINK now", "the same"]
         assert sorted(done.report.left_out.items()) == [
             ("juicer: document_deduplicator leaves it out", 1),
@@ -115,6 +119,20 @@ def test_what_cannot_work_is_refused_before_anything_starts(
         build_chain([config], batch.schema, field="operators", origin="test", context=Context())
 
 
+@pytest.mark.slow
+def test_ray_makes_the_environment_where_none_is_named(
+    ray_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PYTHON, "")  # and what is set there is undone
+    operators = [{"juicer": "text_length_filter", "min_len": 6}, {"juicer": "clean_links_mapper"}]
+    for workers in (1, 2):
+        found, _ = run(LINKED, tmp_path, operators, batch_rows=2, workers=workers)
+        assert [row["question"] for row in found] == ["see  now", "the same", "the same"]
+    made = Path(os.environ[PYTHON]).parents[2]
+    assert made.parent.name == "pip"
+    shutil.rmtree(made)
+
+
 class _Without:
     def python(self) -> str:
         raise OSError("no space left")
@@ -122,7 +140,7 @@ class _Without:
 
 def test_an_environment_that_ray_cannot_make_is_an_error(ray_cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(PYTHON, raising=False)
-    monkeypatch.setattr("rayrft.pipelines.juicer._PACKAGES", [])
+    monkeypatch.setattr("rayrft.pipelines.juicer.PACKAGES", [])
     monkeypatch.setattr("rayrft.pipelines.juicer._Inside", _Without)
     with pytest.raises(ConfigError, match="no space left", check=about("operators.0.juicer")):
         build_chain(
