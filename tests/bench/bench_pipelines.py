@@ -1,4 +1,5 @@
-"""What five cheap operators on experiences add to a step of MIX: the quickstart's steps with and without them, in turn.
+"""What five cheap operators on experiences add to a step of MIX: the quickstart's steps with and without them, in turn,
+in either order.
 
 Of a run, the steps after the first five count. ``verifying`` is the wall time of a step in which any group was with its
 operators, most of it beside rollouts; ``work`` is what the operators took of it.
@@ -48,12 +49,15 @@ def steps_of(folder: Path, number: int, operators: list[dict[str, Any]], steps: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=30, help="steps that are measured, of each run")
     options = parser.parse_args()
     folder, ratios = Path(tempfile.mkdtemp(prefix="bench-")), list[float]()
     for number in range(options.rounds):
-        without, with_them = (steps_of(folder, number, each, options.steps) for each in ([], _OPERATORS))
+        sides: dict[bool, list[StepRecord]] = {}
+        for operators in ([], _OPERATORS) if number % 2 else (_OPERATORS, []):
+            sides[bool(operators)] = steps_of(folder, number, operators, options.steps)
+        without, with_them = sides[False], sides[True]
         medians = [float(np.median([each.step_s for each in records])) for records in (without, with_them)]
         ratios.append(medians[1] / medians[0])
         verifying = np.median([each.pipeline_s for each in with_them])
