@@ -205,13 +205,29 @@ def test_the_output_layer_that_is_tied_to_the_embedding_is_not_left_stale(engine
         assert completion.logprobs == pytest.approx(recomputed(model, completion, 1.0), abs=1e-4)
 
 
+def updated_in_flight(
+    engine: EngineUnderTest, versions: tuple[int, int], prompt: list[int], max_tokens: int, keep_cache: bool = False
+) -> tuple[list[Completion], list[Completion]]:
+    """Ask for 128 answers, and give the engine other weights while some of them are sampled; return these answers and
+    those to requests that came afterwards."""
+    request = Request(prompt, 16, sampling(max_tokens=max_tokens))
+    old, new = engine.model(), engine.model(seed=3)
+    for attempt in range(20):
+        update(engine, old, versions[0])
+        running = [engine.actor.generate.remote(request) for _ in range(8)]
+        first_token = {0: replace(request, n=1, stream=True)}  # of a request that is begun after the others
+        ray.get(engine.actor.exchange.remote(f"{versions}-{keep_cache}-{attempt}", first_token, []))
+        engine.update(dict(new.named_parameters()), versions[1], keep_cache=keep_cache)
+        later = generate(engine, 8, prompt, max_tokens=5)
+        completions = [completion for each in ray.get(running) for completion in each]
+        if any(len(completion.versions) == 2 for completion in completions):
+            return completions, later
+    pytest.fail("no request was in flight")
+
+
 def test_requests_in_flight_survive_an_update_and_say_which_weights_gave_each_token(engine: EngineUnderTest) -> None:
-    update(engine, engine.model(), 20)
-    running = [engine.actor.generate.remote(Request(PROMPT, 16, sampling(max_tokens=50))) for _ in range(8)]
-    update(engine, engine.model(seed=3), 21)
-    completions = [completion for each in ray.get(running) for completion in each]
+    completions, _ = updated_in_flight(engine, (20, 21), PROMPT, max_tokens=50)
     assert len(completions) == 128
-    assert any(len(completion.versions) == 2 for completion in completions), "no request was in flight"
     for completion in completions:
         length = len(completion.token_ids)
         assert length == len(completion.logprobs)
@@ -242,12 +258,9 @@ def test_a_kept_cache_is_used_by_the_requests_that_were_running_and_by_no_later_
 
     new, found = engine.model(seed=3), []
     for keep in (False, True):
-        update(engine, engine.model(), 30)
-        request = Request(prompt, 16, sampling(max_tokens=28))
-        running = [engine.actor.generate.remote(request) for _ in range(8)]
-        engine.update(dict(new.named_parameters()), 31, keep_cache=keep)
-        assert difference(generate(engine, 8, prompt, max_tokens=5)) < 1e-4
-        found.append(difference([completion for completions in ray.get(running) for completion in completions]))
+        running, later = updated_in_flight(engine, (30, 31), prompt, max_tokens=28, keep_cache=keep)
+        assert difference(later) < 1e-4
+        found.append(difference(running))
     assert found[0] < 1e-4 and found[1] > 1e-3
 
 
