@@ -124,8 +124,11 @@ def _entry(entries: list[Any], part: str, dotted: str) -> Any:
 
 
 def _explain(error: ValidationError, raw: dict[str, Any], model: type[BaseModel]) -> ConfigError:
-    """Convert the first problem to a ConfigError: the others often follow from it."""
-    problem = error.errors()[0]
+    """Convert the first problem to a ConfigError: the others often follow from it. A key that is missing follows from an
+    unknown one beside it, which is a mistyped name."""
+    first, *others = error.errors()
+    beside = [each for each in others if each["type"] == "extra_forbidden" and each["loc"][:-1] == first["loc"][:-1]]
+    problem = beside[0] if beside and first["type"] == "missing" else first
     path, kind = [str(part) for part in problem["loc"]], problem["type"]
     field = ".".join(_named(path, raw))
     if kind == "extra_forbidden":

@@ -144,7 +144,7 @@ def test_a_bad_value_is_named_with_its_remedy(override: dict[str, Any], message:
         ({"tasks.sources": [SPELL, SPELL]}, "tasks.sources"),
         ({"tasks.sampler": "easy_to_hard"}, "tasks.sources.0.difficulty"),
         ({"tasks.epochs": 0}, "tasks.epochs"),
-        ({"tasks": {"source": "file", "path": "x"}}, "tasks.sources"),
+        ({"tasks": {"sources_": []}}, "tasks.sources_"),
         ({"explorer.sampling.top_k": 5}, "explorer.sampling.top_k"),
         ({"max_staleness": -1}, "max_staleness"),
         ({"name": "a b"}, "name"),
