@@ -355,6 +355,20 @@ class Buffer:
                 await self._store.commit(e.Extended(name, extent, unit, labelled))
         return batch.num_rows
 
+    async def withdraw(self, name: str, experience_ids: list[str]) -> int:
+        """Draw these demonstrations, with the other sides of their pairs, no more; leases that have them keep them.
+
+        Returns the number of rows that are withdrawn; unknown ids are none.
+        """
+        async with self._store.move_lock:
+            known, unwanted = self._state.meta.experts.get(name), {*experience_ids}
+            if known is None:
+                return 0
+            ids = np.array(await self._experts.names(name, known.extent), dtype=object).reshape(-1, known.unit)
+            rows = np.flatnonzero(np.repeat([bool(unwanted & set(names)) for names in ids], known.unit)).tolist()
+            await self._store.commit(e.Withdrawn(name, rows))
+        return len(rows)
+
     async def _demonstrations(self, name: str, payload: list[Any]) -> tuple[pa.RecordBatch, bool, bool]:
         """Return demonstrations, and whether they are pairs, and labelled; raise DataError if a row is invalid, or if
         the stage needs others."""

@@ -281,6 +281,15 @@ class Extended:
 
 
 @dataclass(frozen=True)
+class Withdrawn:
+    """Demonstrations of a name are not drawn any more, by their row numbers; leases that have them keep them."""
+
+    name: str
+    rows: list[int]
+    event: Literal["withdrawn"] = "withdrawn"
+
+
+@dataclass(frozen=True)
 class ModelTerms:
     """The model of all jobs that meet at a named Buffer: its limits on rows, and a digest of its tokenizer."""
 
@@ -344,6 +353,7 @@ Event = (
     | FeedbackNoted
     | Loaded
     | Extended
+    | Withdrawn
     | FeedJoined
     | TrainerJoined
     | ProducersEnded

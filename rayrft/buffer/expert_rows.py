@@ -86,14 +86,15 @@ class ExpertBlocks:
         return self._names[file][: extent.rows]
 
     async def whole(self, store: str) -> tuple[Ref, np.ndarray]:
-        """Return the block and row indices of the current demonstrations in ``expert/<name>``. Raises DataError for an
-        unknown store."""
+        """Return the block of the current demonstrations in ``expert/<name>``, and the indices of the rows that may be
+        drawn. Raises DataError for an unknown store."""
         name = store.removeprefix("expert/")
         if name not in self._metadata.experts:
             known = ["usual", *(f"expert/{expert}" for expert in self._metadata.experts)]
             raise DataError("no such store", field="store", value=store, remedy=f"one of {known}")
-        block = await self.get(name, self._metadata.experts[name].extent)
-        return block.ref, np.arange(len(block.tokens))
+        cursor = self._metadata.experts[name]
+        block = await self.get(name, cursor.extent)
+        return block.ref, np.setdiff1d(np.arange(len(block.tokens)), cursor.excluded)
 
     async def sweep(self) -> None:
         """Delete replaced demonstrations that no lease needs any more."""

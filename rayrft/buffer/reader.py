@@ -105,8 +105,9 @@ ARCHIVE_SCHEMA = pa.schema(
     ],
     SCHEMA.metadata,
 )
-"""An experience, its group's status (ready, leased, trained or dropped; null for demonstrations), the step that last
-trained on it (null if none), and its file. ``uses`` counts the steps that trained on it."""
+"""An experience, its group's status (ready, leased, trained or dropped; of demonstrations null, or excluded if they are
+drawn no more), the step that last trained on it (null if none), and its file. ``uses`` counts the steps that trained on
+it."""
 
 
 @dataclass(frozen=True)
@@ -263,8 +264,10 @@ class Archive:
                     continue  # replaced by a later load
                 self._pass_over(error, extent.rows, skip_damaged)
             else:
-                unknown = pa.nulls(batch.num_rows)
-                yield _extended(batch, expert_file(name, extent), unknown, unknown, batch.column("uses"))
+                excluded = {*self._state.meta.experts[name].excluded}
+                statuses = ["excluded" if row in excluded else None for row in range(batch.num_rows)]
+                never = pa.nulls(batch.num_rows)
+                yield _extended(batch, expert_file(name, extent), statuses, never, batch.column("uses"))
             return
 
     def _candidates(self, experience_id: str) -> Iterator[tuple[str, pa.RecordBatch]]:

@@ -6,7 +6,7 @@ It uses no clock, actor or file: decisions made elsewhere arrive as events. `ray
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -60,8 +60,8 @@ class ExpertCursor:
     cursor: int = 0
     drawn: int = 0
     labelled: bool = False
-    failed: list[int] = field(default_factory=list)
-    """Rows on which training failed twice: they are skipped."""
+    excluded: list[int] = field(default_factory=list)
+    """Rows that are skipped: training failed on them twice, or they were withdrawn."""
     loaded: Extent | None = None
     """The extent that the set had before it grew; None if it was never loaded."""
     rows: int = 0
@@ -78,7 +78,7 @@ class ExpertCursor:
         """Advance the cursor by ``count`` rows."""
         self.drawn += count
         before = self.epoch
-        if self.failed or self.rows < self.extent.rows:
+        if self.excluded or self.rows < self.extent.rows:
             _, self.epoch, self.cursor = self._walk(count)
         else:
             epochs, self.cursor = divmod(self.cursor + count, self.rows)
@@ -92,15 +92,19 @@ class ExpertCursor:
         if not self.cursor:
             self.rows = extent.rows
 
+    def exclude(self, rows: Iterable[int]) -> None:
+        """Skip rows from now on."""
+        self.excluded += sorted({*rows} - {*self.excluded})
+
     def _walk(self, count: int) -> tuple[list[int], int, int]:
         """Return the next ``count`` rows, and the epoch and cursor after them."""
         rows: list[int] = []
         epoch, cursor = self.epoch, self.cursor
-        while len(rows) < count and len(self.failed) < self.extent.rows:
+        while len(rows) < count and len(self.excluded) < self.extent.rows:
             size = self.rows if epoch == self.epoch else self.extent.rows
             units = np.random.default_rng([self.seed, epoch]).permutation(size // self.unit)
             order = (units[:, None] * self.unit + np.arange(self.unit)).ravel()[cursor:]
-            valid = np.flatnonzero(~np.isin(order, self.failed))[: count - len(rows)]
+            valid = np.flatnonzero(~np.isin(order, self.excluded))[: count - len(rows)]
             rows += order[valid].tolist()
             taken = int(valid[-1]) + 1 if len(rows) == count else len(order)
             epoch, cursor = (epoch, cursor + taken) if taken < len(order) else (epoch + 1, 0)

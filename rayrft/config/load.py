@@ -124,8 +124,8 @@ def _entry(entries: list[Any], part: str, dotted: str) -> Any:
 
 
 def _explain(error: ValidationError, raw: dict[str, Any], model: type[BaseModel]) -> ConfigError:
-    """Convert the first problem to a ConfigError: the others often follow from it. A key that is missing follows from an
-    unknown one beside it, which is a mistyped name."""
+    """Convert the first problem to a ConfigError: the others often follow from it. An unknown key beside a missing one
+    is its name mistyped."""
     first, *others = error.errors()
     beside = [each for each in others if each["type"] == "extra_forbidden" and each["loc"][:-1] == first["loc"][:-1]]
     problem = beside[0] if beside and first["type"] == "missing" else first

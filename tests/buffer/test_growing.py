@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 
 from rayrft.buffer.reader import Archive
@@ -33,6 +35,10 @@ def gold(first: int, count: int) -> list[Experience]:
     return [
         replace(row, experience_id=f"gold/{first + at}", group_id=f"gold/{first + at}") for at, row in enumerate(rows)
     ]
+
+
+def pair(number: int, first: int) -> list[Experience]:
+    return [replace(row, pair_id=f"p{number}", chosen=at == 0) for at, row in enumerate(gold(first, 2))]
 
 
 def extend(buffer: LocalBuffer, rows: list[Experience], name: str = "gold") -> int:
@@ -84,6 +90,30 @@ def test_a_step_that_ends_an_epoch_goes_on_among_the_rows_that_were_added(buffer
     for step in range(1, 4):
         rows += drawn(buffer, step)
     assert Counter(rows) == Counter(names(0, 3)) + Counter(names(0, 5)), "three rows, and then all five"
+
+
+@pytest.mark.parametrize("unit", [1, 2])
+def test_what_is_withdrawn_is_drawn_no_more_and_its_lease_stays_whatever_dies(
+    buffer: LocalBuffer, tmp_path: Path, unit: int
+) -> None:
+    extend(buffer, gold(0, 6) if unit == 1 else [side for number in range(3) for side in pair(number, 2 * number)])
+    open_stage(buffer, count=2, pairs=unit == 2)
+    leased = drawn(buffer, 0)
+    gone = leased if unit == 2 else leased[:1]
+    for _ in range(2):  # a repeated call changes nothing
+        assert buffer.do("withdraw", "gold", [gone[-1], "unknown"]) == unit
+        buffer.restart()
+    assert buffer.do("withdraw", "silver", gone) == 0
+    archived = pa.Table.from_batches(Archive(tmp_path, ROOMY.sampler).rows("expert/gold"))
+    assert archived.filter(pc.field("group_status") == "excluded").column("experience_id").to_pylist() == gone
+    [(_, left)] = buffer.do("partition", "expert/gold")
+    assert len(left) == 6 - unit
+    buffer.do("resume", 0, "second life")
+    open_stage(buffer, count=2, pairs=unit == 2)
+    assert drawn(buffer, 0) == leased
+    later = [row for step in range(1, 11) for row in drawn(buffer, step)]
+    assert len(later) == 20 and not {*later} & {*gone}
+    assert len({*later} - {*leased}) == 4, "all others are"
 
 
 def test_a_repeated_call_adds_nothing_whatever_dies_between(buffer: LocalBuffer) -> None:
@@ -149,9 +179,6 @@ def test_rows_of_another_kind_are_refused_and_none_is_stored(buffer: LocalBuffer
 
 
 def test_a_pair_of_which_one_side_is_known_is_skipped_whole(buffer: LocalBuffer) -> None:
-    def pair(number: int, first: int) -> list[Experience]:
-        return [replace(row, pair_id=f"p{number}", chosen=at == 0) for at, row in enumerate(gold(first, 2))]
-
     assert extend(buffer, pair(0, 0)) == 2
     assert extend(buffer, pair(1, 1) + pair(2, 3)) == 2, "number 1 is a side of the first pair"
 

@@ -67,6 +67,11 @@ def extended(state: State, event: e.Extended) -> None:
     experts[event.name].grow(event.extent)
 
 
+@rule(e.Withdrawn)
+def withdrawn(state: State, event: e.Withdrawn) -> None:
+    state.meta.experts[event.name].exclude(event.rows)
+
+
 @rule(e.Began)
 def began(state: State, event: e.Began) -> None:
     state.meta.run, state.meta.schema = event.run, event.schema

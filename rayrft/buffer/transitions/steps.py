@@ -92,7 +92,7 @@ def blamed(state: State, event: e.Blamed) -> None:
         record.blamed_expert.remove(row)
         cursor = state.meta.experts.get(record.demonstrations or "")
         if cursor is not None and cursor.extent.segment == record.extent.segment:
-            cursor.failed.append(row)
+            cursor.exclude([row])
     if not record.slots and not record.expert:  # the batch is empty: the step gets another one
         del state.meta.leases[event.step]
         state.meta.schedule.lose()

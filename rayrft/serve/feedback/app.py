@@ -271,7 +271,6 @@ class FeedbackPage(HttpService):
         if not given or given[-1].person != body.person:
             raise ApiError(404, "There is no judgement of yours to undo.", code="judgement_not_found", param="id")
         undone = given[-1]
-        demonstrated = self._judgements.edits.get(undone.id)
         if undone.id not in self._judgements.undone:  # a second time it is asked for as the answer was lost
             await self._journal.write(Undone(undone.id))
             self._judgements.add(Undone(undone.id))
@@ -282,8 +281,6 @@ class FeedbackPage(HttpService):
                 self._queue.undone(undone, item)
         delivered = await self._delivering.settle(undone, _TOLD_S)
         told = self._told(delivered)
-        if demonstrated is not None and demonstrated.outcome == "applied":
-            told = {"outcome": "late", "reason": "the run has the edited answer among its demonstrations already"}
         shown = describe(item, self._references.get(item.task_id)) if item is not None else None
         draft = {name: value for name, value in asdict(undone).items() if name not in ("id", "person", "given_at")}
         return JSONResponse({"id": undone.id, "item": shown, "draft": draft, **told, **self._progress(body.person)})
@@ -378,7 +375,10 @@ class FeedbackPage(HttpService):
                 "requests": dict(self.outcomes),
                 "people": dict(people.most_common()),
                 "rows": {**outcomes, "kept": kept},
-                "edits": Counter(sent.outcome for sent in self._judgements.edits.values()),
+                "edits": Counter(
+                    "taken back" if sent.id in self._judgements.withdrawn else sent.outcome
+                    for sent in self._judgements.edits.values()
+                ),
                 "agreement": [asdict(figure) for figure in measure_agreement(self._judgements.all.values())],
             }
         )

@@ -13,7 +13,7 @@ from typing import ParamSpec
 from rayrft.errors import ActorDied, DataError, FeedbackRefused, RayrftError, RunNotFound
 from rayrft.serve.feedback.items import Rows
 from rayrft.serve.feedback.journal import FeedbackJournal
-from rayrft.serve.feedback.judgements import EditSent, Judgement, Judgements, Outcome, Sent
+from rayrft.serve.feedback.judgements import EditSent, EditWithdrawn, Judgement, Judgements, Outcome, Sent
 
 P = ParamSpec("P")
 log = logging.getLogger(__name__)
@@ -63,11 +63,10 @@ class Delivery:
         """Return what became of a judgement so far."""
         if self._is_unsent(judgement):
             return Delivered("kept")
-        sent: list[Sent | EditSent] = [
-            self._judgements.sent[row] for row in judgement.rows if row in self._judgements.sent
-        ]
-        if judgement.edit is not None and judgement.id in self._judgements.edits:
-            sent.append(self._judgements.edits[judgement.id])
+        known = self._judgements
+        sent: list[Sent | EditSent | EditWithdrawn] = [known.sent[row] for row in judgement.rows if row in known.sent]
+        of_edits = known.edits if judgement.id in known.all else known.withdrawn
+        sent += [of_edits[judgement.id]] if judgement.id in of_edits else []
         for outcome in ("refused", "late"):
             if found := [each for each in sent if each.outcome == outcome]:
                 return Delivered(outcome, found[0].reason)
@@ -79,10 +78,7 @@ class Delivery:
         await asyncio.gather(self._task, return_exceptions=True)
 
     def _is_unsent(self, judgement: Judgement) -> bool:
-        edited = judgement.edit is not None and judgement.id in self._judgements.all
-        return any(map(self._judgements.is_unsent, judgement.rows)) or (
-            edited and judgement.id not in self._judgements.edits
-        )
+        return any(map(self._judgements.is_unsent, judgement.rows)) or self._judgements.is_edit_unsent(judgement.id)
 
     async def _run(self) -> None:
         while True:
@@ -106,6 +102,7 @@ class Delivery:
     async def _send(self) -> None:
         sends = [partial(self._send_row, row) for row in self._judgements.unsent()]
         sends += [partial(self._send_edit, judgement) for judgement in self._judgements.unsent_edits()]
+        sends += [partial(self._send_withdrawal, edit) for edit in self._judgements.unsent_withdrawals()]
         for start in range(0, len(sends), _AT_ONCE):
             done = await asyncio.gather(*(send() for send in sends[start : start + _AT_ONCE]), return_exceptions=True)
             for failure in filter(None, done):
@@ -117,10 +114,15 @@ class Delivery:
         await self._record(Sent(row, wanted.reward, wanted.labels, outcome, reason, self._before.get(row)))
 
     async def _send_edit(self, judgement: Judgement) -> None:
-        outcome, reason = await _outcome(self._rows.demonstrate, judgement)
-        await self._record(EditSent(judgement.id, outcome, reason))
+        found: list[str] = []
+        outcome, reason = await _outcome(lambda: found.append(self._rows.demonstrate(judgement)))
+        await self._record(EditSent(judgement.id, outcome, reason, next(iter(found), "")))
 
-    async def _record(self, entry: Sent | EditSent) -> None:
+    async def _send_withdrawal(self, edit: EditSent) -> None:
+        outcome, reason = await _outcome(self._rows.withdraw, edit.demonstration)
+        await self._record(EditWithdrawn(edit.id, outcome, reason))
+
+    async def _record(self, entry: Sent | EditSent | EditWithdrawn) -> None:
         await self._journal.write(entry)
         self._judgements.add(entry)
 

@@ -101,9 +101,12 @@ class Rows(Protocol):
         """Change a row before it is trained. Raises RunNotFound or ActorDied if the run's Buffer is not there, and as
         `Buffer.feedback`."""
 
-    def demonstrate(self, judgement: Judgement) -> None:
-        """Give the run an edited answer to imitate, once. Raises RunNotFound or ActorDied if the run's Buffer is not
-        there, DataError if it does not take it."""
+    def demonstrate(self, judgement: Judgement) -> str:
+        """Give the run an edited answer to imitate, once; return the demonstration's experience id. Raises RunNotFound
+        or ActorDied if the run's Buffer is not there, DataError if it does not take it."""
+
+    def withdraw(self, demonstration: str) -> None:
+        """Let the run draw a demonstration no more. Raises RunNotFound or ActorDied if its Buffer is not there."""
 
 
 def items_of(group: Group) -> list[Item]:

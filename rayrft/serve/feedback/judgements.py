@@ -89,10 +89,22 @@ class EditSent:
     id: str
     outcome: Outcome
     reason: str = ""
+    demonstration: str = ""
+    """Its experience id."""
     kind: Literal["edit_sent"] = "edit_sent"
 
 
-Entry = Annotated[Judged | Undone | Sent | EditSent, Field(discriminator="kind")]
+@dataclass(frozen=True)
+class EditWithdrawn:
+    """The run was told that an edited answer, which it had as a demonstration, was taken back."""
+
+    id: str
+    outcome: Outcome
+    reason: str = ""
+    kind: Literal["edit_withdrawn"] = "edit_withdrawn"
+
+
+Entry = Annotated[Judged | Undone | Sent | EditSent | EditWithdrawn, Field(discriminator="kind")]
 entries: TypeAdapter[Entry] = TypeAdapter(Entry)
 
 
@@ -116,6 +128,8 @@ class Judgements:
         self.sent: dict[str, Sent] = {}
         """By experience id, the latest."""
         self.edits: dict[str, EditSent] = {}
+        """By the judgement's id."""
+        self.withdrawn: dict[str, EditWithdrawn] = {}
         """By the judgement's id."""
         self._edited: dict[str, Judgement] = {}
         self._by_item: dict[str, dict[str, Judgement]] = {}
@@ -153,6 +167,8 @@ class Judgements:
                     self._changed.pop(experience_id, None)
             case EditSent(judgement_id):
                 self.edits[judgement_id] = entry
+            case EditWithdrawn(judgement_id):
+                self.withdrawn[judgement_id] = entry
 
     def of_item(self, item: str) -> dict[str, Judgement]:
         """Return the judgements of an item by person."""
@@ -200,7 +216,18 @@ class Judgements:
 
     def unsent_edits(self) -> list[Judgement]:
         """Return the judgements whose edited answers the run was not told."""
-        return [each for each in self._edited.values() if each.id not in self.edits]
+        return [each for each in self._edited.values() if self.is_edit_unsent(each.id)]
+
+    def unsent_withdrawals(self) -> list[EditSent]:
+        """Return the demonstrations of edits that were taken back, or edited again, of which the run was not told."""
+        return [each for each in self.edits.values() if each.id not in self._edited and self.is_edit_unsent(each.id)]
+
+    def is_edit_unsent(self, judgement_id: str) -> bool:
+        """Return whether the run was not told of an edited answer, or that it was taken back since."""
+        sent = self.edits.get(judgement_id)
+        if judgement_id in self._edited:
+            return sent is None
+        return sent is not None and sent.outcome == "applied" and judgement_id not in self.withdrawn
 
     def _remove(self, judgement: Judgement) -> None:
         del self.all[judgement.id]

@@ -78,7 +78,7 @@ class RunRows(Rows):
         with self._calling() as buffer:
             answer(buffer.call(Buffer.feedback, experience_id, reward, labels))
 
-    def demonstrate(self, judgement: Judgement) -> None:
+    def demonstrate(self, judgement: Judgement) -> str:
         """See `Rows`."""
         assert judgement.edit is not None  # known to the caller
         row = self._read().find(judgement.rows[0]).experience
@@ -89,6 +89,13 @@ class RunRows(Rows):
         made = edited_row(row, judgement, self._name, self._tokenizer.response(judgement.edit))
         with self._calling() as buffer:
             load_dataset(buffer, [made], self._name, extend=True)
+        return made.experience_id
+
+    def withdraw(self, demonstration: str) -> None:
+        """See `Rows`."""
+        name, _, _ = demonstration.partition("/")
+        with self._calling() as buffer:
+            answer(buffer.call(Buffer.withdraw, name, [demonstration]))
 
     def _read(self) -> Archive:
         with self._lock:

@@ -62,8 +62,12 @@ class ScriptedRows(Rows):
         if self.find(experience_id).stop_reason == "late":
             raise FeedbackRefused("the row was taken for the step after version 3", field=experience_id, value=3)
 
-    def demonstrate(self, judgement: Judgement) -> None:
+    def demonstrate(self, judgement: Judgement) -> str:
         self._tell({"edit": judgement.edit, "id": judgement.id})
+        return f"human/{judgement.id}"
+
+    def withdraw(self, demonstration: str) -> None:
+        self._tell({"withdrawn": demonstration})
 
     def told(self) -> list[dict[str, Any]]:
         path = self.folder / "told.jsonl"

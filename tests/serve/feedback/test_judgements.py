@@ -7,7 +7,17 @@ from typing import Any
 import pytest
 
 from rayrft.config.serve import FeedbackConfig
-from rayrft.serve.feedback.judgements import Judged, Judgement, Judgements, Sent, Undone, View, Wanted
+from rayrft.serve.feedback.judgements import (
+    EditSent,
+    EditWithdrawn,
+    Judged,
+    Judgement,
+    Judgements,
+    Sent,
+    Undone,
+    View,
+    Wanted,
+)
 
 
 def said(number: str, person: str = "Ann", *, view: View = "one", item: str = "", **what: Any) -> Judgement:
@@ -99,3 +109,20 @@ def test_an_edit_is_unsent_until_the_run_has_it() -> None:
     judgements = known(said("1", edit="better"), said("2", "Bob", edit="best"))
     judgements.add(Undone("2"))
     assert [each.id for each in judgements.unsent_edits()] == ["1"]
+    judgements.add(EditSent("1", "applied", demonstration="human/1"))
+    assert not judgements.unsent_edits() and not judgements.unsent_withdrawals()
+
+
+def test_of_an_edit_that_is_taken_back_or_edited_again_the_run_is_told_once_if_it_had_it() -> None:
+    judgements = known(said("1", edit="better"), said("2", "Bob", edit="best"), said("3", "Cem", edit="odd"))
+    judgements.add(EditSent("1", "applied", demonstration="human/1"))
+    judgements.add(EditSent("3", "refused", "too long"))
+    for entry in (Judged(said("4", edit="better still")), Undone("2"), Undone("3")):
+        judgements.add(entry)
+    assert [each.id for each in judgements.unsent_edits()] == ["4"]
+    assert [each.demonstration for each in judgements.unsent_withdrawals()] == ["human/1"]
+    judgements.add(EditSent("2", "applied", demonstration="human/2"))  # it was on its way as it was taken back
+    assert [each.demonstration for each in judgements.unsent_withdrawals()] == ["human/1", "human/2"]
+    for judgement_id in ("1", "2"):
+        judgements.add(EditWithdrawn(judgement_id, "applied"))
+    assert judgements.unsent_withdrawals() == []

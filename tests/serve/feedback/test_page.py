@@ -293,7 +293,9 @@ async def test_undo_gives_the_item_back_with_what_was_said_and_the_row_its_rewar
         assert (await client.judge(item, id=back["id"], score=1))["outcome"] == "undone", "a late repeat stays undone"
         await client.post("undo", 404)
         edited = await client.judge("g/2", edit="x")
-        assert (await client.post("undo"))["outcome"] == "late" and edited["outcome"] == "applied"
+        assert (await client.post("undo"))["outcome"] == "applied" and edited["outcome"] == "applied"
+        assert {"withdrawn": f"human/{edited['id']}"} in client.told()
+        assert (await client.http.get("/v1/stats")).json()["edits"] == {"taken back": 1}
         await client.post("undo", 404, id="unknown-id", person="Bob")
 
 
