@@ -67,7 +67,7 @@ scores = Scores("score")
 @scores.register("reward_deviation")
 def reward_deviation(batch: pa.RecordBatch, starts: Ints) -> Floats:
     """Compute the standard deviation of the rewards with divisor n, which is 0 for one row."""
-    group, rewards = _rewards(batch, starts)
+    group, rewards = _known(batch, starts, "reward")
     means = _means(group, rewards, len(starts))
     return np.sqrt(_means(group, (rewards - means[group]) ** 2, len(starts)))
 
@@ -82,8 +82,14 @@ def td_error(batch: pa.RecordBatch, starts: Ints) -> Floats:
 @scores.register("failure")
 def failure(batch: pa.RecordBatch, starts: Ints) -> Floats:
     """Compute 1 - mean reward, clipped to [0, 1], so that unsolved tasks are replayed."""
-    group, rewards = _rewards(batch, starts)
+    group, rewards = _known(batch, starts, "reward")
     return np.clip(_means(group, 1 - rewards, len(starts)), 0, 1)
+
+
+@scores.register("priority")
+def priority(batch: pa.RecordBatch, starts: Ints) -> Floats:
+    """Compute the mean `priority` of the rows, which operators on experiences write."""
+    return _means(*_known(batch, starts, "priority"), len(starts))
 
 
 def _groups(batch: pa.RecordBatch, starts: Ints) -> Ints:
@@ -91,11 +97,11 @@ def _groups(batch: pa.RecordBatch, starts: Ints) -> Ints:
     return np.repeat(np.arange(len(starts)), np.diff(starts, append=batch.num_rows))
 
 
-def _rewards(batch: pa.RecordBatch, starts: Ints) -> tuple[Ints, Floats]:
-    """Return the group indices and values (float64) of the known rewards."""
-    known = batch["reward"].is_valid().to_numpy(zero_copy_only=False)
-    rewards = batch["reward"].drop_null().to_numpy().astype(np.float64)
-    return _groups(batch, starts)[known], rewards
+def _known(batch: pa.RecordBatch, starts: Ints, column: str) -> tuple[Ints, Floats]:
+    """Return the group indices and values (float64) of a column where it is not null."""
+    known = batch[column].is_valid().to_numpy(zero_copy_only=False)
+    values = batch[column].drop_null().to_numpy().astype(np.float64)
+    return _groups(batch, starts)[known], values
 
 
 def _means(where: Ints, values: NDArray[np.floating], size: int) -> Floats:

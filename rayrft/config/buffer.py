@@ -16,8 +16,8 @@ class SamplerConfig(Section):
     name: str = "fifo"
     """fifo, uniform, priority, or ``package.module:attribute``."""
     score: str = "reward_deviation"
-    """priority: a group's base score: reward_deviation, failure, td_error (needs a critic, and is known
-    after a group's first training), or ``package.module:attribute``."""
+    """priority: a group's base score: reward_deviation, failure, td_error (needs a critic, and is known after a group's
+    first training), priority (which operators of ``pipelines.experiences`` write), or ``package.module:attribute``."""
     alpha: float = Field(0.6, ge=0)
     """priority: exponent of the score; 0 draws uniformly."""
     tau: float | None = Field(None, gt=0)

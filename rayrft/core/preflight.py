@@ -142,8 +142,7 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False, engines: E
         others = chain(splits.evaluation, *splits.demonstrated.values())
         by_source = chain(zip(splits.train, splits.sources, strict=True), zip(others, repeat(-1)))
         notices = check_rewards(config.reward, by_source, config.auxiliary)
-    if config.pipelines.experiences:
-        check_experiences(config, config.model.path)
+    check_experiences(config, config.model.path)
     if config.pipelines.batch:
         check_batches(config, config.model.path)
     check_workflows(config.explorer, _all_tasks(splits), config.auxiliary)

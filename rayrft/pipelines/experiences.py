@@ -58,8 +58,8 @@ class Verified:
 
 
 def check_experiences(config: RunConfig, model: str | None) -> None:
-    """Raise ConfigError if one of the operators on experiences does not fit, or if nothing is said of rows that one
-    makes; ``model`` is the folder or id of the run's model."""
+    """Raise ConfigError if one of the operators on experiences does not fit, if nothing is said of rows that one makes,
+    or if none writes the priority that groups are drawn by; ``model`` is the folder or id of the run's model."""
     links, made = experience_chain(config, model).build(), config.pipelines.made
     makers = [link for link in links if link.operator.kind == "synthesise"]
     if makers and made is None:
@@ -71,6 +71,15 @@ def check_experiences(config: RunConfig, model: str | None) -> None:
     if made is not None and not makers:
         remedy = "add one, such as expert_rows, or leave 'made' out"
         raise ConfigError("no operator makes rows", field="pipelines.made", value=made, remedy=remedy)
+    drawn_by = config.buffer.sampler.score if config.buffer.needs_scores else None
+    given = config.mode not in ("both", "explore") or any("priority" in link.operator.writes for link in links)
+    if drawn_by == "priority" and not given:
+        raise ConfigError(
+            "no operator on experiences writes a priority",
+            field="buffer.sampler.score",
+            value=drawn_by,
+            remedy="add a function of your own, of kind 'prioritise', to pipelines.experiences, or use another score",
+        )
 
 
 def experience_chain(config: RunConfig, model: str | None) -> GroupChain:

@@ -18,6 +18,7 @@ def row(
     mask: list[int] | None = None,
     reward: float | None = None,
     metrics: dict[str, float] | None = None,
+    priority: float | None = None,
 ) -> Experience:
     mask = mask or [0, 1]
     return Experience(
@@ -30,6 +31,7 @@ def row(
         np.zeros(len(mask), dtype=np.float32),
         reward=reward,
         metrics=metrics or {},
+        priority=priority,
     )
 
 
@@ -57,6 +59,11 @@ def test_failure_is_one_minus_the_mean_reward_clipped() -> None:
 @pytest.mark.parametrize("name", ["reward_deviation", "failure"])
 def test_a_group_of_unknown_rewards_scores_0(name: str) -> None:
     assert score(name, rewarded(None, None), rewarded(0, 0))[0] == 0.0
+
+
+def test_a_priority_is_the_mean_of_what_operators_gave_and_0_where_they_gave_none() -> None:
+    groups = [row(priority=0.25), row(priority=None), row(priority=0.75)], rewarded(1, 0), [row(priority=3.0)]
+    assert score("priority", *groups) == [0.5, 0.0, 3.0]
 
 
 def test_a_group_that_no_critic_looked_at_has_a_td_error_of_1() -> None:

@@ -5,20 +5,33 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import rayrft
-from rayrft.buffer.reader import Archive
+from rayrft.buffer.entries import group_key
+from rayrft.buffer.log.storage import Storage
+from rayrft.buffer.reader import Archive, read_state
+from rayrft.config import load_config
 from rayrft.core.summary import read_summary
 from rayrft.experience import from_batch
 from rayrft.monitor.records import StepRecord
 from tests.e2e.conftest import WITHOUT_VLLM, small_config
 
 OPERATORS = [
-    {"name": "reward_deviation"},
+    {"name": "by_length"},
     {"name": "expression", "where": "len(response) < 100"},
     {"name": "expert_rows", "min_reward": -10.0, "max_pass_rate": 1.0, "keep": True},
 ]
+
+
+OWN = """
+import rayrft
+
+@rayrft.register_operator("by_length", "prioritise")
+def by_length(response: str) -> float:
+    return len(response)
+"""
 
 
 def pipelines(storage: Path) -> dict[str, Any]:
@@ -30,8 +43,11 @@ def pipelines(storage: Path) -> dict[str, Any]:
         "actors": {"cpus": 0.1, "memory_gib": 0.5},
         "batch": [{"name": "rebalance", "expert_share": 0.1}, {"name": "truncate", "max_tokens": 40}],
     }
+    config["buffer"] = {"sampler": {"name": "priority", "score": "priority"}}
     config["stages"] = [{**config["stages"][1], "demonstrations": "found", "steps": 3}]
     del config["demonstrations"]
+    (storage / "own.py").write_text(OWN)
+    config["plugins"] = [*config["plugins"], str(storage / "own.py")]
     return config
 
 
@@ -46,6 +62,14 @@ def test_groups_and_batches_go_through_operators_and_what_they_make_is_trained_o
     rows = [row for batch in archive.rows() for row in from_batch(batch)]
     found = [row for batch in archive.rows("expert/found") for row in from_batch(batch)]
     assert {row.status for row in rows} == {"verified"}
+    sampler = load_config(run.folder / "config.yaml").buffer.sampler
+    groups = read_state(Storage(run.folder / "buffer"), sampler, 0).state.groups
+    priorities = {
+        name: [row.priority for row in rows if row.group_id == name] for name in {row.group_id for row in rows}
+    }
+    scores = {name: groups.score[groups.find(group_key(name))] for name in priorities}
+    assert scores == pytest.approx({name: np.mean(values) for name, values in priorities.items()})
+    assert len({*scores.values()}) > 1
     parents = {row.labels["parents"] for row in found}
     assert found and parents <= {row.experience_id for row in rows} and len(parents) == len(found)
     assert 0 < sum(record.operators["expert_rows"]["made"] for record in steps) <= len(found)

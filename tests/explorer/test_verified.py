@@ -23,6 +23,7 @@ from rayrft.pipelines.report import OperatorStats
 from rayrft.pipelines.workers import Asked, LocalOperators, OperatorActor, _Call
 from rayrft.rewards import RewardResult
 from tests.buffer.rows import group
+from tests.errors import about
 from tests.explorer.test_explorer import config, make_explorer
 from tests.explorer.test_group import Engine, Rewards, Taken
 from tests.pipelines.asked import Scripted
@@ -302,3 +303,13 @@ def test_operators_that_do_not_fit_are_refused_before_anything_starts(
     with pytest.raises(ConfigError, match=problem) as raised:
         check_experiences(settings, None)
     assert str(raised.value.field).startswith(field)
+
+
+@pytest.mark.parametrize("operators", [[], [{"name": "worth"}]])
+def test_groups_are_not_drawn_by_a_priority_that_no_operator_writes(operators: list[dict[str, Any]]) -> None:
+    from rayrft.core.preflight import check_experiences
+
+    sampler = {"buffer.sampler": {"name": "priority", "score": "priority"}, "plugins": [str(PLUGIN)]}
+    with pytest.raises(ConfigError, check=about("buffer.sampler.score", "priority")):
+        check_experiences(config(**sampler, **{"pipelines.experiences": operators}), None)
+    check_experiences(config(**sampler, **{"pipelines.experiences": [*operators, {"name": "by_reward"}]}), None)
