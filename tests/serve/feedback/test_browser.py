@@ -357,6 +357,12 @@ def test_what_is_typed_is_there_after_a_reload(serve: Callable[..., str], arrive
     person.window.keyboard.insert_text("half a thought")
     person.key("Escape", "e")
     person.window.keyboard.insert_text(" and more")
+    person.key("Escape", "e")
+    person.see("#answers textarea").to_have_count(0)
+    person.window.reload()
+    person.ready()
+    person.key("e")
+    person.see("#answers textarea").to_have_value(f"{_text_of(before[0])} and more")
     person.window.reload()
     assert person.shown == before
     person.see("#comment").to_have_value("half a thought")

@@ -327,13 +327,15 @@ const choose = (at) => {
 
 const toggleEdit = () => {
   if (!item || item.view !== "one") return;
-  change({ edit: draft.edit === null ? item.answers[0].text : null });
+  const { text } = item.answers[0];
+  if (draft.edit === null) change({ edit: draft.aside ?? text, aside: null });
+  else change({ edit: null, aside: draft.edit === text ? null : draft.edit });
   $("answers").querySelector("textarea")?.focus();
 };
 
 const save = (skipped = false) => {
   if (!item || (!skipped && !isComplete())) return;
-  const said = skipped ? store.emptyDraft() : { ...draft, edit: item.view === "one" ? edited() : null };
+  const { aside, ...said } = skipped ? store.emptyDraft() : { ...draft, edit: item.view === "one" ? edited() : null };
   store.post({
     ...said,
     id: store.newId(),

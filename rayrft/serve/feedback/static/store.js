@@ -36,6 +36,7 @@ export const emptyDraft = () => ({
   ranking: [],
   tie: false,
   edit: null,
+  aside: null, // an edit that is not to be sent, but may be gone on with
   labels: [],
   comment: "",
 });
