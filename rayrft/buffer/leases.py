@@ -244,15 +244,26 @@ class Leasing:
             if (draw := state.choose(step, plan.groups)) is None:
                 return None
             slots, weights = draw.slots.tolist(), draw.weights.tolist()
+        if self._lacks_demonstrations():
+            return None
         cursor = meta.experts.get(plan.demonstrations or "")
         expert = [] if cursor is None else cursor.peek(plan.expert_rows)
         return e.Leased(step, slots, weights, expert)
+
+    def _lacks_demonstrations(self) -> bool:
+        """Whether the stage trains on demonstrations alone, and none is left that may be drawn."""
+        plan, experts = self._store.state.meta.plan, self._store.state.meta.experts
+        if plan is None or plan.groups or not plan.expert_rows:
+            return False
+        return not experts[plan.demonstrations or ""].peek(1)
 
     def _end_reason(self) -> str | None:
         """Return why no batch can be drawn any more; None if one still can."""
         meta = self._store.state.meta
         if not meta.open:
             return "stage_closed"
+        if self._lacks_demonstrations():
+            return "end_of_data"
         # Outstanding groups of an earlier stage, or too late ones, cannot fill a batch.
         awaited = meta.outstanding.keys() & meta.schedule.running.keys()
         fed = any(held.ticket.feed for held in meta.outstanding.values())
@@ -262,6 +273,9 @@ class Leasing:
     def _ended(self, reason: str, step: int, what: str) -> LeaseEnded:
         meta = self._store.state.meta
         assert meta.plan is not None
+        if self._lacks_demonstrations():
+            problem = f"each of the demonstrations {meta.plan.demonstrations!r} is withdrawn, or training failed on it"
+            return LeaseEnded(problem, field="buffer.lease", value=reason, remedy="add others: run.extend")
         return LeaseEnded(
             f"{what} {meta.plan.groups} groups for step {step}: {self._available()}; {self._dropped()}",
             field="buffer.lease",

@@ -55,7 +55,8 @@ class Sampler(Protocol):
         """Set the steps of the groups' last draws and their total uses; 0 uses undo a draw."""
 
     def draw(self, count: int, step: int, number: int) -> Draw | None:
-        """Draw ``count`` >= 1 groups for this step; None if fewer are eligible. ``number`` draws were made before."""
+        """Draw ``count`` >= 1 groups for this step; None, and nothing has changed, if fewer are eligible. ``number``
+        draws were made before."""
 
     def eligible(self, step: int) -> int:
         """Return the number of groups that may be drawn at this step.
@@ -150,8 +151,9 @@ class Uniform:
         self._weigh(slots)
 
     def draw(self, count: int, step: int, number: int) -> Draw | None:
-        if self.eligible(step) < count:
-            return None
+        if np.count_nonzero(self._groups["due"] <= max(step, self._step)) < count:
+            return None  # it is still the step of the latest draw: this one is in no log
+        self._advance(step)
         # One generator per draw, so that no generator state has to be saved.
         slots = self._tree.draw_distinct(count, np.random.default_rng([self._seed, number]))
         return Draw(slots, self._correction(slots))

@@ -13,10 +13,11 @@ import pyarrow.compute as pc
 import pytest
 
 from rayrft.buffer.reader import Archive
-from rayrft.errors import DataError
+from rayrft.errors import DataError, LeaseEnded
 from rayrft.experience import Experience, pack, to_batch
 from tests.buffer.in_process import LocalBuffer, ObjectTable, small
 from tests.buffer.rows import expert_rows, group, plan
+from tests.errors import about
 
 ROOMY = small(max_rows=1000, max_bytes=1 << 30, memory_bytes=1 << 30, log_bytes=1 << 30, segment_bytes=6000)
 
@@ -114,6 +115,15 @@ def test_what_is_withdrawn_is_drawn_no_more_and_its_lease_stays_whatever_dies(
     later = [row for step in range(1, 11) for row in drawn(buffer, step)]
     assert len(later) == 20 and not {*later} & {*gone}
     assert len({*later} - {*leased}) == 4, "all others are"
+
+
+def test_a_stage_ends_whose_demonstrations_are_all_withdrawn(buffer: LocalBuffer) -> None:
+    extend(buffer, gold(0, 2))
+    open_stage(buffer)
+    assert drawn(buffer, 0) == names(0, 2)
+    buffer.do("withdraw", "gold", names(0, 2))
+    with pytest.raises(LeaseEnded, match="'gold' is withdrawn", check=about("buffer.lease", "end_of_data")):
+        buffer.run(buffer.buffer.lease(1, 1, 5.0))
 
 
 def test_a_repeated_call_adds_nothing_whatever_dies_between(buffer: LocalBuffer) -> None:

@@ -184,6 +184,18 @@ def test_steps_run_forward_only(name: str) -> None:
     assert [sampler.eligible(step) for step in (4, 5, 4)] == [1, 2, 2]
 
 
+@pytest.mark.parametrize("name", POOLS)
+def test_a_draw_for_which_there_are_too_few_wakes_no_group(name: str) -> None:
+    sampler = filled(name, [1, 1], max_uses=5)
+    sampler.used(ints(0), ints(1), 0)
+    assert sampler.draw(3, 1, 0) is None and sampler.eligible(0) == 1
+    sampler.remove(ints(0))
+    assert sampler.draw(2, 1, 0) is None
+    sampler.add(ints(0), np.array([1.0]), ints(0))
+    sampler.used(ints(0), ints(1), 0)
+    assert [sampler.eligible(step) for step in (0, 1)] == [1, 2]
+
+
 @pytest.mark.parametrize("name", ["fifo", *POOLS])
 def test_a_slot_without_a_group_may_be_removed_or_scored_to_no_effect(name: str) -> None:
     sampler = filled(name, [1, 1])
