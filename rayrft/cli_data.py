@@ -178,7 +178,7 @@ def process(
         from rayrft.core.cluster import connect
 
         connect()
-    sources = [_source(name, storage) for name in rows]
+    sources = [_sources(name, storage)[0] for name in rows]
     context, answers = _setting(loaded, config, out)
     total = sum(source.rows or 0 for source in sources) * len(loaded.operators)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -256,7 +256,7 @@ def lineage(
     from rayrft.pipelines.process import walk_lineage
     from rayrft.pipelines.report import glimpse
 
-    for each in walk_lineage(row_id, [_source(name, storage) for name in rows]):
+    for each in walk_lineage(row_id, [source for name in rows for source in _sources(name, storage)]):
         how = f" by {each.made_by}" if each.made_by else ""
         print(f"{'  ' * each.depth}{each.id}{how}: {'not in these files' if each.row is None else glimpse(each.row)}")
 
@@ -322,15 +322,20 @@ def _feedback_settings(overrides: list[str] | None) -> FeedbackConfig:
     return read_config(FeedbackConfig, {}, dict(map(parse_override, overrides or [])))
 
 
-def _source(name: str, storage: Path) -> RowSource:
-    """Return the rows of a file, or of a run's log."""
+def _sources(name: str, storage: Path) -> list[RowSource]:
+    """Return the rows of a file, or of a run's log: its own ones, and then each of its demonstrations."""
     from rayrft.buffer.reader import ARCHIVE_SCHEMA
     from rayrft.pipelines.process import RowSource, file_source
 
     if Path(name).suffix in (".jsonl", ".parquet"):
-        return file_source(Path(name))
+        return [file_source(Path(name))]
     archive = _archive(name, storage)
-    return RowSource(name, ARCHIVE_SCHEMA, lambda rows: (batch for batch in archive.rows("usual")))
+
+    def source(store: str) -> RowSource:
+        named = name if store == "usual" else f"{name} ({store})"
+        return RowSource(named, ARCHIVE_SCHEMA, lambda rows: archive.rows(store))
+
+    return [source(store) for store in archive.stores]
 
 
 def _setting(pipeline: PipelineConfig, config: str | None, out: Path) -> tuple[Context, Answers]:

@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import rayrft
 from rayrft.buffer.entries import group_key
 from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.reader import Archive, read_state
+from rayrft.cli import app
 from rayrft.config import load_config
 from rayrft.core.summary import read_summary
 from rayrft.experience import from_batch
@@ -72,6 +74,10 @@ def test_groups_and_batches_go_through_operators_and_what_they_make_is_trained_o
     assert len({*scores.values()}) > 1
     parents = {row.labels["parents"] for row in found}
     assert found and parents <= {row.experience_id for row in rows} and len(parents) == len(found)
+    told = CliRunner().invoke(app, ["data", "lineage", found[0].experience_id, str(run.folder)], catch_exceptions=False)
+    made, parent = told.output.splitlines()
+    assert made.startswith(f"{found[0].experience_id} by expert_rows/1: ")
+    assert parent.startswith(f"  {found[0].labels['parents']}: ") and "not in these files" not in parent
     assert 0 < sum(record.operators["expert_rows"]["made"] for record in steps) <= len(found)
     assert steps[-1].expert_rows == 1 and steps[-1].usual_rows == 16, "a tenth, of four that the step would take"
     assert steps[-1].operators["batch_rebalance"]["left_out"] == 3
