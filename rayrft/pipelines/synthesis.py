@@ -6,7 +6,7 @@ import ast
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from random import Random
@@ -21,6 +21,7 @@ from rayrft.pipelines.operator import Applied, Operator, Wants, register_operato
 from rayrft.pipelines.rows import groups, id_column, numbers, seeded
 
 _USED = "used for what was made of it"
+_UNUSED = "nothing was made of its group"
 
 
 class VariationOptions(Section):
@@ -267,7 +268,7 @@ class BestAgainstWorst(Operator[PairOptions]):
 
     def apply(self, rows: pa.RecordBatch) -> Applied:
         rewards, lengths = numbers(rows, "reward"), _lengths(rows)
-        sides: list[int] = []
+        sides, used = list[int](), set[int]()
         for indices in groups(rows, "group_id"):
             known = [index for index in indices if rewards[index] == rewards[index]]
             if not known:
@@ -276,6 +277,7 @@ class BestAgainstWorst(Operator[PairOptions]):
             worst = min(known, key=lambda index: (rewards[index], lengths[index]))
             if rewards[best] - rewards[worst] >= self.options.min_gap:
                 sides += [best, worst]
+                used.update(indices)
         made = rows.take(pa.array(sides, pa.int64()))
         group = made.column("group_id").to_pylist()
         changes = {
@@ -283,7 +285,7 @@ class BestAgainstWorst(Operator[PairOptions]):
             "chosen": pa.array([place % 2 == 0 for place in range(len(sides))], pa.bool_()),
         }
         made = _as_expert(made, changes)
-        return Applied(rows, _used(rows, self.options.keep), made, [(index,) for index in sides])
+        return Applied(rows, _reasons(rows, self.options.keep, used), made, [(index,) for index in sides])
 
 
 class ExpertOptions(Section):
@@ -313,14 +315,15 @@ class ExpertRows(Operator[ExpertOptions]):
 
     def apply(self, rows: pa.RecordBatch) -> Applied:
         rewards, lengths = numbers(rows, "reward"), _lengths(rows)
-        chosen: list[int] = []
+        chosen, used = list[int](), set[int]()
         for indices in groups(rows, "group_id"):
             known = [index for index in indices if rewards[index] == rewards[index]]
             right = [index for index in known if rewards[index] >= self.options.min_reward]
             if right and len(right) <= self.options.max_pass_rate * len(known):
                 chosen += sorted(right, key=lambda index: lengths[index])[: self.options.per_group]
+                used.update(indices)
         made = _as_expert(rows.take(pa.array(chosen, pa.int64())), {})
-        return Applied(rows, _used(rows, self.options.keep), made, [(index,) for index in chosen])
+        return Applied(rows, _reasons(rows, self.options.keep, used), made, [(index,) for index in chosen])
 
 
 _EXPERIENCES: dict[str, Wants] = {
@@ -340,8 +343,9 @@ def _lengths(rows: pa.RecordBatch) -> np.ndarray:
     return np.array([len(ids or ()) for ids in rows.column("token_ids").to_pylist()])
 
 
-def _used(rows: pa.RecordBatch, keep: bool) -> list[str | None]:
-    return [] if keep else [_USED] * rows.num_rows
+def _reasons(rows: pa.RecordBatch, keep: bool, used: Collection[int]) -> list[str | None]:
+    """Return why rows are left out, unless all are kept; ``used`` are those of groups of which something was made."""
+    return [] if keep else [_USED if index in used else _UNUSED for index in range(rows.num_rows)]
 
 
 def _as_expert(made: pa.RecordBatch, changes: Mapping[str, pa.Array]) -> pa.RecordBatch:
