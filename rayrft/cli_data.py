@@ -179,7 +179,7 @@ def process(
 
         connect()
     sources = [_sources(name, storage)[0] for name in rows]
-    context, answers = _setting(loaded, config, out)
+    context, answers, tasks = _setting(loaded, config, out)
     total = sum(source.rows or 0 for source in sources) * len(loaded.operators)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
@@ -188,7 +188,9 @@ def process(
         def advance(operator: int, count: int) -> None:
             bar.update(task, advance=count, description=loaded.operators[operator].name)
 
-        done = run_pipeline(sources, loaded, out, context=context, left_out=left_out, progress=advance, answers=answers)
+        done = run_pipeline(
+            sources, loaded, out, context=context, left_out=left_out, progress=advance, answers=answers, tasks=tasks
+        )
     _journal(out).unlink(missing_ok=True)
     console = Console(highlight=False, markup=False)
     console.print(done.report.table())
@@ -338,8 +340,11 @@ def _sources(name: str, storage: Path) -> list[RowSource]:
     return [source(store) for store in archive.stores]
 
 
-def _setting(pipeline: PipelineConfig, config: str | None, out: Path) -> tuple[Context, Answers]:
-    """Return what operators may need besides their options, of a run's config, too, and what answers them."""
+def _setting(
+    pipeline: PipelineConfig, config: str | None, out: Path
+) -> tuple[Context, Answers, dict[str, Task] | None]:
+    """Return what operators may need besides their options, of a run's config, too, what answers them, and the run's
+    tasks by their ids."""
     from functools import partial
 
     from rayrft.config import load_config
@@ -372,7 +377,8 @@ def _setting(pipeline: PipelineConfig, config: str | None, out: Path) -> tuple[C
         answer_s=pipeline.answer_s,
         journal=_journal(out),
     )
-    return Context(evaluation, model, {*models, *pipeline.endpoints}, scores=reward is not None), answers
+    context = Context(evaluation, model, {*models, *pipeline.endpoints}, scores=reward is not None)
+    return context, answers, None if config is None else tasks
 
 
 def _journal(out: Path) -> Path:

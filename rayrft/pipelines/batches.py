@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Mapping
 from fractions import Fraction
 
@@ -60,22 +61,29 @@ class Rebalance(Operator[RebalanceOptions]):
         return {"source": "text", "trained": "any", "place": "number", "step": "number", "pair_id": "text"}
 
     def prepare(self) -> None:
+        self._places = defaultdict[int, tuple[list[int], list[int]]](lambda: ([], []))
+        """Of own and of expert rows, by step: a file may have the batches of several."""
         self._gone = set[int]()
 
     def observe(self, rows: pa.RecordBatch) -> None:
-        trained = rows.column("trained").to_numpy(zero_copy_only=False)
-        expert = np.array(rows.column("source").to_pylist()) == "expert"
-        places = rows.column("place").to_numpy()
+        trained = rows.column("trained").to_pylist()
         if rows.column("pair_id").null_count < rows.num_rows:
             raise ValueError("the batch has preference pairs, which are no expert rows to imitate")
-        own, given = places[trained & ~expert].tolist(), places[trained & expert].tolist()
-        if not own or not given:
-            return
+        columns = (rows.column(name).to_pylist() for name in ("step", "place", "source"))
+        for (step, place, source), is_trained in zip(zip(*columns, strict=True), trained, strict=True):
+            if is_trained:
+                self._places[step][source == "expert"].append(place)
+
+    def settle(self) -> None:
         share = Fraction(self.options.expert_share).limit_denominator(1000)
-        most_given = int(len(own) * share / (1 - share))
-        many, most = (given, most_given) if len(given) > most_given else (own, int(len(given) * (1 - share) / share))
-        rng = random.Random(f"rebalance {rows.column('step')[0].as_py()}")
-        self._gone = set(rng.sample(many, max(0, len(many) - max(1, most))))
+        for step, (own, given) in self._places.items():
+            if not own or not given:
+                continue
+            many, most = given, int(len(own) * share / (1 - share))
+            if len(given) <= most:
+                many, most = own, int(len(given) * (1 - share) / share)
+            rng = random.Random(f"rebalance {step}")
+            self._gone.update(rng.sample(many, max(0, len(many) - max(1, most))))
 
     def apply(self, rows: pa.RecordBatch) -> Applied:
         places = rows.column("place").to_pylist()

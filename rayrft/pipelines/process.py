@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,8 +14,12 @@ import pyarrow as pa
 from rayrft.config.pipelines import PipelineConfig
 from rayrft.data.tables import BrokenRow, TableWriter, is_json, open_table
 from rayrft.errors import DataError
+from rayrft.experience import MASKED, Task
 from rayrft.files import atomic_file
+from rayrft.pipelines.asking import is_experience
+from rayrft.pipelines.batches import BATCHES
 from rayrft.pipelines.chain import LeftOut
+from rayrft.pipelines.experiences import EXPERIENCES
 from rayrft.pipelines.operator import Context
 from rayrft.pipelines.report import Report
 from rayrft.pipelines.rows import Ids, id_column, lineage
@@ -57,21 +61,25 @@ def process(
     left_out: Path | None = None,
     progress: Progress = lambda operator, rows: None,
     answers: Answers | None = None,
+    tasks: Mapping[str, Task] | None = None,
 ) -> Processed:
     """Send the rows of all sources, one after another, through the operators of a pipeline, and write what goes on to
     ``out`` (JSONL or Parquet), which appears when all is done.
 
     ``left_out`` is a JSONL file to write to: what was left out, by which operator and why, and which rows are broken.
-    ``answers`` has what answers operators that ask.
+    ``answers`` has what answers operators that ask. Of experiences they see what they would in a run, too, which is not
+    written: ``response``, with ``tasks`` (by id) what these say, and the columns of a batch, as if the rows that a step
+    has trained on were one.
     Raises ConfigError before anything is read if an operator does not fit, DataError if sources do not fit each other
     or a file cannot be written, and OperatorFailed.
     """
     schema = _common(sources)
     ids, name = Ids(), id_column(schema)
     schema = ids.add(pa.RecordBatch.from_pylist([], schema=schema)).schema
+    in_run = _InRun(schema, tasks)
     pipeline = Pipeline(
         config.operators,
-        schema,
+        in_run.schema,
         origin=", ".join(source.name for source in sources),
         context=context,
         plugins=config.plugins,
@@ -85,22 +93,65 @@ def process(
     def batches() -> Iterator[pa.RecordBatch]:
         for source in sources:
             for batch in source.batches(config.batch_rows):
-                yield _fitted(ids.add(batch, name), schema)
+                yield in_run.add(_fitted(ids.add(batch, name), schema))
 
     broken = {source.name: source.broken for source in sources if source.broken}
     with ExitStack() as stack:
-        writer = stack.enter_context(TableWriter(out, pipeline.schema))
+        names = [each for each in pipeline.schema.names if each not in in_run.added]
+        writer = stack.enter_context(TableWriter(out, pa.schema([pipeline.schema.field(each) for each in names])))
         note = stack.enter_context(_LeftOutFile(left_out)) if left_out is not None else None
         if note is not None:
             note.broken(broken)
         report = pipeline.run(
             batches(),
-            writer.write,
+            lambda batch: writer.write(batch.select(names)),
             progress=progress,
             left_out=note.write if note is not None else _nowhere,
             answers=answers,
         )
     return Processed(report, writer.rows, broken)
+
+
+class _InRun:
+    """Adds to experiences what operators see of them in a run, and their file or log does not have."""
+
+    def __init__(self, schema: pa.Schema, tasks: Mapping[str, Task] | None) -> None:
+        self._tasks, self._rows = tasks or {}, 0
+        of_task = () if tasks is None else ("question", "answer", "domain", "difficulty")
+        seen = [EXPERIENCES.field(name) for name in ("response", *of_task)]
+        seen += [BATCHES.field(name) for name in ("place", "step", "trained", "weight")]
+        of_runs = is_experience(schema) and {"turns", "status", "task_id"} <= {*schema.names}
+        self._fields = [each for each in seen if of_runs and each.name not in schema.names]
+        self.added = {each.name for each in self._fields}
+        self.schema = pa.schema([*schema, *self._fields], schema.metadata)
+
+    def add(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """Return rows with these columns."""
+        first, self._rows = self._rows, self._rows + batch.num_rows
+        columns = [pa.array(self._values(each.name, batch, first), each.type) for each in self._fields]
+        return pa.RecordBatch.from_arrays([*batch.columns, *columns], schema=self.schema)
+
+    def _values(self, name: str, batch: pa.RecordBatch, first: int) -> Sequence[Any]:
+        match name:
+            case "response":
+                return [_response(turns or ()) for turns in batch.column("turns").to_pylist(maps_as_pydicts="lossy")]
+            case "place":
+                return range(first, first + batch.num_rows)
+            case "step":
+                known = "trained_step" in batch.schema.names
+                steps = batch.column("trained_step").to_pylist() if known else [None] * batch.num_rows
+                return [step or 0 for step in steps]
+            case "trained":
+                return [status != MASKED for status in batch.column("status").to_pylist()]
+            case "weight":
+                return [1.0] * batch.num_rows
+        return [getattr(self._tasks.get(task), name, None) for task in batch.column("task_id").to_pylist()]
+
+
+def _response(turns: Sequence[Mapping[str, str]]) -> str | None:
+    """Return the model's last answer."""
+    said = [turn["content"] for turn in turns if turn["role"] == "assistant"]
+    return said[-1] if said else None
 
 
 def _nowhere(operator: str, rows: list[LeftOut]) -> None:

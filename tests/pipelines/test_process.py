@@ -18,7 +18,7 @@ from rayrft.cli import app
 from rayrft.config import PipelineConfig, read_config
 from rayrft.data.tables import TableWriter, write_table
 from rayrft.errors import ConfigError, DataError, OperatorFailed, OperatorTimeout
-from rayrft.experience import to_batch
+from rayrft.experience import Experience, Task, to_batch
 from rayrft.pipelines import Context
 from rayrft.pipelines.chain import build_chain
 from rayrft.pipelines.process import Processed, file_source, process, walk_lineage
@@ -358,6 +358,37 @@ def test_exported_experiences_are_processed_in_both_formats(tmp_path: Path) -> N
         ] * 6
         walked = walk_lineage(table.column("experience_id")[0].as_py(), [file_source(out), file_source(source)])
         assert [each.id for each in walked][1:] == ["0/2"]
+
+
+def test_operators_on_groups_and_on_batches_are_tried_on_the_rows_of_a_run(tmp_path: Path) -> None:
+    def spoken(row: Experience, said: str, **changes: Any) -> Experience:
+        turns = ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": said})
+        return row.with_fields(turns=turns, **changes)
+
+    own = [spoken(row, f"answer {number}") for number in range(4) for row in group(number, 2)]
+    expert = [spoken(row, "gold", source="expert", experience_id=f"gold/{at}") for at, row in enumerate(own)]
+    masked = [spoken(row, "cut", status="masked") for row in group(9, 2)]
+    batch = to_batch([*own, *expert, *masked])
+    steps = pa.array([None, None, *([3] * 6), *([3] * 4), *([4] * 4), 3, 3], pa.int64())
+    schema = batch.schema.append(pa.field("trained_step", steps.type))
+    source = tmp_path / "in.parquet"
+    write_table(source, schema, [pa.RecordBatch.from_arrays([*batch.columns, steps], schema=schema)])
+    operators: list[dict[str, Any]] = [
+        {"name": "rebalance", "expert_share": 0.25},
+        {"name": "reweight", "by": 0.5, "where": "source = 'expert' and trained"},
+        {"name": "expression", "where": "response in ('gold', 'answer 3') and question = 'What?'"},
+    ]
+    config = PipelineConfig.model_validate({"operators": operators, "batch_rows": 5})
+    tasks = {row.task_id: Task(row.task_id, "What?", "That") for row in own}
+    done = process([file_source(source)], config, tmp_path / "out.parquet", tasks=tasks)
+    rebalanced, reweighted, _ = done.report.operators
+    assert rebalanced.reasons == {"too many of its kind": 2}, "two expert rows stay beside six own ones"
+    assert reweighted.changed == 6
+    written = pq.read_table(tmp_path / "out.parquet")
+    assert written.schema.names == schema.names
+    assert Counter(row.split("/")[0] for row in written.column("experience_id").to_pylist()) == {"3": 2, "gold": 6}
+    with pytest.raises(ConfigError, match="question"):
+        process([file_source(source)], config, tmp_path / "out.parquet")
 
 
 def test_files_that_cannot_be_written_are_refused_before_anything_runs(tmp_path: Path) -> None:
