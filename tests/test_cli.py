@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from rayrft.cli import follow
-from rayrft.core.summary import Summary, summarise
+from rayrft.core.summary import Summary, Totals, summarise
 from rayrft.errors import ActorDied
 
-SUMMARY = summarise("run", "stopped", None, [], None, 1.0)
+SUMMARY = summarise("run", "stopped", None, Totals(), None, 1.0)
 
 
 class ScriptedRun:

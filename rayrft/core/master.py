@@ -89,7 +89,8 @@ class Master:
         return self._summary
 
     async def records(self, count: int) -> list[Record]:
-        """Wait for records after the first ``count`` and return them; an empty list once the run has ended."""
+        """Wait for records after the first ``count`` and return the next ones; an empty list once the run has ended and
+        all were returned."""
         return await self._recorder.after(count)
 
     async def status(self) -> RunStatus:
@@ -284,7 +285,7 @@ class Master:
             self._config.name,
             self._status,
             str(error) if error else None,
-            self._recorder.records,
+            self._recorder.totals,
             stats or rows_in_log(folder),
             self._recorder.seconds,
             step=self._progress.step,

@@ -8,37 +8,49 @@ import time
 from typing import Any
 
 from rayrft.config import RunConfig
-from rayrft.core.summary import Summary, reserve_space, write_summary
-from rayrft.monitor.records import EvaluationRecord, NoteRecord, Record, StepRecord, read_records, rewrite_records
+from rayrft.core.summary import Summary, Totals, reserve_space, write_summary
+from rayrft.monitor.records import EvaluationRecord, NoteRecord, Record, RecordFile
 from rayrft.monitor.report import save_plot
 from rayrft.monitor.sinks import open_sinks
 
+_PAGE = 200
+"""Most records that a follower gets at a time, so that the Master's event loop is free again soon."""
+
 
 class Recorder:
-    """Keeps every record, writes it to every sink, and wakes the followers.
+    """Writes every record to the run's file and to every sink, and wakes the followers.
 
-    A resumed run keeps its first ``kept`` records, and what evaluation beside the steps told later of steps up to
-    ``step``; the steps after them are repeated. None keeps all.
+    A resumed run keeps its first ``kept`` records and the later evaluations of steps up to ``step``; the steps after
+    ``step`` are repeated. None keeps all.
     """
 
     def __init__(self, config: RunConfig, kept: int | None = 0, step: int = 0) -> None:
         self._config = config
-        before = read_records(config.folder)
-        kept = len(before) if kept is None else kept
-        late = [r for r in before[kept:] if isinstance(r, EvaluationRecord) and r.stage_step and r.step <= step]
-        previous = before[:kept] + late
-        rewrite_records(config.folder, previous)
+        self._file = RecordFile(config.folder)
+        kept = len(self._file) if kept is None else kept
+        rest = self._file.read(kept)
+        late = [r for r in rest if isinstance(r, EvaluationRecord) and r.stage_step and r.step <= step]
+        if kept + len(late) < len(self._file):
+            self._file = self._file.cut(kept, late)
+        self.totals = Totals()
+        for record in self._file.read():
+            self.totals.add(record)
         self._sinks = open_sinks(config)
         reserve_space(config.folder)
         self._changed = asyncio.Condition()
         self._started = time.time()
-        self.records: list[Record] = previous
         self.ended = False
+
+    @property
+    def count(self) -> int:
+        """Number of records so far."""
+        return len(self._file)
 
     async def add(self, record: Record) -> None:
         """Append a record. Raises StorageError if it cannot be written."""
         async with self._changed:
-            self.records.append(record)
+            self._file.append(record)
+            self.totals.add(record)
             for sink in self._sinks:
                 sink.write(record)
             self._changed.notify_all()
@@ -47,10 +59,11 @@ class Recorder:
         await self.add(NoteRecord(stage, step, time.time(), text, data))
 
     async def after(self, count: int) -> list[Record]:
-        """Wait for records after the first ``count`` and return them; an empty list once the run has ended."""
+        """Wait for records after the first ``count`` and return the next ones; an empty list once the run has ended and
+        all were returned."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self.ended or len(self.records) > count)
-            return self.records[count:]
+            await self._changed.wait_for(lambda: self.ended or self.count > count)
+            return [*self._file.read(count, count + _PAGE)]
 
     async def close(self, summary: Summary) -> None:
         """Write ``summary.json`` and the plot, close the sinks, and always release the followers.
@@ -59,9 +72,9 @@ class Recorder:
         """
         try:
             write_summary(self._config.folder, summary)
-            if any(isinstance(record, StepRecord | EvaluationRecord) for record in self.records):
+            if self.totals.step or self.totals.accuracy:
                 with contextlib.suppress(OSError):  # full disk: the plot can be drawn again from the records
-                    save_plot(self.records, self._config.folder / "plot.png", self._config.name)
+                    save_plot(self._file.read(), self._config.folder / "plot.png", self._config.name)
             for sink in self._sinks:
                 sink.close()
         finally:

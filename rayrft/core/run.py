@@ -17,6 +17,7 @@ from rayrft.core.shared_buffer import find_buffer
 from rayrft.core.summary import (
     RunStatus,
     Summary,
+    Totals,
     read_summary,
     status_at_end,
     summarise,
@@ -308,7 +309,7 @@ class Run(RunData):
         import ray
 
         if not self._owns_name():
-            return summarise(self.name, *self._death(), [], None, 0.0)
+            return summarise(self.name, *self._death(), Totals(), None, 0.0)
         actors: list[Handle[Watched]] = []
         for name in named_actors(actor_name(self.name, "")):
             with contextlib.suppress(ValueError):  # it died since it was listed

@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -146,11 +146,48 @@ def remove_summary(folder: Path) -> None:
     (folder / "summary.json").unlink(missing_ok=True)
 
 
+class Totals:
+    """What a summary says of a run's records: each is added once, in order, and none is kept."""
+
+    def __init__(self, records: Iterable[Record] = ()) -> None:
+        self.accuracy: dict[str, AccuracyChange] = {}
+        """The first and last evaluation by temperature."""
+        self.pairs: dict[str, PairsPoint] = {}
+        """The last ranking by stage."""
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        """Wall time by part over all steps."""
+        self.step = self.version = 0
+        """Of the latest step."""
+        self.first: float | None = None
+        """Time of the first record."""
+        self.last = 0.0
+        for record in records:
+            self.add(record)
+
+    def add(self, record: Record) -> None:
+        """Add the next record."""
+        self.first, self.last = record.time if self.first is None else self.first, record.time
+        if isinstance(record, StepRecord):
+            self.step, self.version = record.step, record.version
+            for part in ("wait", "rollout", "reward", "train", "sync"):
+                self.seconds[part] += getattr(record, f"{part}_s")
+        elif isinstance(record, EvaluationRecord | PairsRecord):
+            self.seconds["evaluation"] += record.seconds
+            share, interval = (record.accuracy, record.right, record.count), (record.low, record.high)
+            if isinstance(record, PairsRecord):
+                self.pairs[record.stage] = PairsPoint(record.step, *share, record.margin, interval)
+            else:
+                point = AccuracyPoint(record.stage, record.step, *share, interval)
+                temperature = f"{record.temperature:g}"
+                before = self.accuracy[temperature].before if temperature in self.accuracy else point
+                self.accuracy[temperature] = AccuracyChange(before, point)
+
+
 def summarise(
     name: str,
     status: str,
     error: str | None,
-    records: Sequence[Record],
+    totals: Totals,
     rows: RowStats | None,
     total_s: float,
     *,
@@ -159,34 +196,29 @@ def summarise(
     stages: Sequence[StageDone] = (),
     checkpoint: str | None = None,
 ) -> Summary:
-    """Build the summary from a run's records and the Buffer's statistics; ``step`` and ``version`` are those of the
-    latest step record by default."""
-    last = next((record for record in reversed(records) if isinstance(record, StepRecord)), None)
+    """Build the summary from the totals of a run's records and the Buffer's statistics; ``step`` and ``version`` are
+    those of the latest step record by default."""
     return Summary(
         name,
         status,
         error,
-        accuracy=_accuracy(records),
+        accuracy=totals.accuracy,
         ledger=rows.ledger if rows else None,
         expert=rows.expert if rows else None,
-        seconds={**_seconds(records), "total": round(total_s, 3)},
-        steps=step if step is not None else last.step if last else 0,
-        weight_version=version if version is not None else last.version if last else 0,
+        seconds={**{part: round(value, 3) for part, value in totals.seconds.items()}, "total": round(total_s, 3)},
+        steps=totals.step if step is None else step,
+        weight_version=totals.version if version is None else version,
         stages=list(stages),
         checkpoint=checkpoint,
-        pairs={
-            each.stage: PairsPoint(each.step, each.accuracy, each.right, each.count, each.margin, (each.low, each.high))
-            for each in records
-            if isinstance(each, PairsRecord)
-        },
+        pairs=totals.pairs,
     )
 
 
 def summarise_from_folder(folder: Path, status: str, error: str) -> Summary:
     """Build the summary of a run whose Master did not write one, from its files."""
-    records = read_records(folder)
-    total_s = records[-1].time - records[0].time if records else 0.0
-    return summarise(folder.name, status, error, records, rows_in_log(folder), total_s)
+    totals = Totals(read_records(folder))
+    total_s = totals.last - totals.first if totals.first is not None else 0.0
+    return summarise(folder.name, status, error, totals, rows_in_log(folder), total_s)
 
 
 def rows_in_log(folder: Path) -> RowStats | None:
@@ -211,32 +243,6 @@ def status_at_end(summary: Summary, folder: Path) -> RunStatus:
         waiting=[],
         ledger=summary.ledger,
     )
-
-
-def _seconds(records: Sequence[Record]) -> dict[str, float]:
-    """Sum the wall time by part over all steps."""
-    sums: dict[str, float] = defaultdict(float)
-    for record in records:
-        if isinstance(record, StepRecord):
-            for part in ("wait", "rollout", "reward", "train", "sync"):
-                sums[part] += getattr(record, f"{part}_s")
-        elif isinstance(record, EvaluationRecord | PairsRecord):
-            sums["evaluation"] += record.seconds
-    return {part: round(value, 3) for part, value in sums.items()}
-
-
-def _accuracy(records: Sequence[Record]) -> dict[str, AccuracyChange]:
-    """Return the first and last evaluation by temperature."""
-    result: dict[str, AccuracyChange] = {}
-    for record in records:
-        if isinstance(record, EvaluationRecord):
-            point = AccuracyPoint(
-                record.stage, record.step, record.accuracy, record.right, record.count, (record.low, record.high)
-            )
-            temperature = f"{record.temperature:g}"
-            before = result[temperature].before if temperature in result else point
-            result[temperature] = AccuracyChange(before, point)
-    return result
 
 
 @contextlib.contextmanager

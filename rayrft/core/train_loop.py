@@ -28,8 +28,7 @@ from rayrft.errors import LeaseEnded, RayrftError, RowsFailed, Stalled, StorageE
 from rayrft.explorer.engines.engine import RolloutEngine
 from rayrft.explorer.explorer import Explorer, Timings
 from rayrft.handle import Handle
-from rayrft.monitor.records import StepRecord
-from rayrft.monitor.verdict import verdict
+from rayrft.monitor.verdict import Bottleneck
 from rayrft.trainer.batch_pipeline import ProcessedLease
 from rayrft.trainer.commands import Command, OpenStage, RankPairs, Train
 from rayrft.trainer.result import StepResult, mean_value_errors
@@ -71,6 +70,8 @@ class TrainLoop:
         self.progress = progress
         self.ledger = Ledger()
         """Ledger of rows after the latest step."""
+        self._bottleneck = Bottleneck()
+        """Of the current stage."""
         self.published = 0
         """Version of the weights that the engines have."""
 
@@ -88,7 +89,7 @@ class TrainLoop:
                     progress.begin(number)
                     await self._stage(stage)
         except Stopped:
-            await self._saving.checkpoint(len(self._recorder.records))
+            await self._saving.checkpoint(self._recorder.count)
             await self._saving.export(f"stopped-{progress.step}")
             await self._saving.done()
             raise
@@ -121,7 +122,7 @@ class TrainLoop:
             await asyncio.wait_for(call, _BLAME_DEADLINE_S)
 
     async def _stage(self, stage: StageConfig) -> None:
-        progress, first = self.progress, len(self._recorder.records)
+        progress, self._bottleneck = self.progress, Bottleneck()
         await self._open(stage)
         exploring = asyncio.ensure_future(self._explore(stage))
         try:
@@ -135,7 +136,7 @@ class TrainLoop:
                     await self._recorder.note(f"stage ends after {taken} steps: {ended}", stage.name, progress.step)
                     break
                 if progress.stage_step < stage.steps:
-                    await self._between_steps(stage, first)
+                    await self._between_steps(stage)
         finally:
             await self._actors.buffer.call(Buffer.close_stage, stage.name)
             await self._end_exploring(exploring)
@@ -147,8 +148,8 @@ class TrainLoop:
         await self._evaluate(stage, ended=True)
         await unless_stopped(self._stop, self._evaluations.end())
         progress.end(stage.name, stage.steps)
-        await self._judge(stage, first)
-        await self._saving.checkpoint(len(self._recorder.records))
+        await self._judge(stage)
+        await self._saving.checkpoint(self._recorder.count)
         await self._saving.done()
 
     async def _open(self, stage: StageConfig) -> None:
@@ -213,6 +214,7 @@ class TrainLoop:
             stage.name, progress.step, lease, results[0], report, seconds, timings, self.ledger.lost_since(before)
         )
         progress.accuracy, progress.reward = None, record.reward
+        self._bottleneck.add(record)
         # The record is written while new groups are admitted.
         await asyncio.gather(
             self._actors.buffer.call(Buffer.advance, self.published),
@@ -259,16 +261,16 @@ class TrainLoop:
             await self._recorder.note(message, step=lease.step)
         return processed
 
-    async def _between_steps(self, stage: StageConfig, first: int) -> None:
+    async def _between_steps(self, stage: StageConfig) -> None:
         """Evaluate and write a checkpoint if they are due."""
         taken = self.progress.stage_step
         if stage.evaluate_every and taken % stage.evaluate_every == 0:
             await self._rank_pairs(stage)
             if not stage.trains_reward_model:
                 await self._evaluate(stage)
-            await self._judge(stage, first)
+            await self._judge(stage)
         if self._saving.due():
-            await self._saving.checkpoint(len(self._recorder.records))
+            await self._saving.checkpoint(self._recorder.count)
 
     async def _evaluate(self, stage: StageConfig, *, ended: bool = False) -> None:
         """Evaluate, unless a reward model that scores is still to be trained, by this stage if it has not ``ended``;
@@ -288,10 +290,9 @@ class TrainLoop:
         step, taken, seconds = self.progress.step, self.progress.stage_step, time.perf_counter() - started
         await self._recorder.add(pairs_record(stage.name, step, taken, found, seconds))
 
-    async def _judge(self, stage: StageConfig, first: int) -> None:
-        """Note what bounds the stage, judged from its records, which begin at index ``first``."""
-        steps = [record for record in self._recorder.records[first:] if isinstance(record, StepRecord)]
-        if message := verdict(steps, self._config.max_staleness):
+    async def _judge(self, stage: StageConfig) -> None:
+        """Note what bounds the stage."""
+        if message := self._bottleneck.verdict(self._config.max_staleness):
             await self._recorder.note(message, stage.name, self.progress.step)
 
     def _engines_asleep(self) -> AbstractAsyncContextManager[None]:

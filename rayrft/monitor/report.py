@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rayrft.monitor.console import temperature_name
@@ -52,19 +52,24 @@ def _cell(points: Sequence[EvaluationRecord | PairsRecord]) -> str:
     return text if len(points) == 1 else f"{text}, best {best.accuracy:.3f} at step {best.stage_step}"
 
 
-def save_plot(records: Sequence[Record], path: Path, title: str) -> None:
-    """Plot reward and held-out accuracy over the steps of all stages, as a PNG."""
+def save_plot(records: Iterable[Record], path: Path, title: str) -> None:
+    """Plot reward and held-out accuracy over the steps of all stages, as a PNG. ``records`` are read once."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    rewarded, evaluations, starts = list[tuple[int, float]](), list[EvaluationRecord](), dict[str, int]()
+    for record in records:
+        if isinstance(record, EvaluationRecord):
+            evaluations.append(record)
+        elif isinstance(record, StepRecord):
+            starts.setdefault(record.stage, record.step - 1)
+            if record.reward is not None:
+                rewarded.append((record.step, record.reward))
     figure, axis = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
-    steps = [record for record in records if isinstance(record, StepRecord)]
-    rewarded = [(record.step, record.reward) for record in steps if record.reward is not None]
     if rewarded:
         axis.plot(*zip(*rewarded, strict=True), color="0.7", linewidth=1, label="reward of sampled answers")
-    evaluations = [record for record in records if isinstance(record, EvaluationRecord)]
     colours = ("tab:blue", "tab:orange", "tab:green")
     for colour, temperature in zip(colours, sorted({record.temperature for record in evaluations}), strict=False):
         label: str | None = f"held-out accuracy, {temperature_name(temperature)}"
@@ -73,8 +78,7 @@ def save_plot(records: Sequence[Record], path: Path, title: str) -> None:
             errors = [[p.accuracy - p.low for p in points], [p.high - p.accuracy for p in points]]
             axis.errorbar(x, y, yerr=errors, marker="o", markersize=4, capsize=2, color=colour, label=label)
             label = None
-    for stage in dict.fromkeys(record.stage for record in steps):
-        start = min(record.step for record in steps if record.stage == stage) - 1
+    for stage, start in starts.items():
         axis.axvline(start, color="0.85", zorder=0)
         axis.annotate(stage, (start, 1.02), xycoords=("data", "axes fraction"), fontsize=9, color="0.3")
     axis.set(xlabel="optimiser step", ylabel="reward, accuracy", ylim=(-0.02, 1.02))

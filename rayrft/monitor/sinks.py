@@ -1,4 +1,4 @@
-"""Sinks of records: a JSONL file and Ray's metrics, optionally wandb and TensorBoard."""
+"""Sinks of a run's numbers: Ray's metrics, optionally wandb and TensorBoard."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rayrft.config import RunConfig
-from rayrft.errors import StorageError
-from rayrft.monitor.records import EvaluationRecord, NoteRecord, PairsRecord, Record, RolloutRecord, StepRecord, to_json
+from rayrft.monitor.records import EvaluationRecord, NoteRecord, PairsRecord, Record, RolloutRecord, StepRecord
 
 
 class Sink(Protocol):
@@ -21,7 +20,7 @@ class Sink(Protocol):
 
 def open_sinks(config: RunConfig) -> list[Sink]:
     """Open the sinks that the config enables."""
-    sinks: list[Sink] = [JsonLines(config.folder), RayMetrics(config.name)]
+    sinks: list[Sink] = [RayMetrics(config.name)]
     if config.monitor.tensorboard:
         sinks.append(TensorBoard(config.folder / "tensorboard"))
     if config.monitor.wandb:
@@ -51,34 +50,6 @@ def scalars(record: Record) -> dict[str, float]:
             values |= {f"operator_{operator}_{name}": value for name, value in stats.items()}
         return {f"{part}/{name}": float(value) for name, value in values.items()}
     return {}
-
-
-class JsonLines:
-    """``metrics.jsonl``, unbuffered: a record is visible to readers of the file when ``write`` returns."""
-
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / "metrics.jsonl"
-        self._file = self._path.open("ab", buffering=0)
-        self._size = self._file.tell()
-
-    def write(self, record: Record) -> None:
-        """Append a record. Raises StorageError, after which the file still ends with a complete line."""
-        line = (to_json(record) + "\n").encode()
-        try:
-            left = line
-            while left:  # a nearly full disk may accept only a part
-                left = left[self._file.write(left) :]
-        except OSError as error:
-            self._file.truncate(self._size)
-            raise StorageError(
-                f"records cannot be written: {error.strerror}",
-                field=str(self._path),
-                remedy="free disk space or fix the storage, then: rayrft resume RUN",
-            ) from None
-        self._size += len(line)
-
-    def close(self) -> None:
-        self._file.close()
 
 
 class RayMetrics:

@@ -10,7 +10,7 @@ from rayrft.config import RunConfig, dump_config, load_config
 from rayrft.core import launch
 from rayrft.core.checkpoints import Checkpoints, Progress
 from rayrft.core.placement import Part, check_room
-from rayrft.core.summary import summarise, write_summary
+from rayrft.core.summary import Totals, summarise, write_summary
 from rayrft.errors import ConfigError, PlacementError, StorageError
 from tests.e2e.conftest import small_config
 
@@ -31,7 +31,7 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
 
 
 def end(config: RunConfig, status: str, steps: int) -> None:
-    write_summary(config.folder, summarise(config.name, status, None, [], None, 0.0, step=steps))
+    write_summary(config.folder, summarise(config.name, status, None, Totals(), None, 0.0, step=steps))
 
 
 def test_a_run_without_its_summary_is_gone_on_with(ended: RunConfig) -> None:

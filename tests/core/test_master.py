@@ -22,7 +22,7 @@ from rayrft.core.summary import Summary, read_summary
 from rayrft.errors import ActorDied, DataError, RayrftError, StorageError
 from rayrft.handle import Handle
 from rayrft.monitor import sinks
-from rayrft.monitor.records import NoteRecord
+from rayrft.monitor.records import NoteRecord, RecordFile
 from rayrft.waits import WaitReport
 from tests.e2e.conftest import small_config
 from tests.errors import about
@@ -156,7 +156,7 @@ async def test_the_root_cause_is_raised_where_a_full_disk_takes_no_summary(
             raise StorageError("No space left on device", field="records.jsonl")
 
     monkeypatch.setattr("rayrft.core.summary.os.replace", full)
-    monkeypatch.setattr(sinks.JsonLines, "write", no_record)
+    monkeypatch.setattr(RecordFile, "append", no_record)
     with pytest.raises(StorageError) as error:
         await run(subject)
     assert error.value.field == "segment-7"

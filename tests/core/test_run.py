@@ -19,9 +19,9 @@ from rayrft.config import dump_config, load_config
 from rayrft.core.launch import attach, running, start
 from rayrft.core.placement import Placement, plan_placement
 from rayrft.core.run import Run
-from rayrft.core.summary import RunStatus, read_summary, summarise, write_summary
+from rayrft.core.summary import RunStatus, Totals, read_summary, summarise, write_summary
 from rayrft.errors import ActorDied, DataError, PlacementError
-from rayrft.monitor.records import NoteRecord, read_records, rewrite_records
+from rayrft.monitor.records import NoteRecord, RecordFile, read_records
 from tests.e2e.conftest import small_config
 from tests.scripted import handle
 
@@ -67,7 +67,9 @@ def run(tmp_path: Path) -> Iterator[Run]:
     config = load_config(small_config(tmp_path, "scripted"))
     config.folder.mkdir()
     (config.folder / "config.yaml").write_text(dump_config(config))
-    rewrite_records(config.folder, list(NOTES))
+    file = RecordFile(config.folder)
+    for note in NOTES:
+        file.append(note)
     handle = begin(config.folder)
     yield handle
     handle.kill()
@@ -130,7 +132,9 @@ def test_a_dead_master_is_told_with_why_it_died_by_whoever_asks(run: Run) -> Non
 def test_records_that_the_master_had_no_time_to_tell_are_read_from_the_disk(run: Run) -> None:
     follow = run.records()
     assert next(follow) == NOTES[0]
-    write_summary(run.folder, summarise("scripted", "finished", None, NOTES, RowStats(Ledger(sampled=4), {}), 1.0))
+    write_summary(
+        run.folder, summarise("scripted", "finished", None, Totals(NOTES), RowStats(Ledger(sampled=4), {}), 1.0)
+    )
     kill_master(run)
     assert [*follow] == NOTES[1:] == read_records(run.folder)[1:]
     assert run.result().status == "finished"

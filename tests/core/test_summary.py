@@ -15,6 +15,7 @@ from rayrft.buffer.ledger import Ledger
 from rayrft.config import dump_config, load_config
 from rayrft.core import summary
 from rayrft.core.summary import (
+    Totals,
     read_summary,
     reserve_space,
     status_at_end,
@@ -23,13 +24,13 @@ from rayrft.core.summary import (
     write_summary,
 )
 from rayrft.errors import StorageError
-from rayrft.monitor.records import rewrite_records
+from rayrft.monitor.records import RecordFile
 from tests.buffer.in_process import LocalBuffer, ObjectTable
 from tests.buffer.rows import group, plan
 from tests.e2e.conftest import small_config
 from tests.monitor.test_monitor import evaluation, step
 
-ENDED = summarise("run", "failed", "why", [], None, 0.0)
+ENDED = summarise("run", "failed", "why", Totals(), None, 0.0)
 
 
 def test_many_writers_leave_one_whole_summary_and_nothing_else(tmp_path: Path) -> None:
@@ -39,7 +40,7 @@ def test_many_writers_leave_one_whole_summary_and_nothing_else(tmp_path: Path) -
         together.wait()
         try:
             for _ in range(50):
-                write_summary(tmp_path, summarise(str(number), "finished", None, [], None, 0.0))
+                write_summary(tmp_path, summarise(str(number), "finished", None, Totals(), None, 0.0))
         except (OSError, StorageError) as error:
             failures.append(error)
 
@@ -82,7 +83,9 @@ def dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     config = load_config(small_config(tmp_path, "dead"))
     config.folder.mkdir()
     (config.folder / "config.yaml").write_text(dump_config(config))
-    rewrite_records(config.folder, [evaluation("mix", 0, 10), step(step=4, version=4, train_s=2.0)])
+    file = RecordFile(config.folder)
+    for record in (evaluation("mix", 0, 10), step(step=4, version=4, train_s=2.0)):
+        file.append(record)
     buffer = LocalBuffer(config.folder / "buffer", config.buffer)
     buffer.do("open_stage", plan(1, scheduled=False))
     for number in range(3):

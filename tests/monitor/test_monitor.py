@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,14 @@ from rayrft.monitor.records import (
     EvaluationRecord,
     NoteRecord,
     Record,
+    RecordFile,
     RolloutRecord,
     StepRecord,
     read_records,
-    to_json,
 )
 from rayrft.monitor.report import accuracy_table, save_plot
-from rayrft.monitor.sinks import JsonLines, scalars
-from rayrft.monitor.verdict import verdict
+from rayrft.monitor.sinks import scalars
+from rayrft.monitor.verdict import Bottleneck
 
 
 def step(**changes: Any) -> StepRecord:
@@ -41,16 +42,25 @@ def evaluation(stage: str, stage_step: int, right: int, temperature: float = 0.0
 
 def test_records_survive_the_file_and_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     records: list[Record] = [NoteRecord("mix", 1, 0.0, "hello", {"a": 1}), step(), evaluation("mix", 3, 50)]
-    text = "".join(to_json(record) + "\n" for record in records)
-    (tmp_path / "metrics.jsonl").write_text(text + to_json(step())[:40])
+    file = RecordFile(tmp_path)
+    for record in [*records, step()]:
+        file.append(record)
+    os.truncate(tmp_path / "metrics.jsonl", (tmp_path / "metrics.jsonl").stat().st_size - 40)
     assert read_records(tmp_path) == records
+    again = RecordFile(tmp_path)
+    again.append(step(step=4))
+    assert read_records(tmp_path) == [*again.read()] == [*records, step(step=4)]
+    assert [*again.read(1, 3)] == records[1:] and [*again.read(9)] == []
+    cut = again.cut(1, records[2:])
+    cut.append(step(step=5))
+    assert read_records(tmp_path) == [*cut.read()] == [records[0], records[2], step(step=5)]
 
 
 def test_a_disk_that_takes_half_a_record_is_a_storage_error_and_leaves_whole_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = JsonLines(tmp_path)
-    lines.write(step())
+    lines = RecordFile(tmp_path)
+    lines.append(step())
 
     class FullAfter:
         """Takes ten bytes more."""
@@ -71,10 +81,10 @@ def test_a_disk_that_takes_half_a_record_is_a_storage_error_and_leaves_whole_lin
     file = lines._file
     monkeypatch.setattr(lines, "_file", FullAfter(file))
     with pytest.raises(StorageError) as error:
-        lines.write(step())
+        lines.append(step())
     assert error.value.field == str(tmp_path / "metrics.jsonl")
     monkeypatch.setattr(lines, "_file", file)
-    lines.write(step(step=5))
+    lines.append(step(step=5))
     lines.close()
     assert read_records(tmp_path) == [step(), step(step=5)]
 
@@ -98,11 +108,17 @@ def test_a_folder_without_metrics_has_no_records(tmp_path: Path) -> None:
     ],
 )
 def test_the_verdict_names_the_bottleneck_and_the_remedy(times: dict[str, float], staleness: int, said: str) -> None:
-    assert said in verdict([step(**times)] * 3, staleness)
+    bottleneck = Bottleneck()
+    for _ in range(3):
+        bottleneck.add(step(**times))
+    bottleneck.add(step(usual_rows=0, sync_s=1000))
+    assert said in bottleneck.verdict(staleness)
 
 
 def test_there_is_no_verdict_without_rollouts() -> None:
-    assert verdict([step(usual_rows=0)], 0) == ""
+    bottleneck = Bottleneck()
+    bottleneck.add(step(usual_rows=0))
+    assert bottleneck.verdict(0) == ""
 
 
 def test_a_step_line_shows_losses_staleness_and_where_the_time_went() -> None:
