@@ -29,6 +29,15 @@ TRUNCATED = ("length", "repetition")
 MASKED = "masked"
 """Status of a row that is never trained; its reward counts in its group's advantages."""
 
+ROUNDING = 1e-6
+"""Rewards that differ by less than this share of them are equal."""
+
+
+def reaches(value: float, least: float = 1.0) -> bool:
+    """Return whether a reward or a share is at least ``least``, by default full marks, up to rounding: a computed value
+    or one of a float32 column may miss the bound by 1e-6 of it."""
+    return value >= least - ROUNDING * abs(least)
+
 
 @dataclass(frozen=True)
 class Task:

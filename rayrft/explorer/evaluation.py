@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rayrft.experience import ROUNDING, reaches
+
 
 @dataclass(frozen=True)
 class Attempt:
@@ -33,7 +35,7 @@ class Attempt:
 
     @property
     def right(self) -> bool:
-        return self.reward is not None and self.reward >= 1.0
+        return self.reward is not None and reaches(self.reward)
 
 
 @dataclass(frozen=True)
@@ -172,22 +174,23 @@ _RESAMPLES = 1000
 def over_tasks(values: Sequence[float], seed: int = 0) -> Estimate:
     """Return the mean of one value per task, with its 95 % interval.
 
-    Attempts at one task are not independent, so tasks are what is resampled (percentile bootstrap, by ``seed``). If
-    every value is 0 or 1 it is the Wilson interval, which is not empty where all are equal.
+    Attempts at one task are not independent, so the bootstrap (percentile, by ``seed``) resamples tasks. If every value
+    is 0 or 1, or all values are equal, it is the Wilson interval, whose width is not 0: no variable in [0, 1] varies
+    more than one of 0 and 1 with the same mean.
     """
     if not values:
         return Estimate(math.nan, 0.0, 1.0, 0)
     array = np.asarray(values, float)
     mean = float(array.mean())
-    if np.isin(array, (0.0, 1.0)).all():
-        return Estimate(mean, *wilson_interval(int(array.sum()), len(array)), len(array))
+    if np.isin(array, (0.0, 1.0)).all() or np.ptp(array) <= ROUNDING:
+        return Estimate(mean, *wilson_interval(float(array.sum()), len(array)), len(array))
     rng = np.random.default_rng(seed)
     means = [array[rng.integers(len(array), size=len(array))].mean() for _ in range(_RESAMPLES)]
     low, high = np.quantile(means, [0.025, 0.975])
     return Estimate(mean, float(low), float(high), len(array))
 
 
-def wilson_interval(right: int, count: int, z: float = 1.96) -> tuple[float, float]:
+def wilson_interval(right: float, count: int, z: float = 1.96) -> tuple[float, float]:
     """Compute the Wilson score interval of a proportion (Wilson 1927); ``z`` 1.96 gives 95 %."""
     if count == 0:
         return 0.0, 1.0

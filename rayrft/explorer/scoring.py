@@ -11,7 +11,7 @@ import numpy as np
 
 from rayrft.buffer.events import GroupReport
 from rayrft.config.reward import LengthReward, RewardConfig
-from rayrft.experience import MASKED, TRUNCATED, Experience, rewards_by_token
+from rayrft.experience import MASKED, TRUNCATED, Experience, reaches, rewards_by_token
 from rayrft.pipelines.experiences import Verified
 from rayrft.rewards import RewardResult
 
@@ -103,7 +103,7 @@ def length_rewards(lengths: Sequence[int], values: Sequence[float], config: Leng
     weight = config.weight * min(1.0, step / config.warm_up if config.warm_up else 1.0)
     shares = [0.5 - (length - min(lengths)) / (max(lengths) - min(lengths)) for length in lengths]
     return [
-        weight * (share if value >= config.right else min(0.0, share))
+        weight * (share if reaches(value, config.right) else min(0.0, share))
         for share, value in zip(shares, values, strict=True)
     ]
 

@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 
 from rayrft.config.base import Section, invalid
 from rayrft.errors import ConfigError, nearest
+from rayrft.experience import reaches
 from rayrft.pipelines.operator import Applied, Operator, Wants, is_list, is_text, register_operator
 from rayrft.pipelines.rows import groups, map_texts, numbers, texts, with_numbers
 
@@ -415,5 +416,5 @@ class PassRate(Operator[PassRateOptions]):
         for indices in groups(rows, self.options.by):
             known = rewards[indices][~np.isnan(rewards[indices])]
             if len(known):
-                rates[indices] = np.mean(known > self.options.right)
+                rates[indices] = np.mean([not reaches(self.options.right, each) for each in known])
         return Applied(with_numbers(rows, "pass_rate", rates, pa.float64()))

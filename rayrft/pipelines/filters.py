@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 from rayrft.config.base import Section, invalid
 from rayrft.data.selection import Selection
 from rayrft.errors import ConfigError, DataError
+from rayrft.experience import ROUNDING, reaches
 from rayrft.pipelines.operator import Applied, Operator, Wants, is_list, is_text, register_operator
 from rayrft.pipelines.rows import grouped, groups, numbers, share_of, texts
 
@@ -78,9 +79,9 @@ class DifficultyBand(Operator[BandOptions]):
     def _reason(self, value: float) -> str | None:
         if value != value:
             return "unknown difficulty" if self.options.unknown == "drop" else None
-        if value < self.options.min:
+        if not reaches(value, self.options.min):
             return f"too hard: {value:g}"
-        return f"too easy: {value:g}" if value > self.options.max else None
+        return None if reaches(self.options.max, value) else f"too easy: {value:g}"
 
 
 class OutlierOptions(Section):
@@ -133,7 +134,8 @@ class Outliers(Operator[OutlierOptions]):
                 continue
             finite = known[np.isfinite(values[known])]
             outliers = set(known.tolist()) - set(finite.tolist())
-            if len(set(values[finite].tolist())) > 2:
+            steps = np.diff(np.unique(values[finite]), prepend=-np.inf)
+            if np.count_nonzero(steps > ROUNDING * np.abs(values[finite]).max(initial=0)) > 2:
                 distance = np.abs(values[finite] - np.median(values[finite]))
                 deviation = 1.4826 * np.median(distance) or 1.2533 * np.mean(distance)
                 outliers |= set(finite[distance > self.options.deviations * deviation].tolist())
@@ -182,7 +184,7 @@ class Repetition(Operator[RepetitionOptions]):
         if len(words) < self.options.min_words or not grams:
             return None
         share = 1 - len(set(grams)) / len(grams)
-        return f"repeats itself: {share:.2f} of its {n}-grams" if share > self.options.max_share else None
+        return None if reaches(self.options.max_share, share) else f"repeats itself: {share:.2f} of its {n}-grams"
 
 
 class MixingOptions(Section):
@@ -225,7 +227,7 @@ class LanguageMixing(Operator[MixingOptions]):
             return None
         share = 1 - max(scripts.values()) / letters
         names = " and ".join(name.lower() for name, _ in scripts.most_common(2))
-        return f"mixes scripts: {names}, {share:.2f} of the letters" if share > self.options.max_share else None
+        return None if reaches(self.options.max_share, share) else f"mixes scripts: {names}, {share:.2f} of the letters"
 
 
 def _script(letter: str) -> str:

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from rayrft.config.base import Section, invalid
 from rayrft.errors import ConfigError, RequestRefused
-from rayrft.experience import Task
+from rayrft.experience import Task, reaches
 from rayrft.pipelines.asking import AskingOperator, RemoteChat
 from rayrft.pipelines.operator import Applied, Context, Wants, register_operator
 from rayrft.pipelines.rows import id_column, with_numbers
@@ -121,4 +121,4 @@ class Judged(AskingOperator[JudgedOptions]):
     def _reason(self, found: float | str) -> str | None:
         if isinstance(found, str):
             return found if self.options.without == "leave_out" else None
-        return f"a low grade: {found:g}" if found < self.options.least else None
+        return None if reaches(found, self.options.least) else f"a low grade: {found:g}"

@@ -15,7 +15,7 @@ from pydantic import Field
 from rayrft.data.demonstrations import expert_row
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ConfigError, RequestRefused
-from rayrft.experience import Task, to_batch
+from rayrft.experience import Task, reaches, to_batch
 from rayrft.pipelines.asking import (
     AskingOperator,
     RemoteChat,
@@ -62,7 +62,7 @@ class Attempt:
     problem: str | None = None
 
     def right(self, least: float) -> bool:
-        return self.reward is not None and self.reward >= least
+        return self.reward is not None and reaches(self.reward, least)
 
 
 class SolvingOperator(AskingOperator[S]):
@@ -278,12 +278,12 @@ class HintedSolutions(_Finding[HintedOptions]):
         options, subject = self.options, group[0]
         if subject is None:
             return [], "the task is not known, or has no answer"
-        known = [row.reward >= options.right for row in group if row is not None and row.reward is not None]
-        if options.by and known and sum(known) > options.max_pass_rate * len(known):
+        known = [reaches(row.reward, options.right) for row in group if row is not None and row.reward is not None]
+        if options.by and known and not reaches(options.max_pass_rate * len(known), sum(known)):
             return [], "not hard"
         plain = await self.attempts(options.model, subject, self.asked(subject.task), options.tries, "plain")
         right = [each for each in plain if each.right(options.right)]
-        if len(right) > options.max_pass_rate * len(plain):
+        if not reaches(options.max_pass_rate * len(plain), len(right)):
             return [], "not hard"
         stored = self._best(right, subject, "")
         hinted = list[Attempt]()
@@ -383,7 +383,7 @@ class CorrectedAnswers(_Finding[CorrectedOptions]):
         [result] = await scored(subject.task, [subject.response])
         if result.value is None:
             return [], f"not checked: {result.reason}"
-        if result.value >= options.right:
+        if reaches(result.value, options.right):
             return [], None
         verdict = f"reward {result.value:g}" + (f", {result.reason}" if result.reason else "")
         verdict += f"; the answer was read as {result.answer}" if result.answer else ""

@@ -16,7 +16,7 @@ import pyarrow as pa
 from pydantic import Field
 
 from rayrft.config.base import Section
-from rayrft.experience import SCHEMA
+from rayrft.experience import SCHEMA, reaches
 from rayrft.pipelines.operator import Applied, Operator, Wants, register_operator, with_column
 from rayrft.pipelines.rows import groups, id_column, numbers, seeded
 
@@ -275,7 +275,7 @@ class BestAgainstWorst(Operator[PairOptions]):
                 continue
             best = min(known, key=lambda index: (-rewards[index], lengths[index]))
             worst = min(known, key=lambda index: (rewards[index], lengths[index]))
-            if rewards[best] - rewards[worst] >= self.options.min_gap:
+            if reaches(rewards[best] - rewards[worst], self.options.min_gap):
                 sides += [best, worst]
                 used.update(indices)
         made = rows.take(pa.array(sides, pa.int64()))
@@ -318,8 +318,8 @@ class ExpertRows(Operator[ExpertOptions]):
         chosen, used = list[int](), set[int]()
         for indices in groups(rows, "group_id"):
             known = [index for index in indices if rewards[index] == rewards[index]]
-            right = [index for index in known if rewards[index] >= self.options.min_reward]
-            if right and len(right) <= self.options.max_pass_rate * len(known):
+            right = [index for index in known if reaches(rewards[index], self.options.min_reward)]
+            if right and reaches(self.options.max_pass_rate * len(known), len(right)):
                 chosen += sorted(right, key=lambda index: lengths[index])[: self.options.per_group]
                 used.update(indices)
         made = _as_expert(rows.take(pa.array(chosen, pa.int64())), {})

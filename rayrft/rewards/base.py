@@ -277,7 +277,7 @@ def combine(parts: Sequence[RewardPart], results: Sequence[RewardResult]) -> Rew
         components,
         "; ".join(unknown or known) or None,
         next((result.answer for result in results if result.answer is not None), None),
-        () if shut else tuple(map(sum, zip(*turns, strict=True))),
+        () if shut else tuple(map(math.fsum, zip(*turns, strict=True))),
         _weighted(shaping) + sum(part.weight * result.shaping for part, result in pairs),
         max(result.seconds for result in results),
         any(result.error for _, result in counted if result.value is None),
@@ -288,7 +288,7 @@ def combine(parts: Sequence[RewardPart], results: Sequence[RewardResult]) -> Rew
 
 def _weighted(pairs: Sequence[tuple[RewardPart, RewardResult]]) -> float:
     """Return the weighted sum of what is known."""
-    return sum(part.weight * (result.value or 0.0) for part, result in pairs)
+    return math.fsum(part.weight * (result.value or 0.0) for part, result in pairs)
 
 
 def build_reward(name: str, options: dict[str, Any]) -> Reward:

@@ -98,6 +98,12 @@ def test_unknown_rewards_are_counted_and_are_not_wrong() -> None:
     assert found.majority[1].value == found.accuracy.value == found.passed[1].value
 
 
+@pytest.mark.parametrize("reward", [0.7 + 0.2 + 0.1, 1 - 2**-24, 1.0, 1.5])
+def test_full_marks_up_to_rounding_are_right(reward: float) -> None:
+    found = measure([*attempts("a", reward, reward), *attempts("b", 0.99999, 0.99999)], [2])
+    assert (found.right, found.accuracy.value, found.passed[2].value, found.majority[2].value) == (2, 0.5, 0.5, 0.5)
+
+
 def test_nothing_known_is_no_number() -> None:
     found = measure([Attempt("a", 0, None)], [1])
     assert math.isnan(found.accuracy.value) and math.isnan(found.mean_reward) and found.accuracy.tasks == 0
@@ -123,3 +129,10 @@ def test_the_bootstrap_covers_as_the_normal_interval_does_and_follows_its_seed()
     found = over_tasks(values, seed=1)
     assert found == over_tasks(values, seed=1) != over_tasks(values, seed=2)
     assert found.value == 0.5 and found.high - found.low == pytest.approx(2 * 1.96 * 0.0125, rel=0.1)
+
+
+@pytest.mark.parametrize("values", [[0.5], [0.25] * 8, [0.1 * 3, 0.3, 0.3]])
+def test_equal_shares_have_the_interval_of_as_many_right_tasks(values: list[float]) -> None:
+    found = over_tasks(values)
+    assert (found.low, found.high) == pytest.approx(wilson_interval(sum(values), len(values)))
+    assert found.low < values[0] < found.high

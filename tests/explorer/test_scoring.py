@@ -259,11 +259,11 @@ def of_lengths(*lengths: int) -> list[Experience]:
 def test_shorter_right_answers_of_a_group_earn_more_once_it_is_warm(
     step: int, warm_up: int, earned: list[float]
 ) -> None:
-    results = [RewardResult(1.0), RewardResult(1.0), RewardResult(1.0), RewardResult(0.0)]
+    results = [RewardResult(1.0 - 1e-16), RewardResult(1.0), RewardResult(1.0), RewardResult(0.0)]
     rules = config(length={"warm_up": warm_up})
     group = apply_rewards(of_lengths(10, 20, 30, 10), results, rules, max_tokens=64, step=step)
-    assert group.rewards == earned == [row.reward for row in group.rows]
-    assert group.unpunished == [1.0, 1.0, 1.0, 0.0]
+    assert group.rewards == pytest.approx(earned) and group.rewards == [row.reward for row in group.rows]
+    assert group.unpunished == pytest.approx([1.0, 1.0, 1.0, 0.0])
 
 
 def test_long_wrong_answers_lose_and_equal_lengths_earn_nothing() -> None:

@@ -51,6 +51,13 @@ def test_as_many_rows_are_asked_at_once_as_the_model_takes(calls: int) -> None:
     assert len(found) == 1000 and found[0]["grade"] == 7.0 and most == calls
 
 
+@pytest.mark.parametrize("least", [29, 57, 58])
+def test_the_lowest_grade_is_kept_on_any_scale(least: int) -> None:
+    judge = says(f'{{"reason": "", "grade": {least}}}')
+    found, _, _ = ran("judged", texts(1), {"judge": judge}, model="judge", low=0, high=100, least=least)
+    assert len(found) == 1
+
+
 def test_the_same_rows_are_asked_the_same_in_whatever_batches() -> None:
     seen = []
     for size in (3, 100):

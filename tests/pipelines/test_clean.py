@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from tests.pipelines.small import applied, reasons, rows, texts
@@ -141,3 +142,5 @@ def test_pass_rates_are_those_of_tasks() -> None:
     batch = rows(task_id=["a", "b", "a", "a", "c"], reward=[1.0, 0.2, 0.0, None, None])
     found, _ = applied("pass_rate", batch)
     assert [row["pass_rate"] for row in found] == [0.5, 0.0, 0.5, 0.5, None]
+    batch = rows(task_id=["a"] * 3, reward=pa.array([0.3, 0.4, 0.2], pa.float32()))
+    assert [row["pass_rate"] for row in applied("pass_rate", batch, right=0.3)[0]] == [1 / 3] * 3, "0.3 is not above"

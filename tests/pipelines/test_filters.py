@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -44,6 +45,13 @@ def test_a_band_includes_its_bounds() -> None:
     assert kept("difficulty_band", "pass_rate", values, min=0.125, max=1, unknown="drop") == [0.125, 0.5, 0.875, 1.0]
 
 
+def test_a_bound_is_met_up_to_rounding() -> None:
+    third = float(np.float32(0.3))
+    assert kept("difficulty_band", "pass_rate", [0.1 * 3, third, 0.29, 0.31], min=0.3, max=0.3) == [0.1 * 3, third]
+    repeating = " ".join(["one two"] * 4 + ["three", "four", "five"])  # 3 of its 10 pairs of words are new
+    assert kept("repetition", "answer", [repeating], ngram=2, min_words=1, max_share=0.5) == [repeating]
+
+
 def test_outliers_are_those_of_their_group() -> None:
     batch = rows(
         group_id=["a"] * 6 + ["b"] * 6 + ["c"] * 3,
@@ -61,6 +69,7 @@ def test_outliers_are_those_of_their_group() -> None:
         ([0.0, 1.0] * 4, []),
         ([0.0] * 6 + [1.0] * 2, []),
         ([0.0] * 19 + [1.0], []),
+        ([1.0] * 18 + [1 - 2**-24, 0.0], []),
         ([1.0] * 4 + [float("inf")], ["inf"]),
         ([0.0, 1.0, 2.0, 1.0, float("inf"), float("-inf")], ["inf", "-inf"]),
         ([1.0, 1.0, float("inf")], []),

@@ -16,6 +16,7 @@ from rayrft.experience import Experience, Task, to_batch
 from rayrft.pipelines import Context
 from rayrft.pipelines.chain import build_chain
 from rayrft.pipelines.rows import lineage
+from rayrft.pipelines.solving import Attempt
 from rayrft.rewards.judge import Messages
 from tests.buffer.rows import group
 from tests.errors import about
@@ -51,6 +52,10 @@ def test_hard_tasks_give_expert_rows_without_the_hint() -> None:
     assert len(model.asked) == 3 + 5 + 5, "an easy one is not asked about with a hint"
     hinted = [messages for messages, _, _ in model.asked if len(messages) == 2]
     assert len(hinted) == 4 and all(re.search(r"<hint-(\w{12})>\n[23]\n</hint-\1>$", m[0]["content"]) for m in hinted)
+
+
+def test_full_marks_up_to_rounding_are_a_right_answer() -> None:
+    assert Attempt(reward=0.7 + 0.2 + 0.1).right(1.0) and not Attempt(reward=0.99999).right(1.0)
 
 
 def test_tasks_may_go_on_and_then_failures_are_noted() -> None:

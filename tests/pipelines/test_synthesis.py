@@ -132,6 +132,14 @@ def test_the_best_and_the_worst_of_a_group_are_a_pair() -> None:
     assert reasons["1/0"] == reasons["3/1"] == "nothing was made of its group"
 
 
+def test_rewards_in_single_precision_reach_their_bounds() -> None:
+    batch = experiences([0.9, 0.4])
+    assert len(applied("best_against_worst", batch, min_gap=0.5)[0]) == 2
+    assert len(applied("expert_rows", experiences([0.7, 0.0]), min_reward=0.7)[0]) == 1
+    hard = experiences([1.0] * 29 + [0.0] * 71)
+    assert len(applied("expert_rows", hard, max_pass_rate=0.29)[0]) == 1, "0.29 * 100 is below 29"
+
+
 def test_pairs_are_such_as_the_buffer_takes() -> None:
     found, _ = applied("best_against_worst", experiences([0.0, 1.0], [1.0, 0.0]))
     made = to_batch([experience_of(row) for row in found])

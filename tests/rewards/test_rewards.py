@@ -189,6 +189,12 @@ def test_rewards_are_added_by_weight_shut_by_gates_and_shaped_apart(
     assert (found.value is None) == ("away" in str(found.reason))
 
 
+def test_parts_with_full_marks_sum_to_full_marks() -> None:
+    parts = [RewardPart(name=str(weight), weight=weight) for weight in (0.7, 0.2, 0.1)]
+    found = combine(parts, [RewardResult(1.0, turns=(1.0,))] * 3)
+    assert (found.value, found.turns) == (1.0, (1.0,)), "and not 0.9999999999999999"
+
+
 def test_what_a_part_shapes_by_itself_is_weighed_with_it() -> None:
     found = combine(PARTS[:2], [RewardResult(1.0, shaping=0.5), RewardResult(1.0, shaping=-1.0)])
     assert (found.value, found.shaping) == (1.5, 0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rayrft.experience import Task
+from rayrft.experience import Task, reaches
 from rayrft.explorer.environments.base import Step, register_environment
 
 
@@ -41,7 +41,7 @@ class ReasoningGymEnvironment:
         self._left -= 1
         earned = max(0.0, score - self._best)
         self._best = max(self._best, score)
-        if score >= self._enough:
+        if reaches(score, self._enough):
             return Step("That is right.", earned, done=True, info={"solved": 1})
         told = f"That is not right: it scores {score:.2f} of 1, your best answer {self._best:.2f}."
         return Step(f"{told} Attempts left: {self._left}.", earned, done=self._left == 0)

@@ -6,7 +6,7 @@ import asyncio
 import math
 import re
 
-from rayrft.experience import Task
+from rayrft.experience import Task, reaches
 from rayrft.explorer.environments import EnvironmentClient
 from rayrft.explorer.trajectory import Model, Trajectory
 from rayrft.explorer.workflows.base import register_workflow
@@ -40,7 +40,7 @@ class ReflectAndRetry:
                 trajectory.reward(result)
                 break
             trajectory.reward(min(result.value, result.value * self._discount**retries), result.components)
-            if result.value >= self._enough:
+            if reaches(result.value, self._enough):
                 break
         return trajectory
 
@@ -64,7 +64,7 @@ class SelfVerification:
         trajectory.observe(self._question)
         said = re.findall(r"\b(yes|no)\b", (await trajectory.act()).lower())
         if result.value is not None:
-            right = "yes" if result.value >= self._enough else "no"
+            right = "yes" if reaches(result.value, self._enough) else "no"
             self._reward(trajectory, result, float(said[-1:] == [right]))
         return trajectory
 
