@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -141,6 +142,7 @@ class WeightSync:
                 senders=config.trainer.ranks,
                 receivers=workers * len(engines),
                 timeout_s=deadline_s,
+                secret=secrets.token_hex(),
                 plugins=tuple(map(str, config.plugins)),
             )
             connecting = [

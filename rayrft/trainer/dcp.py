@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -26,6 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.serialization import _get_layout
 
 from rayrft.errors import ModelError, RayrftError, StorageError
 from rayrft.trainer.learner import Learner
@@ -39,6 +43,44 @@ State = dict[str, Any]
 
 _POLICY, _REWARD_MODEL = "policy", "reward_model"
 """Names of models in a checkpoint."""
+
+_METADATA = {
+    *((metadata.__name__, name) for name in (*metadata.__all__, "_MEM_FORMAT_ENCODING")),
+    *((piece.__module__, piece.__name__) for piece in (_StorageInfo, _get_layout, torch.Size, PosixPath)),
+    *(("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
+}
+"""Modules and names of the only objects that a checkpoint's metadata refers to."""
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _METADATA:
+            raise pickle.UnpicklingError(f"its metadata names {module}.{name}, which no checkpoint of a run holds")
+        return super().find_class(module, name)
+
+
+class _Reader(FileSystemReader):
+    """Reads checkpoints that somebody else may have written: unlike torch's own reader, it runs no code of theirs."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
+        with self.fs.create_stream(Path(self.path) / ".metadata", "rb") as file:
+            found = _Unpickler(file).load()
+        if not isinstance(found, metadata.Metadata):
+            raise pickle.UnpicklingError(f"its metadata is {type(found).__name__}")
+        return found
+
+
+class _Planner(DefaultLoadPlanner):
+    """Plans reads as torch's own planner does, and runs no code from the checkpoint's bytes."""
+
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        torch.load(value, weights_only=True)  # raises for anything but plain values, before they are loaded
+        value.seek(0)
+        super().load_bytes(read_item, value)
+
+
+def _reading(folder: Path) -> dict[str, Any]:
+    return {"storage_reader": _Reader(str(folder)), "planner": _Planner()}
 
 
 class Checkpointer:
@@ -75,7 +117,7 @@ class Checkpointer:
         """
         self._rebase(learner.policy, folder)
         with _typed_errors(folder):
-            names = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+            names = _Reader(str(folder)).read_metadata().state_dict_metadata
         state = _state(learner, critic, folder, set(names))
         self._read(state, folder)
         for name, (model, optimizer) in _models(learner, critic).items():
@@ -96,7 +138,7 @@ class Checkpointer:
 
     def _read(self, state: State, folder: Path) -> None:
         with _typed_errors(folder):
-            load(state, checkpoint_id=str(folder), process_group=self._group)
+            load(state, **_reading(folder), process_group=self._group)
 
 
 def read_base(folder: Path) -> str:
@@ -106,7 +148,7 @@ def read_base(folder: Path) -> str:
     """
     state = {"base": ""}
     with _typed_errors(folder):
-        load(state, checkpoint_id=str(folder), no_dist=True)
+        load(state, **_reading(folder), no_dist=True)
     return _resolve(state["base"], folder)
 
 
@@ -118,7 +160,7 @@ def load_weights(folder: Path, model: Policy | RewardClassifier) -> None:
     trained = {name: weight.detach() for name, weight in model.named_parameters() if weight.requires_grad}
     state = {_POLICY if isinstance(model, Policy) else _REWARD_MODEL: trained}
     with _typed_errors(folder):
-        load(state, checkpoint_id=str(folder), no_dist=True)
+        load(state, **_reading(folder), no_dist=True)
 
 
 @contextlib.contextmanager
@@ -127,7 +169,7 @@ def _typed_errors(folder: Path) -> Iterator[None]:
     try:
         (folder / ".metadata").stat()
         yield
-    except (CheckpointException, OSError) as error:
+    except (CheckpointException, OSError, EOFError, pickle.UnpicklingError) as error:
         raise _unreadable(error, folder) from None
 
 

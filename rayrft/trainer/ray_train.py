@@ -85,6 +85,5 @@ _stores: list[Any] = []
 
 def _rendezvous() -> tuple[str, int]:
     """Open the store of the ranks' process group on rank 0; return its address and port."""
-    host = ray.util.get_node_ip_address()
-    _stores.append(open_store(host))
-    return host, _stores[-1].port
+    _stores.append(open_store())
+    return _stores[-1].host, _stores[-1].port

@@ -30,13 +30,10 @@ class WeightSender:
 
     def locate(self, timeout_s: float) -> tuple[str, int] | None:
         """Open the store of a future link on the first rank; return its host and port."""
-        import ray.util
-
         if self._index:
             return None
-        host = ray.util.get_node_ip_address()
-        self._store = open_store(host, timeout_s)
-        return host, self._store.port
+        self._store = open_store(timeout_s)
+        return self._store.host, self._store.port
 
     def connect(self, link: Link) -> None:
         """Connect to the engines of a link, and close the link before."""

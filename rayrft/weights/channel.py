@@ -6,6 +6,7 @@ the buckets: equal digests show that every byte arrived in order.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -17,17 +18,34 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from rayrft.registry import load_plugins
 from rayrft.weights.buckets import Digest, bucket_bytes, plan_buckets, read_bucket
 from rayrft.weights.messages import Link, Parcel
-from rayrft.weights.transport import Endpoint, transports
+from rayrft.weights.transport import Endpoint, SignedStore, transports
 
 
-def open_store(host: str, timeout_s: float = 300.0) -> TCPStore:
+def open_store(timeout_s: float = 300.0, host: str | None = None) -> TCPStore:
     """Open the store of a future link or group at a free port (`TCPStore.port`), in the process of its first member.
 
-    It listens at once: a port that is only found to be free may be taken before the members meet. A later store of this
-    process at the same port with ``multi_tenant`` shares the listener; keep this one until then.
+    It listens at once, because another process may take a port that is only found to be free, and at ``host`` alone,
+    where torch's own listener takes all interfaces. The default is this node's address, or the loopback address while
+    the cluster has no other node. A later store of this process at the same port with ``multi_tenant`` shares the
+    listener; keep this one until then.
     """
-    timeout = timedelta(seconds=timeout_s)
-    return TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False, multi_tenant=True)
+    if host is None:
+        import ray
+
+        alone = sum(node["Alive"] for node in ray.nodes()) == 1
+        host = "127.0.0.1" if alone else ray.util.get_node_ip_address()
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as listening:
+        port, listening_fd = listening.getsockname()[1], listening.detach()
+    return TCPStore(
+        host,
+        port,
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listening_fd,
+    )
 
 
 class WeightChannel:
@@ -44,12 +62,11 @@ class WeightChannel:
         tcp = store or TCPStore(link.host, link.port, is_master=False, wait_for_workers=False, timeout=timeout)
         self._announces = sends and index == 0
         self._announced: list[str] = []
-        self._store = PrefixStore(f"rayrft/{link.number}", tcp)
+        shared = PrefixStore(f"rayrft/{link.number}", tcp)
+        self._store = SignedStore(shared, link.secret)
         self._transport = transports.get(link.transport)()
-        store_of_transport = PrefixStore("transport", self._store)
-        self._transport.connect(
-            Endpoint(sends, index, link.senders, link.receivers, device, store_of_transport, link.timeout_s)
-        )
+        ends, own = (link.senders, link.receivers), PrefixStore("transport", shared)
+        self._transport.connect(Endpoint(sends, index, *ends, device, own, link.timeout_s, link.secret))
 
     def send(self, number: int, parcel: Parcel, buckets: Iterable[Tensor]) -> str:
         """Send the buckets of a parcel as transfer ``number``; return their digest, on the first sender."""

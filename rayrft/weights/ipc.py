@@ -7,12 +7,12 @@ it, and acknowledges: never more than one bucket is held twice.
 from __future__ import annotations
 
 import itertools
-import pickle
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rayrft.errors import ConfigError
-from rayrft.weights.transport import FIELD, Endpoint, Layout, WeightTransport, register_transport
+from rayrft.weights.transport import FIELD, Endpoint, Layout, SignedStore, WeightTransport, register_transport
 
 if TYPE_CHECKING:
     import torch
@@ -48,12 +48,13 @@ class CudaIpc(WeightTransport):
             )
 
     def connect(self, end: Endpoint) -> None:
-        self._device, self._store, self._index = end.device, end.store, end.index
+        self._device, self._index = end.device, end.index
+        self._store = SignedStore(end.store, end.secret)
         self._numbers = itertools.count()
         self._gpu = gpu_uuid(end.device)
         own, others, count = ("sender", "receiver", end.receivers) if end.sends else ("receiver", "sender", end.senders)
         self._store.set(f"{own}/{end.index}", self._gpu)
-        gpus = [self._store.get(f"{others}/{index}").decode() for index in range(count)]
+        gpus = [self._store.get(f"{others}/{index}") for index in range(count)]
         self._beside = [index for index, gpu in enumerate(gpus) if gpu == self._gpu]
         """Indices of the ends of the other side on this GPU; an engine that joins alone is beside one rank."""
         if not end.sends and not self._beside:
@@ -96,16 +97,29 @@ def gpu_uuid(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def export_buffer(buffer: Tensor) -> bytes:
-    """Return a handle to a CUDA buffer. The buffer must stay alive until the receiver is done with it."""
-    from torch.multiprocessing.reductions import reduce_tensor
+def export_buffer(buffer: Tensor) -> str:
+    """Return a handle to a flat CUDA buffer of bytes, as JSON. The buffer must stay alive until the receiver is done
+    with it."""
+    from torch.multiprocessing import reductions
 
-    return pickle.dumps(reduce_tensor(buffer))  # type: ignore[no-untyped-call]
+    _, (_, size, _, offset, _, _, _, *memory) = reductions.reduce_tensor(buffer)  # type: ignore[no-untyped-call]
+    return json.dumps([*size, offset, *(each.hex() if isinstance(each, bytes) else each for each in memory)])
 
 
-def open_buffer(handle: bytes, device: torch.device) -> Tensor:
+def open_buffer(handle: str, device: torch.device) -> Tensor:
     """Map an exported buffer into this process: the same memory, no copy."""
-    rebuild, arguments = pickle.loads(handle)
-    # Argument 6 is the exporter's device index, which differs between processes.
-    tensor: Tensor = rebuild(*arguments[:6], device.index or 0, *arguments[7:])
+    import torch
+    from torch.multiprocessing import reductions
+
+    size, offset, *memory = json.loads(handle)
+    tensor: Tensor = reductions.rebuild_cuda_tensor(  # type: ignore[no-untyped-call]
+        torch.Tensor,
+        (size,),
+        (1,),
+        offset,
+        torch.storage.TypedStorage,
+        torch.uint8,
+        device.index or 0,  # the exporter's index may differ
+        *(bytes.fromhex(each) if isinstance(each, str) else each for each in memory),
+    )
     return tensor

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ class Link:
     senders: int
     receivers: int
     timeout_s: float
+    secret: str = field(repr=False)
+    """Signs what the ends write into the store, which other processes can reach. It travels by Ray alone."""
     plugins: tuple[str, ...] = ()
 
 
@@ -80,7 +82,7 @@ class Parcel:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Parcel:
+    def from_json(cls, text: str) -> Parcel:
         values = json.loads(text)
         metas = [TensorMeta(meta["name"], meta["dtype"], tuple(meta["shape"])) for meta in values["metas"]]
         adapter = Adapter(**values["adapter"]) if values["adapter"] else None

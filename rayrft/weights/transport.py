@@ -5,12 +5,13 @@ Without torch at import: the config asks a transport whether it fits the run bef
 
 from __future__ import annotations
 
+import hmac
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from rayrft.errors import ConfigError
+from rayrft.errors import ConfigError, WeightSyncError
 from rayrft.registry import Registry
 
 if TYPE_CHECKING:
@@ -42,8 +43,36 @@ class Endpoint:
     device: torch.device
     store: Any
     """A key-value store that all ends share (`torch.distributed.Store`): ``get`` and ``wait`` end when a key is set, or
-    with an error after ``timeout_s``."""
+    with an error after ``timeout_s``. Other processes that reach its port can read and write it: see `SignedStore`."""
     timeout_s: float
+    secret: str = field(repr=False)
+    """The link's secret, which only its ends have."""
+
+
+class SignedStore:
+    """A store whose values are signed with the secret of a link, so that only the link's ends can write them."""
+
+    def __init__(self, store: Any, secret: str) -> None:
+        self._store, self._secret = store, secret.encode()
+        self.wait, self.delete_key = store.wait, store.delete_key
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, self._signature(key, value) + value)
+
+    def get(self, key: str) -> str:
+        """Wait for a value and return it. Raises WeightSyncError if another process wrote it."""
+        signed: str = self._store.get(key).decode(errors="replace")
+        signature, value = signed[:64], signed[64:]
+        if not hmac.compare_digest(signature.encode(), self._signature(key, value).encode()):
+            raise WeightSyncError(
+                "a process outside the run wrote to the store of the link between trainer and engines",
+                field=key,
+                remedy="let only the cluster's nodes reach each other's ports, then resume the run",
+            )
+        return value
+
+    def _signature(self, key: str, value: str) -> str:
+        return hmac.digest(self._secret, f"{key}\0{value}".encode(), "sha256").hex()
 
 
 class WeightTransport(ABC):

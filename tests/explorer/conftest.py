@@ -79,8 +79,8 @@ def engine(ray_cluster: Any, tiny_model: Path, tmp_path_factory: pytest.TempPath
         actor.start.remote(str(tiny_model), EngineConfig(), max_length=64, dtype="float32", seed=0, structured=True)
     )
     host = "127.0.0.1"
-    store = open_store(host, 60)
-    link = Link("gloo", host, store.port, number=1, senders=1, receivers=1, timeout_s=60)
+    store = open_store(60, host)
+    link = Link("gloo", host, store.port, number=1, senders=1, receivers=1, timeout_s=60, secret="s")
     connecting = actor.connect.remote(link, 0)
     channel = WeightChannel(link, sends=True, index=0, device=torch.device("cpu"), store=store)
     ray.get(connecting)

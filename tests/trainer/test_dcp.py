@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import tempfile
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from rayrft.algorithms import TokenBatch
 from rayrft.algorithms.ratios import TokenLoss, policy_losses
@@ -18,7 +22,7 @@ from rayrft.config.stage import UpdateConfig
 from rayrft.config.trainer import OptimizerConfig
 from rayrft.errors import ModelError, RayrftError, StorageError
 from rayrft.trainer.batches import TrainRow
-from rayrft.trainer.dcp import Checkpointer, load_weights
+from rayrft.trainer.dcp import Checkpointer, load_weights, read_base
 from rayrft.trainer.learner import Learner
 from tests.trainer.ranks import on_ranks
 from tests.trainer.test_learner import make_model
@@ -186,6 +190,34 @@ def test_a_checkpoint_that_cannot_be_loaded_says_why_and_what_to_do(tmp_path: Pa
     assert "cannot be read" in damaged and "Delete the folder" in damaged
     assert "incomplete" in torn and ".distcp is missing" in torn and "Delete the folder" in torn
     assert "incomplete" in gone and ".metadata is missing" in gone
+
+
+class Forged:
+    """A pickle that runs code where it is read."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(RAN),)
+
+
+RAN = Path(tempfile.gettempdir()) / f"code-of-a-checkpoint-has-run-{os.getpid()}"
+
+
+@pytest.mark.parametrize("forged", ["metadata", "bytes", "dotted", "torn"])
+def test_reading_a_checkpoint_of_somebody_else_runs_no_code_of_theirs(forged: str, tmp_path: Path) -> None:
+    save({"base": Forged() if forged == "bytes" else ""}, checkpoint_id=tmp_path, no_dist=True)
+    if forged != "bytes":
+        dotted = b"\x80\x04\x8c\x26torch.distributed.checkpoint.metadata\x8c\x08os.mkdir\x93\x8c"
+        path = str(RAN).encode()
+        data = {
+            "metadata": pickle.dumps(Forged()),
+            "dotted": dotted + bytes([len(path)]) + path + b"\x85R.",
+            "torn": b"",
+        }
+        (tmp_path / ".metadata").write_bytes(data[forged])
+    with pytest.raises(StorageError, match="cannot be read") as raised:
+        read_base(tmp_path)
+    assert not RAN.exists()
+    assert raised.value.value == str(tmp_path)
 
 
 @pytest.mark.parametrize(

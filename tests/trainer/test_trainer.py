@@ -66,7 +66,7 @@ def test_rank_0_listens_at_the_port_that_ray_train_tells_the_ranks(monkeypatch: 
     monkeypatch.setattr(WorkerGroup, "execute_single", lambda self, rank, fn, *given: fn(*given))
     monkeypatch.setattr(WorkerGroup, "execute", lambda self, fn, **given: told.update(given))
     monkeypatch.setattr(WorkerGroup, "__len__", lambda self: 0)
-    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True}, {"Alive": False}])
     TorchConfig(backend="gloo").backend_cls().on_start(workers, TorchConfig(backend="gloo"))
     socket.create_connection((told["addr"], told["port"]), timeout=5).close()
 

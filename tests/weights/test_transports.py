@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import pickle
 import socket
 import subprocess
 import sys
@@ -14,14 +16,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import TCPStore
+from torch.multiprocessing import reductions
 
 from rayrft.config import RunConfig, load_config
-from rayrft.errors import ConfigError
+from rayrft.errors import ConfigError, WeightSyncError
 from rayrft.weights import Endpoint, ipc, transports
 from rayrft.weights.broadcast import Nccl
 from rayrft.weights.buckets import Digest, empty_bucket, fill_bucket, plan_buckets
 from rayrft.weights.channel import WeightChannel, open_store
 from rayrft.weights.messages import Adapter, Link, Parcel, TensorMeta
+from rayrft.weights.transport import SignedStore
 from tests.config.test_load import base
 from tests.conftest import ROOT
 from tests.errors import about
@@ -61,8 +66,8 @@ class Ends:
     """All ends of a link, each in a thread of its own."""
 
     def __init__(self, transport: str, senders: int, receivers: int, plugins: tuple[str, ...] = ()) -> None:
-        store = open_store(HOST, 30)
-        link = Link(transport, HOST, store.port, 1, senders, receivers, 30, plugins)
+        store = open_store(30, HOST)
+        link = Link(transport, HOST, store.port, 1, senders, receivers, 30, "s", plugins)
         self._pool = ThreadPoolExecutor(senders + receivers)
         ends = [(True, index) for index in range(senders)] + [(False, index) for index in range(receivers)]
 
@@ -95,12 +100,12 @@ class Ends:
 
 
 @pytest.fixture
-def exported(monkeypatch: pytest.MonkeyPatch) -> dict[bytes, Tensor]:
+def exported(monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
     """CPU memory in the place of GPUs': the handle to a buffer leads to the buffer."""
-    exported: dict[bytes, Tensor] = {}
+    exported: dict[str, Tensor] = {}
 
-    def export(buffer: Tensor) -> bytes:
-        handle = str(len(exported)).encode()
+    def export(buffer: Tensor) -> str:
+        handle = str(len(exported))
         exported[handle] = buffer
         return handle
 
@@ -119,7 +124,7 @@ def test_every_receiver_gets_the_same_bytes_transfer_after_transfer(
     transport: str,
     senders: int,
     receivers: int,
-    exported: dict[bytes, Tensor],
+    exported: dict[str, Tensor],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -141,10 +146,10 @@ def test_every_receiver_gets_the_same_bytes_transfer_after_transfer(
 
 @pytest.mark.usefixtures("exported")
 def test_an_engine_on_the_gpu_of_no_rank_is_refused_when_it_connects() -> None:
-    store = open_store(HOST, 30)
-    store.set("sender/0", "gpu-0")
+    store = open_store(30, HOST)
+    SignedStore(store, "s").set("sender/0", "gpu-0")
     with pytest.raises(RuntimeError, match="gpu-1"):
-        ipc.CudaIpc().connect(Endpoint(False, 0, 1, 1, torch.device("cuda", 1), store, 30))
+        ipc.CudaIpc().connect(Endpoint(False, 0, 1, 1, torch.device("cuda", 1), store, 30, "s"))
 
 
 def test_nccl_forms_its_group_of_the_first_rank_and_the_workers_on_their_devices(
@@ -163,7 +168,7 @@ def test_nccl_forms_its_group_of_the_first_rank_and_the_workers_on_their_devices
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Group, raising=False)
     monkeypatch.setattr(torch.cuda, "set_device", devices.append)
     for sends, index in ((True, 0), (True, 1), (False, 0), (False, 1)):
-        end = Endpoint(sends, index, 2, 2, torch.device("cuda", index), "store", 7.0)
+        end = Endpoint(sends, index, 2, 2, torch.device("cuda", index), "store", 7.0, "s")
         transport = Nccl()
         transport.connect(end)
         if (sends, index) == (True, 1):  # gathers with the first, and sends nothing
@@ -175,9 +180,61 @@ def test_nccl_forms_its_group_of_the_first_rank_and_the_workers_on_their_devices
 
 
 def test_a_port_that_was_given_out_cannot_be_taken_before_the_ends_meet() -> None:
-    store = open_store(HOST, 30)
+    store = open_store(30, HOST)
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind((HOST, store.port))
+
+
+def test_a_store_listens_at_its_host_and_at_no_other_address_of_the_machine() -> None:
+    store = open_store(30, HOST)
+    members = [
+        TCPStore(HOST, store.port, wait_for_workers=False, multi_tenant=True, is_master=first)
+        for first in (True, False)
+    ]
+    members[0].set("met", "yes")
+    assert members[1].get("met") == b"yes"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", store.port))
+
+
+class Forged:
+    """A pickle that runs code where it is read."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pytest.fail, ("code from the store has run",)
+
+
+@pytest.mark.usefixtures("exported")
+def test_a_value_that_another_process_writes_into_the_store_is_refused_unread() -> None:
+    store = open_store(30, HOST)
+    own, guessed, other = (SignedStore(store, secret) for secret in ("s", "guess", "s"))
+    for forged in (pickle.dumps(Forged()), b"{}", b""):
+        store.set("parcel/1", forged)
+        with pytest.raises(WeightSyncError) as refused:
+            own.get("parcel/1")
+        assert refused.value.field == "parcel/1"
+    guessed.set("parcel/1", "mine")
+    with pytest.raises(WeightSyncError):
+        own.get("parcel/1")
+    other.set("parcel/1", "mine")
+    assert own.get("parcel/1") == "mine"
+    store.set("parcel/2", store.get("parcel/1"))  # a signed value under another key
+    with pytest.raises(WeightSyncError):
+        own.get("parcel/2")
+    link = Link("ipc", HOST, store.port, 1, 1, 1, 30, "s")
+    assert "'s'" not in repr(link)
+
+
+def test_a_handle_to_gpu_memory_travels_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = (b"\x00handle", 4096, 512, False, b"counter", 3, b"event", True)
+    given = (torch.Tensor, torch.Size([7]), (1,), 2, torch.storage.TypedStorage, torch.uint8, 5, *memory)
+    monkeypatch.setattr(reductions, "reduce_tensor", lambda buffer: (reductions.rebuild_cuda_tensor, given))
+    rebuilt: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", lambda *arguments: rebuilt.append(arguments))
+    handle = ipc.export_buffer(torch.zeros(7, dtype=torch.uint8))
+    json.loads(handle)
+    ipc.open_buffer(handle, torch.device("cuda", 1))
+    assert rebuilt == [(*given[:6], 1, *memory)]
 
 
 def test_what_is_announced_is_what_arrives() -> None:
