@@ -23,6 +23,10 @@ from torch import Tensor
 from rayrft.algorithms.pieces import NonNegative, Pieces, Positive, Weight
 
 
+_ROUNDING = 1e-6
+"""Rewards that differ by less than this share of them are equal."""
+
+
 @dataclass(frozen=True)
 class Group:
     """Facts about a group besides its rewards; tensors have shape ``[n]``."""
@@ -37,6 +41,8 @@ class Group:
     """int64: the state in which the step was taken; equal states have equal numbers."""
     components: Mapping[str, Tensor] | None = None
     """The parts of the rewards, by name, each of the same shape."""
+    rewarded: Tensor | None = None
+    """bool: whether the step has a reward, or its 0 means none; None if all have one."""
 
 
 class GroupAdvantage(Protocol):
@@ -52,10 +58,16 @@ def check_group(rewards: Tensor) -> None:
         raise ValueError(f"rewards of one group must have shape [n], got {tuple(rewards.shape)}")
 
 
+def are_equal(rewards: Tensor) -> bool:
+    """Return whether ``[n]`` rewards are equal up to the rounding of sums and of float32: their differences are noise,
+    which a division by the standard deviation would enlarge."""
+    return rewards.numel() < 2 or bool(rewards.max() - rewards.min() <= _ROUNDING * rewards.abs().max())
+
+
 def group_relative_advantages(rewards: Tensor, *, epsilon: float = 1e-6) -> Tensor:
     """Compute ``A_i = (r_i - mean(r)) / (std(r) + epsilon)`` for ``[n]`` rewards; 0 if all are equal. See `grpo`."""
     check_group(rewards)
-    if rewards.numel() < 2 or bool((rewards == rewards[0]).all()):
+    if are_equal(rewards):
         return torch.zeros_like(rewards)
     return (rewards - rewards.mean()) / (rewards.std() + epsilon)
 
@@ -63,7 +75,7 @@ def group_relative_advantages(rewards: Tensor, *, epsilon: float = 1e-6) -> Tens
 def centred(rewards: Tensor) -> Tensor:
     """Compute ``r_i - mean(r)`` for ``[n]`` rewards; exactly 0 if all are equal."""
     check_group(rewards)
-    if bool((rewards == rewards[:1]).all()):
+    if are_equal(rewards):
         return torch.zeros_like(rewards)
     return rewards - rewards.mean()
 
@@ -203,7 +215,7 @@ def red_drop(rewards: Tensor, group: Group) -> Tensor:
     dropped answers stay in the denominator; KL and entropy terms include them.
     """
     check_group(rewards)
-    worse = rewards < rewards.mean()
+    worse = centred(rewards) < -_ROUNDING * rewards.abs().max()
     better = int((~worse).sum())
     kept = ~worse | (worse.cumsum(0) <= better)
     return torch.zeros_like(rewards).masked_scatter(kept, centred(rewards[kept]))
@@ -215,4 +227,4 @@ def accept(rewards: Tensor, group: Group, *, accept_above: float = 0.0) -> Tenso
     published takes the best of K answers; so a group of one counts like any other. KL and entropy terms include
     rejected answers."""
     check_group(rewards)
-    return (rewards > accept_above).to(rewards.dtype)
+    return (rewards > accept_above + _ROUNDING * abs(accept_above)).to(rewards.dtype)

@@ -54,7 +54,7 @@ class Algorithm(Recipe):
             raise ValueError(f"advantage {self.advantage!r} is computed by the trainer, not where groups are scored")
         if group.greedy_reward is not None:
             group = replace(group, greedy_reward=self._shaped(rewards.new_tensor(group.greedy_reward)).item())
-        return self._bound("advantage")(self._shaped(rewards), group)
+        return self._bound("advantage")(self._shaped(rewards, group.rewarded), group)
 
     def token_advantages(self, batch: TokenBatch) -> TokenBatch:
         """Return the batch with rewards clipped and scaled, and with the advantages that only the trainer can compute:
@@ -64,9 +64,12 @@ class Algorithm(Recipe):
         Raises ValueError if the batch lacks a field.
         """
         if self.shapes_rewards:
-            rewards = {"reward": batch.reward, "turn_rewards": batch.turn_rewards}
-            shaped = {name: self._shaped(values) for name, values in rewards.items() if values is not None}
-            batch = replace(batch, **shaped)
+            turns = batch.turn_rewards
+            batch = replace(
+                batch,
+                reward=None if batch.reward is None else self._shaped(batch.reward),
+                turn_rewards=None if turns is None else self._shaped(turns, turns != 0),
+            )
         penalty = None
         if self.penalises_rewards:
             self._check(batch, "kl")
@@ -77,10 +80,11 @@ class Algorithm(Recipe):
             return with_advantages(batch, self._bound("advantage"), penalty)
         return batch if penalty is None else with_penalty(batch, penalty)
 
-    def _shaped(self, rewards: Tensor) -> Tensor:
-        """Return ``reward_scale clip(r, reward_low, reward_high)``."""
+    def _shaped(self, rewards: Tensor, rewarded: Tensor | None = None) -> Tensor:
+        """Return ``reward_scale clip(r, reward_low, reward_high)``, and 0 where nothing is ``rewarded``."""
         if self.reward_low is not None or self.reward_high is not None:
-            rewards = rewards.clamp(self.reward_low, self.reward_high)
+            clipped = rewards.clamp(self.reward_low, self.reward_high)
+            rewards = clipped if rewarded is None else torch.where(rewarded, clipped, rewards)
         return rewards * self.reward_scale
 
     def value_loss_of(self, values: Tensor, batch: TokenBatch, over: Denominators) -> Tensor:

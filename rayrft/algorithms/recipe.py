@@ -55,7 +55,7 @@ class Recipe:
     normalise_by: Literal["tokens", "answers", "rewards"] = "tokens"
     """Mean and deviation are those of all tokens, or of answers; or the deviation alone, of the answers' rewards."""
     reward_low: float | None = None
-    """Rewards below are raised to this, before advantages are computed."""
+    """Rewards below are raised to this, before advantages are computed. The 0 of a turn or step means no reward."""
     reward_high: float | None = None
     """Rewards above are lowered to this."""
     reward_scale: float = 1.0

@@ -23,18 +23,19 @@ def group_advantages(
     """Compute the algorithm's advantages of all rows of one group, an array ``[T]`` (float32) for every row.
 
     They are equal on all action tokens of a row or, if the algorithm uses turns, of a turn or step, and 0 elsewhere.
-    ``rewards`` replace those of the rows. Raises ValueError if the advantages come from a critic, or compare with a
+    ``rewards`` replace those of the rows. Rewards are rounded to float32, as stored rows hold them. Raises ValueError if the advantages come from a critic, or compare with a
     greedy answer whose reward is missing, and DataError if a row lacks a component of its reward that they use.
     """
     if rewards is not None:
         rows = [row.with_fields(reward=reward) for row, reward in zip(rows, rewards, strict=True)]
+    greedy = None if rows[0].greedy_reward is None else float(np.float32(rows[0].greedy_reward))
     if algorithm.needs_turns:
         turns = Turns.of(rows)
-        known = replace(turns.group, greedy_reward=rows[0].greedy_reward)
+        known = replace(turns.group, greedy_reward=greedy)
         return turns.spread(algorithm.group_advantages(turns.rewards, known), rows)
-    values = torch.tensor([row.reward for row in rows], dtype=torch.float64)
+    values = torch.tensor([row.reward for row in rows], dtype=torch.float32).double()
     components = reward_components(rows, algorithm.reward_components) if algorithm.needs_components else None
-    found = algorithm.group_advantages(values, Group(rows[0].greedy_reward, components=components)).tolist()
+    found = algorithm.group_advantages(values, Group(greedy, components=components)).tolist()
     return [row.action_mask * np.float32(value) for row, value in zip(rows, found, strict=True)]
 
 
@@ -90,14 +91,14 @@ class Turns:
     rewards: Tensor
     """``[S]`` float64."""
     group: Group
-    """Trajectory, index in it and state of every turn."""
+    """Trajectory, index in it and state of every turn, and whether it has a reward."""
     spans: tuple[tuple[int, int, int], ...]
     """Row, first token and end of every turn or step."""
 
     @classmethod
     def of(cls, rows: list[Experience]) -> Turns:
         """Return the turns of these rows, all of which have a reward."""
-        rewards, spans, trajectories, numbers, states = [], [], [], [], []
+        rewards, rewarded, spans, trajectories, numbers, states = [], [], [], [], [], []
         counts, known_states = Counter[str](), dict[Hashable, int]()
         names: dict[str, int] = {}
         for index, row in enumerate(rows):
@@ -107,6 +108,7 @@ class Turns:
                 values = [of_tokens[token] for token in inside] or [0.0]
                 values[-1] += row.metrics.get(f"turn_reward_{k}", 0.0) + (row.reward or 0.0) * (k == len(runs) - 1)
                 rewards += values
+                rewarded += [value != 0 or k == len(runs) - 1 for value in values]
                 before_turn = row.metrics.get(f"turn_state_{k}", row.token_ids[before:start].tobytes())
                 bounds = [start, *(token + 1 for token in inside[:-1]), end]
                 for first, last in pairwise(bounds):
@@ -116,7 +118,12 @@ class Turns:
                     numbers.append(counts[row.repeat])
                     counts[row.repeat] += 1
                     spans.append((index, first, last))
-        group = Group(trajectory=torch.tensor(trajectories), turn=torch.tensor(numbers), state=torch.tensor(states))
+        group = Group(
+            trajectory=torch.tensor(trajectories),
+            turn=torch.tensor(numbers),
+            state=torch.tensor(states),
+            rewarded=torch.tensor(rewarded),
+        )
         return cls(torch.tensor(rewards, dtype=torch.float64), group, tuple(spans))
 
     def spread(self, values: Tensor, rows: list[Experience]) -> list[np.ndarray]:

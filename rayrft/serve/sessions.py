@@ -19,7 +19,7 @@ import numpy as np
 from rayrft.buffer.events import GroupReport
 from rayrft.config.serve import ServeConfig
 from rayrft.errors import DataError, FeedbackRefused
-from rayrft.experience import TRUNCATED, Experience
+from rayrft.experience import TRUNCATED, Experience, reaches
 from rayrft.explorer.scoring import ScoredGroup, mask_truncated
 from rayrft.explorer.trajectory import action_columns
 from rayrft.serve.recording import Begun, Call, Conversation, Row, SessionRows
@@ -265,7 +265,7 @@ class Sessions:
 
     def _form(self, members: list[_Finished], now: float) -> None:
         rewards = [member.reward for member in members]
-        if self._drop_equal and len(set(rewards)) == 1:
+        if self._drop_equal and reaches(min(rewards), max(rewards)):
             return self._drop(sum(len(member.rows) for member in members), "zero_variance")
         group_id, rows = f"{self._name}/{next(self._groups)}", list[Experience]()
         for number, member in enumerate(members):

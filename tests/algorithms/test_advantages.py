@@ -254,3 +254,33 @@ def test_rewards_are_clipped_and_scaled_before_they_are_compared() -> None:
     seen = build("grpo", shaping).token_advantages(batch)
     assert seen.reward is not None and seen.reward.tolist() == [-10.0, 10.0]
     assert seen.turn_rewards is not None and on_mask(seen.turn_rewards, batch) == [20.0, 0.0]
+
+
+def test_turns_without_a_reward_stay_without_one_whatever_its_bounds() -> None:
+    low = {"reward_low": 0.5}
+    alone = make_batch([[0.0] * 3], reward=torch.tensor([1.0]), values=[[0.0] * 3])
+    both = make_batch(
+        [[0.0] * 3] * 2, reward=torch.ones(2), values=[[0.0] * 3] * 2, turn_rewards=[[0.0] * 3, [0.25, 0.0, 0.0]]
+    )
+    assert on_mask(build("ppo", low).token_advantages(alone).returns, alone) == [1.0] * 3
+    assert on_mask(build("ppo", low).token_advantages(both).returns, both) == [1.0] * 3 + [1.5, 1.0, 1.0]
+    # Two trajectories with one reward each, of one turn and of three.
+    rewards, rewarded = torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.tensor([True, False, False, True])
+    group = Group(
+        trajectory=torch.tensor([0, 1, 1, 1]),
+        turn=torch.tensor([0, 0, 1, 2]),
+        state=torch.tensor([0, 0, 1, 2]),
+        rewarded=rewarded,
+    )
+    assert build("grpo", {"advantage": "step_wise", **low}).group_advantages(rewards, group).tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opmd", "red_drop"])
+def test_rewards_equal_up_to_rounding_are_equal(name: str) -> None:
+    sums = torch.tensor([0.7 + 0.2 + 0.1, 1.0, 1 - 2**-24], dtype=torch.float64)
+    assert not build(name).group_advantages(sums, Group()).any()
+    assert build(name).group_advantages(sums - torch.tensor([0.0, 0.0, 1e-4]), Group()).any()
+
+
+def test_a_reward_of_the_bound_in_single_precision_is_not_above_it() -> None:
+    assert accept(torch.tensor([0.3, 0.31]).double(), Group(), accept_above=0.3).tolist() == [0.0, 1.0]

@@ -49,6 +49,13 @@ def test_a_group_without_variance_is_dropped_and_counted() -> None:
     assert group.report.rows == 2, "it was sampled all the same"
 
 
+@pytest.mark.parametrize("name", ["grpo", "remax", "rloo"])
+def test_rewards_that_the_trainer_cannot_tell_apart_have_no_variance(name: str) -> None:
+    scored = score(rows("stop", "stop"), [RewardResult(0.3), RewardResult(0.3 + 1e-11)], config())
+    scored = with_baseline(scored, score(rows("stop"), [RewardResult(0.3 - 1e-11)], config()))
+    assert drop_zero_variance(scored, build(name)).dropped == {"zero_variance": 2}
+
+
 @pytest.mark.parametrize("name", ["reinforce_pp", "ppo", "asymre"])
 def test_a_group_without_variance_stays_where_something_is_learnt_from_it(name: str) -> None:
     scored = score(rows("stop", "stop"), [RewardResult(1.0)] * 2, config())

@@ -163,7 +163,7 @@ def test_sessions_of_a_task_make_a_group_and_others_those_that_begin_alike() -> 
 
 def test_a_group_of_equal_rewards_is_dropped_if_nothing_can_be_learnt_from_it() -> None:
     sessions = make(2, drop_equal=True, group_by="any")
-    for number, reward in enumerate((1.0, 1.0, 0.0, 1.0)):
+    for number, reward in enumerate((1.0, 0.7 + 0.2 + 0.1, 0.0, 1.0)):
         said = ("t", str(number))
         answer(sessions, sessions.begin(f"s{number}", None, said, 0.0), said)
         sessions.feedback(f"s{number}", reward, {}, 0.0)
