@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rayrft.data.images import ImageReader, insert_images
+from rayrft.data.reasoning import opened_reasoning
 from rayrft.errors import DataError, ModelError
 
 _ANSWER = "[the answer that was sampled]"
@@ -173,6 +174,18 @@ class ChatTokenizer:
         """Decode an answer without special tokens, but for those around calls of tools."""
         kept = [token for token in token_ids if token not in self._silent]
         return str(self.hf.decode(kept, skip_special_tokens=False))
+
+    def answer(self, token_ids: Sequence[int]) -> str:
+        """Decode an answer to a chat prompt; it begins with the ``<think>`` that the prompt has opened, if any."""
+        return self.opening + self.decode(list(token_ids))
+
+    @cached_property
+    def opening(self) -> str:
+        """Text from ``<think>`` on with which the chat template begins an answer; empty if the model writes that."""
+        try:
+            return opened_reasoning(self._render([{"role": "user", "content": ""}], add_generation_prompt=True)[0])
+        except DataError:  # it asks for other messages
+            return ""
 
     def tokens_at(self, token_ids: Sequence[int], text: str, ends: Sequence[int]) -> list[int]:
         """Return for each character offset of ``ends``, which increase, the index of the token with which the answer's

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 from rayrft.config import RunConfig
+from rayrft.data.reasoning import split_reasoning
 from rayrft.experience import TRUNCATED, Experience, Task
 from rayrft.explorer.evaluation import Attempt
 from rayrft.explorer.rollout import Runner
@@ -70,7 +71,7 @@ class Evaluator:
             task.id,
             repeat,
             None if unknown else sum(values) / len(values),
-            (response.strip() if result.answer is None else result.answer) or None,
+            (split_reasoning(response)[1].strip() if result.answer is None else result.answer) or None,
             response,
             tokens=sum(int(row.action_mask.sum()) for row, _ in rows),
             cut=any(row.stop_reason in TRUNCATED for row, _ in rows),

@@ -150,7 +150,7 @@ class Trajectory:
         """The reward that the workflow has set."""
 
     async def act(self, max_tokens: int | None = None) -> str:
-        """Sample the model's next answer and return its text. Raises the errors of `Model.generate`."""
+        """Sample the model's next answer and return its whole text. Raises the errors of `Model.generate`."""
         images = self.images and self._actions
         try:
             if images and self._model.tokenizer.images.token_id in self._actions[-1][1].token_ids:
@@ -159,7 +159,7 @@ class Trajectory:
         except ContextFull:
             self.end_for_length()
             raise
-        text = self._model.tokenizer.decode(list(completion.token_ids))
+        text = self._model.tokenizer.answer(completion.token_ids)
         self._actions.append((len(self._ids), completion))
         self._ids += completion.token_ids
         self.stop_reason = completion.stop_reason
@@ -211,11 +211,12 @@ class Trajectory:
         """Return the metrics of a row for rewards of steps inside answers: each is that of the token at which the step
         ends, and those that end in the same token are summed. Raises ValueError if the text of an answer is not what
         its tokens say."""
-        found, said = dict[str, float](), self.transcript.answers
+        found, said, tokenizer = dict[str, float](), self.transcript.answers, self._model.tokenizer
         for turn, group in groupby(steps, key=lambda step: step.turn):
             (start, completion), of_turn = self._actions[turn], list(group)
-            ends = [step.end for step in of_turn]
-            places = self._model.tokenizer.tokens_at(completion.token_ids, said[turn], ends)
+            opening = tokenizer.opening if said[turn] == tokenizer.answer(completion.token_ids) else ""
+            ends = [max(0, step.end - len(opening)) for step in of_turn]
+            places = tokenizer.tokens_at(completion.token_ids, said[turn].removeprefix(opening), ends)
             for place, step in zip(places, of_turn, strict=True):
                 name = f"{TOKEN_REWARD}{start + place}"
                 found[name] = found.get(name, 0.0) + step.value

@@ -13,6 +13,7 @@ import pyarrow as pa
 from pydantic import Field
 
 from rayrft.data.demonstrations import expert_row
+from rayrft.data.reasoning import split_reasoning
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ConfigError, RequestRefused
 from rayrft.experience import Task, reaches, to_batch
@@ -199,7 +200,7 @@ class _Finding(SolvingOperator[F]):
 
 def answer_of(text: str) -> str:
     """Return what is stored of an answer: not what a model thought before it."""
-    return text.rpartition("</think>")[2].strip()
+    return split_reasoning(text)[1].strip()
 
 
 class HintedOptions(FoundOptions):

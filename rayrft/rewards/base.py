@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, Self, SupportsIndex, TypeVar, cast
 
 from rayrft.config.reward import RewardPart
+from rayrft.data.reasoning import split_reasoning
 from rayrft.errors import ConfigError
 from rayrft.experience import Task
 from rayrft.registry import Registry
@@ -18,8 +19,8 @@ from rayrft.registry import Registry
 
 @dataclass(frozen=True)
 class StepReward:
-    """The reward of a step inside an answer, which ends before character ``end`` of the answer's text: that of the
-    ``turn``-th answer of the model, from 0."""
+    """The reward of a step inside an answer, which ends before character ``end`` of the answer's text with its
+    reasoning: that of the ``turn``-th of `Transcript.answers`, from 0."""
 
     turn: int
     end: int
@@ -34,7 +35,7 @@ class RewardResult:
     components: dict[str, float] = field(default_factory=dict)
     reason: str | None = None
     answer: str | None = None
-    """The answer that was found in the response, for majority votes; by default the whole response."""
+    """The answer that was found in the response, for majority votes; by default the response without reasoning."""
     turns: tuple[float, ...] = ()
     """Rewards of single turns of the model, in order, beside the value: none, or one for each of its answers."""
     steps: tuple[StepReward, ...] = field(default=(), kw_only=True)
@@ -78,17 +79,19 @@ class Transcript:
 
     @property
     def response(self) -> str:
-        """The model's last answer."""
-        return self.turns[-1]["content"]
+        """The model's last answer, without the reasoning before it."""
+        return split_reasoning(self.turns[-1]["content"])[1]
 
     @property
     def answers(self) -> list[str]:
-        """The model's answers, in order."""
+        """The model's answers with their reasoning, in order, which begins with ``<think>`` also where the prompt has
+        opened it."""
         return [turn["content"] for turn in self.turns if turn["role"] == "assistant"][self.given :]
 
 
 class RewardFunction(Protocol):
-    """Scores a last answer; a plain number is a result without components. Raising makes the reward unknown."""
+    """Scores a last answer without its reasoning; a plain number is a result without components. Raising makes the
+    reward unknown."""
 
     def __call__(self, task: Task, response: str, /) -> RewardResult | float: ...
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, Self
 
+from rayrft.data.reasoning import split_reasoning
 from rayrft.errors import ConfigError, EndpointFailed, RequestRefused
 from rayrft.experience import Task
 from rayrft.rewards.base import RewardResult, Transcript, register_reward
@@ -233,9 +234,7 @@ _MOST_BRACES = 200
 def last_object(reply: str) -> dict[str, Any]:
     """Return the JSON object that a reply ends with, after what the model may have thought; an empty one if it ends
     otherwise, as where it was cut: an object in its midst may be quoted from what is judged."""
-    text, decoder = reply.rpartition("</think>")[2], json.JSONDecoder()
-    if "<think>" in text:
-        return {}
+    text, decoder = split_reasoning(reply)[1], json.JSONDecoder()
     for start in [found.start() for found in re.finditer("{", text)][: -_MOST_BRACES - 1 : -1]:
         try:
             found, end = decoder.raw_decode(text, start)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rayrft.experience import Task
-from rayrft.rewards.base import Reward, RewardResult, inline, register_reward
+from rayrft.rewards.base import Reward, RewardResult, Transcript, inline, register_reward
 
 
 @register_reward("exact")
@@ -21,24 +22,25 @@ def exact() -> Reward:
 
 @register_reward("format")
 @inline
-def tagged_format(tags: Sequence[str] = ("think", "answer")) -> Reward:
-    """1 if the response is one block ``<tag>…</tag>`` for each of the tags, in their order, none empty, and only white
-    space beside them; else 0. Component ``tags`` is the share of tags that open and close once.
+@dataclass(frozen=True)
+class TaggedFormat:
+    """1 if the last answer, with its reasoning, is one block ``<tag>…</tag>`` for each of the tags, in their order, none
+    empty, and only white space beside them; else 0. Component ``tags``: the share of tags that open and close once.
 
     The format reward of DeepSeek-R1 (arXiv:2501.12948, sec. 2.2.2); best as a part whose role is ``shape``.
     """
-    marks = [(f"<{tag}>", f"</{tag}>") for tag in tags]
 
-    def score(task: Task, response: str) -> RewardResult:
-        once = [all(response.count(mark) == 1 for mark in pair) for pair in marks]
-        rest, well_formed = response.strip(), all(once)
+    tags: Sequence[str] = ("think", "answer")
+
+    def score(self, task: Task, transcript: Transcript) -> RewardResult:
+        marks, text = [(f"<{tag}>", f"</{tag}>") for tag in self.tags], transcript.turns[-1]["content"]
+        once = [all(text.count(mark) == 1 for mark in pair) for pair in marks]
+        rest, well_formed = text.strip(), all(once)
         for opening, closing in marks:
             content, closed, after = rest.removeprefix(opening).partition(closing)
             well_formed = well_formed and rest.startswith(opening) and bool(closed and content.strip())
             rest = after.strip()
         return RewardResult(float(well_formed and not rest), {"tags": sum(once) / max(1, len(once))})
-
-    return score
 
 
 @register_reward("reasoning_gym")

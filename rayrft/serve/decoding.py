@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rayrft.data.reasoning import split_reasoning
 from rayrft.data.tokenizer import INCOMPLETE, ChatTokenizer
 from rayrft.explorer.engines.exchange import Completion
 from rayrft.explorer.tools.parsing import CallForm, ToolCall, parse_calls
@@ -24,13 +25,17 @@ class Message:
 
 
 class AnswerText:
-    """The text of an answer that grows by tokens, up to a stop string.
+    """The text of an answer that grows by tokens, up to a stop string after its reasoning. It begins with ``opening``.
 
     ``holds_calls`` holds text back from the beginning of a call of tools on, or all of it in the form ``json``.
     """
 
     def __init__(
-        self, tokenizer: ChatTokenizer, stops: Sequence[str] = (), holds_calls: CallForm | None = None
+        self,
+        tokenizer: ChatTokenizer,
+        stops: Sequence[str] = (),
+        holds_calls: CallForm | None = None,
+        opening: str = "",
     ) -> None:
         self._tokenizer = tokenizer
         self._stops = tuple(stops)
@@ -39,7 +44,7 @@ class AnswerText:
         self._first, self._read = 0, 0
         """The window of tokens that is decoded together with what follows, and its end, up to which text is known."""
         self._shown = 0
-        self.text = ""
+        self.text = opening
         """Without what is not a whole character yet, and without the stop string."""
         self.stopped_at: int | None = None
         """Number of tokens after which there was a stop string."""
@@ -86,7 +91,8 @@ class AnswerText:
         before = len(self.text)
         self.text += text[len(known) :]
         self._first, self._read = self._read, len(self._ids)
-        found = [at for stop in self._stops if (at := self.text.find(stop, max(0, before - len(stop) + 1))) >= 0]
+        answer = len(split_reasoning(self.text)[0]) if self._stops else 0
+        found = [at for stop in self._stops if (at := self.text.find(stop, max(answer, before - len(stop) + 1))) >= 0]
         if found:
             self.text, self.stopped_at = self.text[: min(found)], len(self._ids)
 
@@ -112,7 +118,8 @@ def message(text: str, form: CallForm | None) -> Message:
     read = [call for call in calls if isinstance(call, ToolCall)]
     if not read or len(read) < len(calls):
         return Message(text)
-    content = text.partition(_CALL_BEGINS)[0] if form == "hermes" else ""
+    reasoning, answer = split_reasoning(text)
+    content = reasoning + answer.partition(_CALL_BEGINS)[0] if form == "hermes" else ""
     return Message(content, tuple(map(_tool_call, read)))
 
 

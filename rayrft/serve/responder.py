@@ -203,7 +203,7 @@ class Responder:
 
     async def _stream(self, ask: Ask, index: int, session: Session, show: Callable[[Piece], None] | None) -> Answer:
         """Sample one answer up to a stop string."""
-        text = AnswerText(self._tokenizer, ask.body.stops, ask.form)
+        text = AnswerText(self._tokenizer, ask.body.stops, ask.form, self._opening(ask))
 
         def told(chunk: Chunk) -> None:
             if text.stopped_at is not None:
@@ -223,7 +223,7 @@ class Responder:
     def _finished(self, ask: Ask, index: int, completion: Completion, text: AnswerText | None) -> Answer:
         """Return an answer to which no token will be added; ``text`` has those of which was told."""
         if text is None:
-            whole = self._tokenizer.decode(list(completion.token_ids))
+            whole = self._opening(ask) + self._tokenizer.decode(list(completion.token_ids))
             tail = Piece(index, whole, Chunk(completion.token_ids, completion.logprobs))
         else:
             told = text.tokens
@@ -236,12 +236,15 @@ class Responder:
         shown = len(whole) - len(tail.text)
         return Answer(completion, whole, found, replace(tail, text=found.content[shown:]))
 
+    def _opening(self, ask: Ask) -> str:
+        return self._tokenizer.opening if isinstance(ask.body, ChatRequest) else ""
+
     async def _record(self, ask: Ask, answers: list[Answer], engine: str | None) -> None:
         if self.sessions is None or ask.begun is None:
             return
         choices = []
         for answer in answers:
-            text = self._tokenizer.decode(list(answer.completion.token_ids))
+            text = self._opening(ask) + self._tokenizer.decode(list(answer.completion.token_ids))
             if isinstance(ask.body, ChatRequest):
                 calls = list(answer.message.tool_calls)
                 said = ChatMessage(role="assistant", content=answer.message.content, tool_calls=calls)

@@ -93,9 +93,9 @@ async def test_a_reward_that_is_no_number_is_unknown_and_says_so(found: Any) -> 
         ("", 0.0, 0.0),
     ],
 )
-def test_a_format_is_its_blocks_in_order_and_nothing_else(response: str, value: float, tags: float) -> None:
-    found = build_reward("format", {})(task("a"), response)  # type: ignore[operator]
-    assert isinstance(found, RewardResult) and (found.value, found.components) == (value, {"tags": tags})
+async def test_a_format_is_its_blocks_in_order_and_nothing_else(response: str, value: float, tags: float) -> None:
+    found = await scored(build_reward("format", {}), response)
+    assert (found.value, found.components) == (value, {"tags": tags})
 
 
 def test_an_unknown_reward_names_the_nearest() -> None:

@@ -88,8 +88,11 @@ async def test_streamed_text_is_the_whole_answer_and_usage_comes_last(tiny_model
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_stop_string_ends_the_answer_at_the_engine_and_is_not_shown(tiny_model: Path, stream: bool) -> None:
-    async with serve(tiny_model, lambda prompt: "one two three four five six") as served:
+@pytest.mark.parametrize("thought", ["", "<think>two, so two</think>"])
+async def test_a_stop_string_ends_the_answer_at_the_engine_and_is_not_shown(
+    tiny_model: Path, stream: bool, thought: str
+) -> None:
+    async with serve(tiny_model, lambda prompt: f"{thought}one two three four five six") as served:
         options: dict[str, Any] = {"stop": ["o t", "never"]}
         if stream:
             chunks = await streamed(served, **options)
@@ -97,9 +100,9 @@ async def test_a_stop_string_ends_the_answer_at_the_engine_and_is_not_shown(tiny
         else:
             answer = await served.client.chat.completions.create(model=MODEL, messages=USER, **options)
             text, reason = answer.choices[0].message.content or "", answer.choices[0].finish_reason
-            assert reason == "stop" and answer.usage and answer.usage.completion_tokens == len("one two t")
-        assert text == "one tw"
-        assert len(served.policy.sampled[0].token_ids) < 15  # of 28: it was interrupted
+            assert reason == "stop" and answer.usage and answer.usage.completion_tokens == len(f"{thought}one two t")
+        assert text == f"{thought}one tw"
+        assert len(served.policy.sampled[0].token_ids) < len(thought) + 15  # of 28: it was interrupted
 
 
 @pytest.mark.parametrize("keeps", [True, False])

@@ -78,8 +78,8 @@ class AuxiliaryModel:
         temperature: float | None = None,
         json_schema: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the model's answer to a conversation, by default sampled as the config says. With a ``json_schema`` it
-        follows that, unless it is cut.
+        """Return the model's answer to a conversation, reasoning included, by default sampled as the config says. With
+        a ``json_schema`` it follows that, unless it is cut.
 
         Raises RequestRefused if the prompt leaves no room for an answer, DataError if the chat template rejects the
         messages, and ActorDied.
@@ -102,4 +102,4 @@ class AuxiliaryModel:
             json_schema=json.dumps(json_schema) if json_schema else "",
         )
         [completion] = await self._generate(Request(prompt, 1, sampling), [self._session])
-        return self._tokenizer.decode(list(completion.token_ids))
+        return self._tokenizer.answer(completion.token_ids)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from rayrft.data.reasoning import split_reasoning
 from rayrft.errors import ConfigError
 from rayrft.experience import Task
 from rayrft.explorer.environments.base import Step, extra_needed, register_environment
@@ -135,6 +136,7 @@ class GymnasiumEnvironment:
 
 def find_action(answer: str, actions: tuple[tuple[str, ...], ...]) -> int | None:
     """Return the number of the action that the answer mentions last, in its ``<answer>`` if it has one."""
+    answer = split_reasoning(answer)[1]
     tagged = re.findall(r"<answer>(.*?)(?:</answer>|$)", answer, re.DOTALL | re.IGNORECASE)
     text = (tagged[-1] if tagged else answer).lower()
     last = [

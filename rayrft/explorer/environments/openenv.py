@@ -6,6 +6,7 @@ import importlib.util
 import json
 from typing import Any
 
+from rayrft.data.reasoning import split_reasoning
 from rayrft.errors import ConfigError
 from rayrft.experience import Task
 from rayrft.explorer.environments.base import Step, register_environment
@@ -53,6 +54,7 @@ class OpenEnvEnvironment:
         return self._told(self._client.reset(seed=seed, **task.metadata.get("environment", {})).observation)
 
     def step(self, action: str) -> Step:
+        action = split_reasoning(action)[1]
         if self._action is not None:
             fields = {**self._fixed, self._action: action}
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rayrft.data.reasoning import split_reasoning
 from rayrft.experience import Task, reaches
 from rayrft.explorer.environments.base import Step, register_environment
 
@@ -36,7 +37,8 @@ class ReasoningGymEnvironment:
     def step(self, action: str) -> Step:
         from reasoning_gym.utils import extract_answer
 
-        answer = extract_answer(action) if "<answer>" in action else action.strip()
+        answer = split_reasoning(action)[1].strip()
+        answer = extract_answer(answer) if "<answer>" in answer else answer
         score = float(self._dataset.score_answer(answer, self._entry))
         self._left -= 1
         earned = max(0.0, score - self._best)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rayrft.data.reasoning import split_reasoning
 from rayrft.data.tokenizer import Tools
 
 CallForm = Literal["hermes", "json"]
@@ -51,7 +52,9 @@ def as_response(result: str) -> str:
 
 
 def parse_calls(answer: str, form: CallForm) -> list[ToolCall | Malformed]:
-    """Return the calls in an answer, in their order; none if it makes no attempt at one."""
+    """Return the calls in an answer, in their order; none if it makes no attempt at one. Those in its reasoning are
+    not meant."""
+    answer = split_reasoning(answer)[1]
     if form == "json":
         return list(_json_calls(answer))
     # The last one may lack its end, as serving engines allow.

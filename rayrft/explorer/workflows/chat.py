@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rayrft.data.reasoning import split_reasoning
 from rayrft.experience import Task
 from rayrft.explorer.environments import EnvironmentClient
 from rayrft.explorer.trajectory import Model, Trajectory
@@ -62,8 +63,13 @@ class UserSimulator:
         trajectory = model.start(task.messages, task.images)
         await trajectory.act()
         for _ in range(self._turns):
-            said = [f"{each['role']}: {each['content']}" for each in trajectory.messages if each["role"] != "system"]
+            said = [
+                f"{each['role']}: {split_reasoning(each['content'])[1]}"
+                for each in trajectory.messages
+                if each["role"] != "system"
+            ]
             prompt = self._prompt.replace("{conversation}", "\n".join(said))
-            trajectory.observe(await user.chat([{"role": "user", "content": prompt}]))
+            _, message = split_reasoning(await user.chat([{"role": "user", "content": prompt}]))
+            trajectory.observe(model.tokenizer.defuse(message))
             await trajectory.act()
         return trajectory

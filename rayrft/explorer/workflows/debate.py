@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from rayrft.data.reasoning import split_reasoning
 from rayrft.experience import Task
 from rayrft.explorer.environments import EnvironmentClient
 from rayrft.explorer.trajectory import Model, Trajectory
@@ -25,6 +26,7 @@ class Debate:
         answers = await asyncio.gather(*(debater.act() for debater in debaters))
         for _ in range(self._rounds):
             for debater, other in zip(debaters, reversed(answers), strict=True):
-                debater.observe(self._prompt.format(answer=other))
+                shown = model.tokenizer.defuse(split_reasoning(other)[1])
+                debater.observe(self._prompt.replace("{answer}", shown))
             answers = await asyncio.gather(*(debater.act() for debater in debaters))
         return debaters

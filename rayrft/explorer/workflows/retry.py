@@ -6,6 +6,7 @@ import asyncio
 import math
 import re
 
+from rayrft.data.reasoning import split_reasoning
 from rayrft.experience import Task, reaches
 from rayrft.explorer.environments import EnvironmentClient
 from rayrft.explorer.trajectory import Model, Trajectory
@@ -62,7 +63,7 @@ class SelfVerification:
         result = await model.score(task, await trajectory.act())
         self._reward(trajectory, result, 0.0)  # where the context has no room for a verdict
         trajectory.observe(self._question)
-        said = re.findall(r"\b(yes|no)\b", (await trajectory.act()).lower())
+        said = re.findall(r"\b(yes|no)\b", split_reasoning(await trajectory.act())[1].lower())
         if result.value is not None:
             right = "yes" if reaches(result.value, self._enough) else "no"
             self._reward(trajectory, result, float(said[-1:] == [right]))
