@@ -38,14 +38,14 @@ class TaskSourceConfig(Section):
     size: int | None = Field(None, ge=1)
     """Number of rows to take before duplicates are removed; all of a file or a split by default."""
     path: Path | None = None
-    """file: JSONL, CSV or Parquet, a file or a folder. tasks: JSONL or Parquet that ``rayrft data difficulty`` or
-    ``rayrft data tasks`` wrote. squares: the folder to draw them in."""
+    """file: JSONL, JSON, CSV, TSV or Parquet, a file or a folder. tasks: JSONL or Parquet that ``rayrft data
+    difficulty`` or ``rayrft data tasks`` wrote. squares: the folder to draw them in."""
     eval_path: Path | None = None
     """A separate file of held-out tasks, of the same kinds: the source's share of ``eval_size`` is its first rows, or
     all if there are fewer."""
     question: str = "question"
     answer: str = "answer"
-    """file, datasets, ray: the fields that hold the question and the ground truth."""
+    """file, datasets, ray: the fields that hold the question and the ground truth; ``a.b`` is field b of object a."""
     images: str = "images"
     """file, datasets, ray: the field with a task's images, if any: paths, relative to the file's folder, or bytes."""
     images_folder: Path | None = None

@@ -20,10 +20,12 @@ from rayrft.data.formats import (
     Row,
     SkippedRows,
     answer_label,
+    as_text,
     conversations,
     pair_margin,
     read_rows,
     tool_schemas,
+    value_at,
 )
 from rayrft.data.images import image_paths
 from rayrft.data.tokenizer import ChatTokenizer
@@ -71,12 +73,12 @@ class RowEncoder:
         if isinstance(row, str):
             raise DataError(row)
         experiences = []
-        images = image_paths(row.get(self.form.images), self.base, self.form.images_folder)
-        tools = tool_schemas(row.get(self.form.tools), self.form.tools)
+        images = image_paths(value_at(row, self.form.images), self.base, self.form.images_folder)
+        tools = tool_schemas(value_at(row, self.form.tools), self.form.tools)
         encode = self.tokenizer.whole if self.whole else self.tokenizer.chat
         sides = conversations(row, self.form)
         if self.labelled and len(sides) == 1:
-            sides = [(answer_label(row.get(self.form.label), self.form.label), sides[0][1])]
+            sides = [(answer_label(value_at(row, self.form.label), self.form.label), sides[0][1])]
         for chosen, messages in sides:
             questions = [message["content"] for message in messages if message["role"] == "user"]
             if any(dedup_key(question, images) in self.held_out for question in questions):
@@ -87,7 +89,7 @@ class RowEncoder:
             made = expert_row(group, group, ids, mask, messages, images=images, chosen=chosen)
             if len(sides) == 2:
                 side = f"{group}/{'chosen' if chosen else 'rejected'}"
-                margin = pair_margin(row.get(self.form.margin), self.form.margin)
+                margin = pair_margin(value_at(row, self.form.margin), self.form.margin)
                 made = replace(made, experience_id=side, pair_id=group, margin=margin)
             experiences.append(made)
         return experiences
@@ -138,7 +140,7 @@ def from_tasks(
     for index, task in enumerate(tasks):
         answer = task.answer
         if index in wrong:
-            answer = str(_metadata(task, config.wrong_field, name))
+            answer = as_text(_metadata(task, config.wrong_field, name), str(config.wrong_field))
         rows.append(demonstrate(f"{name}/{task.id}", task, answer, tokenizer))
     return rows
 

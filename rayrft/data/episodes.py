@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import signal
 import threading
 from typing import TYPE_CHECKING, Any
@@ -79,9 +80,13 @@ def read_verifiers(config: TaskSourceConfig, field: str) -> list[Task]:
     return [
         Task.create(
             f"verifiers/{id}",
-            "\n\n".join(str(message["content"]) for message in row["prompt"] if message["role"] != "system"),
-            str(row.get("answer", "")),
+            "\n\n".join(_text(message["content"]) for message in row["prompt"] if message["role"] != "system"),
+            _text(row.get("answer") or ""),
             metadata={name: row[name] for name in ("prompt", "example_id", "task", "answer", "info") if name in row},
         )
         for row in rows
     ]
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

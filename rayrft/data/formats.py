@@ -1,13 +1,16 @@
-"""File formats of rows (JSONL, CSV, Parquet, saved data sets) and the layouts of demonstrations."""
+"""File formats of rows (JSONL, CSV, Parquet, saved data sets), their values, and the layouts of demonstrations."""
 
 from __future__ import annotations
 
+import codecs
 import csv
+import io
 import json
 import math
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +46,15 @@ class SkippedRows:
         return counts
 
 
+_COMPRESSED = (".gz", ".bz2", ".zst", ".lz4")
+
+
 def read_rows(path: Path, field: str) -> Generator[tuple[int, Row], None, None]:
     """Iterate over the rows of a file or folder with their numbers, from 1: lines of a JSONL file, rows of any other.
 
-    Files of a folder are all of one kind. Values of CSV are texts, numbers where they are written like one, and none
-    where they are empty.
+    Files of a folder are all of one kind. A text file may be compressed, which its name shows (``.jsonl.gz``), and a
+    JSON file may be one array. Values of CSV and TSV are texts, numbers where they are written like one, and none where
+    they are empty.
 
     Rows of several files are numbered consecutively, by file name (in a saved data set: in its order). Raises
     DataError, which names ``field``, if the file is missing or unreadable.
@@ -60,26 +67,41 @@ def read_rows(path: Path, field: str) -> Generator[tuple[int, Row], None, None]:
             remedy="give a JSONL, CSV or Parquet file, a folder of such files, or a saved Hugging Face data set",
         )
     try:
-        lines = sorted(path.glob("*.jsonl")) or sorted(path.glob("*.csv")) if path.is_dir() else []
-        if lines:
+        files = sorted(path.iterdir()) if path.is_dir() else []
+        kinds = ([file for file in files if _kind(file) == kind] for kind in (".jsonl", ".csv", ".tsv"))
+        if lines := next(filter(None, kinds), None):
             yield from enumerate((row for file in lines for _, row in _lines(file)), start=1)
         elif path.is_dir() or path.suffix == ".parquet":
             yield from enumerate(_table_rows(path, field), start=1)
         else:
             yield from _lines(path)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:
         problem = f"cannot be read: {str(error).splitlines()[0]}"
         raise DataError(problem, field=field, value=str(path)) from None
 
 
+def _kind(path: Path) -> str:
+    """Return the suffix of a file's name, of a compressed file that of its content."""
+    return path.with_suffix("").suffix if path.suffix in _COMPRESSED else path.suffix
+
+
 def _lines(path: Path) -> Iterator[tuple[int, Row]]:
-    return _csv_rows(path) if path.suffix == ".csv" else _json_lines(path)
+    with io.BufferedReader(pa.input_stream(str(path))) as file:
+        first = file.peek(1024).removeprefix(codecs.BOM_UTF8).lstrip()
+        if _kind(path) in (".csv", ".tsv"):
+            yield from _csv_rows(file, "\t" if _kind(path) == ".tsv" else ",")
+        elif first.startswith(b"["):
+            yield from _json_array(file.read())
+        elif first.partition(b"\n")[0].strip() == b"{":
+            raise ValueError("it is one JSON object over several lines; give one array, or one object a line")
+        else:
+            yield from _json_lines(file)
 
 
-def _csv_rows(path: Path) -> Iterator[tuple[int, Row]]:
+def _csv_rows(file: io.BufferedReader, delimiter: str) -> Iterator[tuple[int, Row]]:
     # What is not UTF-8 shows as a surrogate, which no UTF-8 has; a byte order mark is no part of a name.
-    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
-        reader = csv.reader(lines, strict=True)
+    with io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
+        reader = csv.reader(lines, delimiter=delimiter, strict=True)
         names = next(reader, [])
         while True:
             number = reader.line_num  # a quoted value may have several lines
@@ -112,22 +134,47 @@ def _value(text: str) -> str | int | float | None:
     return text or None
 
 
-def _json_lines(path: Path) -> Iterator[tuple[int, Row]]:
+def _json_array(text: bytes) -> Iterator[tuple[int, Row]]:
+    try:
+        rows = _parse_json(text)
+    except ValueError:  # only its first line begins like an array
+        return _json_lines(io.BytesIO(text))
+    return enumerate(map(_json_row, rows), start=1)
+
+
+def _json_lines(file: Iterable[bytes]) -> Iterator[tuple[int, Row]]:
     # As bytes: text mode also splits lines at characters that JSON allows within a string.
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
+    for number, line in enumerate(file, start=1):
+        if line.strip():
             try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                yield number, f"not JSON ({error.msg})"
-            except UnicodeDecodeError:
-                yield number, "not UTF-8"
-            except (ValueError, RecursionError) as error:  # a number of too many digits; nested too deeply
-                yield number, f"not JSON ({error})"
-            else:
-                yield number, row if isinstance(row, dict) else "not a JSON object"
+                yield number, _json_row(_parse_json(line))
+            except ValueError as error:
+                yield number, str(error)
+
+
+def _json_row(value: Any) -> Row:
+    return value if isinstance(value, dict) else "not a JSON object"
+
+
+def _parse_json(text: bytes) -> Any:
+    """Return what a JSON text stands for. Raises ValueError with the problem if it is not JSON, an object has a key
+    twice, or a text has half a surrogate pair, which no tokenizer and no table accepts."""
+    try:
+        value = json.loads(text, object_pairs_hook=_json_object)
+        if b"\\ud" in text.lower():
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except UnicodeError as error:
+        raise ValueError("not UTF-8" if isinstance(error, UnicodeDecodeError) else "not valid Unicode") from None
+    except (ValueError, RecursionError) as error:  # also a number of too many digits; nested too deeply
+        raise ValueError(f"not JSON ({getattr(error, 'msg', error)})") from None
+
+
+def _json_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"an object has the key {Counter(key for key, _ in pairs).most_common(1)[0][0]!r} twice")
+    return found
 
 
 def _table_rows(path: Path, field: str) -> Iterator[dict[str, Any]]:
@@ -144,7 +191,7 @@ def _table_rows(path: Path, field: str) -> Iterator[dict[str, Any]]:
             f"the folder holds the splits {split} of a data set" if split else "the folder holds no files of rows",
             field=field,
             value=str(path),
-            remedy=f"give one of them: {path / split[0]}" if split else "files end in .jsonl, .csv or .parquet",
+            remedy=f"give one of them: {path / split[0]}" if split else "files end in .jsonl, .csv, .tsv or .parquet",
         )
     for file in files:
         with pq.ParquetFile(file, pre_buffer=False) as parquet:
@@ -166,6 +213,57 @@ def _saved_files(folder: Path, field: str) -> list[Path]:
         ) from None
 
 
+def value_at(row: dict[str, Any], name: str) -> Any:
+    """Return a row's value by the name of its field, or by the dotted path to a field of nested objects; None if there
+    is none."""
+    first, _, rest = name.partition(".")
+    if name in row or not rest:
+        return row.get(name)
+    return value_at(row[first], rest) if isinstance(row.get(first), dict) else None
+
+
+def as_text(value: Any, name: str, key: str = "") -> str:
+    """Return the text of a row's value: a text as it is, a number, true or false as JSON writes it.
+
+    Raises DataError, which names the row's field and the config ``key``, for a value of another type and a text that is
+    not valid Unicode.
+    """
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:  # no tokenizer accepts half a surrogate pair
+            raise DataError(f"{name!r} is not valid Unicode", field=key) from None
+        return value
+    if isinstance(value, int | float) and math.isfinite(value):
+        return json.dumps(value)
+    if isinstance(value, Decimal) and value.is_finite():
+        return f"{value:f}"
+    remedy = "name a field that holds a text or a number, or write the value as the text that it stands for"
+    if isinstance(value, dict) and value:
+        remedy = f"name one of its fields, such as {name}.{next(iter(value))}"
+    kind = {dict: "an object", list: "a list", float: "not a finite number"}.get(type(value), type(value).__name__)
+    raise DataError(f"{name!r} is {kind}, which is not a text", field=key, remedy=remedy)
+
+
+def question_of(value: Any, name: str, key: str) -> tuple[str | None, str]:
+    """Return the system message, if there is one, and the question of a row: its text, or its list of chat messages.
+
+    Raises DataError, as `as_text` does, if the messages are more than one question.
+    """
+    if not isinstance(value, list):
+        return None, as_text(value, name, key)
+    messages = _messages(value, "user", name)
+    roles = [message["role"] for message in messages]
+    plain = messages[-1]["content"] and all(len(message) == 2 for message in messages)
+    if roles not in (["user"], ["system", "user"]) or not plain:
+        raise DataError(
+            f"the messages of {name!r} ({', '.join(roles)}) are not one question with 'role' and 'content'",
+            field=key,
+            remedy="give a message of the user, or one of the system before it; conversations can be demonstrations",
+        )
+    return messages[0]["content"] if len(messages) == 2 else None, messages[-1]["content"]
+
+
 Message = dict[str, str]
 
 
@@ -175,8 +273,8 @@ def conversations(row: dict[str, Any], form: RowFormat) -> list[tuple[bool | Non
 
     Raises DataError with the problem if the row has none of the layouts.
     """
-    chosen, rejected = row.get(form.chosen), row.get(form.rejected)
-    prompt, response = row.get(form.prompt), row.get(form.response)
+    names = form.chosen, form.rejected, form.prompt, form.response, form.messages
+    chosen, rejected, prompt, response, messages = (value_at(row, name) for name in names)
     if chosen is not None and rejected is not None:
         sides = [
             _joined(prompt, chosen, form.prompt, form.chosen),
@@ -185,9 +283,9 @@ def conversations(row: dict[str, Any], form: RowFormat) -> list[tuple[bool | Non
         if sides[0] == sides[1]:
             raise DataError(f"{form.chosen!r} and {form.rejected!r} are the same")
         return [(True, sides[0]), (False, sides[1])]
-    if row.get(form.messages) is not None:
-        return [(None, _checked(_messages(row[form.messages], "assistant", form.messages), form.messages))]
-    if not prompt or not response:
+    if messages is not None:
+        return [(None, _checked(_messages(messages, "assistant", form.messages), form.messages))]
+    if any(side is None or side in ("", []) for side in (prompt, response)):
         raise DataError(
             f"needs text in {form.prompt!r} and {form.response!r}, or messages in {form.messages!r}, "
             f"or both {form.chosen!r} and {form.rejected!r}"
@@ -232,10 +330,10 @@ def _joined(prompt: Any, answer: Any, prompt_field: str, answer_field: str) -> l
 
 def _messages(value: Any, role: str, field: str) -> list[Message]:
     """Parse a text of ``role``, or a list of messages."""
-    if isinstance(value, str) and value:
-        return [{"role": role, "content": _text(value, field)}]
-    if not isinstance(value, list) or not value:
+    if value is None or value in ("", []):
         raise DataError(f"needs text or messages in {field!r}")
+    if not isinstance(value, list):
+        return [{"role": role, "content": as_text(value, field)}]
     return [_message(message, f"{field}[{index}]") for index, message in enumerate(value)]
 
 
@@ -255,11 +353,7 @@ def _message(value: Any, path: str) -> Message:
 def _text(value: Any, path: str) -> str:
     if not isinstance(value, str):
         raise DataError(f"{path} is not text")
-    try:
-        value.encode()
-    except UnicodeEncodeError:  # JSON can contain half a surrogate pair, which no tokenizer accepts
-        raise DataError(f"{path} is not valid Unicode") from None
-    return value
+    return as_text(value, path)
 
 
 def _checked(messages: list[Message], field: str) -> list[Message]:

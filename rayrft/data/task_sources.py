@@ -10,7 +10,7 @@ from typing import Any
 
 from rayrft.config.tasks import TaskSourceConfig
 from rayrft.data.episodes import read_gymnasium, read_verifiers
-from rayrft.data.formats import SkippedRows
+from rayrft.data.formats import SkippedRows, as_text, question_of, value_at
 from rayrft.data.images import image_paths
 from rayrft.data.squares import draw_squares
 from rayrft.data.task_files import read_tasks
@@ -84,7 +84,7 @@ def read_reasoning_gym(config: TaskSourceConfig, field: str) -> list[Task]:
         Task.create(
             f"reasoning_gym/{config.dataset}",
             entry["question"],
-            str(entry["answer"]),
+            "" if entry["answer"] is None else as_text(entry["answer"], "answer"),
             difficulty=_difficulty(entry["metadata"], config, field, f"task {number} of {config.dataset}"),
             system=config.system,
             metadata=entry["metadata"],
@@ -100,7 +100,7 @@ task_sources.register("verifiers")(read_verifiers)
 
 @task_sources.register("file")
 def read_task_file(config: TaskSourceConfig, field: str) -> TaskRows:
-    """Read tasks from JSONL, CSV or Parquet."""
+    """Read tasks from JSON, JSONL, CSV, TSV or Parquet."""
     assert config.path is not None  # checked by the config
     return file_rows(config.path, f"{field}.path")
 
@@ -141,7 +141,7 @@ def _to_tasks(rows: TaskRows, config: TaskSourceConfig, field: str, note: Note, 
                 break
     wanted = {key: getattr(config, key) for key in ("question", "answer", "difficulty", "tries", "pass_rate")}
     for key, name in wanted.items():
-        if columns and name is not None and name not in columns:
+        if columns and name is not None and not {name, name.partition(".")[0]} & columns.keys():
             problem = f"no field {name!r} in {rows.origin}"
             raise DataError(problem, field=f"{field}.{key}", value=name, remedy=nearest(name, columns))
     if broken and (config.on_broken == "fail" or not tasks):
@@ -167,10 +167,15 @@ def _broken(broken: dict[int, DataError], rows: TaskRows, sound: int) -> DataErr
 
 def _to_task(row: dict[str, Any], rows: TaskRows, config: TaskSourceConfig, field: str) -> Task:
     """Convert a row. Raises DataError, about the key of the config that it does not fit, if there is one."""
-    question, answer = row.get(config.question), row.get(config.answer)
-    if not question or answer is None:
-        raise DataError("no question or no answer", remedy="fill it in, or remove the row")
-    truth = str(answer)
+    shown, answer = value_at(row, config.question), value_at(row, config.answer)
+    if shown is None or shown in ("", []) or answer is None:
+        problem = f"no question in {config.question!r} or no answer in {config.answer!r}"
+        raise DataError(problem, remedy="fill it in, or remove the row")
+    system, question = question_of(shown, config.question, f"{field}.question")
+    if system is not None and config.system is not None:
+        problem = f"{config.question!r} has a system message, and so has the source"
+        raise DataError(problem, field=f"{field}.system", remedy="leave one of them out")
+    truth = as_text(answer, config.answer, f"{field}.answer")
     if config.answer_after is not None:
         truth = truth.rpartition(config.answer_after)[2].strip()
         if not truth:
@@ -182,26 +187,26 @@ def _to_task(row: dict[str, Any], rows: TaskRows, config: TaskSourceConfig, fiel
         raise DataError(f"{tries:g} tries with a pass rate of {rate:g}", field=f"{field}.pass_rate")
     return Task.create(
         rows.name,
-        str(question),
+        question,
         truth,
-        images=image_paths(row.get(config.images), rows.base, config.images_folder),
+        images=image_paths(value_at(row, config.images), rows.base, config.images_folder),
         difficulty=_difficulty(row, config, field),
-        system=config.system,
+        system=system if system is not None else config.system,
         tries=int(tries or 0),
         pass_rate=rate,
-        metadata={name: value for name, value in row.items() if name != config.question},
+        metadata={name: value for name, value in row.items() if name not in (config.question, config.images)},
     )
 
 
 def _difficulty(values: dict[str, Any], config: TaskSourceConfig, field: str, origin: str = "it") -> float | None:
     if config.difficulty is None:
         return None
-    difficulty = _finite(values.get(config.difficulty))
+    difficulty = _finite(value_at(values, config.difficulty))
     if difficulty is None:
         raise DataError(
             f"{origin} has no number in {config.difficulty!r}",
             field=f"{field}.difficulty",
-            value=values.get(config.difficulty),
+            value=value_at(values, config.difficulty),
             remedy=f"name one of the fields {sorted(values)} that holds a number in every row",
         )
     return difficulty
@@ -209,11 +214,12 @@ def _difficulty(values: dict[str, Any], config: TaskSourceConfig, field: str, or
 
 def _number(row: dict[str, Any], name: str | None, field: str) -> float | None:
     """Return the number in a field; None if it is empty, or no field is named."""
-    if name is None or row.get(name) is None:
+    value = None if name is None else value_at(row, name)
+    if value is None:
         return None
-    number = _finite(row[name])
+    number = _finite(value)
     if number is None:
-        raise DataError(f"no number in {name!r}", field=field, value=row[name])
+        raise DataError(f"no number in {name!r}", field=field, value=value)
     return number
 
 

@@ -12,6 +12,7 @@ import pyarrow as pa
 from pydantic import Field
 
 from rayrft.config.base import Section
+from rayrft.data.formats import as_text
 from rayrft.data.tables import is_json, open_table
 from rayrft.errors import ConfigError, DataError, nearest
 from rayrft.pipelines import hashing
@@ -247,5 +248,11 @@ def _read(file: EvaluationFile) -> list[tuple[str, str, str]]:
         answers = _values(batch, file.answer) if file.answer is not None else [""] * len(questions)
         for question, answer in zip(questions, answers, strict=True):
             number += 1
-            tasks.append((str(question or ""), str(answer if answer is not None else ""), f"{file.path.name} {number}"))
+            try:
+                shown = "" if question is None else as_text(question, file.question)
+                truth = "" if answer is None else as_text(answer, str(file.answer))
+            except DataError as error:
+                problem = f"row {number}: {error.problem}"
+                raise DataError(problem, field=str(file.path), remedy=error.remedy) from None
+            tasks.append((shown, truth, f"{file.path.name} {number}"))
     return tasks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections import Counter
 from pathlib import Path
@@ -221,6 +222,113 @@ def test_the_files_of_a_folder_are_read_in_the_order_of_their_names(tmp_path: Pa
     assert [task.question for task in tasks] == [
         f"{number} {i}" for number, size in enumerate(sizes) for i in range(size)
     ]
+
+
+ASKED = {"role": "user", "content": "1 + 1?"}
+
+
+@pytest.mark.parametrize(
+    ("row", "names", "task"),
+    [
+        ({"problem": [ASKED], "solution": "2"}, {}, ("1 + 1?", "2", None)),
+        ({"problem": [{"role": "system", "content": "Add."}, ASKED], "solution": 2}, {}, ("1 + 1?", "2", "Add.")),
+        ({"problem": 7, "solution": 0.5}, {}, ("7", "0.5", None)),
+        ({"problem": "true?", "solution": True}, {}, ("true?", "true", None)),
+        (
+            {"p": {"q": [ASKED]}, "reward_model": {"style": "rule", "ground_truth": "2"}},
+            {"question": "p.q", "answer": "reward_model.ground_truth"},
+            ("1 + 1?", "2", None),
+        ),
+    ],
+)
+@pytest.mark.parametrize("write", [jsonl, lambda path, row: pq.write_table(pa.Table.from_pylist([row]), path)])
+def test_the_type_of_a_value_decides_what_it_says(
+    tmp_path: Path, write: Any, row: dict[str, Any], names: dict[str, str], task: tuple[str, str, str | None]
+) -> None:
+    path = tmp_path / ("rows.jsonl" if write is jsonl else "rows.parquet")
+    write(path, row)
+    [read] = read_source(config(path, **names).sources[0], "tasks.sources.0")
+    assert (read.question, read.answer, read.system) == task
+
+
+@pytest.mark.parametrize(
+    ("row", "key", "problem", "remedy"),
+    [
+        ({"solution": ["a", "b"]}, "answer", "'solution' is a list", "name a field that holds"),
+        ({"solution": {"style": "rule", "truth": "2"}}, "answer", "'solution' is an object", "such as solution.style"),
+        ({"solution": float("inf")}, "answer", "not a finite number", "a text or a number"),
+        ({"problem": {"text": "1 + 1?"}}, "question", "'problem' is an object", "such as problem.text"),
+        (
+            {"problem": [ASKED, {"role": "assistant", "content": "2"}, ASKED]},
+            "question",
+            "not one question",
+            "a message",
+        ),
+        ({"problem": [{**ASKED, "name": "Ann"}]}, "question", "not one question", "a message"),
+        ({"problem": ["1 + 1?"]}, "path", "problem[0] is not a message", "on_broken: skip"),
+        ({"problem": [{"role": "system", "content": "Add."}, ASKED]}, "system", "has a system message", "leave one"),
+        ({"problem": "half a \ud800"}, "path", "not valid Unicode", "on_broken: skip"),
+        ({"other": "half a \ud800"}, "path", "not valid Unicode", "on_broken: skip"),
+    ],
+)
+def test_a_value_that_is_no_text_is_refused_by_row_and_field_or_skipped(
+    tmp_path: Path, row: dict[str, Any], key: str, problem: str, remedy: str
+) -> None:
+    sound = {"problem": "2 + 2?", "solution": "4"}
+    path = jsonl(tmp_path / "rows.jsonl", sound, {"problem": "1 + 1?", "solution": "2", **row})
+    system = {"system": "Count."} if key == "system" else {}
+    source = config(path, **system).sources[0]
+    with pytest.raises(DataError) as caught:
+        read_source(source, "tasks.sources.0")
+    assert caught.value.field == f"tasks.sources.0.{key}"
+    assert "row 2: " in caught.value.problem and problem in caught.value.problem and remedy in caught.value.remedy
+    [kept] = read_source(source.model_copy(update={"on_broken": "skip"}), "tasks.sources.0")
+    assert kept.question == "2 + 2?"
+
+
+def test_a_procedural_task_without_an_answer_of_its_own_has_none() -> None:
+    source = TaskSourceConfig(source="reasoning_gym", dataset="rush_hour", size=1)
+    assert [task.answer for task in read_source(source, "tasks.sources.0")] == [""]
+
+
+def test_rows_of_compressed_files_arrays_and_tab_separated_values_are_those_of_lines(tmp_path: Path) -> None:
+    rows = [{"question": f"{i} + 1?", "answer": str(i + 1)} for i in range(3)]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    table = "".join(
+        f"{row['question']}\t{row['answer']}\n" for row in [{"question": "question", "answer": "answer"}, *rows]
+    )
+    files = {
+        "a.jsonl": lines,
+        "a.json": json.dumps(rows, indent=1),
+        "b.jsonl": "\ufeff" + json.dumps(rows),
+        "a.tsv": table,
+        "folder/a.jsonl.gz": lines,
+        "a.csv.gz": table.replace("\t", ","),
+        "a.json.gz": json.dumps(rows),
+    }
+    (tmp_path / "folder").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+        path = tmp_path / name.partition("/")[0]
+        read = read_source(TaskSourceConfig(source="file", path=path), "tasks.sources.0")
+        assert [(task.question, task.answer) for task in read] == [tuple(row.values()) for row in rows], name
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("a.json", b'[{"question": 1},', "not JSON"),
+        ("a.json", b'{\n "rows": []\n}', "one JSON object over several lines"),
+        ("a.jsonl", b'[{"question": 1, "question": 2}]', "the key 'question' twice"),
+        ("a.jsonl.gz", gzip.compress(b'{"question": 1}\n' * 1000)[:40], "cannot be read: Truncated"),
+        ("a.jsonl.gz", b'{"question": 1}\n', "cannot be read: "),
+    ],
+)
+def test_a_file_that_cannot_be_read_says_what_it_is(tmp_path: Path, name: str, content: bytes, problem: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, check=about("tasks.sources.0.path")) as caught:
+        read_source(TaskSourceConfig(source="file", path=tmp_path / name), "tasks.sources.0")
+    assert problem in caught.value.problem
 
 
 def test_rows_beyond_the_size_are_not_looked_at(tmp_path: Path) -> None:

@@ -69,6 +69,5 @@ class OpenEnvEnvironment:
         self._client.close()
 
     def _told(self, observation: dict[str, Any]) -> str:
-        if self._observation is None:
-            return json.dumps(observation, ensure_ascii=False)
-        return str(observation[self._observation])
+        told = observation if self._observation is None else observation[self._observation]
+        return told if isinstance(told, str) else json.dumps(told, ensure_ascii=False)

@@ -83,7 +83,7 @@ def import_feedback(path: Path, tool: str, answers: dict[str, Answer], settings:
     read = {"argilla": _from_argilla, "label_studio": _from_label_studio}[tool]
     found: list[Judged] = []
     broken: dict[int, str] = {}
-    for number, row in _read(path):
+    for number, row in read_rows(path, "file"):
         try:
             if isinstance(row, str):
                 raise DataError(row)
@@ -365,19 +365,3 @@ def _checked(given: Judgement, answers: dict[str, Answer], settings: FeedbackCon
     if not all(isinstance(text, str) for text in texts):
         raise DataError("what should be text is none")
     return replace(given, score=None if score is None else int(score))
-
-
-def _read(path: Path) -> Iterator[tuple[int, Row | str]]:
-    """Iterate over the records of a file, numbered from 1: its lines, or the entries of the one list that it holds."""
-    if path.is_file():
-        with path.open("rb") as file:
-            if file.read(1024).lstrip().startswith(b"["):
-                try:
-                    rows = json.loads(path.read_bytes())
-                except ValueError as error:
-                    raise DataError(f"is no JSON: {error}", field="file", value=str(path)) from None
-                yield from (
-                    (at, row if isinstance(row, dict) else "not a JSON object") for at, row in enumerate(rows, 1)
-                )
-                return
-    yield from read_rows(path, "file")
