@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextvars import Context
 from typing import Generic, TypeVar
 
-from rayrft.errors import ActorDied
-from rayrft.handle import Handle
+from rayrft.errors import ActorDied, ActorUnreachable
+from rayrft.handle import Handle, death_reason
 
 A = TypeVar("A")
 R = TypeVar("R")
 
 TRIES = 2
-"""How often a call is made whose actor dies: it may have been ended by something else."""
+"""How often a call is made whose actor dies or cannot be reached: it may have been ended by something else."""
 
 
 class ActorPool(Generic[A]):
@@ -36,26 +37,33 @@ class ActorPool(Generic[A]):
         await asyncio.gather(*self._actors.values())
 
     async def call(self, ask: Callable[[Handle[A]], Awaitable[R]], *, owed: int = 1) -> tuple[R, int]:
-        """Make a call, which weighs ``owed``; return its result, and how many actors died of it before.
+        """Make a call, which weighs ``owed``; return its result, and how many calls of actors failed before.
 
-        Raises ActorDied if as many actors died of it as it was made times.
+        Raises ActorDied if the actor of the last call died, ActorUnreachable if it cannot be reached.
         """
-        from ray.exceptions import RayActorError
+        from ray.exceptions import ActorDiedError, RayActorError
 
         for tries in range(TRIES):
             actor = min(self._actors, key=self._owed.__getitem__)
+            start = self._actors[actor]
             self._owed[actor] += owed
             try:
-                await asyncio.shield(self._actors[actor])
+                await asyncio.shield(start)
                 return await ask(actor), tries
             except RayActorError as error:
-                problem = str(error).splitlines()[0]
-                if self._actors.pop(actor, None) is not None:
+                died = isinstance(error, ActorDiedError)
+                failure = (ActorDied if died else ActorUnreachable)(
+                    death_reason(error), field=actor.name, remedy="see its log in the Ray dashboard"
+                )
+                if (died or start.exception()) and self._actors.pop(actor, None) is not None:
+                    actor.kill()  # one whose start was not answered may be alive
                     self._add()
             finally:
                 self._owed[actor] -= owed
-        raise ActorDied(problem, field=actor.name, remedy="see its log in the Ray dashboard")
+        raise failure
 
     def _add(self) -> None:
-        actor = self._create()
-        self._actors[actor] = asyncio.ensure_future(self._start(actor))
+        # In no call's context: Ray would cancel the start, which all calls wait for, together with that call.
+        context = Context()
+        actor = context.run(self._create)
+        self._actors[actor] = asyncio.ensure_future(context.run(self._start, actor))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import ray
 from ray import serve
 from ray._common.constants import HEAD_NODE_RESOURCE_NAME
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 from ray.serve.config import ProxyLocation
 from ray.serve.schema import ServeStatus
 
@@ -19,6 +19,8 @@ from rayrft.handle import Handle, Watched
 
 ON_HEAD = {"num_cpus": 0, "resources": {HEAD_NODE_RESOURCE_NAME: 0.001}, "max_retries": 0}
 """Ray's options of a task that runs on the head node, where Serve listens; a head may have no CPUs to offer."""
+_LOOK_S = 0.5
+"""Seconds after the end of a watch in which the name of an actor that died becomes free: Ray has no event for it."""
 
 
 @dataclass(frozen=True)
@@ -88,20 +90,19 @@ def create_anchor(owner: Owner) -> Handle[Anchor]:
 
 
 async def delete_with(owner: Owner, application: str) -> None:
-    """Delete an application when its owner has died, for then nobody else may be left to do so; unless another has the
-    owner's place, who has begun by that. Raises ValueError if there is no owner."""
+    """Delete an application when no actor has its owner's name any more, for then nobody else may be left to do so."""
 
-    def find() -> Handle[Watched]:
-        return Handle(owner.name, ray.get_actor(owner.name, namespace=owner.namespace))
-
-    actor = await asyncio.to_thread(find)
-    try:
-        await actor.call(Watched.watch)
-    except RayActorError:
+    def find() -> Handle[Watched] | None:
         try:
-            await asyncio.to_thread(find)
+            return Handle(owner.name, ray.get_actor(owner.name, namespace=owner.namespace))
         except ValueError:
-            await asyncio.to_thread(serve.delete, application, _blocking=False)
+            return None
+
+    while (actor := await asyncio.to_thread(find)) is not None:
+        with contextlib.suppress(RayError):  # it has died, failed or cannot be reached
+            await actor.call(Watched.watch)
+        await asyncio.sleep(_LOOK_S)
+    await asyncio.to_thread(serve.delete, application, _blocking=False)
 
 
 def _status() -> ServeStatus:

@@ -69,8 +69,16 @@ class RequestRefused(RayrftError):
     """An engine does not take a request, such as one that is too long; the engine is well, and others are answered."""
 
 
+class ActorUnreachable(RayrftError):
+    """An actor cannot be reached for the moment, or does not answer in time; it may be alive."""
+
+
 class EndpointFailed(RayrftError):
     """An endpoint did not answer a request, or with something that is no answer; ``value`` is its URL."""
+
+
+class EngineFailed(EndpointFailed):
+    """An engine did not answer one request; the engine may be well, and other requests are answered."""
 
 
 class CallFailed(RayrftError):

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
 
-from rayrft.errors import RayrftError
+from rayrft.errors import ActorUnreachable
 from rayrft.waits import Waits
+
+if TYPE_CHECKING:
+    from ray.exceptions import RayActorError
+
+_RETRY_S = 1.0
+"""Seconds between calls of an actor that cannot be reached: Ray has no event for its return."""
 
 T_co = TypeVar("T_co", covariant=True)
 P = ParamSpec("P")
@@ -98,18 +105,17 @@ class TrackedHandle(Handle[T_co]):
 def fetch(call: Awaitable[R], who: str = "", deadline_s: float | None = None) -> R:
     """Block until a call of a `Handle`, or a task of Ray, has answered; outside of event loops.
 
-    Raises the errors of ``ray.get``, and RayrftError, which names ``who`` was called, if there is no answer within
-    ``deadline_s``.
+    Raises the errors of ``ray.get``, and ActorUnreachable, which names ``who`` was called, if there is no answer within
+    ``deadline_s``, or the actor cannot be reached.
     """
     import ray
-    from ray.exceptions import GetTimeoutError
+    from ray.exceptions import ActorUnavailableError, GetTimeoutError
 
     try:
         return ray.get(call, timeout=deadline_s)
-    except GetTimeoutError:
-        raise RayrftError(
-            f"no answer for {deadline_s:g} s", field=who, remedy="check it in the Ray dashboard, and try again"
-        ) from None
+    except (ActorUnavailableError, GetTimeoutError) as error:
+        problem = f"no answer for {deadline_s:g} s" if isinstance(error, GetTimeoutError) else "it cannot be reached"
+        raise ActorUnreachable(problem, field=who, remedy="check it in the Ray dashboard, and try again") from None
 
 
 def until_dead(actor: Handle[Watched]) -> None:
@@ -117,4 +123,38 @@ def until_dead(actor: Handle[Watched]) -> None:
     from ray.exceptions import RayActorError
 
     with contextlib.suppress(RayActorError):
-        fetch(actor.call(Watched.watch))
+        fetch_when_reachable(lambda: actor.call(Watched.watch))
+
+
+def fetch_when_reachable(call: Callable[[], Awaitable[R]]) -> R:
+    """Make a call, and make it again while its actor cannot be reached; block for its result, outside of event loops.
+    Raises the errors of ``ray.get``."""
+    while True:
+        try:
+            return fetch(call())
+        except ActorUnreachable:
+            time.sleep(_RETRY_S)
+
+
+async def when_reachable(call: Callable[[], Awaitable[R]]) -> R:
+    """Make a call, and make it again while its actor cannot be reached; return its result, in an event loop."""
+    from ray.exceptions import ActorUnavailableError
+
+    while True:
+        try:
+            return await call()
+        except ActorUnavailableError:
+            await asyncio.sleep(_RETRY_S)
+
+
+def death_reason(error: RayActorError) -> str:
+    """Return why an actor died, or that it cannot be reached, as one line, without Ray's ids and addresses."""
+    from ray.exceptions import ActorUnavailableError
+
+    if isinstance(error, ActorUnavailableError):
+        return "it cannot be reached"
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    if error.actor_init_failed:  # a traceback, which ends with what was raised
+        return lines[-1].rpartition("rayrft.errors.")[2].rstrip(".")
+    # Lines: a heading, the actor's properties (indented by tabs), and the reason.
+    return next((line for line in lines[1:] if not line.startswith("\t")), lines[0]).rstrip(".")

@@ -24,7 +24,7 @@ from rayrft.explorer.engines.auxiliary import auxiliary_models
 from rayrft.explorer.engines.engine import RolloutEngine
 from rayrft.explorer.engines.pool import EnginePool, Member
 from rayrft.explorer.explorer import Explorer
-from rayrft.handle import Handle, TrackedHandle
+from rayrft.handle import Handle, TrackedHandle, Watched, when_reachable
 from rayrft.pipelines.experiences import experience_chain
 from rayrft.pipelines.workers import ActorOperators, Asked, GroupChain, OperatorActor, Operators
 from rayrft.rewards.pool import ActorScoring, Models, RewardActor, Scoring
@@ -73,18 +73,9 @@ class Actors:
 
     def watches(self) -> dict[str, Awaitable[Any]]:
         """Return by actor a call that ends only when the actor fails."""
-        watches: dict[str, Awaitable[Any]] = {}
-        if self.trainer is not None:
-            watches["trainer"] = self.trainer.call(Trainer.watch)
-        watches |= {explorer.name: explorer.call(Explorer.watch) for explorer in self.explorers}
-        if self.engine_pool is not None:
-            watches["engine_pool"] = self.engine_pool.call(EnginePool.watch)
-        watches |= {auxiliary.name: auxiliary.call(EnginePool.watch) for auxiliary in self._auxiliary_pools}
-        watches |= {engine.name: engine.call(RolloutEngine.watch) for engine in self.all_engines}
-        if self.evaluation_pool is not None:
-            watches["evaluation_pool"] = self.evaluation_pool.call(EnginePool.watch)
-        if self.keeper is not None:
-            watches["keeper"] = self.keeper.call(SessionKeeper.watch)
+        pools = [self.engine_pool, *self._auxiliary_pools, self.evaluation_pool]
+        watched: list[Handle[Any] | None] = [self.trainer, *self.explorers, *pools, *self.all_engines, self.keeper]
+        watches = {actor.name: until_failed(actor) for actor in watched if actor is not None}
         return {**watches, "buffer": _until_dead_for_good(self.buffer)}
 
     def tracked(self, waits: Waits) -> Actors:
@@ -108,7 +99,7 @@ class Actors:
             },
             evaluation_pool=TrackedHandle(self.evaluation_pool, waits) if self.evaluation_pool else None,
             evaluation_engines=[
-                TrackedHandle(engine, waits, endless=[RolloutEngine.watch]) for engine in self.evaluation_engines
+                TrackedHandle(engine, waits, endless=[Watched.watch]) for engine in self.evaluation_engines
             ],
         )
 
@@ -184,7 +175,9 @@ def create_actors(
         return Actors(buffer, trainer, [], engine_pool, engines, keeper=keeper)
     evaluation_engines = create_engines(placement, config.evaluation_engines, "evaluation", "evaluation")
     evaluation_pool = (
-        placement.actor(EnginePool, "engine_pool", name="evaluation_pool").create() if evaluation_engines else None
+        placement.actor(EnginePool, "engine_pool", name="evaluation_pool").create(expendable=True)
+        if evaluation_engines
+        else None
     )
     auxiliary = create_auxiliary(config.auxiliary, placement)
     pools = {name: each.engine_pool for name, each in auxiliary.items()}
@@ -356,6 +349,11 @@ async def serve_auxiliary(actors: Auxiliary, config: AuxiliaryConfig, seed: int)
     """Start the engines of an auxiliary model, and let them take requests."""
     await asyncio.gather(*start_auxiliary(actors, config, seed))
     await actors.engine_pool.call(EnginePool.join, actors.members)
+
+
+async def until_failed(actor: Handle[Watched]) -> None:
+    """Return only by raising the error with which an actor fails, or that of its death."""
+    await when_reachable(lambda: actor.call(Watched.watch))
 
 
 async def _until_dead_for_good(buffer: Handle[Buffer]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from rayrft.config import RunConfig, StageConfig
-from rayrft.core.actors import Actors
+from rayrft.core.actors import Actors, until_failed
 from rayrft.core.checkpoints import Progress, Saver
 from rayrft.core.recorder import Recorder
 from rayrft.core.step_record import evaluation_record
@@ -94,7 +94,7 @@ class Evaluations:
         pool = self._actors.evaluation_pool
         for name, engine in list(self._engines.items()):
             if name not in self._watching:
-                self._watching[name] = asyncio.ensure_future(engine.call(RolloutEngine.watch))
+                self._watching[name] = asyncio.ensure_future(until_failed(engine))
         for name, watching in self._watching.items():
             if watching.done() and self._engines.pop(name, None) is not None:
                 await pool.call(EnginePool.leave, name, "it died")

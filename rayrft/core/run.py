@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +25,9 @@ from rayrft.core.summary import (
     summarise_from_folder,
     write_summary,
 )
-from rayrft.core.supervision import death_reason, root_cause
-from rayrft.errors import ActorDied, ConfigError, RayrftError, RunNotFound, StorageError
-from rayrft.handle import Handle, Watched, fetch
+from rayrft.core.supervision import root_cause
+from rayrft.errors import ActorDied, ActorUnreachable, ConfigError, RayrftError, RunNotFound, StorageError
+from rayrft.handle import Handle, Watched, death_reason, fetch, fetch_when_reachable
 from rayrft.monitor.console import format_record
 from rayrft.monitor.records import Record, StepRecord, read_records
 
@@ -211,7 +212,7 @@ class Run(RunData):
         count = 0
         while True:
             try:
-                new = fetch(self._master.call(Master.records, count))
+                new = fetch_when_reachable(partial(self._master.call, Master.records, count))
             except ray.exceptions.RayActorError:
                 summary = self._end()
                 yield from read_records(self.folder)[count:]
@@ -264,10 +265,10 @@ class Run(RunData):
             cause = root_cause(error)
             self._end(cause)
             raise cause from None
-        except ray.exceptions.RayActorError:
+        except (ray.exceptions.RayActorError, ActorUnreachable):  # the outcome is lost; the run may be alive
+            for _ in self.records():
+                pass
             summary = self._end()
-            if summary.error:
-                raise self._error(summary.error) from None
         finally:
             self.kill()
         return summary
@@ -347,7 +348,7 @@ class Run(RunData):
         import ray
 
         try:
-            fetch(self._master.call(Master.watch))
+            fetch_when_reachable(lambda: self._master.call(Master.watch))
         except ray.exceptions.RayActorError as error:
             reason = death_reason(error)
         killed = "ray.kill" in reason

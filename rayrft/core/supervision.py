@@ -6,13 +6,11 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from rayrft.errors import ActorDied, RayrftError, Stalled
+from rayrft.errors import ActorDied, ActorUnreachable, RayrftError, Stalled
+from rayrft.handle import death_reason
 from rayrft.waits import Wait, WaitReport, Waits
-
-if TYPE_CHECKING:
-    from ray.exceptions import RayActorError
 
 _LOOKS = 3
 """Polls per ``patience_s``, besides those at which a wait is due."""
@@ -175,7 +173,7 @@ async def unless_stopped(stop: asyncio.Event, work: Awaitable[T]) -> T:
 
 def root_cause(error: BaseException, actor: str = "master") -> RayrftError:
     """Unwrap Ray's wrappers of an error and return it as a RayrftError."""
-    from ray.exceptions import RayActorError, RayTaskError
+    from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
     while True:
         if isinstance(error, BaseExceptionGroup):
@@ -186,19 +184,12 @@ def root_cause(error: BaseException, actor: str = "master") -> RayrftError:
             break
     if isinstance(error, RayrftError):
         return error
+    if isinstance(error, ActorUnavailableError):
+        return ActorUnreachable(death_reason(error), field=actor, remedy=_REMEDY)
     if isinstance(error, RayActorError):
         return ActorDied(f"the actor died: {death_reason(error)}", field=actor, remedy=_REMEDY)
     text = str(error).strip().splitlines() or ["no message"]
     return ActorDied(f"{type(error).__name__}: {text[0]}", field=actor, remedy=_REMEDY)
-
-
-def death_reason(error: RayActorError) -> str:
-    """Return why an actor died, as one line of Ray's message."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    if error.actor_init_failed:  # a traceback, which ends with what was raised
-        return lines[-1].rpartition("rayrft.errors.")[2].rstrip(".")
-    # Lines: a heading, the actor's properties (indented by tabs), and the reason.
-    return next((line for line in lines[1:] if not line.startswith("\t")), lines[0]).rstrip(".")
 
 
 async def _watch(name: str, watch: Awaitable[Any]) -> None:

@@ -83,11 +83,12 @@ class WeightSync:
             if not membership.members:
                 return SyncReport(version, 0.0, 0, None, None)
             engines = self._tracked(membership.engines)
-            if membership.generation != self._connected:
+            connected, self._connected = self._connected, None  # a round that fails leaves no link to build on
+            if membership.generation != connected:
                 await self._connect(engines)
-                self._connected = membership.generation
             report = await self._round(engines, version, probe=self._rounds % self._settings.probe_every == 0)
             await self._pool.call(EnginePool.synced, membership.names, version)
+            self._connected = membership.generation
             return report
 
     async def admit(self, handles: Engines, version: int) -> SyncReport:

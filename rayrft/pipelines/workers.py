@@ -20,7 +20,7 @@ from rayrft.actor_pool import ActorPool
 from rayrft.config.auxiliary import AuxiliaryConfig
 from rayrft.config.pipelines import OperatorConfig, PipelinesConfig
 from rayrft.config.reward import RewardModelsConfig
-from rayrft.errors import ActorDied, CallFailed, ConfigError, EndpointFailed, OperatorFailed
+from rayrft.errors import ActorDied, ActorUnreachable, CallFailed, ConfigError, EndpointFailed, OperatorFailed
 from rayrft.experience import Task
 from rayrft.handle import Handle
 from rayrft.pipelines.answering import Answerer, answering, running
@@ -389,12 +389,12 @@ class ActorOperators:
         await self._actors.open()
 
     async def apply(self, rows: pa.RecordBatch, task: Task) -> Worked:
-        """Work on a group. Raises OperatorFailed, also if two actors died of it."""
+        """Work on a group. Raises OperatorFailed, also if two actors died of it, or were not reached."""
         try:
             worked, _ = await self._actors.call(
                 lambda actor: actor.call(OperatorActor.apply, rows, task), owed=rows.num_rows
             )
-        except ActorDied as error:
-            problem = f"the actors that it was given to died: {error.problem}"
+        except (ActorDied, ActorUnreachable) as error:
+            problem = f"the actors that it was given to failed: {error.problem}"
             raise OperatorFailed(problem, field="pipelines.experiences", remedy=error.remedy) from error
         return worked

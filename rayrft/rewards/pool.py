@@ -9,7 +9,7 @@ from typing import Protocol
 
 from rayrft.actor_pool import TRIES, ActorPool
 from rayrft.config.reward import RewardModelsConfig
-from rayrft.errors import ActorDied
+from rayrft.errors import ActorDied, ActorUnreachable
 from rayrft.experience import Task
 from rayrft.handle import Handle
 from rayrft.registry import load_plugins
@@ -99,13 +99,13 @@ class ActorScoring:
         await self._actors.open()
 
     async def score(self, task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
-        """Return one result per transcript; all unknown if two actors died of them."""
+        """Return one result per transcript; all unknown if two actors died of them, or were not reached."""
         try:
             results, tries = await self._actors.call(
                 lambda actor: actor.call(RewardActor.score, task, transcripts), owed=len(transcripts)
             )
-        except ActorDied as error:
-            return died(f"reward actor died: {error.problem}", transcripts)
+        except (ActorDied, ActorUnreachable) as error:
+            return died(f"reward actor failed: {error.problem}", transcripts)
         return again(tries, results)
 
 

@@ -23,7 +23,7 @@ from rayrft.applications import ON_HEAD, Anchor, Owner, create_anchor, delete_ap
 from rayrft.config.reward import ReplicasConfig, RewardModelsConfig
 from rayrft.errors import ConfigError
 from rayrft.experience import Task
-from rayrft.handle import Handle
+from rayrft.handle import Handle, death_reason
 from rayrft.registry import load_plugins
 from rayrft.rewards.base import RewardResult, Transcript
 from rayrft.rewards.pool import Models, again, died
@@ -125,8 +125,8 @@ class ServedScoring:
         """Do nothing: the deployments are there, and each is found when it is needed."""
 
     async def score(self, task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
-        """Return one result per transcript; all unknown if two replicas died of them. Raises ConfigError if the task's
-        domain has no reward."""
+        """Return one result per transcript; all unknown if two replicas died of them, or were not reached. Raises
+        ConfigError if the task's domain has no reward."""
         domain, reason = self._config.domain_of(task.domain), ""
         if domain not in self._handles:
             application = self._service.application(domain)
@@ -138,7 +138,7 @@ class ServedScoring:
                 scored: Scored = await response
                 return again(tries, scored.results)
             except RayActorError as error:
-                reason = f"reward replica died: {str(error).splitlines()[0]}"
+                reason = f"reward replica failed: {death_reason(error)}"
             except asyncio.CancelledError:
                 response.cancel()
                 raise

@@ -6,6 +6,7 @@ import asyncio
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextvars import Context
 from typing import Any
 
 import ray
@@ -32,14 +33,20 @@ _ANSWER_S = 30.0
 
 
 class _Keeper:
-    """The sessions, in the keeper's actor."""
+    """The sessions, in the keeper's actor. Its calls are in no request's context, or Ray would cancel them with the
+    request, of which the keeper must know the end; their errors are without Ray's wrappers."""
 
     def __init__(self, keeper: Handle[SessionKeeper]) -> None:
         self._keeper = keeper
 
     def __getattr__(self, name: str) -> Any:
-        method = getattr(SessionKeeper, name)
-        return lambda *args: asyncio.ensure_future(self._keeper.call(method, *args))
+        async def call(*args: Any) -> Any:
+            try:
+                return await Context().run(self._keeper.call, getattr(SessionKeeper, name), *args)
+            except RayTaskError as error:
+                raise error.cause from None
+
+        return call
 
 
 class EndpointReplica:

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Coroutine
+from contextvars import Context
 from typing import Any
 
 from rayrft.buffer.buffer import Buffer
@@ -118,7 +119,7 @@ class SessionKeeper:
         return [*sending, self._start(self._discard())] if self._dropped else sending
 
     def _start(self, sending: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.ensure_future(sending)
+        task = asyncio.create_task(sending, context=Context())  # calls share what is sent: none may be cancelled
         self._sending.add(task)
         task.add_done_callback(self._sent)
         return task

@@ -199,6 +199,10 @@ async def test_a_round_that_fails_leaves_no_engine_paused(faults: dict[str, Any]
         "no weights move before all engines are paused"
     )
     assert set((await made.members()).values()) == {0}
+    vars(made.engines["engine-1"]).update(vars(ScriptedEngine()), links=[(2, 1)])
+    await made.sync.publish(4)
+    assert [engine.links for engine in made.engines.values()] == [[(2, 0)] * 2, [(2, 1)] * 2], "linked again"
+    assert set((await made.members()).values()) == {4}
 
 
 async def test_an_engine_that_hangs_ends_the_run_at_the_deadline_and_the_others_resume() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
 import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError, TaskCancelledError
 
-from rayrft.errors import ActorDied
+from rayrft.errors import ActorDied, EngineFailed
 from rayrft.explorer.engines.client import EngineClient
 from rayrft.explorer.engines.exchange import INTERRUPTED, Answering, Capacity, Completion, Request, Sampling, Session
 from rayrft.explorer.engines.pool import EnginePool, Member, Membership
@@ -165,27 +167,80 @@ async def test_requests_wait_for_an_engine_to_join_and_the_wait_is_named(subject
 
 
 async def test_a_dead_engine_ends_its_requests_with_its_name_and_leaves_the_pool(subject: Subject) -> None:
-    from ray.exceptions import RayActorError
+    class DeadEngine(HeldEngine):
+        async def exchange(self, *call: Any) -> Any:
+            raise ActorDiedError()
 
-    class DeadEngine(Answering):
-        async def generate(self, request: Request) -> list[Completion]:
-            raise RayActorError()
+    class DeadCore(Answering):
+        async def generate(self, request: Request, stream: Any = None) -> list[Completion]:
+            raise ActorDied("the core ended", field="engine")
 
-    await subject.join("engine-7", DeadEngine())
-    with pytest.raises(ActorDied, check=about("engine-7")):
-        await subject.ask()
-    assert (await subject.pool.members()).members == ()
+    for dead in (DeadEngine(), DeadCore()):
+        await subject.join("engine-7", dead)
+        with pytest.raises(ActorDied, check=about("engine-7")):
+            await subject.ask()
+        assert (await subject.pool.members()).members == ()
+    with pytest.raises(ActorDied, check=about("engine-7")):  # it ends the run
+        await subject.pool.watch()
+
+
+async def test_a_cancelled_or_lost_call_is_no_death_and_the_next_request_is_answered(subject: Subject) -> None:
+    class Unlucky(HeldEngine):
+        """Its calls fail, at first, as those of Ray do; the pool's, too."""
+
+        def __init__(self, *failures: Exception) -> None:
+            super().__init__()
+            self.failures = list(failures)
+            self.released.set()
+
+        async def exchange(self, *call: Any) -> Any:
+            if self.failures:
+                raise self.failures.pop()
+            return await super().exchange(*call)
+
+    cancelled = RayTaskError("exchange", "", TaskCancelledError()).as_instanceof_cause()
+    engine = Unlucky(ActorUnavailableError("lost", None), cancelled, TaskCancelledError())
+    await subject.join("engine-0", engine)
+    members = await subject.pool.members()
+    for _ in range(3):
+        with pytest.raises(EngineFailed, check=about("engine-0")):
+            await subject.ask()
+    assert await subject.ask() == [ANSWER] and await subject.pool.members() == members
+
+
+async def test_calls_that_requests_share_are_in_the_context_of_none(subject: Subject) -> None:
+    """Ray cancels the calls of a request's context together with the request."""
+    request, seen = ContextVar[str]("request", default=""), list[str]()
+
+    class Pool(WatchedPool):
+        async def members(self, after: int = -1) -> Membership:
+            seen.append(request.get())
+            return await super().members(after)
+
+    class Engine(HeldEngine):
+        async def exchange(self, *call: Any) -> Any:
+            seen.append(request.get())
+            return await super().exchange(*call)
+
+    subject.pool = Pool()
+    subject.client = EngineClient(remote(subject.pool, "engine_pool"), subject.waits)
+    engine = await subject.join("engine-0", Engine())
+    engine.released.set()
+    request.set("first")
+    assert await subject.ask() == [ANSWER]
+    await subject.join("engine-1", engine)
+    await subject.known()
+    assert await subject.ask() == [ANSWER]
+    assert len(seen) >= 4 and set(seen) == {""}
 
 
 async def test_a_pool_that_died_ends_every_request_for_its_members_are_no_longer_known(subject: Subject) -> None:
-    from ray.exceptions import RayActorError
-
     engine = await subject.join("engine-0", HeldEngine())
     engine.released.set()
     assert await subject.ask()
 
     async def dead(*_: Any) -> Any:
-        raise RayActorError()
+        raise ActorDiedError()
 
     subject.pool.members = dead  # type: ignore[method-assign]
     await subject.join("engine-1", HeldEngine())  # answers the poll that runs; the next one finds the pool dead

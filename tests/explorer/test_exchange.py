@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayrft.errors import RayrftError, RequestRefused
+from rayrft.errors import EngineFailed, RayrftError, RequestRefused
 from rayrft.explorer.engines.exchange import (
     INTERRUPTED,
     Answer,
@@ -90,20 +90,55 @@ async def test_what_is_asked_together_and_answered_together_travels_together() -
     assert engine.calls == 3
 
 
-async def test_a_refused_request_is_the_error_of_its_own_and_another_error_that_of_all() -> None:
+async def test_an_error_of_a_request_is_its_own() -> None:
     engine = Held()
     requester = Requester(remote(engine))
-    asked = [ask(requester, number) for number in range(3)]
-    await until(lambda: len(engine.events) == 3)
-    engine.problems = {0: RequestRefused("too long", field="request"), 1: RuntimeError("the core is dead")}
-    engine.events[0].set()
-    with pytest.raises(RequestRefused, check=about("request")):
-        await asked[0]
-    assert not asked[1].done() and not asked[2].done()
+    asked = [ask(requester, number) for number in range(4)]
+    await until(lambda: len(engine.events) == 4)
+    engine.problems = {
+        0: RequestRefused("too long", field="request"),
+        1: RuntimeError("out of luck"),
+        2: asyncio.CancelledError(),  # type: ignore[dict-item]
+    }
+    for number, (error, says) in enumerate(
+        [(RequestRefused, "long"), (EngineFailed, "luck"), (EngineFailed, "Cancelled")]
+    ):
+        engine.events[number].set()
+        with pytest.raises(error, match=says, check=about("request")):
+            await asyncio.wait_for(asked[number], 20)
+    assert not asked[3].done()
+    engine.events[3].set()
+    assert (await asked[3])[0].token_ids == (3,)
+
+
+async def test_a_call_that_fails_ends_what_it_carried_here_and_at_the_engine_and_nothing_else() -> None:
+    class Torn(Held):
+        """Does not answer its first call."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.torn = asyncio.Event()
+
+        async def exchange(self, client: str, requests: dict[int, Request], *lists: Any) -> dict[int, Answer | Chunk]:
+            answering = super().exchange(client, requests, *lists)
+            if self.calls:
+                return await answering
+            carried = asyncio.ensure_future(answering)
+            await self.torn.wait()
+            carried.cancel()
+            raise ConnectionError
+
+    engine = Torn()
+    requester = Requester(remote(engine))
+    carried = ask(requester, 0)
+    await until(lambda: 0 in engine.events)
+    engine.torn.set()
+    with pytest.raises(ConnectionError):
+        await carried
+    after = ask(requester, 1)
+    await until(lambda: engine.aborted == [0] and 1 in engine.events)
     engine.events[1].set()
-    for task in asked[1:]:
-        with pytest.raises(RuntimeError, match="the core is dead"):
-            await task
+    assert (await after)[0].token_ids == (1,)
 
 
 async def test_a_call_that_cannot_be_made_is_the_error_of_who_asked() -> None:
@@ -112,15 +147,6 @@ async def test_a_call_that_cannot_be_made_is_the_error_of_who_asked() -> None:
 
     with pytest.raises(AttributeError):
         await ask(Requester(remote(Broken())), 0)
-
-
-async def test_a_request_that_the_engine_itself_cancels_has_an_end() -> None:
-    engine = Held()
-    engine.problems = {0: asyncio.CancelledError()}  # type: ignore[dict-item]
-    engine.events[0] = asyncio.Event()
-    engine.events[0].set()
-    with pytest.raises(RuntimeError, match="cancelled"):
-        await asyncio.wait_for(ask(Requester(remote(engine)), 0), 20)
 
 
 async def test_an_interrupted_session_has_what_its_requests_have_and_others_go_on() -> None:

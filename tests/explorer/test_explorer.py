@@ -319,11 +319,9 @@ async def test_tasks_that_are_added_are_drawn_and_a_prompt_over_the_limit_is_dro
 
 
 async def test_a_dead_engine_ends_exploring_with_its_name(tmp_path: Path, tiny_model: Path) -> None:
-    from ray.exceptions import RayActorError
-
     class DeadEngine(Answering):
         async def generate(self, request: Request) -> list[Completion]:
-            raise RayActorError()
+            raise ActorDied("the core ended", field="engine")
 
     settings, buffer = config(), make_buffer(tmp_path)
     explorer = make_explorer(settings, tiny_model, DeadEngine(), buffer, ScriptedRewards())

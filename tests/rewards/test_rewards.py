@@ -439,7 +439,7 @@ async def test_reward_actors_share_the_work_and_one_that_dies_is_replaced(tmp_pa
     [dead] = await pool.score(task("a"), transcripts("kill the actor"))
     assert dead.value == 1.0, "made again on another"
     [both] = await pool.score(task("a"), transcripts("always kill the actor"))
-    assert both.value is None and "reward actor died" in str(both.reason)
+    assert both.value is None and "reward actor failed" in str(both.reason)
     [fine] = await pool.score(task("a"), transcripts("where"))
     assert fine.value == 1.0 and fine.answer not in (first, second)
     stats = pool.take_stats()[""]

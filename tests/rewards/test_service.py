@@ -144,7 +144,7 @@ async def test_a_call_whose_replica_dies_is_made_again_once(monkeypatch: pytest.
     pool = await pool_over(replicas, monkeypatch)
     results = [(await pool.score(task("a"), transcripts("a")))[0] for _ in range(3)]
     assert [(each.value, each.tries) for each in results] == [(1.0, 1), (1.0, 2), (None, 2)]
-    assert results[-1].reason == "reward replica died: The actor died." and results[-1].error
+    assert results[-1].reason == "reward replica failed: Long ago" and results[-1].error
     assert pool.take_stats() == {"": DomainStats(3, 1, 1, 2, 1.0, 0.5, 0)}
     assert replicas.replies == [FINE], "no more than once"
 
@@ -184,7 +184,7 @@ async def test_replicas_of_each_domain_score_and_one_that_dies_is_replaced(tmp_p
         [killed] = await pool.score(moody_task, transcripts("kill the actor"))
         assert (killed.value, killed.tries) == (1.0, 2), "made again on another"
         [both] = await pool.score(moody_task, transcripts("always kill the actor"))
-        assert both.value is None and "reward replica died" in str(both.reason) and both.error
+        assert both.value is None and "reward replica failed" in str(both.reason) and both.error
         [fine] = await pool.score(moody_task, transcripts("where"))
         assert fine.value == 1.0 and fine.answer != first.answer
         stats = pool.take_stats()

@@ -9,12 +9,13 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from contextlib import ExitStack
+from contextvars import Context
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from rayrft.errors import ActorDied
+from rayrft.errors import ActorDied, EngineFailed
 from rayrft.explorer.engines.exchange import (
     INTERRUPTED,
     Answering,
@@ -26,7 +27,7 @@ from rayrft.explorer.engines.exchange import (
     Told,
 )
 from rayrft.explorer.engines.pool import EnginePool, Member, Membership
-from rayrft.handle import Handle, TrackedHandle
+from rayrft.handle import Handle, TrackedHandle, death_reason, when_reachable
 from rayrft.waits import Waits
 
 _SPILL_ANSWERS, _SPILL_RATIO = 8, 1.5
@@ -150,10 +151,10 @@ class EngineClient:
         """Sample the answers to a request on one engine, that of the first of its ``sessions`` if it has one; the
         others follow. For ``told`` see `Requester.ask`.
 
-        Raises ActorDied, naming the engine, if it or its core has died, RequestRefused, and DataError for images that
-        cannot be read.
+        Raises ActorDied, naming the engine, if it or its core has died, EngineFailed if this request failed at it,
+        RequestRefused, and DataError for images that cannot be read.
         """
-        from ray.exceptions import RayActorError, RayTaskError
+        from ray.exceptions import ActorDiedError, RayError
 
         begun = await self._begin(request, sessions)
         if begun is None:
@@ -163,8 +164,13 @@ class EngineClient:
             session.engine = engine.name
         try:
             completions = await engine.requester.ask(request, sessions[0] if sessions else None, told)
-        except (RayActorError, RayTaskError) as error:
-            raise await self._died(engine.name, error) from None
+        except ActorDiedError as error:
+            raise await self._died(engine.name, death_reason(error)) from None
+        except ActorDied as error:  # the engine's core
+            raise await self._died(engine.name, error.problem) from None
+        except RayError as error:  # the actor was not reached, or the call was cancelled: the engine may be alive
+            problem, remedy = f"the call of the engine failed: {type(error).__name__}", "ask again"
+            raise EngineFailed(problem, field=engine.name, remedy=remedy) from None
         finally:
             engine.take(cost, -1)
             self._dispatch()
@@ -174,7 +180,8 @@ class EngineClient:
     async def _begin(self, request: Request, sessions: Sequence[Session]) -> _Begun | None:
         """Wait for room on an engine, and take it. Returns None if the first session is interrupted meanwhile."""
         if self._following is None:
-            self._following = asyncio.create_task(self._follow())
+            # In no request's context: Ray would cancel its calls together with that request.
+            self._following = asyncio.create_task(self._follow(), context=Context())
             self._following.add_done_callback(self._fail)
         if self._following.done():  # the pool died, and with it the knowledge of who is a member
             self._following.result()
@@ -229,37 +236,37 @@ class EngineClient:
 
     async def _follow(self) -> None:
         """Keep the members those of the pool. Never returns; raises ActorDied when the pool has died."""
-        from ray.exceptions import RayActorError
+        from ray.exceptions import ActorDiedError
 
         membership = Membership(-1, ())
         while True:
+            poll = partial(self._pool.call, EnginePool.members, membership.generation)
             try:
-                membership = await self._pool.call(EnginePool.members, membership.generation)
-            except RayActorError as error:
-                raise ActorDied(f"the actor died: {error}", field="engine_pool") from None
+                membership = await when_reachable(poll)
+            except ActorDiedError as error:
+                raise ActorDied(f"the actor died: {death_reason(error)}", field="engine_pool") from None
             engines = await asyncio.gather(*map(self._engine, membership.members))
             self._engines = {engine.name: engine for engine in engines if engine is not None}
             self._dispatch()
 
     async def _engine(self, member: Member) -> _Engine | None:
         """Return what is known of a member; None if it has died."""
-        from ray.exceptions import RayActorError
+        from ray.exceptions import ActorDiedError
 
         handle = TrackedHandle(member.handle, self._waits)
         engine = self._engines.get(member.name)
         if engine is None:
             try:
-                engine = _Engine(member.name, await handle.call(Answering.capacity), self._share)
-            except RayActorError as error:
-                await self._died(member.name, error)
+                capacity = await when_reachable(lambda: handle.call(Answering.capacity))
+            except ActorDiedError as error:
+                await self._died(member.name, death_reason(error))
                 return None
+            engine = _Engine(member.name, capacity, self._share)
         engine.requester = Requester(handle)
         return engine
 
-    async def _died(self, name: str, error: Exception) -> ActorDied:
-        cause = getattr(error, "cause", None) or error
-        [text, *_] = str(cause).strip().splitlines() or ["no message"]
-        return await self._pool.call(EnginePool.died, name, f"{type(cause).__name__}: {text}")
+    async def _died(self, name: str, reason: str) -> ActorDied:
+        return await self._pool.call(EnginePool.died, name, reason)
 
     def _fail(self, following: asyncio.Task[None]) -> None:
         """End what waits: the pool has died."""

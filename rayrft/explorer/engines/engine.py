@@ -103,9 +103,10 @@ class RolloutEngine(Answering):
     async def generate(self, request: Request, stream: Stream | None = None) -> list[Completion]:
         """Sample the answers to a request; with a ``stream`` the one answer, whose tokens are added to it.
 
-        Raises RequestRefused if vLLM rejects it, and vLLM's EngineDeadError if its core has died.
+        Raises RequestRefused if vLLM rejects it, and ActorDied if its core has died.
         """
         from vllm.exceptions import VLLMClientError
+        from vllm.v1.engine.exceptions import EngineDeadError
 
         vocabulary = self._engine.model_config.get_vocab_size()
         if not all(0 <= token < vocabulary for token in request.prompt):  # vLLM checks too late and its core dies
@@ -129,6 +130,8 @@ class RolloutEngine(Answering):
             output = await self._run(request.prompt, request.images, params, name, stream)
         except (VLLMClientError, ValueError, TypeError) as error:
             raise _refused(str(error).strip().splitlines()[0], len(request.prompt)) from None
+        except EngineDeadError:
+            raise _core_ended() from None
         finally:
             self._names.pop(id(request), None)
         return [
@@ -209,13 +212,8 @@ class RolloutEngine(Answering):
         Raises ActorDied when the engine's core process has ended: requests fail then, but other calls, such as
         `pause`, would hang.
         """
-        import ray
-
         await self._core_ended.wait()
-        name = ray.get_runtime_context().get_actor_name() or "engine"
-        raise ActorDied(
-            "the engine's core process ended", field=name.rpartition(":")[2], remedy="see its log in the Ray dashboard"
-        )
+        raise _core_ended()
 
     async def pid(self) -> int:
         """Return the actor's process id."""
@@ -298,6 +296,14 @@ def _repetition(config: RepetitionConfig | None) -> RepetitionDetectionParams | 
     return RepetitionDetectionParams(
         max_pattern_size=config.max_pattern, min_pattern_size=config.min_pattern, min_count=config.count
     )
+
+
+def _core_ended() -> ActorDied:
+    import ray
+
+    name = ray.get_runtime_context().get_actor_name() or "engine"
+    remedy = "see its log in the Ray dashboard"
+    return ActorDied("the engine's core process ended", field=name.rpartition(":")[2], remedy=remedy)
 
 
 def _refused(problem: str, value: Any) -> RequestRefused:

@@ -9,16 +9,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import math
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any
 
 from rayrft.config.explorer import RepetitionConfig
-from rayrft.errors import RayrftError
+from rayrft.errors import EngineFailed, RayrftError
 from rayrft.handle import Handle
+
+log = logging.getLogger(__name__)
 
 INTERRUPTED = "abort"
 
@@ -143,7 +147,7 @@ class Session:
 
 
 Answer = list[Completion] | RayrftError
-"""The n answers to a request, or why it was refused."""
+"""The n answers to a request, or why it has none."""
 
 Told = Callable[[Chunk], None]
 """Receives the tokens of an answer as they are sampled."""
@@ -157,8 +161,8 @@ class Answering(ABC):
 
     @abstractmethod
     async def generate(self, request: Request, stream: Stream | None = None) -> list[Completion]:
-        """Sample the answers to a request; the tokens of one that streams are added to its ``stream``, too. RayrftError
-        refuses it; any other error is the engine's own."""
+        """Sample the answers to a request; the tokens of one that streams are added to its ``stream``, too. An error is
+        that of this request alone; ActorDied says that the engine can answer no other one."""
 
     async def interrupt(self, request: Request) -> None:
         """End a request with what was sampled until now. Nothing happens if it is not running, or the engine cannot."""
@@ -174,8 +178,7 @@ class Answering(ABC):
         """Begin a client's requests, by its numbers, abort those that are cancelled, and end the interrupted ones with
         what they have; return the answers that are finished, and what streams have brought, as soon as there is one.
 
-        A call ends the call before it of the same client, which then returns none. Raises the engine's own error, which
-        ends all its requests.
+        A call ends the call before it of the same client, which then returns none.
         """
         mailbox = self._mailboxes.setdefault(client, _Mailbox())
         for number in cancelled:
@@ -195,7 +198,7 @@ class _Mailbox:
     def __init__(self) -> None:
         self._running: dict[int, asyncio.Future[list[Completion]]] = {}
         self._requests: dict[int, Request] = {}
-        self._finished: dict[int, list[Completion] | BaseException] = {}
+        self._finished: dict[int, Answer] = {}
         self._streams: dict[int, Stream] = {}
         """Those of running requests."""
         self._brought: set[int] = set()
@@ -241,20 +244,20 @@ class _Mailbox:
         if ready is not self._ready:
             return {}
         finished, self._finished = self._finished, {}
-        answers: dict[int, Answer | Chunk] = {number: self._streams[number].take() for number in self._brought}
+        chunks = {number: self._streams[number].take() for number in self._brought}
         self._brought.clear()
-        for number, answer in finished.items():
-            if isinstance(answer, BaseException) and not isinstance(answer, RayrftError):
-                raise answer
-            answers[number] = answer
-        return answers
+        return {**chunks, **finished}
 
     def _end(self, number: int) -> None:
         if number in self._running:  # else it was aborted
             self._forget(number)
             task = self._running.pop(number)
-            cancelled = RuntimeError("the engine cancelled a request") if task.cancelled() else None
-            self._finished[number] = cancelled or task.exception() or task.result()
+            error = asyncio.CancelledError() if task.cancelled() else task.exception()
+            if error is not None and not isinstance(error, RayrftError):
+                log.error("a request failed", exc_info=error)
+                problem = f"the engine failed on the request: {type(error).__name__}: {error}"
+                error = EngineFailed(problem, field="request", remedy="see the engine's log in the Ray dashboard")
+            self._finished[number] = error or task.result()
             self._ready.set()
 
     def _forget(self, number: int) -> None:
@@ -283,7 +286,7 @@ class Requester:
         """Return the answers to a request; if it is cancelled here, the engine ends it. Its ``session`` may interrupt
         it. ``told`` gets the tokens of a request that streams, but for the last ones, which come with the answer only.
 
-        Raises the RayrftError with which the engine refuses it, and the error of the call if the engine has died.
+        Raises the RayrftError with which the engine answers it, and the error of the call that it travels in.
         """
         number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
         self._unsent[number], self._asked[number] = request, answer
@@ -305,10 +308,13 @@ class Requester:
         self._schedule()
 
     def _schedule(self) -> None:
-        """Make a call once all that is ready to run has run, so that what is asked together travels together."""
+        """Make a call once all that is ready to run has run, so that what is asked together travels together.
+
+        The call is in no request's context: Ray would cancel it, which all requests share, together with that one.
+        """
         if not self._scheduled:
             self._scheduled = True
-            asyncio.get_running_loop().call_soon(self._call)
+            asyncio.get_running_loop().call_soon(self._call, context=Context())
 
     def _call(self) -> None:
         self._scheduled = False
@@ -319,7 +325,7 @@ class Requester:
         try:
             call = self._engine.call(Answering.exchange, self._client, requests, cancelled, interrupted)
         except Exception as error:  # such as a request that cannot be pickled: raised in the callers of `ask`
-            self._fail(error)
+            self._fail(requests, error)
             return
         self._calls += 1
         asyncio.ensure_future(call).add_done_callback(self._receive)
@@ -329,7 +335,9 @@ class Requester:
         if call.cancelled():  # the event loop ends
             return
         if error := call.exception():
-            self._fail(error)
+            sent = self._asked.keys() - self._unsent
+            self._cancelled += sent  # if the engine is alive, it ends them at the next call
+            self._fail(sent, error)
             return
         for number, answered in call.result().items():
             if isinstance(answered, Chunk):
@@ -340,10 +348,9 @@ class Requester:
         if self._asked and not self._calls:
             self._schedule()
 
-    def _fail(self, error: BaseException) -> None:
-        for answer in self._asked.values():
-            _set(answer, error)
-        self._asked.clear()
+    def _fail(self, numbers: Collection[int], error: BaseException) -> None:
+        for number in numbers & self._asked.keys():
+            _set(self._asked.pop(number), error)
 
 
 def _set(future: asyncio.Future[list[Completion]], answer: list[Completion] | BaseException) -> None:

@@ -48,11 +48,17 @@ class Membership:
 
 
 class EnginePool:
-    """The actor. It only keeps the membership: engines are created, and given weights, by the Master."""
+    """The actor. It only keeps the membership: engines are created, and given weights, by the Master.
 
-    def __init__(self) -> None:
+    ``expendable``: the death of a member fails its requests only; else `watch` raises it.
+    """
+
+    def __init__(self, *, expendable: bool = False) -> None:
         self._membership = Membership(0, ())
         self._changed = asyncio.Condition()
+        self._expendable = expendable
+        self._death: ActorDied | None = None
+        self._lost = asyncio.Event()
 
     async def members(self, after: int = -1) -> Membership:
         """Return the membership as soon as its generation is beyond ``after``."""
@@ -78,9 +84,11 @@ class EnginePool:
     async def died(self, name: str, reason: str) -> ActorDied:
         """Remove a member that died; return the error in which its requests end."""
         await self.leave(name, reason)
-        return ActorDied(
-            f"the engine failed to answer: {reason}", field=name, remedy="see the engine's log in the Ray dashboard"
-        )
+        death = ActorDied(f"the engine died: {reason}", field=name, remedy="see its log in the Ray dashboard")
+        if not self._expendable:
+            self._death = self._death or death
+            self._lost.set()
+        return death
 
     async def synced(self, names: Collection[str], version: int) -> None:
         """Record the version that these members now hold; the generation stays."""
@@ -90,8 +98,11 @@ class EnginePool:
         self._membership = Membership(self._membership.generation, members)
 
     async def watch(self) -> None:
-        """Never return: a caller that awaits it learns at once when this actor dies."""
-        await asyncio.Event().wait()
+        """Raise the death of a member that was reported, so that no run waits for engines that it has lost. A caller
+        that awaits it also learns at once when this actor dies."""
+        await self._lost.wait()
+        assert self._death is not None  # set before the event
+        raise self._death
 
     async def pid(self) -> int:
         """Return the actor's process id."""
