@@ -41,9 +41,10 @@ def reach(address: str) -> JobSubmissionClient:
     from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient
 
-    use_token()
     try:
-        requests.get(f"{address}/api/version", timeout=5)  # the client itself would wait for ever
+        # The client itself would wait without end.
+        if requests.get(f"{address}/api/version", timeout=5).status_code == requests.codes.unauthorized:
+            use_token()
         return JobSubmissionClient(address)
     except (requests.RequestException, ConnectionError, AuthenticationError, RuntimeError) as error:
         why = "nothing answers" if isinstance(error, requests.RequestException) else str(error).splitlines()[0]

@@ -16,30 +16,42 @@ from rayrft.core.placement import NAMESPACE
 from rayrft.errors import ClusterError
 
 if TYPE_CHECKING:
+    import grpc
     from ray._private.worker import BaseContext
 
 _CONNECT_TIMEOUT_S = 5.0
 """Time for a cluster to answer; Ray itself tries for two minutes."""
+_mode_is_ours = False
+"""Whether RAY_AUTH_MODE was set here, for the cluster joined last, and not by the user."""
 
 
 def connect(*, start: bool = True) -> None:
     """Connect to the cluster at RAY_ADDRESS or, if unset, to one on this machine; else start one for this process.
 
     On this machine the cluster of the latest `ray start` is used; with ``start=False`` also another, if it is the only
-    one. Raises ClusterError, within seconds, if nothing answers at RAY_ADDRESS, if the cluster rejects this process'
-    token, or if ``start=False`` and there is no cluster or more than one.
+    one. A token is sent only to a cluster that requires one, whatever lies in the home folder.
+
+    Raises ClusterError, within seconds, if nothing answers at RAY_ADDRESS, if cluster and process do not agree on a
+    token, if Ray does not start, or if ``start=False`` and there is no cluster or more than one.
     """
     import ray
 
     if ray.is_initialized():
         return
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if _mode_is_ours:
+        _use_mode(None)
     address = os.environ.get("RAY_ADDRESS", "")
-    if address not in ("", "auto", "local"):
-        _check_address(address)
-    else:
+    if address in ("", "auto", "local"):
         address = "" if address == "local" else _on_this_machine(any_one=not start)
     if address:
+        if _mode_of(address) == "token":
+            _use_mode("token")
+        elif start:
+            _say(
+                f"the Ray at {address} works without authentication: anyone who can reach it can run code on it. For "
+                "a token, stop it, run `ray get-auth-token --generate`, and start it again"
+            )
         _init(address)
     elif start:
         _start_local()
@@ -50,72 +62,112 @@ def connect(*, start: bool = True) -> None:
 
 
 def _init(address: str) -> BaseContext:
+    """Call `ray.init`. Raises ClusterError with the first line of any error of it."""
     import ray
 
     # Ray passes this to a shell unquoted, for workers with a runtime environment, such as Ray Train's.
     python = shlex.quote(sys.executable)
     environment = None if python == sys.executable else {"py_executable": python}
-    return ray.init(
-        address=address, namespace=NAMESPACE, runtime_env=environment, log_to_driver=False, logging_level="ERROR"
-    )
+    try:
+        return ray.init(
+            address=address, namespace=NAMESPACE, runtime_env=environment, log_to_driver=False, logging_level="ERROR"
+        )
+    except Exception as error:  # Ray raises many types, Exception itself among them
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        problem = f"Ray {'did not start' if address == 'local' else 'could not be joined'}: {reason.rstrip('.')}"
+        if "AF_UNIX" in reason:
+            folder, remedy = tempfile.gettempdir(), "set it to a shorter path, such as /tmp"
+            raise ClusterError(problem, field="TMPDIR", value=folder, remedy=remedy) from None
+        remedy = "see the files in ray/session_latest/logs of the temporary folder; if the machine is busy, try again"
+        raise ClusterError(problem, field="RAY_ADDRESS", value=address, remedy=remedy) from None
 
 
 def _start_local() -> None:
-    """Start a cluster that ends with this process, on free ports."""
+    """Start a cluster that ends with this process, on free ports. Raises ClusterError."""
+    global _mode_is_ours
     ensure_token()
+    _mode_is_ours = "RAY_AUTH_MODE" not in os.environ  # `ray.init` sets it
     context = _init("local")
-    print(
+    _say(
         f"started a Ray for this process: RAY_ADDRESS={context.address_info['gcs_address']} for other terminals, "
-        f"dashboard {context.dashboard_url}",
-        file=sys.stderr,
-        flush=True,
+        f"dashboard {context.dashboard_url}"
     )
 
 
-def _check_address(address: str) -> None:
-    """Raise ClusterError, within seconds, unless the cluster with its head at ``host:port`` accepts our token."""
-    use_token()
-    if refusal := _refusal(address):
-        raise ClusterError(
-            refusal,
-            field="RAY_ADDRESS",
-            value=address,
-            remedy="set it to host:port of a running Ray cluster, or unset it to use one on this machine",
-        )
+def _mode_of(address: str) -> str:
+    """Return the authentication mode of the cluster with its head at ``host:port``: ``token`` or ``disabled``.
 
-
-def _refusal(address: str) -> str | None:
-    """Return why the cluster at ``address`` cannot be used; None if it can."""
+    Raises ClusterError, within seconds, unless the cluster accepts this process in that mode.
+    """
     import grpc
-    from ray._private.grpc_utils import init_grpc_channel
-    from ray.core.generated.gcs_service_pb2 import CheckAliveRequest
-    from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
-    from ray.exceptions import AuthenticationError
+
+    asked = os.environ.get("RAY_AUTH_MODE", "").lower()
+
+    def refused(problem: str, remedy: str) -> ClusterError:
+        return ClusterError(problem, field="RAY_ADDRESS", value=address, remedy=remedy)
 
     if "://" in address:
-        return "runs are started on the cluster itself, at host:port of its head node; from outside: ray job submit"
-    with init_grpc_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        raise refused("a run starts on the cluster itself", "set it to host:port of the head node, or: ray job submit")
+    match _answer(address, None):
+        case grpc.StatusCode.OK if asked == "token":
+            raise refused(
+                "the cluster works without authentication, and RAY_AUTH_MODE=token requires it",
+                "unset RAY_AUTH_MODE, or start the cluster with it",
+            )
+        case grpc.StatusCode.OK:
+            return "disabled"
+        case grpc.StatusCode.UNAUTHENTICATED if asked == "disabled":
+            raise refused("the cluster requires a token, and RAY_AUTH_MODE=disabled sends none", "unset RAY_AUTH_MODE")
+        case grpc.StatusCode.UNAUTHENTICATED:
+            found = "rejects the token of this process" if (token := _find_token()) else "requires a token"
+            if token and _answer(address, token) == grpc.StatusCode.OK:
+                return "token"
+            raise refused(f"the cluster {found}", "put its token into RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token")
+    raise refused(
+        "no Ray cluster answers there",
+        "set it to host:port of a running Ray cluster, or unset it to use one on this machine",
+    )
+
+
+def _answer(address: str, token: str | None) -> grpc.StatusCode:
+    """Ask the head at ``address`` for a sign of life, with a token or without one whatever this process' mode is."""
+    import grpc
+    from ray._common.tls_utils import load_certs_from_env
+    from ray.core.generated.gcs_service_pb2 import CheckAliveRequest
+    from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
+
+    options = [("grpc.enable_http_proxy", 0)]
+    if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+        chain, key, authority = load_certs_from_env()
+        channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(authority, key, chain), options)
+    else:
+        channel = grpc.insecure_channel(address, options)
+    with channel:
         try:
-            NodeInfoGcsServiceStub(channel).CheckAlive(CheckAliveRequest(), timeout=_CONNECT_TIMEOUT_S)
-        except AuthenticationError:
-            return "RAY_AUTH_MODE requires a token, and there is none (RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token)"
+            NodeInfoGcsServiceStub(channel).CheckAlive(
+                CheckAliveRequest(),
+                timeout=_CONNECT_TIMEOUT_S,
+                metadata=[("authorization", f"Bearer {token}")] if token else None,
+            )
         except grpc.RpcError as error:
-            if error.code() == grpc.StatusCode.UNAUTHENTICATED:
-                return "the cluster rejects the token of this process (RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token)"
-            return "no Ray cluster answers there"
-    return None
+            return error.code()
+    return grpc.StatusCode.OK
 
 
 def _on_this_machine(*, any_one: bool) -> str:
-    """Return the address of the latest `ray start` or, with ``any_one``, of the only other cluster that accepts our
-    token; "" if there is none."""
+    """Return the address of the latest `ray start` or, with ``any_one``, of the only other cluster that accepts this
+    process; "" if there is none."""
     from ray._private.services import find_gcs_addresses
     from ray._private.utils import read_ray_address
 
-    use_token()
-    if (latest := read_ray_address()) and _refusal(latest) is None:
+    def accepts(address: str) -> bool:
+        with contextlib.suppress(ClusterError):
+            return bool(_mode_of(address))
+        return False
+
+    if (latest := read_ray_address()) and accepts(latest):
         return latest
-    found = [address for address in sorted(find_gcs_addresses()) if _refusal(address) is None] if any_one else []
+    found = list(filter(accepts, sorted(find_gcs_addresses()))) if any_one else []
     if len(found) > 1:
         raise ClusterError("several Ray clusters run on this machine", value=found, remedy="set RAY_ADDRESS to one")
     return found[0] if found else ""
@@ -137,7 +189,7 @@ def ensure_token() -> None:
             _write_token(path)
         except OSError:
             continue
-        print(f"created Ray's authentication token: {path}", file=sys.stderr, flush=True)
+        _say(f"created Ray's authentication token: {path}")
         _find_token()
         return
     raise ClusterError(
@@ -149,24 +201,34 @@ def ensure_token() -> None:
 
 
 def use_token() -> None:
-    """Send our token, if there is one, to a running cluster; Ray does not do so when given an address."""
+    """Send our token, if there is one, to a cluster that requires one; Ray does not do so when given an address."""
     if "RAY_AUTH_MODE" not in os.environ and _find_token():
-        from ray._private.authentication.authentication_token_setup import _enable_token_auth
-
-        _enable_token_auth()
+        _use_mode("token")
 
 
-def _find_token() -> bool:
-    """Return whether there is a token; set RAY_AUTH_TOKEN_PATH to one that Ray would not find itself."""
-    if os.environ.get("RAY_AUTH_TOKEN"):
-        return True
+def _use_mode(mode: str | None) -> None:
+    """Set this process' authentication mode; None unsets it."""
+    from ray._raylet import Config  # type: ignore[attr-defined]
+
+    global _mode_is_ours
+    before = os.environ.pop("RAY_AUTH_MODE", None)
+    _mode_is_ours = mode is not None and before is None
+    if mode is not None:
+        os.environ["RAY_AUTH_MODE"] = mode
+    Config.initialize("")
+
+
+def _find_token() -> str:
+    """Return the token, "" if there is none; set RAY_AUTH_TOKEN_PATH to one that Ray would not find itself."""
+    if token := os.environ.get("RAY_AUTH_TOKEN"):
+        return token
     for path in _token_files():
         with contextlib.suppress(OSError):
-            if path.read_text().strip():
+            if token := path.read_text().strip():
                 if path != _home_file():
                     os.environ["RAY_AUTH_TOKEN_PATH"] = str(path)
-                return True
-    return False
+                return token
+    return ""
 
 
 def _token_files() -> list[Path]:
@@ -198,3 +260,7 @@ def _write_token(path: Path) -> None:
         file.flush()
         with contextlib.suppress(FileExistsError):
             os.link(file.name, path)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

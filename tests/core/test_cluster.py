@@ -18,17 +18,16 @@ import grpc
 import psutil
 import pytest
 import ray
+from ray import _raylet
 from ray._private import services, utils
-from ray._private.authentication import authentication_token_setup
 from ray._raylet import AuthenticationTokenLoader
 from ray.core.generated.gcs_service_pb2 import CheckAliveReply
 from ray.core.generated.gcs_service_pb2_grpc import (
     NodeInfoGcsServiceServicer,
-    NodeInfoGcsServiceStub,
     add_NodeInfoGcsServiceServicer_to_server,
 )
-from ray.exceptions import AuthenticationError
 
+from rayrft.core import cluster
 from rayrft.core.cluster import connect, ensure_token, use_token
 from rayrft.errors import ClusterError
 from tests.errors import about
@@ -40,7 +39,9 @@ Head = Callable[..., str]
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A machine on which Ray never ran: an empty home, empty temporary files, no variable set."""
     connected = ray.is_initialized()  # then this process has its token by heart
-    monkeypatch.setattr(authentication_token_setup, "_enable_token_auth", lambda: None)
+    # What this process has read of the variables stays, for the Ray that other tests have joined.
+    monkeypatch.setattr(_raylet, "Config", SimpleNamespace(initialize=lambda _: None))
+    monkeypatch.setattr(cluster, "_mode_is_ours", False)
     for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.setenv(name, "")  # so that it is put back, whoever sets it
         monkeypatch.delenv(name)
@@ -63,13 +64,16 @@ def closed() -> Iterator[str]:
 
 @pytest.fixture
 def head() -> Iterator[Head]:
-    """Starts what answers like a head node, or refuses every token."""
+    """Starts a server that answers like a head node: without authentication, or only to its token."""
     servers = []
 
-    def start(*, refuses: bool = False) -> str:
+    def start(*, token: str | None = None, seen: list[str | None] | None = None) -> str:
         class Gcs(NodeInfoGcsServiceServicer):
             def CheckAlive(self, request: Any, context: Any) -> Any:
-                if refuses:
+                sent = dict(context.invocation_metadata()).get("authorization")
+                if seen is not None:
+                    seen.append(sent)
+                if token is not None and sent != f"Bearer {token}":
                     context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken")
                 return CheckAliveReply()
 
@@ -120,21 +124,78 @@ def test_an_address_that_leads_nowhere_is_refused_at_once(
 def test_a_cluster_that_refuses_the_token_is_named(
     joined: list[str], head: Head, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", head(refuses=True))
+    monkeypatch.setenv("RAY_ADDRESS", head(token="of others"))
     with pytest.raises(ClusterError, check=about("RAY_ADDRESS")):
         connect()
 
 
-def test_a_token_that_is_asked_for_and_missing_is_named(
+@pytest.mark.parametrize("required", [None, "secret"])
+@pytest.mark.parametrize("found", [None, "secret", "of another cluster"])
+@pytest.mark.parametrize("asked", [None, "token", "disabled"])
+def test_authentication_follows_the_cluster_that_is_joined(
+    joined: list[str],
+    home: Path,
+    head: Head,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    required: str | None,
+    found: str | None,
+    asked: str | None,
+) -> None:
+    monkeypatch.delenv("RAY_AUTH_TOKEN")
+    if found is not None:
+        (home / ".ray").mkdir()
+        (home / ".ray/auth_token").write_text(found)
+    if asked is not None:
+        monkeypatch.setenv("RAY_AUTH_MODE", asked)
+    seen: list[str | None] = []
+    address = head(token=required, seen=seen)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    works = asked != "disabled" and found == required if required else asked != "token"
+    if works:
+        connect()
+        assert os.environ.get("RAY_AUTH_MODE") == ("token" if required else asked)
+        assert ("works without authentication" in capfd.readouterr().err) is (required is None)
+    else:
+        with pytest.raises(ClusterError, check=about("RAY_ADDRESS")):
+            connect()
+        assert os.environ.get("RAY_AUTH_MODE") == asked
+    assert joined == [address] * works
+    if required is None or asked == "disabled":
+        assert seen == [None], "a token goes to no cluster that works without one"
+
+
+def test_a_cluster_joined_later_does_not_get_the_mode_of_the_one_before(
     joined: list[str], head: Head, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise AuthenticationError("no token")
-
-    monkeypatch.setattr(NodeInfoGcsServiceStub, "__init__", refuse)
-    monkeypatch.setenv("RAY_ADDRESS", head())
-    with pytest.raises(ClusterError, check=about("RAY_ADDRESS")):
+    modes = []
+    for required in ("token", None, "token"):
+        monkeypatch.setenv("RAY_ADDRESS", head(token=required))
         connect()
+        modes.append(os.environ.get("RAY_AUTH_MODE"))
+    assert modes == ["token", None, "token"]
+
+
+@pytest.mark.parametrize(
+    ("error", "field"),
+    [
+        (OSError("validate_socket_filename failed: AF_UNIX path length cannot exceed 107 bytes: /tmp/x"), "TMPDIR"),
+        (Exception("The current node timed out during startup. This could happen because of load."), "RAY_ADDRESS"),
+        (RuntimeError("\n Failed to start GCS.\nTraceback (most recent call last):\n ..."), "RAY_ADDRESS"),
+        (ConnectionError(), "RAY_ADDRESS"),
+    ],
+)
+def test_a_ray_that_does_not_start_is_one_line_with_field_and_remedy(
+    joined: list[str], monkeypatch: pytest.MonkeyPatch, error: Exception, field: str
+) -> None:
+    def init(**_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(ClusterError, check=about(field)) as caught:
+        connect()
+    assert "\n" not in str(caught.value) and caught.value.remedy
+    assert caught.value.__suppress_context__
 
 
 def test_the_cluster_of_the_address_is_joined(joined: list[str], head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +213,7 @@ def test_without_an_address_the_latest_that_answers_is_joined_or_one_is_started(
     on_this_machine(monkeypatch, head(), latest, latest=latest)
     connect()
     assert joined == [latest]
-    for gone in (closed, head(refuses=True)):  # its address is still written down, or it is somebody else's
+    for gone in (closed, head(token="of others")):  # its address is still written down, or it is somebody else's
         on_this_machine(monkeypatch, head(), latest=gone)
         connect()
     assert joined[1:] == ["local", "local"]
@@ -203,6 +264,32 @@ sys.stdin.read()
     assert ray.cluster_resources(), "the other one goes on"
 
 
+@pytest.mark.slow
+def test_a_cluster_without_a_token_is_joined_by_a_user_who_has_one(home: Path) -> None:
+    start = """
+import ray, sys
+print(ray.init("local", num_cpus=1, include_dashboard=False).address_info["gcs_address"], flush=True)
+sys.stdin.read()
+"""
+    join = """
+import ray
+from rayrft.core.cluster import connect
+connect()
+print(ray.get(ray.remote(lambda: 7).remote()))
+"""
+    ensure_token()
+    code = [sys.executable, "-c", start]
+    env = {**os.environ, "RAY_AUTH_MODE": "disabled"}
+    with subprocess.Popen(code, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as head:
+        assert head.stdout is not None
+        address = head.stdout.readline().strip()
+        env = {**os.environ, "RAY_ADDRESS": address}
+        result = subprocess.run([sys.executable, "-c", join], env=env, capture_output=True, text=True, timeout=120)
+        head.communicate()
+    assert result.stdout == "7\n", result.stderr
+    assert "works without authentication" in result.stderr
+
+
 def marked(process: psutil.Process, mark: str) -> bool:
     try:
         return process.environ().get("RAYRFT_TEST_MARK") == mark
@@ -216,7 +303,7 @@ def test_to_look_at_runs_no_cluster_is_started(
     with pytest.raises(ClusterError, match="no Ray cluster runs"):
         connect(start=False)
     only = head()
-    on_this_machine(monkeypatch, only, head(refuses=True), latest=closed)
+    on_this_machine(monkeypatch, only, head(token="of others"), latest=closed)
     connect(start=False)
     assert joined == [only]
     on_this_machine(monkeypatch, only, head())
@@ -275,14 +362,12 @@ def test_no_token_is_made_that_nobody_asks_for(
     assert not list(home.iterdir())
 
 
-def test_a_cluster_that_runs_is_shown_the_token(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    enabled = []
-    monkeypatch.setattr(authentication_token_setup, "_enable_token_auth", lambda: enabled.append(True))
+def test_our_token_is_used_unless_the_mode_is_asked_for(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_token()
-    assert not enabled, "there is none"
+    assert "RAY_AUTH_MODE" not in os.environ, "there is none"
     ensure_token()
     use_token()
-    assert enabled == [True]
+    assert os.environ["RAY_AUTH_MODE"] == "token"
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     use_token()
-    assert enabled == [True]
+    assert os.environ["RAY_AUTH_MODE"] == "disabled"
