@@ -205,7 +205,7 @@ class CheckpointConfig(Section):
     """Number of best checkpoints by ``best_by`` to keep besides the last; of equals, the earlier."""
     best_by: Literal["accuracy", "reward"] = "accuracy"
     """Accuracy of an evaluation of the same step (so let ``every`` divide ``evaluate_every``), or mean reward of the
-    step's rollouts."""
+    step's rollouts, in mode ``train`` of its own rows."""
 
 
 class EvaluationConfig(Section):

@@ -63,7 +63,7 @@ class Progress:
     accuracy: float | None = None
     """Accuracy of the current policy at the first temperature, if it was evaluated."""
     reward: float | None = None
-    """Mean reward of the rows sampled for the latest step, if any."""
+    """Mean reward of the latest step, see `StepRecord`, if any."""
 
     def needs(self, steps: int) -> bool:
         """Return whether the current stage has more to do when configured with ``steps``, which may have been raised

@@ -13,7 +13,7 @@ from rayrft.explorer.explorer import Timings
 from rayrft.monitor.records import EvaluationRecord, PairsRecord, StepRecord
 from rayrft.trainer.result import PairRanking, StepResult
 
-_NOT_RECORDED = ("train_s", "first_update", "value_errors")
+_NOT_RECORDED = ("train_s", "first_update", "value_errors", "reward_sum", "scored")
 
 _CLIPPED = 0.05
 """Largest share of clipped tokens that is plausible for a policy that has not been updated yet."""
@@ -32,16 +32,23 @@ def step_record(
     stage: str,
     step: int,
     lease: Lease,
-    result: StepResult,
+    results: list[StepResult],
     report: SyncReport | None,
     seconds: StepSeconds,
     timings: Timings,
     lost: dict[str, int],
+    *,
+    explores: bool = True,
 ) -> StepRecord:
-    """Build the record of an optimiser step; ``report`` is None if none was published, ``lost`` is from
-    `Ledger.lost_since`."""
-    rollouts, stale = lease.rollouts, lease.staleness
-    tokens = rollouts.tokens or result.policy_tokens + result.expert_tokens
+    """Build the record of an optimiser step from the ``results`` of all ranks.
+
+    ``report`` is None if no weights were published, ``lost`` is from `Ledger.lost_since`. The groups of a run that does
+    not explore come when their producers like: its reward and its rate are those of the trained rows.
+    """
+    rollouts, stale, result = lease.rollouts, lease.staleness, results[0]
+    trained = result.policy_tokens + result.expert_tokens
+    scored = rollouts.scored if explores else sum(each.scored for each in results)
+    rewards = rollouts.reward_sum if explores else sum(each.reward_sum for each in results)
     numbers = {name: value for name, value in asdict(result).items() if name not in _NOT_RECORDED}
     return StepRecord(
         stage=stage,
@@ -50,7 +57,7 @@ def step_record(
         time=time.time(),
         usual_rows=lease.usual_rows,
         expert_rows=lease.expert_rows,
-        reward=rollouts.reward_sum / rollouts.scored if rollouts.scored else None,
+        reward=rewards / scored if scored else None,
         sampled_rows=rollouts.rows,
         sampled_tokens=rollouts.tokens,
         lost=lost,
@@ -58,7 +65,7 @@ def step_record(
         staleness_mean=sum(stale) / len(stale) if stale else None,
         staleness_max=max(stale) if stale else None,
         probe_gap=report.probe_gap if report else None,
-        tokens_per_s=tokens / seconds.step,
+        tokens_per_s=((explores and rollouts.tokens) or trained) / seconds.step,
         step_s=seconds.step,
         wait_s=seconds.wait,
         train_s=seconds.train,

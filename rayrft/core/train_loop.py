@@ -211,7 +211,15 @@ class TrainLoop:
         worked = {f"batch_{name}": stats for name, stats in processed.operators.items()}
         timings = replace(timings, operators=timings.operators | worked)
         record = step_record(
-            stage.name, progress.step, lease, results[0], report, seconds, timings, self.ledger.lost_since(before)
+            stage.name,
+            progress.step,
+            lease,
+            results,
+            report,
+            seconds,
+            timings,
+            self.ledger.lost_since(before),
+            explores=self._config.mode != "train",
         )
         progress.accuracy, progress.reward = None, record.reward
         self._bottleneck.add(record)
@@ -292,7 +300,7 @@ class TrainLoop:
 
     async def _judge(self, stage: StageConfig) -> None:
         """Note what bounds the stage."""
-        if message := self._bottleneck.verdict(self._config.max_staleness):
+        if message := self._bottleneck.verdict(self._config.max_staleness, explores=self._config.mode == "both"):
             await self._recorder.note(message, stage.name, self.progress.step)
 
     def _engines_asleep(self) -> AbstractAsyncContextManager[None]:

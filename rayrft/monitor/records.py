@@ -23,7 +23,8 @@ class StepRecord:
     together, the ``slowest_s`` of them, and how many are ``pending``.
     ``operators`` has, by operator on experiences, how many rows were ``taken``, ``left_out``, ``changed`` and ``made``
     since the previous step, of those left out how many as it ``failed``, and the ``seconds`` of its work.
-    ``reward`` is the mean over all answers sampled since the previous step, kept or dropped. ``rollout_s``,
+    ``reward`` is the mean over all answers sampled since the previous step, kept or dropped, and in mode ``train`` over
+    the step's own rows. ``rollout_s``,
     ``reward_s`` and ``pipeline_s`` are the wall time in which any rollout, scoring or verifying was running: with
     ``max_staleness`` 1 or more they overlap the rest.
     """

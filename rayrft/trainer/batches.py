@@ -38,7 +38,7 @@ class TrainRow:
     advantages: np.ndarray
     expert: bool
     weight: float = 1.0
-    reward: float = 0.0
+    reward: float | None = None
     turn_rewards: np.ndarray | None = None
     """None if no turn has a reward of its own."""
     truncated: bool = False
@@ -128,7 +128,7 @@ def read_rows(batch: pa.RecordBatch, part: BlockRows, algorithm: Algorithm, *, s
                 advantages[index] if index in advantages else np.zeros(len(token_ids), dtype=np.float32),
                 expert=taken["source"][i] == "expert",
                 weight=float(part.weights[i]),
-                reward=taken["reward"][i] or 0.0,
+                reward=taken["reward"][i],
                 turn_rewards=turns.get(i),
                 truncated=taken["stop_reason"][i] == "length",
                 pair=pair,
@@ -291,7 +291,7 @@ def _flatten(rows: list[TrainRow], device: torch.device) -> MicroBatch:
         advantages=_join([row.advantages for row in rows]).float().to(device),
         expert=torch.tensor([row.expert for row in rows], device=device),
         weight=torch.tensor([row.weight for row in rows], dtype=torch.float32, device=device),
-        reward=torch.tensor([row.reward for row in rows], dtype=torch.float32, device=device),
+        reward=torch.tensor([row.reward or 0.0 for row in rows], dtype=torch.float32, device=device),
         turn_rewards=_join_turns(rows, device),
         truncated=torch.tensor([row.truncated for row in rows], device=device),
         pair=torch.tensor([-1 if row.pair is None else pairs[row.pair] for row in rows], device=device),

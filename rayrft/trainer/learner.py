@@ -108,7 +108,10 @@ class Learner:
         self._refresh()
         errors = {} if self.critic is None else value_errors(batches)
         seconds = time.perf_counter() - started
-        result = StepResult.of(updates, critic_updates, self._algorithm, seconds, self._update_config.epochs, errors)
+        own = [row for rows in mini_batches for row in rows if not row.expert]
+        rewards = [row.reward for row in own if row.reward is not None]
+        epochs = self._update_config.epochs
+        result = StepResult.of(updates, critic_updates, self._algorithm, seconds, epochs, errors, rewards)
         self._coefficients = self._coefficients.update(kl=result.kl, entropy=result.entropy, sequences=sequences)
         self._algorithm = self._coefficients.applied(self._algorithm)
         return result

@@ -49,7 +49,8 @@ class StepResult:
     labelled answers, good and bad ones: the mean score ``log pi(y) - log pi_ref(y)``, which times beta is TRL's
     ``rewards/chosen`` or ``rewards/rejected``, its ``label_margin`` if there are both, the mean log-prob ``log pi(y)``
     (``logps``), and the KL from the reference that they are compared with, at least 0; all in nats, 0 without any.
-    ``value_errors``: see `rayrft.trainer.annotation.value_errors`; empty without a critic.
+    ``value_errors``: see `rayrft.trainer.annotation.value_errors`; empty without a critic. ``reward_sum`` is over the
+    ``scored`` own rows of this rank, whose reward is known.
     """
 
     loss: float
@@ -83,6 +84,8 @@ class StepResult:
     train_s: float
     first_update: FirstUpdate
     value_errors: dict[str, tuple[float, int]]
+    reward_sum: float = 0.0
+    scored: int = 0
 
     @classmethod
     def of(
@@ -93,6 +96,7 @@ class StepResult:
         train_s: float,
         epochs: int,
         value_errors: dict[str, tuple[float, int]],
+        rewards: list[float],
     ) -> Self:
         """Combine the updates of one step of ``epochs`` passes over the batch."""
         from rayrft.algorithms.pieces import NONE
@@ -155,6 +159,8 @@ class StepResult:
             train_s=train_s,
             first_update=FirstUpdate(kl(first), per_token("clipped", first)),
             value_errors=value_errors,
+            reward_sum=sum(rewards),
+            scored=len(rewards),
         )
 
 

@@ -10,7 +10,8 @@ import pytest
 from rayrft.buffer.events import GroupReport
 from rayrft.buffer.leases import Lease
 from rayrft.buffer.ledger import Ledger
-from rayrft.core.step_record import check_on_policy_step
+from rayrft.core.step_record import StepSeconds, check_on_policy_step, step_record
+from rayrft.explorer.explorer import Timings
 from rayrft.trainer.result import FirstUpdate, StepResult
 
 SOUND = StepResult(
@@ -48,8 +49,21 @@ SOUND = StepResult(
 )
 
 
-def lease(*staleness: int) -> Lease:
-    return Lease(0, 0, (), 8, 0, staleness, GroupReport(), 0.0)
+def lease(*staleness: int, rollouts: GroupReport | None = None) -> Lease:
+    return Lease(0, 0, (), 8, 0, staleness, rollouts or GroupReport(), 0.0)
+
+
+@pytest.mark.parametrize(("explores", "reward", "rate"), [(True, 0.75, 50.0), (False, 0.25, 5.0)])
+def test_the_reward_of_a_run_that_does_not_explore_is_that_of_the_rows_it_trained(
+    explores: bool, reward: float, rate: float
+) -> None:
+    results = [replace(SOUND, reward_sum=1.5, scored=5), replace(SOUND, reward_sum=0.5, scored=3)]
+    timings, seconds = Timings(), StepSeconds(2.0, 1.0, 1.0)
+    for rollouts in (GroupReport(4, 3.0, 4, 100, 0), GroupReport()):
+        leased = lease(0, rollouts=rollouts)
+        record = step_record("s", 1, leased, results, None, seconds, timings, {}, explores=explores)
+        assert record.reward == (reward if rollouts.rows or not explores else None)
+        assert record.tokens_per_s == (rate if rollouts.rows else 5.0)
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def test_groups_of_another_job_are_trained_once_each_until_it_has_no_more(
 ) -> None:
     run, summary = finished
     steps = stage(run, "live")
-    assert [step.usual_rows for step in steps] == [8, 8, 8]
+    assert [(step.usual_rows, step.reward) for step in steps] == [(8, 0.5)] * 3
     ledger = summary.ledger
     assert summary.status == "finished" and (ledger.sampled, ledger.trained) == (28, 24)
     assert ledger.dropped == {"rejected: token_ids has an entry outside the vocabulary": 4}

@@ -115,6 +115,13 @@ def test_the_verdict_names_the_bottleneck_and_the_remedy(times: dict[str, float]
     assert said in bottleneck.verdict(staleness)
 
 
+def test_a_run_that_does_not_explore_is_not_told_to_add_engines() -> None:
+    bottleneck = Bottleneck()
+    bottleneck.add(step(wait_s=6.1, train_s=3))
+    said = bottleneck.verdict(0, explores=False)
+    assert "short of groups" in said and "engines" not in said
+
+
 def test_there_is_no_verdict_without_rollouts() -> None:
     bottleneck = Bottleneck()
     bottleneck.add(step(usual_rows=0))

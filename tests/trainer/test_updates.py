@@ -130,6 +130,7 @@ def test_a_step_says_by_how_much_the_critic_missed_each_group_of_own_rows() -> N
     parts = [rows[0], replace(rows[0], group="gold", expert=True)], rows[1:]
     results = [make_learner("ppo").step([part]) for part in parts]
     assert mean_value_errors(results) == pytest.approx({"a": 0.75, "b": 2.0})
+    assert [(each.reward_sum, each.scored) for each in results] == [(1.0, 1), (-1.5, 2)], "of own rows alone"
     assert make_learner("grpo").step([rows]).value_errors == {}
 
 
