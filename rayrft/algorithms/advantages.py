@@ -22,7 +22,6 @@ from torch import Tensor
 
 from rayrft.algorithms.pieces import NonNegative, Pieces, Positive, Weight
 
-
 _ROUNDING = 1e-6
 """Rewards that differ by less than this share of them are equal."""
 

@@ -23,8 +23,10 @@ def group_advantages(
     """Compute the algorithm's advantages of all rows of one group, an array ``[T]`` (float32) for every row.
 
     They are equal on all action tokens of a row or, if the algorithm uses turns, of a turn or step, and 0 elsewhere.
-    ``rewards`` replace those of the rows. Rewards are rounded to float32, as stored rows hold them. Raises ValueError if the advantages come from a critic, or compare with a
-    greedy answer whose reward is missing, and DataError if a row lacks a component of its reward that they use.
+    ``rewards`` replace those of the rows. Rewards are rounded to float32, as stored rows hold them.
+
+    Raises ValueError if the advantages come from a critic, or compare with a greedy answer whose reward is missing, and
+    DataError if a row lacks a component of its reward that they use.
     """
     if rewards is not None:
         rows = [row.with_fields(reward=reward) for row, reward in zip(rows, rewards, strict=True)]
