@@ -79,7 +79,8 @@ class WeightSyncConfig(Section):
     weights, as if they had been there from the start. ``keep``: they go on at once on that of the old weights, so that
     the trainer's log-probs of what follows differ from the engine's; later requests never use it."""
     probe_every: int = Field(50, ge=1)
-    """Compare engine and trainer log-probs on a probe batch at the first sync and at every n-th after it."""
+    """Compare engine and trainer log-probs on a probe batch at start, at the first sync after an optimiser update, at
+    the first after engines have joined or left, and at every n-th after that."""
     tolerance: float | None = Field(None, gt=0)
     """Accepted difference of log-probs. float32: for all tokens, default 1e-4. bfloat16: for 99 in 100 tokens, default
     0.2, with a mean of at most 0.15 times that."""

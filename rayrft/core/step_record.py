@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 
 from rayrft.buffer.leases import Lease
 from rayrft.core.weight_sync import SyncReport
+from rayrft.errors import WeightSyncError
 from rayrft.explorer.evaluation import Evaluation, wilson_interval
 from rayrft.explorer.explorer import Timings
 from rayrft.monitor.records import EvaluationRecord, PairsRecord, StepRecord
@@ -75,16 +76,33 @@ def step_record(
     )
 
 
+_WORST_GAP = 3.0
+"""Multiple of the accepted mean gap between engine and trainer above which the run ends."""
+
+
+def check_gap(lease: Lease, result: StepResult, bound: float, *, ends: bool) -> str | None:
+    """Return a warning if engine and trainer log-probs differ by more than ``bound`` in the mean, though all rows were
+    sampled under the current weights. Raises WeightSyncError above three times the bound if that ``ends`` the run."""
+    if not _is_fresh(lease) or result.logprob_gap <= bound:  # NaN is above it
+        return None
+    problem = (
+        f"engine and trainer disagree by {result.logprob_gap:.2g} nats a token (tolerance {bound:g}) on tokens that "
+        "were sampled under these weights: their precision or the temperature differ, or the weights do"
+    )
+    if ends and not result.logprob_gap <= _WORST_GAP * bound:
+        remedy = "find out what differs; if engine and trainer do compute alike, raise weight_sync.tolerance"
+        raise WeightSyncError(problem, field="weight_sync.tolerance", remedy=remedy)
+    return problem
+
+
+def _is_fresh(lease: Lease) -> bool:
+    return bool(lease.staleness) and max(lease.staleness) == 0
+
+
 def check_on_policy_step(lease: Lease, result: StepResult, tolerance: float) -> str | None:
-    """Return a warning unless log-probs agree, no ratio is clipped and the KL to the reference is 0, as they must on a
-    stage's first step. The first two are checked only if all rows were sampled under the current weights."""
-    fresh = bool(lease.staleness) and max(lease.staleness) == 0
-    if fresh and result.logprob_gap > tolerance:
-        return (
-            f"engine and trainer disagree by {result.logprob_gap:.2g} nats a token (tolerance {tolerance:g}) on tokens "
-            "that were sampled under these weights: their precision or the temperature differ, or the weights do"
-        )
-    if fresh and result.first_update.clip_fraction > _CLIPPED:
+    """Return a warning unless no ratio is clipped and the KL to the reference is 0, as they must be on a stage's first
+    step. The clipping is checked only if all rows were sampled under the current weights."""
+    if _is_fresh(lease) and result.first_update.clip_fraction > _CLIPPED:
         return (
             f"the loss clips the ratio on {result.first_update.clip_fraction:.0%} of the tokens, though the policy has "
             f"not been updated yet: its bounds are narrower than the {result.logprob_gap:.2g} nats a token between "

@@ -20,7 +20,7 @@ from rayrft.core.actors import Actors
 from rayrft.core.checkpoints import Progress, Saver
 from rayrft.core.evaluations import Evaluations
 from rayrft.core.recorder import Recorder
-from rayrft.core.step_record import StepSeconds, check_on_policy_step, pairs_record, step_record
+from rayrft.core.step_record import StepSeconds, check_gap, check_on_policy_step, pairs_record, step_record
 from rayrft.core.supervision import Stopped, unless_stopped
 from rayrft.core.weight_sync import SyncReport, WeightSync
 from rayrft.data.demonstrations import held_out_name
@@ -70,7 +70,7 @@ class TrainLoop:
         self.progress = progress
         self.ledger = Ledger()
         """Ledger of rows after the latest step."""
-        self._bottleneck = Bottleneck()
+        self._bottleneck, self._gap_noted = Bottleneck(), False
         """Of the current stage."""
         self.published = 0
         """Version of the weights that the engines have."""
@@ -122,7 +122,7 @@ class TrainLoop:
             await asyncio.wait_for(call, _BLAME_DEADLINE_S)
 
     async def _stage(self, stage: StageConfig) -> None:
-        progress, self._bottleneck = self.progress, Bottleneck()
+        progress, self._bottleneck, self._gap_noted = self.progress, Bottleneck(), False
         await self._open(stage)
         exploring = asyncio.ensure_future(self._explore(stage))
         try:
@@ -228,10 +228,19 @@ class TrainLoop:
             self._actors.buffer.call(Buffer.advance, self.published),
             self._recorder.add(record),
         )
-        if progress.stage_step == 1:
-            warning = check_on_policy_step(lease, results[0], self._config.probe_bounds.mean)
-            if warning is not None:
-                await self._recorder.note(f"first step of {stage.name!r}: {warning}", stage.name, progress.step)
+        await self._doubt(stage, lease, results[0])
+
+    async def _doubt(self, stage: StageConfig, lease: Lease, result: StepResult) -> None:
+        """Note what looks wrong about a step; of gaps between engine and trainer, the first of a stage. Raises
+        WeightSyncError, as `check_gap` does."""
+        taken, mean = self.progress.stage_step, self._config.probe_bounds.mean
+        # Answers that keep the KV cache of old weights validly differ from the trainer's.
+        ends = self._weight_sync is not None and self._config.weight_sync.kv_cache == "recompute"
+        gap = None if (found := check_gap(lease, result, mean, ends=ends)) and self._gap_noted else found
+        first = check_on_policy_step(lease, result, mean) if taken == 1 else None
+        for warning in filter(None, (gap, first)):
+            await self._recorder.note(f"step {taken} of {stage.name!r}: {warning}", stage.name, self.progress.step)
+        self._gap_noted = self._gap_noted or gap is not None
 
     async def _train(
         self, step: int, exploring: asyncio.Future[None]

@@ -72,6 +72,11 @@ class WeightSync:
         """The membership's generation that the present link was made under; None: under no membership."""
         self._links = 0
         self._rounds = 0
+        self._version: int | None = None
+        """Version that was sent last."""
+        self._rounds_proven: int | None = None
+        """Rounds since the present link's first probe of updated weights: engines that ignore what they receive still
+        agree on the weights that they have loaded. None: there was no such probe."""
 
     async def publish(self, version: int) -> SyncReport:
         """Send the trainer's current weights to every member of the pool, labelled ``version``.
@@ -86,7 +91,9 @@ class WeightSync:
             connected, self._connected = self._connected, None  # a round that fails leaves no link to build on
             if membership.generation != connected:
                 await self._connect(engines)
-            report = await self._round(engines, version, probe=self._rounds % self._settings.probe_every == 0)
+            updated, proven = version != self._version, self._rounds_proven
+            report = await self._round(engines, version, probe=not (proven or 0) % self._settings.probe_every)
+            self._rounds_proven = proven + 1 if proven is not None else 1 if updated else None
             await self._pool.call(EnginePool.synced, membership.names, version)
             self._connected = membership.generation
             return report
@@ -129,6 +136,7 @@ class WeightSync:
     async def _connect(self, engines: Engines) -> None:
         """Link the trainer and engines."""
         self._links += 1
+        self._rounds_proven = None
         config, deadline_s = self._config, self._settings.deadline_s
         workers = config.explorer.engine.tensor_parallel
         async with self._deadline("engines and trainer to connect"):
@@ -167,6 +175,7 @@ class WeightSync:
         _verify(version, sent, {engine.name: weights for engine, weights in zip(engines, held, strict=True)})
         seconds = time.perf_counter() - started
         gap = await self._compare(engines, version) if probe else None
+        self._version = version
         return SyncReport(version, seconds, sent.nbytes, sent.digest, gap)
 
     async def _compare(self, engines: Engines, version: int) -> float:

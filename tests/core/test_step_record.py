@@ -10,9 +10,11 @@ import pytest
 from rayrft.buffer.events import GroupReport
 from rayrft.buffer.leases import Lease
 from rayrft.buffer.ledger import Ledger
-from rayrft.core.step_record import StepSeconds, check_on_policy_step, step_record
+from rayrft.core.step_record import StepSeconds, check_gap, check_on_policy_step, step_record
+from rayrft.errors import WeightSyncError
 from rayrft.explorer.explorer import Timings
 from rayrft.trainer.result import FirstUpdate, StepResult
+from tests.errors import about
 
 SOUND = StepResult(
     loss=0.1,
@@ -70,9 +72,6 @@ def test_the_reward_of_a_run_that_does_not_explore_is_that_of_the_rows_it_traine
     ("changes", "staleness", "message"),
     [
         ({}, (0, 0), None),
-        ({"logprob_gap": 0.02}, (0, 0), "disagree by 0.02 nats"),
-        ({"logprob_gap": 0.02}, (0, 1), None),  # sampled by an earlier policy
-        ({"logprob_gap": 0.02}, (), None),  # no own rows
         ({"first_update": FirstUpdate(0.0, 0.06)}, (0, 0), "clips the ratio on 6% of the tokens"),
         ({"first_update": FirstUpdate(0.0, 0.06)}, (0, 1), None),
         ({"clip_fraction": 0.5}, (0, 0), None),  # in later updates the policy has moved
@@ -86,6 +85,30 @@ def test_a_first_step_is_doubted_where_policies_differ_that_must_not(
 ) -> None:
     doubt = check_on_policy_step(lease(*staleness), replace(SOUND, **changes), 1e-4)
     assert doubt is None if message is None else doubt is not None and message in doubt
+
+
+@pytest.mark.parametrize(
+    ("gap", "staleness", "ends", "found"),
+    [
+        (1e-4, (0, 0), True, None),
+        (2e-4, (0, 0), True, "warns"),
+        (4e-4, (0, 0), True, "ends"),
+        (float("nan"), (0, 0), True, "ends"),
+        (4e-4, (0, 0), False, "warns"),
+        (4e-4, (0, 1), True, None),  # sampled by an earlier policy
+        (4e-4, (), True, None),  # no own rows
+    ],
+)
+def test_engines_whose_fresh_rows_the_trainer_does_not_recognise_end_the_run(
+    gap: float, staleness: tuple[int, ...], ends: bool, found: str | None
+) -> None:
+    result = replace(SOUND, logprob_gap=gap)
+    if found == "ends":
+        with pytest.raises(WeightSyncError, match=f"disagree by {gap:.2g} nats", check=about("weight_sync.tolerance")):
+            check_gap(lease(*staleness), result, 1e-4, ends=ends)
+    else:
+        warning = check_gap(lease(*staleness), result, 1e-4, ends=ends)
+        assert (warning is not None) == (found == "warns")
 
 
 def test_what_is_lost_is_counted_from_one_state_of_the_ledger_to_the_next() -> None:

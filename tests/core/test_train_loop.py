@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -17,8 +17,11 @@ from rayrft.core.checkpoints import Checkpoints, Progress
 from rayrft.core.recorder import Recorder
 from rayrft.core.supervision import Stopped
 from rayrft.core.train_loop import TrainLoop
-from rayrft.errors import RayrftError, Stalled, StorageError
+from rayrft.core.weight_sync import WeightSync
+from rayrft.errors import RayrftError, Stalled, StorageError, WeightSyncError
 from rayrft.monitor import sinks
+from rayrft.monitor.records import NoteRecord
+from tests.core.test_step_record import SOUND, lease
 from tests.e2e.conftest import small_config
 from tests.errors import about
 from tests.scripted import remote
@@ -105,6 +108,19 @@ async def test_an_explorer_that_failed_between_two_waits_for_a_batch_ends_the_se
     exploring.set_exception(StorageError("No space left on device", field="journal"))
     with pytest.raises(StorageError):
         await asyncio.wait_for(subject.loop._unless_ended(lease, exploring), 20)
+
+
+async def test_a_gap_between_engine_and_trainer_is_noted_once_a_stage_and_ends_a_run_with_engines(
+    subject: Subject,
+) -> None:
+    stage, bound = subject.loop._config.stages[1], subject.loop._config.probe_bounds.mean
+    for _ in range(2):
+        await subject.loop._doubt(stage, lease(0, 0), replace(SOUND, logprob_gap=4 * bound))
+    notes = [record for record in await subject.loop._recorder.after(0) if isinstance(record, NoteRecord)]
+    assert len(notes) == 1 and "engine and trainer disagree" in notes[0].text
+    subject.loop._weight_sync = cast(WeightSync, object())
+    with pytest.raises(WeightSyncError, check=about("weight_sync.tolerance")):
+        await subject.loop._doubt(stage, lease(0, 0), replace(SOUND, logprob_gap=4 * bound))
 
 
 async def test_an_explorer_that_does_not_abandon_its_groups_ends_the_run(subject: Subject) -> None:

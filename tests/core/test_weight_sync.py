@@ -66,6 +66,9 @@ class ScriptedEngine:
 
 
 class ScriptedTrainer:
+    logprob = -1.0
+    """Of every token under the present weights."""
+
     async def command(self, command: Any) -> list[Any]:
         match command:
             case Locate():
@@ -75,7 +78,7 @@ class ScriptedTrainer:
             case Send():
                 return [Sent("abc", 16), Sent("", 16)]
             case Score(sequences):
-                return [[[-1.0] * (len(s) - 1) for s in sequences]]
+                return [[[self.logprob] * (len(s) - 1) for s in sequences]]
         raise AssertionError(command)
 
 
@@ -85,7 +88,8 @@ class Subject:
     def __init__(self, dtype: str = "float32", **settings: Any) -> None:
         config = load_config(base(), {"model.dtype": dtype, "weight_sync": settings})
         self.pool, waits = EnginePool(), Waits("master")
-        trainer = TrackedHandle(remote(ScriptedTrainer(), "trainer"), waits)
+        self.trainer = ScriptedTrainer()
+        trainer = TrackedHandle(remote(self.trainer, "trainer"), waits)
         tokens = np.arange(TOKENS + 1)
         probe = Experience("p", "p", "p", tokens, 1, np.ones_like(tokens), np.zeros(len(tokens)))
         self.sync = WeightSync(config, trainer, TrackedHandle(remote(self.pool, "engine_pool"), waits), [probe], waits)
@@ -118,16 +122,30 @@ async def test_a_round_pauses_receives_and_resumes_every_member(kv_cache: str) -
     report = await made.sync.publish(3)
     assert (report.version, report.digest, report.nbytes) == (3, "abc", 16)
     for engine in made.engines.values():
-        assert engine.calls == ["pause", "receive"] and not engine.paused
+        assert engine.calls == ["pause", "receive", "score"] and not engine.paused
         assert engine.kept_cache == (kv_cache == "keep")
     assert await made.members() == {"engine-0": 3, "engine-1": 3}
 
 
-async def test_the_probe_runs_when_engines_are_admitted_and_at_every_nth_round() -> None:
+async def test_the_probe_runs_after_an_update_after_a_new_link_and_at_every_nth_round_from_there() -> None:
     made = await subject(probe_every=3)
-    gaps = [(await made.sync.publish(version)).probe_gap for version in range(1, 7)]
-    assert [gap is not None for gap in gaps] == [False, False, True, False, False, True]
-    assert (await made.sync.admit([remote(ScriptedEngine(), "engine-2")], 7)).probe_gap == 0.0
+
+    async def probed(*versions: int) -> list[int]:
+        return [version for version in versions if (await made.sync.publish(version)).probe_gap is not None]
+
+    assert await probed(0) == [0] and await probed(*range(1, 9)) == [1, 4, 7], "version 0 was not updated yet"
+    await made.admit("engine-2", version=8)
+    assert made.engines["engine-2"].calls[-1] == "score"
+    assert await probed(*range(9, 13)) == [9, 12]
+    await made.pool.leave("engine-0", "died")
+    assert await probed(13, 14) == [13]
+
+
+async def test_engines_that_ignore_what_they_receive_end_the_run_at_the_first_publish_of_an_update() -> None:
+    made = await subject()
+    made.trainer.logprob = -1.5
+    with pytest.raises(WeightSyncError, check=about("engine-0")):
+        await made.sync.publish(1)
 
 
 @pytest.mark.parametrize(
