@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from rayrft import start
-from rayrft.cli import follow
+from rayrft.cli import exit_on_signals, follow
 from rayrft.config import load_config, parse_override
 from rayrft.errors import RayrftError
 
@@ -24,6 +24,7 @@ def main(arguments: list[str]) -> int:
         controls = yaml.safe_load((HERE / "quickstart_controls.yaml").read_text())["stages"]
         raw["stages"] = [warmup, *controls, {**mix, "start_from": "warmup"}]
     try:
+        exit_on_signals()
         overrides = dict(parse_override(each) for each in arguments if each != "--controls")
         follow(start(load_config(raw, overrides)))
     except RayrftError as error:

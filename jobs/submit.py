@@ -25,7 +25,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def main(script: str, arguments: list[str]) -> int:
-    """Exit status: 0 where the job succeeded, 130 where it was interrupted, else 1."""
+    """Exit status: 0 where the job succeeded, 130 where it was interrupted or its run stopped, else 1."""
     command = shlex.join([sys.executable, str(HERE / script), *arguments])
     try:
         client = reach(os.environ["RAY_ADDRESS"])
@@ -76,7 +76,9 @@ async def follow(client: JobSubmissionClient, command: str, job: str) -> int:
         async for lines in client.tail_job_logs(job):
             print(lines, end="", flush=True)
 
-    client.submit_job(entrypoint=command, submission_id=job)
+    # Ray would kill the job 3 s after it is stopped, in the middle of a step.
+    environment = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "600"}}
+    client.submit_job(entrypoint=command, submission_id=job, runtime_env=environment)
     log = asyncio.create_task(print_log())
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, interrupt)
@@ -84,7 +86,9 @@ async def follow(client: JobSubmissionClient, command: str, job: str) -> int:
         await log
     if interrupted:
         return 130
-    return 0 if client.get_job_status(job) == JobStatus.SUCCEEDED else 1
+    if client.get_job_status(job) == JobStatus.SUCCEEDED:
+        return 0
+    return 130 if client.get_job_info(job).driver_exit_code == 130 else 1
 
 
 def say(text: str) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rayrft.applications import Anchor
     from rayrft.config import RunConfig
     from rayrft.core.run import Run
-    from rayrft.core.summary import Summary
+    from rayrft.core.summary import RunStatus, Summary
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 serve = typer.Typer(no_args_is_help=True, help="Serve a policy, rewards, or a page for feedback.")
@@ -151,33 +151,46 @@ def export(
 
 
 @app.command()
-def status(name: Annotated[str | None, typer.Argument(help="a run; all by default")] = None) -> None:
-    """Print the status of runs."""
+def status(
+    name: Annotated[str | None, typer.Argument(help="a run, or its folder; all on the cluster by default")] = None,
+) -> None:
+    """Print the status of runs, also of one that is starting or has ended."""
     from rayrft.core.cluster import connect
-    from rayrft.core.launch import attach
-    from rayrft.core.placement import running
+    from rayrft.core.launch import find_status
+    from rayrft.core.placement import running, starting
 
-    connect(start=False)
-    names = [name] if name else running()
+    if not name:
+        connect(start=False)
+    names = [name] if name else running() + starting()
     if not names:
         print("no run is running")
     for run_name in names:
-        print(attach(run_name).status().to_json())
+        print(find_status(run_name).to_json())
 
 
 @app.command()
 def watch(name: str) -> None:
-    """Follow a run from anywhere on its cluster."""
-    from rayrft.core.launch import attach
+    """Follow a run to its end from anywhere on its cluster; exit as its own command does."""
+    from rayrft.core.launch import attach, find_status
 
-    attach(name).watch()
+    found = find_status(name)
+    if not found.ended:
+        run = attach(name)
+        run.watch(_print)
+        found = run.status()
+    _print(_last_line(found))
+    raise SystemExit(_exit_status(found.status))
 
 
 @app.command()
 def stop(name: str) -> None:
-    """Ask a run to save its weights and end."""
-    from rayrft.core.launch import attach
+    """Ask a run to save its weights and end. Exit status 1 if it has failed before."""
+    from rayrft.core.launch import attach, find_status
 
+    found = find_status(name)
+    if found.ended:
+        print(_last_line(found))
+        raise SystemExit(_exit_status(found.status) == 1)
     attach(name).stop()
     print(f"{name}: stopping")
 
@@ -193,9 +206,9 @@ def _bench(
 
     try:
         result = bench(config, models=models, say=_print, **(overrides or {}))
-    except KeyboardInterrupt:
-        _print("interrupted; the same command goes on where it stopped")
-        raise SystemExit(130) from None
+    except SystemExit:
+        _print("run the same command again to skip what is done")
+        raise
     if json is not None:
         json.write_text(result.to_json())
     if plot is not None:
@@ -206,18 +219,19 @@ def _bench(
 
 
 def follow(handle: Run) -> Summary:
-    """Print a run's lines, final table and paths; return its summary. Raises the root cause if the run fails.
+    """Print a run's lines, final table and paths; return its summary. Raises the root cause if the run fails, and
+    SystemExit with status 130 if it is stopped from elsewhere.
 
-    Ctrl-C (or SIGTERM) asks the run to stop, and a second one ends it immediately. In both cases a summary is written,
-    and SystemExit is raised with 128 plus the signal's number.
+    Ctrl-C (or SIGTERM, or SIGHUP) asks the run to stop, and a second one ends it immediately. In both cases a summary
+    is written, and SystemExit is raised with 128 plus the signal's number.
     """
     received: list[int] = []
 
     def interrupted(number: int) -> None:
         received.append(number)
         if len(received) == 1:
-            _print("stopping after the current step (press again to end immediately)")
             threading.Thread(target=handle.stop, daemon=True).start()  # a Master that hangs does not answer
+            _print("stopping after the current step (press again to end immediately)")
         else:
             handle.kill()
 
@@ -233,16 +247,46 @@ def follow(handle: Run) -> Summary:
     _report(handle, summary)
     if received:
         raise SystemExit(128 + received[0])
+    if status := _exit_status(summary.status):
+        raise SystemExit(status)
     return summary
+
+
+def _exit_status(status: str) -> int:
+    """Return the exit status of every command that ends with a run."""
+    return {"finished": 0, "stopped": 128 + signal.SIGINT}.get(status, 1)
+
+
+def _last_line(status: RunStatus) -> str:
+    resume = "" if status.status == "finished" else f"; to resume: rayrft resume {status.folder}"
+    error = f"\nerror: {status.error}" if status.error else ""
+    return f"{status.name}: {status.status} after {status.step} steps{resume}{error}"
+
+
+def exit_on_signals() -> None:
+    """Exit, with what `finally` asks for, at SIGINT, SIGTERM and SIGHUP; before a run is up nothing is to be saved."""
+
+    def end(number: int, _: Any) -> None:
+        print("interrupted", file=sys.stderr, flush=True)
+        raise SystemExit(128 + number)
+
+    for number in _signal_numbers():
+        signal.signal(number, end)
+
+
+def _signal_numbers() -> list[signal.Signals]:
+    """Return the signals that end a run: not SIGHUP under nohup."""
+    hangup = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
+    return [signal.SIGINT, signal.SIGTERM, *hangup]
 
 
 @contextlib.contextmanager
 def _signals(received: Callable[[int], None]) -> Iterator[None]:
-    """Call ``received``, in a separate thread, with the number of every SIGINT and SIGTERM inside. A plain handler runs
-    only when calls into Ray return to Python, up to a second later, and two signals may be merged into one."""
+    """Call ``received``, in a separate thread, with the number of every signal to end inside. A plain handler runs only
+    when calls into Ray return to Python, up to a second later, and two signals may be merged into one."""
     reading, writing = socket.socketpair()
     writing.setblocking(False)  # required by set_wakeup_fd
-    numbers = (signal.SIGINT, signal.SIGTERM)
+    numbers = _signal_numbers()
 
     def listen() -> None:
         while number := reading.recv(1):
@@ -273,15 +317,20 @@ def _report(handle: Run, summary: Summary) -> None:
     _print(f"{summary.status} after {summary.seconds['total']:.0f} s, {summary.steps} steps")
     if (plot := handle.folder / "plot.png").exists():
         _print(f"plot        {plot}")
-    _print(f"checkpoint  {summary.checkpoint or f'to resume: rayrft resume {handle.folder}'}")
+    if summary.checkpoint:
+        _print(f"checkpoint  {summary.checkpoint}")
+    if summary.status != "finished":
+        _print(f"to resume   rayrft resume {handle.folder}")
 
 
 def _print(text: str) -> None:
-    print(text, flush=True)
+    with contextlib.suppress(OSError):  # the terminal was closed: a run goes its way
+        print(text, flush=True)
 
 
 def main() -> None:
     """Run the command line: a RayrftError is printed to stderr as one paragraph, with exit status 1."""
+    exit_on_signals()
     try:
         app()
     except RayrftError as error:

@@ -6,9 +6,11 @@ import contextlib
 import os
 import secrets
 import shlex
+import signal
 import stat
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,14 +64,15 @@ def connect(*, start: bool = True) -> None:
 
 
 def _init(address: str) -> BaseContext:
-    """Call `ray.init`. Raises ClusterError with the first line of any error of it."""
+    """Call `ray.init`, which leaves the handler of SIGTERM as it was. Raises ClusterError for any error of it."""
     import ray
 
+    handler = signal.getsignal(signal.SIGTERM)
     # Ray passes this to a shell unquoted, for workers with a runtime environment, such as Ray Train's.
     python = shlex.quote(sys.executable)
     environment = None if python == sys.executable else {"py_executable": python}
     try:
-        return ray.init(
+        context = ray.init(
             address=address, namespace=NAMESPACE, runtime_env=environment, log_to_driver=False, logging_level="ERROR"
         )
     except Exception as error:  # Ray raises many types, Exception itself among them
@@ -80,6 +83,9 @@ def _init(address: str) -> BaseContext:
             raise ClusterError(problem, field="TMPDIR", value=folder, remedy=remedy) from None
         remedy = "see the files in ray/session_latest/logs of the temporary folder; if the machine is busy, try again"
         raise ClusterError(problem, field="RAY_ADDRESS", value=address, remedy=remedy) from None
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler or signal.SIG_DFL)  # Ray's own dumps its C++ stack
+    return context
 
 
 def _start_local() -> None:
@@ -99,56 +105,43 @@ def _mode_of(address: str) -> str:
 
     Raises ClusterError, within seconds, unless the cluster accepts this process in that mode.
     """
-    import grpc
+    from grpc import StatusCode
 
     asked = os.environ.get("RAY_AUTH_MODE", "").lower()
-
-    def refused(problem: str, remedy: str) -> ClusterError:
-        return ClusterError(problem, field="RAY_ADDRESS", value=address, remedy=remedy)
-
+    problem = "no Ray cluster answers there"
+    remedy = "set it to host:port of a running Ray cluster, or unset it to use one on this machine"
     if "://" in address:
-        raise refused("a run starts on the cluster itself", "set it to host:port of the head node, or: ray job submit")
-    match _answer(address, None):
-        case grpc.StatusCode.OK if asked == "token":
-            raise refused(
-                "the cluster works without authentication, and RAY_AUTH_MODE=token requires it",
-                "unset RAY_AUTH_MODE, or start the cluster with it",
-            )
-        case grpc.StatusCode.OK:
+        problem, remedy = "a run starts on the cluster itself", "set it to host:port of the head, or: ray job submit"
+    elif (answer := _answer(address, "")) == StatusCode.OK:
+        if asked != "token":
             return "disabled"
-        case grpc.StatusCode.UNAUTHENTICATED if asked == "disabled":
-            raise refused("the cluster requires a token, and RAY_AUTH_MODE=disabled sends none", "unset RAY_AUTH_MODE")
-        case grpc.StatusCode.UNAUTHENTICATED:
-            found = "rejects the token of this process" if (token := _find_token()) else "requires a token"
-            if token and _answer(address, token) == grpc.StatusCode.OK:
-                return "token"
-            raise refused(f"the cluster {found}", "put its token into RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token")
-    raise refused(
-        "no Ray cluster answers there",
-        "set it to host:port of a running Ray cluster, or unset it to use one on this machine",
-    )
+        problem, remedy = "the cluster works without the token that RAY_AUTH_MODE requires", "unset RAY_AUTH_MODE"
+    elif answer == StatusCode.UNAUTHENTICATED:
+        token = "" if asked == "disabled" else _find_token()
+        if token and _answer(address, token) == StatusCode.OK:
+            return "token"
+        problem = "the cluster rejects our token" if token else "the cluster requires a token, and we send none"
+        remedy = "put its token into RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token, and leave RAY_AUTH_MODE unset"
+    raise ClusterError(problem, field="RAY_ADDRESS", value=address, remedy=remedy)
 
 
-def _answer(address: str, token: str | None) -> grpc.StatusCode:
-    """Ask the head at ``address`` for a sign of life, with a token or without one whatever this process' mode is."""
+def _answer(address: str, token: str) -> grpc.StatusCode:
+    """Ask the head at ``address`` whether it is alive: with a token, or "" for none, whatever this process' mode is."""
     import grpc
     from ray._common.tls_utils import load_certs_from_env
     from ray.core.generated.gcs_service_pb2 import CheckAliveRequest
     from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
 
     options = [("grpc.enable_http_proxy", 0)]
+    channel = grpc.insecure_channel(address, options)
     if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
         chain, key, authority = load_certs_from_env()
         channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(authority, key, chain), options)
-    else:
-        channel = grpc.insecure_channel(address, options)
+    header = [("authorization", f"Bearer {token}")] if token else None
     with channel:
         try:
-            NodeInfoGcsServiceStub(channel).CheckAlive(
-                CheckAliveRequest(),
-                timeout=_CONNECT_TIMEOUT_S,
-                metadata=[("authorization", f"Bearer {token}")] if token else None,
-            )
+            check = NodeInfoGcsServiceStub(channel).CheckAlive
+            check(CheckAliveRequest(), timeout=_CONNECT_TIMEOUT_S, metadata=header)
         except grpc.RpcError as error:
             return error.code()
     return grpc.StatusCode.OK
@@ -161,9 +154,10 @@ def _on_this_machine(*, any_one: bool) -> str:
     from ray._private.utils import read_ray_address
 
     def accepts(address: str) -> bool:
-        with contextlib.suppress(ClusterError):
+        try:
             return bool(_mode_of(address))
-        return False
+        except ClusterError:
+            return False
 
     if (latest := read_ray_address()) and accepts(latest):
         return latest

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rayrft.config import RunConfig, load_config
-from rayrft.core.checkpoints import Checkpoints, Progress
+from rayrft.core.checkpoints import Checkpoints, Progress, find_folder
 from rayrft.core.cluster import connect
 from rayrft.core.master import Master
 from rayrft.core.pipeline_models import task_engines
@@ -21,11 +21,12 @@ from rayrft.core.placement import (
     remove_leftovers,
     running,
     show_plan,
+    starting,
 )
 from rayrft.core.preflight import prepare, write_config
 from rayrft.core.run import ANSWER_S, Run
-from rayrft.core.summary import read_summary, remove_summary
-from rayrft.errors import ConfigError, PlacementError, RunNotFound, nearest
+from rayrft.core.summary import RunStatus, read_summary, remove_summary, status_at_end, summarise_from_folder
+from rayrft.errors import ClusterError, ConfigError, PlacementError, RunNotFound, nearest
 from rayrft.handle import Handle, fetch
 from rayrft.pipelines.report import summary
 
@@ -125,14 +126,30 @@ def attach(name: str) -> Run:
             actor_name(name, "master"), ray.get_actor(actor_name(name, "master"), namespace=NAMESPACE)
         )
     except ValueError:
-        names = running()
-        raise RunNotFound(
-            "no run of that name is on this cluster",
-            field="name",
-            value=name,
-            remedy=nearest(name, names) if names else "no run is running",
-        ) from None
-    return Run(name, fetch(master.call(Master.status), master.name, ANSWER_S).folder, master)
+        names, problem = running(), "no run of that name is on this cluster"
+        remedy = nearest(name, names) if names else "no run is running"
+        if name in starting():
+            problem, remedy = "the run is starting", "try again once it is up"
+        raise RunNotFound(problem, field="name", value=name, remedy=remedy) from None
+    status = fetch(master.call(Master.status), master.name, ANSWER_S)
+    assert status.folder is not None  # as it has a Master
+    return Run(name, status.folder, master)
+
+
+def find_status(run: str) -> RunStatus:
+    """Return the status of a run on this cluster by its name; else of an ended one, whose folder is ``run`` or of that
+    name in ``runs/``. Raises the errors of `attach` if there is neither."""
+    try:
+        return attach(run).status()
+    except (RunNotFound, ClusterError) as error:
+        if isinstance(error, RunNotFound) and run in starting():
+            return RunStatus(run, "starting", None, 0, 0, None, [], None)
+        try:
+            folder = find_folder(run)
+        except RunNotFound:
+            raise error from None
+    unknown = "it left no summary: it was killed, or is running on another cluster"
+    return status_at_end(read_summary(folder) or summarise_from_folder(folder, "killed", unknown), folder)
 
 
 def _check_name(name: str) -> None:

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from rayrft.buffer.buffer import Buffer
-from rayrft.buffer.ledger import BufferStats, Ledger
+from rayrft.buffer.ledger import BufferStats, Ledger, RowStats
 from rayrft.buffer.shared import SharedBuffer
 from rayrft.config import RunConfig
 from rayrft.config.serve import ServeConfig
@@ -25,7 +25,7 @@ from rayrft.core.summary import RunStatus, Summary, rows_in_log, status_at_end, 
 from rayrft.core.supervision import Silence, Stopped, root_cause, supervise, unless_stopped
 from rayrft.core.train_loop import TrainLoop
 from rayrft.core.weight_sync import WeightSync
-from rayrft.errors import RayrftError, RowsFailed, StorageError
+from rayrft.errors import ActorDied, RayrftError, RowsFailed, StorageError
 from rayrft.explorer.engines.engine import RolloutEngine
 from rayrft.explorer.explorer import Explorer
 from rayrft.handle import Handle
@@ -79,7 +79,7 @@ class Master:
             if self._actors is not None and self._config.buffer.name is None:
                 self._actors.buffer.kill()  # Ray would try forever to restart it without its placement group
             placement.remove()
-        self._summary = self._summarise(error, stats)
+        self._summary = self._summarise(self._status, error, stats)
         try:
             await self._recorder.close(self._summary)
         except StorageError as failure:
@@ -111,8 +111,17 @@ class Master:
         )
 
     async def stop(self) -> None:
-        """Ask the run to end after its current operation, saving its weights."""
+        """Ask the run to end after its current operation, saving its weights.
+
+        If the process that asks is killed soon, as by `ray job stop`, so is this actor: a summary is written at once.
+        """
         self._stop.set()
+        if self._summary is None:
+            name = self._config.name
+            killed = ActorDied("the run was killed while it was stopping", field=actor_name(name, "master"))
+            rows = RowStats(self._loop.ledger if self._loop is not None else Ledger(), {})
+            with contextlib.suppress(StorageError):
+                await self._recorder.save(self._summarise("killed", killed, rows))
 
     async def watch(self) -> None:
         """Never return: a caller that awaits it learns at once when this actor dies."""
@@ -279,19 +288,19 @@ class Master:
                 return await asyncio.wait_for(self._actors.buffer.call(Buffer.stats), _STATS_DEADLINE_S)
         return None
 
-    def _summarise(self, error: RayrftError | None, stats: BufferStats | None) -> Summary:
-        folder = self._config.folder
+    def _summarise(self, status: str, error: RayrftError | None, rows: RowStats | None) -> Summary:
+        folder, step = self._config.folder, self._progress.step
+        weights = folder / "checkpoints" / (f"stopped-{step}" if status == "stopped" else "final")
+        saved = status in ("finished", "stopped") and weights.is_dir()
         return summarise(
             self._config.name,
-            self._status,
+            status,
             str(error) if error else None,
             self._recorder.totals,
-            stats or rows_in_log(folder),
+            rows or rows_in_log(folder),
             self._recorder.seconds,
-            step=self._progress.step,
+            step=step,
             version=self._loop.published if self._loop is not None else 0,
             stages=self._progress.stages_done,
-            checkpoint=str(folder / "checkpoints" / "final")
-            if self._status == "finished" and self._config.trains
-            else None,
+            checkpoint=str(weights) if saved else None,
         )

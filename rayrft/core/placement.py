@@ -244,6 +244,16 @@ def running() -> list[str]:
     return sorted(name.removesuffix(suffix) for name in named_actors("") if name.endswith(suffix))
 
 
+def starting() -> list[str]:
+    """Return the names of the runs that have reserved their name, and whose Master does not exist yet."""
+    from ray.util.placement_group import placement_group_table
+
+    names = {group["name"] for group in placement_group_table().values() if group["state"] != "REMOVED"}
+    runs = {name.rpartition(":")[0]: name for name in sorted(names) if ":" in name}
+    alone = [run for run, last in runs.items() if last == actor_name(run, "master")]
+    return sorted(set(alone) - set(running()))
+
+
 @dataclass(frozen=True)
 class PlacedClass(Generic[P, T]):
     """An actor class whose actors run in a part's bundle; it may be sent to other processes."""

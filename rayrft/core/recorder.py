@@ -37,7 +37,7 @@ class Recorder:
             self.totals.add(record)
         self._sinks = open_sinks(config)
         reserve_space(config.folder)
-        self._changed = asyncio.Condition()
+        self._changed, self._saving = asyncio.Condition(), asyncio.Lock()
         self._started = time.time()
         self.ended = False
 
@@ -71,16 +71,22 @@ class Recorder:
         Raises StorageError if the summary cannot be written.
         """
         try:
-            write_summary(self._config.folder, summary)
-            if self.totals.step or self.totals.accuracy:
-                with contextlib.suppress(OSError):  # full disk: the plot can be drawn again from the records
-                    save_plot(self._file.read(), self._config.folder / "plot.png", self._config.name)
+            await self.save(summary)
             for sink in self._sinks:
                 sink.close()
         finally:
             async with self._changed:
                 self.ended = True
                 self._changed.notify_all()
+
+    async def save(self, summary: Summary) -> None:
+        """Write ``summary.json`` and the plot. Raises StorageError if the summary cannot be written."""
+        async with self._saving:
+            write_summary(self._config.folder, summary)
+            if self.totals.step or self.totals.accuracy:
+                plot = self._config.folder / "plot.png"
+                with contextlib.suppress(OSError):  # full disk: the plot can be drawn again from the records
+                    await asyncio.to_thread(save_plot, self._file.read(), plot, self._config.name)
 
     @property
     def seconds(self) -> float:

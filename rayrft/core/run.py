@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -281,13 +282,24 @@ class Run(RunData):
         self._end()
 
     def stop(self) -> None:
-        """Ask the run to finish its current operation, save its weights and end."""
+        """Ask the run to finish its current operation, save its weights and end. The process that started the run
+        waits for that before it exits."""
         import ray
 
+        if self._outcome is not None:
+            atexit.register(self._wait)
         try:
             fetch(self._master.call(Master.stop), self._master_name, ANSWER_S)
         except ray.exceptions.RayActorError:
             self._end()
+
+    def _wait(self) -> None:
+        """Wait for the end of a run that was asked to stop."""
+        import ray
+
+        if ray.is_initialized():
+            with contextlib.suppress(RayrftError):
+                self.result()
 
     def pids(self) -> dict[str, int]:
         """Return the process ids of master, buffer, trainer, explorers and engines."""
@@ -309,6 +321,7 @@ class Run(RunData):
         """
         import ray
 
+        atexit.unregister(self._wait)
         if not self._owns_name():
             return summarise(self.name, *self._death(), Totals(), None, 0.0)
         actors: list[Handle[Watched]] = []

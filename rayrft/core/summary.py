@@ -82,7 +82,7 @@ class Summary:
     weight_version: int
     stages: list[StageDone]
     checkpoint: str | None
-    """Folder of the final weights of a finished run."""
+    """Folder of the last weights of a finished or stopped run, in Hugging Face format."""
     pairs: dict[str, PairsPoint] = field(default_factory=dict)
     """By stage, the last ranking of held-out preference pairs."""
 
@@ -96,10 +96,15 @@ class RunStatus:
     error: str | None
     step: int
     version: int
-    folder: Path
+    folder: Path | None
+    """None while its config is checked."""
     waiting: list[str]
     """Overdue waits, one line per wait."""
     ledger: Ledger | None
+
+    @property
+    def ended(self) -> bool:
+        return self.status not in ("starting", "running")
 
     def to_json(self) -> str:
         """Format the status as ``rayrft status`` prints it, with the ledger's entries beside the others."""

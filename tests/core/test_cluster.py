@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -174,6 +175,23 @@ def test_a_cluster_joined_later_does_not_get_the_mode_of_the_one_before(
         connect()
         modes.append(os.environ.get("RAY_AUTH_MODE"))
     assert modes == ["token", None, "token"]
+
+
+def test_a_signal_means_after_connecting_what_it_meant_before(
+    joined: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    def init(**_: Any) -> Any:
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        return SimpleNamespace(address_info={"gcs_address": "127.0.0.1:1"}, dashboard_url="127.0.0.1:2")
+
+    monkeypatch.setattr(ray, "init", init)
+    try:
+        connect()
+        assert signal.getsignal(signal.SIGTERM) == before
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from rayrft.core import launch
 from rayrft.core.checkpoints import Checkpoints, Progress
 from rayrft.core.placement import Part, check_room
 from rayrft.core.summary import Totals, summarise, write_summary
-from rayrft.errors import ConfigError, PlacementError, StorageError
+from rayrft.errors import ClusterError, ConfigError, PlacementError, RayrftError, RunNotFound, StorageError
 from tests.e2e.conftest import small_config
 
 
@@ -72,6 +72,30 @@ def test_a_run_that_did_not_begin_is_started_instead(tmp_path: Path) -> None:
     (config.folder / "config.yaml").write_text(dump_config(config))
     with pytest.raises(ConfigError, match=r"the run was never started .*[Ss]tart it instead"):
         launch.resume(config.folder)
+
+
+@pytest.mark.parametrize("reason", [ClusterError("no Ray cluster runs"), RunNotFound("no run of that name")])
+def test_the_status_of_an_ended_run_is_read_in_its_folder(
+    ended: RunConfig, monkeypatch: pytest.MonkeyPatch, reason: RayrftError
+) -> None:
+    def attach(name: str) -> None:
+        raise reason
+
+    monkeypatch.setattr(launch, "attach", attach)
+    monkeypatch.setattr(launch, "starting", lambda: ["another"])
+    left = launch.find_status(str(ended.folder))
+    assert (left.status, left.ended, left.folder) == ("killed", True, ended.folder) and "no summary" in str(left.error)
+    end(ended, status="stopped", steps=4)
+    monkeypatch.chdir(ended.folder.parent)
+    Path("runs").mkdir()
+    ended.folder.rename("runs/run")
+    found = launch.find_status(ended.name)
+    assert (found.status, found.step, found.error) == ("stopped", 4, None)
+    with pytest.raises(type(reason)) as error:
+        launch.find_status("nowhere")
+    assert error.value is reason
+    if isinstance(reason, RunNotFound):
+        assert launch.find_status("another").status == "starting"
 
 
 def room(monkeypatch: pytest.MonkeyPatch, *free: float, total: float) -> list[float]:

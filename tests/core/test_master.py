@@ -92,9 +92,16 @@ async def test_a_run_is_stopped_while_its_engines_start(master: tuple[Master, Ac
     subject, trainer = master
     running = asyncio.ensure_future(run(subject))
     await trainer.called.wait()
+    folder = (await subject.status()).folder
+    (folder / "checkpoints" / "stopped-0").mkdir(parents=True)
     await subject.stop()
+    at_once = read_summary(folder)
+    assert at_once.status == "killed" and "while it was stopping" in at_once.error, "if nothing comes after it"
+    assert not list(folder.glob(".*"))
     summary = await running
-    assert (summary.status, summary.steps, summary.checkpoint) == ("stopped", 0, None)
+    assert (summary.status, summary.steps) == ("stopped", 0)
+    assert summary.checkpoint == str(folder / "checkpoints" / "stopped-0")
+    assert read_summary(folder) == summary
     assert summary.ledger == LEDGER
     assert (await subject.status()).status == "stopped"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import signal
 import threading
@@ -12,15 +13,15 @@ from typing import Any
 
 import pytest
 import ray
-from ray.util.placement_group import placement_group, placement_group_table
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
 from rayrft.buffer.ledger import Ledger, RowStats
 from rayrft.config import dump_config, load_config
-from rayrft.core.launch import attach, running, start
+from rayrft.core.launch import attach, find_status, running, start, starting
 from rayrft.core.placement import Placement, plan_placement
 from rayrft.core.run import Run
 from rayrft.core.summary import RunStatus, Totals, read_summary, summarise, write_summary
-from rayrft.errors import ActorDied, DataError, PlacementError
+from rayrft.errors import ActorDied, DataError, PlacementError, RunNotFound
 from rayrft.monitor.records import NoteRecord, RecordFile, read_records
 from tests.e2e.conftest import small_config
 from tests.scripted import handle
@@ -116,6 +117,31 @@ def test_a_run_is_killed_from_many_threads_while_others_wait_for_it(run: Run) ->
     assert read_summary(run.folder).status == "killed"
     assert "scripted" not in running() and not groups_of("scripted:")
     assert not list(run.folder.glob(".*"))
+
+
+def test_a_process_that_stops_its_run_does_not_exit_before_the_run_has_ended(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_exit: list[Callable[[], None]] = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    attach("scripted").stop()
+    assert not at_exit, "it belongs to another process"
+    run.stop()
+    kill_master(run)
+    [wait] = at_exit
+    wait()
+    assert read_summary(run.folder).status == "failed"
+
+
+def test_a_run_is_starting_from_its_plan_to_its_master() -> None:
+    group = placement_group([{"CPU": 0.01}], name="early:master")
+    ray.get(group.ready())
+    assert "early" in starting() and "early" not in running()
+    with pytest.raises(RunNotFound, match="the run is starting"):
+        attach("early")
+    assert find_status("early").status == "starting"
+    remove_placement_group(group)
+    assert "early" not in starting()
 
 
 def test_a_dead_master_is_told_with_why_it_died_by_whoever_asks(run: Run) -> None:

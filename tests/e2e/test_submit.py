@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,11 +40,22 @@ def test_a_dashboard_runs_the_job_and_its_log_and_exit_status_come_back(
     assert client.get_job_info(name).driver_exit_code == 3
 
 
-@pytest.mark.parametrize(("status", "code"), [(JobStatus.SUCCEEDED, 0), (JobStatus.FAILED, 1), (JobStatus.STOPPED, 1)])
-def test_the_exit_status_is_that_of_the_job(status: JobStatus, code: int, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("status", "of_driver", "code"),
+    [
+        (JobStatus.SUCCEEDED, 0, 0),
+        (JobStatus.FAILED, 1, 1),
+        (JobStatus.FAILED, 130, 130),
+        (JobStatus.STOPPED, None, 1),
+    ],
+)
+def test_the_exit_status_is_that_of_the_job(
+    status: JobStatus, of_driver: int | None, code: int, capfd: pytest.CaptureFixture[str]
+) -> None:
     class Client:
-        def submit_job(self, *, entrypoint: str, submission_id: str) -> None:
+        def submit_job(self, *, entrypoint: str, submission_id: str, runtime_env: dict[str, Any]) -> None:
             assert (entrypoint, submission_id) == ("command", "job")
+            assert int(runtime_env["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) > 60, "a step is saved"
 
         async def tail_job_logs(self, job: str) -> AsyncIterator[str]:
             yield "one\n"
@@ -51,6 +63,9 @@ def test_the_exit_status_is_that_of_the_job(status: JobStatus, code: int, capfd:
 
         def get_job_status(self, job: str) -> JobStatus:
             return status
+
+        def get_job_info(self, job: str) -> Any:
+            return SimpleNamespace(driver_exit_code=of_driver)
 
     assert asyncio.run(follow(Client(), "command", "job")) == code  # type: ignore[arg-type]
     assert capfd.readouterr().out == "one\ntwo\n"
@@ -60,8 +75,7 @@ def test_ctrl_c_stops_the_job() -> None:
     stopped = threading.Event()
 
     class Client:
-        def submit_job(self, *, entrypoint: str, submission_id: str) -> None:
-            pass
+        def submit_job(self, *, entrypoint: str, submission_id: str, runtime_env: Any) -> None: ...
 
         async def tail_job_logs(self, job: str) -> AsyncIterator[str]:
             os.kill(os.getpid(), signal.SIGINT)
