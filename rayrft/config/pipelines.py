@@ -73,6 +73,9 @@ class PipelineConfig(Section):
     What comes out does not depend on it."""
     on_error: Literal["stop", "leave_out"] = "stop"
     """What becomes of a row on which an operator of single rows raises: ``leave_out`` counts and lists it."""
+    on_broken: Literal["fail", "skip"] = "skip"
+    """What becomes of rows that cannot be read, or hold a list or object where an operator reads text or numbers:
+    ``skip`` counts and lists them."""
     samples: int = Field(3, ge=0)
     """Rows that are shown by operator, of those that it changed, made and left out."""
     plugins: list[Path] = Field(default_factory=list)

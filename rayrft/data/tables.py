@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import IO, Any, Self
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rayrft.data.formats import read_rows
+from rayrft.data.formats import as_text, read_rows
 from rayrft.errors import DataError
 from rayrft.experience import SCHEMA
 from rayrft.files import atomic_file
@@ -46,6 +46,8 @@ class TableFile:
     schema: pa.Schema
     rows: int
     broken: list[BrokenRow] = field(default_factory=list)
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    """Columns whose values are converted as they are read (`converted`)."""
 
     def batches(self, rows: int) -> Iterator[pa.RecordBatch]:
         """Iterate over the rows that can be read, in batches of at most so many. Raises DataError where a Parquet file
@@ -63,6 +65,7 @@ class TableFile:
             if number in skipped:
                 continue
             assert isinstance(row, dict)
+            _convert(row, self.kinds)
             part.append(row)
             if len(part) == rows:
                 yield to_columns(part, self.schema)
@@ -71,18 +74,44 @@ class TableFile:
             yield to_columns(part, self.schema)
 
 
-def open_table(path: Path) -> TableFile:
-    """Read through a file for its columns and its broken rows.
+def open_table(path: Path, kinds: Mapping[str, str] | None = None) -> TableFile:
+    """Read through a file for its columns and its broken rows. ``kinds``: columns of JSONL whose values are converted
+    (`converted`); a row with a value that cannot be is broken.
 
     Raises DataError if there is no such file, its format is another, or it has no row that can be read.
     """
     check_suffix(path)
-    table = _open_parquet(path) if path.suffix == ".parquet" else _open_json_lines(path)
+    table = _open_parquet(path) if path.suffix == ".parquet" else _open_json_lines(path, kinds or {})
     if table.rows:
         return table
     first = f": row {table.broken[0].number} is {table.broken[0].problem}" if table.broken else ""
-    problem = f"no row can be read{first}"
-    raise DataError(problem, field="file", value=str(path), remedy="give a file with rows")
+    remedy = "give a file with rows" + (", or convert the column with operator columns" if kinds else "")
+    raise DataError(f"no row can be read{first}", field="file", value=str(path), remedy=remedy)
+
+
+def converted(value: Any, kind: str) -> Any:
+    """Convert a value of JSON to text, number, integer or boolean: a number's text is that of JSON. Raises ValueError
+    or DataError if this would lose or guess something, as it would for lists and objects."""
+    if kind == "text":
+        return as_text(value, "the value")
+    if kind == "boolean" and (isinstance(value, bool) or value in ("true", "false")):
+        return value in (True, "true")
+    number = json.loads(value) if isinstance(value, str) and len(value) < 300 else value
+    if kind == "number" and type(number) in (int, float) and abs(number) < 1e308:
+        return float(number)
+    if kind == "integer" and type(number) in (int, float) and number // 1 == number and -(1 << 63) <= number < 1 << 63:
+        return int(number)
+    raise ValueError(f"not a {kind}")
+
+
+def _convert(row: dict[str, Any], kinds: Mapping[str, str]) -> str | None:
+    """Convert values of a row in place; return the problem of one that cannot be converted."""
+    for name, kind in kinds.items():
+        try:
+            row[name] = None if row.get(name) is None else converted(row[name], kind)
+        except (ValueError, DataError):
+            return f"not usable: {name} holds {json.dumps(row[name])[:80]}, which is not a {kind}"
+    return None
 
 
 def to_columns(rows: list[dict[str, Any]], schema: pa.Schema) -> pa.RecordBatch:
@@ -179,7 +208,10 @@ class TableWriter:
         for row in batch.to_pylist(maps_as_pydicts="lossy"):
             for name in self._json:
                 row[name] = None if row[name] is None else json.loads(row[name])
-            self._lines.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+            line = json.dumps(row, ensure_ascii=False, default=str)
+            if "NaN" in line or "Infinity" in line:  # maybe as numbers, which JSON does not have
+                line = json.dumps(json.loads(line, parse_constant=lambda _: None), ensure_ascii=False)
+            self._lines.write(line + "\n")
 
     def _failed(self, error: OSError) -> DataError:
         return DataError(
@@ -230,12 +262,12 @@ def _damaged(path: Path, error: Exception) -> DataError:
     return DataError(problem, field="file", value=str(path), remedy="write it again")
 
 
-def _open_json_lines(path: Path) -> TableFile:
+def _open_json_lines(path: Path, wanted: Mapping[str, str]) -> TableFile:
     kinds: dict[str, set[Any]] = {}
     broken, rows = [], 0
     for number, row in read_rows(path, "file"):
-        if isinstance(row, str) or not row:
-            broken.append(BrokenRow(number, row if isinstance(row, str) else "an empty object"))
+        if isinstance(row, str) or (problem := _convert(row, wanted) if row else "an empty object"):
+            broken.append(BrokenRow(number, row if isinstance(row, str) else problem or ""))
             continue
         rows += 1
         for name, value in row.items():
@@ -244,7 +276,7 @@ def _open_json_lines(path: Path) -> TableFile:
         fields = [*SCHEMA, *(_field(name, kinds[name]) for name in kinds if name not in SCHEMA.names)]
     else:
         fields = [_field(name, found) for name, found in kinds.items()]
-    return TableFile(path, pa.schema(fields), rows, broken)
+    return TableFile(path, pa.schema(fields), rows, broken, wanted)
 
 
 def _kind(value: Any) -> Any:

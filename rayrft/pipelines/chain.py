@@ -95,7 +95,13 @@ def build_chain(
         except ConfigError as error:
             at = f"{place}.{error.field}".strip(".")
             raise ConfigError(error.problem, field=at, value=error.value, remedy=error.remedy) from None
-        gives = _after(operator, schema)
+        gives = operator.schema_after(schema)
+        if operator.kind == "synthesise":
+            gives = with_lineage(gives)
+        for column in schema if field != "operators" else ():  # a run reads them afterwards
+            if column.name not in gives.names or is_text(column.type) != is_text(gives.field(column.name).type):
+                problem, remedy = "would take a column that a run needs", "use it with `rayrft data process`"
+                raise ConfigError(problem, field=named, value=column.name, remedy=remedy)
         options = json.dumps(config.options, sort_keys=True, default=str)
         links.append(Link(config.name, named, options, operator, schema, gives))
         schema, before = gives, f"{config.name} (operator {number})"
@@ -196,7 +202,7 @@ def _check_columns(operator: Operator[Any], schema: pa.Schema, field: str, befor
                 f"it needs a column of {_WORDS[wants]}, and {before} gives {kind}",
                 field=field,
                 value=name,
-                remedy="name another column, or convert this one",
+                remedy=f"name another column, or put {{name: columns, cast: {{{name}: …}}}} before it",
             )
 
 
@@ -216,15 +222,6 @@ def _holds(column: pa.Field, wants: Wants) -> bool:
     return bool(pa.types.is_map(kind))
 
 
-def _after(operator: Operator[Any], schema: pa.Schema) -> pa.Schema:
-    for name, kind in operator.writes.items():
-        if name not in schema.names:
-            schema = schema.append(pa.field(name, kind))
-        elif schema.field(name).type != kind:
-            schema = schema.set(schema.get_field_index(name), pa.field(name, kind))
-    return with_lineage(schema) if operator.kind == "synthesise" else schema
-
-
 def _check_applied(link: Link, rows: pa.RecordBatch, applied: Applied) -> None:
     if not isinstance(applied, Applied):
         raise _wrong(link, f"it returned {type(applied).__name__}, and not Applied")
@@ -239,8 +236,7 @@ def _check_applied(link: Link, rows: pa.RecordBatch, applied: Applied) -> None:
     for what, batch in (("rows", applied.rows), ("made rows", applied.made)):
         if batch is None or batch is rows:
             continue
-        lacking = set(link.takes.names) | set(link.operator.writes)
-        if missing := sorted(lacking - set(batch.schema.names)):
+        if missing := sorted(set(link.operator.schema_after(link.takes).names) - set(batch.schema.names)):
             raise _wrong(link, f"its {what} lack the column {missing[0]!r}")
         if extra := sorted(set(batch.schema.names) - set(link.gives.names)):
             raise _wrong(link, f"its {what} have the column {extra[0]!r}, which it does not say that it writes")
@@ -248,6 +244,13 @@ def _check_applied(link: Link, rows: pa.RecordBatch, applied: Applied) -> None:
             if column.type != link.gives.field(column.name).type:
                 said = link.gives.field(column.name).type
                 raise _wrong(link, f"its {what} have a column {column.name!r} of {column.type}, and not {said}")
+            json_texts = batch.column(column.name).to_pylist() if is_json(link.gives.field(column.name)) else ()
+            for row, text in enumerate(json_texts):
+                try:
+                    json.loads(text or "null")
+                except ValueError:
+                    at = f"row {batch.column(id_column(batch.schema))[row]}, column {column.name!r}"
+                    raise _wrong(link, f"{at}: it wrote {text[:_SHOWN]!r}, where texts are JSON") from None
     made = applied.made.num_rows if applied.made is not None else 0
     if made and link.operator.kind != "synthesise":
         raise _wrong(link, f"it made {made} rows, and its kind is {link.operator.kind!r}")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,10 +11,10 @@ from pydantic import Field
 
 from rayrft.config.base import Section
 from rayrft.data.formats import as_text
-from rayrft.data.tables import is_json, open_table
+from rayrft.data.tables import open_table
 from rayrft.errors import ConfigError, DataError, nearest
 from rayrft.pipelines import hashing
-from rayrft.pipelines.operator import Applied, Context, Operator, Wants, register_operator
+from rayrft.pipelines.operator import Applied, Context, Operator, Wants, register_operator, values_of
 from rayrft.pipelines.rows import texts
 
 _SHORTEST = 8
@@ -107,7 +105,7 @@ class Decontaminate(Operator[DecontaminateOptions]):
     def apply(self, rows: pa.RecordBatch) -> Applied:
         answers = [""] * rows.num_rows
         if self.options.answer is not None and self.options.answer in rows.schema.names:
-            answers = [_answer(value) for value in _values(rows, self.options.answer)]
+            answers = [_answer(value) for value in values_of(rows, self.options.answer)]
         reasons: list[str | None] = []
         for text, answer in zip(texts(rows, self.options.columns[0]), answers, strict=True):
             whole = next((self._wholes[form] for form in _forms(text, answer) if form in self._wholes), None)
@@ -121,14 +119,6 @@ class Decontaminate(Operator[DecontaminateOptions]):
 def _answer(text: object) -> str:
     """Return an answer in plain form: the part after a last ####."""
     return ("" if text is None else str(text)).rpartition("####")[2].replace(",", "").strip(" .\n")
-
-
-def _values(rows: pa.RecordBatch, column: str) -> list[Any]:
-    """Return the values of a column, those of JSON as what they stand for."""
-    values: list[Any] = rows.column(column).to_pylist()
-    if is_json(rows.schema.field(column)):
-        return [None if value is None else json.loads(value) for value in values]
-    return values
 
 
 def _forms(question: str, answer: str) -> Iterator[object]:
@@ -244,8 +234,8 @@ def _read(file: EvaluationFile) -> list[tuple[str, str, str]]:
             raise DataError("no such column in the evaluation file", field=str(file.path), value=name, remedy=remedy)
     tasks, number = [], 0
     for batch in table.batches(10_000):
-        questions = _values(batch, file.question)
-        answers = _values(batch, file.answer) if file.answer is not None else [""] * len(questions)
+        questions = values_of(batch, file.question)
+        answers = values_of(batch, file.answer) if file.answer is not None else [""] * len(questions)
         for question, answer in zip(questions, answers, strict=True):
             number += 1
             try:

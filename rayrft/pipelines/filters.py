@@ -17,7 +17,7 @@ from rayrft.data.selection import Selection
 from rayrft.errors import ConfigError, DataError
 from rayrft.experience import ROUNDING, reaches
 from rayrft.pipelines.operator import Applied, Operator, Wants, is_list, is_text, register_operator
-from rayrft.pipelines.rows import grouped, groups, numbers, share_of, texts
+from rayrft.pipelines.rows import grouped, groups, numbers, seeded, share_of, texts
 
 
 class ExpressionOptions(Section):
@@ -325,3 +325,9 @@ class TopShare(Operator[TopOptions]):
         kept = self._kept[self._at : self._at + rows.num_rows]
         self._at += rows.num_rows
         return Applied(rows, [None if each else "below the top share" for each in kept.tolist()])
+
+
+@register_operator("sample", "filter")
+def sample(id: str, share: float = 0.1, seed: int = 0) -> bool | str:
+    """Keep about a share of the rows, drawn by their ids: the same rows give the same sample, in any order."""
+    return seeded(id, seed).random() < share or "not drawn"

@@ -7,6 +7,7 @@ again, in whatever batches and processes. Where chance is wanted, it is drawn by
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Literal, TypeVar, get_type_hints
@@ -16,6 +17,7 @@ from pydantic import ValidationError, create_model
 
 from rayrft.config.base import Section
 from rayrft.config.pipelines import OperatorConfig
+from rayrft.data.tables import is_json
 from rayrft.errors import ConfigError, nearest
 from rayrft.experience import Task
 from rayrft.registry import Registry
@@ -104,6 +106,17 @@ class Operator(Generic[O]):
 
     def check(self, schema: pa.Schema) -> None:
         """Raise ConfigError if columns of this schema do not fit the options, beyond what ``reads`` says."""
+
+    def schema_after(self, schema: pa.Schema) -> pa.Schema:
+        """Return the columns of rows of this schema after it, by default those of ``writes`` replaced or appended.
+        Called after `check`."""
+        for name, kind in self.writes.items():
+            column, at = pa.field(name, kind), schema.get_field_index(name)
+            if at < 0:
+                schema = schema.append(column)
+            elif schema.field(at).type != kind or is_json(schema.field(at)):
+                schema = schema.set(at, column)
+        return schema
 
     def prepare(self) -> None:
         """Load what is heavy, once."""
@@ -209,11 +222,13 @@ class _Rowwise(Operator[Section]):
         if self.kind == "synthesise":
             return self._added(rows, found)
         name, kind = next(iter(self.writes.items()), (self._made.columns[0], None))
+        if kind is None and is_json(rows.schema.field(name)):
+            found = [None if value is None else json.dumps(value, ensure_ascii=False) for value in found]
         kind = rows.schema.field(name).type if kind is None else kind
         return Applied(with_column(rows, name, pa.array(found, kind)))
 
     def _columns(self, rows: pa.RecordBatch) -> list[list[Any]]:
-        return [rows.column(name).to_pylist(maps_as_pydicts="lossy") for name in self._made.columns]
+        return [values_of(rows, name) for name in self._made.columns]
 
     def _call(self, values: tuple[Any, ...]) -> Any:
         return self._made.function(*values, **self._arguments)
@@ -247,6 +262,14 @@ def is_text(kind: pa.DataType) -> bool:
 def is_list(kind: pa.DataType) -> bool:
     """Return whether a column of this type holds lists."""
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
+
+
+def values_of(rows: pa.RecordBatch, name: str) -> list[Any]:
+    """Return the values of a column, those of JSON as what they stand for."""
+    values: list[Any] = rows.column(name).to_pylist(maps_as_pydicts="lossy")
+    if is_json(rows.schema.field(name)):
+        return [None if value is None else json.loads(value) for value in values]
+    return values
 
 
 def with_column(rows: pa.RecordBatch, name: str, values: pa.Array) -> pa.RecordBatch:

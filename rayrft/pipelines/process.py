@@ -20,10 +20,11 @@ from rayrft.pipelines.asking import is_experience
 from rayrft.pipelines.batches import BATCHES
 from rayrft.pipelines.chain import LeftOut
 from rayrft.pipelines.experiences import EXPERIENCES
-from rayrft.pipelines.operator import Context
+from rayrft.pipelines.operator import Context, build_operator
 from rayrft.pipelines.report import Report
 from rayrft.pipelines.rows import Ids, id_column, lineage
 from rayrft.pipelines.runner import Answers, Pipeline, Progress
+from rayrft.registry import load_plugins
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,10 @@ class Processed:
     broken: dict[str, Sequence[BrokenRow]] = field(default_factory=dict)
 
 
-def file_source(path: Path) -> RowSource:
-    """Return the rows of a JSONL or Parquet file. Raises DataError if it has none, or cannot be read."""
-    table = open_table(path)
+def file_source(path: Path, kinds: Mapping[str, str] | None = None) -> RowSource:
+    """Return the rows of a JSONL or Parquet file; see `open_table` for ``kinds``. Raises DataError if it has none, or
+    cannot be read."""
+    table = open_table(path, kinds)
     return RowSource(str(path), table.schema, table.batches, table.rows, table.broken)
 
 
@@ -73,6 +75,17 @@ def process(
     Raises ConfigError before anything is read if an operator does not fit, DataError if sources do not fit each other
     or a file cannot be written, and OperatorFailed.
     """
+    for path in filter(None, (out, left_out)):
+        if path.resolve() in {Path(source.name).resolve() for source in sources}:
+            raise DataError("would overwrite its input", field="out", value=str(path), remedy="give another file")
+    load_plugins(config.plugins)
+    if kinds := _kinds(config, context or Context(), sources):
+        files = [Path(each.name) if each.name.endswith(".jsonl") else None for each in sources]
+        sources = [file_source(path, kinds) if path else each for path, each in zip(files, sources, strict=True)]
+    for source in sources:
+        if source.broken and config.on_broken == "fail":
+            problem = f"{len(source.broken)} broken rows: row {source.broken[0].number} is {source.broken[0].problem}"
+            raise DataError(problem, field="file", value=source.name, remedy="correct them, or set on_broken: skip")
     schema = _common(sources)
     ids, name = Ids(), id_column(schema)
     schema = ids.add(pa.RecordBatch.from_pylist([], schema=schema)).schema
@@ -110,6 +123,22 @@ def process(
             answers=answers,
         )
     return Processed(report, writer.rows, broken)
+
+
+def _kinds(config: PipelineConfig, context: Context, sources: Sequence[RowSource]) -> dict[str, str]:
+    """Return what operators read, text or numbers, of columns whose values are of several kinds in or among files."""
+    found: dict[str, set[tuple[pa.DataType, bool]]] = {}
+    for column in (column for source in sources for column in source.schema):
+        found.setdefault(column.name, set()).add((column.type, is_json(column)))
+    mixed = {name for name, kinds in found.items() if len(kinds) > 1 or any(json for _, json in kinds)}
+    wanted: dict[str, str] = {}
+    for number, each in enumerate(config.operators):
+        operator = build_operator(each, f"operators.{number}", context)
+        for name, kind in operator.reads.items():
+            if name in mixed and kind in ("text", "number"):
+                wanted.setdefault(name, kind)
+        mixed -= set(operator.writes)
+    return wanted
 
 
 class _InRun:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import random
 from collections import Counter
@@ -18,7 +17,7 @@ import pyarrow.compute as pc
 
 from rayrft.data.tables import is_json
 from rayrft.errors import DataError
-from rayrft.pipelines.operator import with_column
+from rayrft.pipelines.operator import values_of, with_column
 
 PARENTS, MADE_BY = "parents", "made_by"
 """Columns of a made row: the ids that it was made of, and the operator with its version. Rows with the column
@@ -64,7 +63,7 @@ def _plain(rows: pa.RecordBatch, name: str) -> pa.Array:
     column = rows.column(name).cast(pa.string())
     if not is_json(rows.schema.field(name)):
         return column
-    values = ((text, None if text is None else json.loads(text)) for text in column.to_pylist())
+    values = zip(column.to_pylist(), values_of(rows, name), strict=True)
     return pa.array([value if isinstance(value, str) else text for text, value in values], pa.string())
 
 

@@ -259,12 +259,15 @@ class Applier:
         link = self._links[number]
         try:
             self._rows, outcome = apply_link(link, self._rows, self._samples)
-        except OperatorFailed:
-            raise
-        except Exception:  # an operator may raise anything; which row it was is found one by one
-            if not self._leave_out or link.operator.scope != "row":
+        except OperatorFailed as error:  # `operator_failure` names the operator and the remedy
+            raise OperatorFailed(error.problem) from error
+        except Exception as error:  # an operator may raise anything; which row it was is found one by one
+            if link.operator.scope != "row" or not (self._leave_out or may_spread(link)):
                 raise
             self._rows, outcome = apply_each(link, self._rows, self._samples)
+            raised = [each for each in outcome.left_out if each.reason.startswith("raised ")]
+            if not self._leave_out:
+                raise (OperatorFailed(f"row {raised[0].row}: it {raised[0].reason}") if raised else error) from error
         return outcome
 
     def observe(self, number: int) -> None:
@@ -346,7 +349,8 @@ def operator_failure(error: CallFailed, what: str, field: str) -> OperatorFailed
         remedy = "see what ended it: a crash in a library, or too little memory"
         failure = OperatorFailed(f"{what}: {error.problem}", field=field, value=error.value, remedy=remedy)
     else:
-        failure = OperatorFailed(f"{what}: {error.problem}", field=field, remedy="correct the operator, or the rows")
+        problem = error.problem.removeprefix("OperatorFailed: ").rstrip(".")
+        failure = OperatorFailed(f"{what}: {problem}", field=field, remedy="correct the operator, or the rows")
     for note in getattr(error, "__notes__", ()):
         failure.add_note(note)
     return failure

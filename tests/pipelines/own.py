@@ -46,6 +46,21 @@ def size(question: str) -> int:
     return len(question)
 
 
+@rayrft.register_operator("praise", "clean", writes={"answer": pa.string()})
+def praise(answer: Any) -> str:
+    return f"{answer}!"
+
+
+@rayrft.register_operator("writes_no_json")
+class WritesNoJson(Operator[Any]):
+    kind = "clean"
+
+    def apply(self, rows: pa.RecordBatch) -> Applied:
+        values = rows.column("answer").to_pylist()
+        new = pa.array([*values[:3], "no JSON", *values[4:]], pa.string())
+        return Applied(rows.set_column(rows.schema.get_field_index("answer"), rows.schema.field("answer"), new))
+
+
 @rayrft.register_operator("raises", "clean")
 def raises(question: str) -> str:
     if question == "bad":

@@ -168,3 +168,14 @@ def test_novelty_is_the_share_of_what_no_other_row_says() -> None:
 def test_null_texts_pass_through_filters_on_texts() -> None:
     for name in ("repetition", "language_mixing"):
         assert texts(name, [None, "x"], column="answer") == [None, "x"]
+
+
+def test_a_sample_is_drawn_by_ids() -> None:
+    batch = rows(question=[f"question {number}" for number in range(200)])
+    backwards = batch.take(pa.array(range(199, -1, -1)))
+    one, more, same, other = (
+        {row["id"] for row in applied("sample", given, share=share, seed=seed)[0]}
+        for given, share, seed in ((batch, 0.2, 0), (batch, 0.4, 0), (backwards, 0.2, 0), (batch, 0.2, 1))
+    )
+    assert 20 < len(one) < 60 and one < more
+    assert same == one != other

@@ -26,7 +26,7 @@ from rayrft.pipelines.report import OperatorLog, OperatorReport, OperatorStats, 
 from rayrft.pipelines.rows import Ids
 from tests.buffer.rows import group
 from tests.errors import about
-from tests.pipelines.small import OWN, operator, rows
+from tests.pipelines.small import OWN, applied, operator, rows
 
 
 def write(path: Path, rows: list[Any]) -> Path:
@@ -166,9 +166,81 @@ def test_duplicates_are_found_across_files(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     process([file_source(one), file_source(two)], config, out)
     assert [(row["answer"], row["level"]) for row in read(out)] == [("0", None), ("1", None), ("2", None), ("9", 6)]
-    three = write(tmp_path / "three.jsonl", [{"question": 5, "answer": "1"}])
-    with pytest.raises(DataError, check=about("column question")):
-        process([file_source(one), file_source(three)], config, out)
+    three = write(tmp_path / "three.jsonl", [{"question": 5, "answer": "1", "level": "high"}])
+    process([file_source(one), file_source(three)], config, out)
+    assert read(out)[-1]["question"] == "5", "operators read it as text"
+    with pytest.raises(DataError, check=about("column level")):
+        process([file_source(two), file_source(three)], config, out)
+
+
+ODD = [*({"question": f"question {each}", "answer": "2"} for each in range(4)), {"question": "q", "answer": 5}]
+ODD += [{"question": "r", "answer": ["2", "3"]}, {"question": "s", "answer": None}]
+
+
+@pytest.mark.parametrize("name", ["normalise", "shout"])
+def test_an_odd_value_stops_no_file(name: str, tmp_path: Path) -> None:
+    found, done = run(ODD, tmp_path, [{"name": name}])
+    if name == "shout":
+        assert [row["answer"] for row in found] == [row["answer"] for row in ODD], "it does not read the answers"
+        return
+    assert [row["answer"] for row in found] == ["2", "2", "2", "2", "5", None]
+    [[broken]] = done.broken.values()
+    assert (broken.number, broken.problem) == (6, 'not usable: answer holds ["2", "3"], which is not a text')
+    with pytest.raises(DataError, match=r"row 6 is not usable: answer holds"):
+        run(ODD, tmp_path, [{"name": name}], on_broken="fail")
+
+
+def test_an_operator_gets_and_gives_values_of_json_and_is_named_with_the_row_where_it_writes_something_else(
+    tmp_path: Path,
+) -> None:
+    found, _ = run(ODD, tmp_path, [{"name": "praise"}])
+    assert [row["answer"] for row in found] == ["2!", "2!", "2!", "2!", "5!", "['2', '3']!", "None!"]
+    with pytest.raises(OperatorFailed, check=about("operators.0.writes_no_json")) as raised:
+        run([{"id": f"row {at}", **row} for at, row in enumerate(ODD)], tmp_path, [{"name": "writes_no_json"}])
+    assert "row row 3, column 'answer': it wrote 'no JSON'" in raised.value.problem
+    assert str(raised.value).count("orrect the operator") == 1
+
+
+def test_rows_of_another_layout_are_renamed_taken_apart_and_converted(tmp_path: Path) -> None:
+    def verl(number: int, **changes: Any) -> dict[str, Any]:
+        prompt = [{"role": "user", "content": f"{number} + 1?"}]
+        return {"prompt": prompt, "reward_model": {"ground_truth": number + 1}, "level": str(number), **changes}
+
+    given = [verl(0), verl(1), verl(2, level="x"), verl(3, reward_model={}), verl(4, reward_model={"style": "rule"})]
+    take = {"prompt.0.content": "question", "reward_model.ground_truth": "answer", "level": "difficulty"}
+    options = {"rename": take, "cast": {"difficulty": "integer"}, "drop": ["prompt", "reward_model"]}
+    found, done = run(given, tmp_path, [{"name": "columns", **options}, {"name": "normalise"}])
+    expected = [{"question": f"{each} + 1?", "answer": str(each + 1), "difficulty": each} for each in range(2)]
+    assert [{name: row[name] for name in row if name != "id"} for row in found] == expected
+    reasons = {"columns: level is not integer": 1, "columns: no reward_model.ground_truth": 2}
+    assert done.report.left_out == reasons
+    nested, _ = applied("columns", Ids().add(pa.RecordBatch.from_pylist(given[:2])), **options)
+    assert [{name: row[name] for name in row if name != "id"} for row in nested] == expected, "of Parquet, too"
+    for wrong, field in (
+        ({"rename": {"promt.0": "q"}}, "rename"),
+        ({"drop": ["q"]}, "drop"),
+        ({"drop": ["id"]}, "drop"),
+    ):
+        with pytest.raises(ConfigError, check=about(f"operators.0.{next(iter(wrong))}")):
+            run(given, tmp_path, [{"name": "columns", **wrong}])
+
+
+def test_a_file_is_not_overwritten_by_what_is_made_of_it(tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", questions(2))
+    config = PipelineConfig.model_validate({"operators": [{"name": "drop_broken"}]})
+    for out, left_out in ((source, None), (tmp_path / "out.jsonl", tmp_path / "." / "in.jsonl")):
+        with pytest.raises(DataError, check=about("out")):
+            process([file_source(source)], config, out, left_out=left_out)
+    assert read(source) == questions(2)
+
+
+def test_numbers_that_json_does_not_have_are_written_as_null(tmp_path: Path) -> None:
+    table = pa.table({"x": [1.5, float("nan")], "many": [[float("inf"), 2.0], None], "in": [{"y": float("nan")}] * 2})
+    write_table(tmp_path / "out.jsonl", table.schema, table.to_batches())
+    assert read(tmp_path / "out.jsonl") == [
+        {"x": 1.5, "many": [None, 2.0], "in": {"y": None}},
+        {"x": None, "many": None, "in": {"y": None}},
+    ]
 
 
 @pytest.mark.parametrize(
@@ -183,7 +255,8 @@ def test_an_operator_that_fails_is_named_and_nothing_is_written(
         run(given, tmp_path, [{"name": "size"}, {"name": name}], batch_rows=5, deadline_s=2)
     if name == "raises":
         assert "KeyError" in raised.value.problem and "no such thing" in raised.value.problem
-        assert "1 rows" in raised.value.problem
+        bad = Ids().add(pa.RecordBatch.from_pylist([given[-1]])).column("id")[0]
+        assert f"row {bad}: it raised KeyError" in raised.value.problem
     assert (tmp_path / "out.jsonl").read_text() == "old"
     assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl"}
 

@@ -357,6 +357,7 @@ class FeedbackPage(HttpService):
             "run": self._name,
             "labels": self._settings.labels,
             "levels": self._settings.levels,
+            "rewards": self._settings.reward_range if self._settings.set_rewards else None,
             "agreement": self._settings.agreement,
             "rule": self._settings.rule,
             "lease_s": self._settings.lease_s,

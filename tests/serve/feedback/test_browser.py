@@ -300,6 +300,59 @@ def test_answers_themselves_can_be_clicked(
     assert said(tmp_path)[-1].ranking == (right, left)
 
 
+def test_enter_saves_whatever_was_clicked_before(
+    serve: Callable[..., str], arrive: Callable[..., Person], tmp_path: Path
+) -> None:
+    person = arrive(serve(*spoken(4)))
+    for count, clicked in enumerate((["score"], ["thumb"], ["label"], ["score", "verdict", "reference"]), start=1):
+        person.ready()
+        for each in clicked:
+            person.click(CLICKS[each])
+        person.key("Enter")
+        person.saved(count)
+    assert [(each.score, each.thumb, each.labels) for each in said(tmp_path)] == [
+        (4, None, ()),
+        (None, "down", ()),
+        (None, None, ("wrong",)),
+        (4, None, ()),
+    ]
+    person.key("a")
+    person.ready()
+    person.click(CLICKS["score"])
+    person.saved(5)
+    person.see("#hint").to_contain_text("1 is 0, 5 is 1")
+    expect(person.window.get_by_role("button", name="Pair 4", exact=True)).to_be_visible()
+
+
+def test_a_server_that_does_not_answer_is_said_and_asked_again(
+    browser: Any, serve: Callable[..., str], tmp_path: Path
+) -> None:
+    person = Person(browser, serve(*spoken(2)))
+    person.window.clock.install()
+    person.window.reload()
+    person.ready()
+    person.window.evaluate(
+        """AbortSignal.timeout = (ms) => {  // by the clock of the test
+        const ends = new AbortController(); setTimeout(() => ends.abort(), ms); return ends.signal; }"""
+    )
+    held: list[Any] = []
+    person.window.route("**/v1/judge", lambda route: route.continue_() if held else held.append(route))
+    with person.window.expect_request("**/v1/judge"):
+        person.key("5", "c")
+        person.key("Control+Enter")
+    person.see("#main").to_have_js_property("inert", True)
+    person.window.keyboard.type("lost")
+    person.window.clock.run_for(3000)
+    person.see("#offline").to_contain_text("The server does not answer")
+    with person.window.expect_response("**/v1/judge"):
+        person.window.clock.run_for(12_600)
+    person.see("#offline").to_be_hidden()
+    person.saved(1)
+    person.see("#comment").to_have_value("")
+    assert [(each.score, each.comment) for each in said(tmp_path)] == [(5, "")]
+    person.context.close()
+
+
 def test_keys_in_a_text_are_text_and_a_button_that_has_the_focus_does_what_it_says(
     serve: Callable[..., str], arrive: Callable[..., Person], tmp_path: Path
 ) -> None:
@@ -582,7 +635,9 @@ def test_the_images_of_a_question_are_shown(
 
 def test_on_a_phone_everything_is_in_reach_of_a_thumb(serve: Callable[..., str], arrive: Callable[..., Person]) -> None:
     phone = {"viewport": {"width": 390, "height": 780}, "is_mobile": True, "has_touch": True}
-    person = arrive(serve(group("g", "x" * 300, "```\n" + "y" * 300 + "\n```", "third"), *spoken(1), levels=9), **phone)
+    person = arrive(
+        serve(group("g", "x" * 300, "```\n" + "y" * 300 + "\n```", "third"), *spoken(1200), levels=9), **phone
+    )
     for view in ("one", "pair", "group"):
         person.window.tap(f'[data-view="{view}"]')
         person.see(f'[data-view="{view}"]').to_have_attribute("aria-pressed", "true")

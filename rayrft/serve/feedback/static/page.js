@@ -5,6 +5,7 @@ import * as store from "./store.js";
 const $ = (id) => document.getElementById(id);
 const VIEWS = { one: "Answer", pair: "Pair", group: "Rank" };
 const LETTERS = "ABCDEFGHI";
+const SLOW_MS = 3000; // a person who waits longer is told so
 
 let about = null;
 let item = null;
@@ -74,6 +75,7 @@ const toast = (message, kind = "") => {
 const busy = (is) => {
   if (is) item = null;
   $("main").setAttribute("aria-busy", String(is));
+  $("main").inert = is; // what is typed belongs to an item
 };
 
 const show = (next, kept = null) => {
@@ -100,7 +102,7 @@ const show = (next, kept = null) => {
   fillVerdict();
   $("labels").replaceChildren(
     ...about.labels.map((label, at) => {
-      const button = make("button", { type: "button", onclick: () => toggleLabel(label) }, label, key(`⇧${at + 1}`));
+      const button = make("button", { type: "button", onclick: () => toggleLabel(label) }, label, " ", key(`⇧${at + 1}`));
       button.dataset.label = label;
       return button;
     }),
@@ -170,7 +172,7 @@ const fillVerdict = () => {
 const fillChoices = () => {
   const button = (name, value, hint, className = "") => {
     const made = make("button", { type: "button", className, onclick: () => act[name](value) });
-    made.append(hint.label, ...(hint.key ? [key(hint.key)] : []));
+    made.append(hint.label, ...(hint.key ? [" ", key(hint.key)] : []));
     if (hint.title) made.setAttribute("aria-label", hint.title);
     made.dataset.choice = `${name}:${value}`;
     return made;
@@ -195,6 +197,19 @@ const fillChoices = () => {
     choices.push(button("clear", true, { label: "Clear", key: "⌫" }));
   }
   $("choices").replaceChildren(...choices);
+  $("hint").textContent = hint();
+};
+
+// What becomes of what is said.
+const hint = () => {
+  if (!item.waiting) return "The run has trained on this already, or dropped it: what you say is kept for exports.";
+  const [low, high] = about.rewards ?? [];
+  const worth = (text) => (about.rewards ? `${text} In training this replaces its reward.` : "Kept as labels; rewards stay.");
+  return {
+    one: () => worth(`Reward of the answer: 1 is ${low}, ${about.levels} is ${high}; thumbs are the two ends.`),
+    pair: () => "Pairs are kept for preference training (DPO); rewards stay.",
+    group: () => worth(`Choose the best answer first, then the next best: the first gets ${high}, the last ${low}.`),
+  }[item.view]();
 };
 
 // Shows the state of the draft in what is there.
@@ -225,6 +240,7 @@ const paint = () => {
       card.querySelector(".head").append(make("span", { className: "place", textContent: "better" }));
     }
   }
+  $("at-once").setAttribute("aria-pressed", String(store.savesAtOnce()));
   if (item) paintEdit();
   $("save").disabled = !item || !isComplete();
   $("skip").disabled = !item;
@@ -263,7 +279,7 @@ const paintProgress = () => {
     ...Object.entries(VIEWS)
       .filter(([name]) => progress.totals[name])
       .map(([name, label]) => {
-        const button = make("button", { type: "button", onclick: () => setView(name) }, label);
+        const button = make("button", { type: "button", onclick: () => setView(name) }, label, " ");
         button.append(make("small", { textContent: String(progress.left[name]) }));
         button.dataset.view = name;
         button.setAttribute("aria-pressed", String(name === view));
@@ -300,7 +316,12 @@ const toggleLabel = (label) => {
   change({ labels: labels.length < draft.labels.length ? labels : [...labels, label] });
 };
 
-const act = {
+const toggleAtOnce = () => {
+  store.setSavesAtOnce(!store.savesAtOnce());
+  paint();
+};
+
+const CHOICES = {
   score: (score) => change({ score: draft.score === score ? null : score }),
   thumb: (thumb) => change({ thumb: draft.thumb === thumb ? null : thumb }),
   pick: (at) => {
@@ -318,6 +339,18 @@ const act = {
   },
   clear: () => change({ ranking: [] }),
 };
+
+// Does what a choice says, and saves it at once if the person wants that and it is all that is to be said.
+const act = Object.fromEntries(
+  Object.entries(CHOICES).map(([name, choice]) => [
+    name,
+    (value) => {
+      choice(value);
+      const chosen = draft.score || draft.thumb || draft.tie || draft.ranking.length;
+      if (store.savesAtOnce() && chosen && draft.edit === null) save();
+    },
+  ]),
+);
 
 const choose = (at) => {
   if (at >= item.answers.length) return;
@@ -380,6 +413,7 @@ const wait = (seconds) =>
 // Asks until the server answers, or it is not wanted any more.
 const insist = async (path, body, wanted = () => true) => {
   for (let seconds = 0.5; wanted(); seconds = Math.min(10, seconds * 2)) {
+    const slow = setTimeout(offline, SLOW_MS);
     try {
       const answer = await store.ask(path, body);
       $("offline").hidden = true;
@@ -391,16 +425,23 @@ const insist = async (path, body, wanted = () => true) => {
       }
       return answer;
     } catch (error) {
+      if (error instanceof store.Refused) $("offline").hidden = true;
       if (error instanceof store.Refused && error.status === 401) {
         await login(error.message);
         continue;
       }
       if (!(error instanceof store.Unreachable)) throw error;
-      $("offline").hidden = false;
-      $("offline").textContent = "The server does not answer. What you typed is kept here, and sent when it is back.";
+      offline();
       await wait(seconds);
+    } finally {
+      clearTimeout(slow);
     }
   }
+};
+
+const offline = () => {
+  $("offline").hidden = false;
+  $("offline").textContent = "The server does not answer. What you typed is kept here, and sent when it is back.";
 };
 
 // Sends what is in the outbox, one after another, then shows the next item, unless something else was shown meanwhile.
@@ -528,6 +569,7 @@ const showHelp = () => {
     ["R V", "reference answer, the reward's verdict"],
     ["↵", "save and go on; in a text Ctrl ↵"],
     ["S", "skip"],
+    ["A", "save each choice at once, or not"],
     ["Z", "undo"],
     ["[ ]", "single answers, pairs, groups"],
     ["I", "statistics"],
@@ -592,6 +634,7 @@ const KEYS = {
   e: toggleEdit,
   c: () => $("comment").focus(),
   s: () => save(true),
+  a: () => toggleAtOnce(),
   z: undo,
   r: () => item?.reference !== null && reveal("reference"),
   v: () => reveal("verdict"),
@@ -671,7 +714,10 @@ const start = async () => {
   $("leave").onclick = leave;
   $("look-again").onclick = next;
   $("comment").addEventListener("input", () => change({ comment: $("comment").value }));
+  $("at-once").onclick = toggleAtOnce;
   addEventListener("keydown", onKey);
+  // A button that was clicked gives the focus back: Enter saves. One that was pressed by a key keeps it.
+  addEventListener("click", (event) => event.detail && event.target.closest?.("button, summary")?.blur());
   addEventListener("pagehide", () => {
     // With something typed the item stays this person's until the lease expires.
     if (item && !store.hasDraft(item.key)) {

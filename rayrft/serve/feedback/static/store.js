@@ -20,6 +20,8 @@ export const me = () => read("me", { person: "", key: "" });
 export const setMe = (value) => write("me", value);
 export const view = () => read("view", "one");
 export const setView = (value) => write("view", value);
+export const savesAtOnce = () => read("at once", false);
+export const setSavesAtOnce = (value) => write("at once", value);
 
 // A link may bring the key, behind '#', which is not sent to servers; it is taken from the address at once.
 export const takeKey = () => {
@@ -64,6 +66,9 @@ export class Refused extends Error {
 
 export class Unreachable extends Error {}
 
+// A request that takes longer is made again: each has the same effect however often it is made.
+const LIMIT_MS = 15_000;
+
 export const ask = async (path, body, options = {}) => {
   let response;
   try {
@@ -71,6 +76,7 @@ export const ask = async (path, body, options = {}) => {
       method: body === undefined ? "GET" : "POST",
       headers: { Authorization: `Bearer ${me().key}`, "Content-Type": "application/json" },
       body: body === undefined ? undefined : JSON.stringify(body),
+      signal: AbortSignal.timeout(LIMIT_MS),
       ...options,
     });
   } catch (error) {
@@ -86,6 +92,6 @@ export const ask = async (path, body, options = {}) => {
 export const image = async (item, number) => {
   const query = new URLSearchParams({ item, number });
   const headers = { Authorization: `Bearer ${me().key}` };
-  const response = await fetch(`${base}v1/image?${query}`, { headers });
+  const response = await fetch(`${base}v1/image?${query}`, { headers, signal: AbortSignal.timeout(LIMIT_MS) });
   return response.ok ? URL.createObjectURL(await response.blob()) : null;
 };
