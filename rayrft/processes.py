@@ -32,12 +32,13 @@ import cloudpickle
 
 from rayrft.errors import AnswerTooLarge, CallFailed, CallTimeout, ProcessDied
 from rayrft.process_server import HEADER, RECORD, RENEW, STATUS, Answer, Ask, Blueprint, GiveUp, Reply
+from rayrft.run_clock import RunClock
 
 _STARTING_AT_ONCE = 8
 """Processes between fork and readiness: more would only compete for the cores."""
 
-_NICEST = 19
-_AGAIN_S = 0.1
+_LOOK_S = 1.0
+"""How often a call that takes longer is looked at: before that, a wait for a core counts."""
 
 Asked = Callable[..., Awaitable[Any]]
 """Replies to what an object asks during a call: takes a name and arguments."""
@@ -63,7 +64,8 @@ class Worker:
         name and the arguments, and what it returns is the reply; what it raises ends the call, and the process.
 
         Raises CallFailed with the text of what it raised; CallTimeout, ProcessDied or AnswerTooLarge, after which the
-        process is no more. A call that is cancelled costs the process, too.
+        process is no more. A call that is cancelled costs the process, too. The deadline is on the seconds in which the
+        process could run (`RunClock`): a busy machine makes no call late.
         """
         if self._writer.is_closing():
             raise ProcessDied("its process was killed after an earlier call", field=method)
@@ -74,7 +76,7 @@ class Worker:
         )  # where it raises, the process is as it was
         self.at_rest = False
         try:
-            async with asyncio.timeout(deadline_s):
+            async with self._limit_of(deadline_s):
                 return await self._answer(method, HEADER.pack(len(message)) + message, asked)
         except TimeoutError:
             problem = f"not done within {deadline_s:g} s"
@@ -86,13 +88,37 @@ class Worker:
     async def start(self, deadline_s: float) -> None:
         """Wait until the object is created. Raises the errors of `call`."""
         try:
-            async with asyncio.timeout(deadline_s):
+            async with self._limit_of(deadline_s):
                 await self._answer("create", b"")
         except TimeoutError:
             raise CallTimeout(f"not created within {deadline_s:g} s", remedy="make it faster to create") from None
         finally:
             if not self.at_rest:
                 self.kill()
+
+    @contextlib.asynccontextmanager
+    async def _limit_of(self, seconds: float) -> AsyncIterator[None]:
+        """Raise TimeoutError in the block once the process could have run for so long."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        clock: RunClock | None = None
+        timer: asyncio.TimerHandle
+        async with asyncio.timeout(None) as limit:
+
+            def look() -> None:
+                nonlocal timer, clock
+                clock = clock or (RunClock(self.pid, seconds=loop.time() - began) if self.pid else None)
+                left = seconds - (clock.look() if clock else loop.time() - began)
+                if left > 1e-3:
+                    timer = loop.call_later(min(left, _LOOK_S), look)
+                else:
+                    limit.reschedule(loop.time())
+
+            timer = loop.call_later(min(seconds, _LOOK_S), look)
+            try:
+                yield
+            finally:
+                timer.cancel()
 
     async def _answer(self, method: str, message: bytes, asked: Asked | None = None) -> Any:
         await self._send(method, message)
@@ -173,31 +199,6 @@ class Worker:
         self._writer.close()
         if self.pid and not self.ended.done():
             self._template.kill(self.pid)
-
-    def give_way(self) -> None:
-        """Let the process, and all that it has started or will start, give way to others in the kernel's scheduler."""
-        if self.ended.done():
-            return
-        left = [self.pid]
-        while left:
-            pid = left.pop()
-            with contextlib.suppress(OSError):  # it has just ended
-                for thread in Path(f"/proc/{pid}/task").iterdir():
-                    # First the thread: what it starts from now on gives way by itself.
-                    os.setpriority(os.PRIO_PROCESS, int(thread.name), _NICEST)
-                    left += map(int, (thread / "children").read_text().split())
-            self._session_gives_way(pid)
-
-    def _session_gives_way(self, pid: int) -> None:
-        """Where the kernel groups processes by session, as on desktops, niceness counts within a session alone: let the
-        whole session give way, if it is the process's own (sched(7), autogroups)."""
-        try:
-            if os.getsid(pid) == pid:
-                Path(f"/proc/{pid}/autogroup").write_text(f"{_NICEST}")
-        except BlockingIOError:  # of users other than root the kernel takes ten in a second
-            asyncio.get_running_loop().call_later(_AGAIN_S, self.give_way)
-        except OSError:
-            pass  # it has just ended, or the kernel groups none
 
     def _died(self, method: str) -> ProcessDied:
         code = self.ended.result()

@@ -52,6 +52,10 @@ class Troublemaker:
     def signal(self, number: int) -> None:
         os.kill(os.getpid(), number)
 
+    def nap(self, seconds: float) -> str:
+        time.sleep(seconds)
+        return "rested"
+
     def hang(self) -> None:
         # In C, with the interpreter's lock held and every signal blocked: only a kill helps.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())

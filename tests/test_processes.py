@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -19,6 +20,7 @@ import pytest
 
 from rayrft.errors import AnswerTooLarge, CallFailed, CallTimeout, ProcessDied
 from rayrft.processes import ProcessPool
+from rayrft.run_clock import RunClock, Usage
 from tests.conftest import ROOT
 from tests.in_processes import Troublemaker
 
@@ -139,49 +141,39 @@ async def test_what_a_process_has_started_dies_with_it(leak: str) -> None:
         await gone(leaked)
 
 
-async def test_a_process_gives_way_with_its_threads_and_all_that_it_has_started() -> None:
+async def test_a_wait_for_a_core_makes_no_call_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that always waits for a core is given its time; one that could run and does nothing is not."""
+    monkeypatch.setattr("rayrft.processes._LOOK_S", 0.05)
+    waits, measure = [True], Usage.of
+    monkeypatch.setattr(
+        Usage, "of", lambda *_, **__: Usage(waited_s=time.monotonic()) if waits[0] else measure(os.getpid())
+    )
     async with pool_of() as pool, pool.lease() as worker, pool.lease() as other:
-        await worker.call("leak_thread", deadline_s=20)
-        children = [await worker.call(leak, deadline_s=20) for leak in ("leak_process", "leak_daemon")]
-        worker.give_way()
-        threads = [int(thread) for pid in (worker.pid, *children) for thread in os.listdir(f"/proc/{pid}/task")]
-        assert len(threads) >= 4
-        assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {19}
-        later = await worker.call("leak_process", deadline_s=20)
-        assert os.getpriority(os.PRIO_PROCESS, later) == 19
-        assert os.getpriority(os.PRIO_PROCESS, other.pid) < 19, "no other does"
-        worker.kill()
-        await gone(worker.pid)
-        worker.give_way()  # too late, and nobody minds
+        assert await worker.call("nap", 0.5, deadline_s=0.1) == "rested"
+        late = asyncio.ensure_future(worker.call("hang", deadline_s=0.1))
+        await asyncio.sleep(0)
+        waits[0] = False
+        with pytest.raises(CallTimeout, match=r"not done within 0\.1 s"):
+            await late
+        assert await other.call("count", deadline_s=20) == 1
 
 
-@pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="this kernel groups no processes by session")
-@pytest.mark.parametrize("refused", [0, 2])
-async def test_its_sessions_give_way_too_also_where_the_kernel_takes_few_at_a_time(
-    refused: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write, refusals = Path.write_text, iter(range(refused))
-
-    def limited(path: Path, text: str) -> int:
-        if path.name == "autogroup" and next(refusals, None) is not None:
-            raise BlockingIOError
-        return write(path, text)
-
-    monkeypatch.setattr(Path, "write_text", limited)
-    async with pool_of() as pool, pool.lease() as worker, pool.lease() as other:
-        daemon = await worker.call("leak_daemon", deadline_s=20)
-        worker.give_way()
-        async with asyncio.timeout(20):
-            while not all(_session_niceness(pid) == 19 for pid in (worker.pid, daemon)):  # noqa: ASYNC110 - the kernel's
-                await asyncio.sleep(0.01)
-        assert _session_niceness(other.pid) == 0
-        assert _session_niceness(os.getpid()) in (0, None)
-
-
-def _session_niceness(pid: int) -> int | None:
-    """Return the niceness of a process's session, None for one from before any: the kernel's own."""
-    said = Path(f"/proc/{pid}/autogroup").read_text().split()
-    return int(said[-1]) if said else None
+def test_processes_that_share_a_core_wait_for_it_and_their_clock_stands_still_meanwhile() -> None:
+    core = str(min(os.sched_getaffinity(0)))
+    busy = [sys.executable, "-S", "-c", f"import os; os.sched_setaffinity(0, [{core}])\nwhile True: pass"]
+    processes = [subprocess.Popen(busy) for _ in range(2)]
+    try:
+        clock, began = RunClock(processes[0].pid), time.monotonic()
+        while Usage.of(processes[0].pid).waited_s < 0.2:
+            processes[0].poll()
+        assert clock.look() <= time.monotonic() - began - 0.1
+        assert clock.usage.cpu_s > 0 and clock.usage.processes == 1 and clock.usage.memory > 0
+        everything = Usage.of(os.getpid(), itself=False)
+        assert everything.processes >= 2 and everything.waited_s >= 0.2
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 async def test_a_cancelled_call_costs_its_process_and_no_other() -> None:
@@ -304,6 +296,7 @@ async def test_the_end_of_the_template_ends_its_processes_and_another_takes_its_
 PARENT = """
 import asyncio, sys
 from rayrft.processes import ProcessPool
+from rayrft.run_clock import RunClock, Usage
 from tests.in_processes import Troublemaker
 
 async def main():

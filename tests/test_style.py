@@ -16,7 +16,7 @@ SOURCES = sorted((ROOT / "rayrft").rglob("*.py"))
 # Bottom to top: a package imports only from those before it. `rayrft/explorer` and `rayrft/trainer` stand side by side.
 ORDER = [
     ["errors"],
-    ["files", "registry", "waits"],
+    ["files", "registry", "run_clock", "waits"],
     ["process_server"],
     ["processes"],
     ["handle"],

@@ -45,7 +45,10 @@ _OPTION = r"(?:选项|答案|说法|叙述|表述|描述|判断|结论|一[项�
 _CHOOSES = r"选择?(?:选项|[为:\s*$])*(?=[(\[]?\s*(?:[A-Z]{1,8}|[a-z])(?![A-Za-z0-9=]))"
 """Before letters only: to select 2 of 5 is no answer."""
 _CONCLUDES = r"(?:故|所以|因此|因而|综上(?:所述)?|可知)"
+_FIELD = re.compile(r"""[\s*]*(?:"((?:[^"\\]|\\.)*)"|'((?:[^'\\]|\\.)*)'|\[([^\[\]{}]*)\]|([-\w.]+)\s*(?=[,}\n]|$))""")
+"""The value of a field of JSON: a text, a list of texts and numbers, or one word or number."""
 _ANNOUNCED = re.compile(
+    rf"(?P<field>(?<=[\"'])(?:final_|correct_)?answer[\"']\s*:)|"
     rf"\banswers?\b(?:\s+(?:to|for)\b[^.\n]{{0,60}}?)?\**\]?(?:{_IS}|\s*[:=])|<answer>|\bI\s+(?:choose|select|pick)\b"
     rf"|\b(?:choices?|options?)\**{_IS}"
     rf"|\b(?:correct|right|true)\s+(?:(?:choice|option)s?\**\s*:|(?:statement|one|letter)s?\**(?:{_IS}|\s*:))"
@@ -62,7 +65,7 @@ _OF_ANOTHER = re.compile(
 """What stands before the announcement of an answer that is not the response's."""
 _SUPPOSED = re.compile(r"(?:若|如果|假如|假设|要是|倘若)[^;.!?。\n]*\Z")
 _BOX = re.compile(r"\\f?box(?:ed)?\s*\{")
-_ITEM = r"\n\s*(?:[-*•]|\d{1,2}[.)])\s+([^\n]+)"
+_ITEM = r"\n\s*(?:(?:[-*•]|\d{1,2}[.)])\s+|\(\d\)\s*)([^\n]+)"
 _LIST = re.compile(rf"[ \t:*]*(?:{_ITEM}){{1,20}}")
 
 
@@ -77,13 +80,22 @@ def statements(response: str, *, strict: bool = False) -> list[Statement]:
         if listed := _LIST.match(text, mark.end()):
             stated = ", ".join(re.findall(_ITEM, listed[0]))
         else:
-            stated = text[mark.end() :].lstrip(" :*\n\t").partition("\n")[0]
+            field = _FIELD.match(text, mark.end()) if mark["field"] else None
+            stated = _decoded(field) if field else text[mark.end() :].lstrip(" :*\n\t").partition("\n")[0]
         found.append(Statement(stated, True))
     if not strict:
         before, _, line = text.rpartition("\n")
         found.append(Statement(line, False, before=before))
     cut = [replace(statement, text=statement.text.strip()[:LONGEST_STATEMENT]) for statement in found]
     return [statement for statement in cut if statement.text]
+
+
+def _decoded(field: re.Match[str]) -> str:
+    r"""Return what the value of a field says. A command of LaTeX may have one backslash, which JSON has two of."""
+    if field[3] is not None:
+        return ", ".join(_decoded(item) for item in _FIELD.finditer(field[3]))
+    text = re.sub(r"\\u([0-9a-fA-F]{4})", lambda code: chr(int(code[1], 16)), field[field.lastindex or 1])
+    return re.sub(r'\\([\\"/])', r"\1", text)
 
 
 def _is_its_own(mark: re.Match[str]) -> bool:
@@ -109,6 +121,7 @@ _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
 def nfkc(text: str) -> str:
     """Return the text with the usual forms of full-width letters, digits and punctuation; what is raised becomes a
     power, and ``2½`` two numbers."""
+    text = re.sub("[①-⑳]", lambda found: f"({ord(found[0]) - ord('①') + 1})", text)
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺]+", lambda found: "^" + found[0].translate(_RAISED), text)
     text = re.sub(r"(?<=\d)(?=[½¼¾⅓⅔⅛])", " ", text)
     # Long runs of combining marks take quadratic time, and say nothing.

@@ -231,9 +231,10 @@ class _Trial:
     ) -> None:
         self._sandbox, self._limits, self._tolerance = sandbox, limits, tolerance
         self._task, self._source, self._deadline = task, source, deadline
+        self._conversations = list[Process]()
 
     def _left(self, at_most: float = math.inf) -> float:
-        left = self._deadline - time.monotonic()
+        left = self._deadline + sum(each.waited_s for each in self._conversations) - time.monotonic()
         if left <= 0:
             raise _OutOfTime
         return min(left, at_most)
@@ -243,7 +244,7 @@ class _Trial:
     def runs(self, tests: Sequence[Any], language: Language) -> Generator[str | None]:
         files, command = self._compiled(language)
         for test in tests:
-            outcome = self._sandbox.run(files, command, str(test["stdin"]).encode(), self._limited())
+            outcome = self._run(files, command, str(test["stdin"]).encode())
             if outcome.ended == "wall":
                 self._left()  # whose time is up
             if outcome.ended != "exit" or outcome.exit_code != 0:
@@ -252,8 +253,11 @@ class _Trial:
                 same = same_text(str(test["stdout"]), outcome.stdout.decode(errors="replace"), self._tolerance)
                 yield None if same else f"it wrote {outcome.stdout[:100].decode(errors='replace')!r}"
 
-    def _limited(self) -> Limits:
-        return replace(self._limits, wall_s=self._left(self._limits.wall_s))
+    def _run(self, files: Mapping[str, str | bytes], command: list[str], stdin: bytes) -> Outcome:
+        limits = replace(self._limits, wall_s=self._left(self._limits.wall_s))
+        outcome = self._sandbox.run(files, command, stdin, limits)
+        self._deadline += outcome.waited_s
+        return outcome
 
     def _compiled(self, language: Language) -> tuple[dict[str, str | bytes], list[str]]:
         """Compile the solution in a sandbox, and return the files and the command that run it in another."""
@@ -269,6 +273,7 @@ class _Trial:
 
     def _compile(self, files: Mapping[str, str | bytes], command: list[str], limits: Limits) -> Outcome:
         outcome = self._sandbox.run(files, command, limits=replace(limits, wall_s=self._left()))
+        self._deadline += outcome.waited_s
         if outcome.ended == "wall":
             raise SandboxFailed("the solution was not compiled in time", value=f"{outcome.seconds:.1f} s")
         if outcome.ended != "exit" or outcome.exit_code != 0:
@@ -322,6 +327,7 @@ class _Trial:
         limits = replace(self._limits, wall_s=self._left(), cpu_s=self._left(), output_bytes=_CONVERSATION_BYTES)
         process = self._sandbox.start({_RUNNER: bytecode(code_runner.__file__)}, command, limits)
         process.send(repr(orders).encode() + b"\n")
+        self._conversations.append(process)
         return process
 
     def _entry_point(self) -> str:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
 from rayrft.rewards.formula import Node, TooLarge, Unreadable, agree, parse_formula, real, values
 from rayrft.rewards.k12 import parse_unit
-from rayrft.rewards.reading import Answer, Formula, Group, Number, Other, Relation, Words, is_constant
+from rayrft.rewards.reading import Answer, Formula, Group, Number, Other, Relation, Words, is_constant, letters
 
 
 class Undecided(Exception):
-    """Whether two answers are equal is left to math-verify."""
+    """Whether two answers are equal cannot be decided."""
 
 
 def equal(truth: Answer, answer: Answer, tolerance: float = 0.0) -> bool:
     """Whether an answer equals the truth, or its numbers differ by no more than this share of the truth's.
 
-    Raises Undecided where this is left to math-verify, TooLarge where a value is too large to be computed.
+    Raises Undecided where that cannot be decided, TooLarge where a value is too large to be computed.
     """
     if _squeezed(truth.text) == _squeezed(answer.text):
         return True
@@ -51,11 +52,11 @@ def equal(truth: Answer, answer: Answer, tolerance: float = 0.0) -> bool:
 
 
 def _as_percent(truth: Number, answer: Number) -> Fraction:
-    """Return the answer's value as the truth counts where one of them has a percent sign: both 25 and 0.25 are 25%."""
-    hundredth = Fraction(1, 100)
-    if truth.percent:
-        return answer.value if answer.value == truth.value else answer.value / hundredth
-    return answer.value if answer.value == truth.value else answer.value * hundredth
+    """Return the answer's value as the truth counts where one of them has a percent sign: both 25 and 0.25 are 25%, and
+    25% is both 25 and 0.25; but 0.4% is not 0.4, a share."""
+    if answer.value == truth.value and (truth.percent or abs(truth.value) >= 1):
+        return answer.value
+    return answer.value * 100 if truth.percent else answer.value / 100
 
 
 def _node(answer: Number | Formula) -> Node:
@@ -70,7 +71,11 @@ def _word(answer: Answer) -> str:
     return text if len(text) == 1 else text.casefold()
 
 
-_MONEY = {"$": 100, "usd": 100, "dollar": 100, "dollars": 100, "cent": 1, "cents": 1, "¢": 1}
+_MONEY = {
+    **dict.fromkeys(["$", "usd", "dollar"], ("$", 100)), "cent": ("$", 1), "¢": ("$", 1),
+    **dict.fromkeys(["€", "eur", "euro"], ("€", 100)), **dict.fromkeys(["£", "gbp"], ("£", 100)),
+    **dict.fromkeys(["¥", "cny", "rmb", "yuan", "元"], ("¥", 100)),
+}  # fmt: skip
 _ANGLES = {"°": "degree", "degree": "degree", "degrees": "degree"}
 
 
@@ -80,9 +85,9 @@ def _factor(wanted: str, given: str) -> Fraction | None:
     wanted, given = wanted.strip(". "), given.strip(". ")
     if not wanted or not given or wanted.casefold().rstrip("s") == given.casefold().rstrip("s"):
         return Fraction(1)
-    money = _MONEY.get(wanted.casefold()), _MONEY.get(given.casefold())
+    money = [_MONEY.get(unit.casefold().removesuffix("s")) for unit in (wanted, given)]
     if money[0] and money[1]:
-        return Fraction(money[1], money[0])
+        return Fraction(money[1][1], money[0][1]) if money[0][0] == money[1][0] else None
     target, unit = _unit(wanted), _unit(given)
     if (money[0] and unit is not None) or (money[1] and target is not None):
         return None
@@ -139,7 +144,7 @@ def _proportional(truth: Relation, answer: Relation, tolerance: float) -> bool:
             exact = isinstance(one, Fraction) and isinstance(other, Fraction)
             ratios.append(other / one if exact else real(other) / real(one))
     if len(ratios) < 2:
-        raise Undecided
+        raise Undecided  # the truth holds for all numbers, or for none that was tried
     positive = truth.op in {"=", "\\ne"} or all(real(ratio).real > 0 for ratio in ratios)
     return positive and all(agree(ratios[0], ratio, tolerance) for ratio in ratios[1:])
 
@@ -152,17 +157,20 @@ def _groups(truth: Answer, answer: Answer, tolerance: float) -> bool:
             and all(equal(truth, item, tolerance) for item in answer.items)
         )
     if not isinstance(answer, Group):
-        if isinstance(answer, Other) or (isinstance(answer, Words) and truth.kind == "union"):
+        if isinstance(answer, Other):
             raise Undecided
         return truth.kind == "set" and all(equal(item, answer, tolerance) for item in truth.items)
-    if (truth.kind == "set" and answer.kind in {"set", "blanks"}) or truth.kind == answer.kind == "union":
+    kinds = {truth.kind, answer.kind}
+    listed = {"set", "blanks", "union", "intersection"}
+    if kinds <= {"set", "union"} or (truth.kind == "set" and answer.kind in listed):
         each = all(any(equal(item, other, tolerance) for other in answer.items) for item in truth.items)
         same = each and all(any(equal(item, other, tolerance) for item in truth.items) for other in answer.items)
-        if not same and truth.kind == "union":
-            raise Undecided
-        return same
-    if "union" in {truth.kind, answer.kind}:
-        raise Undecided
+        if "set" in kinds:  # what is listed, "x < 2, y > 3", may be of several variables
+            return same and (kinds <= {"set", "blanks"} or len({letters(item.text) for item in answer.items}) == 1)
+        if same:
+            return True
+    if kinds & _OF_SETS:
+        return _same_points(truth, answer)
     left, right = _vector(truth), _vector(answer)
     ordered = answer.kind in {truth.kind, left.kind} or (answer.kind == "set" and truth.kind in {"()", "blanks"})
     if not (ordered or (left.kind == right.kind)):
@@ -170,6 +178,61 @@ def _groups(truth: Answer, answer: Answer, tolerance: float) -> bool:
     return len(left.items) == len(right.items) and all(
         equal(item, other, tolerance) for item, other in zip(left.items, right.items, strict=True)
     )
+
+
+_OF_SETS = {"union", "intersection", "difference"}
+
+
+def _same_points(truth: Group, answer: Group) -> bool:
+    """Whether two sets of real numbers made of intervals and points are the same: whether they hold the same of their
+    ends, of the numbers between these, and beyond. Raises Undecided if the truth is not such a set."""
+    import mpmath  # type: ignore[import-untyped]
+
+    ends = list[Any]()
+    for group in (truth, answer):
+        try:
+            ends += _ends(group)
+        except Undecided:
+            if group is truth and truth.kind in _OF_SETS:
+                raise
+            return False
+    ends = sorted({end for end in ends if abs(end) != float("inf")})
+    with mpmath.workdps(60):
+        between = [(low + high) / 2 for low, high in pairwise(ends)]
+    points = [*ends, *between, ends[0] - 1, ends[-1] + 1] if ends else [real(Fraction(0))]
+    return all(_holds(truth, point) == _holds(answer, point) for point in points)
+
+
+def _ends(answer: Answer) -> list[Any]:
+    """Return the ends of intervals in a set of real numbers, and its points. Raises Undecided if it is not such a
+    set."""
+    if isinstance(answer, Group):
+        if answer.kind not in _OF_SETS | {"set"} and (len(answer.kind) != 2 or len(answer.items) != 2):
+            raise Undecided
+        if answer.kind == "set" and any(isinstance(item, Group) for item in answer.items):
+            raise Undecided
+        return [end for item in answer.items for end in _ends(item)]
+    if answer.text.strip(" +-") == "\\infty":
+        return [real(Fraction(-1 if "-" in answer.text else 1)) * float("inf")]
+    [value] = values(_node(answer)) if isinstance(answer, Number | Formula) and is_constant(answer) else [None]
+    if value is None or real(value).imag:
+        raise Undecided
+    return [real(value)]
+
+
+def _holds(answer: Answer, point: Any) -> bool:
+    """Whether a set of real numbers holds the point."""
+    if not isinstance(answer, Group):
+        return agree(_ends(answer)[0], point)
+    if answer.kind in _OF_SETS | {"set"}:
+        first, *others = (_holds(item, point) for item in answer.items)
+        if answer.kind == "difference":
+            return first and not any(others)
+        return all([first, *others]) if answer.kind == "intersection" else any([first, *others])
+    low, high = _ends(answer)
+    at_low, at_high = (abs(end) != float("inf") and agree(end, point) for end in (low, high))
+    inside = low < point < high and not at_low and not at_high
+    return inside or (at_low and answer.kind[0] == "[") or (at_high and answer.kind[1] == "]")
 
 
 def _vector(group: Group) -> Group:
@@ -205,10 +268,16 @@ def canonical(answer: Answer) -> str:
             return f"{canonical(left)} {op} {canonical(right)}"
         case Group(_, kind, items):
             inner = list(map(canonical, items))
-            if kind in {"set", "union"}:
+            if kind in {"set", "union", "intersection"}:
                 inner = sorted(set(inner))
             opening, closing = (kind[0], kind[1]) if kind in {"()", "[]", "(]", "[)"} else ("", "")
-            joined = {"union": " \\cup ", "blanks": "; ", "matrix": "; "}.get(kind, ", ").join(inner)
+            joined = {
+                "union": " \\cup ",
+                "intersection": " \\cap ",
+                "difference": " \\setminus ",
+                "blanks": "; ",
+                "matrix": "; ",
+            }.get(kind, ", ").join(inner)
             return f"{opening}{joined}{closing}"
     return _squeezed(answer.text)
 
@@ -219,6 +288,6 @@ def _squeezed(text: str) -> str:
 
 
 def _shown(value: object) -> str:
-    import mpmath  # type: ignore[import-untyped]
+    import mpmath
 
     return str(mpmath.nstr(mpmath.chop(value, 1e-30), 15))

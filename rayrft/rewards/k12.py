@@ -41,6 +41,8 @@ def k12(kind: Kind = "blanks", *, strict: bool = False, partial: float = 0.0, to
     Without one its last line is, unless ``strict``.
     """
 
+    _registry()  # the first answer is scored where others wait, too
+
     def score(task: Task, response: str) -> RewardResult:
         asked = task.metadata.get("kind", "choice" if task.metadata.get("options") else kind)
         found = statements(response, strict=strict)
@@ -60,9 +62,12 @@ def k12(kind: Kind = "blanks", *, strict: bool = False, partial: float = 0.0, to
 
 # Choice
 
-_LETTER = r"(?:[(\[]\s*(?:[A-Z]{1,8}|[a-z])\s*[)\]]|[A-Z]{1,8}(?![A-Za-z]))"
-_AND = r"\s*(?:[,;&+/、]\s*(?:and\b\s*|还有)?|(?:\band\b|\bas\s+well\s+as\b|和|与|及|以及|还有)\s*)?"
-_LETTERS = rf"(?>{_LETTER}(?:{_AND}{_LETTER})*)(?![A-Za-z0-9])"
+_IN_BRACKETS = r"[(\[]\s*(?:[A-Z]{1,8}|[a-z])\s*[)\]]"
+_BARE = r"[A-Z]{1,8}(?![A-Za-z])"
+_LETTER = rf"(?:{_IN_BRACKETS}|{_BARE})"
+_AND = r"\s*(?:[,;&+/、]\s*(?:and\b\s*|还有)?|\band\b|\bas\s+well\s+as\b|和|与|及|以及|还有)\s*"
+# What follows a letter in brackets without a sign between is the text of its option: "(B) C and D are isotopes".
+_LETTERS = rf"(?>{_LETTER}(?:{_AND}{_LETTER}|\s*{_IN_BRACKETS}|(?<![)\]])\s*{_BARE})*)(?:(?<=[)\]])|(?![A-Za-z0-9]))"
 _LEADING = re.compile(
     rf"(?:(?:(?i:only|just|both|options?|choices?|letters?)|选项|只有|not\s++{_LETTERS}\s*+,?\s*+but|不是{_LETTERS},?\s*+而是)"
     rf"[\s:]*+)*+({_LETTERS}|(?:(?<=ption )|(?<=hoice )|(?<=选项))[a-z]\b)"
@@ -225,7 +230,9 @@ def _blanks(task: Task, found: Sequence[Statement], partial: float) -> RewardRes
         texts = [text for each in statement.readings for text in (each, _SENTENCE.split(each, maxsplit=1)[0])]
         if found[-1].text.endswith(statement.text) and not statement.boxed:
             texts.insert(0, found[-1].text)  # what looks like an announcement may be part of the answer
-        tries = [_split(text, len(blanks)) for text in texts]
+        if len(blanks) > 1 and not statement.announced:
+            texts.append("\n".join([*statement.before[-_LONGEST_END:].split("\n"), statement.text][-_MOST_LINES:]))
+        tries = [_split(text, len(blanks), nfkc(task.question)) for text in texts]
         if filled := [parts for parts in tries if len(parts) == len(blanks)]:
             shares = [sum(map(_fills, parts, blanks)) / len(blanks) for parts in filled]
             value = 1.0 if max(shares) == 1 else partial * max(shares)
@@ -233,8 +240,43 @@ def _blanks(task: Task, found: Sequence[Statement], partial: float) -> RewardRes
     return RewardResult(0.0, {"parsed": 0.0}, answer="")
 
 
-def _split(text: str, count: int) -> list[str]:
-    """Return the parts of an answer to so many blanks, by the first separator that gives so many."""
+_HAN_DIGITS = "零一二三四五六七八九"
+_NUMBERED = re.compile(
+    rf"\((\d)\)|第\s*([\d{_HAN_DIGITS}])\s*空\s*:?|\bblank\s*(\d)\s*:|(?:^|(?<=\s))(\d)[.)、](?=\s)", re.IGNORECASE
+)
+_BLANK = re.compile(r"(?:\\?_){2,}|\(\s*\)|\\underline\s*\{(?:[^{}\w]|\\\w+)*\}")
+
+
+def _numbered(text: str, count: int) -> list[str]:
+    """Return the parts after the numbers 1 to ``count``, if the text ends with such a list: (1) … (2) …"""
+    marks = list(_NUMBERED.finditer(text))[-count:]
+    digits = [mark[mark.lastindex or 0] for mark in marks]
+    numbers = [int(digit) if digit.isdigit() else _HAN_DIGITS.index(digit) for digit in digits]
+    if count == 1 or numbers != [*range(1, count + 1)]:
+        return []
+    ends = [*(mark.start() for mark in marks[1:]), len(text)]
+    parts = (text[mark.end() : end] for mark, end in zip(marks, ends, strict=True))
+    return [re.sub(r"^[\s:]+|[\s,;、]*(?:\band\b|和)?[\s,;、]*$", "", part) for part in parts]
+
+
+def _filled(text: str, question: str, count: int) -> list[str]:
+    """Return what the text says in place of the question's blanks, if it is the question's sentence otherwise."""
+    first, *others = _BLANK.split(question)
+    if len(others) != count:
+        return []
+    context = [re.split(r"[.!?。\n]", first)[-1], *others[:-1], re.split(r"[.!?。\n]", others[-1])[0]]
+    if len("".join(context).strip()) < 2:
+        return []
+    spoken = r"\s*(.+?)\s*".join(r"\s*".join(map(re.escape, plain(each).split())) for each in context)
+    found = re.fullmatch(rf"\W*{spoken}\W*", plain(text), re.IGNORECASE | re.DOTALL)
+    return list(found.groups()) if found else []
+
+
+def _split(text: str, count: int, question: str) -> list[str]:
+    """Return the parts of an answer to so many blanks: of the question's sentence, by number, or by the first separator
+    that gives so many."""
+    if parts := _filled(text, question, count) or _numbered(text, count):
+        return parts
     if count > 1:
         for separator in (";", r"[,、]\s*(?:and\b)?", r"\band\b|和", r"[,、]\s*(?:and\b)?|\band\b|和", r"\s+"):
             parts = [part for part in re.split(separator, plain(text)) if part.strip()]
@@ -265,15 +307,10 @@ _UNITS = {
 """Longer names first: they are replaced in this order."""
 
 
-@lru_cache(maxsize=1)
 def _registry() -> Any:
-    import pint
+    from rayrft.rewards.unit_registry import REGISTRY
 
-    registry: Any = pint.UnitRegistry(autoconvert_offset_to_baseunit=True)
-    for unit in ("dollar = [dollar]", "cent = dollar / 100", "yuan = [yuan]", "jiao = yuan / 10"):
-        registry.define(unit)
-    registry.define("person = [person] = _ = people")
-    return registry
+    return REGISTRY
 
 
 _SPOKEN = [

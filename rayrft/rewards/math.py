@@ -1,8 +1,8 @@
 """Equivalence of mathematical answers.
 
 Numbers, fractions and percentages are compared exactly; formulas by their values at random points (`formula`); lists,
-tuples, intervals, matrices, equations and quantities with units part by part (`reading`, `equality`); what remains,
-such as sums, integrals and unions, by the library math-verify (`symbolic`).
+tuples, intervals and sets of them, matrices, equations and quantities with units part by part (`reading`, `equality`).
+Sums, integrals and limits are not computed.
 
 What counts as equal: ``1/2`` and ``0.5``, ``1,000`` and ``1000``, ``2^{10}`` and ``1024``, ``x = 5`` (or another name)
 and ``5``, ``x = 3z`` and ``x - 3z = 0``, ``3 < x`` and ``(3, \\infty)``, ``25%`` and both ``25`` and ``0.25``, ``17``
@@ -20,26 +20,24 @@ from rayrft.experience import Task
 from rayrft.rewards.answers import LONGEST_STATEMENT, nfkc, statements
 from rayrft.rewards.base import Reward, RewardResult, imports, register_reward
 from rayrft.rewards.equality import Undecided, canonical, equal
-from rayrft.rewards.formula import TooLarge, Unreadable
+from rayrft.rewards.formula import TooLarge
 from rayrft.rewards.reading import Answer, Other, Words, clear, normalized, read_answer, signs
-from rayrft.rewards.symbolic import OutOfTime, verify
 from rayrft.rewards.units import HAN_UNIT, SCALE, is_unit
 
 _LONGEST_TRUTH = 500
 
 
 @register_reward("math")
-@imports("math_verify")
-def math_answer(*, strict: bool = False, tolerance: float = 0.0, seconds: float = 2.0) -> Reward:
+@imports("mpmath", "rayrft.rewards.unit_registry")
+def math_answer(*, strict: bool = False, tolerance: float = 0.0) -> Reward:
     """1 if the response's final answer equals the ground truth mathematically, else 0.
 
     What a response announces is its answer: in its last box, after ``####`` or "the answer is"; the last of several.
     Without one its last formula or number is, unless ``strict``. An answer that is denied ("not 5") or left open ("3 to
     4") is none. Component ``parsed`` is 1 if the response contains an answer.
 
-    ``tolerance`` is the share of the truth by which a number may differ. ``seconds`` of processor time
-    bound what math-verify compares, in a process's main thread; the worker's deadline bounds everything. What takes
-    longer, or would be too large to compute, is unknown, and so is a ground truth that is no mathematical answer.
+    ``tolerance`` is the share of the truth by which a number may differ. What would be too large to compute is unknown,
+    and so is a ground truth that is not a mathematical answer, or that cannot be compared.
     """
 
     def score(task: Task, response: str) -> RewardResult:
@@ -53,28 +51,27 @@ def math_answer(*, strict: bool = False, tolerance: float = 0.0, seconds: float 
             return _scored(truth, task.question, response)
         except (TooLarge, RecursionError):
             return RewardResult(None, {"parsed": 1.0}, reason="too large to be computed: the answer, or the truth")
-        except OutOfTime:
-            return RewardResult(
-                None, {"parsed": 1.0}, reason=f"timeout: not compared within {seconds:g} s of processor time"
-            )
 
     def _scored(truth: Answer, question: str, response: str) -> RewardResult:
         text = find_answer(response, strict=strict)
         if text is None:
             return RewardResult(0.0, {"parsed": 0.0}, answer="")
-        answer = read_answer(_as_asked(text, question))
+        text = _as_asked(text, question)
+        answer = read_answer(text)
         try:
             right = equal(truth, answer, tolerance)
+            if not right and "%" in text and _ASKS_PERCENT.search(question):
+                right = equal(truth, read_answer(text.replace("%", "")), tolerance)
         except Undecided:
-            try:
-                right = verify(truth.text, answer.text, seconds)
-            except Unreadable as error:
-                if error.args[0] == truth.text:
-                    return RewardResult(None, reason=f"the ground truth {truth.text!r} cannot be compared")
+            if clear(truth) and not clear(answer):
                 return RewardResult(0.0, {"parsed": 0.0}, answer=canonical(answer))
+            return RewardResult(None, reason=f"the ground truth {truth.text!r} cannot be compared")
         return RewardResult(float(right), {"parsed": 1.0}, answer=canonical(answer))
 
     return score
+
+
+_ASKS_PERCENT = re.compile(r"\b(?:what|how\s+many)\s+percent(?:age)?\b|百分之几", re.IGNORECASE)
 
 
 def _truth(text: str) -> Answer | None:
@@ -157,9 +154,14 @@ _PROSE = re.compile(
     re.IGNORECASE,
 )
 _WORDS_TOGETHER = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{4,}|[A-Za-z]{2,} [A-Za-z]{2,}|[\u4e00-\u9fff]")
+_HEDGE = r"(?:(?:maybe|perhaps|possibly|probably|alternatively)\b[\s,]*)"
+_HEDGED = re.compile(rf"(?:,|\bor\b|\band\b|(?<=\())[\s,]*{_HEDGE}+(?=[-\d$\\])", re.IGNORECASE)
+"""What makes another answer of a number after the first one: "3 (or maybe 4)"."""
 _ALSO = re.compile(r"\(\s*(?:or|and)\s+(?=[-\d\\]|[A-Za-z]\s*=)([^()]*)\)|\bas\s+well\s+as\b", re.IGNORECASE)
 _MORE = re.compile(
     r"\s*(?:[,;]|[,;]?\s*\(?\s*(?:and|or|as\s+well\s+as)\b|或者?|以及|[和与及、])\s*(?:(?:and|or|also)\s+)*[-$\\\d]"
+    rf"|[\s,;(]*(?:and|or)?[\s,]*{_HEDGE}+[-$\\\d]",
+    re.IGNORECASE,
 )
 """What follows a first answer of several."""
 _UNITS = re.compile(
@@ -246,6 +248,7 @@ def _unmarked(text: str) -> str:
     """Return the text without the marks of mathematics in it and of emphasis."""
     text = _SPAN.sub(lambda span: f" {_SPACED.sub('', span[span.lastindex or 0])} ", signs(text).replace("\\!", ""))
     text = re.sub(r"(?<!\\)\\[()\[\],;]|\*\*|\\right(?![A-Za-z])", " ", text).replace("{,}", ",").replace("\\$", "$")
+    text = _HEDGED.sub(" or ", text)
     return _ALSO.sub(lambda also: f" and {also[1] or ''}", text) if "(" in text or "as well" in text else text
 
 

@@ -41,8 +41,8 @@ class Words:
 
 @dataclass(frozen=True)
 class Group:
-    """Several answers: ``kind`` is ``set`` (order-free), ``blanks`` (in order), ``union`` (of sets), ``matrix`` (of
-    rows), or the two brackets of a tuple or an interval."""
+    """Several answers: ``kind`` is ``set`` (order-free), ``blanks`` (in order), ``union``, ``intersection`` or
+    ``difference`` (of sets), ``matrix`` (of rows), or the two brackets of a tuple or an interval."""
 
     text: str
     kind: str
@@ -62,7 +62,7 @@ class Relation:
 
 @dataclass(frozen=True)
 class Other:
-    """LaTeX that only math-verify may know."""
+    """LaTeX of unknown meaning, which equals its own text alone."""
 
     text: str
 
@@ -71,7 +71,7 @@ Answer = Number | Formula | Words | Group | Relation | Other
 
 
 def clear(answer: Answer) -> bool:
-    """Whether nothing in the answer is left to math-verify."""
+    """Whether all of the answer has a known meaning."""
     if isinstance(answer, Relation):
         return clear(answer.left) and clear(answer.right)
     return all(map(clear, answer.items)) if isinstance(answer, Group) else not isinstance(answer, Other)
@@ -93,13 +93,18 @@ _SYMBOLS = {
 _MINUS = re.compile(r"(?:\b(?:minus|negative)\s+|负\s*|(?<![\d)}\]%])(?<![\d)}\]%]\s)–)(?=[-\d.\\$(])", re.IGNORECASE)
 """A minus sign in words, or an en dash that is one: between numbers it may be "to"."""
 _HAN_AND = re.compile(r"\s*,?\s*(?:或者?|以及|和|与|及)\s*(?=[-\d.\\$({\[A-Za-z])")
+_BOLD = r"\\(?:math(?:bf|it|sf|rm)|boldsymbol|bm|pmb|underline|text(?:bf|it)?|bf|rm)"
 _REWRITTEN = [
     (re.compile(r"(?<!\\)\\[,;:! >]|\\(?:left|right|[bB]igg?|displaystyle|limits|q?quad)(?![A-Za-z])|~"), " "),
     (re.compile(r"\\(?:text|mathrm)\s*\{\s*(?:and|or|,)\s*\}|(?:\s*,)?\s*(?<!\\)\b(?:and|or)\b"), ","),
     (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
+    (re.compile(rf"{_BOLD}\s*(?=\{{[^{{}}A-Za-z\\]*(?:\d|\\[A-Za-z]+)(?:[^{{}}A-Za-z]|\\[A-Za-z]+)*[{{}}])"), " "),
     (re.compile(r"\\(?:text(?:bf|it|rm|normal|sf)?|mbox|mathbf|mathit|mathsf|rm|bf|operatorname)\s*(?=\{)"), r"\\text"),
+    (re.compile(r"\\(?:bf|rm|it|sf)(?![A-Za-z])\s*"), ""),
     (re.compile(r"\\mathrm\s*(?=\{)"), r"\\text"),
     (re.compile(r"\\text\s*\{\s*([a-zA-Z])\s*\}"), r" \1 "),
+    (re.compile(r"\\varnothing(?![A-Za-z])"), r"\\emptyset "),
+    (re.compile(r"(?<![A-Za-z])\\mathbb ?(?:\{ ?R ?\}|R)|\u211d|\\(?:R|reals)(?![A-Za-z])"), r"(-\\infty ,\\infty )"),
     (re.compile(r"\\leqslant(?![A-Za-z])|\\leq(?![A-Za-z])|<="), r"\\le "),
     (re.compile(r"\\geqslant(?![A-Za-z])|\\geq(?![A-Za-z])|>="), r"\\ge "),
     (re.compile(r"\\neq(?![A-Za-z])|!="), r"\\ne "),
@@ -125,13 +130,42 @@ _BEFORE, _AFTER = " \t\n:;,*", " \t\n.:;,*"
 
 def normalized(text: str) -> str:
     """Return the text with one spelling for what has several, without what only formats it."""
-    text = signs(nfkc(text))
+    text = nfkc(text)
+    text = _REPEATING.sub(_repeating, text)
+    for word, sign in _BETWEEN_INEQUALITIES:
+        parts = word.split(text)
+        if len(parts) > 1 and all(map(_INEQUALITY.search, parts)) and len(set(map(letters, parts))) == 1:
+            text = sign.join(parts)
+    text = signs(text)
     # A space command after a comma between digits is that of a thousand's separator: 5,\!525.
     text = re.sub(r"(?<=\d),\s*\\!\s*(?=\d{3})", ",", text).replace("\\$", "$")
     for pattern, replacement in _REWRITTEN:
         text = pattern.sub(replacement, text)
     text = re.sub(r"(?<!\\)\\[()\[\]]", " ", text)
     return re.sub(r"\s+", " ", text).lstrip(_BEFORE).rstrip(_AFTER)
+
+
+_REPEATING = re.compile(r"(\d+)\.(\d*) ?(?:\\(?:overline|bar) ?\{(\d+)\}|\\dot ?\{?(\d)\}?(?:(\d*)\\dot ?\{?(\d)\}?)?)")
+
+
+def _repeating(found: re.Match[str]) -> str:
+    """Return a repeating decimal as a fraction."""
+    whole, once, *again = (group or "" for group in found.groups())
+    period = "".join(again)
+    value = Fraction(int(whole + once + period) - int(whole + once), (10 ** len(period) - 1) * 10 ** len(once))
+    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
+_INEQUALITY = re.compile(r"[<>≤≥]|\\[lg](?:eq?(?:slant)?|t)(?![A-Za-z])")
+_BETWEEN_INEQUALITIES = [
+    (re.compile(r"\\(?:text|mathrm)\s*\{\s*or\s*\}|\bor\b|或者?|\\lor(?![A-Za-z])|\\vee(?![A-Za-z])"), r" \cup "),
+    (re.compile(r"\\(?:text|mathrm)\s*\{\s*and\s*\}|\band\b|且|\\land(?![A-Za-z])|\\wedge(?![A-Za-z])"), r" \cap "),
+]
+
+
+def letters(text: str) -> frozenset[str]:
+    """Return the variables of one letter in a text."""
+    return frozenset(re.findall(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])", text))
 
 
 def signs(text: str) -> str:
@@ -186,6 +220,7 @@ _UNIT = re.compile(
 )
 _CURRENCY = re.compile(r"(?P<sign>-?) ?(?P<unit>[$€£¥]|USD|Rs\.?) ?(?P<value>[-\d.].*)")
 _WORDS = re.compile(r"\(?(?:\\text ?\{[^{}]*\}|[A-Za-z]{3,}|no|No|[A-Z])\)?")
+_DATE = re.compile(r"\d{4}([-/.])\d{1,2}\1\d{1,2}|\d{1,2}([-/.])\d{1,2}\2\d{4}|\d{4}年\d{1,2}月\d{1,2}[日号]")
 _MATRIX = re.compile(r"\\begin ?\{([pbvB]?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end ?\{\1\}")
 _NAME = re.compile(
     r"(?:\\text ?\{[^{}]*\}|\\angle|\\triangle|[A-Za-z(){}\[\]' _,|]|(?<=[_{A-Za-z])\d+|(?<=[A-Za-z]\()-?\d+(?=\))"
@@ -214,6 +249,8 @@ def _read(text: str) -> Answer:
     blanks = _split(text, ";")
     if len(blanks) > 1 and not _enclosed(text):
         return Group(text, "blanks", tuple(map(_read, blanks)))
+    if text == "\\emptyset" or re.fullmatch(r"\\\{ ?\\\}", text):
+        return Words("\\emptyset")
     if matrix := _MATRIX.fullmatch(text):
         rows = [row for row in matrix[2].split("\\\\") if row.strip()]
         cells = (Group(row, "row", tuple(_read(cell.strip()) for cell in row.split("&"))) for row in rows)
@@ -233,12 +270,18 @@ def _read(text: str) -> Answer:
         signs = [("\\pm", "+", "\\mp", "-"), ("\\pm", "-", "\\mp", "+")]
         both = (text.replace(a, f" {b} ").replace(c, f" {d} ") for a, b, c, d in signs)
         return Group(text, "set", tuple(_read(re.sub(r"\s+", " ", each).strip().removeprefix("+ ")) for each in both))
-    if related := _related(text):
+    sets = {kind: _split(text, sign) for kind, sign in _OF_SETS.items()}
+    of_inequalities = any(len(parts) > 1 and all(map(_INEQUALITY.search, parts)) for parts in sets.values())
+    if not of_inequalities and (related := _related(text)):
         return related
-    union = _split(text, "\\cup")
-    if len(union) > 1:
-        return Group(text, "union", tuple(map(_read, union)))
+    for kind, parts in sets.items():
+        if len(parts) > 1:
+            return Group(text, kind, tuple(map(_read, parts)))
     return _scalar(text)
+
+
+_OF_SETS = {"difference": "\\setminus", "union": "\\cup", "intersection": "\\cap"}
+"""Those that bind least first."""
 
 
 def _undressed(text: str) -> str:
@@ -248,7 +291,12 @@ def _undressed(text: str) -> str:
     text = re.sub(r"\s+", " ", text).lstrip(_BEFORE).rstrip(_AFTER)
     while text.startswith("{") and _end(text, 0) == len(text) - 1:
         text = text[1:-1].strip()
+    text = _BUILT.sub(r"\1", text)
     return re.sub(r"^[A-Za-z\\]{1,10} ?\\in(?![A-Za-z]) ?", "", text)
+
+
+_BUILT = re.compile(r"^\\\{ ?[a-zA-Z](?: ?\\in ?\(-\\infty ?,\\infty ?\))? ?(?:\\mid(?![A-Za-z])|\||:) ?(.+?) ?\\\}$")
+"""The set of all that an inequality holds for: its variable, and the inequality."""
 
 
 def _end(text: str, start: int) -> int:
@@ -358,6 +406,8 @@ def _scalar(text: str) -> Answer:
     text = re.sub(r"(?<![\d,.])[1-9]\d{0,2}(?:,\d{3})+(?!\d)", lambda found: found[0].replace(",", ""), text)
     if _WORDS.fullmatch(text):
         return Words(text)
+    if _DATE.fullmatch(text):
+        return Words(re.sub(r"[./年月]", "-", re.sub(r"(?<!\d)0+(?=\d)", "", text)).rstrip("日号"))
     value, unit = text, ""
     if currency := _CURRENCY.fullmatch(text):
         value, unit = currency["sign"] + currency["value"], currency["unit"]

@@ -34,7 +34,7 @@ _TRIES = 2
 """How often a call is made whose process dies: it may have been ended by something else."""
 _START_S = 120.0
 _SLOW, _LEAST_SLOW_S, _SLOWEST_SHARE = 10.0, 0.05, 0.25
-"""A call is slow, and takes no worker from others any more, once it takes so many times as long as usual, but not
+"""A call is slow, and another process is started, once it takes so many times as long as usual, but not
 before so many seconds, and at the latest after this share of the deadline."""
 _STARTS = 3
 """How often in a row a process is started that dies, or is not there in time."""
@@ -184,8 +184,8 @@ class _InProcesses:
     A process whose reward takes several calls at a time takes those that wait when it is free, as many as are done in a
     fraction of the deadline. Where they fail together, each is made again alone.
 
-    A call that hangs would hold up others until its deadline: once it is slow, another process works in its place, and
-    its own gives way to others in the kernel's scheduler, and ends with it.
+    A call that hangs would hold up others until its deadline: once it is slow, another process works beside it, until
+    it ends. A process whose call was only slow stays, as first calls are slow, and calls on a busy machine.
     """
 
     def __init__(self, part: RewardPart, config: RewardModelConfig, plugins: Sequence[Path]) -> None:
@@ -200,9 +200,10 @@ class _InProcesses:
         )
         self._workers = config.workers
         self._working = set[asyncio.Task[None]]()
+        self._active = 0
+        """Processes that make calls."""
         self._slow, self._most_slow = 0, config.spare_workers
-        self._missing = 0
-        """Slow calls whose places were to be taken, and were not."""
+        """Slow calls in flight: each allows one active process more."""
         self._usual_s: float | None = None
         """Of recent calls that came to their end, each by its share of those made at a time."""
         self._calls: asyncio.Queue[_Call] = asyncio.Queue()
@@ -234,27 +235,26 @@ class _InProcesses:
         task.add_done_callback(self._working.discard)
 
     async def _work(self, ready: asyncio.Future[None] | None) -> None:
-        """Make calls, in one process after another, until none can be started, or another works in its place. One that
-        stands in for another (``ready`` is None) gives up where it cannot start, if others go on."""
+        """Make calls, in one process after another, until none can be started, or enough others are active."""
         starts = 0
-        while True:
+        while not self._is_surplus(1):
             try:
                 async with self._pool.lease() as worker:
                     starts = 0
                     if ready is not None and not ready.done():
                         ready.set_result(None)
-                    replaced = await self._make_calls(worker)
+                    self._active += 1
+                    try:
+                        await self._make_calls(worker)
+                    finally:
+                        self._active -= 1
             except CallFailed as error:
                 starts += 1
-                if ready is None and len(self._working) > 1:
-                    self._missing += 1
+                if self._active >= self._workers:
                     return
                 if starts < _STARTS and isinstance(error, ProcessDied | CallTimeout):
                     continue
                 return self._fail(error, [ready] if ready else [])
-            if replaced and not self._missing:
-                return
-            self._missing -= replaced
 
     def _fail(self, error: CallFailed, waiting: list[asyncio.Future[Any]]) -> None:
         """Raise the error in all calls, now and later."""
@@ -270,26 +270,27 @@ class _InProcesses:
             if not each.done():
                 each.set_exception(self._error)
 
-    async def _make_calls(self, worker: Worker) -> bool:
-        """Make calls until the process has died; return whether another one works in its place."""
+    def _is_surplus(self, more: int = 0) -> bool:
+        """Whether with so many ``more`` too many processes are active."""
+        return self._active + more > self._workers + self._slow
+
+    async def _make_calls(self, worker: Worker) -> None:
+        """Make calls until the process has died, or too many are active."""
         most: int = await worker.call("most", deadline_s=_START_S)
-        replaced = asyncio.Event()
-        while worker.at_rest and not replaced.is_set():
+        while worker.at_rest and not self._is_surplus():
             calls = await self._take(most)
-            timer = asyncio.get_running_loop().call_later(self._slow_after(len(calls)), self._replace, worker, replaced)
+            slow = asyncio.Event()
+            timer = asyncio.get_running_loop().call_later(self._slow_after(len(calls)), self._stand_in, slow)
             try:
                 results = await self._make(worker, calls)
             finally:
                 timer.cancel()
+                self._slow -= slow.is_set()
             for call, result in zip(calls, results, strict=True):
                 if result is None:
                     self._calls.put_nowait(call)
                 elif not call.result.done():
                     call.result.set_result(replace(result, tries=call.tries))
-        if replaced.is_set():
-            self._slow -= 1
-            worker.kill()  # its niceness would stay
-        return replaced.is_set()
 
     async def _take(self, most: int) -> list[_Call]:
         """Wait for a call, and return it with others that wait; one that was made before, alone."""
@@ -314,12 +315,11 @@ class _InProcesses:
         usual_s = calls * self._usual_s
         return max(_LEAST_SLOW_S, min(latest, _SLOW * usual_s), 2 * usual_s)
 
-    def _replace(self, worker: Worker, replaced: asyncio.Event) -> None:
-        """Let another process work in the place of one that is slow, which gives way to all others."""
+    def _stand_in(self, slow: asyncio.Event) -> None:
+        """Let another process work while a call is slow."""
         if self._slow < self._most_slow:
             self._slow += 1
-            replaced.set()
-            worker.give_way()
+            slow.set()
             self._start()
 
     async def _make(self, worker: Worker, calls: list[_Call]) -> list[RewardResult | None]:

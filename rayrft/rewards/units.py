@@ -8,7 +8,7 @@ HAN_UNIT = r"(?:(?![到至或和与及以多余不且而是则的有])[\u4e00-\u
 _SHORT_UNITS = re.compile(
     "[mgshLJNVWKCAtlF]|[mcdk]m|[mk]g|[mcd][lL]|kL|[mn]s|[kMG]?Hz|k?Pa|k[JNVW]|m[AV]|eV|ft|in|yd|mi|lbs?|oz|sq|cu|hrs?|yrs?|mo|wk"
     "|am|pm|kWh|min|sec|day|[mk]ph|rpm|[ck]ms|kgs|pcs|mol|rad|deg|gal|atm|bar|cal|ohm|ton|pts|[KMGT]B"
-    "|AM|PM|MPH|CM|KM|KG|[A-Z]{2,3}s"
+    "|USD|EUR|GBP|CNY|RMB|AM|PM|MPH|CM|KM|KG|[A-Z]{2,3}s"
 )
 """Units that could be products of variables."""
 SCALES = {

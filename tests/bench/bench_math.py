@@ -17,7 +17,7 @@ import statistics
 import time
 from collections.abc import Sequence
 
-from rayrft.rewards import reading, symbolic
+from rayrft.rewards import reading
 from tests.rewards import math_on_real_data as real
 
 JUDGES = {"rayrft": real.rayrft, "math-verify": real.math_verify}
@@ -45,7 +45,6 @@ def workloads(answers: int) -> dict[str, list[real.Case]]:
 def rate(judge: str, cases: Sequence[real.Case]) -> float:
     """Rewards per second of processor time."""
     reading.read_answer.cache_clear()
-    symbolic.parse.cache_clear()
     start = time.process_time()
     for case in cases:
         JUDGES[judge](case.truth, case.response)

@@ -359,6 +359,78 @@ def test_a_blank_has_variants() -> None:
     assert value("5", "50") == value("5", "4.5") == 0.0
 
 
+@pytest.mark.parametrize(
+    ("response", "chosen"),
+    [
+        ('{"answer": "B"}', "B"),
+        ('"answer": "B"', "B"),
+        ('I think so.\n```json\n{\n  "answer": "B",\n  "confidence": 0.9\n}\n```', "B"),
+        ('{"answer": ["A", "C"]}', "AC"),
+        ("{'answer': '(B)'}", "B"),
+        ('{"reasoning": "The answer is C? No.", "final_answer": "B"}', "B"),
+        ('{"wrong_answer": "B", "answer": "C"}', "C"),
+        ('{"answer": "B or C"}', ""),
+        ("正确答案：(B) text", "B"),
+        ("正确答案：（B）C和D是同位素", "B"),
+        ("The answer is (B) C and D are isotopes.", "B"),
+        ("The answer is **(B)** A and C are metals.", "B"),
+        ("The answer is (B) and (D).", "BD"),
+        ("The answer is (B)(D).", "BD"),
+        ("The answer is (B), D.", "BD"),
+        ("The answer is not (B) C and D are isotopes.", ""),
+    ],
+)
+def test_a_field_and_an_option_with_its_text_name_the_letters(response: str, chosen: str) -> None:
+    for right in ("B", "C", "AC", "BD", "BCD", "ABC"):
+        assert value(right, response, kind="choice") == float(right == chosen)
+
+
+@pytest.mark.parametrize(
+    ("response", "right"),
+    [
+        ("(1) Paris (2) London", True),
+        ("(1) Paris; (2) London", True),
+        ("①Paris②London", True),
+        ("答案：① Paris，② London", True),
+        ("It is easy.\n(1) Paris\n(2) London", True),
+        ("1. Paris\n2. London", True),
+        ("Answer:\n(1) Paris\n(2) London", True),
+        ("The answers are (1) Paris and (2) London.", True),
+        ("第一空：Paris；第二空：London", True),
+        ("Blank 1: Paris, blank 2: London", True),
+        ('{"answer": ["Paris", "London"]}', True),
+        ("The capital of France is Paris and that of England is London.", True),
+        ("So the capital of France is Paris, and that of England is London", True),
+        ("(1) London (2) Paris", False),
+        ("①London②Paris", False),
+        ("(2) Paris (1) London", False),
+        ("(1) Paris (2) London (3) Rome", False),
+        ("(1) Paris (2) not London", False),
+        ("The capital of France is London and that of England is Paris.", False),
+        ("The capital of France is not Paris and that of England is London.", False),
+        ("The capital of France is Paris or London and that of England is London.", False),
+    ],
+)
+def test_blanks_may_be_numbered_or_filled_into_the_question(response: str, right: bool) -> None:
+    question = "Fill in. The capital of France is ____ and that of England is ( )."
+    task = Task.create("test", question, "Paris; London", metadata={"blanks": ["Paris", "London"]})
+    assert score(build_reward("k12", {}), task, response).value == float(right)
+
+
+@pytest.mark.parametrize(
+    ("question", "response", "right"),
+    [
+        ("法国的首都是____。", "法国的首都是巴黎。", True),
+        ("____是法国的首都。", "所以巴黎是法国的首都", True),
+        ("法国的首都是____。", "法国的首都不是巴黎。", False),
+        ("法国的首都是____。", "英国的首都是巴黎。", False),
+        ("____", "法国的首都是巴黎。", False),
+    ],
+)
+def test_a_sentence_fills_the_blank_of_its_own_question_alone(question: str, response: str, right: bool) -> None:
+    assert score(build_reward("k12", {}), Task.create("test", question, "巴黎"), response).value == float(right)
+
+
 def test_several_blanks_are_compared_in_order() -> None:
     blanks = [["5"], ["10", "ten"]]
     for said in [

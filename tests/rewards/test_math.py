@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import random
 import re
-import signal
-import threading
+import subprocess
+import sys
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 
 from rayrft.experience import Task
 from rayrft.rewards import RewardResult, build_reward
-from rayrft.rewards.formula import TooLarge, Unreadable, parse_formula, values
+from rayrft.rewards.formula import TooLarge, parse_formula, values
 from rayrft.rewards.reading import Number, read_answer
-from rayrft.rewards.symbolic import OutOfTime, parse, time_limit, verify
 from tests.rewards import math_on_real_data as real
 from tests.rewards.scored import score
 
@@ -143,8 +142,33 @@ EQUAL = [
     (r"\text{even}", "Even"),
     (r"\text{(E)}", "E"),
     ("1;\\frac{8}{9}", "1, 8/9"),
-    ("55", r"\sum_{i=1}^{10} i"),
-    (r"\frac{1}{3}", r"\int_0^1 x^2 dx"),
+    (r"\frac12", r"\mathbf{\frac{1}{2}}"),
+    ("12", r"{\bf 12}"),
+    ("12", r"\boldsymbol{12}"),
+    ("12", r"\underline{12}\text{ cm}"),
+    (r"\emptyset", r"\varnothing"),
+    ("18", "18 USD"),
+    (r"\$18", r"18\text{ USD}"),
+    ("18", "18 EUR"),
+    (r"\frac13", r"0.\overline{3}"),
+    (r"\frac16", r"0.1\overline{6}"),
+    (r"-\frac{4}{11}", r"-0.\bar{36}"),
+    (r"\frac17", r"0.\dot{1}4285\dot{7}"),
+    (r"0.\overline{3}", r"\frac{1}{3}"),
+    ("0.004", r"0.4\%"),
+    ("0.4", r"40\%"),
+    ("2024-03-05", "2024-3-5"),
+    ("2024-03-05", "2024年3月5日"),
+    (r"(-\infty,2)\cup(3,\infty)", r"x<2 \text{ or } x>3"),
+    (r"x<2 \text{ or } x>3", r"(3,\infty)\cup(-\infty,2)"),
+    (r"(-\infty,2)\cup(3,\infty)", "x < 2, x > 3"),
+    (r"(2,3]", r"x>2 \text{ and } x\le 3"),
+    ("x > 2, x < 3", "x < 3 and x > 2"),
+    (r"(1,3)", r"(1,2)\cup[2,3)"),
+    (r"(-\infty,2)\cup(2,\infty)", r"\mathbb{R}\setminus\{2\}"),
+    (r"\mathbb{R}", r"(-\infty,\infty)"),
+    (r"[1,2]\cup\{5\}", r"\{5\}\cup[1,2]"),
+    ("x < 2", r"\{x \mid x<2\}"),
 ]  # fmt: skip
 
 DIFFERENT = [
@@ -213,8 +237,35 @@ DIFFERENT = [
     (r"\text{even}", "odd"),
     ("1;\\frac{8}{9}", "8/9; 1"),
     ("1;\\frac{8}{9}", "8/9, 1"),
-    ("55", r"\sum_{i=1}^{9} i"),
     ("5", "1/0"),
+    ("13", r"\mathbf{12}"),
+    ("21", r"{\bf 12}"),
+    (r"\emptyset", "0"),
+    (r"\emptyset", r"\{0\}"),
+    ("18", "19 USD"),
+    (r"\$18", r"18\text{ EUR}"),
+    (r"\$18", r"18\text{ cents}"),
+    ("0.3", r"0.\overline{3}"),
+    (r"\frac{33}{100}", r"0.\overline{3}"),
+    (r"\frac{1}{3}", r"0.3\overline{4}"),
+    ("0.4", r"0.4\%"),
+    ("0.04", r"0.4\%"),
+    ("2024-03-05", "2024-05-03"),
+    ("2024-03-05", "2016"),
+    ("2016", "2024-03-05"),
+    (r"\frac{3}{10120}", "3/5/2024"),
+    (r"(-\infty,2)\cup(3,\infty)", r"x<2 \text{ and } x>3"),
+    (r"(-\infty,2)\cup(3,\infty)", r"x\le 2 \text{ or } x>3"),
+    (r"(-\infty,2)\cup(3,\infty)", r"x<2 \text{ or } y>3"),
+    (r"(-\infty,2)\cup(3,\infty)", r"(-\infty,2)\cup(3,\infty), 98765"),
+    (r"(-\infty,2)\cup(3,\infty)", r"(-\infty,2)\cup(3,\infty) \text{ or } (4,5)"),
+    (r"(2,3]", r"x>2 \text{ or } x\le 3"),
+    (r"(1,3)", r"(1,2)\cup(2,3)"),
+    (r"(-\infty,2)\cup(2,\infty)", r"\mathbb{R}\setminus\{3\}"),
+    ("(1, 2, 3)", r"(1,2)\cup(2,3)"),
+    (r"\mathbb{R}", r"(-\infty,\infty]"),
+    (r"[1,2]\cup\{5\}", r"[1,2]\cup\{6\}"),
+    ("x < 2", r"\{x \mid x>2\}"),
 ]  # fmt: skip
 
 
@@ -234,6 +285,19 @@ def test_other_answers_are_wrong_boxed_announced_and_bare(truth: str, answer: st
 
 
 STATED = [
+    ('{"answer": 12}', "12"),
+    ('Both add up.\n```json\n{"answer": "12", "confidence": 0.9}\n```', "12"),
+    ('{"answer": "\\frac{1}{2}"}', "1/2"),
+    ('{"answer": "\\\\frac{1}{2}"}', "1/2"),
+    ('{"answer": [12, 13]}', "12, 13"),
+    ('{"question": 12, "final_answer": 13}', "13"),
+    ("{'answer': '12'}", "12"),
+    ('{"wrong_answer": 12, "answer": 13}', "13"),
+    ("The answer is 3 (or maybe 4).", "3, 4"),
+    ("The answer is $3$ (or maybe $4$).", "3, 4"),
+    ("The answer is 3, perhaps 4.", "3, 4"),
+    ("The answer is 3 (possibly 4)", "3, 4"),
+    ("The answer is probably 5.", "5"),
     ("#### 5", "5"),
     ("6 + 1 = 7 and\n#### 5\n", "5"),
     ("The answer is 5.", "5"),
@@ -411,6 +475,32 @@ def test_a_ground_truth_that_cannot_be_read_makes_the_reward_unknown(truth: str)
     assert found.value is None and "ground truth" in str(found.reason)
 
 
+def test_a_share_is_not_its_number_of_percent_unless_percent_are_asked_for() -> None:
+    for question, right in (("What share is left?", 0.0), ("What percent is left?", 1.0)):
+        assert score(build_reward("math", {}), Task.create("test", question, "0.4"), "It is 0.4%").value == right
+
+
+@pytest.mark.parametrize("truth", [r"\sum_{i=1}^{10} i", r"\int_0^1 x\,dx"])
+def test_sums_and_integrals_are_not_computed(truth: str) -> None:
+    assert result("55", f"\\boxed{{{truth}}}").components == {"parsed": 0.0}
+    assert "cannot be compared" in str(result(truth, "The answer is 55").reason)
+
+
+def test_scoring_imports_nothing_that_its_template_has_not_imported() -> None:
+    code = """
+import sys
+from rayrft.experience import Task
+from rayrft.rewards import build_reward
+from rayrft.rewards.scorer import _import
+_import("math")
+reward, before = build_reward("math", {}), set(sys.modules)
+for truth, answer in [("2 hours", "120 minutes"), ("2", "sqrt(4)"), ("(1,3)", "(1,2)\\\\cup[2,3)")]:
+    assert reward(Task.create("test", "question", truth), answer).value == 1.0, truth
+assert {name for name in sys.modules if "encodings" not in name} <= before, set(sys.modules) - before
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=real.ROOT)
+
+
 @pytest.mark.parametrize(
     ("question", "truth", "response"),
     [
@@ -462,21 +552,19 @@ HOSTILE = {
     "tower": r"\boxed{9^{9^{9^9}}}",
     "tower in plain text": "The answer is 9^9^9^9^9^9",
     "factorial": r"\boxed{99999999!}",
-    "factorials of factorials": r"\boxed{((((9!)!)!)!)!}",
     "power of a long number": r"\boxed{(10^{400})^{400}}",
     "small power": r"\boxed{0.9^{99999999999}}",
     "exponentials": r"\boxed{\exp(\exp(\exp(\exp(9))))}",
     "binomial": r"\boxed{\binom{999999999}{499999999}}",
-    "sum": r"\boxed{\sum_{n=1}^{10^{100}} n^{n}}",
-    "product": r"\boxed{\prod_{i=1}^{99999999} i}",
-    "tower in a sum": r"\boxed{\sum_{i=1}^{2} 9^{9^9}}",
-    "parentheses around a sum": r"\boxed{" + "(" * 60 + r"\sum_{i=1}^{2} i" + ")" * 60 + "}",
+    "parentheses": r"\boxed{" + "(" * 60 + "1" + ")" * 60 + "}",
     "a megabyte of terms": r"\boxed{1" + "+1" * 400_000 + "}",
     "a megabyte of signs": "-" * 1_000_000 + "1",
     "a megabyte of powers": "2^" * 300_000 + "2",
-    "integral": r"\boxed{\int_0^1 e^{\sin(x^x)} \sin(\cos(e^{x})) dx}",
 }  # fmt: skip
 LONG = {
+    "factorials of factorials": r"\boxed{((((9!)!)!)!)!}",
+    "intervals": r"\boxed{(-\infty,1)" + r"\cup(2,3)" * 50 + "}",
+    "a field": '{"answer": ' * 50_000,
     "a megabyte of fractions": r"\boxed{" + r"\frac{1}{" * 100_000 + "}",
     "digits": "9" * 1_000_000,
     "digits after an equals sign": "= " + "0" * 1_000_000 + "5",
@@ -504,7 +592,7 @@ LONG = {
 
 @pytest.mark.parametrize("response", HOSTILE.values(), ids=HOSTILE)
 def test_what_is_too_large_to_be_computed_is_unknown(response: str) -> None:
-    found = result("5", response, seconds=0.2)
+    found = result("5", response)
     assert found.value is None and found.reason
 
 
@@ -527,7 +615,7 @@ def test_a_hostile_piece_repeated_is_never_right(piece: str) -> None:
             f"{piece * count}7",
         ):
             for truth in ("5", "x+1", "(3,4]", "3 m"):
-                assert value(truth, response, seconds=0.2) in {0.0, None}
+                assert value(truth, response) in {0.0, None}
 
 
 def test_of_what_a_box_holds_no_part_is_judged() -> None:
@@ -537,40 +625,6 @@ def test_of_what_a_box_holds_no_part_is_judged() -> None:
             assert value(truth, "\\boxed{10" + "+1" * terms + "}") is None
     for truth in ("250", "251"):
         assert value(truth, "So we get " + "+".join(["1"] * 30_000)) is None
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        r"\det(\begin{pmatrix}1&2\\3&4\end{pmatrix})",
-        r"\operatorname{zeros}(9,9)",
-        "x.__class__",
-        "f(x'",
-        "1 @ 2",
-        r"\input{a}",
-    ],
-)
-def test_math_verify_is_given_nothing_but_known_commands(text: str) -> None:
-    with pytest.raises(Unreadable):
-        parse(text)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "((((((((" + r"\sum_{i=1}^{2} i" + "))))))))",
-        r"\sum_{i=1}^{2} 9^{(9^{9})}",
-        r"\sum_{i=1}^{2} 9^{99999}",
-        r"\int_0^1 \binom{99999}{5} dx",
-        r"\sum_{i=1}^{2} 99999!",
-        r"\sum_{i=1}^{2} (9!)!",
-        r"\int_0^1 x dx + " + "x + " * 100 + "x",
-        r"\sum_{i=1}^{2} 12345678901234567890",
-    ],
-)
-def test_math_verify_is_given_nothing_large(text: str) -> None:
-    with pytest.raises(TooLarge):
-        parse(text)
 
 
 CODE = "__import__('os').system('touch {path}')"
@@ -598,30 +652,13 @@ def test_no_response_runs_code(shape: str, tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_the_comparison_stops_at_its_limit_and_leaves_the_timer_as_it_was() -> None:
-    before = signal.getsignal(signal.SIGVTALRM)
-    with pytest.raises(OutOfTime), time_limit(0.05):
-        while True:
-            with contextlib.suppress(Exception):  # as sympy does
-                sum(range(1000))
-    assert signal.getsignal(signal.SIGVTALRM) is before and signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
-
-
-def test_in_another_thread_than_the_main_one_the_reward_works_without_its_own_limit() -> None:
-    found: list[float | None] = []
-    thread = threading.Thread(target=lambda: found.append(value("55", r"\boxed{\sum_{i=1}^{10} i}")))
-    thread.start()
-    thread.join()
-    assert found == [1.0]
-
-
 def test_formulas_with_the_same_values_cost_no_more_than_their_length() -> None:
     for text in ("(1+x)^{19000}", "e^{e^{e^{e^{e}}}}", "9" * 450 + "^" + "9" * 40, "0.1^{" * 39 + "9" + "}" * 39):
         with contextlib.suppress(TooLarge):
             assert len(list(values(parse_formula(text)))) in {1, 4}
 
 
-# Numbers are decided exactly, as math-verify does where it is exact
+# Numbers are decided exactly
 
 DIGITS = st.integers(min_value=0, max_value=10**7)
 
@@ -657,19 +694,17 @@ def test_a_number_is_read_as_it_is_written(numerator: int, denominator: int, neg
     st.integers(0, 4),
     st.integers(0, 4),
 )
-def test_numbers_are_decided_as_math_verify_decides_them(value_: Fraction, by: Fraction, one: int, two: int) -> None:
+def test_numbers_are_equal_if_their_values_are(value_: Fraction, by: Fraction, one: int, two: int) -> None:
     truth, answer = spelled(value_, one), spelled(value_ + by, two)
     assume(truth is not None and answer is not None)
     mine = value(str(truth), f"\\boxed{{{answer}}}")
     assert mine == float(by == 0)
-    assert verify(str(truth), str(answer), 5.0) == (by == 0)
 
 
 @given(st.integers(0, 500), st.integers(0, 500))
-def test_percentages_are_decided_as_math_verify_decides_them(one: int, two: int) -> None:
+def test_a_percent_sign_may_be_left_out(one: int, two: int) -> None:
     for truth, answer in ((f"{one}\\%", f"{two}\\%"), (f"{one}", f"{two}\\%"), (f"{one}\\%", f"{two}")):
         assert value(truth, f"\\boxed{{{answer}}}") == float(one == two)
-        assert verify(truth, answer, 5.0) == (one == two)
     assert value(f"{one}\\%", f"{Fraction(one, 100)}") == 1.0
     assert value(f"{Fraction(one, 100)}", f"{one}%") == 1.0
 

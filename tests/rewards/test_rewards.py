@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -319,6 +320,16 @@ async def test_a_call_that_hangs_takes_no_worker_from_others() -> None:
         assert [each.reason for each in await hanging] == ["timeout: no reward within 8 s"] * 2
         again = await scorer.score(task("a"), transcripts(*["fine"] * 20))
         assert [each.value for each in again] == [1.0] * 20
+
+
+async def test_a_process_whose_call_was_slow_stays_and_runs_on_as_before() -> None:
+    async with scorer_of(name=HERE + "moody", deadline_s=20.0, workers=1, spare_workers=1) as scorer:
+        seen = set[str | None]()
+        for _ in range(3):
+            results = await scorer.score(task("a"), transcripts("fine", "nap", "niceness", "niceness"))
+            assert [each.value for each in results] == [1.0, 1.0, *[float(os.getpriority(os.PRIO_PROCESS, 0))] * 2]
+            seen |= {each.answer for each in results[2:]}
+        assert len(seen) <= 2, "no process was started anew"
 
 
 async def test_a_stand_in_that_cannot_be_started_costs_no_call(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from rayrft.errors import ConfigError, SandboxFailed
 from rayrft.rewards import sandbox as module
 from rayrft.rewards.sandbox import ISOLATIONS, Limits, Outcome, Process, Sandbox, isolate, seccomp
 from rayrft.rewards.sandbox.isolation import Job, Root
+from rayrft.run_clock import Usage
 from tests.conftest import ROOT
 from tests.errors import about
 
@@ -117,6 +119,15 @@ def test_what_takes_too_much_is_ended_and_it_is_said_why(sandbox: Sandbox, sourc
     outcome = run(sandbox, source, **limits.get(ended, {}))
     assert (outcome.ended, outcome.exit_code) == (ended, None), outcome
     assert len(outcome.stdout) <= 1 << 20 and len(outcome.stderr) <= 1 << 20
+
+
+def test_a_wait_for_a_core_is_none_of_its_time(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Usage, "of", lambda *_, **__: Usage(1, waited_s=time.monotonic()))
+    slow = "import time\ntime.sleep(0.4)\nprint('done')"
+    outcome = run(sandbox, slow, wall_s=0.1)
+    assert (outcome.ended, outcome.stdout) == ("exit", b"done\n") and outcome.waited_s > 0.2
+    monkeypatch.setattr(Usage, "of", lambda *_, **__: Usage(1))
+    assert run(sandbox, slow, wall_s=0.1).ended == "wall"
 
 
 @pytest.mark.parametrize(
@@ -367,7 +378,8 @@ def test_an_ordinary_user_is_served_as_well(sandbox: Sandbox, tmp_path_factory: 
             break
         parent.chmod(0o755)
     shutil.copytree(ROOT / "rayrft/rewards/sandbox", folder / "rayrft/rewards/sandbox")
-    shutil.copy(ROOT / "rayrft/errors.py", folder / "rayrft")
+    for name in ("errors.py", "run_clock.py"):
+        shutil.copy(ROOT / "rayrft" / name, folder / "rayrft")
     for package in ("rayrft", "rayrft/rewards"):
         (folder / package / "__init__.py").touch()
     file = folder / "file"

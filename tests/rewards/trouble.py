@@ -29,6 +29,8 @@ def _do(response: str) -> RewardResult:
         time.sleep(1000)
     if response == "nap":
         time.sleep(0.7)
+    if response == "niceness":
+        return RewardResult(float(os.getpriority(os.PRIO_PROCESS, 0)), answer=str(os.getpid()))
     if response == "die":
         os._exit(1)
     return (Bomb if response == "say" else RewardResult)(1.0)

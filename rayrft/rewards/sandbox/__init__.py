@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import signal
@@ -44,6 +45,7 @@ from rayrft.rewards.sandbox.isolation import (
     Started,
     bytecode,
 )
+from rayrft.run_clock import RunClock
 
 __all__ = ["ISOLATIONS", "Limits", "Outcome", "Process", "Sandbox", "bytecode", "isolate"]
 
@@ -76,6 +78,8 @@ class Outcome:
     """The end of what it wrote, 16 KiB at most."""
     seconds: float
     """Wall time from when it began to run."""
+    waited_s: float = 0.0
+    """Of these, the time in which it could run and waited for a core."""
 
     def describe(self) -> str:
         """Say it in a few words, with the last line of stderr."""
@@ -124,6 +128,7 @@ class Process:
         self._open = {self._stdout, self._stderr, self._stdin}
         self._began = time.monotonic()
         self._watch_at = self._began + _WATCH_S / 2
+        self._clock = RunClock(first, itself=self._started.status is None)
         if self._started.go is not None:
             os.write(self._started.go, b"1")
 
@@ -164,14 +169,24 @@ class Process:
         self._end_input = True
         self.send(b"")
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds in which it could run and waited for a core."""
+        if self._outcome is not None:
+            return self._outcome.waited_s
+        return max(0.0, time.monotonic() - self._began - self._clock.seconds())
+
     def line(self, seconds: float, beside: Process | None = None) -> bytes | None:
-        """Return the next line that it writes, without its end; None where none comes within that time, or ever.
+        """Return the next line that it writes, without its end; None where none comes while it could run so long, or
+        ever.
 
         ``beside`` is another one that runs in the meantime, to be watched, too.
         """
-        deadline = time.monotonic() + seconds
+        deadline = self._clock.seconds() + seconds
         while b"\n" not in self._received:
-            if self._outcome is not None or self._stdout not in self._open or time.monotonic() >= deadline:
+            if self._outcome is not None or self._stdout not in self._open:
+                return None
+            if self._clock.seconds() >= deadline and self._clock.look() >= deadline:
                 return None
             self._turn(deadline)
             if beside is not None and beside._outcome is None:
@@ -192,8 +207,8 @@ class Process:
         end by itself."""
         if self._outcome is None and self._stdout in self._open:
             return self.kill("wall")
-        deadline = time.monotonic() + _LAST_MOMENT_S
-        while self._outcome is None and time.monotonic() < deadline:
+        deadline = self._clock.seconds() + _LAST_MOMENT_S
+        while self._outcome is None and self._clock.seconds() < deadline:
             self._turn(deadline)
         return self.kill()
 
@@ -221,11 +236,11 @@ class Process:
                 raise
 
     def _turn(self, deadline: float | None) -> None:
-        """Read, write and watch for a moment."""
-        now, ends_at = time.monotonic(), self._began + self._limits.wall_s
-        until = min(self._watch_at, ends_at, ends_at if deadline is None else deadline)
+        """Read, write and watch for a moment, at most until its clock shows the deadline."""
+        left = math.inf if deadline is None else deadline - self._clock.seconds()
+        left = min(left, self._watch_at - time.monotonic())
         # What was killed is only to be waited for.
-        events = self._poller.poll(max(0.0, 1000 * (until - now)) if self._why == "exit" else None)
+        events = self._poller.poll(max(0.0, 1000 * left) if self._why == "exit" else None)
         for fd, _ in events:
             if fd == self._stdin:
                 self._write()
@@ -236,8 +251,6 @@ class Process:
         elif self._why == "exit":
             if max(self._written.values()) > self._limits.output_bytes:
                 self.kill("output")
-            elif time.monotonic() >= ends_at:
-                self.kill("wall")
             elif time.monotonic() >= self._watch_at:
                 self._watch()
 
@@ -273,18 +286,20 @@ class Process:
         return True
 
     def _watch(self) -> None:
-        count, memory, seconds = _usage(self._first_pid, itself=self._started.status is None)
+        ran, usage = self._clock.look(), self._clock.usage
         self._watch_at = time.monotonic() + _WATCH_S
-        if memory > self._limits.memory_mib << 20:
+        if usage.memory > self._limits.memory_mib << 20:
             self.kill("memory")
-        elif seconds > self._limits.cpu_s:
+        elif usage.cpu_s > self._limits.cpu_s:
             self.kill("cpu")
-        elif count > self._limits.processes + 1:  # more than the kernel should have let it have
+        elif ran >= self._limits.wall_s:
+            self.kill("wall")
+        elif usage.processes > self._limits.processes + 1:  # more than the kernel should have let it have
             self.kill("processes")
 
     def _finish(self) -> None:
         """The first process is dead, and with it all others."""
-        seconds = time.monotonic() - self._began
+        seconds, waited_s = time.monotonic() - self._began, self.waited_s
         if self._started.status is None:
             code: int | None = self._process.wait()
             code = 128 - code if code is not None and code < 0 else code
@@ -301,7 +316,8 @@ class Process:
         if self._why == "exit" and max(self._written.values()) > self._limits.output_bytes:
             self._why = "output"
         by_itself = self._why == "exit"
-        self._outcome = Outcome(self._why, code if by_itself else None, bytes(self._received), self._errors, seconds)
+        code = code if by_itself else None
+        self._outcome = Outcome(self._why, code, bytes(self._received), self._errors, seconds, waited_s)
         self._close()
         if by_itself and code is None:
             raise SandboxFailed(
@@ -316,28 +332,6 @@ class Process:
             if fd is not None and fd >= 0:
                 os.close(fd)
         self._started.clean()
-
-
-def _usage(first: int, *, itself: bool) -> tuple[int, int, float]:
-    """Return how many processes descend from this one, their resident bytes, and their CPU time with that of those
-    already dead."""
-    todo, count, pages, ticks = [first], 0, 0, 0
-    while todo:
-        pid = todo.pop()
-        try:
-            with open(f"/proc/{pid}/stat", "rb") as file:
-                fields = file.read().rpartition(b")")[2].split()
-            for task in os.listdir(f"/proc/{pid}/task"):
-                with open(f"/proc/{pid}/task/{task}/children", "rb") as file:
-                    todo += map(int, file.read().split())
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it has just ended
-        if pid != first or itself:
-            count += 1
-            pages += int(fields[21])
-            ticks += int(fields[11]) + int(fields[12])
-        ticks += int(fields[13]) + int(fields[14])  # of its dead children
-    return count, pages * os.sysconf("SC_PAGE_SIZE"), ticks / os.sysconf("SC_CLK_TCK")
 
 
 class Sandbox:

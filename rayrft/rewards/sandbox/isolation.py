@@ -43,6 +43,7 @@ class Limits:
     """What a program may use."""
 
     wall_s: float = 10.0
+    """Wall time, without that in which it could run and waited for a core."""
     cpu_s: float = 10.0
     """Of all its processes together."""
     memory_mib: int = 512
