@@ -37,12 +37,21 @@ class BenchConfig(Section):
     tasksets: dict[str, TasksetConfig] = Field(default_factory=dict)
     """By name, besides the held-out tasks of ``tasks``, if there are some, as ``held_out``."""
     samples: int = Field(8, ge=1)
-    """Attempts per task."""
+    """Attempts per task; by default 1 at temperature 0."""
     k: tuple[int, ...] = Field((1, 4, 8), min_length=1)
-    """Where pass@k and majority@k are measured."""
+    """Where pass@k and majority@k are measured; by default those of 1, 4 and 8 that are at most ``samples``."""
     temperature: float = Field(1.0, ge=0)
     max_tokens: int | None = Field(None, ge=1)
     """Longest answer, in tokens; by default ``explorer.sampling.max_tokens``."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _derived(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        samples = value.get("samples", 1 if value.get("temperature") == 0 else 8)
+        k = [number for number in (1, 4, 8) if isinstance(samples, int) and number <= samples] or [1]
+        return {"samples": samples, "k": k, **value}
 
     @field_validator("models", "tasksets")
     @classmethod

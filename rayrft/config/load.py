@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import re
 import typing
 from pathlib import Path
@@ -90,7 +91,19 @@ def _read(source: str | Path | dict[str, Any] | BaseModel) -> dict[str, Any]:
         raise ConfigError(f"not YAML: {error}", field=str(path), remedy="fix the file at that line") from None
     if not isinstance(raw, dict):
         raise ConfigError("a config is a mapping of sections", field=str(path), value=type(raw).__name__)
+    plugins = raw["plugins"] if isinstance(raw.get("plugins"), list) else []
+    for number, plugin in enumerate(plugins):
+        copies = [*(path.parent / "plugins").glob(f"{number}-*")]
+        if copies and not Path(str(plugin)).exists():
+            plugins[number] = str(copies[0])
     return raw
+
+
+def plugin_copy(folder: Path, number: int, path: Path) -> Path:
+    """Return where a run keeps its copy of a plug-in: named by its place in ``plugins``, and a digest."""
+    if path.parent == folder:
+        return path
+    return folder / f"{number}-{hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()}-{path.name}"
 
 
 def _assign(raw: dict[str, Any], dotted: str, value: Any) -> None:
@@ -132,7 +145,7 @@ def _explain(error: ValidationError, raw: dict[str, Any], model: type[BaseModel]
     path, kind = [str(part) for part in problem["loc"]], problem["type"]
     field = ".".join(_named(path, raw))
     if kind == "extra_forbidden":
-        known = _fields_at(model, path[:-1])
+        known = _section_at(model, path[:-1]).model_fields
         return ConfigError("unknown key", field=field, value=path[-1], remedy=nearest(path[-1], known))
     if kind == "missing":
         return ConfigError("a required key is missing", field=field, remedy=f"add '{field}: …'")
@@ -142,7 +155,10 @@ def _explain(error: ValidationError, raw: dict[str, Any], model: type[BaseModel]
         return ConfigError(cause.problem, field=at, value=cause.value, remedy=cause.remedy)
     message = problem["msg"].removeprefix("Value error, ")
     value = None if isinstance(problem["input"], dict | BaseModel) else problem["input"]
-    return ConfigError(message, field=field or "config", value=value)
+    limit = _section_at(model, path[:-1]).model_fields.get(path[-1]) if kind.startswith("greater_than") else None
+    optional = limit is not None and type(None) in typing.get_args(limit.annotation)
+    remedy = "give null for none, or for the default" if optional else ""
+    return ConfigError(message, field=field or "config", value=value, remedy=remedy)
 
 
 def _named(path: list[str], raw: Any) -> list[str]:
@@ -158,13 +174,13 @@ def _named(path: list[str], raw: Any) -> list[str]:
     return named
 
 
-def _fields_at(model: type[BaseModel], path: list[str]) -> list[str]:
-    """Return the field names of the section at a path of keys."""
+def _section_at(model: type[BaseModel], path: list[str]) -> type[BaseModel]:
+    """Return the section at a path of keys."""
     section: Any = model
     for part in path:
         if isinstance(section, type) and issubclass(section, BaseModel) and part in section.model_fields:
             section = _section_in(section.model_fields[part].annotation)
-    return list(section.model_fields)
+    return section
 
 
 def _section_in(annotation: Any) -> Any:

@@ -17,6 +17,7 @@ from rayrft.buffer.scores import scores
 from rayrft.buffer.validation import Limits
 from rayrft.config import RunConfig, dump_config
 from rayrft.config.explorer import ExplorerConfig
+from rayrft.config.load import plugin_copy
 from rayrft.config.serve import HttpConfig
 from rayrft.core.reward_checks import check_classifier, check_rewards
 from rayrft.data.demonstrations import demonstrate, from_file, from_tasks, held_out_name, hold_out
@@ -28,7 +29,7 @@ from rayrft.errors import ConfigError, DataError, ModelError
 from rayrft.experience import Experience, Task
 from rayrft.explorer.environments import environment_factory
 from rayrft.explorer.workflows import build_workflow
-from rayrft.files import sync
+from rayrft.files import atomic_file
 from rayrft.pipelines.answering import Engines
 from rayrft.pipelines.experiences import check_experiences
 from rayrft.pipelines.report import OperatorReport
@@ -251,12 +252,17 @@ def open_folder(config: RunConfig) -> None:
 
 
 def write_config(config: RunConfig) -> None:
-    """Write ``config.yaml`` atomically; `resume` reads it."""
-    draft = config.folder / ".config.yaml"
+    """Write ``config.yaml`` atomically, and copies of the plug-ins for `read_config` to find if they are moved."""
+    kept = config.folder / "plugins"
     try:
-        draft.write_text(dump_config(config))
-        sync(draft)
-        draft.rename(config.folder / "config.yaml")
+        with atomic_file(config.folder / "config.yaml") as draft:
+            draft.write_text(dump_config(config))
+        copies = {plugin_copy(kept, number, path): path.read_bytes() for number, path in enumerate(config.plugins)}
+        for path in {*kept.glob("*")} - copies.keys():
+            path.unlink()
+        for path, source in copies.items():
+            kept.mkdir(exist_ok=True)
+            path.write_bytes(source)
     except OSError as error:
         raise _unwritable(config.folder, error) from None
 

@@ -41,6 +41,16 @@ def test_the_config_of_a_run_is_one_of_a_bench_too() -> None:
         load_config(base(), {"mode": "bench"})
 
 
+@pytest.mark.parametrize(
+    ("given", "samples", "k"),
+    [({}, 8, (1, 4, 8)), ({"samples": 4}, 4, (1, 4)), ({"samples": 2}, 2, (1,)), ({"temperature": 0}, 1, (1,))],
+)
+def test_samples_and_k_follow_from_what_is_given(given: dict[str, Any], samples: int, k: tuple[int, ...]) -> None:
+    config = load_config(bench(**given)).bench
+    assert (config.samples, config.k) == (samples, k)
+    assert load_config(load_config(bench(**given))).bench == config
+
+
 def test_engines_of_a_bench_take_gpus_without_a_trainer() -> None:
     load_config(bench(), {"explorer.engine.gpus": 2, "explorer.engine.tensor_parallel": 2})
     with pytest.raises(ConfigError, check=about("explorer.engine.gpus", 1.0)):
@@ -50,9 +60,9 @@ def test_engines_of_a_bench_take_gpus_without_a_trainer() -> None:
 @pytest.mark.parametrize(
     ("override", "field", "value"),
     [
-        ({"bench.samples": 4}, "bench.k", [1, 4, 8]),
+        ({"bench.samples": 4, "bench.k": [1, 8]}, "bench.k", [1, 8]),
         ({"bench.k": [0, 1]}, "bench.k", [0, 1]),
-        ({"bench.temperature": 0}, "bench.samples", 8),
+        ({"bench.temperature": 0, "bench.samples": 8}, "bench.samples", 8),
         ({"bench.models": {"a/b": "x"}}, "bench.models.a/b", "a/b"),
         ({"bench.tasksets": {"held_out": SPELL}}, "bench.tasksets.held_out", "held_out"),
         ({"bench.tasksets": {}}, "bench.tasksets", None),

@@ -180,6 +180,25 @@ def test_a_rule_across_sections_names_the_key_and_its_value(override: dict[str, 
         load_config(base(), override)
 
 
+@pytest.mark.parametrize(
+    ("key", "optional"),
+    [
+        ("stages.mix.evaluate_every", True),
+        ("stages.mix.update.reference_refresh", True),
+        ("checkpoint.every", True),
+        ("tasks.epochs", True),
+        ("explorer.group_deadline_s", True),
+        ("stages.mix.steps", False),
+    ],
+)
+def test_a_limit_that_may_be_left_out_says_how_where_it_is_too_small(key: str, optional: bool) -> None:
+    with pytest.raises(ConfigError, check=about(key, 0)) as error:
+        load_config(base(), {key: 0})
+    assert ("null" in str(error.value)) is optional
+    if optional:
+        load_config(base(), {key: None})
+
+
 def test_a_missing_file_is_named() -> None:
     with pytest.raises(ConfigError, check=about("config", "/nowhere.yaml")):
         load_config("/nowhere.yaml")

@@ -12,6 +12,7 @@ import torch
 from rayrft.algorithms import Denominators, Group, policy_losses
 from rayrft.config import load_config
 from rayrft.config.load import dump_config
+from rayrft.core.preflight import open_folder, write_config
 from rayrft.errors import ConfigError
 from rayrft.registry import Registry, load_plugins
 from tests.algorithms.flat import LOG2, leaf, make_batch, output
@@ -45,6 +46,30 @@ def test_the_example_runs_as_it_says() -> None:
     assert parts.loss.item() == pytest.approx(-torch.tanh(torch.tensor(4.0)).item() / 8)
     assert config.plugins == [EXAMPLE], "absolute, for actors have another working directory"
     assert str(EXAMPLE) in dump_config(config)
+
+
+def test_a_run_keeps_copies_of_its_plugins_which_are_found_where_these_are_gone(tmp_path: Path) -> None:
+    source = (
+        "from rayrft.algorithms import TokenLoss, policy_losses\n"
+        "@policy_losses.register('a_test_piece')\n"
+        "def loss(tokens):\n    return TokenLoss(-tokens.advantages)\n"
+    )
+    cache = tmp_path / "cache" / "piece.py"
+    cache.parent.mkdir()
+    cache.write_text(source)
+    config = load_config(run_with(EXAMPLE, cache, policy_loss="a_test_piece"), {"storage": str(tmp_path / "runs")})
+    open_folder(config)
+    assert load_config(config.folder / "config.yaml").plugins == [EXAMPLE, cache], "they are where they were"
+    cache.write_text(source + "# mended\n")
+    write_config(config)
+    cache.unlink()
+    policy_losses._functions._pieces.pop("a_test_piece")  # as in a later process
+    moved = config.folder.rename(tmp_path / "elsewhere")
+    found = load_config(moved / "config.yaml", {"storage": str(tmp_path), "name": "elsewhere"})
+    [copy] = moved.glob("plugins/1-*")
+    assert found.plugins == [EXAMPLE, copy] and copy.read_text().endswith("# mended\n")
+    write_config(found)
+    assert load_config(moved / "config.yaml").plugins == [EXAMPLE, copy]
 
 
 def test_coefficients_of_ones_own_pieces_are_checked_like_any_other() -> None:
