@@ -348,6 +348,7 @@ def _setting(
     from functools import partial
 
     from rayrft.config import load_config
+    from rayrft.config.model import TemplateConfig
     from rayrft.core.cluster import connect
     from rayrft.core.pipeline_models import pipeline_engines, task_engines
     from rayrft.pipelines import Context
@@ -357,12 +358,14 @@ def _setting(
     reward, models, plugins, seed = pipeline.reward, dict(pipeline.models), list(pipeline.plugins), 0
     evaluation: tuple[Task, ...] = ()
     model: str | None = None
+    template: TemplateConfig | None = None
     tasks: dict[str, Task] = {}
     if config is not None:
         run = load_config(config, {"pipelines.decontaminate": False})
         connect()
         processed = load_processed(run, task_engines(run))
         splits, evaluation, model = processed.splits, processed.evaluation, run.model.path
+        template = run.model.template
         demonstrated = chain.from_iterable(splits.demonstrated.values())
         tasks = {task.id: task for task in chain(splits.train, splits.evaluation, demonstrated)}
         reward, models, seed = reward or run.scoring, {**run.auxiliary, **models}, run.seed
@@ -377,7 +380,7 @@ def _setting(
         answer_s=pipeline.answer_s,
         journal=_journal(out),
     )
-    context = Context(evaluation, model, {*models, *pipeline.endpoints}, scores=reward is not None)
+    context = Context(evaluation, model, {*models, *pipeline.endpoints}, scores=reward is not None, template=template)
     return context, answers, None if config is None else tasks
 
 

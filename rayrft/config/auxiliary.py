@@ -9,6 +9,7 @@ from pydantic import Field, field_validator
 
 from rayrft.config.base import Section
 from rayrft.config.explorer import EngineConfig
+from rayrft.config.model import TemplateConfig
 
 
 class AuxiliaryConfig(Section):
@@ -16,6 +17,7 @@ class AuxiliaryConfig(Section):
 
     model: str
     """A Hugging Face folder or hub id; it has a tokenizer of its own."""
+    template: TemplateConfig = TemplateConfig()
     engine: EngineConfig = EngineConfig(count=1)
     dtype: Literal["float32", "bfloat16"] = "float32"
     max_length: int = Field(512, ge=8)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from rayrft.config.base import Section, invalid
 
@@ -33,12 +34,29 @@ class TinyModelConfig(Section):
         return self
 
 
+class TemplateConfig(Section):
+    """How conversations become text, in training, evaluation and at the endpoint. Exported models have it, too."""
+
+    file: Path | None = None
+    """A Jinja chat template instead of the tokenizer's."""
+    options: dict[str, JsonValue] = Field(default_factory=dict)
+    """Values of variables of the chat template, such as ``enable_thinking: false``."""
+
+    @field_validator("file")
+    @classmethod
+    def _there(cls, file: Path | None) -> Path | None:
+        if file is not None and not file.expanduser().is_file():
+            raise invalid("", "there is no such file", value=str(file), remedy="give the path of a Jinja template")
+        return file and file.expanduser().absolute()
+
+
 class ModelConfig(Section):
     """Either a Hugging Face folder or hub id (``path``) or a generated ``tiny`` model; neither where a bench names its
     models."""
 
     path: str | None = None
     tiny: TinyModelConfig | None = None
+    template: TemplateConfig = TemplateConfig()
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the engines and of the trainer's compute; the trainer's master weights are float32."""
     max_length: int = Field(512, ge=8)

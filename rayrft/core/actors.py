@@ -319,6 +319,7 @@ async def start_actors(
         config.explorer.sampling.temperature,
         config.plugins,
         config.seed,
+        config.model.template,
     )
     warning, *_ = await asyncio.gather(actors.trainer.call(Trainer.start, config.folder, setup), *others)
     return warning

@@ -20,6 +20,7 @@ from rayrft.config import RunConfig, load_config
 from rayrft.config.stage import CheckpointConfig
 from rayrft.core.actors import Actors
 from rayrft.core.summary import StageDone
+from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ConfigError, RunNotFound, StorageError, nearest
 from rayrft.files import replace_folder, sync
 from rayrft.trainer.commands import Checkpoint, Restore, Save
@@ -342,6 +343,7 @@ def export(run_folder: Path, to: Path, step: int | None = None, *, merged: bool 
     if to.exists() and any(to.iterdir()):
         raise ConfigError("the folder is not empty", field="to", value=str(to), remedy="give a new folder")
     model = str(run_folder / "model") if config.model.tiny is not None else str(config.model.path)
+    tokenizer = ChatTokenizer(model, template=config.model.template)
     base = (lora is not None and read_base(checkpoints.at(wanted))) or model
     policy = load_policy(base)
     if lora is not None:
@@ -349,11 +351,11 @@ def export(run_folder: Path, to: Path, step: int | None = None, *, merged: bool 
     if stage.algorithm.build().trains_reward_model:
         classifier = RewardClassifier(policy, padding_of(model))
         load_weights(checkpoints.at(wanted), classifier)
-        classifier.write(classifier.state_dict(), model, to)
+        classifier.write(classifier.state_dict(), tokenizer, to)
         return wanted
     load_weights(checkpoints.at(wanted), policy)
     if merged:
-        write_hf(policy, policy.model.state_dict(), model, to)
+        write_hf(policy, policy.model.state_dict(), tokenizer, to)
     else:
-        write_adapter(policy, base, model, to)
+        write_adapter(policy, base, tokenizer, to)
     return wanted

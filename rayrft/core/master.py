@@ -248,7 +248,7 @@ class Master:
 
     async def _open_endpoint(self, actors: Actors, prepared: Prepared) -> str | None:
         """Open the endpoint, if the run has one; return its URL."""
-        config = self._config
+        config, model = self._config, self._config.model
         if config.endpoint is None:
             return None
         from rayrft.serve import deployment
@@ -259,7 +259,7 @@ class Master:
             actor_name(config.name, "serve"),
             config.name,
             prepared.model,
-            EndpointSettings(config.endpoint, served, config.model.max_length, sampling, prepared.key_digests),
+            EndpointSettings(config.endpoint, served, model.max_length, sampling, prepared.key_digests, model.template),
             EndpointActors(NAMESPACE, names[0], names[1] if actors.keeper is not None else None),
         )
 

@@ -39,7 +39,7 @@ def pipeline_engines(
             yield {}
             return
         for name, each in wanted.items():
-            ChatTokenizer(each.model, f"{name}.model")  # raises if there is none, before anything starts
+            ChatTokenizer(each.model, f"{name}.model", each.template)  # raises if there is none, before anything starts
         connect()
         parts = [*(auxiliary_part(name, each) for name, each in wanted.items()), engine_pool_part(len(wanted))]
         say(show_plan(run, parts))

@@ -153,7 +153,7 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False, engines: E
         if config.buffer.name is None:
             _check_log(config)
     model = _model(config, splits)
-    tokenizer = ChatTokenizer(model)
+    tokenizer = ChatTokenizer(model, template=config.model.template)
     for number, stage in enumerate(config.stages):
         if stage.teacher is not None:
             check_teacher(stage.teacher, f"stages.{number}.teacher", model, tokenizer)
@@ -368,7 +368,7 @@ def check_auxiliary(config: RunConfig) -> None:
     """Raise ModelError unless every auxiliary model is there, with its tokenizer."""
     for name, auxiliary in config.auxiliary.items():
         field = f"auxiliary.{name}.model"
-        ChatTokenizer(find_model(auxiliary.model, field), field)
+        ChatTokenizer(find_model(auxiliary.model, field), field, auxiliary.template)
 
 
 def check_workflows(config: ExplorerConfig, tasks: Iterable[Task], auxiliary: Collection[str] = ()) -> None:

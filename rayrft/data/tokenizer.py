@@ -7,13 +7,14 @@ import json
 import pickle
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+from rayrft.config.model import TemplateConfig
 from rayrft.data.images import ImageReader, insert_images
-from rayrft.data.reasoning import opened_reasoning
+from rayrft.data.reasoning import REASONING_MARKS, opened_reasoning, split_reasoning
 from rayrft.errors import DataError, ModelError
 
 _ANSWER = "[the answer that was sampled]"
@@ -25,22 +26,21 @@ Tools = tuple[dict[str, Any], ...]
 INCOMPLETE = "\ufffd"
 """What a decoder writes for the bytes of a character that are not all there."""
 
-_CALL_MARKS = ("<tool_call>", "</tool_call>")
-
 
 class ChatTokenizer:
     """A Hugging Face tokenizer for chat conversations.
 
     Without a chat template a conversation is the concatenation of its messages, ended by a newline, or by EOS after the
-    assistant. Raises ModelError, which names the config's ``field``, if the tokenizer is missing or has no EOS token.
+    assistant; it begins with BOS if the tokenizer adds one. Raises ModelError, which names the config's ``field``, if
+    the tokenizer is missing or has no EOS token.
     """
 
-    def __init__(self, path: str | Path, field: str = "model.path") -> None:
+    def __init__(self, path: str | Path, field: str = "model.path", template: TemplateConfig | None = None) -> None:
         from transformers import AutoTokenizer
 
-        self._path = str(path)
+        self._path, self._key = str(path), f"{field.rpartition('.')[0]}.template"
         try:
-            self.hf = AutoTokenizer.from_pretrained(str(path))
+            self.hf: Any = AutoTokenizer.from_pretrained(str(path))
         except (OSError, ValueError) as error:
             raise ModelError(
                 f"no tokenizer can be loaded: {str(error).splitlines()[0]}",
@@ -55,7 +55,34 @@ class ChatTokenizer:
                 value=str(path),
                 remedy="set tokenizer.eos_token and save the tokenizer again",
             )
-        self.eos_id: int = self.hf.eos_token_id
+        if template is not None and template.file is not None:
+            self.hf.chat_template = template.file.read_text(encoding="utf-8")
+        for name, value in template.options.items() if template is not None else ():
+            if not self.has_option(name):
+                where, remedy = f"{self._key}.options.{name}", "see the template's own, or give another template"
+                raise ModelError("the chat template has no such variable", field=where, value=value, remedy=remedy)
+            # A default, so that the template has it wherever it is saved to, and requests may have their own.
+            self.hf.chat_template = f"{{%- set {name} = {name} | default({value!r}) %}}{self._template}"
+
+    @cached_property
+    def end_id(self) -> int:
+        """The token that ends an answer: the one that the chat template writes after it, else EOS."""
+        for token in self.tokens(self._probed()[2].lstrip())[:1]:
+            if token in self.hf.added_tokens_decoder:
+                return token
+        return int(self.hf.eos_token_id)
+
+    @cached_property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The tokens that an answer stops at: its end, EOS, and those of the model's ``generation_config``."""
+        from transformers import GenerationConfig
+
+        try:
+            more = GenerationConfig.from_pretrained(self._path).eos_token_id
+        except OSError:  # it has none
+            more = None
+        ids = [self.end_id, self.hf.eos_token_id, *(more if isinstance(more, list) else [more])]
+        return tuple(dict.fromkeys(token for token in ids if token is not None))
 
     @cached_property
     def digest(self) -> str:
@@ -73,12 +100,24 @@ class ChatTokenizer:
         """Whether the chat template shows tools, and so has messages of role ``tool``."""
         return re.search(r"\btools\b", self._template) is not None
 
-    def prompt(self, messages: list[dict[str, str]], images: tuple[str, ...] = (), tools: Tools = ()) -> list[int]:
+    def has_option(self, name: str) -> bool:
+        """Whether the chat template has a variable of that name that is not set by what it is to show."""
+        taken = {"messages", "tools", "documents", "add_generation_prompt", *self.hf.special_tokens_map}
+        return name.isidentifier() and name not in taken and bool(re.search(rf"\b{name}\b", self._template))
+
+    def prompt(
+        self,
+        messages: list[dict[str, str]],
+        images: tuple[str, ...] = (),
+        tools: Tools = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Return token ids up to the start of the assistant's turn, with all placeholder tokens of the images.
+        ``options`` are values of the chat template's variables, before those of the config.
 
         Raises DataError if the chat template rejects the messages, ModelError if the model takes no images.
         """
-        shown = pickle.dumps((self._with_images(messages, images), tools))
+        shown = pickle.dumps((self._with_images(messages, images), tools, options))
         ids = list(_encode_prompt(self, shown, self._template))
         return _repeat(ids, self.images.repeats(ids, images)) if images else ids
 
@@ -88,11 +127,12 @@ class ChatTokenizer:
         observed: list[dict[str, str]],
         images: tuple[str, ...] = (),
         tools: Tools = (),
+        options: Mapping[str, Any] | None = None,
         *,
         closed: bool,
     ) -> list[int]:
         """Token ids that follow the last turn of ``messages``, which is the assistant's: what the chat template closes
-        it with (but its EOS, where the turn is ``closed`` by that), ``observed``, and the beginning of the next turn.
+        it with (but its end, where the turn is ``closed`` already), ``observed``, and the beginning of the next turn.
 
         Appended to the sequence as it was sampled, they leave every token before them as it is, also where the template
         would write earlier turns differently now. Raises DataError where it refuses the messages or does not keep the
@@ -102,48 +142,57 @@ class ChatTokenizer:
         while any(answer in message["content"] for message in observed):
             answer = f"[{answer}]"
         shown = [*messages[:-1], {"role": "assistant", "content": answer}, *self._with_images(observed, images)]
-        text, _ = self._render(shown, tools, add_generation_prompt=True)
+        text, _ = self._render(shown, tools, options, add_generation_prompt=True)
         _, mark, rest = text.rpartition(answer)
         if not mark:
             raise DataError("the chat template leaves the assistant's turn out once another message follows")
-        before, eos, after = rest.partition(self.hf.eos_token)
-        if closed and eos and not before.strip():
+        before, end, after = rest.partition(self._mark(self.end_id))
+        if closed and end and not before.strip():
             rest = after
-        ids = self._encode(rest)
+        ids = self.tokens(rest)
         return _repeat(ids, self.images.repeats(ids, images)) if images else ids
 
     def response(self, text: str) -> list[int]:
-        """Return the token ids of an answer, ended by EOS."""
-        return [*self._encode(text), self.eos_id]
+        """Return the token ids of an answer to a prompt, with the token that ends it."""
+        return [*self.tokens(self._continued(text)), self.end_id]
+
+    def _continued(self, answer: str) -> str:
+        """Return what follows a prompt that may have opened the answer's reasoning: it is closed if there is none."""
+        if not (opening := self.opening()):
+            return answer
+        if split_reasoning(answer)[0]:
+            return answer.removeprefix(opening).removeprefix(REASONING_MARKS[0])
+        _, mark, closing = self._probed()[1].rpartition(opening)
+        return (closing if mark else "\n</think>\n\n") + answer
 
     def chat(
         self, messages: list[dict[str, str]], images: tuple[str, ...] = (), tools: Tools = ()
     ) -> tuple[list[int], list[int]]:
         """Return token ids and action mask, of equal length, of a conversation that ends with the assistant.
 
-        The mask is 1 on every turn of the assistant, including the EOS that ends it. The chat template determines the
+        The mask is 1 on every turn of the assistant, including the token that ends it. The chat template determines the
         bounds of a turn: by its ``{% generation %}`` markers, else by the text it adds to the prompt for that turn. The
-        last turn ends the sequence, and gets an EOS if the template adds none.
+        last turn ends the sequence, and gets an end if the template adds none.
 
         Raises DataError if the template rejects the messages, or no single sequence contains all turns, and ModelError
         if the model takes no images.
         """
         converted = self._with_images(messages, images)
-        find = self._marked_turns if self._has_markers() else self._appended_turns
-        text, turns = find(converted, tools)
+        marked = re.search(r"\{%-?\s*generation\s*-?%\}", self._template)
+        text, turns = (self._marked_turns if marked else self._appended_turns)(converted, tools)
         ids: list[int] = []
         mask: list[int] = []
         done = 0
         for start, end in turns:
-            end = self._after_eos(text, start, end)
+            end = self._after_end(text, start, end)
             # A turn is tokenised separately from the prompt before it, as in a rollout.
             for piece, action in ((text[done:start], 0), (text[start:end], 1)):
-                tokens = self._encode(piece)
+                tokens = self.tokens(piece)
                 ids += tokens
                 mask += [action] * len(tokens)
             done = end
-        if ids[-1:] != [self.eos_id]:
-            ids.append(self.eos_id)
+        if ids[-1] not in self.stop_ids:
+            ids.append(self.end_id)
             mask.append(1)
         if images:
             repeats = self.images.repeats(ids, images)
@@ -163,7 +212,7 @@ class ChatTokenizer:
         if not self._template:
             raise self._no_template("a reward model needs")
         prompt = self.prompt(messages[:-1], images, tools)
-        ids = self._encode(self._render(self._with_images(messages, images), tools)[0])
+        ids = self.tokens(self._render(self._with_images(messages, images), tools)[0])
         if images:
             ids = _repeat(ids, self.images.repeats(ids, images))
         shared = next((at for at, (one, two) in enumerate(zip(prompt, ids, strict=False)) if one != two), len(prompt))
@@ -171,21 +220,17 @@ class ChatTokenizer:
         return ids, [0] * shared + [1] * (len(ids) - shared)
 
     def decode(self, token_ids: list[int]) -> str:
-        """Decode an answer without special tokens, but for those around calls of tools."""
+        """Decode an answer without padding and the template's marks of turns and of their ends."""
         kept = [token for token in token_ids if token not in self._silent]
         return str(self.hf.decode(kept, skip_special_tokens=False))
 
     def answer(self, token_ids: Sequence[int]) -> str:
         """Decode an answer to a chat prompt; it begins with the ``<think>`` that the prompt has opened, if any."""
-        return self.opening + self.decode(list(token_ids))
+        return self.opening() + self.decode(list(token_ids))
 
-    @cached_property
-    def opening(self) -> str:
-        """Text from ``<think>`` on with which the chat template begins an answer; empty if the model writes that."""
-        try:
-            return opened_reasoning(self._render([{"role": "user", "content": ""}], add_generation_prompt=True)[0])
-        except DataError:  # it asks for other messages
-            return ""
+    def opening(self, options: Mapping[str, Any] | None = None) -> str:
+        """Return the beginning of answers that the template writes, from ``<think>`` on; empty if the model does."""
+        return opened_reasoning(self._probed(options, add_generation_prompt=True)[-1])
 
     def tokens_at(self, token_ids: Sequence[int], text: str, ends: Sequence[int]) -> list[int]:
         """Return for each character offset of ``ends``, which increase, the index of the token with which the answer's
@@ -228,7 +273,7 @@ class ChatTokenizer:
 
     def defuse(self, text: str) -> str:
         """Return a text from outside, in which what would become a special token is broken up by a blank."""
-        return self._control.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text) if self._control else text
+        return self._control.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
 
     @cached_property
     def _special(self) -> dict[int, str]:
@@ -236,19 +281,44 @@ class ChatTokenizer:
 
     @cached_property
     def _silent(self) -> frozenset[int]:
-        return frozenset(index for index, text in self._special.items() if text not in _CALL_MARKS)
+        """Tokens that are not part of an answer's text."""
+        between = self.tokens("".join(self._probed(add_generation_prompt=True)[1:]))
+        marks = {token for token in between if self._special.get(token) not in (None, *REASONING_MARKS)}
+        return frozenset({*marks, *self.stop_ids, self.hf.pad_token_id, self.hf.bos_token_id} - {None})
 
     @cached_property
-    def _control(self) -> re.Pattern[str] | None:
-        texts = [re.escape(text) for text in self._special.values()]
-        return re.compile("|".join(texts)) if texts else None
+    def _control(self) -> re.Pattern[str]:
+        texts = {*self._special.values(), *map(self._mark, self.stop_ids)}
+        return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))))
 
     @property
     def _template(self) -> str:
         return self.hf.get_chat_template() if self.hf.chat_template else ""
 
-    def _encode(self, text: str) -> list[int]:
-        return list(self.hf.encode(text, add_special_tokens=False))
+    def tokens(self, text: str, *, begins: bool = False) -> list[int]:
+        """Return the token ids of a text as it stands. One that ``begins`` a sequence gets the BOS that the tokenizer
+        adds, unless it has it."""
+        bos = self._bos if begins and not text.startswith(self._bos) else ""
+        return list(self.hf.encode(bos + text, add_special_tokens=False))
+
+    @cached_property
+    def _bos(self) -> str:
+        """The BOS that the tokenizer adds before a text, if it does."""
+        bos = self.hf.bos_token_id
+        return str(self.hf.bos_token) if bos is not None and bos in self.hf.encode("")[:1] else ""
+
+    def _mark(self, token: int) -> str:
+        return str(self.hf.convert_ids_to_tokens(token))
+
+    def _probed(self, options: Mapping[str, Any] | None = None, **settings: bool) -> list[str]:
+        """Return what the template writes before, between and after a question and its answer; with
+        ``add_generation_prompt``, and another question. All are empty if it does not take such messages."""
+        messages = [{"role": role, "content": _ANSWER} for role in ("user", "assistant", "user")][: 2 + len(settings)]
+        try:
+            parts = self._render(messages, (), options, **settings)[0].split(_ANSWER)
+        except DataError:
+            parts = []
+        return parts if len(parts) == len(messages) + 1 else [""] * 4
 
     def _with_images(self, messages: list[dict[str, str]], images: tuple[str, ...]) -> list[dict[str, Any]]:
         """Return the messages with their images, in the form of chat templates."""
@@ -265,18 +335,29 @@ class ChatTokenizer:
         )
 
     def _render(
-        self, messages: list[dict[str, Any]], tools: Tools = (), **options: bool
+        self,
+        messages: list[dict[str, Any]],
+        tools: Tools = (),
+        options: Mapping[str, Any] | None = None,
+        **settings: bool,
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Render the messages as text; also return the spans between the template's markers, if requested."""
+        """Render the messages as text; also return the spans between the template's markers, if requested.
+
+        Raises DataError if the template rejects the messages, and ModelError if it is not Jinja.
+        """
         if tools and not self.takes_tools:
             raise DataError(
                 "the chat template shows no tools",
                 remedy="describe them in the system message, or give the tokenizer a template that does",
             )
+        for name in options or ():
+            if not self.has_option(name):
+                raise DataError("the chat template has no such variable", field=f"chat_template_kwargs.{name}")
         if not self._template:
             ends = {"assistant": self.hf.eos_token}
-            return "".join(message["content"] + ends.get(message["role"], "\n") for message in messages), []
-        from jinja2 import TemplateError
+            text = "".join(message["content"] + ends.get(message["role"], "\n") for message in messages)
+            return self._bos + text, []
+        from jinja2 import TemplateError, TemplateSyntaxError
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -284,15 +365,16 @@ class ChatTokenizer:
                 [messages],
                 list(tools) or None,
                 chat_template=self._template,
-                **options,
-                **self.hf.special_tokens_map,
+                **settings,
+                **{**self.hf.special_tokens_map, **(options or {})},
             )
-        except TemplateError as error:
-            raise DataError(f"the chat template rejects the messages: {error}") from None
+        except TemplateSyntaxError as error:
+            problem = f"line {error.lineno} of the chat template is not Jinja: {error.message}"
+            raise ModelError(problem, field=f"{self._key}.file", remedy="correct the template") from None
+        except Exception as error:  # a template may do anything with what it finds in messages
+            kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
+            raise DataError(f"the chat template rejects the messages: {kind}{error}") from None
         return texts[0], marked[0] if marked else []
-
-    def _has_markers(self) -> bool:
-        return re.search(r"\{%-?\s*generation\s*-?%\}", self._template) is not None
 
     def _marked_turns(self, messages: list[dict[str, Any]], tools: Tools) -> tuple[str, list[tuple[int, int]]]:
         """Return the conversation as text, and the spans between the template's markers."""
@@ -309,6 +391,8 @@ class ChatTokenizer:
                 continue
             prompt, _ = self._render(messages[:index], tools, add_generation_prompt=True)
             extended, _ = self._render(messages[: index + 1], tools)
+            if message is messages[-1] and not extended.startswith(prompt):  # as in a rollout
+                extended = prompt + self._continued(message["content"]) + self._mark(self.end_id)
             if not prompt.startswith(text) or not extended.startswith(prompt):
                 raise DataError(
                     f"message {index + 1} does not continue what the chat template writes before it (some templates "
@@ -319,21 +403,22 @@ class ChatTokenizer:
             text = extended
         return text, turns
 
-    def _after_eos(self, text: str, start: int, end: int) -> int:
-        """Return the end of a turn: right after its EOS, which templates put before other text or after the marker."""
-        eos = self.hf.eos_token
-        at = text.rfind(eos, start, end + len(eos))
-        return end if at < 0 else at + len(eos)
+    def _after_end(self, text: str, start: int, end: int) -> int:
+        """Return the end of a turn: right after its last stop token, which templates put before other text or after the
+        marker."""
+        marks = [self._mark(token) for token in self.stop_ids]
+        ends = [at + len(mark) for mark in marks if (at := text.rfind(mark, start, end + len(mark))) >= 0]
+        return max(ends, default=end)
 
 
 @lru_cache(maxsize=64)
 def _encode_prompt(tokenizer: ChatTokenizer, shown: bytes, template: str) -> tuple[int, ...]:
-    """Return token ids of pickled messages and tools up to the start of the assistant's turn, without those of images.
+    """Return token ids of pickled messages, tools and options up to the start of the assistant's turn, but for images.
 
     All repeats of a group have one prompt. ``template`` is only part of the cache's key. The cache is no attribute of
     the tokenizer, which travels between processes.
     """
-    return tuple(tokenizer._encode(tokenizer._render(*pickle.loads(shown), add_generation_prompt=True)[0]))
+    return tuple(tokenizer.tokens(tokenizer._render(*pickle.loads(shown), add_generation_prompt=True)[0]))
 
 
 def _repeat(values: list[int], times: list[int]) -> list[int]:

@@ -82,7 +82,9 @@ class BenchWorker:
         models = auxiliary_models(config.auxiliary, auxiliary)
         self._rewards = RewardPool(config.scoring, config.plugins, scoring, models)
         engines = EngineClient(engine_pool, Waits("bench"))
-        runner = Runner(config, ChatTokenizer(model), engines, self._rewards.score, models)
+        runner = Runner(
+            config, ChatTokenizer(model, template=config.model.template), engines, self._rewards.score, models
+        )
         self._evaluator = Evaluator(config, runner.beside(engines, config.bench.max_tokens))
         self._answered = 0
         self._changed = asyncio.Condition()

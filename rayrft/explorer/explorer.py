@@ -123,7 +123,7 @@ class Explorer:
         """Number of tasks that were added to the task set, and are known here."""
         self._name, self._calls = f"explorer-{uuid.uuid4().hex}", 0
         self._held_out = held_out
-        tokenizer, share = ChatTokenizer(model), 1 / config.explorer.count
+        tokenizer, share = ChatTokenizer(model, template=config.model.template), 1 / config.explorer.count
         engines = EngineClient(engine_pool, self._waits, share)
         models = auxiliary_models(config.auxiliary, auxiliary or {}, self._waits, share)
         self._rewards = RewardPool(config.scoring, config.plugins, scoring, models)

@@ -144,7 +144,7 @@ class Runner:
         """
         seed = derive_seed(self._config.seed, name) if self._config.seeds_requests else None
         sampling = self._config.explorer.sampling
-        common = Sampling(temperature, sampling.max_tokens, (self._tokenizer.eos_id,), seed, sampling.repetition)
+        common = Sampling(temperature, sampling.max_tokens, self._tokenizer.stop_ids, seed, sampling.repetition)
         calls = GroupCalls(self._engines, n, common, parking)
         group = GroupDeadline(self._config.explorer.group_deadline_s)
         attempts = [asyncio.create_task(self._scored(task, repeat, calls, group, name)) for repeat in range(n)]

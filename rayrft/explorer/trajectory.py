@@ -175,7 +175,7 @@ class Trajectory:
         """
         messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
         paths = self._model.keep(images)
-        closed = self._ids[-1] == self._model.tokenizer.eos_id
+        closed = self._ids[-1] in self._model.tokenizer.stop_ids
         self._ids += self._model.tokenizer.observation(self.messages, messages, paths, self._tools, closed=closed)
         self.messages += messages
         self.images += paths
@@ -214,7 +214,7 @@ class Trajectory:
         found, said, tokenizer = dict[str, float](), self.transcript.answers, self._model.tokenizer
         for turn, group in groupby(steps, key=lambda step: step.turn):
             (start, completion), of_turn = self._actions[turn], list(group)
-            opening = tokenizer.opening if said[turn] == tokenizer.answer(completion.token_ids) else ""
+            opening = tokenizer.opening() if said[turn] == tokenizer.answer(completion.token_ids) else ""
             ends = [max(0, step.end - len(opening)) for step in of_turn]
             places = tokenizer.tokens_at(completion.token_ids, said[turn].removeprefix(opening), ends)
             for place, step in zip(places, of_turn, strict=True):

@@ -91,7 +91,7 @@ def experience_chain(config: RunConfig, model: str | None) -> GroupChain:
         EXPERIENCES,
         "pipelines.experiences",
         "experiences",
-        Context((), model, [*config.auxiliary, *pipelines.endpoints], scores=True),
+        Context((), model, [*config.auxiliary, *pipelines.endpoints], scores=True, template=config.model.template),
         tuple(config.plugins),
         "experience_id",
         _SAMPLED,

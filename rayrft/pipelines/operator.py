@@ -16,6 +16,7 @@ import pyarrow as pa
 from pydantic import ValidationError, create_model
 
 from rayrft.config.base import Section
+from rayrft.config.model import TemplateConfig
 from rayrft.config.pipelines import OperatorConfig
 from rayrft.data.tables import is_json
 from rayrft.errors import ConfigError, nearest
@@ -37,13 +38,14 @@ class NoOptions(Section):
 @dataclass(frozen=True)
 class Context:
     """What operators may need besides their options: the tasks of the evaluation sets, the path of the run's model, of
-    which they use the tokenizer and embeddings, the names of models that they may ask, and whether there is a reward to
-    check answers by (`rayrft.pipelines.asking`)."""
+    which they use embeddings and the tokenizer with the run's ``template``, the names of models that they may ask, and
+    whether there is a reward to check answers by (`rayrft.pipelines.asking`)."""
 
     evaluation: Sequence[Task] = ()
     tokenizer: str | None = None
     models: Collection[str] = ()
     scores: bool = False
+    template: TemplateConfig | None = None
 
 
 @dataclass(frozen=True)

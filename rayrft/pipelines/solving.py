@@ -165,7 +165,7 @@ class _Finding(SolvingOperator[F]):
     @cached_property
     def _tokenizer(self) -> ChatTokenizer:
         assert self.context.tokenizer is not None  # checked
-        return ChatTokenizer(self.context.tokenizer)
+        return ChatTokenizer(self.context.tokenizer, template=self.context.template)
 
     def made(self, rows: pa.RecordBatch, found: Sequence[tuple[int, Subject, Attempt]]) -> pa.RecordBatch:
         """Return expert rows: each of the row with an index, with an answer to its task. No hint is in them."""

@@ -209,7 +209,12 @@ def invoke(
     """Call a reward, whatever its kind."""
     if hasattr(reward, "score"):
         return cast("RewardModel", reward).score(task, transcript)
-    return reward(task, transcript.response)
+    found, reasoned = reward(task, transcript.response), len(transcript.turns[-1]["content"]) - len(transcript.response)
+    if reasoned and isinstance(found, RewardResult):  # it has counted from the end of the last answer's reasoning
+        last = len(transcript.answers) - 1
+        moved = (replace(step, end=step.end + reasoned * (step.turn == last)) for step in found.steps)
+        return replace(found, steps=tuple(moved))
+    return found
 
 
 def score_inline(reward: Reward, task: Task, transcript: Transcript) -> RewardResult:

@@ -24,8 +24,8 @@ def exact() -> Reward:
 @inline
 @dataclass(frozen=True)
 class TaggedFormat:
-    """1 if the last answer, with its reasoning, is one block ``<tag>…</tag>`` for each of the tags, in their order, none
-    empty, and only white space beside them; else 0. Component ``tags``: the share of tags that open and close once.
+    """1 if the last answer, with its reasoning, is one block ``<tag>…</tag>`` for each of the tags, in their order,
+    none empty, and only white space beside them; else 0. Component ``tags``: the share of tags that stand there once.
 
     The format reward of DeepSeek-R1 (arXiv:2501.12948, sec. 2.2.2); best as a part whose role is ``shape``.
     """

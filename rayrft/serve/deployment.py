@@ -61,7 +61,7 @@ class EndpointReplica:
         responder = Responder(
             EngineClient(pool, Waits("endpoint"), 1 / settings.config.replicas),
             _Keeper(handle(actors.keeper)) if actors.keeper else None,
-            ChatTokenizer(model),
+            ChatTokenizer(model, template=settings.template),
             settings,
         )
         self._endpoint = Endpoint(responder, request_counter(app_name))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 from typing import Annotated, Any, Literal, TypeVar
@@ -12,39 +11,23 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from rayrft.explorer.tools.parsing import CallForm, as_response
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "length_penalty": (1,),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "logit_bias": ({},),
-    "top_logprobs": (0,),
-    "prompt_logprobs": (0,),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens"), (0,)),
+    **dict.fromkeys(("top_logprobs", "prompt_logprobs"), (0,)),
+    **dict.fromkeys(("repetition_penalty", "length_penalty", "best_of"), (1,)),
+    **dict.fromkeys(("use_beam_search", "background", "ignore_eos", "continue_final_message", "echo"), (False,)),
+    **dict.fromkeys(("add_generation_prompt", "skip_special_tokens"), (True,)),
+    **dict.fromkeys(("tool_choice", "function_call"), ("auto", "none")),
+    **dict.fromkeys(("functions", "stop_token_ids"), ([],)),
+    **dict.fromkeys(("logit_bias", "reasoning"), ({},)),
     "response_format": ({"type": "text"},),
-    "tool_choice": ("auto", "none"),
-    "function_call": ("auto", "none"),
-    "functions": ([],),
     "modalities": (["text"],),
-    "use_beam_search": (False,),
-    "previous_response_id": (),
-    "conversation": (),
-    "prompt": (),
-    "background": (False,),
-    "ignore_eos": (False,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "echo": (False,),
     "suffix": ("",),
-    "best_of": (1,),
-    "stop_token_ids": ([],),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
+    "truncation": ("disabled",),
 }
-"""Parameters that would change an answer and are not supported, with the values that change nothing."""
+"""Parameters that would change an answer and are not supported, with the values that change nothing. Others that are
+not known are refused, too."""
+_NO_MATTER = {"store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls", "cache_salt"}
+"""Parameters that change nothing here, whatever their value."""
 
 
 class ApiError(Exception):
@@ -107,7 +90,7 @@ class Sampled(_Body):
     @model_validator(mode="after")
     def _supported(self) -> Sampled:
         for key, value in (self.model_extra or {}).items():
-            if key in _NEUTRAL and value not in _NEUTRAL[key]:
+            if key not in _NO_MATTER and value not in _NEUTRAL.get(key, ()):
                 raise _unsupported(key, "is not supported")
         if any(not stop for stop in self.stops):
             raise _unsupported("stop", "has an empty text")
@@ -132,6 +115,7 @@ class ChatRequest(Sampled):
 
     messages: list[ChatMessage] = Field(min_length=1)
     tools: list[dict[str, Any]] = Field(default_factory=list)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     max_completion_tokens: Limit | None = None
     logprobs: bool = False
 
@@ -217,6 +201,11 @@ class ChatMessage(_Body):
     def _calls(self) -> ChatMessage:
         if not all(_has_name(call) for call in self.tool_calls):
             raise _unsupported("tool_calls", "has an entry that is no call of a function with a name")
+        if not all(isinstance(_arguments(call), dict) for call in self.tool_calls):
+            raise _unsupported("tool_calls.arguments", "is not a JSON object")
+        for key, value in (self.model_extra or {}).items():
+            if value and key not in ("annotations", "cache_control"):
+                raise _unsupported(key, "is not supported")
         return self
 
     @property
@@ -311,7 +300,8 @@ def parse(model: type[Body], body: bytes) -> Body:
         code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
         param, problem = _name(first["loc"]), first["msg"].removeprefix("Value error, ")
         if isinstance(cause, _Unsupported):
-            code, (param, problem) = "unsupported_parameter", cause.args
+            code, (inner, problem) = "unsupported_parameter", cause.args
+            param = inner if param in ("", inner) else f"{param}.{inner}"
         where = param or None
         raise ApiError(400, f"{where or 'The body'}: {problem}.", code=code, param=where) from None
 
@@ -366,13 +356,17 @@ def _nested(tool: Any) -> Any:
 
 
 def _plain_call(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a call with its arguments as an object, if they are one, so that equal ones are equal."""
-    function = call["function"]
-    arguments = function.get("arguments", "{}")
-    if isinstance(arguments, str):
-        with contextlib.suppress(ValueError, RecursionError):  # it was sampled so
-            arguments = json.loads(arguments)
-    return {"id": call.get("id"), "function": {"name": function["name"], "arguments": arguments}}
+    """Return a call with its arguments as an object, so that equal ones are equal."""
+    return {"id": call.get("id"), "function": {"name": call["function"]["name"], "arguments": _arguments(call)}}
+
+
+def _arguments(call: dict[str, Any]) -> Any:
+    """Return the arguments of a call; None if they are a text that is not JSON."""
+    given = call["function"].get("arguments") or "{}"
+    try:
+        return json.loads(given) if isinstance(given, str) else given
+    except (ValueError, RecursionError):
+        return None
 
 
 def _has_name(entry: dict[str, Any]) -> bool:

@@ -67,8 +67,9 @@ class Responder:
         """Check a request, and begin its call in its session."""
         sampling, trained = self._sampling(body)
         if isinstance(body, ChatRequest):
-            plain: list[dict[str, Any]] = [{"tools": list(body.shown_tools)}, *(each.plain() for each in body.messages)]
-            conversation: Conversation = canonical(plain)
+            options = body.chat_template_kwargs
+            head: dict[str, Any] = {"tools": list(body.shown_tools), **({"options": options} if options else {})}
+            conversation: Conversation = canonical([head, *(each.plain() for each in body.messages)])
             turns = tuple(each.for_display() for each in body.messages)
         else:
             assert isinstance(body, CompletionRequest)
@@ -143,7 +144,7 @@ class Responder:
     def _sampling(self, body: Sampled) -> tuple[Sampling, bool]:
         """Return how to sample, and whether that is as the run trains."""
         rules = self.settings.sampling
-        run = Sampling(rules.temperature, rules.max_tokens, (self._tokenizer.eos_id,), body.seed, rules.repetition)
+        run = Sampling(rules.temperature, rules.max_tokens, self._tokenizer.stop_ids, body.seed, rules.repetition)
         asked = replace(
             run,
             temperature=run.temperature if body.temperature is None else body.temperature,
@@ -169,19 +170,23 @@ class Responder:
         known = prefix.length if prefix is not None else 0
         if isinstance(body, ChatRequest):
             tools, form, bare = body.shown_tools, self._config.tool_calls, not tokenizer.takes_tools
+            options = body.chat_template_kwargs
             messages = [each.for_bare_template(form) if bare else each.for_template() for each in body.messages]
+            for each, message in zip(body.messages, messages, strict=True):
+                if each.role == "tool":
+                    message["content"] = tokenizer.defuse(message["content"])
             # The first entry of the conversation stands for the tools.
             old, new = (messages[: known - 1], messages[known - 1 :]) if prefix is not None else (messages, [])
             if tools and bare:
                 old, tools = instructed(old, tools, form), ()
             if prefix is None:
-                return tokenizer.prompt(old, (), tools), ask.turns
-            closed = prefix.token_ids[-1] == tokenizer.eos_id
-            observed = tokenizer.observation(old, new, (), tools, closed=closed)
+                return tokenizer.prompt(old, (), tools, options), ask.turns
+            closed = prefix.token_ids[-1] in tokenizer.stop_ids
+            observed = tokenizer.observation(old, new, (), tools, options, closed=closed)
             return [*prefix.token_ids, *observed], ask.turns[known - 1 :]
         rest: Any = ask.conversation[known:]
         text = rest if isinstance(rest, str) else tokenizer.decode(list(rest))
-        ids = tokenizer.hf.encode(rest, add_special_tokens=prefix is None) if isinstance(rest, str) else rest
+        ids = tokenizer.tokens(rest, begins=prefix is None) if isinstance(rest, str) else rest
         return [*(prefix.token_ids if prefix is not None else ()), *ids], ({"role": "user", "content": text},)
 
     async def _answers(self, ask: Ask, show: Callable[[Piece], None] | None) -> list[Answer]:
@@ -237,7 +242,7 @@ class Responder:
         return Answer(completion, whole, found, replace(tail, text=found.content[shown:]))
 
     def _opening(self, ask: Ask) -> str:
-        return self._tokenizer.opening if isinstance(ask.body, ChatRequest) else ""
+        return self._tokenizer.opening(ask.body.chat_template_kwargs) if isinstance(ask.body, ChatRequest) else ""
 
     async def _record(self, ask: Ask, answers: list[Answer], engine: str | None) -> None:
         if self.sessions is None or ask.begun is None:

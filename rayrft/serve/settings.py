@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rayrft.config.explorer import SamplingConfig
+from rayrft.config.model import TemplateConfig
 from rayrft.config.serve import ServeConfig
 
 
@@ -18,6 +19,7 @@ class EndpointSettings:
     max_length: int
     sampling: SamplingConfig
     key_digests: tuple[str, ...] = ()
+    template: TemplateConfig | None = None
     any_model: bool = False
     """Whether requests may call the model what they will."""
 

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from rayrft.data.images import ImageReader, takes_images
+from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ModelError
 from rayrft.files import atomic_folder
 from rayrft.trainer.lora import checkpoint_name
@@ -100,7 +101,7 @@ def full_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
         yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def save_hf(policy: Policy, tokenizer_from: str, folder: Path, *, writer: bool) -> None:
+def save_hf(policy: Policy, tokenizer: ChatTokenizer, folder: Path, *, writer: bool) -> None:
     """Write a Hugging Face folder: weights (with an adapter merged), configuration, tokenizer.
 
     A collective; only the ``writer`` rank writes.
@@ -108,7 +109,7 @@ def save_hf(policy: Policy, tokenizer_from: str, folder: Path, *, writer: bool) 
     state = gathered(policy)
     if not writer:
         return
-    write_hf(policy, {name.removeprefix("model."): tensor for name, tensor in state.items()}, tokenizer_from, folder)
+    write_hf(policy, {name.removeprefix("model."): tensor for name, tensor in state.items()}, tokenizer, folder)
 
 
 def gathered(model: nn.Module) -> dict[str, Tensor]:
@@ -118,7 +119,7 @@ def gathered(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def write_hf(policy: Policy, state: dict[str, Tensor], tokenizer_from: str, folder: Path) -> None:
+def write_hf(policy: Policy, state: dict[str, Tensor], tokenizer: ChatTokenizer, folder: Path) -> None:
     """Write a Hugging Face folder from gathered parameters. An adapter is merged into the frozen weights as read from
     their files, because the model's may be rounded to the compute dtype."""
     # Keep one of two tied weights: gathered from shards they are separate tensors, and both would be written.
@@ -128,7 +129,7 @@ def write_hf(policy: Policy, state: dict[str, Tensor], tokenizer_from: str, fold
     if policy.lora is not None:
         exact = exact_weights(policy.lora)
         weights = policy.lora.merged({name: exact.get(name, tensor) for name, tensor in weights.items()})
-    write_folder(policy.model, weights, tokenizer_from, folder, policy.images)
+    write_folder(policy.model, weights, tokenizer, folder, policy.images)
 
 
 def exact_weights(lora: Lora, *, decoder: bool = False) -> dict[str, Tensor]:
@@ -139,17 +140,19 @@ def exact_weights(lora: Lora, *, decoder: bool = False) -> dict[str, Tensor]:
 
 
 def write_folder(
-    model: Any, weights: dict[str, Tensor], tokenizer_from: str, folder: Path, images: ImageReader | None = None
+    model: Any, weights: dict[str, Tensor], tokenizer: ChatTokenizer, folder: Path, images: ImageReader | None = None
 ) -> None:
     """Write a Hugging Face folder of a model with these weights, by the names in its files."""
     with atomic_folder(folder) as temporary:
+        if getattr(model, "generation_config", None) is not None:
+            model.generation_config.eos_token_id = list(tokenizer.stop_ids)
         model.save_pretrained(temporary, state_dict=weights)
-        _save_tokenizer(tokenizer_from, temporary)
         if images is not None:
             images.processor.save_pretrained(temporary)
+        tokenizer.hf.save_pretrained(temporary)  # with the chat template that was trained with
 
 
-def write_adapter(policy: Policy, base: str, tokenizer_from: str, folder: Path) -> None:
+def write_adapter(policy: Policy, base: str, tokenizer: ChatTokenizer, folder: Path) -> None:
     """Write the adapter of an unsharded model as a peft folder, to be applied to the model ``base``."""
     from safetensors.torch import save_file
 
@@ -160,7 +163,7 @@ def write_adapter(policy: Policy, base: str, tokenizer_from: str, folder: Path) 
     with atomic_folder(folder) as temporary:
         settings.save_pretrained(str(temporary))
         save_file(factors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
-        _save_tokenizer(tokenizer_from, temporary)
+        tokenizer.hf.save_pretrained(temporary)
 
 
 def load_hf(policy: Policy, folder: str) -> None:
@@ -174,9 +177,3 @@ def load_hf(policy: Policy, folder: str) -> None:
         state = {name: state[checkpoint_name(name)] for name in policy.state_dict() if ".lora_" not in name}
         state |= {f"model.{name}": factor for name, factor in policy.lora.initial_factors().items()}
     set_model_state_dict(policy, state, options=StateDictOptions(full_state_dict=True))
-
-
-def _save_tokenizer(tokenizer_from: str, folder: Path) -> None:
-    from transformers import AutoTokenizer
-
-    AutoTokenizer.from_pretrained(tokenizer_from).save_pretrained(folder)

@@ -14,6 +14,7 @@ from rayrft.algorithms import Algorithm
 from rayrft.buffer.leases import BatchShare, BlockRows, Lease
 from rayrft.buffer.log.row_log import Ref
 from rayrft.config.stage import StageConfig
+from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.handle import fetch
 from rayrft.registry import load_plugins
 from rayrft.trainer.batches import TrainRow, fetch_mini_batches, fetch_rows
@@ -139,10 +140,11 @@ class Rank:
         """Execute `Save`."""
         import ray.train
 
+        tokenizer = ChatTokenizer(self._setup.model, template=self._setup.template)
         if self.learner.reward_model is not None:
-            self.learner.reward_model.save(self._setup.model, folder, writer=self._index == 0)
+            self.learner.reward_model.save(tokenizer, folder, writer=self._index == 0)
         else:
-            save_hf(self.learner.policy, self._setup.model, folder, writer=self._index == 0)
+            save_hf(self.learner.policy, tokenizer, folder, writer=self._index == 0)
         checkpoint = ray.train.Checkpoint.from_directory(str(folder)) if self._index == 0 else None
         ray.train.report(
             {},

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ModelError
 from rayrft.trainer.batches import MicroBatch
 from rayrft.trainer.lora import checkpoint_name
@@ -54,19 +55,19 @@ class RewardClassifier(ScalarHead):
         for name, parameter in self.model.named_parameters():
             parameter.copy_(theirs[name])
 
-    def save(self, tokenizer_from: str, folder: Path, *, writer: bool) -> None:
+    def save(self, tokenizer: ChatTokenizer, folder: Path, *, writer: bool) -> None:
         """Write a Hugging Face folder, as `save_hf` does for a policy."""
         state = gathered(self)
         if writer:
-            self.write(state, tokenizer_from, folder)
+            self.write(state, tokenizer, folder)
 
-    def write(self, state: dict[str, Tensor], tokenizer_from: str, folder: Path) -> None:
+    def write(self, state: dict[str, Tensor], tokenizer: ChatTokenizer, folder: Path) -> None:
         """Write a Hugging Face folder from gathered parameters. An adapter is merged, as `write_hf` does."""
         weights = self._renamed(state)
         if self.lora is not None:
             exact = self._renamed({f"model.{name}": w for name, w in exact_weights(self.lora, decoder=True).items()})
             weights = self.lora.merged({name: exact.get(name, tensor) for name, tensor in weights.items()})
-        write_folder(self._classifier[0], weights, tokenizer_from, folder)
+        write_folder(self._classifier[0], weights, tokenizer, folder)
 
     def _renamed(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return this module's parameters by their names in the classifier's files."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rayrft.buffer.leases import Lease
+from rayrft.config.model import TemplateConfig
 from rayrft.config.trainer import TrainerConfig
 from rayrft.errors import ActorDied, RayrftError, StorageError
 from rayrft.handle import Handle
@@ -31,6 +32,7 @@ class RankSetup:
     temperature: float
     plugins: list[Path]
     seed: int = 0
+    template: TemplateConfig | None = None
 
 
 class Trainer:

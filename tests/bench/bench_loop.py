@@ -101,7 +101,7 @@ class Sides:
         prompts = [tokenizer.prompt(task.messages) for task in self._prepared.tasks[self._taken : self._taken + count]]
         self._taken += count
         waiting = iter(prompts)
-        asked = Sampling(sampling.temperature, sampling.max_tokens, (tokenizer.eos_id,))
+        asked = Sampling(sampling.temperature, sampling.max_tokens, tokenizer.stop_ids)
 
         async def loop() -> None:
             for prompt in waiting:

@@ -57,7 +57,7 @@ def test_the_mask_holds_every_turn_of_the_assistant_and_nothing_else(
     assert spoken(tokenizer, ids, mask, 1) == "".join(f"{answer}<|eos|>" for answer in contents[1::2])
     questions = "\n".join(f"<|user|>{question}<|assistant|>" for question in contents[::2])
     assert spoken(tokenizer, ids, mask, 0) == questions
-    assert ids[-1] == tokenizer.eos_id, "what the template puts behind the last turn is no part of the row"
+    assert ids[-1] == tokenizer.end_id, "what the template puts behind the last turn is no part of the row"
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED, None], ids=["plain", "marked", "none"])

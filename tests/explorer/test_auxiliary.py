@@ -102,7 +102,7 @@ async def test_a_call_is_sampled_as_the_config_says_unless_it_says_otherwise(
     (_, told, _), (_, default, _) = judge.asked
     assert (told.sampling.max_tokens, told.sampling.temperature) == (3, 0.0)
     assert (default.sampling.max_tokens, default.sampling.temperature) == (7, 0.5)
-    assert told.sampling.stop_token_ids == (tokenizer.eos_id,)
+    assert told.sampling.stop_token_ids == tokenizer.stop_ids
 
 
 async def test_an_attempt_keeps_its_engine_and_every_call_has_a_seed_of_its_own(

@@ -85,7 +85,7 @@ async def test_a_stream_brings_the_answer_in_parts_and_may_be_interrupted(engine
 
 
 def test_an_answer_ends_with_its_stop_token_or_at_the_limit(engine: EngineUnderTest) -> None:
-    eos = ChatTokenizer(engine.folder).eos_id
+    eos = ChatTokenizer(engine.folder).end_id
     completions = generate(engine, n=32, max_tokens=40, temperature=1.0, stop=(eos,))
     assert {c.stop_reason for c in completions} <= {"stop", "length"}
     for completion in completions:
@@ -99,7 +99,7 @@ def test_an_answer_follows_a_json_schema(engine: EngineUnderTest, tiny_model: Pa
     tokenizer = ChatTokenizer(str(tiny_model))
     properties = {"grade": {"type": "integer", "enum": [3, 12]}}
     schema = {"type": "object", "properties": properties, "required": ["grade"], "additionalProperties": False}
-    asked = replace(sampling(max_tokens=60, stop=(tokenizer.eos_id,)), json_schema=json.dumps(schema))
+    asked = replace(sampling(max_tokens=60, stop=tokenizer.stop_ids), json_schema=json.dumps(schema))
     answers = ray.get(engine.actor.generate.remote(Request(PROMPT, 3, asked)))
     found = [json.loads(tokenizer.decode(list(each.token_ids))) for each in answers]
     assert all(each in ({"grade": 3}, {"grade": 12}) for each in found), found

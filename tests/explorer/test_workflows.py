@@ -31,7 +31,7 @@ class Speaker:
 
     async def generate(self, request: Request, sessions: Sequence[Session] = ()) -> list[Completion]:
         self.asked.append(str(self.tokenizer.hf.decode(request.prompt)))
-        ids = tuple(self.tokenizer.response(self.says(self.asked[-1])))
+        ids = (*self.tokenizer.tokens(self.says(self.asked[-1])), self.tokenizer.end_id)
         return [Completion(ids, (-1.0,) * len(ids), ((0, len(ids), 0),), "stop")] * request.n
 
 

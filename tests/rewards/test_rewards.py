@@ -230,6 +230,10 @@ def test_rewards_of_steps_are_added_where_they_end() -> None:
 
 
 async def test_steps_that_end_in_order_inside_their_answers_are_kept_as_plain_numbers() -> None:
+    told = await scored(lambda task, response: RewardResult(1.0, steps=(StepReward(0, 1, 1.0),)), "<think></think>ab")
+    assert told.steps == (StepReward(0, len("<think></think>a"), 1.0),), (
+        "a function counts in the answer that it is given"
+    )
     steps = (StepReward(0, 0, 1), StepReward(0, np.int64(2), np.float32(0.5)))  # type: ignore[arg-type]
     found = await scored(lambda task, response: RewardResult(1.0, steps=steps), "ab")
     assert found.steps == (StepReward(0, 0, 1.0), StepReward(0, 2, 0.5))

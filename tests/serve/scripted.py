@@ -60,7 +60,7 @@ class Policy:
 
     async def _answer(self, request: Request, session: Session, told: Told | None) -> Completion:
         text = self.say(self.tokenizer.hf.decode(request.prompt))
-        ids = [*self.tokenizer.hf.encode(text, add_special_tokens=False), self.tokenizer.eos_id]
+        ids = [*self.tokenizer.hf.encode(text, add_special_tokens=False), self.tokenizer.end_id]
         reason = "stop" if len(ids) <= request.sampling.max_tokens else "length"
         ids = ids[: request.sampling.max_tokens]
         interrupted = False

@@ -119,6 +119,23 @@ async def test_a_text_continues_what_was_sampled_only_with_its_stop_string(tiny_
         assert len(group.rows) == (1 if keeps else 2)
 
 
+async def test_options_of_the_template_are_the_requests_own_and_a_session_goes_by_them(tiny_model: Path) -> None:
+    shown = "{% if quiet is defined and quiet %}!{% endif %}"
+    async with serve(tiny_model, lambda prompt: "5</think>6") as served:
+        template = served.policy.tokenizer.hf.chat_template
+        served.policy.tokenizer.hf.chat_template = shown + template + "{% if not quiet %}<think>{% endif %}"
+        chats = [*USER, {"role": "assistant", "content": "<think>5</think>6"}, {"role": "user", "content": "more"}]
+        texts = []
+        for messages, quiet in [(USER, False), (chats, False), (chats, True)]:
+            body = {"model": MODEL, "user": "s", "messages": messages, "chat_template_kwargs": {"quiet": quiet}}
+            answer = (await served.http.post("/v1/chat/completions", json=body)).json()
+            texts.append(answer["choices"][0]["message"]["content"])
+        assert texts == ["<think>5</think>6", "<think>5</think>6", "5</think>6"]
+        prompts = [served.policy.tokenizer.hf.decode(request.prompt) for request in served.policy.requests]
+        assert prompts[0] == "<|user|>hi<|assistant|><think>" and prompts[1].startswith(prompts[0] + "5</think>6")
+        assert prompts[2] == "!<|user|>hi<|assistant|><think>5</think>6<|eos|><|user|>more<|assistant|>"
+
+
 async def test_a_second_reward_is_refused_once(tiny_model: Path) -> None:
     async with serve(tiny_model) as served:
         answer = await served.client.chat.completions.create(**CHAT)
@@ -203,7 +220,45 @@ CHAT: dict[str, Any] = {"model": MODEL, "messages": USER}
             {**CHAT, "messages": [{"role": "assistant", "tool_calls": [{"function": "x"}]}]},
             400,
             "unsupported_parameter",
-            "tool_calls",
+            "messages.0.tool_calls",
+        ),
+        *(
+            (
+                "chat/completions",
+                {**CHAT, "messages": [*USER, {"role": "assistant", "tool_calls": [{"function": function}]}]},
+                400,
+                "unsupported_parameter",
+                "messages.1.tool_calls.arguments",
+            )
+            for function in ({"name": "f", "arguments": "[1]"}, {"name": "f", "arguments": "oops"})
+        ),
+        (
+            "chat/completions",
+            {**CHAT, "messages": [{**USER[0], "reasoning_content": "hm"}]},
+            400,
+            "unsupported_parameter",
+            "messages.0.reasoning_content",
+        ),
+        *(
+            ("chat/completions", {**CHAT, "chat_template_kwargs": {name: []}}, 400, "invalid_value", param)
+            for name, param in [
+                ("enable_thinking", "chat_template_kwargs.enable_thinking"),
+                ("messages", "chat_template_kwargs.messages"),
+            ]
+        ),
+        *(
+            ("chat/completions", {**CHAT, **more}, 400, "unsupported_parameter", param)
+            for more, param in [
+                ({"chat_template": "{{ messages }}"}, "chat_template"),
+                ({"reasoning_effort": "low"}, "reasoning_effort"),
+            ]
+        ),
+        (
+            "completions",
+            {"model": MODEL, "prompt": "hi", "chat_template_kwargs": {}},
+            400,
+            "unsupported_parameter",
+            "chat_template_kwargs",
         ),
         (
             "chat/completions",

@@ -21,6 +21,7 @@ import torch
 
 from rayrft.algorithms import Group, build
 from rayrft.config.trainer import OptimizerConfig
+from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.experience import Task
 from rayrft.rewards import Transcript
 from rayrft.rewards.models import ScalarModel
@@ -101,7 +102,7 @@ class Tastes(Pupil):
         for _ in range(steps):
             some = self.chance.choice(len(sides), 32, replace=False)
             learner.step([[side for place in some for side in sides[place]]])
-        scorer.save(str(self.folder), folder, writer=True)
+        scorer.save(ChatTokenizer(self.folder), folder, writer=True)
         parts, over = learner.gradient(self.pairs(self.exam * 5, noise=False))
         return float(parts.pair_accuracy / over.pairs)
 
@@ -126,7 +127,7 @@ class Tastes(Pupil):
         scorer.copy_decoder(self.policy)
         with torch.no_grad():
             scorer.head.weight.normal_(std=0.1, generator=torch.Generator().manual_seed(self.seed))
-        scorer.save(str(self.folder), folder, writer=True)
+        scorer.save(ChatTokenizer(self.folder), folder, writer=True)
         return self.scores_of(folder)
 
     def by_grpo(self, reward: Score, steps: int, *, every: int = 5, groups: int = 12, size: int = 8) -> Curve:

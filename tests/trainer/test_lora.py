@@ -17,6 +17,7 @@ from rayrft.algorithms import build
 from rayrft.config import dump_config, load_config
 from rayrft.config.trainer import LoraConfig, OptimizerConfig
 from rayrft.core.checkpoints import Checkpoints, Progress, export
+from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ConfigError
 from rayrft.trainer.batches import TrainRow
 from rayrft.trainer.dcp import Checkpointer
@@ -147,7 +148,7 @@ def test_number_of_ranks_changes_nothing(tmp_path: Path) -> None:
 def _save_and_begin_anew(model: str, folder: Path) -> Any:
     mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
     policy = shard(move(adapt(load_policy(model), torch.float32, model)), mesh, torch.float32)
-    save_hf(policy, model, folder, writer=dist.get_rank() == 0)
+    save_hf(policy, ChatTokenizer(model), folder, writer=dist.get_rank() == 0)
     dist.barrier()
     moved = logprobs(policy)
     load_hf(policy, str(folder))
@@ -177,7 +178,7 @@ def test_frozen_weights_that_are_held_rounded_are_written_as_they_are(tiny_model
     model = str(tiny_model)
     for compute in (torch.bfloat16, torch.float32):
         policy = move(adapt(load_policy(model), compute, model))
-        save_hf(policy, model, tmp_path / str(compute), writer=True)
+        save_hf(policy, ChatTokenizer(model), tmp_path / str(compute), writer=True)
     rounded, exact = (whole(load_policy(str(tmp_path / str(compute)))) for compute in (torch.bfloat16, torch.float32))
     assert all(torch.equal(weight, rounded[name]) for name, weight in exact.items())
     assert not torch.equal(exact[QUERY], exact[QUERY].bfloat16().float()), "the test tells nothing"

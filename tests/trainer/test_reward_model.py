@@ -214,7 +214,7 @@ def encoded(folder: Path, chat: list[dict[str, str]]) -> Experience:
 def with_template(model: Path, folder: Path, case: str) -> Path:
     """A copy of the model whose tokenizer has another template or padding token."""
     policy = load_policy(str(model))
-    save_hf(policy, str(model), folder, writer=True)
+    save_hf(policy, ChatTokenizer(model), folder, writer=True)
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
     if case == "ends with a newline":
         tokenizer.chat_template = (
@@ -244,7 +244,7 @@ def test_what_is_trained_is_the_classifier_that_is_written_and_the_reward_that_s
         for parameter in scorer.parameters():
             if parameter.requires_grad:
                 parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)) * 0.4)
-    scorer.save(str(model), tmp_path / "rm", writer=True)
+    scorer.save(ChatTokenizer(model), tmp_path / "rm", writer=True)
 
     rows = [encoded(model, CHAT), encoded(model, CHAT[:2])]
     blank = [np.zeros(len(row.token_ids), np.float32) for row in rows]

@@ -37,7 +37,7 @@ def auxiliary_models(
         name: AuxiliaryModel(
             name,
             configs[name],
-            ChatTokenizer(configs[name].model),
+            ChatTokenizer(configs[name].model, template=configs[name].template),
             EngineClient(pool, waits or Waits("auxiliary"), share).generate,
         )
         for name, pool in pools.items()
@@ -97,7 +97,7 @@ class AuxiliaryModel:
         sampling = Sampling(
             self._config.temperature if temperature is None else temperature,
             min(max_tokens or self._config.max_tokens, room),
-            (self._tokenizer.eos_id,),
+            self._tokenizer.stop_ids,
             None if self._seed is None else (self._seed + self._calls) & 0x7FFFFFFF,
             json_schema=json.dumps(json_schema) if json_schema else "",
         )

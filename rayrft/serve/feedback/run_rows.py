@@ -84,8 +84,9 @@ class RunRows(Rows):
         row = self._read().find(judgement.rows[0]).experience
         with self._lock:
             if self._tokenizer is None:
-                tiny = self._config.model.tiny is not None
-                self._tokenizer = ChatTokenizer(self._folder / "model" if tiny else str(self._config.model.path))
+                model = self._config.model
+                path = self._folder / "model" if model.tiny is not None else str(model.path)
+                self._tokenizer = ChatTokenizer(path, template=model.template)
         made = edited_row(row, judgement, self._name, self._tokenizer.response(judgement.edit))
         with self._calling() as buffer:
             load_dataset(buffer, [made], self._name, extend=True)
