@@ -234,4 +234,5 @@ class MonitorConfig(Section):
     """Seconds without progress after which a wait ends the run: no group became ready for a step, no rank answered, and
     so on. An attempt at a task, ``explorer.deadline_s``, may take less."""
     patience_s: float = Field(30.0, gt=0)
-    """Seconds without progress of an engine, a rank or another awaited part after which a note names it."""
+    """Seconds without progress of an engine, a rank or another awaited part after which a note names it; while it
+    is started, four times that."""

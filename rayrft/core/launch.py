@@ -28,6 +28,7 @@ from rayrft.core.run import ANSWER_S, Run
 from rayrft.core.summary import RunStatus, read_summary, remove_summary, status_at_end, summarise_from_folder
 from rayrft.errors import ClusterError, ConfigError, PlacementError, RunNotFound, nearest
 from rayrft.handle import Handle, fetch
+from rayrft.monitor.records import read_records
 from rayrft.pipelines.report import summary
 
 
@@ -98,6 +99,8 @@ def _start(checked: RunConfig, progress: Progress | None, say: Callable[[str], N
     try:
         placement.reserve(["master"])  # reserves the name, too: starting another run of this name now fails
         began = progress or Progress(uuid.uuid4().hex)
+        # The Master keeps as many: see `Recorder`.
+        earlier = began.records if checked.trains or not progress else len(read_records(checked.folder))
         prepared = prepare(checked, began.run_id, resumed=progress is not None, engines=task_engines(checked, say))
         for line in summary(prepared.task_reports):
             say(f"tasks: {line}")
@@ -112,7 +115,7 @@ def _start(checked: RunConfig, progress: Progress | None, say: Callable[[str], N
     except BaseException:
         placement.remove()
         raise
-    return Run(checked.name, checked.folder, master, outcome)
+    return Run(checked.name, checked.folder, master, outcome, earlier)
 
 
 def attach(name: str) -> Run:
@@ -153,10 +156,10 @@ def find_status(run: str) -> RunStatus:
 
 
 def _check_name(name: str) -> None:
-    if name in running():
-        raise PlacementError(
-            "a run of this name is running",
-            field="name",
-            value=name,
-            remedy=f"choose another name (name=…), or end it with: rayrft stop {name}",
-        )
+    for state, names, remedy in (
+        ("running", running(), f"end it with: rayrft stop {name}"),
+        ("starting", starting(), "wait until it has ended"),
+    ):
+        if name in names:
+            problem, remedy = f"a run of this name is {state}", f"choose another name (name=…), or {remedy}"
+            raise PlacementError(problem, field="name", value=name, remedy=remedy)

@@ -149,6 +149,7 @@ class Master:
             self._silence = Silence(
                 self._waits, self._actors.signs_of_life(), self._note, monitor.patience_s, monitor.stall_s
             )
+            self._silence.starting = True
             watches = {**self._actors.watches(), "silence": self._silence.watch()}
             await supervise(self._run(self._actors, self._loop, prepared), watches)
         except Stopped:
@@ -206,6 +207,8 @@ class Master:
         if isinstance(loop, TrainLoop):
             await loop.restore()
         self._status = "running"
+        if self._silence is not None:
+            self._silence.starting = False
         report = await loop.admit(actors.engines)
         probe = (
             f"; engine log-probs equal the trainer's to {report.probe_gap:.1e}"

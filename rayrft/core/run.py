@@ -188,8 +188,15 @@ class Run(RunData):
     """A running or ended run."""
 
     def __init__(
-        self, name: str, folder: Path, master: Handle[Master], outcome: Awaitable[Summary] | None = None
+        self,
+        name: str,
+        folder: Path,
+        master: Handle[Master],
+        outcome: Awaitable[Summary] | None = None,
+        earlier: int = 0,
     ) -> None:
+        """``earlier`` is the number of records of the attempts before this one."""
+        self._earlier = earlier
         self.name = name
         self.folder = folder
         self._master = master
@@ -205,12 +212,12 @@ class Run(RunData):
         except ray.exceptions.RayActorError:
             return status_at_end(self._end(), self.folder)
 
-    def records(self) -> Iterator[Record]:
-        """Iterate over all records, waiting for new ones until the run ends. Raises ActorDied if the Master died and
-        the run neither finished nor was stopped."""
+    def records(self, first: int = 0) -> Iterator[Record]:
+        """Iterate over the records from number ``first``, waiting for new ones until the run ends. Raises ActorDied if
+        the Master died and the run neither finished nor was stopped."""
         import ray
 
-        count = 0
+        count = first
         while True:
             try:
                 new = fetch_when_reachable(partial(self._master.call, Master.records, count))
@@ -226,9 +233,10 @@ class Run(RunData):
             yield from new
 
     def watch(self, say: Callable[[str], None] = print) -> None:
-        """Print a line per record until the run ends; for steps without rollouts at most two lines a second."""
+        """Print a line per record until the run ends, without those before it was resumed by this process; for steps
+        without rollouts at most two lines a second."""
         last = 0.0
-        for record in self.records():
+        for record in self.records(self._earlier):
             quick = isinstance(record, StepRecord) and not record.usual_rows
             if not quick or time.monotonic() - last >= 0.5:
                 last = time.monotonic() if quick else last

@@ -14,6 +14,8 @@ from rayrft.waits import Wait, WaitReport, Waits
 
 _LOOKS = 3
 """Polls per ``patience_s``, besides those at which a wait is due."""
+_LOADING = 4
+"""Multiple of ``patience_s`` after which a wait for an actor that is being started is noted."""
 
 
 class Silence:
@@ -42,6 +44,8 @@ class Silence:
         self._next_note: dict[tuple[str, str], float] = {}
         self.overdue: list[str] = []
         """Overdue waits, one line per wait."""
+        self.starting = False
+        """Whether the actors load libraries and models, in which they do not answer: notes come later."""
 
     async def watch(self) -> None:
         """Note overdue waits. Raises Stalled at a wait without progress for ``stall_s``, and StorageError if a note
@@ -101,7 +105,8 @@ class Silence:
                 return None
 
     def _due(self, wait: Wait) -> float:
-        return self._next_note.get(_key(wait), self._patience)
+        first = self._patience * (_LOADING if self.starting else 1)
+        return self._next_note.get(_key(wait), first)
 
 
 def quiet_waits(own: Iterable[WaitReport], parts: Mapping[str, WaitReport]) -> list[Wait]:

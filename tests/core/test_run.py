@@ -133,13 +133,24 @@ def test_a_process_that_stops_its_run_does_not_exit_before_the_run_has_ended(
     assert read_summary(run.folder).status == "failed"
 
 
-def test_a_run_is_starting_from_its_plan_to_its_master() -> None:
+def test_a_run_that_was_resumed_is_watched_from_there(run: Run) -> None:
+    lines: list[str] = []
+    resumed = Run(run.name, run.folder, run._master, earlier=2)
+    kill_master(run)
+    with pytest.raises(ActorDied):
+        resumed.watch(lines.append)
+    assert len(lines) == 1 and len(read_records(run.folder)) == 3
+
+
+def test_a_run_is_starting_from_its_plan_to_its_master(tmp_path: Path) -> None:
     group = placement_group([{"CPU": 0.01}], name="early:master")
     ray.get(group.ready())
     assert "early" in starting() and "early" not in running()
     with pytest.raises(RunNotFound, match="the run is starting"):
         attach("early")
     assert find_status("early").status == "starting"
+    with pytest.raises(PlacementError, match="is starting"):
+        start(small_config(tmp_path, "early"), say=lambda _: None)
     remove_placement_group(group)
     assert "early" not in starting()
 

@@ -65,6 +65,22 @@ async def test_an_actor_that_does_not_answer_is_named_again_when_the_time_has_do
         await asyncio.wait_for(watching, 60)
 
 
+async def test_an_actor_that_loads_is_named_later_than_one_that_has_been_up() -> None:
+    loading, notes, waits = Part(), Notes(), Waits("master")
+    loading.awake.clear()
+    silence = Silence(waits, {"engine-0": loading.waiting}, notes, 0.2, 60.0)
+    silence.starting = True
+    watching = asyncio.ensure_future(silence.watch())
+    assert await notes.come(1) == ["engine-0"]
+    assert notes.told[0][0]["quiet_s"] >= 0.8
+    silence.starting = False
+    with waits.on("trainer", "train"):
+        await notes.come(2)
+    named = {wait["target"]: wait["quiet_s"] for wait in notes.told[1]}
+    assert named.keys() == {"trainer"} or named["engine-0"] >= 1.6
+    watching.cancel()
+
+
 async def test_who_waits_is_named_behind_whom_it_waits_for() -> None:
     engine, notes = Part(), Notes()
     engine.awake.clear()
