@@ -13,12 +13,18 @@ tests are in the task's metadata:
   and tests. A program does not have it.
 * ``language``: ``python`` or ``cpp``, which only programs can be in; else the option's.
 
+``entry_point`` names a function, a class, or a method of class ``Solution``, as ``add`` or ``Solution().add``, each of
+whose calls has a new object.
+
 What is expected never enters the sandbox of the solution. Calls are sent there one by one, and a value comes back,
 which is compared outside; statements run in another sandbox, without the solution, where the function they call stands
 for it. So a solution can only gain by returning the right value for what it is asked. Values travel as plain data:
-None, numbers, strings, bytes, lists, tuples, sets and dictionaries, and what derives from them or is numpy's. A list is
-not a tuple, 1 is neither True nor 1.0. Arguments travel by value: tests cannot see that a function changed them. Tests
-that run what a function returned, by ``eval``, are at its mercy.
+None, numbers, strings, bytes, lists, tuples, sets and dictionaries, and what derives from them or is numpy's. Values
+that are ``expected`` come from JSON, where a tuple is a list, 1.0 is 1 and keys are strings; True is not 1. Arguments
+travel by value: tests cannot see that a function changed them. Other objects, such as functions and iterators, stay in
+the solution's sandbox, where statements can use their attributes, methods and items; they equal nothing, and where
+tests of a class compare them, or pass them on, the reward is unknown. Tests that run what a function returned, by
+``eval``, are at its mercy.
 """
 
 from __future__ import annotations
@@ -33,6 +39,7 @@ import time
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from textwrap import dedent
 from typing import Any, Literal
 
 from rayrft.errors import ConfigError, DataError, SandboxFailed
@@ -46,7 +53,7 @@ Language = Literal["python", "cpp"]
 
 _RUNNER = "runner.pyc"
 _FENCE = re.compile(
-    r"^[ \t]*+(`{3,}+|~{3,}+)[ \t]*+([\w+#.-]*+)[^\n]*+\n(.*?)(?:^[ \t]*+\1[ \t]*+$|\Z)", re.MULTILINE | re.DOTALL
+    r"^([ \t]*+)(`{3,}+|~{3,}+)[ \t]*+([\w+#.-]*+)[^\n]*+\n(.*?)(?:^[ \t]*+\2[ \t]*+$|\Z)", re.MULTILINE | re.DOTALL
 )
 _TAGS = {"python": {"python", "py", "python3"}, "cpp": {"cpp", "c++", "cc", "cxx"}}
 _BINARY_MIB = 32
@@ -73,9 +80,10 @@ class Verdict:
 class Code:
     """1 if the code passes all of the task's tests, else 0; with ``partial`` the share that it passes.
 
-    The code is the last fenced block of the response in its language, or without a language; without any fence, it is
-    the response. Components: ``passed``, the share of tests, of which none after the first failure is run unless
-    ``partial``; ``compiled``, 1 if it compiles and, where it is a function, its module can be loaded.
+    The code is the last fenced block of the response that defines the function, else the last one in its language, or
+    without a language; without any fence, it is the response. Components: ``passed``, the share of tests, of which none
+    after the first failure is run unless ``partial``; ``compiled``, 1 if it compiles and, where it is a function, its
+    module can be loaded.
 
     ``isolation`` and ``packages`` are those of `Sandbox`. ``tolerance``, relative or absolute, is for floats that are
     expected of a function, and for numbers but integers on stdout; text on stdout is compared line by line, without
@@ -105,7 +113,10 @@ class Code:
     def __call__(self, task: Task, response: str) -> RewardResult:
         language: Language = task.metadata.get("language", self._language)
         tests = tests_of(task)
-        verdict = self._judge(task, extract(response, language), tests, language, until_failure=not self._partial)
+        function = re.sub(r"^Solution(?:\(\))?\.", "", str(task.metadata.get("entry_point", "")))
+        verdict = self._judge(
+            task, extract(response, language, re.escape(function)), tests, language, until_failure=not self._partial
+        )
         share = sum(map(verdict.passed, range(len(tests)))) / len(tests)
         components = {"passed": share, "compiled": float(verdict.compiled)}
         reasons = [verdict.problem, *(why and f"test {number}: {why}" for number, why in enumerate(verdict.failures))]
@@ -127,11 +138,21 @@ def checked_tests(
     return kept
 
 
-def extract(response: str, language: Language) -> str:
-    """Return the last fenced block in this language or in none that is named, else the last block, else all."""
-    blocks = [(tag.lower(), text) for _, tag, text in _FENCE.findall(response)]
+def extract(response: str, language: Language, function: str = "") -> str:
+    """Return a fenced block: the last one that defines the function, else the last one in this language, in none that
+    is named, or in any; without any block all."""
+    blocks = list[tuple[str, str]]()
+    for indent, _, tag, text in _FENCE.findall(response := response.replace("\r\n", "\n")):
+        blocks.append((tag.lower(), re.sub(rf"^[ \t]{{1,{len(indent)}}}", "", text, flags=re.M) if indent else text))
     fitting = [text for tag, text in blocks if not tag or tag in _TAGS[language]]
-    return (fitting or [text for _, text in blocks] or [response])[-1]
+    if function and (defining := [text for text in fitting if re.search(_DEFINES.format(function), text, re.M)]):
+        own = dedent(defining[-1])  # unless it continues the prompt, where more than the function is indented
+        return own if re.search(rf"^(?:async def|def|class)\s+(?:{function}|Solution)\b", own, re.M) else defining[-1]
+    tagged = [text for tag, text in blocks if tag in _TAGS[language]]
+    return (tagged or fitting or [text for _, text in blocks] or [response])[-1]
+
+
+_DEFINES = r"^[ \t]*(?:(?:async\s+def|def|class)\s+{0}\b|{0}\s*=[^=])"
 
 
 def tests_of(task: Task) -> list[Any]:
@@ -289,7 +310,7 @@ class _Trial:
             for test in tests:
                 wanted = json.loads(_encoded(test["expected"]))
                 arguments = _encoded(tuple(test["args"])), _encoded(dict(test.get("kwargs", {})))
-                answer = solution.call(*(json.loads(each) for each in arguments))
+                answer = solution.call(None, "", *(json.loads(each) for each in arguments))
                 if "value" in answer:
                     same = same_value(wanted, answer["value"], self._tolerance)
                     yield None if same else f"it returned {literal(answer['value'])[:100]}"
@@ -307,9 +328,7 @@ class _Trial:
             for _ in tests:
                 while "call" in (said := self._heard(tester, solution)):
                     answer = solution.call(*said["call"])
-                    reply = {name: f"{each!r}" for name, each in answer.items() if name != "value"}
-                    if "value" in answer:
-                        reply["value"] = literal(answer["value"])
+                    reply = {name: literal(each) if name == "value" else repr(each) for name, each in answer.items()}
                     tester.send(("{" + ", ".join(f"{name!r}: {each}" for name, each in reply.items()) + "}\n").encode())
                 if "broken" in said:
                     raise DataError("the tests cannot be run", field="metadata.tests", value=said["broken"])
@@ -371,14 +390,17 @@ class _Solution:
             raise _NotLoaded(str(said.get("failed") or process.finish().describe())[:500])
         return process
 
-    def call(self, args: Any, kwargs: Any) -> dict[str, Any]:
-        """Return ``value`` (still encoded), ``raised`` (a name and a message) or ``wrong`` (why there is none)."""
+    def call(self, owner: int | None, name: str, args: Any, kwargs: Any) -> dict[str, Any]:
+        """Call the function, or an object that it returned, or look up the name in one if ``args`` are None.
+
+        Returns ``value`` (still encoded), ``object`` (its number and type), ``raised`` (a name and a message) or
+        ``wrong`` (why there is none)."""
         trial = self._trial
         process = self.process or self.load()
-        process.send(f"({literal(args)}, {literal(kwargs)})\n".encode())
+        process.send(f"({owner}, {name!r}, {literal(args)}, {literal(kwargs)})\n".encode())
         line = process.line(trial._left(trial._limits.wall_s))
         answer = _checked(line) if len(line or b"") <= _ANSWER_BYTES else {"wrong": "it returned more than 1 MiB"}
-        if answer.keys() & {"value", "raised", "wrong"}:
+        if answer.keys() & {"value", "object", "raised", "wrong"}:
             return answer
         self.process, outcome = None, process.finish()
         trial._left()
@@ -393,6 +415,9 @@ def _checked(line: bytes | None) -> dict[str, Any]:
             return {}
         if "value" in said:
             literal(said["value"])
+        elif "object" in said:
+            number, kind = said["object"]
+            return {"object": [int(number), str(kind)[:100]]}
         elif "raised" in said:
             name, message = map(str, said["raised"])
             return {"raised": [name[:100], message[:500]]}
@@ -404,6 +429,8 @@ def _checked(line: bytes | None) -> dict[str, Any]:
 
 
 def _describe(answer: Mapping[str, Any]) -> str:
+    if "object" in answer:
+        return f"it returned a {answer['object'][1]}"
     return answer["wrong"] if "wrong" in answer else ": ".join(answer["raised"])
 
 

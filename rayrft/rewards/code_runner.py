@@ -117,19 +117,38 @@ def solve() -> None:
     send('{"ready": true}')  # what follows may be the solution's word
     try:
         _run(orders["source"], names, "solution.py")
-        function = names[orders["name"]]
+        function = _function(orders["name"], names)
     except BaseException as error:
         send(f'{{"failed": {_quote(_said(error))}}}')
         return
     send('{"loaded": true}')
-    for args, kwargs in incoming:
+    kept: list[Any] = []
+    for number, name, args, kwargs in incoming:
         try:
-            answer = f'{{"value": {encode(function(*args, **kwargs))}}}'
-        except NotPlain as error:
-            answer = f'{{"wrong": {_quote(f"it returned {error}")}}}'
+            value = names[name] if number is None and name else function if number is None else kept[number]
+            if number is not None and name:
+                value = getattr(value, name)
+            if args is not None:
+                value = value(*args, **kwargs)
+            answer = f'{{"value": {encode(value)}}}'
+        except NotPlain:
+            kept.append(value)
+            answer = f'{{"object": [{len(kept) - 1}, {_quote(type(value).__name__)}]}}'
         except BaseException as error:
             answer = f'{{"raised": [{_quote(type(error).__name__)}, {_quote(str(error)[:500])}]}}'
         send(answer)
+
+
+def _function(name: str, names: dict[str, Any]) -> Callable[..., Any]:
+    """The function or class that is called: of that name in the solution, or a method of a new ``Solution`` for each
+    call."""
+    if name in names:
+        function: Callable[..., Any] = names[name]
+        return function
+    method = name.removeprefix("Solution").removeprefix("()").removeprefix(".")
+    if not hasattr(names.get("Solution"), method):
+        raise NameError(f"name {name!r} is not defined")
+    return lambda *args, **kwargs: getattr(names["Solution"](), method)(*args, **kwargs)
 
 
 class _Gone(BaseException):
@@ -156,22 +175,62 @@ def check() -> None:
     thrown: list[BaseException] = []
     calls = 0
 
-    def candidate(*args: Any, **kwargs: Any) -> Any:
+    def ask(number: int | None, name: str, args: Any = None, kwargs: Any = None) -> Any:
         nonlocal calls
-        send(f'{{"call": [{encode(args)}, {encode(kwargs)}]}}')
+        owner = "null" if number is None else number
+        send(f'{{"call": [{owner}, {_quote(name)}, {encode(args)}, {encode(kwargs or {})}]}}')
         answer = next(incoming)
         calls += 1
         if "value" in answer:
             return answer["value"]
+        if "object" in answer:
+            return Object(*answer["object"])
         if "raised" in answer:
             thrown.append(_exception(*answer["raised"]))
         else:
             thrown.append(_Gone(answer["wrong"]))
         raise thrown[-1]
 
+    class Object:
+        """An object in the solution's sandbox."""
+
+        def __init__(self, number: int, kind: str) -> None:
+            self._number, self._kind = number, kind
+
+        def __getattr__(self, name: str) -> Any:
+            return ask(self._number, name)
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return ask(self._number, "", args, kwargs)
+
+        def _is_compared(self, *_: Any) -> Any:
+            if orders["name"][0].isupper():  # tests of a class expect objects
+                raise NotPlain(f"a {self._kind}")
+            thrown.append(_Gone(f"it returned a {self._kind}"))
+            raise thrown[-1]
+
+    def special(name: str) -> Callable[..., Any]:
+        def method(self: Any, *args: Any) -> Any:
+            try:
+                bound = ask(self._number, name)
+            except AttributeError:  # `list` asks for a length, and takes no other error
+                raise TypeError(f"a {self._kind} has no {name}") from None
+            return bound(*args)
+
+        return method
+
+    for name in ("len", "iter", "next", "getitem", "setitem", "delitem", "contains", "str", "repr", "enter", "exit"):
+        setattr(Object, f"__{name}__", special(f"__{name}__"))
+    for name in ("eq", "ne", "lt", "le", "gt", "ge", "bool", "hash", "add", "radd", "sub", "rsub", "mul", "rmul"):
+        setattr(Object, f"__{name}__", Object._is_compared)
+
+    def candidate(*args: Any, **kwargs: Any) -> Any:
+        return ask(None, "", args, kwargs)
+
     names = _module("tests")
     try:
         _run(orders["before"], names, "prompt.py")
+        names["Solution"] = lambda *args, **kwargs: ask(None, "Solution", args, kwargs)
         names["candidate"] = names[orders["name"]] = candidate
         _run(orders["source"], names, "tests.py")
     except Exception as error:
@@ -182,7 +241,7 @@ def check() -> None:
         try:
             _run(statement, names, f"test {number}")
         except NotPlain as error:
-            send(f'{{"broken": {_quote(f"a test calls the function with {error}")}}}')
+            send(f'{{"broken": {_quote(f"a test passes on or compares {error}")}}}')
         except BaseException as error:
             own = error not in thrown and (calls == 0 or isinstance(error, NameError | ImportError | SyntaxError))
             what = str(error) if isinstance(error, _Gone) else _said(error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -14,6 +15,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import pytest
@@ -89,14 +91,15 @@ def test_a_call_that_ends_the_program_does_not_take_the_others_along() -> None:
     ("solution", "compiled", "reason"),
     [
         ("def add(a, b:", 0.0, "SyntaxError"),
-        ("", 0.0, "KeyError: 'add'"),
+        ("", 0.0, "name 'add' is not defined"),
         ("import nothing_of_this_name", 0.0, "ModuleNotFoundError"),
         ("\0", 0.0, "null bytes"),
         ("def add(a, b):\n    raise ValueError('no')", 1.0, "ValueError: no"),
         ("def add(a, b):\n    while True: pass", 1.0, "limit of"),
         ("def add(a, b):\n    return [0] * 10**9", 1.0, "MemoryError"),
         ("def add(a, b):\n    return object()", 1.0, "it returned a object"),
-        ("def add(a, b):\n    return float(a + b)", 1.0, "it returned 3.0"),
+        ("def add(a, b):\n    return a + b == 3", 1.0, "it returned True"),
+        ("def add(a, b):\n    return a + b + 1e-9", 1.0, "it returned 3.000000001"),
         ("def add(a, b):\n    return (a, b)", 1.0, "it returned (1, 2, )"),
     ],
 )
@@ -217,11 +220,97 @@ def test_installed_packages_are_there_when_asked_for() -> None:
         ("````md\n```\nx\n```\n````\n```python\nx = 1\n```", "x = 1\n"),
         ("```python\nx = 1", "x = 1"),
         ("```python\ns = '```'\n```", "s = '```'\n"),
-        ("- so\n  ```python\n  x = 1\n  ```", "  x = 1\n"),
+        ("- so\n  ```python\n  x = 1\n    y\n  ```", "x = 1\n  y\n"),
+        ("```python\r\nx = 1\r\n```\r\nmore", "x = 1\n"),
+        ("```python\nx = 1\n```\nIt prints\n```\n1\n```", "x = 1\n"),
     ],
 )
 def test_the_code_is_the_last_block(response: str, code: str) -> None:
     assert extract(response, "python") == code
+
+
+METHOD = "class Solution:\n    def add(self, a, b):\n        return a + b\n"
+
+
+@pytest.mark.parametrize(
+    ("response", "code"),
+    [
+        (f"```python\n{ADD}```\nUsage:\n```python\nprint(add(1, 2))\n```", ADD),
+        (f"```python\n{ADD}```\nIt gives\n```\n3\n```", ADD),
+        (f"```python\ndef add(a, b): ...\n```\nBetter:\n```python\n{ADD}```\n```python\nadd(1, 2)\n```", ADD),
+        (f"```python\n{METHOD}```\n```python\nprint(Solution().add(1, 2))\n```", METHOD),
+        ("```python\nadd = sum\n```\n```python\nassert add == sum\n```", "add = sum\n"),
+        ("1. So:\n\n    ```python\n" + indent(ADD, "    ") + "    ```", ADD),
+        ("```python\n" + indent(ADD, "    ") + "```", ADD),
+        (f"```\n{ADD}```\n".replace("\n", "\r\n"), ADD),
+        ("```python\ndef adds(a): pass\n```\n```python\n    return a + b\n```", "    return a + b\n"),
+        (f"```text\n{ADD}```\n```python\nx = 1\n```", "x = 1\n"),
+    ],
+)
+def test_the_code_is_the_block_that_defines_the_function(response: str, code: str) -> None:
+    assert extract(response, "python", "add") == code
+
+
+OBJECTS = """
+class Stack:
+    def __init__(self, *items):
+        self.items = list(items)
+    def push(self, item):
+        self.items.append(item)
+        return self
+    def pop(self):
+        return self.items.pop()
+    def __len__(self):
+        return len(self.items)
+def adder(a):
+    return lambda b: a + b
+def count(n):
+    yield from range(n)
+"""
+STACK = ["s = Stack(1)\ns.push(2).push(3)\nassert len(s) == 3 and s.pop() == 3", "assert Stack(5, 6).items == [5, 6]"]
+
+
+@pytest.mark.parametrize(
+    ("solution", "metadata"),
+    [
+        (METHOD, {"entry_point": "add", "tests": CALLS}),
+        (METHOD, {"entry_point": "Solution().add", "tests": CALLS}),
+        (METHOD, {"entry_point": "Solution().add", "test": CHECK}),
+        (
+            METHOD,
+            {
+                "entry_point": "add",
+                "tests": ["assert Solution().add(1, 2) == 3", "assert Solution().add('', '') == ''"],
+            },
+        ),
+        (OBJECTS, {"entry_point": "Stack", "tests": STACK}),
+        (
+            OBJECTS,
+            {"entry_point": "adder", "tests": ["assert adder(1)(2) == 3", "f = adder('a')\nassert f('b') == 'ab'"]},
+        ),
+        (
+            OBJECTS,
+            {"entry_point": "count", "tests": ["assert list(count(3)) == [0, 1, 2]", "assert sum(count(4)) == 6"]},
+        ),
+    ],
+)
+def test_classes_and_functions_that_are_returned_are_tested(solution: str, metadata: dict[str, Any]) -> None:
+    assert result(f"```python\n{solution}```", **metadata).value == 1.0
+    wrong = solution.replace("a + b", "a * 2").replace("range(n)", "range(n + 1)").replace("pop()", "pop(0)")
+    found = result(f"```python\n{wrong}```", **metadata)
+    assert found.value == 0.0 and found.components["compiled"] == 1.0, found
+
+
+def test_an_object_equals_nothing_and_where_a_class_is_tested_by_that_the_reward_is_unknown() -> None:
+    liar = "class Stack:\n    __eq__ = __bool__ = lambda *_: True\n    push = lambda *_: 1\n"
+    liar += "def add(a, b):\n    return Stack()\n"
+    for kind in TASKS:
+        found = result(liar, **TASKS[kind])
+        assert found.value == 0.0 and "it returned a Stack" in str(found.reason)
+    assert result(liar, entry_point="add", tests=["assert add(1, 2)"]).value == 0.0
+    for test in ("assert Stack() == Stack()", "assert Stack()", "s = Stack()\nassert s.push(s)"):
+        found = result(liar, entry_point="Stack", tests=[test])
+        assert found.value is None and "passes on or compares a" in str(found.reason), test
 
 
 @pytest.mark.parametrize("piece", ["```", "```\n", "`", "~~~ ", "```a", " ", "\n ", "```a\n```b\n", "````\n```\n"])
@@ -246,7 +335,17 @@ def test_values_come_through_and_equal_only_those_of_their_type(value: Any) -> N
         "inf": float("inf"),
     }
     assert eval(literal(tree), names) == value and type(eval(literal(tree), names)) is type(value)
-    assert [same_value(json.loads(encode(other)), tree) for other in VALUES] == [other is value for other in VALUES]
+    equal = [other for other in VALUES if same_value(json.loads(encode(other)), tree)]
+    names_are_texts = [{"1": 2}] if value == {1: 2} else []
+    assert list(map(repr, equal)) == [
+        repr(other) for other in VALUES if _as_json(other) == _as_json(value) or other in names_are_texts
+    ]
+
+
+def _as_json(value: Any) -> str:
+    """A text of what JSON makes of a value: tuples are lists, and whole numbers have no point."""
+    items = value if type(value) in (list, tuple) else []
+    return f"[{', '.join(map(_as_json, items))}]" if type(value) in (list, tuple) else re.sub(r"\.0$", "", repr(value))
 
 
 @pytest.mark.parametrize(
@@ -270,7 +369,9 @@ def test_sets_and_dictionaries_have_no_order_and_floats_a_tolerance() -> None:
         {(1, frozenset({1, 2}))}, {(1, frozenset({2, 1}))}
     )
     assert not same([1, 2], [2, 1]) and not same({1: 2}, {1: 3}) and not same({1}, {1, 2}) and not same({}, set())
-    assert same([0.1 + 0.2], [0.3], 1e-6) and not same([0.1 + 0.2], [0.3]) and not same([3.0], [3], 1e-6)
+    assert same([0.1 + 0.2], [0.3], 1e-6) and not same([0.1 + 0.2], [0.3]) and same([3.0], [3], 1e-6)
+    assert not same([3], [3.0000001], 1e-6) and not same([1], [True]) and same([1, [2]], (1, (2,)))
+    assert not same({"1": 2}, {2: 2}) and not same({1: 2}, {"1": 2}) and not same(10**20, 1e20 + 1e5)
     assert same({"a": 0.1 + 0.2}, {"a": 0.3}, 1e-6) and not same([1000000], [1000001], 1e-3)
     assert same(float("nan"), float("nan")) and not same(float("nan"), 1.0, 1.0)
 

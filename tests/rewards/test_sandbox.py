@@ -121,6 +121,21 @@ def test_what_takes_too_much_is_ended_and_it_is_said_why(sandbox: Sandbox, sourc
     assert len(outcome.stdout) <= 1 << 20 and len(outcome.stderr) <= 1 << 20
 
 
+def test_packages_may_lie_in_tmp_and_where_a_program_does_not_see_them_it_is_refused(
+    sandbox: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o755)
+    (tmp_path / "planted.py").write_text("value = 42")
+    monkeypatch.setattr(module.sysconfig, "get_path", lambda name: str(tmp_path))
+    packaged = Sandbox(sandbox._isolation.name, packages=True)
+    source = f"import sys\nsys.path.append({packaged.paths[0]!r})\nimport planted\nprint(planted.value)"
+    assert run(packaged, source).stdout == b"42\n"
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as hidden:
+        monkeypatch.setattr(module.sysconfig, "get_path", lambda name: hidden)
+        with pytest.raises(ConfigError, match="does not see"):
+            Sandbox(sandbox._isolation.name, packages=True)
+
+
 def test_a_wait_for_a_core_is_none_of_its_time(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Usage, "of", lambda *_, **__: Usage(1, waited_s=time.monotonic()))
     slow = "import time\ntime.sleep(0.4)\nprint('done')"

@@ -348,7 +348,7 @@ class Sandbox:
         self.python = [os.path.realpath(sys.executable), "-I", "-S", "-B", "-X", "utf8"]
         """The command that begins a call of Python: without `site`, packages or any file that is not Python's."""
         self._root = Root.of_host(self.paths)
-        self._isolation = isolate(isolation)
+        self._isolation = isolate(isolation, tuple(self.paths))
 
     def describe(self) -> str:
         """Return one line on what isolates."""
@@ -389,8 +389,9 @@ _DETAILS = {
 
 
 @lru_cache
-def isolate(name: str) -> Isolation:
-    """Return the isolation of this name, or the best one for ``auto``, once a program has run in it.
+def isolate(name: str, folders: tuple[str, ...] = ()) -> Isolation:
+    """Return the isolation of this name, or the best one for ``auto``, once a program has run in it that sees these
+    folders.
 
     Raises ConfigError with what each one lacks, and the remedy.
     """
@@ -403,7 +404,7 @@ def isolate(name: str) -> Isolation:
         )
     lacking = []
     for each in _BY_ITSELF if name == "auto" else (name,):
-        problem = ISOLATIONS[each].missing() or _try(ISOLATIONS[each])
+        problem = ISOLATIONS[each].missing() or _try(ISOLATIONS[each], folders)
         if problem is None:
             return ISOLATIONS[each]
         lacking.append(f"{each}: {problem}")
@@ -416,12 +417,15 @@ def isolate(name: str) -> Isolation:
     )
 
 
-def _try(isolation: Isolation) -> str | None:
-    """Return why a trivial program does not run in it, or None."""
-    command = [os.path.realpath(sys.executable), "-I", "-S", "-c", "print(6 * 7)"]
+def _try(isolation: Isolation, folders: tuple[str, ...]) -> str | None:
+    """Return why a trivial program does not run in it, or does not see the folders; None if it does."""
+    look = "import os, sys; print([each for each in sys.argv[1:] if not os.path.isdir(each)])"
+    command = [os.path.realpath(sys.executable), "-I", "-S", "-c", look, *folders]
     try:
-        with Process(isolation.start(Job(Root.of_host([]), {}, command, Limits())), Limits()) as process:
+        with Process(isolation.start(Job(Root.of_host(folders), {}, command, Limits())), Limits()) as process:
             outcome = process.wait()
     except (SandboxFailed, OSError) as error:
         return str(error)
-    return None if outcome.stdout == b"42\n" else outcome.describe()
+    if outcome.exit_code != 0 or outcome.stdout == b"[]\n":
+        return None if outcome.exit_code == 0 else outcome.describe()
+    return f"a program does not see {outcome.stdout.decode().strip()}"

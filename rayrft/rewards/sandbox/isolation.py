@@ -78,7 +78,7 @@ class Root:
     @classmethod
     def of_host(cls, folders: Sequence[str]) -> Root:
         """Return /usr, the libraries, the folders of this Python and those given here."""
-        binds, links = ["/usr"], {"/tmp": FOLDER}
+        binds, links = ["/usr"], dict[str, str]()
         for path in ("/bin", "/sbin", "/lib", "/lib32", "/lib64"):
             if os.path.islink(path):
                 links[path] = os.readlink(path)
@@ -88,6 +88,8 @@ class Root:
         for path in sorted({"/etc/ld.so.cache", *own}):
             if os.path.exists(path) and not any(Path(path).is_relative_to(bind) for bind in binds):
                 binds.append(path)
+        if not any(Path(bind).is_relative_to("/tmp") for bind in binds):
+            links["/tmp"] = FOLDER
         return cls(tuple(binds), links)
 
 
@@ -289,13 +291,13 @@ class Runsc:
     def _config(job: Job, bundle: Path) -> dict[str, Any]:
         size = job.limits.folder_mib << 20
         read = [*job.root.binds, *(target for target in job.root.links if os.path.isdir(target) and target != "/tmp")]
+        options = ["nosuid", "nodev", "mode=1777", f"size={size}"]
         mounts: list[dict[str, Any]] = [
-            {"destination": path, "type": "bind", "source": os.path.realpath(path), "options": ["rbind", "ro"]}
-            for path in read
+            {"destination": path, "type": "tmpfs", "source": "tmpfs", "options": options} for path in (FOLDER, "/tmp")
         ]
-        for path in (FOLDER, "/tmp"):
-            options = ["nosuid", "nodev", "mode=1777", f"size={size}"]
-            mounts.append({"destination": path, "type": "tmpfs", "source": "tmpfs", "options": options})
+        for path in read:  # after /tmp, in which they may lie
+            source = os.path.realpath(path)
+            mounts.append({"destination": path, "type": "bind", "source": source, "options": ["rbind", "ro"]})
         for name in job.files:
             source = str(bundle / "files" / name)
             mounts.append(
