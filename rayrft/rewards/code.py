@@ -30,15 +30,19 @@ tests of a class compare them, or pass them on, the reward is unknown. Tests tha
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import hashlib
 import json
 import math
 import os
 import re
 import shutil
+import subprocess
 import time
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from textwrap import dedent
 from typing import Any, Literal
 
@@ -56,6 +60,7 @@ _FENCE = re.compile(
     r"^([ \t]*+)(`{3,}+|~{3,}+)[ \t]*+([\w+#.-]*+)[^\n]*+\n(.*?)(?:^[ \t]*+\2[ \t]*+$|\Z)", re.MULTILINE | re.DOTALL
 )
 _TAGS = {"python": {"python", "py", "python3"}, "cpp": {"cpp", "c++", "cc", "cxx"}}
+_CPP = ("-O2", "-std=c++17")
 _BINARY_MIB = 32
 _CONVERSATION_BYTES = 8 << 20
 """What a function, or its tests, may say in all its answers."""
@@ -105,7 +110,7 @@ class Code:
         budget_s: float = 8.0,
         memory_mib: int = 512,
     ) -> None:
-        sandbox = Sandbox(isolation, packages=packages)
+        sandbox = Sandbox(isolation, packages=packages, folders=headers() if language == "cpp" else ())
         self._judge = Judge(sandbox, Limits(test_s, test_s, memory_mib), budget_s, tolerance)
         self._language, self._partial = language, partial
         self.longest_s, self.notice = budget_s, sandbox.describe()
@@ -287,7 +292,8 @@ class _Trial:
             python = [*self._sandbox.python, _RUNNER]
             self._compile(files, [*python, "compile", "solution.py"], self._limits)
             return files, [*python, "program", "solution.py", *self._sandbox.paths]
-        command = f"{compiler()} -O2 -std=c++17 -o program solution.cpp && cat program"
+        include = [f"-I{folder}" for folder in self._sandbox.folders]
+        command = f"{' '.join([compiler(), *_CPP, *include])} -o program solution.cpp && cat program"
         more = Limits(cpu_s=60, memory_mib=2048, folder_mib=2 * _BINARY_MIB, output_bytes=_BINARY_MIB << 20)
         program = self._compile({"solution.cpp": self._source}, ["/bin/sh", "-c", command], more).stdout
         return {"program": program}, ["./program"]
@@ -450,3 +456,22 @@ def compiler() -> str:
     raise ConfigError(
         "there is no C++ compiler", field="reward.options.language", value="cpp", remedy="apt-get install g++"
     )
+
+
+@lru_cache
+def headers() -> tuple[str, ...]:
+    """Return the folder of a precompiled <bits/stdc++.h>, with which a solution compiles in a third of the time; none
+    for a compiler without it. It is made once for a compiler, in seconds, and has 100 MB."""
+    digest = hashlib.blake2b(subprocess.run([compiler(), "-v"], capture_output=True).stderr + repr(_CPP).encode())
+    folder = Path.home() / ".cache" / "rayrft" / f"cpp-{digest.hexdigest()[:16]}"
+    header = folder / "bits" / "stdc++.h"
+    header.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (made := header.with_name("stdc++.h.gch")).exists():
+            header.write_text("#include_next <bits/stdc++.h>\n")
+            command = [compiler(), *_CPP, "-x", "c++-header", str(header), "-o", str(new := made.with_suffix(".new"))]
+            if subprocess.run(command, capture_output=True).returncode:
+                return ()
+            new.rename(made)
+    return (str(folder),)

@@ -23,7 +23,7 @@ import pytest
 from rayrft.errors import ConfigError
 from rayrft.experience import Task
 from rayrft.rewards import RewardResult, build_reward
-from rayrft.rewards.code import Judge, checked_tests, extract
+from rayrft.rewards.code import Judge, checked_tests, extract, headers
 from rayrft.rewards.code_runner import encode
 from rayrft.rewards.code_values import literal, same_text, same_value
 from rayrft.rewards.sandbox import Limits, Process, Sandbox, isolate
@@ -167,7 +167,8 @@ def test_a_program_that_does_not_compile_is_not_run() -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
-def test_a_program_in_cpp_is_compiled_inside_and_run(isolation: str) -> None:
+def test_a_program_in_cpp_is_compiled_inside_and_run(isolation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayrft.rewards.code.headers", tuple)  # which takes seconds to make
     settings = {"language": "cpp", "isolation": isolation}
     source = "#include <iostream>\nint main() { int a, b; std::cin >> a >> b; std::cout << a + b << std::endl; }"
     assert result(f"```cpp\n{source}\n```\nIn Python: `x`", settings, tests=PROGRAM).value == 1.0
@@ -177,6 +178,21 @@ def test_a_program_in_cpp_is_compiled_inside_and_run(isolation: str) -> None:
     assert broken.components["compiled"] == 0.0 and "error" in str(broken.reason)
     stolen = result('#include "/etc/passwd"\nint main() {}', settings, tests=PROGRAM)
     assert stolen.components["compiled"] == 0.0 and "root" not in str(stolen.reason)
+
+
+@pytest.mark.slow
+def test_the_header_of_everything_is_compiled_once_for_all_solutions(isolation: str) -> None:
+    if shutil.which("g++", path="/usr/bin") is None:
+        pytest.skip("there is no g++")
+    source = "#include <bits/stdc++.h>\nint main() { int a, b; std::cin >> a >> b; std::cout << a + b; }"
+    judge = Judge(Sandbox(isolation, folders=headers()), Limits(), 60)
+    task = Task.create("test", "question", "")
+    assert judge(task, source, PROGRAM, "cpp").failures == [None, None]
+    shown = source.replace("int main", "#if !__has_include(<bits/stdc++.h.gch>)\n#error not there\n#endif\nint main")
+    assert judge(task, shown, PROGRAM, "cpp").failures == [None, None]
+    made = [path.stat().st_mtime_ns for path in Path(headers()[0]).rglob("*.gch")]
+    headers.cache_clear()
+    assert [path.stat().st_mtime_ns for path in Path(headers()[0]).rglob("*.gch")] == made != []
 
 
 def test_a_solution_continues_its_prompt_or_uses_it() -> None:

@@ -339,16 +339,18 @@ class Sandbox:
     ``runsc`` must be named, and so must ``none_i_trust_the_code``, which only limits.
 
     ``packages``: programs can read the packages that are installed beside this one, such as numpy; `paths` has them.
+    ``folders``: what else they can read.
     Raises ConfigError, with the remedy, where the host does not give it.
     """
 
-    def __init__(self, isolation: str = "auto", *, packages: bool = False) -> None:
+    def __init__(self, isolation: str = "auto", *, packages: bool = False, folders: Sequence[str] = ()) -> None:
         names = ("purelib", "platlib")
         self.paths = sorted({os.path.realpath(sysconfig.get_path(name)) for name in names}) if packages else []
         self.python = [os.path.realpath(sys.executable), "-I", "-S", "-B", "-X", "utf8"]
         """The command that begins a call of Python: without `site`, packages or any file that is not Python's."""
-        self._root = Root.of_host(self.paths)
-        self._isolation = isolate(isolation, tuple(self.paths))
+        self.folders = tuple(folders)
+        self._root = Root.of_host([*self.paths, *folders])
+        self._isolation = isolate(isolation, (*self.paths, *folders))
 
     def describe(self) -> str:
         """Return one line on what isolates."""
