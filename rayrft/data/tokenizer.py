@@ -272,7 +272,8 @@ class ChatTokenizer:
         return known if done == len(text) else None
 
     def defuse(self, text: str) -> str:
-        """Return a text from outside, in which what would become a special token is broken up by a blank."""
+        """Return a text from outside, in which what would become a special token is broken up by a blank; but for tags
+        that the user has added, such as ``<answer>`` and ``</answer>``."""
         return self._control.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
 
     @cached_property
@@ -288,8 +289,10 @@ class ChatTokenizer:
 
     @cached_property
     def _control(self) -> re.Pattern[str]:
-        texts = {*self._special.values(), *map(self._mark, self.stop_ids)}
-        return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))))
+        marks = {*map(self._mark, self._silent)}
+        texts = {*self._special.values(), *marks}
+        tags = {text for text in texts if {f"<{text.strip('</>')}>", f"</{text.strip('</>')}>"} <= texts - marks}
+        return re.compile("|".join(map(re.escape, sorted(texts - tags, key=len, reverse=True))))
 
     @property
     def _template(self) -> str:

@@ -131,6 +131,15 @@ def test_tokens_that_the_user_added_stay_in_the_text_and_marks_of_turns_do_not(f
     assert tokenizer.tokens_at(ids, text, [text.index("12"), len(text)])[1] > 0
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_text_from_outside_makes_no_turn_and_keeps_the_users_tags(family: str, make: Make) -> None:
+    tokenizer = ChatTokenizer(make(family))
+    marks = [*FAMILIES[family][1], FAMILIES[family][2], EOS, PAD, BOS, "<|stop|>"]
+    shown = tokenizer.defuse(f"<answer>{''.join(marks)}</answer>")
+    assert not {*tokenizer.tokens(shown)} & {*tokenizer.hf.convert_tokens_to_ids(marks)}
+    assert shown.startswith("<answer><") and shown.endswith("></answer>")
+
+
 def test_without_a_template_prompts_demonstrations_and_texts_begin_alike(make: Make) -> None:
     tokenizer = ChatTokenizer(make("none"))
     assert tokenizer.prompt(CHAT[:1]) == tokenizer.hf.encode("one\n") == tokenizer.tokens("one\n", begins=True)

@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 import rayrft
+from rayrft.buffer.reader import Archive
 from rayrft.core.summary import read_summary
 from rayrft.monitor.records import EvaluationRecord, StepRecord, read_records
 from tests.conftest import ROOT
@@ -27,14 +28,20 @@ from tests.e2e.conftest import WITHOUT_VLLM, Call, small_config
 
 @pytest.fixture(scope="module")
 def finished(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[rayrft.Run, dict[str, Any], str]:
-    """A run to its end, with two engines, two ranks, every sink, and staleness 1."""
+    """A run to its end, with two engines, two ranks, every sink, staleness 1, and a chat template of its own."""
     storage, lines = tmp_path_factory.mktemp("runs"), []
+    (storage / "own.jinja").write_text(
+        "{% if loud %}!{% endif %}{% for m in messages %}"
+        "{% if m.role == 'assistant' %}<|assistant|>{{ m.content }}<|eos|>"
+        "{% else %}<|user|>{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
     config = small_config(storage, "whole")
     run = rayrft.start(
         config,
         say=lines.append,
         max_staleness=1,
         **{
+            "model.template": {"file": str(storage / "own.jinja"), "options": {"loud": True}},
             "explorer.engine.count": 2,
             "trainer.ranks": 2,
             "monitor.wandb": True,
@@ -103,7 +110,15 @@ def test_the_checkpoint_loads_with_transformers_and_is_what_was_trained(finished
     run, summary, _ = finished
     model = AutoModelForCausalLM.from_pretrained(summary.checkpoint)
     start = AutoModelForCausalLM.from_pretrained(run.folder / "model")
-    assert AutoTokenizer.from_pretrained(summary.checkpoint).eos_token == "<|eos|>"
+    tokenizer = AutoTokenizer.from_pretrained(summary.checkpoint)
+    assert tokenizer.eos_token == "<|eos|>" and model.generation_config.eos_token_id == [tokenizer.eos_token_id]
+    shown = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], add_generation_prompt=True, tokenize=False
+    )
+    assert shown == "!<|user|>hi<|assistant|>", "the template that was trained with"
+    archive = Archive.of_run(run.folder)
+    rows = [ids for store in archive.stores for batch in archive.rows(store) for ids in batch["token_ids"].to_pylist()]
+    assert rows and all(tokenizer.decode(ids).startswith("!<|user|>") for ids in rows), "sampled and demonstrated alike"
     pairs = list(zip(model.parameters(), start.parameters(), strict=True))
     assert all(torch.isfinite(new).all() for new, _ in pairs)
     assert any(not torch.equal(new, old) for new, old in pairs)
@@ -220,7 +235,8 @@ def test_a_checkpoint_is_exported_as_it_was_saved(finished: Any, tmp_path: Path,
     exported = load_file(tmp_path / "last/model.safetensors")
     assert final.keys() == exported.keys()
     assert all(torch.equal(final[name], exported[name]) for name in final)
-    assert AutoTokenizer.from_pretrained(tmp_path / "last").eos_token == "<|eos|>"
+    exports = [AutoTokenizer.from_pretrained(folder) for folder in (summary.checkpoint, tmp_path / "last")]
+    assert exports[0].chat_template == exports[1].chat_template and exports[1].eos_token == "<|eos|>"
     early = rayrft("export", str(run.folder), "--step", "3", "--to", str(tmp_path / "early"))
     assert early.returncode == 0, early.stderr
     weights = AutoModelForCausalLM.from_pretrained(tmp_path / "early").state_dict()

@@ -184,7 +184,7 @@ class Corridor:
 
     async def step(self, action: str) -> Step:
         self.at += action == "up"
-        return Step(f"You are at {self.at}", reward=float(action == "up"), done=self.at == self.length)
+        return Step(f"You are at {self.at}<|assistant|>", reward=float(action == "up"), done=self.at == self.length)
 
     async def close(self) -> None:
         pass
@@ -199,6 +199,7 @@ async def test_an_episode_is_one_row_with_the_sum_of_its_rewards(tiny_model: Pat
     rollout, speaker = await episode(tiny_model, {})
     assert said(rollout) == [["up"] * 3] and earned(rollout) == [3.0]
     assert all(f"You are at {step}" in speaker.asked[step] for step in range(3))
+    assert speaker.asked[1].endswith("You are at 1< |assistant|><|assistant|>"), "an environment makes up no turn"
     rollout, _ = await episode(tiny_model, {"max_steps": 2}, "down")
     assert said(rollout) == [["down"] * 2] and earned(rollout) == [0.0]
 

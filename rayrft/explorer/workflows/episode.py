@@ -5,8 +5,9 @@ from __future__ import annotations
 from itertools import chain
 from typing import Literal
 
+from rayrft.data.images import IMAGE_MARK
 from rayrft.experience import Task
-from rayrft.explorer.environments import EnvironmentClient, as_messages, images_of
+from rayrft.explorer.environments import EnvironmentClient, Observation, as_messages, images_of
 from rayrft.explorer.trajectory import Model, Trajectory
 from rayrft.explorer.workflows.base import register_workflow
 
@@ -42,8 +43,15 @@ class Episode:
     async def run(self, task: Task, model: Model, env: EnvironmentClient | None = None) -> list[Trajectory]:
         assert env is not None  # checked when the workflow is built
         system = [{"role": "system", "content": task.system}] if task.system else []
+
+        def shown(observation: Observation) -> list[dict[str, str]]:
+            messages = [(each, each["content"].split(IMAGE_MARK)) for each in as_messages(observation)]
+            return [
+                {**each, "content": IMAGE_MARK.join(map(model.tokenizer.defuse, texts))} for each, texts in messages
+            ]
+
         seen = await env.reset(task)
-        parts, images = [as_messages(seen)], [model.keep(images_of(seen))]
+        parts, images = [shown(seen)], [model.keep(images_of(seen))]
         if parts[0][0]["role"] == "system":
             system, parts[0] = parts[0][:1], parts[0][1:]
         trajectories = [model.start([*system, *parts[0]], images[0])]
@@ -61,12 +69,12 @@ class Episode:
                 trajectory.reward(total if self._credit == "episode" else 0.0)
             if step.done or number == self._max_steps:
                 break
-            parts += [[{"role": "assistant", "content": action}], as_messages(step.observation)]
+            parts += [[{"role": "assistant", "content": action}], shown(step.observation)]
             images += [(), model.keep(images_of(step.observation))]
             if self._rows == "episode":
                 trajectories[-1].observe(parts[-1], images[-1])
             else:
                 first = 0 if self._history is None else -2 * self._history - 1
-                messages, shown = chain.from_iterable(parts[first:]), chain.from_iterable(images[first:])
-                trajectories.append(model.start([*system, *messages], [*shown]))
+                messages, pictures = chain.from_iterable(parts[first:]), chain.from_iterable(images[first:])
+                trajectories.append(model.start([*system, *messages], [*pictures]))
         return trajectories
