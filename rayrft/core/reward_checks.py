@@ -1,31 +1,39 @@
-"""Checks of rewards before anything starts: that each is there, can be built, and scores a right answer."""
+"""Checks of rewards before anything starts: that each is there, can be built, and gives right answers full marks."""
 
 from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from rayrft.config.reward import RewardConfig, RewardModelConfig, RewardPart, trained_by
 from rayrft.errors import ConfigError, ModelError
 from rayrft.experience import Task
 from rayrft.explorer.engines.auxiliary import no_auxiliary
-from rayrft.rewards import Reward, Transcript, build_reward, where
-from rayrft.rewards.base import invoke, rewards
+from rayrft.rewards import Reward, RewardResult, Transcript, build_reward, where
+from rayrft.rewards.base import rewards, score_inline
+
+_ACCEPT_TRUTH = ("exact", "k12", "math", "vision")
+"""Rewards that give 1 to a task's own answer."""
+_ELSEWHERE = {"blanks", "box"}
+"""Metadata of tasks whose right answer is not ``answer``."""
+_TRIED, _SHOWN = 200, 3
 
 
 def check_rewards(
     config: RewardConfig, tasks: Iterable[tuple[Task, int]], auxiliary: Collection[str] = ()
 ) -> list[str]:
     """Build all rewards of tasks, which come with the number of their source, and return what they say of themselves.
-    Those that need nothing that runs score the right answer of one task of each domain and source.
+    Those that need nothing that runs score reference answers of each domain and source.
 
-    One that a stage trains is not built. Raises ConfigError if a task's domain has no reward, a reward cannot be built,
-    needs an auxiliary model that there is not or more time than its deadline, or fails on that answer.
+    A reward that accepts the truth as an answer scores up to 200; what does not get full marks is returned as a notice.
+    Any other one scores one. A reward that a stage trains is not built. Raises ConfigError if a task's domain has no
+    reward, a reward cannot be built, needs an auxiliary model that there is not or more time than its deadline, fails
+    on an answer, or accepts no reference answer of a source.
     """
-    examples: dict[str, dict[int, Task]] = {}
+    examples: dict[str, dict[int, list[Task]]] = {}
     for task, source in tasks:
-        examples.setdefault(task.domain, {}).setdefault(source, task)
+        examples.setdefault(task.domain, {}).setdefault(source, []).append(task)
     notices: dict[str, None] = {}
     for domain, by_source in examples.items():
         model = config.models[config.domain_of(domain)]
@@ -34,21 +42,60 @@ def check_rewards(
                 _check_trained(part)
                 continue
             reward = check_reward(part, model, auxiliary)
-            if notice := getattr(reward, "notice", None):
-                notices[f"reward {part.name!r}: {notice}"] = None
-            if where(part.name) == "loop":
-                continue  # it may ask models that are not served yet
-            for task in by_source.values():
-                try:
-                    invoke(reward, task, Transcript.of(task, task.answer))
-                except Exception as error:  # user code may raise anything
-                    raise ConfigError(
-                        f"the reward raised {type(error).__name__}: {error} on the answer of a task",
-                        field="reward.name",
-                        value=part.name,
-                        remedy=f"fix the reward; the task was {json.dumps(task.question)[:80]}",
-                    ) from None
+            found = [getattr(reward, "notice", None)]
+            if where(part.name) != "loop":  # it may ask models that are not served yet
+                accepts = getattr(reward, "accepts_truth", part.name in _ACCEPT_TRUTH)
+                check = _check_truths if accepts else _check_one
+                found += [check(reward, part.name, each, source) for source, each in by_source.items()]
+            notices.update({f"reward {part.name!r}: {notice}": None for notice in found if notice})
     return list(notices)
+
+
+def _check_one(reward: Reward, name: str, tasks: Sequence[Task], source: int) -> str | None:
+    """Score the answer of one task; return a notice if its reward is unknown. Raises ConfigError if it fails."""
+    result = score_inline(reward, tasks[0], Transcript.of(tasks[0], tasks[0].answer))
+    if result.error:
+        raise ConfigError(
+            f"the reward raised {result.reason} on the answer of a task",
+            field="reward.name",
+            value=name,
+            remedy=f"fix the reward; the task was {json.dumps(tasks[0].question)[:80]}",
+        )
+    return None if result.value is not None else f"it is unknown for {_shown(tasks[0], result)}"
+
+
+def _check_truths(reward: Reward, name: str, tasks: Sequence[Task], source: int) -> str | None:
+    """Score the answers of up to 200 tasks, evenly spread; return a notice if some do not get full marks. Raises
+    ConfigError if none does."""
+    tried = [task for task in tasks if not _ELSEWHERE & task.metadata.keys()]
+    tried = tried[:: -(-len(tried) // _TRIED) or 1]
+    wrong = [(task, result) for task in tried if (result := _not_full(reward, task)) is not None]
+    if not wrong:
+        return None
+    unknown = sum(result.value is None for _, result in wrong)
+    problem = (
+        f"{len(wrong)} of {len(tried)} reference answers of {f'source {source}' if source >= 0 else 'held-out tasks'} "
+        f"do not get full marks ({unknown} unknown): {'; '.join(_shown(*each) for each in wrong[:_SHOWN])}"
+    )
+    if len(wrong) == len(tried):
+        remedy = "name the column of the answers in tasks.sources (answer, answer_after), or choose another reward"
+        raise ConfigError(problem, field="reward.name", value=name, remedy=remedy)
+    return problem
+
+
+def _not_full(reward: Reward, task: Task) -> RewardResult | None:
+    """Return the result of a task's own answer, plain and in a box, unless one of them gets full marks."""
+    results = [
+        score_inline(reward, task, Transcript.of(task, text)) for text in (task.answer, f"\\boxed{{{task.answer}}}")
+    ]
+    full = any(result.value is not None and result.value > 1 - 1e-6 for result in results)
+    return None if full else results[0]
+
+
+def _shown(task: Task, result: RewardResult) -> str:
+    said = "unknown" if result.value is None else f"{result.value:g}"
+    reason = f" ({result.reason[:120]})" if result.reason else ""
+    return f"{task.answer[:60]!r} to {task.question[:60]!r} is {said}{reason}"
 
 
 def check_reward(part: RewardPart, model: RewardModelConfig, auxiliary: Collection[str] = ()) -> Reward:

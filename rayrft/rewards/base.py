@@ -115,8 +115,8 @@ class BatchRewardModel(RewardModel, Protocol):
 
 Reward = RewardFunction | RewardModel
 """What a factory makes. Of its attributes, where it has them, ``needs_auxiliary`` names auxiliary models that it asks,
-``longest_s`` is the time in seconds that it gives itself, which must be below its deadline, and ``notice`` is a line
-that is printed before a run starts."""
+``longest_s`` is the time in seconds that it gives itself, which must be below its deadline, ``notice`` is a line that
+is printed before a run starts, and ``accepts_truth`` says that it gives 1 to a task's own answer, which is checked."""
 Factory = TypeVar("Factory", bound="Callable[..., Reward]")
 
 rewards: Registry[Callable[..., Reward]] = Registry("reward")

@@ -70,3 +70,54 @@ def test_what_a_reward_lacks_is_an_error_before_the_run_starts(
     config = RewardConfig(domains={"a": {"name": f"{__name__}:Telling", **settings}})  # type: ignore[dict-item]
     with pytest.raises(ConfigError, check=about(field)):
         check_rewards(config, [(Task.create("t", "question", "x", domain=domain), 0)], auxiliary)
+
+
+class Own:
+    """A reward of one's own, which gives ``value``; ``accepts_truth`` is its attribute, if it has one."""
+
+    def __init__(self, value: Any, **attributes: bool) -> None:
+        self._value = value
+        vars(self).update(attributes)
+
+    def __call__(self, task: Task, response: str) -> Any:
+        return self._value
+
+
+def scored(reward: str, answers: list[str], **options: Any) -> list[str]:
+    config = RewardConfig(name=reward, options=options)
+    return check_rewards(config, [(Task.create("t", f"question {n}", each), 0) for n, each in enumerate(answers)])
+
+
+@pytest.mark.parametrize(
+    ("reward", "options", "answer", "unknown"),
+    [
+        ("math", {}, "as many as there were before the sale", 60),
+        ("k12", {"kind": "true_false"}, "perhaps", 60),
+        ("vision", {"kind": "grid"}, "", 60),
+        (f"{__name__}:Own", {"value": 0.5, "accepts_truth": True}, "7", 0),
+    ],
+)
+def test_a_reward_that_accepts_no_reference_answer_of_a_source_ends_the_start(
+    reward: str, options: dict[str, Any], answer: str, unknown: int
+) -> None:
+    with pytest.raises(ConfigError, check=about("reward.name", reward)) as caught:
+        scored(reward, [answer] * 60, **options)
+    assert f"60 of 60 reference answers of source 0 do not get full marks ({unknown} unknown)" in caught.value.problem
+    assert [f"to 'question {number}'" in caught.value.problem for number in range(4)] == [True, True, True, False]
+
+
+def test_reference_answers_that_do_not_get_full_marks_are_counted_and_three_are_named() -> None:
+    answers = [str(number) if number % 4 else "as many as before the sale" for number in range(1000)]
+    [notice] = scored("math", answers[1:], strict=True)
+    assert "of 200 reference answers of source 0 do not get full marks" in notice and notice.count("'question ") == 3
+    assert scored("math", ["7", "\\frac{1}{2}", "Adding gives 3. #### 3"], strict=True) == []
+    assert scored("k12", ["B"] * 3, kind="choice", strict=True) == []
+
+
+def test_a_reward_of_ones_own_need_not_accept_the_truth_but_must_give_a_number() -> None:
+    own = f"{__name__}:Own"
+    assert scored(own, ["7"] * 3, value=0.0) == []
+    [notice] = scored(own, ["7"] * 3, value=float("nan"))
+    assert "it is unknown for '7' to 'question 0'" in notice
+    with pytest.raises(ConfigError, match="raised TypeError", check=about("reward.name", own)):
+        scored(own, ["7"], value=[1.0])
