@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -41,7 +41,7 @@ def reaches(value: float, least: float = 1.0) -> bool:
 
 @dataclass(frozen=True)
 class Task:
-    """A question with its reference answer. ``id`` is a stable hash of source and content."""
+    """A question with its reference answer. ``id`` is a stable hash of source and `key`."""
 
     id: str
     question: str
@@ -62,9 +62,9 @@ class Task:
     """Paths; see `rayrft.data.images` for their positions in the question."""
 
     @classmethod
-    def create(cls, source: str, question: str, answer: str, *, images: tuple[str, ...] = (), **rest: Any) -> Task:
-        digest = hashlib.blake2b(json.dumps([source, question, answer, *images]).encode(), digest_size=8)
-        return cls(digest.hexdigest(), question, answer, images=images, **rest)
+    def create(cls, source: str, question: str, answer: str, **rest: Any) -> Task:
+        task = cls("", question, answer, **rest)
+        return replace(task, id=_digest([source, task.key]))
 
     @property
     def passes(self) -> float:
@@ -72,15 +72,26 @@ class Task:
         return self.tries * (self.pass_rate or 0.0)
 
     @property
+    def key(self) -> str:
+        """Digest of all that tells tasks apart: tasks with equal keys are duplicates."""
+        about = self.question, self.answer, self.system, self.domain, self.workflow, self.images, self.metadata
+        return _digest(about)
+
+    @property
     def dedup_key(self) -> str:
-        """Question text plus image paths: tasks with equal keys are duplicates."""
-        return dedup_key(self.question, self.images)
+        """What it shows: question text, image paths and its environment. Evaluation tasks share it with no others."""
+        shown, episode = dedup_key(self.question, self.images), self.metadata.get("environment")
+        return shown if episode is None else f"{shown}\n{json.dumps(episode, default=str)}"
 
     @property
     def messages(self) -> list[dict[str, str]]:
         """The task's initial conversation, in chat form."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, {"role": "user", "content": self.question}]
+
+
+def _digest(value: object) -> str:
+    return hashlib.blake2b(json.dumps(value, default=str).encode(), digest_size=8).hexdigest()
 
 
 def dedup_key(question: str, images: tuple[str, ...]) -> str:

@@ -104,7 +104,8 @@ class TaskSourceConfig(Section):
 
 
 class TasksConfig(Section):
-    """The task set. Duplicates over all sources are removed before tasks are held out; the first one is kept."""
+    """The task set. Of tasks that are equal in all that they have, over all sources, the first is kept, and the others
+    are counted. No task shows the question of a held-out one, in the same environment."""
 
     sources: list[TaskSourceConfig] = Field(min_length=1)
     sampler: str = "shuffled"

@@ -23,6 +23,7 @@ from rayrft.core.placement import NAMESPACE, Placement, actor_name, check_room, 
 from rayrft.core.preflight import check_auxiliary, check_workflows, find_model
 from rayrft.core.reward_checks import check_rewards
 from rayrft.core.supervision import root_cause
+from rayrft.data.task_sources import RowsRead
 from rayrft.data.task_splits import load_taskset
 from rayrft.errors import ModelError, RunNotFound, Stalled
 from rayrft.experience import Task
@@ -32,7 +33,8 @@ from rayrft.explorer.engines.pool import EnginePool, Member
 from rayrft.explorer.evaluation import Attempt, measure
 from rayrft.handle import Handle, Watched, fetch
 from rayrft.monitor.bench import BenchResult, BenchScore
-from rayrft.pipelines.tasks import load_splits
+from rayrft.pipelines.report import summary
+from rayrft.pipelines.tasks import load_splits, read_report
 
 _HELD_OUT = "held_out"
 
@@ -67,7 +69,7 @@ def bench(
     checked = load_config(config, {**overrides, **named, "mode": "bench"})
     folder = checked.folder / "bench"
     connect()  # files of tasks are read by Ray
-    tasksets = _tasksets(checked)
+    tasksets = _tasksets(checked, say)
     check_auxiliary(checked)
     check_workflows(checked.explorer, chain.from_iterable(tasksets.values()), checked.auxiliary)
     numbered = ((task, number) for number, tasks in enumerate(tasksets.values()) for task in tasks)
@@ -262,14 +264,21 @@ class _Evaluation:
         _end([self._worker, self._pool, *self._engines])
 
 
-def _tasksets(config: RunConfig) -> dict[str, list[Task]]:
-    tasksets: dict[str, list[Task]] = {}
-    for name, taskset in config.bench.tasksets.items():
-        tasksets[name] = load_taskset(taskset, f"bench.tasksets.{name}", config.seed)
-    if config.tasks is None:
-        return tasksets
-    bench = [task for tasks in tasksets.values() for task in tasks]
-    return {_HELD_OUT: load_splits(config, bench, task_engines(config))[0].evaluation, **tasksets}
+def _tasksets(config: RunConfig, say: Callable[[str], None]) -> dict[str, list[Task]]:
+    """Read the task sets, and say which rows are left out."""
+    left_out: list[RowsRead] = []
+    tasksets = {
+        name: load_taskset(taskset, f"bench.tasksets.{name}", config.seed, left_out.append)
+        for name, taskset in config.bench.tasksets.items()
+    }
+    reports = [*map(read_report, left_out)]
+    if config.tasks is not None:
+        bench = [task for tasks in tasksets.values() for task in tasks]
+        splits, found = load_splits(config, bench, task_engines(config))
+        tasksets, reports = {_HELD_OUT: splits.evaluation, **tasksets}, [*reports, *found]
+    for line in summary(reports):
+        say(f"tasks: {line}")
+    return tasksets
 
 
 def find_weights(name: str, model: str, storage: Path, folder: Path, field: str | None = None) -> BenchModel:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import chain, islice, repeat
+from itertools import chain, islice, repeat, zip_longest
 from pathlib import Path
 
 from rayrft.buffer.log.storage import Storage
@@ -37,6 +38,8 @@ from rayrft.pipelines.tasks import load_processed
 from rayrft.serve.protocol import key_digest
 from rayrft.trainer.batch_pipeline import check_batches
 
+_TASKS = "tasks.json"
+"""The ids of a run's tasks in their order, in its folder."""
 _PROBES = [Task.create("probe", question, "12") for question in ("How much is 5 + 7?", "And 15 - 3?")]
 """What engines and trainer are compared on if there are no tasks."""
 
@@ -148,8 +151,10 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False, engines: E
         check_batches(config, config.model.path)
     check_workflows(config.explorer, _all_tasks(splits), config.auxiliary)
     _check_files(config)
-    if not resumed:
-        open_folder(config)
+    if resumed:
+        _check_same_tasks(config.folder / _TASKS, splits)
+    else:
+        open_folder(config, json.dumps(_task_ids(splits)))
         if config.buffer.name is None:
             _check_log(config)
     model = _model(config, splits)
@@ -237,8 +242,8 @@ def _short_enough(name: str, rows: list[Experience], max_length: int) -> tuple[l
     return short, Counter({"too long": len(rows) - len(short)} if len(rows) > len(short) else {})
 
 
-def open_folder(config: RunConfig) -> None:
-    """Create the run folder and write ``config.yaml``. The folder of an older run of that name is renamed by the date
+def open_folder(config: RunConfig, tasks: str) -> None:
+    """Create the run folder and write ``config.yaml`` and ``tasks.json``. The folder of an older run of that name is renamed by the date
     of its end."""
     folder = config.folder
     if folder.exists():
@@ -246,6 +251,7 @@ def open_folder(config: RunConfig) -> None:
         folder.rename(folder.with_name(f"{folder.name}-{ended:%Y%m%d-%H%M%S}"))
     try:
         (folder / "checkpoints").mkdir(parents=True)
+        (folder / _TASKS).write_text(tasks)
     except OSError as error:
         raise _unwritable(folder, error) from None
     write_config(config)
@@ -294,6 +300,32 @@ def task_set_spec(config: RunConfig, splits: TaskSplits) -> TaskSetSpec | None:
     )
     make()  # raises if the sampler is unsuitable for these tasks
     return make
+
+
+def _task_ids(splits: TaskSplits) -> dict[str, list[str]]:
+    parts = {"training": splits.train, "held-out": splits.evaluation, **splits.demonstrated}
+    return {name: [task.id for task in tasks] for name, tasks in parts.items()}
+
+
+def _check_same_tasks(file: Path, splits: TaskSplits) -> None:
+    """Raise DataError at the first task that is not the one of its place when the run was started: draws, statistics
+    and what is held out go by places."""
+    try:
+        before = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot be read: {error}", field="run", value=str(file), remedy="start a new run") from None
+    now, questions = _task_ids(splits), {task.id: task.question[:60] for task in _all_tasks(splits)}
+    for name in [*before, *now]:
+        for number, (old, new) in enumerate(zip_longest(before.get(name, []), now.get(name, [])), start=1):
+            if old != new:
+                same = sorted(chain(*before.values())) == sorted(chain(*now.values()))
+                change = "the same tasks are in another order" if same else "the tasks are others"
+                raise DataError(
+                    f"{change} than when the run was started: {name} task {number} was {old} and is {new} "
+                    f"({questions.get(new)!r})",
+                    field="tasks.sources",
+                    remedy="give the tasks that the run was started with, in their order, or start a new run",
+                )
 
 
 def _check_log(config: RunConfig) -> None:

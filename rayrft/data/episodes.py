@@ -44,7 +44,9 @@ def read_gymnasium(config: TaskSourceConfig, field: str) -> list[Task]:
         raise DataError(f"Gymnasium refuses the options: {error}", field=f"{field}.options") from None
     starts = [env.reset(seed=seed)[0] for seed in range(size)]
     env.close()
-    return [_episode(config, id, f"start {start}", {"seed": seed}) for seed, start in enumerate(starts)]
+    first: dict[str, int] = {}
+    seeds = [first.setdefault(str(start), seed) for seed, start in enumerate(starts)]
+    return [_episode(config, id, f"start {start}", {"seed": seed}) for seed, start in zip(seeds, starts, strict=True)]
 
 
 def _episode(config: TaskSourceConfig, id: str, start: str, own: dict[str, Any]) -> Task:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -26,15 +27,15 @@ that become tasks as the source's config says."""
 
 @dataclass(frozen=True)
 class RowsRead:
-    """How many rows were read from an origin, such as a file, and which of them were skipped."""
+    """How many rows were read from an origin, such as a file, and how many of them were left out, by reason."""
 
     origin: str
     rows: int
-    skipped: SkippedRows
+    left_out: Counter[str]
 
 
 Note = Callable[[RowsRead], None]
-"""Is called where rows were skipped."""
+"""Is called where rows are left out."""
 
 
 def read_source(config: TaskSourceConfig, field: str, note: Note = lambda read: None) -> list[Task]:
@@ -150,7 +151,7 @@ def _to_tasks(rows: TaskRows, config: TaskSourceConfig, field: str, note: Note, 
         raise DataError("it holds no rows", field=rows.field, value=rows.origin, remedy="give one with tasks")
     if broken:
         skipped = SkippedRows(broken={number: error.problem for number, error in broken.items()})
-        note(RowsRead(rows.origin, len(tasks) + len(broken), skipped))
+        note(RowsRead(rows.origin, len(tasks) + len(broken), skipped.counts))
     return tasks
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
-from itertools import islice
 
 import numpy as np
 
@@ -12,14 +12,16 @@ from rayrft.config.bench import BenchConfig, TasksetConfig
 from rayrft.config.demonstrations import DemonstrationsConfig
 from rayrft.config.tasks import TasksConfig
 from rayrft.data.task_sampler import Interleave
-from rayrft.data.task_sources import RowsRead, read_held_out, read_source
+from rayrft.data.task_sources import Note, RowsRead, read_held_out, read_source
 from rayrft.errors import DataError
 from rayrft.experience import Task
+
+_SHOWN = "shows a held-out task"
 
 
 @dataclass(frozen=True)
 class TaskSplits:
-    """Disjoint lists of tasks: no two tasks have the same question and images."""
+    """Disjoint lists of tasks. No task of the others shows what a task of ``evaluation`` shows (`Task.dedup_key`)."""
 
     train: list[Task]
     """Ordered by source, and within a source as read."""
@@ -28,7 +30,7 @@ class TaskSplits:
     evaluation: list[Task]
     demonstrated: dict[str, list[Task]]
     skipped: list[RowsRead] = field(default_factory=list)
-    """Where rows were skipped, because they are broken."""
+    """Where rows were left out: broken rows, the same task again, the question of a held-out task."""
 
 
 Process = Callable[[list[list[Task]]], list[list[Task]]]
@@ -41,29 +43,38 @@ def load_tasks(
     seed: int,
     process: Process = lambda sources: sources,
 ) -> TaskSplits:
-    """Read all sources, drop repeated questions, ``process`` the others, and split them by seed.
+    """Read all sources, drop repeated tasks, ``process`` the others, and split them by seed.
 
     Held-out and demonstrated tasks are taken from the sources in proportion to their weights; a source with a file or a
-    split of held-out tasks takes its share from there. Raises DataError if a source is missing, empty, broken or too
-    small for the splits, and ConfigError if there is no reader of a name.
+    split of held-out tasks takes its share from there. What is dropped is counted. Raises DataError if a source is
+    missing, empty, broken or too small for the splits, and ConfigError if there is no reader of a name.
     """
     skipped: list[RowsRead] = []
+    note = skipped.append
+    seen = set[str]()
     fields = [f"tasks.sources.{number}" for number in range(len(config.sources))]
     shares = _shares(config, config.eval_size)
-    seen: set[str] = set()
     held_out = [
-        list(islice(_unseen(read_held_out(source, field, skipped.append), seen), share))
+        _distinct(read_held_out(source, field, note), f"held-out tasks of {field}", seen, note)[:share]
         for source, field, share in zip(config.sources, fields, shares, strict=True)
     ]
-    apart = set(seen)
+    apart = {task.dedup_key for part in held_out for task in part}
+    seen = set()
     read = [
-        list(_unseen(read_source(source, field, skipped.append), seen))
+        _distinct(read_source(source, field, note), field, seen, note, apart)
         for source, field in zip(config.sources, fields, strict=True)
     ]
-    pools = [_Pool(list(_unseen(tasks, apart)), [seed, number]) for number, tasks in enumerate(process(read))]
+    seen = set()
+    pools = [
+        _Pool(_distinct(tasks, f"processed {field}", seen, note), [seed, number])
+        for number, (tasks, field) in enumerate(zip(process(read), fields, strict=True))
+    ]
     for source, pool, part, share in zip(config.sources, pools, held_out, shares, strict=True):
         if not source.has_held_out:
             part += pool.cut(share, "tasks.eval_size")
+    apart = {task.dedup_key for part in held_out for task in part}
+    for place, pool in zip(fields, pools, strict=True):
+        pool.leave_out(apart, place, note)
     demonstrated = {
         name: [
             task
@@ -83,17 +94,17 @@ def load_tasks(
     )
 
 
-def load_bench_tasks(config: BenchConfig, seed: int) -> list[Task]:
+def load_bench_tasks(config: BenchConfig, seed: int, note: Note) -> list[Task]:
     """Read the tasks of all task sets of a bench. Raises the errors of `load_taskset`."""
     return [
         task
         for name, taskset in config.tasksets.items()
-        for task in load_taskset(taskset, f"bench.tasksets.{name}", seed)
+        for task in load_taskset(taskset, f"bench.tasksets.{name}", seed, note)
     ]
 
 
-def load_taskset(config: TasksetConfig, field: str, seed: int) -> list[Task]:
-    """Read a set of tasks to evaluate on; drop repeated questions, and take ``size`` of the others by seed.
+def load_taskset(config: TasksetConfig, field: str, seed: int, note: Note) -> list[Task]:
+    """Read a set of tasks to evaluate on; drop repeated tasks, and take ``size`` of the others by seed.
 
     Raises DataError, for keys below ``field``, if a source is missing, empty, broken or too small, and ConfigError if
     there is no reader of a name.
@@ -101,8 +112,8 @@ def load_taskset(config: TasksetConfig, field: str, seed: int) -> list[Task]:
     seen: set[str] = set()
     tasks: list[Task] = []
     for number, source in enumerate(config.sources):
-        read = read_held_out if source.has_held_out else read_source
-        tasks += _unseen(read(source, f"{field}.sources.{number}"), seen)
+        read, place = read_held_out if source.has_held_out else read_source, f"{field}.sources.{number}"
+        tasks += _distinct(read(source, place, note), place, seen, note)
     if config.size is None:
         return tasks
     return _Pool(tasks, [seed]).cut(config.size, f"{field}.size")
@@ -114,6 +125,13 @@ class _Pool:
     def __init__(self, tasks: list[Task], seed: list[int]) -> None:
         self._tasks = tasks
         self._left: list[int] = np.random.default_rng(seed).permutation(len(tasks)).tolist()
+
+    def leave_out(self, shown: Set[str], origin: str, note: Note) -> None:
+        """Leave out the tasks that show one of these; note how many."""
+        before = len(self._left)
+        self._left = [index for index in self._left if self._tasks[index].dedup_key not in shown]
+        if len(self._left) < before:
+            note(RowsRead(origin, before, Counter({_SHOWN: before - len(self._left)})))
 
     def cut(self, count: int, field: str) -> list[Task]:
         if count > len(self._left):
@@ -132,7 +150,8 @@ class _Pool:
             raise DataError(
                 f"no task is left to train on ({len(self._tasks)} in the source that no earlier one holds)",
                 field=field,
-                remedy="lower eval_size or the sizes of the demonstrations, or provide more tasks",
+                remedy="lower eval_size or the sizes of the demonstrations, or provide more tasks; where all have one "
+                "question, let metadata 'environment' say what differs",
             )
         return [self._tasks[index] for index in sorted(self._left)]
 
@@ -144,8 +163,16 @@ def _shares(config: TasksConfig, total: int) -> list[int]:
     return turns.counts
 
 
-def _unseen(tasks: Iterable[Task], seen: set[str]) -> Iterator[Task]:
+def _distinct(tasks: list[Task], origin: str, seen: set[str], note: Note, apart: Set[str] = frozenset()) -> list[Task]:
+    """Return the tasks whose `key` is not among those ``seen``, and which show none of ``apart``; note the others."""
+    kept, left_out = list[Task](), Counter[str]()
     for task in tasks:
-        if task.dedup_key not in seen:
-            seen.add(task.dedup_key)
-            yield task
+        key = task.key
+        if key in seen or task.dedup_key in apart:
+            left_out["the same task again" if key in seen else _SHOWN] += 1
+        else:
+            seen.add(key)
+            kept.append(task)
+    if left_out:
+        note(RowsRead(origin, len(tasks), left_out))
+    return kept

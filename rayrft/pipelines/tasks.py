@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from rayrft.config import RunConfig
 from rayrft.config.pipelines import OperatorConfig
+from rayrft.data.task_sources import RowsRead
 from rayrft.data.task_splits import TaskSplits, load_bench_tasks, load_tasks
 from rayrft.errors import ConfigError, DataError
 from rayrft.experience import Task, dedup_key
@@ -62,8 +63,10 @@ def load_processed(config: RunConfig, engines: Engines | None = None) -> Process
     The same sources and config give the same tasks. Raises the errors of `load_tasks` and `Pipeline`, and DataError if
     nothing is left to train on.
     """
-    bench = load_bench_tasks(config.bench, config.seed)
+    left_out: list[RowsRead] = []
+    bench = load_bench_tasks(config.bench, config.seed, left_out.append)
     splits, reports = load_splits(config, bench, engines)
+    reports = [*map(read_report, left_out), *reports]
     evaluation = (*splits.evaluation, *bench)
     if config.pipelines.decontaminate and evaluation:
         splits, report = decontaminated(splits, evaluation)
@@ -90,11 +93,12 @@ def load_splits(
         return processed
 
     splits = load_tasks(config.tasks, config.demonstrations, config.seed, process)
-    skipped = [
-        OperatorReport(f"read {each.origin}", each.rows, each.rows - len(each.skipped), reasons=each.skipped.counts)
-        for each in splits.skipped
-    ]
-    return splits, [*skipped, *reports]
+    return splits, [*map(read_report, splits.skipped), *reports]
+
+
+def read_report(read: RowsRead) -> OperatorReport:
+    """Return the report of rows that were left out where tasks were read."""
+    return OperatorReport(f"read {read.origin}", read.rows, read.rows - read.left_out.total(), reasons=read.left_out)
 
 
 def source_names(config: RunConfig) -> list[str]:
@@ -216,7 +220,7 @@ def process_added(
     run. The sources are read again. Raises the errors of `load_processed`.
     """
     assert config.tasks is not None  # it draws tasks
-    bench, names = load_bench_tasks(config.bench, config.seed), source_names(config)
+    bench, names = load_bench_tasks(config.bench, config.seed, lambda read: None), source_names(config)
     before: list[list[Task]] = []
 
     def process(sources: list[list[Task]]) -> list[list[Task]]:
@@ -308,7 +312,14 @@ def _unlike(
     parts: dict[str, list[Task]], evaluation: Sequence[Task], samples: int
 ) -> tuple[dict[str, list[int]], OperatorReport]:
     """Return the indices of the tasks of each part that show no evaluation task, and a report with so many examples."""
-    evaluation = [replace(task, question=task.dedup_key) for task in evaluation]
+    evaluation = [replace(task, question=dedup_key(task.question, task.images)) for task in evaluation]
+    episodes = {task.question for task in evaluation if "environment" in task.metadata}
+
+    def shown(task: Task) -> Task:
+        text = dedup_key(task.question, task.images)
+        # Episodes of one question are told apart by their environment: by `Task.dedup_key`.
+        return replace(task, question="" if text in episodes and "environment" in task.metadata else text)
+
     [link] = build_chain(
         [OperatorConfig(name="decontaminate")],
         SCHEMA,
@@ -316,7 +327,7 @@ def _unlike(
         origin="tasks",
         context=Context(evaluation),
     )
-    batches = {name: _to_batch(tasks, name, whole=True) for name, tasks in parts.items()}
+    batches = {name: _to_batch([*map(shown, tasks)], name, bare=True) for name, tasks in parts.items()}
     link.operator.prepare()
     for batch in batches.values():
         link.operator.observe(batch)
@@ -331,13 +342,13 @@ def _unlike(
     return kept, report
 
 
-def _to_batch(tasks: Sequence[Task], source: str, *, whole: bool = False) -> pa.RecordBatch:
-    """Return tasks as rows; ``whole``: with their images' paths in the questions."""
+def _to_batch(tasks: Sequence[Task], source: str, *, bare: bool = False) -> pa.RecordBatch:
+    """Return tasks as rows; ``bare``: without their metadata."""
     rows = [
         {
             "id": task.id,
             "source": source,
-            "question": dedup_key(task.question, task.images) if whole else task.question,
+            "question": task.question,
             "answer": task.answer,
             "system": task.system,
             "domain": task.domain,
@@ -345,7 +356,7 @@ def _to_batch(tasks: Sequence[Task], source: str, *, whole: bool = False) -> pa.
             "tries": task.tries,
             "pass_rate": task.pass_rate,
             "priority": task.priority,
-            "metadata": None if whole else json.dumps(task.metadata, ensure_ascii=False, default=str),
+            "metadata": None if bare else json.dumps(task.metadata, ensure_ascii=False, default=str),
         }
         for task in tasks
     ]

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rayrft.config import load_config
 from rayrft.config.reward import RewardConfig
-from rayrft.core.preflight import choose_probe
+from rayrft.core.preflight import Prepared, choose_probe, prepare
 from rayrft.core.reward_checks import check_rewards
 from rayrft.data.tokenizer import ChatTokenizer
-from rayrft.errors import ConfigError
+from rayrft.errors import ConfigError, DataError
 from rayrft.experience import Task
+from tests.e2e.conftest import small_config
 from tests.errors import about
 
 
@@ -24,6 +27,27 @@ def test_the_probe_is_of_sequences_that_leave_an_engine_room_for_a_token(tiny_mo
     chosen = choose_probe(tasks, tokenizer, max_length=lengths[3])
     assert [row.task_id for row in chosen] == [tasks[1].id, tasks[2].id]
     assert len(choose_probe(tasks * 3, tokenizer, max_length=1000)) == 8
+
+
+def test_a_resume_on_tasks_in_another_order_names_the_first_that_differs(tiny_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    rows = [json.dumps({"question": f"{n} + 1?", "answer": str(n + 1)}) for n in range(20)]
+    source = {"source": "file", "path": str(path)}
+    grpo = {"name": "grpo", "algorithm": {"name": "grpo"}, "steps": 1, "batch_size": 4, "group_size": 2}
+    changes = {"model": {"path": str(tiny_model), "max_length": 48}, "demonstrations": {}, "stages": [grpo]}
+    given = small_config(tmp_path, "run", tasks={"sources": [source], "eval_size": 4}, **changes)
+
+    def start(lines: list[str], *, resumed: bool = True) -> Prepared:
+        path.write_text("\n".join(lines))
+        return prepare(load_config(given), "run", resumed=resumed)
+
+    first = start(rows, resumed=False)
+    assert [task.id for task in start(rows).held_out] == [task.id for task in first.held_out]
+    with pytest.raises(DataError, match="the same tasks are in another order", check=about("tasks.sources")) as caught:
+        start(rows[::-1])
+    assert f"training task 1 was {first.tasks[0].id} and is " in caught.value.problem
+    with pytest.raises(DataError, match=r"the tasks are others .* \('new'\)", check=about("tasks.sources")):
+        start([json.dumps({"question": "new", "answer": "1"}), *rows[1:]])
 
 
 BUILT: Counter[str] = Counter()

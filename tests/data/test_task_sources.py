@@ -153,6 +153,25 @@ def test_a_broken_file_of_a_data_set_is_named_with_its_cause(tmp_path: Path) -> 
     assert caught.value.field == "s.dataset" and "JSON" in caught.value.problem
 
 
+def test_tasks_of_one_question_are_told_apart_by_all_they_have_and_what_is_left_out_is_counted(tmp_path: Path) -> None:
+    rows = [{"problem": f"question {i % 50}", "solution": f"answer {i % 100}"} for i in range(110)]
+    splits = load_tasks(config(jsonl(tmp_path / "tasks.jsonl", *rows)), {}, seed=0)
+    held_out = {task.question for task in splits.evaluation}
+    assert not held_out & {task.question for task in splits.train}
+    other = [row for row in rows[:100] if row["problem"] not in held_out]
+    assert [(task.question, task.answer) for task in splits.train] == [tuple(row.values()) for row in other]
+    assert [(each.origin, each.rows, each.left_out) for each in splits.skipped] == [
+        ("tasks.sources.0", 110, {"the same task again": 10}),
+        ("tasks.sources.0", 95, {"shows a held-out task": 95 - len(other)}),
+    ]
+
+
+def test_one_question_for_all_tasks_is_refused_unless_their_environment_tells_them_apart(tmp_path: Path) -> None:
+    rows = [{"problem": "Play.", "solution": "", "seed": i} for i in range(100)]
+    with pytest.raises(DataError, match="metadata 'environment' say what differs", check=about("tasks.sources.0")):
+        load_tasks(config(jsonl(tmp_path / "tasks.jsonl", *rows)), {}, seed=0)
+
+
 def test_a_question_of_two_sources_stays_with_the_first() -> None:
     tasks = TasksConfig(sources=[own(0, 60), own(40, 60)], eval_size=10)
     splits = load_tasks(tasks, {"gold": DemonstrationsConfig(size=6)}, seed=3)

@@ -52,6 +52,16 @@ def numbered(count: int) -> list[tuple[str, str]]:
     return [(f"question {number}", str(number)) for number in range(count)]
 
 
+def test_episodes_of_one_question_are_tasks_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "episodes.jsonl"
+    rows = [{"question": "Play. " * 30, "answer": "", "environment": {"seed": i}} for i in range(100)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[0]]))
+    found = load_processed(config(tmp_path, {"source": "file", "path": str(path)}, eval_size=5))
+    assert (len(found.splits.train), len(found.splits.evaluation)) == (95, 5)
+    assert len({task.id for task in (*found.splits.train, *found.splits.evaluation)}) == 100
+    assert found.reports[0].reasons == {"the same task again": 1}
+
+
 def test_operators_work_on_the_tasks_of_all_sources(tmp_path: Path) -> None:
     operators = [
         {"name": "strip_markup"},
@@ -69,7 +79,10 @@ def test_operators_work_on_the_tasks_of_all_sources(tmp_path: Path) -> None:
     found = load_processed(given)
     tasks = {task.question: task for task in (*found.splits.train, *found.splits.evaluation)}
     assert len(tasks) == 12
-    assert tasks["NEW!"].answer == "y" and tasks["NEW!"].id == Task.create("tasks.sources.0", "<i>new</i>", "y").id
+    assert (
+        tasks["NEW!"].answer == "y"
+        and tasks["NEW!"].id == Task.create("tasks.sources.0", "<i>new</i>", "y", metadata={"level": 3}).id
+    )
     assert tasks["QUESTION 3!"].answer == "x", "the first one stays"
     assert tasks["!0 NOITSEUQ"].workflow == "math_qa" and tasks["!0 NOITSEUQ"].metadata == {"level": 3}
     assert len({task.id for task in tasks.values()}) == 12
@@ -176,9 +189,10 @@ def test_added_tasks_go_through_the_operators_as_if_they_stood_at_the_end_of_the
     tasks = new("<b>fresh</b>", "<i>question 3</i>", "bad", "question 5", "<b>earlier</b>", "<b>fresh</b>")
     found = process_added(given, tasks, 1, earlier=new("earlier"))
     fresh, made = found.tasks
+    third = Task.create("tasks.sources.0", "question 3", "3", metadata={"level": 3})
     assert (fresh.id, fresh.question, made.question) == (tasks[0].id, "fresh", "hserf")
     assert found.left_out == {
-        tasks[1].id: f"exact_duplicates: duplicate: of {Task.create('tasks.sources.0', 'question 3', '3').id}",
+        tasks[1].id: f"exact_duplicates: duplicate: of {third.id}",
         tasks[2].id: "expression: not question <> 'bad'",
         tasks[3].id: "another task: the same question",
         tasks[4].id: f"exact_duplicates: duplicate: of {new('earlier')[0].id}",
