@@ -68,7 +68,7 @@ def test_the_hub_is_asked_for_what_the_config_names(monkeypatch: pytest.MonkeyPa
     tasks = read(**HUB, revision="v1.1", size=2, answer_after="####")
     assert asked == [("openai/gsm8k", "main", {"revision": "v1.1"})]
     assert [task.answer for task in tasks] == ["1", "2"]
-    assert tasks[0].id == Task.create("openai/gsm8k", "What is 0 + 1?", "1").id
+    assert tasks[0].id == Task.create("openai/gsm8k", "What is 0 + 1?", "1", metadata=tasks[0].metadata).id
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_broken_rows_end_it_or_are_counted_as_the_config_says(tmp_path: Path) ->
     tasks = read(skipped, source="file", path=path, on_broken="skip")
     assert [task.question for task in tasks] == ["question 0", "question 1", "question 2", "last"]
     [found] = skipped
-    assert found.rows == 7 and found.skipped.broken.keys() == {5, 6, 7} and found.skipped.broken[7] == "not UTF-8"
+    assert found.rows == 7 and found.left_out == {"broken (lines 5, 6, 7)": 3}
     lines = tmp_path / "tasks.jsonl"
     lines.write_text('{"question": "a", "answer": 1}\n{"question"\n[1]\n{"question": "b", "answer": 2}\n')
     assert [task.question for task in read(source="file", path=lines, on_broken="skip", size=1)] == ["a"]
@@ -156,7 +156,7 @@ def test_broken_rows_end_it_or_are_counted_as_the_config_says(tmp_path: Path) ->
         {},
         seed=0,
     )
-    assert [(each.rows, each.skipped.counts) for each in splits.skipped] == [(4, {"broken (lines 2, 3)": 2})]
+    assert [(each.rows, each.left_out) for each in splits.skipped] == [(4, {"broken (lines 2, 3)": 2})]
 
 
 @pytest.mark.parametrize("text", ["", "question,answer\n", "\n\n"])
