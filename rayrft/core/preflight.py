@@ -242,7 +242,7 @@ def _short_enough(name: str, rows: list[Experience], max_length: int) -> tuple[l
     return short, Counter({"too long": len(rows) - len(short)} if len(rows) > len(short) else {})
 
 
-def open_folder(config: RunConfig, tasks: str) -> None:
+def open_folder(config: RunConfig, tasks: str = "{}") -> None:
     """Create the run folder and write ``config.yaml`` and ``tasks.json``. The folder of an older run of that name is renamed by the date
     of its end."""
     folder = config.folder
