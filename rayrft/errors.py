@@ -133,6 +133,10 @@ class RowsFailed(RayrftError):
     """A training step failed on some rows; ``value`` has their experience ids, ``field`` names the rank."""
 
 
+class DeviceFailed(RayrftError):
+    """A device of the trainer failed or ran out of memory; ``field`` names the rank, ``value`` node and device."""
+
+
 class FeedbackRefused(RayrftError):
     """Feedback came too late; ``value`` is the version whose weights were trained on the row."""
 

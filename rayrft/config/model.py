@@ -20,6 +20,8 @@ class TinyModelConfig(Section):
     hidden_size: int = Field(128, ge=8)
     heads: int = Field(4, ge=1)
     intermediate_size: int = Field(384, ge=8)
+    experts: int = Field(0, ge=0)
+    """Experts of a mixture, of which a token uses two, in every layer but the first; 0 for none."""
 
     @model_validator(mode="after")
     def _head_size(self) -> TinyModelConfig:
@@ -31,6 +33,8 @@ class TinyModelConfig(Section):
                 value=self.hidden_size,
                 remedy=f"give {max(1, round(self.hidden_size / (32 * self.heads))) * 32 * self.heads}",
             )
+        if self.experts and (self.vision or self.experts < 2):
+            raise invalid("experts", "must be at least 2, or 0 (always with vision)", value=self.experts)
         return self
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from types import TracebackType
 
 import torch
 import torch.distributed as dist
 
-from rayrft.errors import RowsFailed
+from rayrft.config.trainer import TrainerConfig
+from rayrft.errors import DeviceFailed, RowsFailed
 from rayrft.trainer.batches import MicroBatch
 
 
@@ -17,15 +19,15 @@ from rayrft.trainer.batches import MicroBatch
 def blaming(batch: MicroBatch) -> Iterator[None]:
     """Turn any error raised inside into RowsFailed, which names the rows of ``batch``.
 
-    Out-of-memory errors and failures of a peer rank pass unchanged: no row causes them. CUDA reports an index out of
-    range asynchronously, so it may be attributed to later rows.
+    Device faults and failures of a peer rank pass unchanged: no row causes them. CUDA reports an index out of range
+    asynchronously, so it may be attributed to later rows.
     """
     try:
         yield
-    except (RowsFailed, torch.OutOfMemoryError):
+    except RowsFailed:
         raise
     except Exception as error:  # a model, a loss or an image reader may raise anything
-        if not batch.experiences or _is_peer_failure(error.__traceback__):
+        if not batch.experiences or is_device_fault(error) or _is_peer_failure(error.__traceback__):
             raise
         rank = dist.get_rank() if dist.is_initialized() else 0
         names = ", ".join(batch.experiences[:4]) + (", …" if len(batch.experiences) > 4 else "")
@@ -37,6 +39,43 @@ def blaming(batch: MicroBatch) -> Iterator[None]:
             remedy="resume the run: the step is retried with every one of these rows in a micro-batch of its own; a "
             "row that fails twice is dropped with its group and counted as failed_twice",
         ) from error
+
+
+def is_device_fault(error: BaseException) -> bool:
+    """Return whether a device failed or memory ran out. An assertion in device code is the fault of a row, such as of a
+    token outside the vocabulary; the call that reports it may be another one, of cuBLAS too."""
+    if isinstance(error, torch.AcceleratorError) or re.search("CUDA error|CU(?:BLAS|DNN)_STATUS_", str(error)):
+        return "device-side assert" not in f"{error} {_pending()}"
+    return _is_out_of_memory(error)
+
+
+def device_failed(error: BaseException, rank: int, where: str, config: TrainerConfig) -> DeviceFailed | None:
+    """Return the typed error of a device fault on a rank; None for other errors. ``where`` is node and device."""
+    if not is_device_fault(error):
+        return None
+    problem = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    if not _is_out_of_memory(error):
+        remedy = "check the device (nvidia-smi; Xid lines in dmesg), then resume the run, if need be on another node"
+        return DeviceFailed(f"the device failed: {problem}", field=f"trainer rank {rank}", value=where, remedy=remedy)
+    remedies = [f"lower trainer.micro_batch_tokens ({config.micro_batch_tokens})"]
+    remedies += [] if config.gradient_checkpointing else ["set trainer.gradient_checkpointing: true"]
+    remedies += [f"raise trainer.ranks ({config.ranks}), which share weights and moments"]
+    remedy = f"{'; '.join(remedies)}; then resume the run"
+    return DeviceFailed(f"out of memory: {problem}", field=f"trainer rank {rank}", value=where, remedy=remedy)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+def _pending() -> str:
+    """Return the error that CUDA still has to report, if any."""
+    try:
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()
+    except RuntimeError as error:
+        return str(error)
+    return ""
 
 
 def _is_peer_failure(traceback: TracebackType | None) -> bool:

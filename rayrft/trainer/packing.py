@@ -140,6 +140,9 @@ def register() -> None:
     AttentionMaskInterface.register(ATTENTION, _no_mask)
 
 
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+
+
 def packed_attention(
     module: Any,
     query: Tensor,
@@ -150,13 +153,15 @@ def packed_attention(
     packing: Packing,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Compute causal attention within rows. query, key, value: ``[1, heads, C, D]``; returns ``[1, C, heads, D]``.
 
     Soft caps, sinks and biases are not supported: `Policy` compares log-probs before it packs. No attention dropout,
-    which would distort probability ratios.
+    which would distort probability ratios. Raises NotImplementedError for those that a model names.
     """
+    if named := [name for name in _UNSUPPORTED if others.get(name) is not None]:
+        raise NotImplementedError(f"its attention has {named[0]}, which packed attention lacks")
     query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
     if uses_kernel(query.device, query.dtype):
         out = _kernel(query, key, value, packing, scaling, sliding_window)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from rayrft.data.images import ImageReader
 from rayrft.errors import ModelError
 from rayrft.trainer import packing
 from rayrft.trainer.batches import MicroBatch
-from rayrft.trainer.blame import blaming
+from rayrft.trainer.blame import blaming, is_device_fault
 from rayrft.trainer.head import head_logprobs, head_top_logprobs
 from rayrft.trainer.packing import Packing
 from rayrft.trainer.vision import reject_images, run_model, with_images
@@ -24,6 +25,11 @@ if TYPE_CHECKING:
 
 _TOLERANCE = 1e-4
 """Largest difference (nats) between two float32 computations of the same log-probs."""
+
+_CAP = re.compile("^(?!.*(?:att|router|gate)).*(?:soft_?cap|logit_cap)")
+"""Options of configs that cap the logits after the head."""
+
+_ATTENTION = {"full_attention", "sliding_attention"}
 
 _ROUNDING_FACTOR = 3.0
 """How many times the model's own half-precision error a kernel's error may be."""
@@ -71,15 +77,16 @@ class Policy(nn.Module):
 
         A model may mix tokens by more than plain attention, or change its logits after the head. Returns which path
         stays disabled and by how much log-probs differ, or None. Call it before the model is sharded, while its weights
-        are in float32; ``compute`` is the precision of the training.
+        are in float32; ``compute`` is the precision of the training. Caps and convolutions, which
+        do not show at the small values of a fresh model, disable a path by themselves.
         """
         batch = _sample(self.vocabulary, next(self.parameters()).device)
         expected = self._logprobs(batch)
         notes = []
         if getattr(self.model.get_output_embeddings(), "bias", None) is None:
             self.chunks_head = True
-            if (gap := self._gap(batch, expected)) > _TOLERANCE:
-                notes.append(f"the head is not chunked: log-probs would differ by {gap:.2g}")
+            if why := self._capped() or self._difference(batch, expected):
+                notes.append(f"the head is not chunked: {why}")
                 self.chunks_head = False
         if pack and (why := self._try_packing(batch, expected, compute)):
             notes.append(f"rows are padded, not packed: {why}")
@@ -89,6 +96,9 @@ class Policy(nn.Module):
         """Enable packing, or return the reason why it cannot be used."""
         if self.images is not None:
             return "image tokens have two-dimensional positions"
+        kinds = {*(getattr(self.model.config.get_text_config(), "layer_types", None) or ())}
+        if kinds - _ATTENTION or any(isinstance(module, nn.Conv1d) for module in self.model.modules()):
+            return "tokens are mixed by more than plain attention"
         own, kernel = self.model.config._attn_implementation, packing.uses_kernel(batch.token_ids.device, compute)
         rounding = 0.0
         if kernel:
@@ -100,7 +110,7 @@ class Policy(nn.Module):
         except (ValueError, NotImplementedError) as error:
             return str(error).splitlines()[0]
         self.packs = True
-        why = f"log-probs would differ by {gap:.2g}" if (gap := self._gap(batch, expected)) > _TOLERANCE else None
+        why = self._difference(batch, expected)
         if kernel and why is None:
             with _in_precision(self.model, compute):
                 why = self._try_kernel(batch, expected, rounding)
@@ -115,7 +125,7 @@ class Policy(nn.Module):
             found = self.output(batch, temperature=1.0).logprobs
             torch.autograd.grad(found.sum(), self.model.get_input_embeddings().weight)
         except Exception as error:  # a kernel may reject the head size by any error, forward or backward
-            return f"the attention kernel fails: {(str(error).splitlines() or [type(error).__name__])[0]}"
+            return f"the attention kernel fails: {_reason(error)}"
         gap = float((found.detach() - expected).abs().max())
         if gap <= _TOLERANCE + _ROUNDING_FACTOR * rounding:
             return None
@@ -182,8 +192,29 @@ class Policy(nn.Module):
     def _logprobs(self, batch: MicroBatch) -> Tensor:
         return self.output(batch, temperature=1.0).logprobs
 
+    def _difference(self, batch: MicroBatch, expected: Tensor) -> str | None:
+        """Return how the model fails, or by how much log-probs differ from the expected ones; None if they agree."""
+        try:
+            gap = self._gap(batch, expected)
+        except Exception as error:  # architectures fail in many ways on inputs that they are not made for
+            return _reason(error)
+        return None if gap <= _TOLERANCE else f"log-probs would differ by {gap:.2g}"
+
+    def _capped(self) -> str | None:
+        """Return the reason if the config names a cap of logits; caps of attention and routers are no part of it."""
+        options = self.model.config.get_text_config().to_dict().items()
+        caps = [name for name, value in options if value and _CAP.search(name)]
+        return f"the model has a {caps[0]}" if caps else None
+
     def _gap(self, batch: MicroBatch, expected: Tensor) -> float:
         return float((self._logprobs(batch) - expected).abs().max())
+
+
+def _reason(error: Exception) -> str:
+    """Return an error of a trial in one line. Raises it if the device failed."""
+    if is_device_fault(error):
+        raise error
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 @contextlib.contextmanager

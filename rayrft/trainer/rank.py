@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.handle import fetch
 from rayrft.registry import load_plugins
 from rayrft.trainer.batches import TrainRow, fetch_mini_batches, fetch_rows
+from rayrft.trainer.blame import device_failed
 from rayrft.trainer.commands import Stop
 from rayrft.trainer.dcp import Checkpointer
 from rayrft.trainer.learner import Learner
@@ -41,17 +43,20 @@ def run_rank(options: dict[str, Any]) -> None:
 
     setup: RankSetup = options["setup"]
     trainer = setup.trainer
-    index = ray.train.get_context().get_world_rank()
+    index, where = ray.train.get_context().get_world_rank(), platform.node()
     try:
         load_plugins(setup.plugins)
-        rank = Rank(setup, index, ray.train.torch.get_device())
+        device = ray.train.torch.get_device()
+        if device.type == "cuda":
+            where += f", GPU {torch.cuda.get_device_properties(device).uuid}"
+        rank = Rank(setup, index, device)
         number = 0
         fetch(trainer.call(Trainer.ready, index, rank.warning))
         while not isinstance(command := fetch(trainer.call(Trainer.next_command, number)), Stop):
             trainer.call(Trainer.answer, index, number, command.run(rank))
             number += 1
     except BaseException as error:
-        fetch(trainer.call(Trainer.failed, index, error))
+        fetch(trainer.call(Trainer.failed, index, device_failed(error, index, where, setup.config) or error))
         raise
 
 

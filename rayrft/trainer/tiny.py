@@ -31,15 +31,23 @@ def make_tiny_model(
     seed: int,
 ) -> None:
     """Write a model with random weights and its tokenizer to ``folder``, in Hugging Face format."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     tokenizer = make_tokenizer(prompts, answers)
     tokenizer.save_pretrained(folder)
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
+    mixture = {
+        "num_experts": config.experts,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": config.intermediate_size,
+        "mlp_only_layers": [0],
+        "norm_topk_prob": True,
+    }
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(
+            "qwen3_moe" if config.experts else "qwen3",
             vocab_size=len(tokenizer),
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
@@ -52,6 +60,7 @@ def make_tiny_model(
             eos_token_id=tokenizer.eos_token_id,
             bos_token_id=None,
             pad_token_id=tokenizer.pad_token_id,
+            **(mixture if config.experts else {}),
         )
     )
     model.save_pretrained(folder)

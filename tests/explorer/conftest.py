@@ -64,9 +64,17 @@ def _buckets(parcel: Parcel, tensors: dict[str, Tensor]) -> Iterator[Tensor]:
 
 
 @pytest.fixture(scope="session")
-def engine(ray_cluster: Any, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineUnderTest]:
+def engine(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineUnderTest]:
+    """One with a dense layer, a layer of experts, whose size the engine pads, and a tied head."""
     import ray
 
+    from rayrft.config.model import TinyModelConfig
+    from rayrft.trainer.tiny import make_tiny_model
+
+    folder = tmp_path_factory.mktemp("engine")
+    shape = TinyModelConfig(layers=2, hidden_size=64, heads=2, intermediate_size=48, experts=4)
+    prompts = [f"Spell this word backward: {word}" for word in ("cat", "horse", "bird")]
+    make_tiny_model(shape, prompts, [], folder, max_length=64, seed=0)
     from rayrft.config.explorer import EngineConfig
     from rayrft.explorer.engines.engine import RolloutEngine
 
@@ -75,14 +83,12 @@ def engine(ray_cluster: Any, tiny_model: Path, tmp_path_factory: pytest.TempPath
     actor = (
         ray.remote(RolloutEngine).options(num_cpus=0.5, max_concurrency=1000, runtime_env={"env_vars": bare}).remote()
     )
-    ray.get(
-        actor.start.remote(str(tiny_model), EngineConfig(), max_length=64, dtype="float32", seed=0, structured=True)
-    )
+    ray.get(actor.start.remote(str(folder), EngineConfig(), max_length=64, dtype="float32", seed=0, structured=True))
     host = "127.0.0.1"
     store = open_store(60, host)
     link = Link("gloo", host, store.port, number=1, senders=1, receivers=1, timeout_s=60, secret="s")
     connecting = actor.connect.remote(link, 0)
     channel = WeightChannel(link, sends=True, index=0, device=torch.device("cpu"), store=store)
     ray.get(connecting)
-    yield EngineUnderTest(actor, tiny_model, channel)
+    yield EngineUnderTest(actor, folder, channel)
     ray.kill(actor)

@@ -47,7 +47,7 @@ def update(engine: EngineUnderTest, policy: Policy, version: int) -> tuple[int, 
 @pytest.fixture
 def policy(engine: EngineUnderTest) -> Policy:
     policy = load_policy(str(engine.folder))
-    config = LoraConfig(rank=2, alpha=3)
+    config = LoraConfig(rank=2, alpha=3, targets=["q_proj", "k_proj", "v_proj", "o_proj"])
     policy.lora = Lora(policy.model, config, origin=str(engine.folder), compute=torch.float32, seed=0)
     return policy
 

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from rayrft.algorithms import build
-from rayrft.config.trainer import OptimizerConfig
+from rayrft.config.trainer import OptimizerConfig, TrainerConfig
 from rayrft.errors import RayrftError, RowsFailed
 from rayrft.trainer.batches import TrainRow, micro_batches
+from rayrft.trainer.blame import device_failed, is_device_fault
 from rayrft.trainer.learner import Learner
 from rayrft.trainer.model import shard
 from rayrft.trainer.optimizer import learning_rate
@@ -194,17 +195,54 @@ def test_what_a_step_fails_on_is_named_by_its_rows(changes: dict[str, Any]) -> N
     learner.step([rows[:3] + rows[4:]])  # it goes on without
 
 
-def test_no_row_is_blamed_for_short_memory_or_a_peer_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+ASSERTED = "CUDA error: device-side assert triggered"
+
+
+@pytest.mark.parametrize(
+    ("fault", "remedy"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "micro_batch_tokens"),
+        (MemoryError(), "gradient_checkpointing"),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory"), "ranks"),
+        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), "nvidia-smi"),
+        (torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered"), "nvidia-smi"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "nvidia-smi"),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), "nvidia-smi"),
+        (torch.AcceleratorError(ASSERTED), None),
+        (RuntimeError("the size of tensor a must match"), None),
+    ],
+)
+def test_no_row_is_blamed_for_a_device(fault: Exception, remedy: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     learner, rows = make_learner(make_model(), 30), named(make_rows(), 0)
 
-    def raises_short_memory(*_: Any, **__: Any) -> None:
-        raise torch.OutOfMemoryError("no memory")
+    def fails(*_: Any, **__: Any) -> None:
+        raise fault
+
+    monkeypatch.setattr(learner.policy.model.model, "forward", fails)
+    with pytest.raises(type(fault) if remedy else RowsFailed) as raised:
+        learner.step([rows])
+    failed = device_failed(raised.value, 3, "node-1, GPU-7", TrainerConfig(ranks=4))
+    assert (failed is None) == (remedy is None)
+    if failed is not None:
+        assert (failed.field, failed.value) == ("trainer rank 3", "node-1, GPU-7") and str(remedy) in failed.remedy
+
+
+def test_an_assertion_that_cublas_reports_is_the_fault_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def synchronize() -> None:
+        raise torch.AcceleratorError(ASSERTED)
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    assert not is_device_fault(RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate`"))
+
+
+def test_no_row_is_blamed_for_a_peer_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    learner, rows = make_learner(make_model(), 30), named(make_rows(), 0)
 
     def raises_lost_peer(*_: Any, **__: Any) -> None:
         dist.get_rank(group="gone")  # type: ignore[arg-type]
 
-    for failing, error in ((raises_short_memory, torch.OutOfMemoryError), (raises_lost_peer, Exception)):
-        monkeypatch.setattr(learner.policy.model.model, "forward", failing)
-        with pytest.raises(error) as raised:
-            learner.step([rows])
-        assert not isinstance(raised.value, RowsFailed)
+    monkeypatch.setattr(learner.policy.model.model, "forward", raises_lost_peer)
+    with pytest.raises(Exception, match="group") as raised:
+        learner.step([rows])
+    assert not isinstance(raised.value, RowsFailed)

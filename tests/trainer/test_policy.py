@@ -8,19 +8,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM as Auto
 from transformers import (
+    AutoModelForCausalLM,
     Gemma2Config,
     GPT2Config,
+    Lfm2Config,
     LlamaConfig,
     MambaConfig,
     MistralConfig,
+    NanoChatConfig,
+    OpenAIGPTConfig,
     PhiConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
 )
+from transformers import AutoModelForCausalLM as Auto
 
 from rayrft.algorithms import token_logprobs
 from rayrft.errors import ModelError
@@ -97,6 +101,34 @@ def test_a_model_of_another_kind_goes_the_plain_way_and_says_so(config: PreTrain
     assert remark is not None and said in remark
     found = policy.output(scored_batch(rows()), temperature=0.7).logprobs
     torch.testing.assert_close(found, by_the_model_itself(policy, 0.7), atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Gemma2Config(**SMALL, head_dim=8),
+        NanoChatConfig(**SMALL),
+        Lfm2Config(**SMALL, full_attn_idxs=[1]),
+        OpenAIGPTConfig(vocab_size=60, n_embd=32, n_layer=2, n_head=4, n_positions=32),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_a_fresh_model_takes_no_path_that_fails_or_ignores_its_caps(config: PreTrainedConfig) -> None:
+    policy = Policy(AutoModelForCausalLM.from_config(config))
+    remark = str(policy.enable_fast_paths(pack=True))
+    capped = isinstance(config, Gemma2Config | NanoChatConfig)
+    assert ("the head is not chunked: the model has a final_logit_softcapping" in remark) == capped
+    assert policy.chunks_head != capped and policy.packs == isinstance(config, NanoChatConfig)
+    policy.output(scored_batch(rows()), temperature=1.0)
+
+
+def test_a_device_fault_in_a_trial_is_no_reason_to_go_without_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
+
+    monkeypatch.setattr("rayrft.trainer.policy.head_logprobs", fails)
+    with pytest.raises(torch.AcceleratorError):
+        make(Qwen3Config(**SMALL, head_dim=8)).enable_fast_paths(pack=True)
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,7 @@ class BucketReceiver(WeightTransferEngine[LinkInfo, TransferInfo]):
     def start_weight_update(self) -> None:
         self.digest = ""
         initialize_layerwise_reload(self.model)
+        self._forget_packed_experts()
 
     def receive_weights(self, update_info: TransferInfo) -> None:
         if self._channel is None:
@@ -105,6 +106,14 @@ class BucketReceiver(WeightTransferEngine[LinkInfo, TransferInfo]):
         config.model = model
         loader = get_model_loader(replace(self.vllm_config.load_config, use_tqdm_on_load=False))
         return loader.get_all_weights(config, self.model)
+
+    def _forget_packed_experts(self) -> None:
+        # On CPU vLLM packs experts when it builds their kernel, and otherwise hands it weights that are not packed: the
+        # engine would compute with other experts. Without a kernel, it builds one once the layer is loaded.
+        for module in self.model.modules():
+            method: Any = getattr(module, "quant_method", None)
+            if self.device.type == "cpu" and getattr(method, "moe_kernel", None) is not None:
+                method.moe_kernel = None
 
     def _repack_tied_head(self) -> None:
         # On CPU vLLM packs lm_head at load time and, when it is tied to the embedding, keeps the old packing after a
