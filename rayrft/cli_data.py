@@ -127,13 +127,13 @@ def import_rows(
 ) -> None:
     """Load the rows of a file as demonstrations into a running run."""
     from rayrft.buffer.export import read_file
-    from rayrft.config import load_config
+    from rayrft.config import load_run_config
     from rayrft.core.launch import attach
 
     rows = read_file(file, where)
     folder = find_folder(run, storage)
     try:
-        live = attach(load_config(folder / "config.yaml").name)
+        live = attach(load_run_config(folder).name)
     except RunNotFound:
         live = None
     if live is None or live.folder.resolve() != folder.resolve():

@@ -21,7 +21,7 @@ from rayrft.buffer.log.segments import read_rows, segment_name, segment_sizes
 from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.state import State
 from rayrft.buffer.transitions import apply
-from rayrft.config import RunConfig, load_config
+from rayrft.config import RunConfig, load_run_config
 from rayrft.config.buffer import SamplerConfig
 from rayrft.data.selection import Selection
 from rayrft.data.task_sampler import TaskSet
@@ -145,7 +145,7 @@ class Archive:
     @classmethod
     def of_run(cls, folder: Path) -> Archive:
         """Open the log of the run in this folder, which may have been moved. Raises ConfigError, too."""
-        config = load_config(folder / "config.yaml")
+        config = load_run_config(folder)
         return cls(log_folder(folder, config), config.buffer.sampler, config.seed)
 
     @property

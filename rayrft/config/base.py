@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,23 @@ def invalid(field: str, problem: str, *, value: Any = None, remedy: str = "") ->
     `load_config` prepends the path of the section and raises ConfigError.
     """
     return ValueError(ConfigError(problem, field=field, value=value, remedy=remedy))
+
+
+def resolved(value: Any) -> Any:
+    """Replace each text ``env:NAME`` in options by that environment variable of this process.
+
+    Raises ConfigError if there is no such variable.
+    """
+    if isinstance(value, dict):
+        return {key: resolved(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [resolved(each) for each in value]
+    if not isinstance(value, str) or not value.startswith("env:"):
+        return value
+    if (secret := os.environ.get(value[4:])) is None:
+        remedy = "set it for the driver and on every node before Ray starts, or in env_vars of the job's runtime_env"
+        raise ConfigError("the environment variable is not set", field="env", value=value, remedy=remedy)
+    return secret
 
 
 def local_folder(value: Any) -> Any:

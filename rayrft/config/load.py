@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import logging
+import os
 import re
 import typing
 from pathlib import Path
@@ -14,9 +16,20 @@ from pydantic import BaseModel, ValidationError
 
 from rayrft.config.run import RunConfig
 from rayrft.errors import ConfigError, nearest
-from rayrft.registry import load_plugins
+from rayrft.registry import load_plugins, loaded_plugins
 
 Loaded = TypeVar("Loaded", bound=BaseModel)
+
+TRUST = "RAYRFT_TRUST_PLUGINS"
+"""The environment variable that lets readers of a run folder run its plug-ins."""
+_SECRET_KEY = re.compile(
+    r"(?i:(?!(pad|eos|bos|unk|sep|cls|mask|stop|image|special)_)(.*_)?"
+    r"((api|access|private|auth)_?key|token|secret|passw(or)?d|credentials?)$)|.*[A-Z]_KEY$"
+)
+_SECRET = re.compile(
+    r"\b(hf_[A-Za-z0-9]{20}|sk-[\w-]{20}|gh[a-z]_[A-Za-z0-9]{20}|github_pat_\w{20}|glpat-[\w-]{20}|AKIA[A-Z0-9]{16})"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY|://[^/\s:@]*:[^/\s@]+@|[?&]\w*(?i:key|token|secret|signature)=[^&\s]{8}"
+)
 
 
 class _Loader(yaml.SafeLoader):
@@ -51,11 +64,46 @@ def read_config(
     raw = _read(source)
     for key, value in (overrides or {}).items():
         _assign(raw, key, value)
+    _refuse_secrets(raw, [], raw)
     _load_plugins(raw.get("plugins"))
     try:
         return model.model_validate(raw)
     except ValidationError as error:
         raise _explain(error, raw, model) from None
+
+
+def load_run_config(folder: Path) -> RunConfig:
+    """Read the config of a run folder, which somebody else may have made, without running its plug-ins.
+
+    They run only if this process has loaded them before, or its environment has RAYRFT_TRUST_PLUGINS=1. Raises
+    ConfigError, also if the config is not valid without them.
+    """
+    raw = _read(folder / "config.yaml")
+    plugins = [Path(str(path)) for path in raw.get("plugins") or ()]
+    if os.environ.get(TRUST) == "1" or set(plugins) <= set(loaded_plugins()):
+        return load_config(raw)
+    remedy = f"read {', '.join(map(str, plugins))}; if you trust that code, set {TRUST}=1 to run it"
+    logging.getLogger(__name__).warning("plug-ins of the run folder %s are not run: %s", folder, remedy)
+    try:
+        return load_config({**raw, "plugins": []})
+    except ConfigError as error:
+        problem = f"{error.problem}, and the plug-ins of a run folder are not run by those that read it"
+        raise ConfigError(problem, field=error.field, value=error.value, remedy=remedy) from None
+
+
+def _refuse_secrets(value: Any, path: list[str], raw: Any) -> None:
+    """Raise ConfigError for a text that looks like a secret: the config is written to files, logs and wandb."""
+    for key, each in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        _refuse_secrets(each, [*path, str(key)], raw)
+    if not isinstance(value, str) or value.startswith("env:"):
+        return
+    named = path and _SECRET_KEY.match(path[-1]) and re.fullmatch(r"[^\s<>]{8,}", value)
+    if named or _SECRET.search(value):
+        raise ConfigError(
+            "looks like a secret, and a config is written to the run's folder, to logs and to wandb",
+            field=".".join(_named(path, raw)),
+            remedy="put it into an environment variable and give env:NAME",
+        )
 
 
 def parse_override(text: str) -> tuple[str, Any]:

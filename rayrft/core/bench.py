@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from rayrft.config import RunConfig, load_config
+from rayrft.config import RunConfig, load_config, load_run_config
 from rayrft.config.serve import ServeConfig
 from rayrft.config.tasks import TaskSourceConfig
 from rayrft.core.actors import create_auxiliary, create_engines, judges, reward_service, scoring, start_auxiliary
@@ -305,7 +305,7 @@ def _weights(name: str, model: str, storage: Path, folder: Path, field: str) -> 
             remedy = "give a model's folder, an id on the hub, or RUN or RUN@WHICH of a run"
             raise ModelError("neither a model nor a run", field=field, value=model, remedy=remedy) from None
         return BenchModel(name, find_model(model, field), model)
-    config = load_config(found / "config.yaml")
+    config = load_run_config(found)
     checkpoints = found / "checkpoints"
     if which == "start":
         path = found / "model" if config.model.tiny is not None else Path(str(config.model.path))

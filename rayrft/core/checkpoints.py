@@ -16,7 +16,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from rayrft.buffer.buffer import Buffer
-from rayrft.config import RunConfig, load_config
+from rayrft.config import RunConfig, load_run_config
 from rayrft.config.stage import CheckpointConfig
 from rayrft.core.actors import Actors
 from rayrft.core.summary import StageDone
@@ -315,7 +315,7 @@ def export(run_folder: Path, to: Path, step: int | None = None, *, merged: bool 
     from rayrft.trainer.model import load_policy, write_adapter, write_hf
     from rayrft.trainer.reward_model import RewardClassifier, padding_of
 
-    config = load_config(run_folder / "config.yaml")
+    config = load_run_config(run_folder)
     lora = config.trainer.lora
     if lora is None and not merged:
         raise ConfigError(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rayrft.config import load_config
+from rayrft.config import load_run_config
 from rayrft.config.serve import FeedbackConfig
 from rayrft.core.cluster import connect
 from rayrft.core.placement import BUFFER, NAMESPACE, Part, actor_name, check_room
@@ -53,7 +53,7 @@ def open_page(folder: Path, settings: FeedbackConfig) -> OpenPage:
     if there is no room.
     """
     folder = folder.absolute()
-    config = load_config(folder / "config.yaml")
+    config = load_run_config(folder)
     digests, key = read_keys(settings), ""
     if not digests:
         key = _own_key(feedback_folder(folder) / "key")
@@ -68,7 +68,7 @@ def open_page(folder: Path, settings: FeedbackConfig) -> OpenPage:
     buffer = shared_actor_name(shared) if shared is not None else actor_name(config.name, BUFFER.name)
     # Not one of the run's actors, which end with it: people go on with its log.
     owner = Owner(NAMESPACE, f"feedback/{config.name}")
-    front = FeedbackFront(config.name, folder, settings, digests, buffer, owner)
+    front = FeedbackFront(config, folder, settings, digests, buffer, owner)
     anchor = create_anchor(owner)
     try:
         delete_applications(front.application)  # of an owner that was killed

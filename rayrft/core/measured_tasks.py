@@ -10,7 +10,7 @@ from typing import Any
 
 from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.reader import log_folder, read_state
-from rayrft.config import RunConfig, load_config
+from rayrft.config import RunConfig, load_config, load_run_config
 from rayrft.core.bench import attempt_all, attempts_in, find_weights, fingerprint
 from rayrft.core.cluster import connect
 from rayrft.core.pipeline_models import task_engines
@@ -102,7 +102,7 @@ def write_solved(folder: Path, out: Path) -> MeasuredTasks:
     read, are others than they were, or the run draws no tasks of its own, and StorageError if its log cannot be read.
     """
     check_suffix(out)
-    config = load_config(folder / "config.yaml")
+    config = load_run_config(folder)
     splits = load_processed(config, task_engines(config)).splits
     spec = task_set_spec(config, splits)
     if spec is None or config.buffer.name is not None:

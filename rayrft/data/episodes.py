@@ -8,6 +8,7 @@ import signal
 import threading
 from typing import TYPE_CHECKING, Any
 
+from rayrft.config.base import resolved
 from rayrft.errors import DataError
 from rayrft.experience import Task
 
@@ -34,9 +35,9 @@ def read_gymnasium(config: TaskSourceConfig, field: str) -> list[Task]:
         if id.startswith("FrozenLake"):
             from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
-            maps = [generate_random_map(**{"size": 4, **config.options}, seed=seed) for seed in range(size)]
+            maps = [generate_random_map(**{"size": 4, **resolved(config.options)}, seed=seed) for seed in range(size)]
             return [_episode(config, id, "\n".join(desc), {"desc": desc}) for desc in maps]
-        env = gymnasium.make(id, disable_env_checker=True, **config.options)
+        env = gymnasium.make(id, disable_env_checker=True, **resolved(config.options))
     except gymnasium.error.Error as error:
         remedy = "see gymnasium.pprint_registry()"
         raise DataError(str(error), field=f"{field}.dataset", value=id, remedy=remedy) from None
@@ -73,7 +74,7 @@ def read_verifiers(config: TaskSourceConfig, field: str) -> list[Task]:
     taken = [signal.SIGINT, signal.SIGTERM] if threading.current_thread() is threading.main_thread() else []
     handlers = {number: signal.getsignal(number) for number in taken}
     try:
-        rows = verifiers.load_environment(id, **config.options).get_dataset(n=config.size or -1).to_list()
+        rows = verifiers.load_environment(id, **resolved(config.options)).get_dataset(n=config.size or -1).to_list()
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"verifiers cannot load it: {error}", field=f"{field}.dataset", value=id) from None
     finally:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rayrft.config.base import resolved
 from rayrft.config.tasks import TaskSourceConfig
 from rayrft.data.formats import Row, read_rows
 from rayrft.data.ray_data import quiet_ray_data
@@ -121,7 +122,7 @@ def _rows_by_ray(name: str, config: TaskSourceConfig, field: str) -> Generator[t
     # Statistics and cursors of a resumed run refer to tasks by number: the order is kept.
     with quiet_ray_data():
         try:
-            data = read(**config.options)
+            data = read(**resolved(config.options))
             if not isinstance(data, ray.data.Dataset):
                 problem = f"gives a {type(data).__name__}, and no Dataset of Ray"
                 raise DataError(problem, field=f"{field}.read", value=name, remedy="return what ray.data.read_… gives")

@@ -9,6 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rayrft.config.base import resolved
 from rayrft.config.tasks import TaskSourceConfig
 from rayrft.data.episodes import read_gymnasium, read_verifiers
 from rayrft.data.formats import SkippedRows, as_text, question_of, value_at
@@ -74,7 +75,7 @@ def read_reasoning_gym(config: TaskSourceConfig, field: str) -> list[Task]:
             remedy=nearest(str(config.dataset), DATASETS),
         )
     try:
-        entries = reasoning_gym.create_dataset(config.dataset, size=config.size, seed=0, **config.options)
+        entries = reasoning_gym.create_dataset(config.dataset, size=config.size, seed=0, **resolved(config.options))
     except (TypeError, AssertionError, ValueError) as error:
         raise DataError(
             f"reasoning-gym refuses the options: {error}",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rayrft.config.auxiliary import AuxiliaryConfig
+from rayrft.config.base import resolved
 from rayrft.config.pipelines import EndpointConfig
 from rayrft.config.reward import RewardModelsConfig
 from rayrft.errors import CallTimeout, DataError, EndpointFailed, RequestRefused, StorageError
@@ -235,7 +236,7 @@ def needed_models(config: RewardModelsConfig) -> set[str]:
 
 
 def _at_endpoint(config: EndpointConfig) -> AskedModel:
-    endpoint = Endpoint(config.url, config.model, config.key_variable, retries=config.retries)
+    endpoint = Endpoint(resolved(config.url), config.model, config.key_variable, retries=config.retries)
     identity = f"{config.model} {config.url} {config.temperature} {config.max_tokens}"
     return AskedModel(_Defaults(endpoint, config), config.calls, identity)
 

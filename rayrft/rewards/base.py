@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, Self, SupportsIndex, TypeVar, cast
 
+from rayrft.config.base import resolved
 from rayrft.config.reward import RewardPart
 from rayrft.data.reasoning import split_reasoning
 from rayrft.errors import ConfigError
@@ -306,7 +307,7 @@ def build_reward(name: str, options: dict[str, Any]) -> Reward:
     """
     factory = rewards.get(name, "reward.name")
     try:
-        return factory(**options)
+        return factory(**resolved(options))
     except TypeError as error:
         raise ConfigError(
             f"refused by {name!r}: {error}",

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from rayrft.config.base import resolved
 from rayrft.config.reward import RewardModelConfig, RewardModelsConfig, RewardPart
 from rayrft.errors import CallFailed, CallTimeout, ConfigError, ProcessDied
 from rayrft.experience import Task
@@ -191,7 +192,7 @@ class _InProcesses:
     def __init__(self, part: RewardPart, config: RewardModelConfig, plugins: Sequence[Path]) -> None:
         self._name, self._deadline_s = part.name, config.deadline_s
         self._pool = ProcessPool(
-            partial(InProcess, part.name, part.options),
+            partial(InProcess, part.name, resolved(part.options)),  # its processes lack the variables
             processes=config.workers + config.spare_workers,
             plugins=plugins,
             spares=0,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
+from rayrft.config.base import resolved
 from rayrft.config.explorer import EnvironmentConfig
 from rayrft.data.images import IMAGE_MARK, Picture
 from rayrft.errors import ConfigError
@@ -98,8 +99,8 @@ def environment_factory(config: EnvironmentConfig) -> partial[Environment]:
             remedy="see the parameters of the environment",
         ) from None
     if (check := getattr(factory, "check", None)) is not None:
-        check(**config.options)
-    return partial(factory, **config.options)
+        check(**resolved(config.options))
+    return partial(factory, **resolved(config.options))
 
 
 def runs_in_event_loop(create: partial[Environment]) -> bool:

@@ -124,7 +124,7 @@ class Environments:
                 # UTF-8 has at most 4 bytes for a character.
                 answer_limit=4 * config.observation_limit + config.image_bytes + _INFO_BYTES,
                 start_s=max(config.deadline_s, _CREATE_S),
-                warm_up=partial(prepare, **config.options) if prepare else None,
+                warm_up=partial(prepare, **self._create.keywords) if prepare else None,
             )
 
     @contextlib.asynccontextmanager

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Protocol
 
+from rayrft.config.base import resolved
 from rayrft.config.explorer import ExplorerConfig
 from rayrft.errors import ConfigError
 from rayrft.experience import Task
@@ -48,7 +49,7 @@ def build_workflow(
     that is not configured.
     """
     factory, options = workflows.get(name, field), config.workflow_options.get(name, {})
-    create = partial(factory, **options)
+    create = partial(factory, **resolved(options))
     try:
         workflow = create()
     except TypeError as error:

@@ -11,8 +11,9 @@ from fastapi import FastAPI
 from ray.exceptions import RayTaskError
 
 from rayrft.applications import ON_HEAD, Owner, delete_with, start_serve
-from rayrft.config import RunConfig, load_config
+from rayrft.config import RunConfig
 from rayrft.config.serve import FeedbackConfig
+from rayrft.registry import load_plugins
 from rayrft.serve.deployment import deploy, request_counter
 from rayrft.serve.feedback.app import FeedbackPage
 from rayrft.serve.feedback.journal import FeedbackJournal, feedback_folder
@@ -21,10 +22,10 @@ from rayrft.serve.feedback.run_rows import RunRows
 
 @dataclass(frozen=True)
 class FeedbackFront:
-    """What the page's process is told: the run's name and folder, the name of its Buffer's actor, in the owner's
-    namespace, and who owns the page."""
+    """Arguments of the page's process: the run's config and folder, the name of its Buffer's actor, in the owner's
+    namespace, and the page's owner."""
 
-    run: str
+    run: RunConfig
     folder: Path
     config: FeedbackConfig
     key_digests: tuple[str, ...]
@@ -33,21 +34,21 @@ class FeedbackFront:
 
     @property
     def application(self) -> str:
-        return f"{self.run}:feedback"
+        return f"{self.run.name}:feedback"
 
 
 class FeedbackReplica:
     """The process that answers. When it is killed, Serve starts another, which goes on with the journal."""
 
     def __init__(self, front: FeedbackFront) -> None:
-        config: RunConfig = load_config(front.folder / "config.yaml")
-        settings = front.config
+        config, settings = front.run, front.config
+        load_plugins(config.plugins)
         rows = RunRows(
             front.folder, config, front.owner.namespace, front.buffer, settings.max_groups, settings.demonstrations
         )
         journal = FeedbackJournal(feedback_folder(front.folder))
         count = request_counter(front.application)
-        self._page = FeedbackPage(front.run, settings, front.key_digests, rows, journal, count)
+        self._page = FeedbackPage(config.name, settings, front.key_digests, rows, journal, count)
         self._watching = asyncio.create_task(delete_with(front.owner, front.application))
         self._beginning = asyncio.create_task(self._page.begin())
 
@@ -65,5 +66,5 @@ def open_feedback(front: FeedbackFront) -> str:
 
 def _open(front: FeedbackFront) -> str:
     start_serve(front.config.host, front.config.port)
-    url = deploy(FeedbackReplica, (front,), front.config, front.application, f"feedback/{front.run}")
+    url = deploy(FeedbackReplica, (front,), front.config, front.application, f"feedback/{front.run.name}")
     return url.removesuffix("v1")
