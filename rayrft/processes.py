@@ -18,6 +18,7 @@ import contextlib
 import json
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
@@ -34,11 +35,25 @@ from rayrft.errors import AnswerTooLarge, CallFailed, CallTimeout, ProcessDied
 from rayrft.process_server import HEADER, RECORD, RENEW, STATUS, Answer, Ask, Blueprint, GiveUp, Reply
 from rayrft.run_clock import RunClock
 
+_PASSED = re.compile(
+    r"(?!.*(KEY|TOKEN(?!IZERS)|SECRET|PASSW|CREDENTIAL))(?:(PATH|HOME|USER|LOGNAME|SHELL|TERM|TMPDIR|TZ|LANG|LANGUAGE|PWD)"
+    r"|(LC|LD|PYTHON|VIRTUAL_ENV|CONDA|OMP|MKL|OPENBLAS|CUDA|NVIDIA|ROCR|HIP|TORCH|TOKENIZERS|TRANSFORMERS|HF|XDG|SSL"
+    r"|REQUESTS_CA|CURL_CA|SDL|MUJOCO|RAYRFT)\w*|\w+_proxy|\w+_PROXY)"
+)
+"""Names of the variables that processes inherit: others may be keys, and a model may drive what runs in a process."""
+
 _STARTING_AT_ONCE = 8
 """Processes between fork and readiness: more would only compete for the cores."""
 
 _LOOK_S = 1.0
 """How often a call that takes longer is looked at: before that, a wait for a core counts."""
+
+
+def environment() -> dict[str, str]:
+    """Return the variables that code may see which a model drives, and those that RAYRFT_PASS_ENV names."""
+    asked = os.environ.get("RAYRFT_PASS_ENV", "").split(",")
+    return {name: value for name, value in os.environ.items() if _PASSED.fullmatch(name) or name in asked}
+
 
 Asked = Callable[..., Awaitable[Any]]
 """Replies to what an object asks during a call: takes a name and arguments."""
@@ -211,7 +226,8 @@ class ProcessPool:
 
     ``create`` and the arguments and answers of calls are pickled; ``plugins`` are loaded before it. An answer has at
     most ``answer_limit`` bytes, and an object is created within ``start_s``. ``warm_up`` is called once, before
-    processes are forked, for imports that all need.
+    processes are forked, for imports that all need. They inherit few environment variables (`environment`), or all if
+    ``inherit``, for code that no model drives.
 
     A process that is well after a lease, with neither threads nor processes left behind by the object that it closed
     (``close()``, if there is one), has another object created in it; others are replaced.
@@ -227,7 +243,9 @@ class ProcessPool:
         answer_limit: int = 1 << 20,
         start_s: float = 60.0,
         warm_up: Callable[[], None] | None = None,
+        inherit: bool = False,
     ) -> None:
+        self._environment = dict(os.environ) if inherit else environment()
         self._blueprint = Blueprint(tuple(plugins), cloudpickle.dumps((create, warm_up)))
         self._processes, self._spares = processes, min(spares, processes)
         self._answer_limit, self._start_s = answer_limit, start_s
@@ -328,7 +346,7 @@ class ProcessPool:
         async with self._starts:
             if self._template is None or self._template.ended:
                 try:
-                    self._template = _Template(self._blueprint)
+                    self._template = _Template(self._blueprint, self._environment)
                 except OSError as error:  # no more processes or files
                     raise ProcessDied(f"cannot be started: {error}", field="create") from None
             await asyncio.shield(self._template.ready)
@@ -368,7 +386,7 @@ main(int(sys.argv[2]), int(sys.argv[3]))
 class _Template:
     """The process that the others are forked from, and who among them has ended."""
 
-    def __init__(self, blueprint: Blueprint) -> None:
+    def __init__(self, blueprint: Blueprint, environment: dict[str, str]) -> None:
         self._loop = asyncio.get_running_loop()
         self._control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         fd = os.memfd_create("blueprint")
@@ -381,7 +399,7 @@ class _Template:
                 pass_fds=(control.fileno(), fd),
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                env={"OMP_NUM_THREADS": "1", **os.environ},
+                env={"OMP_NUM_THREADS": "1", **environment},
             )
         self.ready: asyncio.Future[None] = self._loop.create_future()
         self.ended = False

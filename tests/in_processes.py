@@ -43,6 +43,9 @@ class Troublemaker:
     def pid(self) -> int:
         return os.getpid()
 
+    def variable(self, name: str) -> str | None:
+        return os.environ.get(name)
+
     def parent(self) -> int:
         return os.getppid()
 

@@ -34,6 +34,19 @@ async def pool_of(create: Callable[[], Any] = Troublemaker, **options: Any) -> A
         await pool.close()
 
 
+async def test_processes_see_no_variables_that_may_hold_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden = ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "RAY_AUTH_TOKEN", "DATABASE_URL", "CUDA_API_KEY"]
+    shown = ["PATH", "HF_HOME", "LC_ALL", "TOKENIZERS_PARALLELISM", "https_proxy", "SEARCH_KEY"]
+    for name in [*hidden, *shown]:
+        monkeypatch.setenv(name, os.environ.get(name, "C"))
+    monkeypatch.setenv("RAYRFT_PASS_ENV", "SEARCH_KEY,OTHER")
+    async with pool_of() as pool, pool.lease() as process:
+        seen = [name for name in [*hidden, *shown] if await process.call("variable", name, deadline_s=20) is not None]
+        assert seen == shown
+    async with pool_of(inherit=True) as pool, pool.lease() as process:
+        assert await process.call("variable", "HF_TOKEN", deadline_s=20) == os.environ["HF_TOKEN"]
+
+
 async def gone(pid: int) -> None:
     """Wait for the end of a process that is not a child of this one."""
     try:

@@ -123,6 +123,7 @@ class Pipeline:
             spares=0,
             answer_limit=ANSWER_BYTES,
             start_s=START_S,
+            inherit=True,
         )
 
         def note(number: int, outcome: Outcome) -> None:

@@ -183,6 +183,7 @@ class _SegmentWorker:
                 spares=0,
                 answer_limit=ANSWER_BYTES,
                 start_s=START_S,
+                inherit=True,
             )
             try:
                 self._worker = await self._stack.enter_async_context(pool.lease())

@@ -206,6 +206,7 @@ class LocalOperators:
             spares=int(chain.whole),
             answer_limit=ANSWER_BYTES,
             start_s=START_S,
+            inherit=True,
         )
         self._calls: asyncio.Queue[_Call] = asyncio.Queue()
         self._working: list[asyncio.Task[None]] = []
