@@ -103,7 +103,7 @@ def feedback(
     settings = read_config(FeedbackConfig, {}, dict(map(parse_override, overrides or [])))
     page = open_page(find_folder(run, storage), settings)
     try:
-        _print(f"feedback page at {page.url}")
+        _print(f"feedback page at {page.url}{page.key_hint}")
         received = _until_interrupted(page.anchor)
         _print("ending")
     finally:

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from rayrft.config.base import NAME, Section, invalid
 from rayrft.config.reward import RewardModelsConfig
 
-_LOCAL = ("127.0.0.1", "localhost", "::1")
+LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 class HttpConfig(Section):
@@ -32,6 +32,8 @@ class HttpConfig(Section):
     """Requests that a replica has open at a time; further ones for an answer get status 429."""
     max_body_kib: int = Field(4096, ge=1)
     """Largest request body; a larger one gets status 413."""
+    body_s: float = Field(60.0, gt=0)
+    """Seconds in which the body of a request must arrive, after which it gets status 408."""
     deadline_s: float = Field(600.0, gt=0)
     """Seconds that a request may take, after which it gets status 504."""
 
@@ -42,7 +44,7 @@ class HttpConfig(Section):
 
     @model_validator(mode="after")
     def _keys(self) -> Self:
-        if self.host not in _LOCAL and self.keys_file is None and self.keys_env is None:
+        if self.host not in LOCAL and self.keys_file is None and self.keys_env is None:
             raise invalid(
                 "host",
                 "can be reached from other machines, and requests would be answered without a key",
@@ -81,7 +83,7 @@ class ServeConfig(HttpConfig):
 class FeedbackConfig(HttpConfig):
     """The page on which people say what they think of a run's answers: the options of `rayrft serve feedback`.
 
-    Without keys_file and keys_env a key is made, and kept in the run's folder.
+    Without keys_file and keys_env a key is made at each start, and written to a file in the run's folder.
     """
 
     replicas: int = Field(1, ge=1, le=1)

@@ -27,13 +27,14 @@ if TYPE_CHECKING:
 class OpenPage:
     """A feedback page that is served. In a notebook it is shown as a link.
 
-    ``url`` holds the key, if it was made, behind ``#``: browsers send nothing of that. The page ends with the actor
-    ``anchor``, which ends with this process.
+    ``key_file`` holds the key that people enter, if one was made: it is neither printed nor part of the ``url``, since
+    notebooks and logs are kept. The page ends with the actor ``anchor``, which ends with this process.
     """
 
     url: str
     anchor: Handle[Anchor]
     application: str
+    key_file: Path | None
 
     def stop(self) -> None:
         """End the page. What people said stays in the run's folder."""
@@ -43,7 +44,12 @@ class OpenPage:
         self.anchor.kill()
 
     def _repr_html_(self) -> str:
-        return f'<a href="{self.url}" target="_blank" rel="noopener">{self.url.partition("#")[0]}</a>'
+        return f'<a href="{self.url}" target="_blank" rel="noopener">{self.url}</a>{self.key_hint}'
+
+    @property
+    def key_hint(self) -> str:
+        """Where the page's key is, as the end of a sentence."""
+        return f"; its key is in {self.key_file}" if self.key_file else ""
 
 
 def open_page(folder: Path, settings: FeedbackConfig) -> OpenPage:
@@ -54,10 +60,8 @@ def open_page(folder: Path, settings: FeedbackConfig) -> OpenPage:
     """
     folder = folder.absolute()
     config = load_run_config(folder)
-    digests, key = read_keys(settings), ""
-    if not digests:
-        key = _own_key(feedback_folder(folder) / "key")
-        digests = (key_digest(key),)
+    digests, key = read_keys(settings), secrets.token_urlsafe(24)
+    key_file = None if digests else feedback_folder(folder) / "key"
     connect()
     from rayrft.applications import Owner, create_anchor, delete_applications
     from rayrft.serve.feedback.deployment import FeedbackFront, open_feedback
@@ -68,24 +72,22 @@ def open_page(folder: Path, settings: FeedbackConfig) -> OpenPage:
     buffer = shared_actor_name(shared) if shared is not None else actor_name(config.name, BUFFER.name)
     # Not one of the run's actors, which end with it: people go on with its log.
     owner = Owner(NAMESPACE, f"feedback/{config.name}")
-    front = FeedbackFront(config, folder, settings, digests, buffer, owner)
+    front = FeedbackFront(config, folder, settings, digests or (key_digest(key),), buffer, owner)
     anchor = create_anchor(owner)
     try:
         delete_applications(front.application)  # of an owner that was killed
+        if key_file is not None:
+            _write_key(key_file, key)
         url = open_feedback(front)
     except BaseException:
         anchor.kill()
         raise
-    return OpenPage(f"{url}#key={key}" if key else url, anchor, front.application)
+    return OpenPage(url, anchor, front.application, key_file)
 
 
-def _own_key(path: Path) -> str:
-    """Return the key in a file that only its owner can read; make it if there is none."""
+def _write_key(path: Path, key: str) -> None:
+    """Write a key to a file that only its owner can read, in the place of an earlier one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        return path.read_text().strip()
-    with os.fdopen(descriptor, "w") as file:
-        file.write(secrets.token_urlsafe(24) + "\n")
-    return path.read_text().strip()
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(key + "\n")

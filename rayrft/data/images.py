@@ -31,6 +31,8 @@ Picture = Union[str, Path, bytes, "Image"]
 """The path of an image, the bytes of its file, or what PIL has of it."""
 
 _CACHE_BYTES = 256 << 20
+_MOST_PIXELS = 1 << 26
+"""Pixels of the largest image that is decoded, by the size in its header: 192 MiB in memory."""
 
 
 @dataclass(frozen=True)
@@ -148,31 +150,27 @@ def keep_image(image: Picture, folder: Path) -> str:
 
 
 def _kind(data: bytes) -> str:
-    from PIL import Image
-
-    try:
-        with Image.open(io.BytesIO(data)) as image:
-            return str(image.format).lower()
-    except OSError:
-        raise DataError(
-            f"{len(data)} bytes are no image", field="images", remedy="give the bytes of a PNG or JPEG file"
-        ) from None
+    with _opened(io.BytesIO(data)) as image:
+        return str(image.format).lower()
 
 
 @contextlib.contextmanager
-def _opened(path: str) -> Iterator[Image]:
+def _opened(file: str | io.BytesIO) -> Iterator[Image]:
+    """Open an image, whose pixels are decoded when they are used. Raises DataError, also for what is raised inside."""
     from PIL import Image
 
+    value = file if isinstance(file, str) else f"{file.getbuffer().nbytes} bytes"
+    remedy = "give PNG or JPEG files that every node can read, or their bytes"
     try:
-        with Image.open(path) as image:
+        with Image.open(file) as image:
+            if image.width * image.height > _MOST_PIXELS:
+                raise Image.DecompressionBombError(f"{image.width} x {image.height} pixels")
             yield image
-    except OSError as error:  # also raised for a file that is no image, or truncated
-        raise DataError(
-            f"no image can be read: {error}",
-            field="images",
-            value=path,
-            remedy="give paths of image files that every node can read",
-        ) from None
+    except Image.DecompressionBombError as error:
+        problem = f"an image has more than {_MOST_PIXELS} pixels: {error}"
+        raise DataError(problem, field="images", value=value, remedy="scale it down") from None
+    except (OSError, SyntaxError, ValueError) as error:  # also raised for a file that is no image, or truncated
+        raise DataError(f"no image can be read: {error}", field="images", value=value, remedy=remedy) from None
 
 
 def takes_images(model: str) -> bool:

@@ -70,6 +70,9 @@ class Endpoint(HttpService):
             named = request.path_params.get("session") or request.headers.get("x-session-id")
             session = named or body.metadata.session_id or body.user or response
             task = request.headers.get("x-task-id") or body.metadata.task_id
+            for param, name in (("X-Session-Id", session), ("X-Task-Id", task or "")):
+                if len(name) > 256:
+                    raise ApiError(400, f"{param}: has more than 256 characters.", code="invalid_value", param=param)
             headers = {"X-Session-Id": session} if session.isascii() and session.isprintable() else {}
             ask = await self._responder.begin(body, response, session, task)
             if body.stream:

@@ -10,8 +10,9 @@ from collections.abc import Awaitable, Callable
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from starlette.datastructures import URL
 
-from rayrft.config.serve import HttpConfig
+from rayrft.config.serve import LOCAL, HttpConfig
 from rayrft.serve.protocol import ApiError, key_digest
 from rayrft.serve.replies import EventStream, api_error
 
@@ -45,6 +46,7 @@ class HttpService:
         async def route(request: Request) -> Response:
             try:
                 self._check_key(request)
+                self._check_sender(request)
                 if self.open >= at_most:
                     raise ApiError(
                         429,
@@ -92,8 +94,30 @@ class HttpService:
         if digests and not any(known):
             raise ApiError(401, "Incorrect API key provided.", code="invalid_api_key")
 
+    def _check_sender(self, request: Request) -> None:
+        """Without keys, refuse requests that a web page in the user's browser can send, also by a name that it made
+        lead to this machine (DNS rebinding). Raises ApiError 403, or 415 for a body that is not declared as JSON."""
+        if self._key_digests:
+            return
+        host, origin = request.headers.get("host", ""), request.headers.get("origin")
+        name = URL(f"//{host}").hostname
+        if name not in LOCAL or origin not in (None, f"http://{host}"):
+            where, value = ("Host", host) if name not in LOCAL else ("Origin", origin)
+            problem = f"{where} {value!r} is not this machine's; give serve.keys_env or serve.keys_file."
+            raise ApiError(403, problem, code="foreign_request", param=where)
+        if request.method == "POST" and request.headers.get("content-type", "").partition(";")[0] != "application/json":
+            raise ApiError(415, "Content-Type must be application/json.", code="invalid_content_type")
+
     async def body(self, request: Request) -> bytes:
-        """Read the body. Raises ApiError 413 as soon as it is known to be too large."""
+        """Read the body. Raises ApiError 413 as soon as it is known to be too large, and 408 if it comes too slowly."""
+        try:
+            async with asyncio.timeout(self._config.body_s):
+                return await self._read(request)
+        except TimeoutError:
+            problem = f"The body was not there within {self._config.body_s:g} s."
+            raise ApiError(408, problem, code="body_timeout", headers={"Connection": "close"}) from None
+
+    async def _read(self, request: Request) -> bytes:
         limit = self._config.max_body_kib << 10
         declared, body = request.headers.get("content-length", ""), bytearray()
         if not declared.isdecimal() or int(declared) <= limit:

@@ -62,19 +62,20 @@ class Metadata(_Body):
 
 
 Limit = Annotated[int, Field(ge=1)]
+Name = Annotated[str, Field(max_length=256)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
 class Sampled(_Body):
     """What requests for answers have in common. Without a value the run's own sampling applies."""
 
-    model: str
+    model: Name
     n: int = Field(1, ge=1, le=128)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
     max_tokens: Limit | None = None
-    stop: str | list[str] | None = None
+    stop: Name | Annotated[list[Name], Field(max_length=16)] | None = None
     seed: int | None = Field(None, ge=0, lt=1 << 63)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -113,9 +114,9 @@ class Sampled(_Body):
 class ChatRequest(Sampled):
     """The body of ``/v1/chat/completions``."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
-    tools: list[dict[str, Any]] = Field(default_factory=list)
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=4096)
+    tools: list[dict[str, Any]] = Field(default_factory=list, max_length=128)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, max_length=64)
     max_completion_tokens: Limit | None = None
     logprobs: bool = False
 
@@ -144,7 +145,7 @@ class ResponsesRequest(ChatRequest):
     conversation."""
 
     max_output_tokens: Limit | None = None
-    include: list[str] = Field(default_factory=list)
+    include: list[Name] = Field(default_factory=list, max_length=16)
     text: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="before")
@@ -187,10 +188,10 @@ class ChatMessage(_Body):
     """A message. ``plain`` is its form in a conversation, ``for_template`` that in which chat templates take it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
-    tool_calls: list[dict[str, Any]] = Field(default_factory=list)
-    tool_call_id: str | None = None
-    name: str | None = None
+    content: str | Annotated[list[ContentPart], Field(max_length=1024)] | None = None
+    tool_calls: list[dict[str, Any]] = Field(default_factory=list, max_length=128)
+    tool_call_id: Name | None = None
+    name: Name | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -275,9 +276,9 @@ class FeedbackRequest(_Body):
 
     model_config = ConfigDict(extra="forbid")
 
-    id: str = Field(min_length=1)
+    id: Name = Field(min_length=1)
     reward: float
-    components: dict[str, float] = Field(default_factory=dict)
+    components: dict[Name, float] = Field(default_factory=dict, max_length=64)
 
 
 ChatRequest.model_rebuild()

@@ -43,7 +43,7 @@ class ScoredTask(_Body):
     """The task of an answer: its prompt, or the messages that led to the answer, and the reference answer."""
 
     prompt: str | None = None
-    messages: list[Message] = Field(default_factory=list)
+    messages: list[Message] = Field(default_factory=list, max_length=4096)
     answer: str
     metadata: dict[str, Any] = Field(default_factory=dict)
 
@@ -60,7 +60,7 @@ class ScoreRequest(_Body):
     domain: str = ""
     task: ScoredTask
     response: str | None = None
-    messages: list[Message] = Field(default_factory=list)
+    messages: list[Message] = Field(default_factory=list, max_length=4096)
     """Instead of ``response``, for rewards that see the conversation: all of it. The last message is the model's, and
     so are all of the assistant's, but for those that the task's own ``messages`` hold, if it begins with them."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 from PIL import Image
 
 from rayrft.config import TasksConfig, TaskSourceConfig
-from rayrft.data.images import image_paths, insert_images, keep_image
+from rayrft.data.images import ImageReader, image_paths, insert_images, keep_image
 from rayrft.data.task_sources import read_source
 from rayrft.data.task_splits import load_tasks
 from rayrft.data.tokenizer import ChatTokenizer
@@ -104,6 +106,21 @@ def test_a_file_that_is_no_image_is_named(tokenizer: ChatTokenizer, tmp_path: Pa
     path.write_text("not an image")
     with pytest.raises(DataError, check=about("images")):
         tokenizer.prompt(ASK, (str(path),))
+
+
+@pytest.mark.parametrize("side", [8193, 20_000])
+def test_an_image_of_too_many_pixels_is_refused_by_its_header(side: int, tmp_path: Path) -> None:
+    header = b"IHDR" + struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    data = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header))
+    data += struct.pack(">I", 0) + b"IDAT" + struct.pack(">I", zlib.crc32(b"IDAT"))
+    path = tmp_path / "huge.png"
+    path.write_bytes(data)
+    reader = object.__new__(ImageReader)
+    for read in (reader.load, reader.tokens):
+        with pytest.raises(DataError, match="67108864 pixels.*Scale it down", check=about("images", str(path))):
+            read(str(path))
+    with pytest.raises(DataError, match="Scale it down", check=about("images", f"{len(data)} bytes")):
+        keep_image(data, tmp_path)
 
 
 def test_an_image_without_a_path_is_kept_once_by_what_it_holds(tmp_path: Path, pictures: tuple[str, ...]) -> None:

@@ -90,7 +90,7 @@ def judge(run: Run, pairs: int) -> FeedbackConfig:
     """Open the page of a run, and pick from so many pairs, as a person does who sees the right answers."""
     settings = FeedbackConfig(port=free_port())
     page = open_page(run.folder, settings)
-    url, _, key = page.url.partition("#key=")
+    url, key = page.url, (page.key_file or Path()).read_text().strip()
     try:
         with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=60) as http:
 

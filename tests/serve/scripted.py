@@ -134,13 +134,14 @@ async def serve(
     say: Callable[[str], str] = lambda prompt: "hello",
     *,
     max_length: int = MAX_LENGTH,
+    keys: tuple[str, ...] = ("sk-0", KEY),
     **config: Any,
 ) -> AsyncIterator[Served]:
     """Serve a scripted policy with the tokenizer of a folder."""
     tokenizer = ChatTokenizer(folder)
     policy, book = Policy(tokenizer, say), Book()
     settings = EndpointSettings(
-        ServeConfig(**config), MODEL, max_length, SamplingConfig(max_tokens=64), (key_digest("sk-0"), key_digest(KEY))
+        ServeConfig(**config), MODEL, max_length, SamplingConfig(max_tokens=64), tuple(map(key_digest, keys))
     )
     endpoint = Endpoint(Responder(policy, book, tokenizer, settings))
     server = uvicorn.Server(uvicorn.Config(endpoint.app(), port=0, log_level="warning", lifespan="off"))

@@ -267,6 +267,21 @@ CHAT: dict[str, Any] = {"model": MODEL, "messages": USER}
             "invalid_value",
             "messages.0.content.0.type",
         ),
+        ("chat/completions", {**CHAT, "stop": ["x"] * 17}, 400, "invalid_value", "stop"),
+        ("chat/completions", {**CHAT, "stop": "x" * 257}, 400, "invalid_value", "stop"),
+        ("chat/completions", {**CHAT, "stop": ["x" * 257]}, 400, "invalid_value", "stop.0"),
+        ("chat/completions", {**CHAT, "messages": USER * 4097}, 400, "invalid_value", "messages"),
+        ("chat/completions", {**CHAT, "tools": [TOOL] * 129}, 400, "invalid_value", "tools"),
+        ("chat/completions", {**CHAT, "model": "x" * 257}, 400, "invalid_value", "model"),
+        ("responses", {"model": MODEL, "input": "x", "include": ["x"] * 17}, 400, "invalid_value", "include"),
+        ("feedback", {"id": "x" * 257, "reward": 1.0}, 400, "invalid_value", "id"),
+        (
+            "feedback",
+            {"id": "x", "reward": 1.0, "components": {str(n): 0 for n in range(65)}},
+            400,
+            "invalid_value",
+            "components",
+        ),
         ("completions", {"model": MODEL, "prompt": [10**6]}, 400, "invalid_value", "request"),
         ("completions", {"model": MODEL, "prompt": [1 << 32]}, 400, "invalid_value", "prompt.0"),
         ("completions", {"model": MODEL, "prompt": []}, 400, "invalid_value", None),
@@ -302,6 +317,61 @@ async def test_only_a_right_key_opens_and_the_health_check_needs_none(tiny_model
         assert served.endpoint.outcomes == {"401 invalid_api_key": 10}
         second = await served.http.get("/v1/models", headers={"Authorization": "bearer sk-0"})
         assert second.status_code == 200
+
+
+@pytest.mark.parametrize("base", ["/sessions/" + "x" * 257, ""])
+async def test_a_name_of_a_session_that_is_too_long_is_refused(tiny_model: Path, base: str) -> None:
+    async with serve(tiny_model) as served:
+        headers = {} if base else {"X-Task-Id": "x" * 257}
+        response = await served.http.post(f"{base}/v1/chat/completions", json=CHAT, headers=headers)
+        assert response.status_code == 400 and response.json()["error"]["param"] in ("X-Session-Id", "X-Task-Id")
+
+
+FOREIGN = [
+    ("host", {"Host": "evil.example"}, 403),
+    ("host", {"Host": "127.0.0.1.evil.example:8000"}, 403),
+    ("origin", {"Origin": "https://evil.example"}, 403),
+    ("origin", {"Origin": "null"}, 403),
+    ("form", {"Content-Type": "application/x-www-form-urlencoded"}, 415),
+    ("text", {"Content-Type": "text/plain; charset=application/json"}, 415),
+    ("own", {"Content-Type": "application/json; charset=utf-8"}, 200),
+    ("own", {"Host": "localhost:8000", "Origin": "http://localhost:8000"}, 200),
+    ("own", {"Host": "[::1]:8000"}, 200),
+]
+
+
+@pytest.mark.parametrize(("kind", "headers", "status"), FOREIGN)
+async def test_without_keys_nothing_that_a_web_page_can_send_is_taken(
+    tiny_model: Path, kind: str, headers: dict[str, str], status: int
+) -> None:
+    async with serve(tiny_model, keys=()) as served:
+        headers = {"Content-Type": "application/json", **headers}
+        response = await served.http.post("/v1/chat/completions", content=json.dumps(CHAT), headers=headers)
+        assert response.status_code == status, response.text
+        assert bool(served.book.sessions.stats().open) == (status == 200), "a refused request is no session"
+        read = await served.http.get("/v1/stats", headers=headers)
+        assert read.status_code == (403 if status == 403 else 200), "reading needs no content type"
+        assert (await served.http.get("/health", headers=headers)).status_code == 200
+        assert (await served.client.chat.completions.create(**CHAT)).choices  # others are served
+    if kind in ("host", "form"):
+        async with serve(tiny_model) as served:  # with a key, which no other web page has
+            response = await served.http.post("/v1/chat/completions", content=json.dumps(CHAT), headers=headers)
+            assert response.status_code == 200
+
+
+async def test_a_body_that_comes_too_slowly_is_refused_and_others_are_served(tiny_model: Path) -> None:
+    async with serve(tiny_model, body_s=0.05) as served:
+
+        async def stalled() -> Any:
+            yield b'{"model": '
+            await asyncio.Event().wait()
+
+        with contextlib.suppress(httpx.WriteError, httpx.ReadError):  # the connection ends while the client writes
+            response = await served.http.post("/v1/chat/completions", content=stalled())
+            assert (response.status_code, response.json()["error"]["code"]) == (408, "body_timeout")
+        await served.until(lambda: served.endpoint.outcomes["408 body_timeout"] == 1)
+        assert (await served.client.chat.completions.create(**CHAT)).choices
+        assert served.endpoint.open == 0
 
 
 async def test_a_giant_body_is_refused_before_it_is_read(tiny_model: Path) -> None:

@@ -52,14 +52,14 @@ class Scripted:
         ]
 
 
-def served(**serve: Any) -> tuple[httpx.AsyncClient, Scripted]:
+def served(keys: tuple[str, ...] = ("sk-1",), **serve: Any) -> tuple[httpx.AsyncClient, Scripted]:
     """A client of an endpoint over scripted rewards of two domains."""
     config = RewardServiceConfig.model_validate(
         {"reward": {"domains": {"math": {"name": "math"}, "words": {"name": "exact"}}}, "serve": serve}
     )
     scripted = Scripted()
     pool = RewardPool(config.reward, [], lambda: scripted)
-    endpoint = RewardEndpoint(config, (key_digest("sk-1"),), pool, "0a1b")
+    endpoint = RewardEndpoint(config, tuple(map(key_digest, keys)), pool, "0a1b")
     headers = {"Authorization": "Bearer sk-1"}
     transport = httpx.ASGITransport(endpoint.app())
     return httpx.AsyncClient(transport=transport, base_url="http://rewards", headers=headers), scripted
@@ -168,6 +168,16 @@ async def test_only_a_right_key_opens_and_the_health_check_needs_none() -> None:
             assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
     assert (await http.get("/health", headers={"Authorization": ""})).status_code == 200
     assert not scripted.asked
+
+
+async def test_without_keys_a_web_page_scores_nothing() -> None:
+    http, scripted = served(keys=())
+    for headers in ({"Host": "evil.example"}, {"Host": "localhost", "Origin": "https://evil.example"}):
+        assert (await http.post("/v1/score", json=MATH, headers=headers)).status_code == 403
+    plain = {"Host": "localhost", "Content-Type": "text/plain"}
+    assert (await http.post("/v1/score", content=json.dumps(MATH), headers=plain)).status_code == 415
+    assert not scripted.asked
+    assert (await http.post("/v1/score", json=MATH, headers={"Host": "localhost"})).status_code == 200
 
 
 async def test_what_takes_too_long_or_is_too_much_is_told_so_and_others_are_served() -> None:

@@ -74,13 +74,13 @@ class NextRequest(_Body):
 class KeepRequest(_Body):
     """The body of ``/v1/keep``."""
 
-    item: str
+    item: str = Field(max_length=1024)
 
 
 class UndoRequest(_Body):
     """The body of ``/v1/undo``: without an id, the person's latest judgement."""
 
-    id: str | None = None
+    id: str | None = Field(None, max_length=64)
 
 
 class JudgeRequest(_Body):
@@ -91,11 +91,11 @@ class JudgeRequest(_Body):
     rows: list[str] = Field(min_length=1, max_length=64)
     score: int | None = None
     thumb: Thumb | None = None
-    ranking: list[str] = Field(default_factory=list)
+    ranking: list[str] = Field(default_factory=list, max_length=64)
     tie: bool = False
-    edit: str | None = None
-    labels: list[str] = Field(default_factory=list)
-    comment: str = ""
+    edit: str | None = Field(None, max_length=1 << 20)
+    labels: list[str] = Field(default_factory=list, max_length=9)
+    comment: str = Field("", max_length=1 << 14)
     skipped: bool = False
     seconds: float = Field(0.0, ge=0, allow_inf_nan=False)
 

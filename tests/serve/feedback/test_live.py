@@ -62,7 +62,7 @@ class Setting:
         return open_page(self.folder, FeedbackConfig(port=PORT))
 
     def ask(self, path: str, **body: Any) -> dict[str, Any]:
-        url, _, key = self.page.url.partition("#key=")
+        url, key = access(self.page)
         headers = {"Authorization": f"Bearer {key}"}
         response = httpx.post(f"{url}v1/{path}", json={"person": "Ann", **body}, headers=headers, timeout=60)
         assert response.status_code == 200, response.text
@@ -76,6 +76,12 @@ class Setting:
 
 
 PORT = free_port()
+
+
+def access(page: OpenPage) -> tuple[str, str]:
+    """The page's URL and its key."""
+    assert page.key_file is not None
+    return page.url, page.key_file.read_text().strip()
 
 
 def spoken(number: int) -> list[Experience]:
@@ -122,9 +128,9 @@ def test_judgements_change_the_rows_of_a_run_under_way_before_they_are_trained(s
     assert found.reward == 1.0 and found.labels == {"score": "5", "comment": "good", "people": "Ann"}
     undone = setting.ask("undo")
     assert undone["outcome"] == "applied" and setting.found("1/0").experience.reward == group(1, rows=3)[0].reward
-    shown = httpx.get(setting.page.url.partition("#")[0])
+    shown = httpx.get(setting.page.url)
     assert shown.status_code == 200 and "page.js" in shown.text
-    short = httpx.get(setting.page.url.partition("#")[0].rstrip("/"), follow_redirects=True)
+    short = httpx.get(setting.page.url.rstrip("/"), follow_redirects=True)
     assert str(short.url).endswith("/judged/") and short.text == shown.text
 
 
@@ -169,7 +175,7 @@ def test_a_page_that_is_killed_goes_on_with_the_journal(setting: Setting) -> Non
     ray.kill(ray.get_actor(actor["name"], namespace="serve"), no_restart=True)
 
     def answers() -> bool:
-        url, _, key = setting.page.url.partition("#key=")
+        url, key = access(setting.page)
         try:
             body = {"person": "Ann"}
             response = httpx.post(f"{url}v1/me", json=body, headers={"Authorization": f"Bearer {key}"}, timeout=5)
@@ -183,10 +189,10 @@ def test_a_page_that_is_killed_goes_on_with_the_journal(setting: Setting) -> Non
     assert len(read_journal(setting.folder / "feedback" / FILE)) == before
 
 
-def test_there_is_one_page_and_it_ends_and_comes_back_with_the_same_key(setting: Setting, tmp_path: Path) -> None:
+def test_there_is_one_page_and_it_ends_and_comes_back_with_another_key(setting: Setting, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, check=about("name", "feedback/judged")):
         setting.open()
-    url = setting.page.url
+    url, key = access(setting.page)
     setting.page.stop()
     out = tmp_path / "answers.jsonl"
     arguments = ["data", "feedback", "export", str(setting.folder), str(out), "--format", "answers"]
@@ -203,7 +209,9 @@ def test_there_is_one_page_and_it_ends_and_comes_back_with_the_same_key(setting:
     ray.get(master.status.remote())
     setting.page = rayrft.attach("judged").serve_feedback(port=PORT)
     ray.kill(master)
-    assert setting.page.url == url
+    assert setting.page.url == url and access(setting.page)[1] != key, "a key is renewed at each start"
+    assert httpx.get(f"{url}v1/stats", headers={"Authorization": f"Bearer {key}"}).status_code == 401
+    assert key not in repr(setting.page) + setting.page._repr_html_() and "feedback/key" in setting.page._repr_html_()
     wait_for(lambda: setting.found("6/0").experience.reward == 1.0)
     assert (setting.folder / "feedback" / "key").stat().st_mode & 0o077 == 0
 
@@ -220,6 +228,6 @@ def test_the_command_serves_until_it_is_interrupted(setting: Setting, monkeypatc
     monkeypatch.setattr("rayrft.cli.until_dead", interrupt)
     result = CliRunner().invoke(app, ["serve", "feedback", str(setting.folder), f"port={PORT}"])
     assert (result.exit_code, answered) == (130, [200]), result.output
-    assert f"feedback page at http://127.0.0.1:{PORT}/feedback/judged/#key=" in result.output
+    assert f"feedback page at http://127.0.0.1:{PORT}/feedback/judged/; its key is in {setting.folder}" in result.output
     assert "judged:feedback" not in serve.status().applications
     setting.page = setting.open()
