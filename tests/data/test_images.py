@@ -117,7 +117,7 @@ def test_an_image_of_too_many_pixels_is_refused_by_its_header(side: int, tmp_pat
     path.write_bytes(data)
     reader = object.__new__(ImageReader)
     for read in (reader.load, reader.tokens):
-        with pytest.raises(DataError, match="67108864 pixels.*Scale it down", check=about("images", str(path))):
+        with pytest.raises(DataError, match=r"67108864 pixels.*Scale it down", check=about("images", str(path))):
             read(str(path))
     with pytest.raises(DataError, match="Scale it down", check=about("images", f"{len(data)} bytes")):
         keep_image(data, tmp_path)
