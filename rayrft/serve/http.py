@@ -112,12 +112,12 @@ class HttpService:
         """Read the body. Raises ApiError 413 as soon as it is known to be too large, and 408 if it comes too slowly."""
         try:
             async with asyncio.timeout(self._config.body_s):
-                return await self._read(request)
+                return await self._bounded_body(request)
         except TimeoutError:
             problem = f"The body was not there within {self._config.body_s:g} s."
             raise ApiError(408, problem, code="body_timeout", headers={"Connection": "close"}) from None
 
-    async def _read(self, request: Request) -> bytes:
+    async def _bounded_body(self, request: Request) -> bytes:
         limit = self._config.max_body_kib << 10
         declared, body = request.headers.get("content-length", ""), bytearray()
         if not declared.isdecimal() or int(declared) <= limit:
