@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import pickle
 import re
@@ -120,16 +121,20 @@ class Worker:
         timer: asyncio.TimerHandle
         async with asyncio.timeout(None) as limit:
 
+            def look_in(left: float) -> None:
+                nonlocal timer
+                timer = loop.call_later(min(left, _LOOK_S) if left < math.inf else left, look)
+
             def look() -> None:
-                nonlocal timer, clock
+                nonlocal clock
                 clock = clock or (RunClock(self.pid, seconds=loop.time() - began) if self.pid else None)
                 left = seconds - (clock.look() if clock else loop.time() - began)
                 if left > 1e-3:
-                    timer = loop.call_later(min(left, _LOOK_S), look)
+                    look_in(left)
                 else:
                     limit.reschedule(loop.time())
 
-            timer = loop.call_later(min(seconds, _LOOK_S), look)
+            look_in(seconds)
             try:
                 yield
             finally:

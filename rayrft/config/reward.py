@@ -66,7 +66,7 @@ class RewardModelConfig(Section):
     """Instead of ``name`` and ``options``: rewards that are scored side by side. The value of each is a component of
     its name or label. If one is unknown, so is the reward, unless a gate is shut."""
     deadline_s: float = Field(10.0, gt=0)
-    """Seconds for scoring one answer, from the start of execution."""
+    """Seconds for scoring one answer, from the start of execution; waits of its process for a core do not count."""
     workers: int = Field(1, ge=1)
     """Processes in which answers are scored, for each Explorer or reward actor and each part; none for a reward that
     runs inline or is a coroutine."""

@@ -93,9 +93,9 @@ class Code:
     ``isolation`` and ``packages`` are those of `Sandbox`. ``tolerance``, relative or absolute, is for floats that are
     expected of a function, and for numbers but integers on stdout; text on stdout is compared line by line, without
     white space at the end. ``test_s`` is the wall time of a test, and its CPU time where it is a program; ``budget_s``
-    is the wall time of a response, and must stay below ``reward.deadline_s``. What exceeds its time, or ``memory_mib``,
-    has failed. The reward is unknown where tests cannot be run, or where a response passes its tests in time and there
-    are too many for the budget.
+    is the wall time of a response, and must stay below ``reward.deadline_s``; neither counts waits for a core. What
+    exceeds its time, or ``memory_mib``, has failed. The reward is unknown where tests cannot be run, or where a
+    response passes its tests in time and there are too many for the budget.
     """
 
     def __init__(
