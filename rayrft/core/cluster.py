@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 _CONNECT_TIMEOUT_S = 5.0
 """Time for a cluster to answer; Ray itself tries for two minutes."""
-_mode_is_ours = False
-"""Whether RAY_AUTH_MODE was set here, for the cluster joined last, and not by the user."""
 
 
 def connect(*, start: bool = True) -> None:
@@ -41,20 +39,17 @@ def connect(*, start: bool = True) -> None:
     if ray.is_initialized():
         return
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    if _mode_is_ours:
-        _use_mode(None)
     address = os.environ.get("RAY_ADDRESS", "")
     if address in ("", "auto", "local"):
         address = "" if address == "local" else _on_this_machine(any_one=not start)
     if address:
-        if _mode_of(address) == "token":
-            _use_mode("token")
-        elif start:
+        mode = _mode_of(address)
+        if mode == "disabled" and start:
             _say(
                 f"the Ray at {address} works without authentication: anyone who can reach it can run code on it. For "
                 "a token, stop it, run `ray get-auth-token --generate`, and start it again"
             )
-        _init(address)
+        _init(address, mode)
     elif start:
         _start_local()
     else:
@@ -63,37 +58,42 @@ def connect(*, start: bool = True) -> None:
         )
 
 
-def _init(address: str) -> BaseContext:
-    """Call `ray.init`, which leaves the handler of SIGTERM as it was. Raises ClusterError for any error of it."""
+def _init(address: str, mode: str) -> BaseContext:
+    """Call `ray.init` in this authentication mode; the variable of it and the handler of SIGTERM are as before then.
+    Raises ClusterError for any error of it."""
     import ray
+    from ray._raylet import Config  # type: ignore[attr-defined]
 
-    handler = signal.getsignal(signal.SIGTERM)
+    handler, asked = signal.getsignal(signal.SIGTERM), os.environ.get("RAY_AUTH_MODE")
     # Ray passes this to a shell unquoted, for workers with a runtime environment, such as Ray Train's.
     python = shlex.quote(sys.executable)
     environment = None if python == sys.executable else {"py_executable": python}
+    os.environ["RAY_AUTH_MODE"] = mode
+    Config.initialize("")
     try:
-        context = ray.init(
+        return ray.init(
             address=address, namespace=NAMESPACE, runtime_env=environment, log_to_driver=False, logging_level="ERROR"
         )
     except Exception as error:  # Ray raises many types, Exception itself among them
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         problem = f"Ray {'did not start' if address == 'local' else 'could not be joined'}: {reason.rstrip('.')}"
-        if "AF_UNIX" in reason:
-            folder, remedy = tempfile.gettempdir(), "set it to a shorter path, such as /tmp"
-            raise ClusterError(problem, field="TMPDIR", value=folder, remedy=remedy) from None
+        field, value = "RAY_ADDRESS", address
         remedy = "see the files in ray/session_latest/logs of the temporary folder; if the machine is busy, try again"
-        raise ClusterError(problem, field="RAY_ADDRESS", value=address, remedy=remedy) from None
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, handler or signal.SIG_DFL)  # Ray's own dumps its C++ stack
-    return context
+        if "AF_UNIX" in reason:
+            field, value, remedy = "TMPDIR", tempfile.gettempdir(), "set it to a shorter path, such as /tmp"
+        raise ClusterError(problem, field=field, value=value, remedy=remedy) from None
+    finally:
+        del os.environ["RAY_AUTH_MODE"]
+        if asked is not None:
+            os.environ["RAY_AUTH_MODE"] = asked
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler or signal.SIG_DFL)  # Ray's own dumps its C++ stack
 
 
 def _start_local() -> None:
     """Start a cluster that ends with this process, on free ports. Raises ClusterError."""
-    global _mode_is_ours
     ensure_token()
-    _mode_is_ours = "RAY_AUTH_MODE" not in os.environ  # `ray.init` sets it
-    context = _init("local")
+    context = _init("local", os.environ.get("RAY_AUTH_MODE", "token"))
     _say(
         f"started a Ray for this process: RAY_ADDRESS={context.address_info['gcs_address']} for other terminals, "
         f"dashboard {context.dashboard_url}"
@@ -197,19 +197,9 @@ def ensure_token() -> None:
 def use_token() -> None:
     """Send our token, if there is one, to a cluster that requires one; Ray does not do so when given an address."""
     if "RAY_AUTH_MODE" not in os.environ and _find_token():
-        _use_mode("token")
+        from ray._private.authentication.authentication_token_setup import _enable_token_auth
 
-
-def _use_mode(mode: str | None) -> None:
-    """Set this process' authentication mode; None unsets it."""
-    from ray._raylet import Config  # type: ignore[attr-defined]
-
-    global _mode_is_ours
-    before = os.environ.pop("RAY_AUTH_MODE", None)
-    _mode_is_ours = mode is not None and before is None
-    if mode is not None:
-        os.environ["RAY_AUTH_MODE"] = mode
-    Config.initialize("")
+        _enable_token_auth()
 
 
 def _find_token() -> str:

@@ -21,6 +21,7 @@ import pytest
 import ray
 from ray import _raylet
 from ray._private import services, utils
+from ray._private.authentication import authentication_token_setup
 from ray._raylet import AuthenticationTokenLoader
 from ray.core.generated.gcs_service_pb2 import CheckAliveReply
 from ray.core.generated.gcs_service_pb2_grpc import (
@@ -28,7 +29,6 @@ from ray.core.generated.gcs_service_pb2_grpc import (
     add_NodeInfoGcsServiceServicer_to_server,
 )
 
-from rayrft.core import cluster
 from rayrft.core.cluster import connect, ensure_token, use_token
 from rayrft.errors import ClusterError
 from tests.errors import about
@@ -42,7 +42,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     connected = ray.is_initialized()  # then this process has its token by heart
     # What this process has read of the variables stays, for the Ray that other tests have joined.
     monkeypatch.setattr(_raylet, "Config", SimpleNamespace(initialize=lambda _: None))
-    monkeypatch.setattr(cluster, "_mode_is_ours", False)
+    monkeypatch.setattr(authentication_token_setup, "Config", _raylet.Config)
     for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.setenv(name, "")  # so that it is put back, whoever sets it
         monkeypatch.delenv(name)
@@ -91,7 +91,13 @@ def head() -> Iterator[Head]:
 
 
 @pytest.fixture
-def joined(home: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def modes() -> list[str]:
+    """The authentication modes in which Ray was asked to join."""
+    return []
+
+
+@pytest.fixture
+def joined(home: Path, modes: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Addresses that Ray was asked to join. No other Ray is on this machine unless a test says so."""
     addresses: list[str] = []
     monkeypatch.setenv("RAY_AUTH_TOKEN", "token")
@@ -99,6 +105,7 @@ def joined(home: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def init(address: str, **_: Any) -> Any:
         addresses.append(address)
+        modes.append(os.environ["RAY_AUTH_MODE"])
         return SimpleNamespace(address_info={"gcs_address": "127.0.0.1:1"}, dashboard_url="127.0.0.1:2")
 
     monkeypatch.setattr(ray, "init", init)
@@ -135,6 +142,7 @@ def test_a_cluster_that_refuses_the_token_is_named(
 @pytest.mark.parametrize("asked", [None, "token", "disabled"])
 def test_authentication_follows_the_cluster_that_is_joined(
     joined: list[str],
+    modes: list[str],
     home: Path,
     head: Head,
     monkeypatch: pytest.MonkeyPatch,
@@ -155,26 +163,23 @@ def test_authentication_follows_the_cluster_that_is_joined(
     works = asked != "disabled" and found == required if required else asked != "token"
     if works:
         connect()
-        assert os.environ.get("RAY_AUTH_MODE") == ("token" if required else asked)
         assert ("works without authentication" in capfd.readouterr().err) is (required is None)
     else:
         with pytest.raises(ClusterError, check=about("RAY_ADDRESS")):
             connect()
-        assert os.environ.get("RAY_AUTH_MODE") == asked
-    assert joined == [address] * works
+    assert joined == [address] * works and modes == ["token" if required else "disabled"] * works
+    assert os.environ.get("RAY_AUTH_MODE") == asked, "of no meaning for the next cluster"
     if required is None or asked == "disabled":
         assert seen == [None], "a token goes to no cluster that works without one"
 
 
 def test_a_cluster_joined_later_does_not_get_the_mode_of_the_one_before(
-    joined: list[str], head: Head, monkeypatch: pytest.MonkeyPatch
+    joined: list[str], modes: list[str], head: Head, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    modes = []
-    for required in ("token", None, "token"):
-        monkeypatch.setenv("RAY_ADDRESS", head(token=required))
+    for address in (head(token="token"), head(), "local", head()):
+        monkeypatch.setenv("RAY_ADDRESS", address)
         connect()
-        modes.append(os.environ.get("RAY_AUTH_MODE"))
-    assert modes == ["token", None, "token"]
+    assert modes == ["token", "disabled", "token", "disabled"]
 
 
 def test_a_signal_means_after_connecting_what_it_meant_before(
