@@ -181,6 +181,7 @@ def _table_rows(path: Path, field: str) -> Iterator[dict[str, Any]]:
     if (path / "state.json").is_file():
         for file in _saved_files(path, field):
             with pa.memory_map(str(file)) as source, pa.ipc.open_stream(source) as batches:
+                refuse_objects(batches.schema, file)
                 for batch in batches:
                     yield from batch.to_pylist()
         return
@@ -195,8 +196,18 @@ def _table_rows(path: Path, field: str) -> Iterator[dict[str, Any]]:
         )
     for file in files:
         with pq.ParquetFile(file, pre_buffer=False) as parquet:
+            refuse_objects(parquet.schema_arrow, file)
             for batch in parquet.iter_batches():
                 yield from batch.to_pylist()
+
+
+def refuse_objects(schema: pa.Schema, path: Path) -> None:
+    """Raise DataError for a column of Python objects as Ray Data writes them: reading a pickle may run any code."""
+    if found := [each.name for each in schema if "ray.data.arrow_pickled_object" in str(each.type)]:
+        remedy = "write the column as texts, numbers or lists"
+        raise DataError(
+            f"{path.name} holds pickled objects", field=f"columns.{found[0]}", value=str(path), remedy=remedy
+        )
 
 
 def _saved_files(folder: Path, field: str) -> list[Path]:

@@ -13,7 +13,7 @@ from typing import IO, Any, Self
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rayrft.data.formats import as_text, read_rows
+from rayrft.data.formats import as_text, read_rows, refuse_objects
 from rayrft.errors import DataError
 from rayrft.experience import SCHEMA
 from rayrft.files import atomic_file
@@ -250,6 +250,7 @@ def check_suffix(path: Path) -> None:
 def _open_parquet(path: Path) -> TableFile:
     try:
         with pq.ParquetFile(path) as file:
+            refuse_objects(file.schema_arrow, path)
             return TableFile(path, file.schema_arrow, file.metadata.num_rows)
     except FileNotFoundError:
         raise DataError("no such file", field="file", value=str(path), remedy="give a JSONL or Parquet file") from None

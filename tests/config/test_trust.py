@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
+from ray.data._internal.object_extensions.arrow import ArrowPythonObjectArray
 
 from rayrft.buffer.reader import Archive
 from rayrft.config import dump_config, load_config, load_run_config
@@ -19,7 +23,9 @@ from rayrft.core.bench import find_weights
 from rayrft.core.checkpoints import export
 from rayrft.core.measured_tasks import write_solved
 from rayrft.core.summary import rows_in_log
-from rayrft.errors import ConfigError, RayrftError
+from rayrft.data.formats import read_rows
+from rayrft.data.tables import open_table
+from rayrft.errors import ConfigError, DataError, RayrftError
 from rayrft.explorer.environments import environment_factory, register_environment
 from rayrft.rewards import build_reward, register_reward
 from tests.config.test_load import base
@@ -121,6 +127,38 @@ def test_a_reference_to_a_variable_is_resolved_where_an_object_is_made(monkeypat
     monkeypatch.delenv("A_TEST_SECRET")
     with pytest.raises(ConfigError, match="A_TEST_SECRET"):
         resolved(options)
+
+
+class Pickled:
+    """An object whose pickle makes a folder where it is read."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self._mark),)
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_file_of_rows_with_pickled_objects_is_refused_unread(saved: bool, tmp_path: Path) -> None:
+    objects = ArrowPythonObjectArray.from_objects([Pickled(tmp_path / "ran")])
+    table = pa.table({"question": ["1 + 1"], "answer": pa.StructArray.from_arrays([objects], ["of"])})
+    path = tmp_path / "rows.parquet"
+    pq.write_table(table, path)
+    if saved:
+        path = tmp_path / "saved"
+        path.mkdir()
+        (path / "state.json").write_text('{"_data_files": [{"filename": "data.arrow"}]}')
+        with pa.ipc.new_stream(path / "data.arrow", table.schema) as stream:
+            stream.write_table(table)
+    with pytest.raises(DataError, check=about("columns.answer")):
+        list(read_rows(path, "path"))
+    if not saved:
+        with pytest.raises(DataError, check=about("columns.answer", str(path))):
+            open_table(path)
+    assert not (tmp_path / "ran").exists()
+    table.column("answer").to_pylist()
+    assert (tmp_path / "ran").exists(), "else the test proves nothing"
 
 
 class Elsewhere(Exception):
