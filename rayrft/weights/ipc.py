@@ -112,14 +112,8 @@ def open_buffer(handle: str, device: torch.device) -> Tensor:
     from torch.multiprocessing import reductions
 
     size, offset, *memory = json.loads(handle)
-    tensor: Tensor = reductions.rebuild_cuda_tensor(  # type: ignore[no-untyped-call]
-        torch.Tensor,
-        (size,),
-        (1,),
-        offset,
-        torch.storage.TypedStorage,
-        torch.uint8,
-        device.index or 0,  # the exporter's index may differ
-        *(bytes.fromhex(each) if isinstance(each, str) else each for each in memory),
-    )
+    mapped = (bytes.fromhex(each) if isinstance(each, str) else each for each in memory)
+    # The device index is that of this process: the exporter's may differ.
+    buffer = (torch.Tensor, (size,), (1,), offset, torch.storage.TypedStorage, torch.uint8, device.index or 0)
+    tensor: Tensor = reductions.rebuild_cuda_tensor(*buffer, *mapped)  # type: ignore[no-untyped-call]
     return tensor
