@@ -341,7 +341,7 @@ class Buffer:
             known = self._state.meta.experts.get(name)
             if known is not None:
                 check_kind(name, (pairs, labelled), (known.unit == 2, known.labelled))
-            there = set() if known is None else set(await self._experts.names(name, known.extent))
+            there = set() if known is None else await self._experts.known(name, known.extent)
             unit = 2 if pairs else 1
             ids = np.array(batch.column("experience_id").to_pylist(), dtype=object).reshape(-1, unit)
             new = np.repeat([not there & set(names) for names in ids], unit)
@@ -401,7 +401,7 @@ class Buffer:
             ledger=self._state.ledger(recount=True),
             expert=self._state.expert_draws(),
             tasks_drawn=self._state.tasks.position if self._state.tasks is not None else None,
-            late_feedback=len(self._state.meta.late_feedback),
+            late_feedback=self._state.meta.late_feedback_count,
             sizes=self._store.sizes(),
         )
 

@@ -247,8 +247,9 @@ class Deleted:
 
 @dataclass(frozen=True)
 class FeedbackNoted:
-    """Feedback that came after its row was trained."""
+    """Feedback that came after its row was trained, or dropped. It is forgotten with the segment of the row."""
 
+    segment: int
     experience_id: str
     reward: float | None
     labels: dict[str, str]

@@ -38,6 +38,8 @@ class ExpertBlocks:
         self._blocks: dict[str, ExpertBlock] = {}
         self._names: dict[str, list[str]] = {}
         """The ids of rows, by file."""
+        self._known: dict[str, set[str]] = {}
+        """The same ids, of files that grow."""
 
     async def write(self, name: str, batch: pa.RecordBatch) -> Extent:
         """Write demonstrations to a file of their own, which is named after their checksum."""
@@ -63,15 +65,18 @@ class ExpertBlocks:
                 grown.close()
 
         await asyncio.to_thread(append)
-        self._names.get(file, []).extend(batch.column("experience_id").to_pylist())
+        names = batch.column("experience_id").to_pylist()
+        self._names.get(file, []).extend(names)
+        self._known.get(file, set()).update(names)
         return extent.grown(batch.num_rows, data)
 
-    async def get(self, name: str, extent: Extent) -> ExpertBlock:
-        """Return the demonstrations of that name, read from their file if they are not in the object store."""
+    async def get(self, name: str, extent: Extent, rows: int | None = None) -> ExpertBlock:
+        """Return the demonstrations of that name, at least the first ``rows`` (by default all), read from their file if
+        they are not in the object store."""
         import ray
 
         file = expert_file(name, extent)
-        if file not in self._blocks or len(self._blocks[file].tokens) < extent.rows:
+        if file not in self._blocks or len(self._blocks[file].tokens) < (extent.rows if rows is None else rows):
             batch = await asyncio.to_thread(read_rows, self._storage, file, extent)
             tokens = batch.column("token_ids").value_lengths().to_numpy()
             self._blocks[file] = ExpertBlock(ray.put(batch.serialize()), tokens)
@@ -83,7 +88,14 @@ class ExpertBlocks:
         if len(self._names.get(file, ())) < extent.rows:
             batch = await asyncio.to_thread(read_rows, self._storage, file, extent)
             self._names[file] = batch.column("experience_id").to_pylist()
-        return self._names[file][: extent.rows]
+        return self._names[file]
+
+    async def known(self, name: str, extent: Extent) -> set[str]:
+        """Return the experience ids of the demonstrations, at a cost that does not grow with their number."""
+        file = expert_file(name, extent)
+        if file not in self._known:
+            self._known[file] = {*await self.names(name, extent)}
+        return self._known[file]
 
     async def whole(self, store: str) -> tuple[Ref, np.ndarray]:
         """Return the block of the current demonstrations in ``expert/<name>``, and the indices of the rows that may be
@@ -106,6 +118,7 @@ class ExpertBlocks:
             if file.startswith("expert-"):
                 self._blocks.pop(file, None)
                 self._names.pop(file, None)
+                self._known.pop(file, None)
                 await asyncio.to_thread(self._storage.delete, file)
 
 

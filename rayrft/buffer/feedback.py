@@ -71,7 +71,7 @@ class Feedback:
             raise FeedbackRefused(
                 "the attempt is not finished", field=experience_id, remedy="give feedback when its group is complete"
             )
-        await self._store.commit(e.FeedbackNoted(experience_id, reward, labels, version))
+        await self._store.commit(e.FeedbackNoted(int(groups.segment[slot]), experience_id, reward, labels, version))
         if status == GroupStatus.DROPPED:
             raise FeedbackRefused(
                 "the row was dropped and will not be trained",

@@ -310,7 +310,8 @@ class Leasing:
         ]
         usual_rows = sum(map(len, parts))
         if record.demonstrations is not None:
-            expert = await self._experts.get(record.demonstrations, record.extent)
+            rows = max(record.expert, default=-1) + 1
+            expert = await self._experts.get(record.demonstrations, record.extent, rows)
             for row in record.expert[:: record.unit]:
                 tokens = int(expert.tokens[row : row + record.unit].sum())
                 parts.append([Unit(expert.ref, row, record.unit, tokens, alone=row in record.blamed_expert)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +179,7 @@ class Archive:
             version=meta.version,
             step=meta.step,
             stores={"usual": usual, **experts},
-            late_feedback=len(meta.late_feedback),
+            late_feedback=meta.late_feedback_count,
             torn_bytes=self._reading.torn_bytes,
         )
 
@@ -189,8 +190,10 @@ class Archive:
         columns: Sequence[str] | None = None,
         where: str | None = None,
         skip_damaged: bool = False,
+        newest: int | None = None,
     ) -> Iterator[pa.RecordBatch]:
-        """Iterate over the rows of a store on disk, with any status, file by file.
+        """Iterate over the rows of a store on disk, with any status, file by file. ``newest`` limits own rows to so
+        many complete groups, those that wait for training and then the latest, and reads no other files.
 
         ``columns`` are some of :data:`ARCHIVE_SCHEMA`; ``where`` is a condition in SQL: see `Selection`.
         Raises DataError for an unknown store or column and an invalid condition, and StorageError, which names the
@@ -199,12 +202,13 @@ class Archive:
         selection = Selection(ARCHIVE_SCHEMA, columns, where)
         if store not in self.stores:
             raise DataError("no such store", field="store", value=store, remedy=f"one of {self.stores}")
-        parts = self._usual(skip_damaged) if store == "usual" else self._expert(store, skip_damaged)
+        parts = self._usual(skip_damaged, newest) if store == "usual" else self._expert(store, skip_damaged)
         return (selected for batch in parts if (selected := selection.apply(batch)).num_rows)
 
     def find(self, experience_id: str) -> Found:
         """Find a row by its id in any store. Raises DataError if there is none, StorageError as `rows` does."""
-        late = tuple(note for note in self._state.meta.late_feedback if note.experience_id == experience_id)
+        notes = chain.from_iterable(self._state.meta.late_feedback.values())
+        late = tuple(note for note in notes if note.experience_id == experience_id)
         for store, batch in self._candidates(experience_id):
             for row, found in enumerate(batch.column("experience_id").to_pylist()):
                 if found == experience_id:
@@ -222,9 +226,9 @@ class Archive:
     def _state(self) -> State:
         return self._reading.state
 
-    def _usual(self, skip_damaged: bool) -> Iterator[pa.RecordBatch]:
+    def _usual(self, skip_damaged: bool, newest: int | None) -> Iterator[pa.RecordBatch]:
         """Iterate by segment; every group is read once, even if a live Buffer moves it meanwhile."""
-        given: set[int] = set()
+        given = set[int]() if newest is None else _older(self._state.groups, newest)
         while True:
             state = self._state
             for segment, slots in _by_segment(state.groups, given):
@@ -287,6 +291,16 @@ class Archive:
 
     def _read_again(self) -> None:
         self._reading = read_state(self._storage, self._sampler, self._seed)
+
+
+def _older(groups: GroupTable, newest: int) -> set[int]:
+    """Return the keys of parked groups, and of all but ``newest`` others: those that wait for training are newer than
+    the rest."""
+    order = np.lexsort((groups.order, groups.status == GroupStatus.READY))
+    known = groups.status[order] != GroupStatus.FREE
+    complete = known & (groups.status[order] != GroupStatus.PARKED)
+    chosen = order[complete][-newest:]
+    return {*groups.key[order[known]].tolist()} - {*groups.key[chosen].tolist()}
 
 
 def _by_segment(groups: GroupTable, given: set[int]) -> Iterator[tuple[int, np.ndarray]]:

@@ -217,7 +217,8 @@ class Metadata:
     opened: dict[str, int] = field(default_factory=dict)
     """First version of the stages that this life of the run opened, by name."""
     rejected_keys: dict[int, int] = field(default_factory=dict)
-    """Latest digest of rejected groups without a ticket, by key."""
+    """Latest digest of rejected groups without a ticket, by key: of the latest 10,000, which their producers may put
+    again."""
     experts: dict[str, ExpertCursor] = field(default_factory=dict)
     extents: dict[int, Extent] = field(default_factory=dict)
     """By segment."""
@@ -227,7 +228,9 @@ class Metadata:
     """Sum since the last lease."""
     arrivals: int = 0
     draws: int = 0
-    late_feedback: list[FeedbackNoted] = field(default_factory=list)
+    late_feedback: dict[int, list[FeedbackNoted]] = field(default_factory=dict)
+    """By segment."""
+    late_feedback_count: int = 0
     added_tasks: list[Task] = field(default_factory=list)
     """Tasks by which the task set has grown, in order."""
     tasks: dict[str, Any] = field(default_factory=dict)

@@ -115,7 +115,7 @@ class Runner:
         self._engines = engines
         self._score = score
         self._workflows: dict[str, Workflow] = {}
-        self._logged: set[tuple[str, str]] = set()
+        self._logged: set[int] = set()
         self._parkable: dict[str, GroupCalls] = {}
         self._images = config.folder / "images"
         self.rolling, self.scoring = BusyClock(), BusyClock()
@@ -239,10 +239,11 @@ class Runner:
     def _failure(self, workflow: str, task: Task, reason: str, problem: str, trace: str) -> _Failure:
         """Log a failure, the first of its kind with its traceback, and return it."""
         text = f"workflow {workflow!r} on task {task.id}: {problem}"
-        kind = (workflow, trace[: trace.rfind("\n", 0, -1)] or problem)
-        first = kind not in self._logged
-        log.warning("%s\n%s" if trace and first else "%s%s", text, trace * first)
-        self._logged.add(kind)
+        kind = hash((workflow, trace[: trace.rfind("\n", 0, -1)]))
+        first = bool(trace) and kind not in self._logged
+        log.warning("%s\n%s" if first else "%s%s", text, trace * first)
+        if first:
+            self._logged.add(kind)
         return _Failure(reason, text)
 
     async def _results(self, task: Task, made: list[_Made]) -> list[tuple[Experience, RewardResult]]:

@@ -14,6 +14,9 @@ from rayrft.buffer.state import ExpertCursor, Outstanding, State, Waiting, rule
 from rayrft.buffer.transitions.feeds import admit_to_feed, check_tasks, count_group, draw_tasks
 from rayrft.buffer.transitions.steps import drop_stale
 
+_REJECTED = 10_000
+"""Groups that were rejected and are remembered, so that a repeat of one is not counted again."""
+
 
 @rule(e.Evicted)
 def evicted(state: State, event: e.Evicted) -> None:
@@ -40,14 +43,17 @@ def deleted(state: State, event: e.Deleted) -> None:
     groups = state.groups
     for segment in event.segments:
         del state.meta.extents[segment]
+        state.meta.late_feedback.pop(segment, None)
         groups.live.pop(segment, None)
     groups.forget(np.flatnonzero(np.isin(groups.segment, event.segments) & (groups.status != GroupStatus.FREE)))
 
 
 @rule(e.FeedbackNoted)
 def feedback_noted(state: State, event: e.FeedbackNoted) -> None:
-    if event not in state.meta.late_feedback:  # else it is a repeat
-        state.meta.late_feedback.append(event)
+    noted = state.meta.late_feedback.setdefault(event.segment, [])
+    if event not in noted:  # else it is a repeat
+        noted.append(event)
+        state.meta.late_feedback_count += 1
 
 
 @rule(e.Loaded)
@@ -248,9 +254,13 @@ def dropped(state: State, event: e.Dropped) -> None:
     if event.sequence is not None and event.sequence not in state.meta.outstanding:
         return
     if event.sequence is None and event.key is not None:
-        if state.meta.rejected_keys.get(event.key) == event.digest:
+        keys = state.meta.rejected_keys
+        if keys.pop(event.key, None) == event.digest:
+            keys[event.key] = event.digest
             return
-        state.meta.rejected_keys[event.key] = event.digest
+        keys[event.key] = event.digest
+        if len(keys) > _REJECTED:
+            del keys[next(iter(keys))]
     state.discard_calls(event.sequence)
     _report(state, event.sequence, event.dropped, event.report)
     if event.sequence is not None:

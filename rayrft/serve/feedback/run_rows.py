@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import heapq
 import threading
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.dataset import answer, load_dataset
@@ -25,8 +22,6 @@ from rayrft.experience import Experience, from_batch
 from rayrft.handle import Handle
 from rayrft.serve.feedback.items import Answer, Group, Rows
 from rayrft.serve.feedback.judgements import Judgement
-
-_SHOWN = ("ready", "leased", "trained", "dropped")
 
 
 class RunRows(Rows):
@@ -56,7 +51,7 @@ class RunRows(Rows):
         archive = Archive.of_run(self._folder)
         with self._lock:
             self._archive = archive
-        return _read_groups(archive, _newest(archive, self._most))
+        return _read_groups(archive, self._most)
 
     def find(self, experience_id: str) -> Answer:
         """See `Rows`."""
@@ -140,22 +135,11 @@ def edited_row(row: Experience, judgement: Judgement, name: str, response: list[
     return expert_row(made, made, ids, mask, turns, task_id=row.task_id, images=row.images)
 
 
-def _newest(archive: Archive, most: int) -> list[str]:
-    """Return the ids of the groups that wait for training, then of those that finished last, at most ``most``."""
-    found: dict[str, tuple[bool, float]] = {}
-    columns = ["group_id", "group_status", "finished_at"]
-    for batch in archive.rows("usual", columns=columns, skip_damaged=True):
-        for group_id, status, finished in zip(*(batch.column(name).to_pylist() for name in columns), strict=True):
-            if status in _SHOWN:
-                found[group_id] = (status == "ready", max(finished or 0.0, found.get(group_id, (False, 0.0))[1]))
-    return heapq.nlargest(most, found, key=found.__getitem__)
-
-
-def _read_groups(archive: Archive, ids: list[str]) -> list[Group]:
-    """Read these groups, without rows that do not end with the model."""
-    wanted, found = pa.array(ids, pa.string()), list[Group]()
-    for whole in archive.rows("usual", skip_damaged=True):
-        batch = whole.filter(pc.is_in(whole.column("group_id"), wanted))
+def _read_groups(archive: Archive, most: int) -> list[Group]:
+    """Read the groups that wait for training, then the latest, at most ``most``, without rows that do not end with the
+    model."""
+    found = list[Group]()
+    for batch in archive.rows("usual", skip_damaged=True, newest=most):
         statuses = batch.column("group_status").to_pylist()
         shown = [
             (row, status)

@@ -1,0 +1,203 @@
+"""What a step costs after 1,000, 10,000 and 100,000 steps, and a row of the Buffer after 10 million.
+
+    python -m tests.bench.bench_long_run [--steps 1000 10000 100000] [--rows 100000 1000000 10000000]
+
+A run in one process: train loop, recorder, Explorer, engine pool and Buffer are the real ones; the engine answers at once
+and the trainer does not compute. Each line has the processor time of a step, the median of 20 windows that end at that
+step, and the resident memory there. The second table is of the Buffer alone (puts, leases, acknowledgements, covers).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import dataclasses
+import gc
+import statistics
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import psutil
+import pyarrow as pa
+
+from rayrft.buffer.buffer import Buffer
+from rayrft.buffer.client import BufferWriter
+from rayrft.buffer.schedule import StagePlan
+from rayrft.config import RunConfig, load_config
+from rayrft.core.actors import Actors
+from rayrft.core.checkpoints import Checkpoints, Progress
+from rayrft.core.recorder import Recorder
+from rayrft.core.train_loop import TrainLoop
+from rayrft.core.weight_sync import SyncReport
+from rayrft.data.task_sampler import TaskSet
+from rayrft.experience import Task
+from rayrft.explorer.engines.exchange import Answering, Completion, Request
+from rayrft.explorer.engines.pool import EnginePool, Member, Membership
+from rayrft.explorer.explorer import Explorer
+from rayrft.monitor import sinks
+from rayrft.trainer.commands import Train
+from rayrft.trainer.result import FirstUpdate, StepResult
+from rayrft.trainer.tiny import make_tiny_model
+from tests.bench.bench_put import named, template
+from tests.buffer.in_process import small
+from tests.e2e.conftest import small_config
+from tests.scripted import remote
+
+GROUPS, REPEATS, TASKS = 2, 2, 50
+_WINDOWS = 20
+_ZEROS = {field.name: 0 for field in dataclasses.fields(StepResult)} | {"first_update": FirstUpdate(0.0, 0.0)}
+RESULT = StepResult(**{**_ZEROS, "value_errors": {}})  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass
+class Held:
+    """Stands for an object reference: the object is freed with the last one."""
+
+    message: Any
+
+    def __await__(self) -> Any:
+        yield from ()
+        return self.message
+
+
+class Engine(Answering):
+    """Answers at once; the first answer of a prompt is right."""
+
+    version = 0
+
+    async def generate(self, request: Request) -> list[Completion]:
+        spans = ((0, 2, self.version),)
+        return [Completion((5 + number, 1), (-0.5, -0.5), spans, "stop") for number in range(request.n)]
+
+    async def publish(self, version: int) -> SyncReport:
+        """Stand for the weight sync."""
+        self.version = version
+        return SyncReport(version, 0.0, 0, None, None)
+
+
+class Trainer:
+    """Does not compute. Tells the bench after every step."""
+
+    def __init__(self, stepped: Any) -> None:
+        self._stepped, self._steps = stepped, 0
+
+    async def command(self, command: Any) -> list[Any]:
+        if isinstance(command, Train):
+            self._steps += 1
+            self._stepped(self._steps)
+            return [RESULT]
+        return [None]
+
+    async def written(self, folder: Path) -> None: ...
+
+
+def make_config(folder: Path, steps: int) -> RunConfig:
+    stage = {"name": "long", "algorithm": {"name": "grpo"}, "steps": steps, "group_size": REPEATS}
+    stage |= {"batch_size": GROUPS * REPEATS, "evaluate_every": None}
+    settings = {"stages": [stage], "buffer": {"fsync": "never"}, "checkpoint": {"every": 50}, "max_staleness": 1}
+    return load_config(small_config(folder, "long", **settings))
+
+
+async def run(steps: int, stepped: Any) -> None:
+    """Run so many steps; call ``stepped`` with the number of each."""
+    folder = Path(tempfile.mkdtemp(prefix="bench-"))
+    config = make_config(folder, steps)
+    config.folder.mkdir()
+    tasks = [Task.create("test", f"Spell this word backward: {number:03d}", "x") for number in range(TASKS)]
+    prompts, model = [task.question for task in tasks], folder / "model"
+    assert config.model.tiny is not None
+    make_tiny_model(config.model.tiny, prompts, ["x"], model, max_length=48, seed=0)
+    progress = Progress("run")
+    Checkpoints(config.folder, config.checkpoint).mark_beginning(progress)
+    sets = partial(TaskSet, [task.id for task in tasks], [0] * TASKS, [1.0], sampler="shuffled", seed=0)
+    buffer, trainer, engine, pool = (
+        Buffer("run", folder, config.buffer, 0, sets),
+        Trainer(stepped),
+        Engine(),
+        EnginePool(),
+    )
+    pool._membership = Membership(1, (Member(remote(engine, "engine-0"), 0),))
+    explorer = Explorer(config, str(model), remote(pool, "engine_pool"), remote(buffer), tasks, [], None)
+    await explorer.start()
+    actors = Actors(remote(buffer), remote(trainer), [remote(explorer)], remote(pool), [])
+    sync: Any = engine
+    await TrainLoop(config, actors, Recorder(config), progress, asyncio.Event(), sync).run()
+
+
+def resident_mib() -> float:
+    """Resident memory of this process, once what is free is given back."""
+    gc.collect()
+    pa.default_memory_pool().release_unused()
+    ctypes.CDLL(None).malloc_trim(0)
+    return psutil.Process().memory_info().rss / 2**20
+
+
+def measure_steps(at: list[int]) -> None:
+    window, times, found = max(1, min(at) // (2 * _WINDOWS)), list[float](), list[tuple[int, float, float]]()
+
+    def stepped(step: int) -> None:
+        end = next(end for end in at if end >= step)
+        if step > end - _WINDOWS * window and (end - step) % window == 0:
+            times.append(time.process_time())
+        if step == end:
+            costs = np.diff(times) / window * 1e3
+            found.append((step, statistics.median(costs), resident_mib()))
+            print(
+                f"{step:7} steps: {found[-1][1]:.2f} ms of processor a step ({min(costs):.2f}-{max(costs):.2f}), "
+                f"{found[-1][2]:.0f} MiB; to the first line {found[-1][1] / found[0][1]:.3f} and "
+                f"{found[-1][2] / found[0][2]:.3f}",
+                flush=True,
+            )
+            times.clear()
+
+    asyncio.run(run(at[-1], stepped))
+
+
+async def measure_rows(at: list[int]) -> None:
+    group, groups, step = 8, 128, 0
+    buffer = Buffer("rows", Path(tempfile.mkdtemp(prefix="bench-")), small(max_rows=10**8, max_bytes=1 << 40), 0)
+    await buffer.open_stage(StagePlan(groups, group, scheduled=False))
+    writer, batch, times, first = BufferWriter(remote(buffer)), template(group, 8), list[float](), (0.0, 0.0)
+    for rows in at:
+        while step * groups * group < rows:
+            times.append(time.process_time())
+            await asyncio.gather(*(writer.put(named(batch, f"{step}/{number}")) for number in range(groups)))
+            await buffer.lease(step, 1, 60.0)
+            await buffer.ack(step)
+            await buffer.advance(step + 1)
+            await buffer.cover(step)
+            step += 1
+        cost, memory = statistics.median(np.diff(times[-50:])) / groups / group * 1e6, resident_mib()
+        first = first if first[0] else (cost, memory)
+        print(
+            f"{rows:9} rows: {cost:.1f} us of processor a row, {memory:.0f} MiB; to the first line "
+            f"{cost / first[0]:.3f} and {memory / first[1]:.3f}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, nargs="+", default=[1_000, 10_000, 100_000])
+    parser.add_argument("--rows", type=int, nargs="+", default=[100_000, 1_000_000, 10_000_000])
+    options = parser.parse_args()
+    with in_process():
+        measure_steps(options.steps)
+        asyncio.run(measure_rows(options.rows))
+
+
+def in_process() -> Any:
+    """Replace the object store, and the metrics that only a cluster collects."""
+    patches = mock.patch.multiple("ray", put=Held, get=lambda refs: [ref.message for ref in refs])
+    mock.patch.object(sinks.RayMetrics, "write", lambda *_: None).start()
+    return patches
+
+
+if __name__ == "__main__":
+    main()
