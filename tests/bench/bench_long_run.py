@@ -2,9 +2,11 @@
 
     python -m tests.bench.bench_long_run [--steps 1000 10000 100000] [--rows 100000 1000000 10000000]
 
-A run in one process: train loop, recorder, Explorer, engine pool and Buffer are the real ones; the engine answers at once
-and the trainer does not compute. Each line has the processor time of a step, the median of 20 windows that end at that
-step, and the resident memory there. The second table is of the Buffer alone (puts, leases, acknowledgements, covers).
+A run in one process: train loop, recorder, Explorer, engine pool and Buffer are the real ones; the engine answers at
+once and the trainer does not compute. Each line has the processor time of a step, the median of 20 windows that end at
+that step, and the resident memory there. The second table is of the Buffer alone (puts, leases, acknowledgements,
+covers), without fsync. The log is bounded (``buffer.log_bytes``): until it is full, the Buffer's index grows with it,
+by some 200 bytes a group.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ from tests.scripted import remote
 
 GROUPS, REPEATS, TASKS = 2, 2, 50
 _WINDOWS = 20
+LOG = {"log_bytes": 8 << 20, "segment_bytes": 1 << 20}
 _ZEROS = {field.name: 0 for field in dataclasses.fields(StepResult)} | {"first_update": FirstUpdate(0.0, 0.0)}
 RESULT = StepResult(**{**_ZEROS, "value_errors": {}})  # type: ignore[arg-type]
 
@@ -100,7 +103,7 @@ class Trainer:
 def make_config(folder: Path, steps: int) -> RunConfig:
     stage = {"name": "long", "algorithm": {"name": "grpo"}, "steps": steps, "group_size": REPEATS}
     stage |= {"batch_size": GROUPS * REPEATS, "evaluate_every": None}
-    settings = {"stages": [stage], "buffer": {"fsync": "never"}, "checkpoint": {"every": 50}, "max_staleness": 1}
+    settings = {"stages": [stage], "buffer": {"fsync": "never", **LOG}, "checkpoint": {"every": 50}, "max_staleness": 1}
     return load_config(small_config(folder, "long", **settings))
 
 
@@ -161,7 +164,7 @@ def measure_steps(at: list[int]) -> None:
 
 async def measure_rows(at: list[int]) -> None:
     group, groups, step = 8, 128, 0
-    buffer = Buffer("rows", Path(tempfile.mkdtemp(prefix="bench-")), small(max_rows=10**8, max_bytes=1 << 40), 0)
+    buffer = Buffer("rows", Path(tempfile.mkdtemp(prefix="bench-")), small(**LOG), 0)
     await buffer.open_stage(StagePlan(groups, group, scheduled=False))
     writer, batch, times, first = BufferWriter(remote(buffer)), template(group, 8), list[float](), (0.0, 0.0)
     for rows in at:

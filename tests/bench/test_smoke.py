@@ -17,6 +17,7 @@ SMALLEST = {
     "bench_feedback": "--people 2 --seconds 1 --groups 20 --think 0.1",
     "bench_head": "--tokens 64 --hidden 32 --vocabulary 512 --rounds 1",
     "bench_lease": "--sizes 4000 --leases 2",
+    "bench_long_run": "--steps 40 80 --rows 2000 4000",
     "bench_long_tail": "--rounds 1 --steps 1 --warm-up 1 --groups 2",
     "bench_loop": "--rounds 1 --steps 1 --engines 1",
     "bench_math": "--answers 20 --rounds 1",
