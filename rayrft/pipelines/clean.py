@@ -17,7 +17,7 @@ from rayrft.config.base import Section, invalid
 from rayrft.errors import ConfigError, nearest
 from rayrft.experience import reaches
 from rayrft.pipelines.operator import Applied, Operator, Wants, is_list, is_text, register_operator
-from rayrft.pipelines.rows import groups, map_texts, numbers, texts, with_numbers
+from rayrft.pipelines.rows import FORMULA, groups, map_texts, numbers, texts, with_numbers
 
 
 class Columns(Section):
@@ -241,7 +241,7 @@ class LanguageOptions(Section):
         return self
 
 
-_FORMULA = re.compile(r"\$[^$]*\$|\\\[.*?\\\]|\\\(.*?\\\)|\\[A-Za-z]+|[^\W\d_]?\d\w*", re.DOTALL)
+_FORMULA = re.compile(rf"{FORMULA}|[^\W\d_]?\d\w*", re.DOTALL)
 
 
 @register_operator("language")

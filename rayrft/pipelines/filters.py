@@ -17,7 +17,7 @@ from rayrft.data.selection import Selection
 from rayrft.errors import ConfigError, DataError
 from rayrft.experience import ROUNDING, reaches
 from rayrft.pipelines.operator import Applied, Operator, Wants, is_list, is_text, register_operator
-from rayrft.pipelines.rows import grouped, groups, numbers, seeded, share_of, texts
+from rayrft.pipelines.rows import FORMULA, grouped, groups, numbers, seeded, share_of, texts
 
 
 class ExpressionOptions(Section):
@@ -198,7 +198,7 @@ class MixingOptions(Section):
 
 
 _WORD = re.compile(r"[^\W\d_]{2,}")
-_FORMULA = re.compile(r"\$[^$]*\$|\\\[.*?\\\]|\\\(.*?\\\)|\\[A-Za-z]+|```.*?```", re.DOTALL)
+_FORMULA = re.compile(rf"{FORMULA}|```.*?```", re.DOTALL)
 _JAPANESE = {"HIRAGANA", "KATAKANA"}
 
 

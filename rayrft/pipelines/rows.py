@@ -150,6 +150,9 @@ def _in_labels(schema: pa.Schema) -> bool:
     return "labels" in schema.names and pa.types.is_map(schema.field("labels").type)
 
 
+FORMULA = r"\$[^$]*\$|\\\[(?:(?!\\\[).)*?\\\]|\\\((?:(?!\\\().)*?\\\)|\\[A-Za-z]+"
+"""Pattern of formulas and commands of LaTeX, with re.DOTALL; it takes time in proportion to a text's length, also where
+formulas are opened again and again and never closed."""
 _LINEAGE = {PARENTS: pa.list_(pa.string()), MADE_BY: pa.string()}
 
 

@@ -79,8 +79,11 @@ class NumericVariation(Operator[VariationOptions]):
 _NUMBER = re.compile(r"(?<![\w.,])\d+(?:,\d{3})*(?:\.\d+)?(?![\w]|[.,]\d)")
 _PRINTED = re.compile(r"(?<![\w.])(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?![\d])")
 _CALCULATION = re.compile(r"<<([^<>=]+)=([^<>=]+)>>")
-_EQUATION = re.compile(r"((?:\d*\.)?\d+(?: *[-+*/x] *(?:\d*\.)?\d+)+) *= *((?:\d*\.)?\d+)(?![\d.]*\d| *[-+*/x%] *\d)")
-"""A calculation in prose, without signs of money and commas."""
+_DECIMAL = r"(?:\d*+\.)?\d++"
+_EQUATION = re.compile(
+    rf"(?<!\d)({_DECIMAL}(?: *+[-+*/x] *+{_DECIMAL})++)(?: *= *({_DECIMAL})(?![\d.]*\d| *[-+*/x%] *\d))?"
+)
+"""A calculation in prose, without signs of money and commas, and what it is said to be (empty where nothing is)."""
 _OPERAND = re.compile(r"\d+(?:\.\d+)?|\.\d+")
 _AMBIGUOUS = {
     Fraction(each)
@@ -192,8 +195,8 @@ def _holds(answer: str, values: Mapping[Fraction, Fraction], steps: tuple[tuple[
     for (expression, printed), (_, old) in zip(found, steps, strict=True):
         if not evaluate(expression) == evaluate(printed) == values[old]:
             return False
-    for expression, printed in _EQUATION.findall(re.sub("<<.*?>>|[$,]", "", answer)):
-        if evaluate(expression.replace("x", "*")) != evaluate(printed):
+    for expression, printed in _EQUATION.findall(re.sub("<<[^<>]*>>|[$,]", "", answer)):
+        if printed and evaluate(expression.replace("x", "*")) != evaluate(printed):
             return False
     return evaluate(answer.rpartition("####")[2].strip().replace(",", "")) == values[steps[-1][1]]
 

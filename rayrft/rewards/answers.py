@@ -45,7 +45,9 @@ _OPTION = r"(?:选项|答案|说法|叙述|表述|描述|判断|结论|一[项�
 _CHOOSES = r"选择?(?:选项|[为:\s*$])*(?=[(\[]?\s*(?:[A-Z]{1,8}|[a-z])(?![A-Za-z0-9=]))"
 """Before letters only: to select 2 of 5 is no answer."""
 _CONCLUDES = r"(?:故|所以|因此|因而|综上(?:所述)?|可知)"
-_FIELD = re.compile(r"""[\s*]*(?:"((?:[^"\\]|\\.)*)"|'((?:[^'\\]|\\.)*)'|\[([^\[\]{}]*)\]|([-\w.]+)\s*(?=[,}\n]|$))""")
+_FIELD = re.compile(
+    r"""[\s*]*+(?:"((?:[^"\\]|\\.)*+)"|'((?:[^'\\]|\\.)*+)'|\[([^\[\]{}]*+)\]|([-\w.]++)[^\S\n]*+(?=[,}\n]|$))"""
+)
 """The value of a field of JSON: a text, a list of texts and numbers, or one word or number."""
 _ANNOUNCED = re.compile(
     rf"(?P<field>(?<=[\"'])(?:final_|correct_)?answer[\"']\s*:)|"

@@ -102,6 +102,7 @@ def test_texts_that_mix_scripts_are_left_out() -> None:
         "答案是 $\\frac{abc}{def}$ 因为我们把两个数字加起来然后得到最后的答案",
         "Naïve café déjà vu à la crème brûlée",
         "é 三",
+        "\\(" * 200_000 + "\\[" * 200_000 + english,  # in time proportional to its length
     ]
     assert kept("language_mixing", "answer", given) == [text for text in given if text != given[2]]
 

@@ -65,6 +65,11 @@ def test_what_cannot_be_varied_for_sure_is_left_alone(question: str, answer: str
     assert applied("numeric_variation", rows(question=[question], answer=[answer]))[1].made == 0
 
 
+def test_a_sum_without_an_end_is_read_in_time_proportional_to_its_length() -> None:
+    answer = f"33 * 2 = <<33*2=66>>66, then {'9+' * 100_000} and {'9' * 100_000} #### 66"
+    assert Problem.read("Ann has 33 eggs.", answer) is not None
+
+
 @pytest.mark.parametrize(
     ("calculation", "decimals"),
     [("90/36=2.5", 1), ("91*0.25=22.75", 2), ("90+0.50=90.5", 1), ("90/40=2.25", 2), ("34/17=2", 0)],
