@@ -189,7 +189,7 @@ class Master:
 
     async def _start(self, actors: Actors, loop: TrainLoop | ExploreLoop, prepared: Prepared) -> None:
         """Start the actors, restore the weights, and publish them."""
-        started = time.time()
+        started = time.monotonic()
         parts = [name for name, there in (("engines", actors.engines), ("trainer", actors.trainer)) if there]
         await self._recorder.note(f"starting {' and '.join(parts)}", step=self._progress.step)
         for notice in prepared.notices:
@@ -216,7 +216,7 @@ class Master:
             else ""
         )
         url = await self._open_endpoint(actors, prepared)
-        seconds = time.time() - started
+        seconds = time.monotonic() - started
         served = f"; endpoint at {url}" if url else ""
         await self._recorder.note(f"up after {seconds:.0f} s{probe}{served}", startup_s=seconds)
 

@@ -38,7 +38,7 @@ class Recorder:
         self._sinks = open_sinks(config)
         reserve_space(config.folder)
         self._changed, self._saving = asyncio.Condition(), asyncio.Lock()
-        self._started = time.time()
+        self._started = time.monotonic()
         self.ended = False
 
     @property
@@ -91,4 +91,4 @@ class Recorder:
     @property
     def seconds(self) -> float:
         """Seconds since the run was started or resumed."""
-        return time.time() - self._started
+        return time.monotonic() - self._started

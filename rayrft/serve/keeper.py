@@ -56,24 +56,24 @@ class SessionKeeper:
 
     async def begin(self, session: str, task: str | None, conversation: Conversation) -> Begun:
         """Begin a call of a session."""
-        begun = self._sessions.begin(session, task, conversation, time.time())
+        begun = self._sessions.begin(session, task, conversation, time.monotonic())
         self._changed.set()  # it may be the first that is to be given up
         return begun
 
     async def answered(self, begun: Begun, call: Call) -> None:
         """End a call with its answers."""
-        self._sessions.answered(begun, call, time.time())
+        self._sessions.answered(begun, call, time.monotonic())
         self._send()
 
     async def failed(self, begun: Begun, reason: str) -> None:
         """End a call without an answer."""
-        self._sessions.failed(begun, reason, time.time())
+        self._sessions.failed(begun, reason, time.monotonic())
         self._send()
 
     async def feedback(self, name: str, reward: float, components: dict[str, float]) -> str:
         """Give the reward of a session; return its id once the Buffer has what has come of it. Raises DataError and
         FeedbackRefused."""
-        session = self._sessions.feedback(name, reward, components, time.time())
+        session = self._sessions.feedback(name, reward, components, time.monotonic())
         await asyncio.gather(*self._send())
         return session
 
@@ -103,11 +103,11 @@ class SessionKeeper:
         """End sessions when their time has come. Never returns."""
         while True:
             self._changed.clear()
-            left = self._sessions.next_expiry() - time.time()
+            left = self._sessions.next_expiry() - time.monotonic()
             try:
                 await asyncio.wait_for(self._changed.wait(), None if math.isinf(left) else max(0.0, left))
             except TimeoutError:
-                self._sessions.expire(time.time())
+                self._sessions.expire(time.monotonic())
                 self._send()
 
     def _send(self) -> list[asyncio.Task[None]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -62,7 +63,7 @@ class _Session:
     """One id may name several sessions, one after the other."""
     task: str | None
     first: Conversation
-    began: float
+    began: float = field(default_factory=time.time)
     calls: SessionRows = field(default_factory=SessionRows)
     reward: float | None = None
     components: dict[str, float] = field(default_factory=dict)
@@ -116,7 +117,7 @@ class Sessions:
         """Begin a call. A session that has ended begins anew under its id."""
         entry = self._open.get(session)
         if entry is None:
-            entry = self._open[session] = _Session(next(self._numbers), task, conversation, now)
+            entry = self._open[session] = _Session(next(self._numbers), task, conversation)
         self._idle.pop(session, None)
         entry.task = entry.task or task
         number = next(self._numbers)
@@ -249,7 +250,7 @@ class Sessions:
         if len(group) == self._group_size:
             for member in self._waiting.pop(key):
                 del self._aging[member.session.number]
-            self._form(group, now)
+            self._form(group)
         elif len(self._aging) > self._config.max_sessions:
             self._drop_oldest()
 
@@ -263,7 +264,7 @@ class Sessions:
         if not self._waiting[key]:
             del self._waiting[key]
 
-    def _form(self, members: list[_Finished], now: float) -> None:
+    def _form(self, members: list[_Finished]) -> None:
         rewards = [member.reward for member in members]
         if self._drop_equal and reaches(min(rewards), max(rewards)):
             return self._drop(sum(len(member.rows) for member in members), "zero_variance")
@@ -271,7 +272,7 @@ class Sessions:
         for number, member in enumerate(members):
             first = f"{group_id}/{number}"
             ids = [first] if len(member.rows) == 1 else [f"{first}/{k}" for k in range(len(member.rows))]
-            rows += [_experience(row, member, id, group_id, now) for row, id in zip(member.rows, ids, strict=True)]
+            rows += [_experience(row, member, id, group_id) for row, id in zip(member.rows, ids, strict=True)]
         report = GroupReport(
             rows=len(rows),
             reward_sum=sum(row.reward or 0.0 for row in rows),
@@ -319,7 +320,7 @@ def _remember(entries: OrderedDict[K, V], key: K, value: V) -> None:
         entries.popitem(last=False)
 
 
-def _experience(row: Row, member: _Finished, experience_id: str, group_id: str, now: float) -> Experience:
+def _experience(row: Row, member: _Finished, experience_id: str, group_id: str) -> Experience:
     start, last = row.answers[-1]
     end, entry = start + len(last.token_ids), member.session
     mask, logprobs, versions = action_columns(row.answers, end)
@@ -337,7 +338,7 @@ def _experience(row: Row, member: _Finished, experience_id: str, group_id: str, 
         stop_reason=row.stop_reason,
         turns=tuple(row.turns),
         created_at=entry.began,
-        finished_at=now,
+        finished_at=time.time(),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import time
 from collections import Counter
 from typing import Any
 
@@ -17,9 +18,11 @@ from rayrft.config.serve import ServeConfig
 from rayrft.errors import DataError, FeedbackRefused
 from rayrft.experience import MASKED, to_batch
 from rayrft.explorer.engines.exchange import Completion
+from rayrft.serve.keeper import SessionKeeper
 from rayrft.serve.recording import Begun, Call, Choice, Conversation
 from rayrft.serve.sessions import Sessions
 from tests.errors import about
+from tests.scripted import remote
 
 SAID = ("a",)
 
@@ -57,6 +60,24 @@ def answer(
 def rows(sessions: Sessions) -> list[Any]:
     groups, _ = sessions.take()
     return [row for group in groups for row in group.rows]
+
+
+async def test_a_clock_that_is_set_drops_no_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    dropped = list[dict[str, int]]()
+
+    class Buffer:
+        async def discard(self, name: str, counts: dict[str, int]) -> None:
+            dropped.append(counts)
+
+    keeper = SessionKeeper(ServeConfig(), "run", 1, remote(Buffer()), drop_equal=False)
+    begun = await keeper.begin("s", "task", ("u1",))
+    monkeypatch.setattr(time, "time", lambda now=time.time(): now + 1e9)
+    answered = (Choice(Completion((9, 9), (-0.5, -0.25), ((0, 2, 0),), "stop"), ("a",), "text"),)
+    await keeper.answered(begun, Call("r1", (5,), ("u1",), (), answered, True, "engine-1"))
+    left = keeper._sessions.next_expiry() - time.monotonic()
+    assert 0 < left <= ServeConfig().reward_s
+    await keeper.close()
+    assert dropped == [{"run_ended": 1}]
 
 
 def test_calls_that_continue_each_other_are_one_row_with_answers_as_sampled() -> None:
