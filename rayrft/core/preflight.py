@@ -243,8 +243,8 @@ def _short_enough(name: str, rows: list[Experience], max_length: int) -> tuple[l
 
 
 def open_folder(config: RunConfig, tasks: str = "{}") -> None:
-    """Create the run folder and write ``config.yaml`` and ``tasks.json``. The folder of an older run of that name is renamed by the date
-    of its end."""
+    """Create the run folder and write ``config.yaml`` and ``tasks.json``. The folder of an older run of that name is
+    renamed by the date of its end."""
     folder = config.folder
     if folder.exists():
         ended = datetime.datetime.fromtimestamp(folder.stat().st_mtime)

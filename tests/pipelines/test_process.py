@@ -216,11 +216,7 @@ def test_rows_of_another_layout_are_renamed_taken_apart_and_converted(tmp_path: 
     assert done.report.left_out == reasons
     nested, _ = applied("columns", Ids().add(pa.RecordBatch.from_pylist(given[:2])), **options)
     assert [{name: row[name] for name in row if name != "id"} for row in nested] == expected, "of Parquet, too"
-    for wrong, field in (
-        ({"rename": {"promt.0": "q"}}, "rename"),
-        ({"drop": ["q"]}, "drop"),
-        ({"drop": ["id"]}, "drop"),
-    ):
+    for wrong in ({"rename": {"promt.0": "q"}}, {"drop": ["q"]}, {"drop": ["id"]}):
         with pytest.raises(ConfigError, check=about(f"operators.0.{next(iter(wrong))}")):
             run(given, tmp_path, [{"name": "columns", **wrong}])
 

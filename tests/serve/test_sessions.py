@@ -71,7 +71,8 @@ async def test_a_clock_that_is_set_drops_no_session(monkeypatch: pytest.MonkeyPa
 
     keeper = SessionKeeper(ServeConfig(), "run", 1, remote(Buffer()), drop_equal=False)
     begun = await keeper.begin("s", "task", ("u1",))
-    monkeypatch.setattr(time, "time", lambda now=time.time(): now + 1e9)
+    later = time.time() + 1e9
+    monkeypatch.setattr(time, "time", lambda: later)
     answered = (Choice(Completion((9, 9), (-0.5, -0.25), ((0, 2, 0),), "stop"), ("a",), "text"),)
     await keeper.answered(begun, Call("r1", (5,), ("u1",), (), answered, True, "engine-1"))
     left = keeper._sessions.next_expiry() - time.monotonic()
