@@ -129,10 +129,10 @@ class ChatTokenizer:
         tools: Tools = (),
         options: Mapping[str, Any] | None = None,
         *,
-        closed: bool,
+        last: int,
     ) -> list[int]:
-        """Token ids that follow the last turn of ``messages``, which is the assistant's: what the chat template closes
-        it with (but its end, where the turn is ``closed`` already), ``observed``, and the beginning of the next turn.
+        """Token ids that follow the last turn of ``messages``, which is the assistant's and ends with token ``last``:
+        what the chat template closes it with, unless that does, ``observed``, and the beginning of the next turn.
 
         Appended to the sequence as it was sampled, they leave every token before them as it is, also where the template
         would write earlier turns differently now. Raises DataError where it refuses the messages or does not keep the
@@ -146,24 +146,19 @@ class ChatTokenizer:
         _, mark, rest = text.rpartition(answer)
         if not mark:
             raise DataError("the chat template leaves the assistant's turn out once another message follows")
-        before, end, after = rest.partition(self._mark(self.end_id))
-        if closed and end and not before.strip():
-            rest = after
+        for mark in map(self._mark, (self.end_id, last) if last in self.stop_ids else ()):
+            if rest.lstrip().startswith(mark):  # it is there already
+                rest = rest.lstrip().removeprefix(mark)
+                break
         ids = self.tokens(rest)
         return _repeat(ids, self.images.repeats(ids, images)) if images else ids
 
     def response(self, text: str) -> list[int]:
         """Return the token ids of an answer to a prompt, with the token that ends it."""
-        return [*self.tokens(self._continued(text)), self.end_id]
-
-    def _continued(self, answer: str) -> str:
-        """Return what follows a prompt that may have opened the answer's reasoning: it is closed if there is none."""
-        if not (opening := self.opening()):
-            return answer
-        if split_reasoning(answer)[0]:
-            return answer.removeprefix(opening).removeprefix(REASONING_MARKS[0])
-        _, mark, closing = self._probed()[1].rpartition(opening)
-        return (closing if mark else "\n</think>\n\n") + answer
+        if not text:
+            return [self.end_id]
+        ids, mask = self.chat([{"role": "user", "content": "?"}, {"role": "assistant", "content": text}])
+        return ids[mask.index(1) :]
 
     def chat(
         self, messages: list[dict[str, str]], images: tuple[str, ...] = (), tools: Tools = ()
@@ -394,7 +389,7 @@ class ChatTokenizer:
                 continue
             prompt, _ = self._render(messages[:index], tools, add_generation_prompt=True)
             extended, _ = self._render(messages[: index + 1], tools)
-            if message is messages[-1] and not extended.startswith(prompt):  # as in a rollout
+            if message is messages[-1] and not extended.startswith(prompt):
                 extended = prompt + self._continued(message["content"]) + self._mark(self.end_id)
             if not prompt.startswith(text) or not extended.startswith(prompt):
                 raise DataError(
@@ -402,16 +397,23 @@ class ChatTokenizer:
                     "strip earlier reasoning), so no sequence of tokens holds all turns",
                     remedy="give one row per turn of the assistant, or a chat template with {% generation %} markers",
                 )
-            turns.append((len(prompt), len(extended)))
-            text = extended
+            text = extended[: self._after_end(extended, len(prompt), len(extended))]
+            turns.append((len(prompt), len(text)))
         return text, turns
 
+    def _continued(self, answer: str) -> str:
+        """Return an answer as a model gives it to a prompt that its template does not show again before it."""
+        if (opening := self.opening()) and not split_reasoning(answer)[0]:
+            return f"\n</think>\n\n{answer}"
+        return answer.removeprefix(opening).removeprefix(REASONING_MARKS[0] if opening else "")
+
     def _after_end(self, text: str, start: int, end: int) -> int:
-        """Return the end of a turn: right after its last stop token, which templates put before other text or after the
+        """Return the end of a turn: right after its stop token, which templates put before other text or after the
         marker."""
-        marks = [self._mark(token) for token in self.stop_ids]
-        ends = [at + len(mark) for mark in marks if (at := text.rfind(mark, start, end + len(mark))) >= 0]
-        return max(ends, default=end)
+        for mark in map(self._mark, self.stop_ids):
+            if (at := text.rfind(mark, start, end + len(mark))) >= 0:
+                return at + len(mark)
+        return end
 
 
 @lru_cache(maxsize=64)

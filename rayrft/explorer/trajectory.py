@@ -175,8 +175,8 @@ class Trajectory:
         """
         messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
         paths = self._model.keep(images)
-        closed = self._ids[-1] in self._model.tokenizer.stop_ids
-        self._ids += self._model.tokenizer.observation(self.messages, messages, paths, self._tools, closed=closed)
+        last = self._ids[-1]
+        self._ids += self._model.tokenizer.observation(self.messages, messages, paths, self._tools, last=last)
         self.messages += messages
         self.images += paths
 

@@ -181,8 +181,7 @@ class Responder:
                 old, tools = instructed(old, tools, form), ()
             if prefix is None:
                 return tokenizer.prompt(old, (), tools, options), ask.turns
-            closed = prefix.token_ids[-1] in tokenizer.stop_ids
-            observed = tokenizer.observation(old, new, (), tools, options, closed=closed)
+            observed = tokenizer.observation(old, new, (), tools, options, last=prefix.token_ids[-1])
             return [*prefix.token_ids, *observed], ask.turns[known - 1 :]
         rest: Any = ask.conversation[known:]
         text = rest if isinstance(rest, str) else tokenizer.decode(list(rest))

@@ -46,6 +46,17 @@ DEEPSEEK = (
     "<|assistant|>{{ m.content.split('</think>')[-1] }}<|eos|>{% else %}<|user|>{{ m.content }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{{ '<think>\n' }}{% endif %}"
 )
+# The end of the whole conversation is no end of a turn.
+PHI = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{{ '<|assistant|>' if add_generation_prompt else eos_token }}"
+)
+# A turn ends where the next one begins, and an answer shows that it was not reasoned.
+GLM = (
+    "{% for m in messages %}<|{{ m.role }}|>"
+    "{{ ('\n<think></think>\n' if m.role == 'assistant' else '\n') + m.content }}{% endfor %}"
+    "{{ '<|assistant|>' if add_generation_prompt else '' }}"
+)
 BOS = "<|bos|>"
 FAMILIES: dict[str, tuple[str, list[str], str]] = {
     "qwen": (QWEN, ["<|im_start|>", "<|im_end|>"], "<|im_end|>"),
@@ -53,6 +64,8 @@ FAMILIES: dict[str, tuple[str, list[str], str]] = {
     "llama": (LLAMA, ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"], "<|eot_id|>"),
     "gemma": (GEMMA, ["<start_of_turn>", "<end_of_turn>"], "<end_of_turn>"),
     "deepseek": (DEEPSEEK, [], EOS),
+    "phi": (PHI, ["<|end|>"], "<|end|>"),
+    "glm": (GLM, [], EOS),
     "none": ("", [], EOS),
 }
 CHAT = [
@@ -78,7 +91,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
             )
             written[family] = folder = tmp_path_factory.mktemp(family)
             hf.save_pretrained(folder)
-            ends = hf.convert_tokens_to_ids([EOS, "<|stop|>"])
+            ends = hf.convert_tokens_to_ids([EOS, "<|stop|>", *(["<|user|>"] if family == "glm" else [])])
             (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
         return written[family]
 
@@ -91,7 +104,7 @@ def shown(tokenizer: ChatTokenizer, messages: list[dict[str, str]], **options: A
     return ids
 
 
-@pytest.mark.parametrize("family", ["qwen", "llama", "gemma"])
+@pytest.mark.parametrize("family", ["qwen", "llama", "gemma", "phi"])
 def test_prompts_later_turns_and_demonstrations_are_the_tokens_of_transformers(family: str, make: Make) -> None:
     tokenizer = ChatTokenizer(make(family))
     first = tokenizer.prompt(CHAT[:1])
@@ -99,11 +112,11 @@ def test_prompts_later_turns_and_demonstrations_are_the_tokens_of_transformers(f
     answered = [*first, *tokenizer.response("two")]
     # Whichever token has ended the answer, what follows is the next turn.
     for end in tokenizer.stop_ids:
-        later = [*answered[:-1], end, *tokenizer.observation(CHAT[:2], CHAT[2:3], closed=True)]
+        later = [*answered[:-1], end, *tokenizer.observation(CHAT[:2], CHAT[2:3], last=end)]
         whole = shown(tokenizer, CHAT[:3], add_generation_prompt=True)
         assert [tokenizer.end_id if token == end else token for token in later] == whole
-    cut = [*answered[:-1], *tokenizer.observation(CHAT[:2], CHAT[2:3], closed=False)]
-    assert cut == whole
+    cut = answered[:-1]
+    assert [*cut, *tokenizer.observation(CHAT[:2], CHAT[2:3], last=cut[-1])] == whole
     ids, mask = tokenizer.chat(CHAT)
     assert shown(tokenizer, CHAT)[: len(ids)] == ids == [*whole, *tokenizer.response("four")]
     said = [token for token, bit in zip(ids, mask, strict=True) if bit]
@@ -114,11 +127,21 @@ def test_prompts_later_turns_and_demonstrations_are_the_tokens_of_transformers(f
 def test_an_answer_ends_in_one_way_and_engines_stop_at_all_ends(family: str, make: Make) -> None:
     tokenizer = ChatTokenizer(make(family))
     end, eos, stop = tokenizer.hf.convert_tokens_to_ids([FAMILIES[family][2], EOS, "<|stop|>"])
-    assert tokenizer.end_id == end and tokenizer.stop_ids == tuple(dict.fromkeys([end, eos, stop]))
+    assert tokenizer.end_id == tokenizer.stop_ids[0] == end and {eos, stop} <= {*tokenizer.stop_ids}
     ids, mask = tokenizer.chat(CHAT[:2])
     assert ids == [*tokenizer.prompt(CHAT[:1]), *tokenizer.response("two")]
-    assert ids.count(tokenizer.hf.bos_token_id) == (family not in ("qwen", "opens"))
+    assert ids.count(tokenizer.hf.bos_token_id) == (family in ("llama", "gemma", "deepseek", "none"))
     assert ids[-1] == end and mask[-1] and ids[-2] not in tokenizer.stop_ids
+
+
+def test_the_next_turn_that_has_ended_an_answer_is_not_begun_again(make: Make) -> None:
+    tokenizer = ChatTokenizer(make("glm"))
+    [user] = tokenizer.tokens("<|user|>")
+    said = [*tokenizer.prompt(CHAT[:1]), *tokenizer.response("two")[:-1], user]
+    later = [*said, *tokenizer.observation(CHAT[:2], CHAT[2:3], last=user)]
+    ids, mask = tokenizer.chat(CHAT)
+    assert later == shown(tokenizer, CHAT[:3], add_generation_prompt=True) == ids[: len(later)]
+    assert mask[: len(later)].count(1) == len(tokenizer.response("two")), "demonstrations end turns as the model does"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -150,10 +173,7 @@ def test_without_a_template_prompts_demonstrations_and_texts_begin_alike(make: M
 @pytest.mark.parametrize("family", ["opens", "deepseek"])
 def test_reasoning_that_the_prompt_opens_is_continued_by_demonstrations(family: str, make: Make) -> None:
     tokenizer = ChatTokenizer(make(family))
-    assert (
-        tokenizer.opening() == "<think>\n"
-        and tokenizer.answer(tokenizer.response("hm</think>x")) == "<think>\nhm</think>x"
-    )
+    assert tokenizer.opening() == "<think>\n"
     prompt = tokenizer.prompt(CHAT[:1])
     for text in ("hm\n</think>\n\ntwo", "<think>\nhm\n</think>\n\ntwo", "<think>hm\n</think>\n\ntwo"):
         ids, mask = tokenizer.chat([CHAT[0], {"role": "assistant", "content": text}])
@@ -184,7 +204,7 @@ def test_options_of_the_template_reach_every_prompt_and_the_saved_tokenizer(make
     tokenizer = ChatTokenizer(make("qwen"), template=config(tmp_path, options={"enable_thinking": False}))
     quiet = shown(plain, CHAT[:1], add_generation_prompt=True, enable_thinking=False)
     assert tokenizer.prompt(CHAT[:1]) == quiet != plain.prompt(CHAT[:1])
-    assert tokenizer.observation(CHAT[:2], CHAT[2:3], closed=True)[-4:] == quiet[-4:]
+    assert tokenizer.observation(CHAT[:2], CHAT[2:3], last=tokenizer.end_id)[-4:] == quiet[-4:]
     assert tokenizer.chat(CHAT[:2])[0] == [*quiet, *tokenizer.response("two")]
     assert tokenizer.prompt(CHAT[:1], options={"enable_thinking": True}) == plain.prompt(CHAT[:1])
     tokenizer.hf.save_pretrained(tmp_path / "export")
