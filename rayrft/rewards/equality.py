@@ -154,6 +154,7 @@ def _groups(truth: Answer, answer: Answer, tolerance: float) -> bool:
         return (
             isinstance(answer, Group)
             and answer.kind == "set"
+            and truth.text != "\\emptyset"
             and all(equal(truth, item, tolerance) for item in answer.items)
         )
     if not isinstance(answer, Group):

@@ -104,7 +104,7 @@ _REWRITTEN = [
     (re.compile(r"\\mathrm\s*(?=\{)"), r"\\text"),
     (re.compile(r"\\text\s*\{\s*([a-zA-Z])\s*\}"), r" \1 "),
     (re.compile(r"\\varnothing(?![A-Za-z])"), r"\\emptyset "),
-    (re.compile(r"(?<![A-Za-z])\\mathbb ?(?:\{ ?R ?\}|R)|\u211d|\\(?:R|reals)(?![A-Za-z])"), r"(-\\infty ,\\infty )"),
+    (re.compile(r"(?:\\mathbb ?(?:\{ ?R ?\}|R)|\u211d|\\(?:R|reals)(?![A-Za-z]))(?! ?[\^_])"), r"(-\\infty ,\\infty )"),
     (re.compile(r"\\leqslant(?![A-Za-z])|\\leq(?![A-Za-z])|<="), r"\\le "),
     (re.compile(r"\\geqslant(?![A-Za-z])|\\geq(?![A-Za-z])|>="), r"\\ge "),
     (re.compile(r"\\neq(?![A-Za-z])|!="), r"\\ne "),

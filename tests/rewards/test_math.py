@@ -242,6 +242,7 @@ DIFFERENT = [
     ("21", r"{\bf 12}"),
     (r"\emptyset", "0"),
     (r"\emptyset", r"\{0\}"),
+    (r"\emptyset", r"\{\emptyset\}"),
     ("18", "19 USD"),
     (r"\$18", r"18\text{ EUR}"),
     (r"\$18", r"18\text{ cents}"),
