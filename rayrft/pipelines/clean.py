@@ -41,7 +41,11 @@ class NormaliseOptions(Columns):
     """NFKC also replaces full-width letters, ligatures and superscripts: x² becomes x2."""
 
 
-_INVISIBLE = re.compile("[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u0084\u0086-\u009f\u00ad\u200b\u2060\ufeff]")
+_INVISIBLE = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]"  # colours and the like of a terminal
+    "|[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u0084\u0086-\u009f\u00ad\u200b\u202a-\u202e\u2060-\u2064\u2066-\u2069\ufeff"
+    "\U000e0000-\U000e007f]"
+)
 _SPACES = re.compile("[\t\u00a0\u1680\u2000-\u200a\u202f\u205f]")
 _LINES = re.compile("\r\n|[\r\u0085\u2028\u2029]")
 _TRAILING = re.compile(r"(?<! ) +(?=\n|$)")
@@ -52,8 +56,8 @@ _BLANK_LINES = re.compile(r"\n{3,}")
 
 @register_operator("normalise")
 class Normalise(_OnTexts):
-    """Normalise Unicode and white space: one form of each character, no control or invisible characters, plain spaces
-    and line ends, none at the ends of lines or text, at most one blank line. Indents and spaces within lines stay."""
+    """Normalise Unicode and white space: one form of each character, no control, invisible or bidirectional
+    characters, no tags, no escapes of terminals, plain spaces and line ends, none at the ends of lines or text, at most one blank line. Indents and spaces within lines stay."""
 
     kind = "clean"
     Options = NormaliseOptions

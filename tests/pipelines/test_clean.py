@@ -19,6 +19,7 @@ from tests.pipelines.small import applied, reasons, rows, texts
         ("e\u200b\u0301", "é"),
         ("é   \n  b  ", "é\n  b"),
         ("a\r\nb\rc\u2028d", "a\nb\nc\nd"),
+        ("a\u202eb\u2066c\U000e0041d \x1b[1;31mred\x1b[0m [3]", "abcd red [3]"),
         ("a  \n\n\n\nb \n", "a\n\nb"),
         ("def f():\n\treturn 1  # two  spaces", "def f():\n    return 1  # two  spaces"),
         ("x²", "x²"),
