@@ -242,6 +242,8 @@ class Moved:
 @dataclass(frozen=True)
 class Deleted:
     segments: list[int]
+    forgotten: list[str] = field(default_factory=list)
+    """Experience ids whose late feedback is deleted, too."""
     event: Literal["deleted"] = "deleted"
 
 

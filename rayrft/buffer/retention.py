@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
+
 import numpy as np
+import pyarrow as pa
 
 from rayrft.buffer import events as e
 from rayrft.buffer.groups import GroupStatus
+from rayrft.buffer.log.row_log import RowSpan
 from rayrft.buffer.store import Store
 from rayrft.errors import RayrftError
 
@@ -59,6 +63,43 @@ class Retention:
             if self._store.log_bytes > self._store.config.log_bytes:
                 await self._rewrite_sparse()
                 await self._delete_dead()
+
+    async def forget(self, ids: Collection[str], before: float) -> tuple[int, int]:
+        """See `Buffer.forget`."""
+        store, groups, extents = self._store, self._store.state.groups, self._store.state.meta.extents
+        erased = leased = 0
+        async with store.move_lock:
+            await store.in_row_thread(store.rows.end_segment)
+            for segment, size in sorted(extents.items()):
+                batch = await store.in_row_thread(store.rows.read, [RowSpan(segment, 0, size.rows)])
+                unwanted = np.array(list(_personal(batch, {*ids}, before)), bool)
+                if not unwanted.any():
+                    continue
+                until = np.concatenate([[0], np.cumsum(unwanted)])
+                slots = np.flatnonzero((groups.segment == segment) & (groups.status != GroupStatus.FREE))
+                whose = until[groups.row[slots] + groups.rows[slots]] > until[groups.row[slots]]
+                for slot in slots[whose]:
+                    unwanted[groups.row[slot] : groups.row[slot] + groups.rows[slot]] = True
+                kept, moved = slots[~whose].tolist(), list[e.Event]()
+                if kept and segment not in self._leased():
+                    spans = [store.span(slot) for slot in kept]
+                    extent, row = await store.in_row_thread(store.rows.rewrite, spans)
+                    moved = [e.Moved(extent, kept, row)]
+                if segment in self._leased():
+                    leased += int(unwanted.sum())
+                    if moved:  # a step has leased it meanwhile: the copy is looked through the next time
+                        await store.commit(e.Moved(extent, [], row))
+                    continue
+                held = [slot for slot in slots[whose].tolist() if groups.status[slot] == GroupStatus.READY]
+                names = batch.column("experience_id").filter(pa.array(unwanted)).to_pylist()
+                evicted = [e.Evicted(held, "forgotten")] if held else []
+                await store.commit(*evicted, *moved, e.Deleted([segment], names))
+                await store.flush()
+                await store.in_row_thread(store.rows.delete, [segment])
+                erased += int(unwanted.sum())
+            if erased:
+                await store.renew()
+        return erased, leased
 
     def _excess(self, rows: int, nbytes: int) -> float:
         """Return by how much held rows and bytes plus these exceed a bound, as a share of it."""
@@ -119,3 +160,13 @@ class Retention:
                 slots = held.tolist()
                 extent, row = await store.in_row_thread(store.rows.rewrite, [store.span(slot) for slot in slots])
                 await store.commit(e.Moved(extent, slots, row))
+
+
+def _personal(batch: pa.RecordBatch, ids: set[str], before: float) -> Iterator[bool]:
+    """Iterate over whether rows have one of these experience, session or response ids, or are of a session that was
+    finished before."""
+    columns = [batch.column(name).to_pylist() for name in ("experience_id", "labels", "finished_at")]
+    for name, pairs, finished in zip(*columns, strict=True):
+        labels = dict(pairs or ())
+        names = {name, labels.get("session_id"), *labels.get("response_ids", "").split()}
+        yield bool(names & ids) or ("session_id" in labels and (finished or 0.0) < before)

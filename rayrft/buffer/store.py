@@ -111,6 +111,10 @@ class Store:
         the journal position."""
         return await self._log.sync()
 
+    async def renew(self) -> None:
+        """Replace the journal by a snapshot of the state."""
+        await self._log.renew()
+
     async def wake(self) -> None:
         async with self._changed:
             self._changed.notify_all()

@@ -56,8 +56,9 @@ _BLANK_LINES = re.compile(r"\n{3,}")
 
 @register_operator("normalise")
 class Normalise(_OnTexts):
-    """Normalise Unicode and white space: one form of each character, no control, invisible or bidirectional
-    characters, no tags, no escapes of terminals, plain spaces and line ends, none at the ends of lines or text, at most one blank line. Indents and spaces within lines stay."""
+    """Normalise Unicode and white space: one form of each character, no control, invisible or bidirectional characters,
+    no tags, no escapes of terminals, plain spaces and line ends, none at the ends of lines or text, at most one blank
+    line. Indents and spaces within lines stay."""
 
     kind = "clean"
     Options = NormaliseOptions

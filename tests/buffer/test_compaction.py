@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rayrft.experience import Experience
 from tests.buffer.in_process import LocalBuffer, ObjectTable, small
 from tests.buffer.rows import group, plan
 
@@ -121,3 +123,48 @@ def test_feedback_that_comes_while_the_log_is_compacted_is_kept(
         buffer.restart()
         assert buffer.held()[1] == ("0/1", 7.0), f"with a head start of {head_start}"
         buffer.kill()
+
+
+def session(number: int, name: str, finished: float, **changes: Any) -> list[Experience]:
+    """A group of two sessions of the endpoint, of one response each."""
+    return [
+        row.with_fields(
+            labels={"session_id": f"{name}{at}", "response_ids": f"resp-{name}{at} resp-{name}{at}b"},
+            turns=({"role": "user", "content": f"secret of {name}{at}"},),
+            finished_at=finished,
+            **changes,
+        )
+        for at, row in enumerate(group(number))
+    ]
+
+
+def secrets(folder: Path) -> set[str]:
+    """What is on disk of what people wrote."""
+    found = re.findall(rb"secret of ([a-z]\d|late)", b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file()))
+    return {each.decode() for each in found}
+
+
+def test_what_a_person_wrote_is_erased_by_session_response_or_age_and_the_ledger_closes(
+    buffer: LocalBuffer, tmp_path: Path
+) -> None:
+    buffer.put([(session(each, name, float(each)), None) for each, name in enumerate("abcdef")])
+    put(buffer, 7, 8)
+    buffer.lease(0)  # a, b
+    buffer.do("ack", 0)
+    assert buffer.do("forget", ["resp-a0", "c1"]) == (0, 4), "a step without a checkpoint trains on its segment"
+    buffer.do("cover", 1)
+    buffer.do("feedback", "0/1", None, {"comment": "secret of late"})
+    buffer.do("feedback", "5/1", None, {"comment": "kind"})  # written again: the first copy stays until it is erased
+    assert buffer.do("forget", ["resp-a0", "c1", "nobody"]) == (4, 0)
+    assert secrets(tmp_path) == {f"{name}{at}" for name in "bdef" for at in (0, 1)}, "whole groups, as they were scored"
+    ledger = buffer.do("stats").ledger
+    assert ledger.dropped == {"forgotten": 2} and (ledger.sampled, ledger.trained, ledger.held) == (16, 4, 10)
+    assert buffer.do("forget", [], 3.5) == (4, 0), "b and d are old; what is of no session stays"
+    assert secrets(tmp_path) == {f"{name}{at}" for name in "ef" for at in (0, 1)}
+    before = buffer.standing()
+    buffer.restart()
+    assert buffer.standing() == before
+    assert [name for name, _ in buffer.held()] == [f"{each}/{at}" for each in (4, 5, 7, 8) for at in (0, 1)]
+    assert buffer.lease(1)[2] == 4
+    ledger = buffer.do("ack", 1)
+    assert ledger.dropped == {"forgotten": 4} and ledger.trained == 8

@@ -60,6 +60,7 @@ class GroupCommit:
         self._syncing = asyncio.Lock()
         self._unsynced = False
         self._snapshot_bytes = 0
+        self._renewing = False
         self._error: StorageError | None = None
 
     def check(self) -> None:
@@ -75,6 +76,11 @@ class GroupCommit:
         if self._flusher is None or self._flusher.done():
             self._flusher = asyncio.create_task(self._flush())
         await done
+
+    async def renew(self) -> None:
+        """Replace the journal by a snapshot, so that it holds nothing that is not in the state any more."""
+        self._renewing = True
+        await self.write()
 
     async def sync(self) -> Position:
         """Sync all rows and all written events to disk; return the position up to which. Raises StorageError."""
@@ -92,7 +98,9 @@ class GroupCommit:
         while self._waiting:
             batch, self._waiting = self._waiting, []
             try:
-                if self._journal.position.nbytes > max(_SNAPSHOT_BYTES, _SNAPSHOT_RATIO * self._snapshot_bytes):
+                most = max(_SNAPSHOT_BYTES, _SNAPSHOT_RATIO * self._snapshot_bytes)
+                if self._renewing or self._journal.position.nbytes > most:
+                    self._renewing = False
                     await self._begin()
                 elif events := [event for part, _ in batch for event in part]:
                     await asyncio.to_thread(self._append, events)

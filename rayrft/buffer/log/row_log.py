@@ -179,6 +179,14 @@ class RowLog:
         done = self.append(self.read(spans).serialize())
         return done.extent, done.row
 
+    def end_segment(self) -> None:
+        """End the newest segment: the next rows begin another one, and this one may be deleted."""
+        if self._file is not None:
+            self._file.sync()
+            self._file.close()
+            self._file, self._pending, self._pending_bytes = None, [], 0
+            self._drop_blocks(self._segments[self._newest])
+
     def release(self, segments: list[int]) -> None:
         """Free the blocks of segments that will not be trained on."""
         for number in segments:

@@ -40,7 +40,8 @@ def moved(state: State, event: e.Moved) -> None:
 
 @rule(e.Deleted)
 def deleted(state: State, event: e.Deleted) -> None:
-    groups = state.groups
+    groups, gone = state.groups, {*event.forgotten}
+    state.meta.late_feedback = [each for each in state.meta.late_feedback if each.experience_id not in gone]
     for segment in event.segments:
         del state.meta.extents[segment]
         state.meta.late_feedback.pop(segment, None)
