@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 import uuid
 from dataclasses import asdict
 from itertools import chain
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from rayrft.config import PipelineConfig
     from rayrft.config.serve import FeedbackConfig
     from rayrft.core.measured_tasks import MeasuredTasks
+    from rayrft.core.run import Run
     from rayrft.experience import Task
     from rayrft.pipelines import Context
     from rayrft.pipelines.process import RowSource
@@ -127,16 +130,10 @@ def import_rows(
 ) -> None:
     """Load the rows of a file as demonstrations into a running run."""
     from rayrft.buffer.export import read_file
-    from rayrft.config import load_run_config
-    from rayrft.core.launch import attach
 
     rows = read_file(file, where)
     folder = find_folder(run, storage)
-    try:
-        live = attach(load_run_config(folder).name)
-    except RunNotFound:
-        live = None
-    if live is None or live.folder.resolve() != folder.resolve():
+    if (live := _live(folder)) is None:
         raise RunNotFound(
             "the run is not running",
             field="run",
@@ -146,6 +143,33 @@ def import_rows(
     if add:
         return print(f"{live.extend(rows, name)} rows added to the demonstrations {name!r} of {live.name}")
     print(f"{live.load(rows, name)} rows loaded as demonstrations {name!r} of {live.name}")
+
+
+@app.command()
+def forget(
+    run: _Run,
+    ids: Annotated[
+        list[str] | None, typer.Option("--id", help="of a row, or of a session or response of the endpoint")
+    ] = None,
+    days: Annotated[float | None, typer.Option(min=0, help="sessions that were finished so many days ago")] = None,
+    storage: _Storage = _RUNS,
+) -> None:
+    """Erase rows from a run's log for good, each with its group: by ids, or sessions of the endpoint by age."""
+    import asyncio
+
+    from rayrft.buffer.buffer import Buffer
+    from rayrft.buffer.reader import log_folder
+    from rayrft.config import load_run_config
+
+    before = 0.0 if days is None else time.time() - 86_400 * days
+    archive, folder = _archive(run, storage), find_folder(run, storage)
+    if (live := _live(folder)) is not None:
+        erased, leased = live.forget(ids or [], before)
+    else:
+        config = load_run_config(folder)
+        buffer = Buffer(archive.stats().run, log_folder(folder, config), config.buffer, config.seed)
+        erased, leased = asyncio.run(buffer.forget(ids or [], before, renew=False))
+    print(f"{erased} rows erased" + (f"; {leased} can be once a checkpoint covers their step" if leased else ""))
 
 
 @app.command()
@@ -386,6 +410,17 @@ def _setting(
 
 def _journal(out: Path) -> Path:
     return out.with_name(f"{out.name}.answers.jsonl")
+
+
+def _live(folder: Path) -> Run | None:
+    """Return the run in a folder if it is running."""
+    from rayrft.config import load_run_config
+    from rayrft.core.launch import attach
+
+    with contextlib.suppress(RunNotFound):
+        live = attach(load_run_config(folder).name)
+        return live if live.folder.resolve() == folder.resolve() else None
+    return None
 
 
 def _archive(run: str, storage: Path) -> Archive:

@@ -19,7 +19,9 @@ from rayrft.config.demonstrations import DemonstrationsConfig
 from rayrft.data.demonstrations import from_file
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import DataError, RunNotFound, StorageError
+from tests.buffer.in_process import LocalBuffer, ObjectTable
 from tests.buffer.live import TURNS, live_run
+from tests.buffer.rows import group
 from tests.e2e.conftest import small_config
 from tests.errors import about
 
@@ -222,3 +224,17 @@ def test_damaged_files_are_passed_over_only_when_told_to(live: Path, tmp_path: P
             call(*command)
         assert f"skipped 13 rows of {segment}, which cannot be read" in call(*command, "--skip-damaged")
     assert (tmp_path / "out.jsonl").read_text() == ""
+
+
+def test_rows_of_a_run_that_ended_are_erased_by_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(small_config(tmp_path, "ended"))
+    config.folder.mkdir()
+    (config.folder / "config.yaml").write_text(dump_config(config))
+    ObjectTable(monkeypatch)
+    buffer = LocalBuffer(config.folder / "buffer", config.buffer)
+    buffer.put([(group(number), None) for number in range(3)])
+    buffer.kill()
+    assert call("forget", config.folder, "--id", "1/0").splitlines() == ["2 rows erased"]
+    assert call("forget", config.folder, "--id", "1/0", "--days", 0).splitlines() == ["0 rows erased"]
+    stats = json.loads(call("stats", config.folder))
+    assert stats["ledger"]["dropped"] == {"forgotten": 2} and stats["stores"]["usual"]["rows"] == 4

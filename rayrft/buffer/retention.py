@@ -97,8 +97,6 @@ class Retention:
                 await store.flush()
                 await store.in_row_thread(store.rows.delete, [segment])
                 erased += int(unwanted.sum())
-            if erased:
-                await store.renew()
         return erased, leased
 
     def _excess(self, rows: int, nbytes: int) -> float:

@@ -75,6 +75,9 @@ class ServeConfig(HttpConfig):
     """The reward of a session that got none in time; by default it is dropped and counted."""
     group_s: float = Field(3600.0, gt=0)
     """Seconds that a session with a reward waits until its group is complete."""
+    keep_days: float | None = Field(None, gt=0)
+    """Days after which the rows of sessions are erased from the run's log while it is running, trained or not; for an
+    ended run see ``rayrft data forget``."""
     max_sessions: int = Field(10_000, ge=1)
     """Sessions that wait for their reward, and likewise for their group; beyond it the one that has waited for longest
     is dropped and counted."""

@@ -112,6 +112,12 @@ class RunData:
 
         return load_dataset(self._buffer(), rows, name, extend=True)
 
+    def forget(self, ids: list[str], before: float = 0.0) -> tuple[int, int]:
+        """Erase rows from the log: see `Buffer.forget`."""
+        from rayrft.buffer.dataset import answer
+
+        return answer(self._buffer().call(Buffer.forget, ids, before))
+
     def add_tasks(self, tasks: list[Task], source: int = 0) -> AddedTasks:
         """Add tasks to a source of the run's task set, by index, while it is running; return those that are new, after
         the operators of ``pipelines.tasks`` and without any that show an evaluation task, and why others were left out

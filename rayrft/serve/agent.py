@@ -258,6 +258,12 @@ class _Desk:
     async def feedback(self, name: str, reward: float, components: dict[str, float]) -> str:
         return self._present.feedback(name, reward, components)
 
+    async def opted_out(self, rows: int) -> None:
+        raise NotImplementedError  # what the run's own agents ask is always recorded
+
+    async def forget(self, name: str) -> tuple[int, int]:
+        return 0, 0
+
     async def stats(self) -> SessionStats:
         return SessionStats(int(self._attempt is not None), 0, {}, {}, {}, {})
 

@@ -24,6 +24,9 @@ from rayrft.serve.protocol import (
 from rayrft.serve.replies import EventStream
 from rayrft.serve.responder import Responder
 
+PRIVATE = "private-"
+"""What API keys begin with whose requests are neither kept nor trained on."""
+
 
 class Endpoint(HttpService):
     """The API over what answers."""
@@ -47,6 +50,7 @@ class Endpoint(HttpService):
             for path, (model, prefix) in answers.items():
                 handle = self.route(self._answering(model, prefix), self._config.max_requests)
                 app.add_api_route(base + path, handle, methods=["POST"])
+                app.add_api_route(base + path + "/{id}", self.route(self._forget), methods=["DELETE"])
             app.add_api_route(f"{base}/v1/feedback", self.route(self._feedback), methods=["POST"])
             app.add_api_route(f"{base}/v1/models", self.route(self._models), methods=["GET"])
             app.add_api_route(base + "/v1/models/{name:path}", self.route(self._model), methods=["GET"])
@@ -74,7 +78,9 @@ class Endpoint(HttpService):
                 if len(name) > 256:
                     raise ApiError(400, f"{param}: has more than 256 characters.", code="invalid_value", param=param)
             headers = {"X-Session-Id": session} if session.isascii() and session.isprintable() else {}
-            ask = await self._responder.begin(body, response, session, task)
+            key = request.headers.get("authorization", "").partition(" ")[2].strip()
+            record = self._settings.any_model or (body.store and not key.startswith(PRIVATE))
+            ask = await self._responder.begin(body, response, session, task, record=record)
             if body.stream:
                 return EventStream(self._responder.events(ask), headers)
             return JSONResponse(await self._responder.whole(ask, request), headers=headers)
@@ -98,6 +104,13 @@ class Endpoint(HttpService):
             headers = {"x-should-retry": "false"}  # OpenAI's client would send it again
             raise ApiError(409, str(error), code=code, param="id", headers=headers) from None
         return JSONResponse({"object": "feedback", "session_id": session, "reward": body.reward})
+
+    async def _forget(self, request: Request) -> Response:
+        name = request.path_params["id"]
+        rows, leased = await self._sessions.forget(name) if self._sessions is not None else (0, 0)
+        if not rows + leased:
+            raise ApiError(404, f"Nothing is kept of {name!r}.", code="not_found", param="id")
+        return JSONResponse({"id": name, "deleted": not leased, "rows": rows, "rows_in_training": leased})
 
     async def _models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._card()]})

@@ -34,7 +34,7 @@ class SessionKeeper:
         drop_equal: bool,
         mask_truncated: bool = False,
     ) -> None:
-        self._life = uuid.uuid4().hex[:8]
+        self._life, self._keep_days = uuid.uuid4().hex[:8], config.keep_days
         self._sessions = Sessions(
             config, f"{run}/serve/{self._life}", group_size, drop_equal=drop_equal, mask_truncated=mask_truncated
         )
@@ -53,6 +53,9 @@ class SessionKeeper:
     async def start(self) -> None:
         """Begin to end sessions when their time has come; must be called first."""
         self._expiring = asyncio.create_task(self._expire())
+        if self._keep_days is not None:
+            self._forgetting = asyncio.create_task(self._forget_old(self._keep_days))
+            self._forgetting.add_done_callback(self._sent)
 
     async def begin(self, session: str, task: str | None, conversation: Conversation) -> Begun:
         """Begin a call of a session."""
@@ -69,6 +72,27 @@ class SessionKeeper:
         """End a call without an answer."""
         self._sessions.failed(begun, reason, time.monotonic())
         self._send()
+
+    async def opted_out(self, rows: int) -> None:
+        """Count answers that are not kept, as their client wants."""
+        self._sessions.opted_out(rows)
+        self._send()
+
+    async def forget(self, name: str) -> tuple[int, int]:
+        """Erase what is kept of a session, by its id or that of a response, with the groups that have its rows; return
+        the number of rows, and of those that can be erased once a checkpoint covers their step."""
+        dropped = self._sessions.forget(name)
+        while self._sending:  # its group may be on its way to the Buffer
+            await asyncio.gather(*self._sending)
+        await asyncio.gather(*self._send())
+        erased, leased = await self._buffer.call(Buffer.forget, [name])
+        return dropped + erased, leased
+
+    async def _forget_old(self, days: float) -> None:
+        """Erase sessions once they are so old, within an hour. Never returns."""
+        while True:
+            await self._buffer.call(Buffer.forget, [], time.time() - 86_400 * days)
+            await asyncio.sleep(3600)
 
     async def feedback(self, name: str, reward: float, components: dict[str, float]) -> str:
         """Give the reward of a session; return its id once the Buffer has what has come of it. Raises DataError and

@@ -80,6 +80,8 @@ class Sampled(_Body):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     user: str | None = Field(None, min_length=1, max_length=256)
+    store: bool = True
+    """Without it, nothing of the request is kept or trained on."""
     metadata: Metadata = Metadata()
 
     @model_validator(mode="before")

@@ -42,6 +42,10 @@ class Recording(Protocol):
 
     async def failed(self, begun: Begun, reason: str) -> None: ...
 
+    async def opted_out(self, rows: int) -> None: ...
+
+    async def forget(self, name: str) -> tuple[int, int]: ...
+
     async def feedback(self, name: str, reward: float, components: dict[str, float]) -> str: ...
 
     async def stats(self) -> SessionStats: ...
@@ -63,8 +67,8 @@ class Responder:
         self.settings = settings
         self._config = settings.config
 
-    async def begin(self, body: Sampled, response: str, session: str, task: str | None) -> Ask:
-        """Check a request, and begin its call in its session."""
+    async def begin(self, body: Sampled, response: str, session: str, task: str | None, *, record: bool = True) -> Ask:
+        """Check a request, and begin its call in its session, if it may be recorded."""
         sampling, trained = self._sampling(body)
         if isinstance(body, ChatRequest):
             options = body.chat_template_kwargs
@@ -78,7 +82,7 @@ class Responder:
             turns = (
                 {"role": "user", "content": prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)},
             )
-        begun = await self._begun(session, task, conversation)
+        begun = await self._begun(session, task, conversation) if record else None
         ask = Ask(body, response, begun, conversation, turns, [], sampling, trained, None)
 
         async def checked() -> Ask:
@@ -244,8 +248,10 @@ class Responder:
         return self._tokenizer.opening(ask.body.chat_template_kwargs) if isinstance(ask.body, ChatRequest) else ""
 
     async def _record(self, ask: Ask, answers: list[Answer], engine: str | None) -> None:
-        if self.sessions is None or ask.begun is None:
+        if self.sessions is None:
             return
+        if ask.begun is None:
+            return await self.sessions.opted_out(len(answers))
         choices = []
         for answer in answers:
             text = self._opening(ask) + self._tokenizer.decode(list(answer.completion.token_ids))

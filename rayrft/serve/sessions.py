@@ -178,6 +178,31 @@ class Sessions:
             self._finish(session, entry, now)
         return session
 
+    def opted_out(self, rows: int) -> None:
+        """Count answers of a call that is not recorded."""
+        self._calls["answered"] += 1
+        self._drop(rows, "opted_out")
+
+    def forget(self, name: str) -> int:
+        """Drop a session that is not part of a group yet, by its id or that of a response; return its rows."""
+        session, number = self._known.get(name, (name, -1))
+        entry = self._open.get(session)
+        if entry is not None and (name == session or entry.number == number):
+            for call in entry.calls.running:
+                del self._running[call]
+            self._end(session, entry, "forgotten")
+            rows = max(1, len(entry.calls.rows))
+        elif number in self._aging:
+            group = self._waiting[key := self._aging.pop(number)]
+            rows = sum(len(member.rows) for member in group if member.session.number == number)
+            self._waiting[key] = [member for member in group if member.session.number != number]
+            if not self._waiting[key]:
+                del self._waiting[key]
+        else:
+            return 0
+        self._drop(rows, "forgotten")
+        return rows
+
     def expire(self, now: float) -> None:
         """End the calls that were given up and the sessions without a reward in time, and drop those whose group
         is not complete in time."""

@@ -140,7 +140,9 @@ def session(number: int, name: str, finished: float, **changes: Any) -> list[Exp
 
 def secrets(folder: Path) -> set[str]:
     """What is on disk of what people wrote."""
-    found = re.findall(rb"secret of ([a-z]\d|late)", b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file()))
+    found = re.findall(
+        rb"secret of ([a-z]\d|late)", b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
+    )
     return {each.decode() for each in found}
 
 

@@ -99,6 +99,12 @@ class Book:
     async def failed(self, begun: Begun, reason: str) -> None:
         self.sessions.failed(begun, reason, self.now)
 
+    async def opted_out(self, rows: int) -> None:
+        self.sessions.opted_out(rows)
+
+    async def forget(self, name: str) -> tuple[int, int]:
+        return self.sessions.forget(name), 0
+
     async def feedback(self, name: str, reward: float, components: dict[str, float]) -> str:
         return self.sessions.feedback(name, reward, components, self.now)
 

@@ -14,6 +14,7 @@ import pytest
 from fastapi import FastAPI
 
 from rayrft.errors import ActorDied
+from rayrft.serve.protocol import key_digest
 from tests.serve.scripted import KEY, MAX_LENGTH, MODEL, Served, serve
 
 USER: list[Any] = [{"role": "user", "content": "hi"}]
@@ -62,6 +63,26 @@ async def test_the_official_client_gets_answers_models_and_usage(tiny_model: Pat
         assert (text.choices[0].text, text.object) == ("hello", "text_completion")
         ids = await served.client.completions.create(model=MODEL, prompt=[7, 8, 9])
         assert ids.usage and ids.usage.prompt_tokens == 3 and served.policy.requests[-1].prompt == [7, 8, 9]
+
+
+async def test_nothing_is_kept_of_who_does_not_want_it(tiny_model: Path) -> None:
+    async with serve(tiny_model) as served:
+        await served.client.chat.completions.create(model=MODEL, messages=USER, n=2, store=False)
+        assert [chunk async for chunk in await served.client.responses.create(
+            model=MODEL, input="hi", store=False, stream=True)]  # fmt: skip
+        headers = {"Authorization": "Bearer private-x"}
+        served.endpoint._key_digests = (*served.endpoint._key_digests, key_digest("private-x"))
+        body = {"model": MODEL, "messages": USER}
+        assert (await served.http.post("/v1/chat/completions", json=body, headers=headers)).status_code == 200
+        sessions = served.book.sessions
+        assert (sessions.stats().open, sessions.take()) == (0, ([], {"opted_out": 4}))
+        kept = await served.client.chat.completions.create(model=MODEL, messages=USER, user="Ann")
+        other = await served.client.chat.completions.create(model=MODEL, messages=USER)
+        gone = await served.http.delete(f"/v1/chat/completions/{kept.id}")
+        assert gone.json() == {"id": kept.id, "deleted": True, "rows": 1, "rows_in_training": 0}
+        assert (await served.http.delete("/v1/responses/resp_1")).status_code == 404
+        assert (sessions.stats().open, sessions.take()[1]) == (1, {"forgotten": 1})
+        await served.client.post("/feedback", cast_to=object, body={"id": other.id, "reward": 1.0})
 
 
 async def test_a_session_may_be_named_by_the_base_url(tiny_model: Path) -> None:
