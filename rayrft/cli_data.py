@@ -157,8 +157,10 @@ def forget(
     """Erase rows from a run's log for good, each with its group: by ids, or sessions of the endpoint by age."""
     import asyncio
 
-    from rayrft.buffer.buffer import Buffer
+    from rayrft.buffer.log.journal import Position
     from rayrft.buffer.reader import log_folder
+    from rayrft.buffer.retention import Retention
+    from rayrft.buffer.store import Store
     from rayrft.config import load_run_config
 
     before = 0.0 if days is None else time.time() - 86_400 * days
@@ -167,8 +169,9 @@ def forget(
         erased, leased = live.forget(ids or [], before)
     else:
         config = load_run_config(folder)
-        buffer = Buffer(archive.stats().run, log_folder(folder, config), config.buffer, config.seed)
-        erased, leased = asyncio.run(buffer.forget(ids or [], before, renew=False))
+        store = Store(archive.stats().run, log_folder(folder, config), config.buffer, config.seed, None, Position())
+        erased, leased = asyncio.run(Retention(store).forget(ids or [], before))
+        store.storage.unlock()
     print(f"{erased} rows erased" + (f"; {leased} can be once a checkpoint covers their step" if leased else ""))
 
 

@@ -264,15 +264,15 @@ class Buffer:
         """
         await self._feedback.give(experience_id, reward, labels or {})
 
-    async def forget(self, ids: list[str], before: float = 0.0, renew: bool = True) -> tuple[int, int]:
+    async def forget(self, ids: list[str], before: float = 0.0) -> tuple[int, int]:
         """Erase the rows of these experience, session or response ids, and of all sessions that were finished before
         this time, from the log, with the groups that have them; groups that are held are dropped as ``forgotten``.
 
         Returns the number of rows that are erased, and of those that a step has leased that no checkpoint covers yet:
-        they can be erased later. ``renew``: the journal, too, which has late feedback on them, is replaced at once.
+        they can be erased later.
         """
         found = await self._retention.forget(ids, before)
-        if found[0] and renew:
+        if found[0]:  # the journal may have late feedback on them
             await self._store.renew()
         return found
 

@@ -16,7 +16,7 @@ from rayrft.config.explorer import ExplorerConfig
 from rayrft.config.model import ModelConfig
 from rayrft.config.pipelines import PipelinesConfig
 from rayrft.config.reward import RewardConfig
-from rayrft.config.serve import ServeConfig
+from rayrft.config.serve import EDITED, ServeConfig
 from rayrft.config.stage import CheckpointConfig, EvaluationConfig, MonitorConfig, StageConfig
 from rayrft.config.tasks import TasksConfig
 from rayrft.config.trainer import ProbeBounds, TrainerConfig, WeightSyncConfig
@@ -113,8 +113,9 @@ class RunConfig(Section):
         return {stage.demonstrations or "" for stage in self.stages if stage.trains_reward_model}
 
     def grows(self, stage: StageConfig) -> bool:
-        """Return whether the demonstrations of a stage are those that operators on experiences make."""
-        return bool(stage.expert_rows) and stage.demonstrations == self.pipelines.made
+        """Return whether the demonstrations of a stage are those that operators on experiences make, or answers that
+        people edit on the feedback page, so that there may be none yet."""
+        return bool(stage.expert_rows) and stage.demonstrations in (self.pipelines.made, EDITED)
 
     def holds_out(self, stage: StageConfig) -> bool:
         """Whether there are held-out pairs beside those that the stage trains on."""

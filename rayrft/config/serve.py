@@ -13,6 +13,10 @@ from rayrft.config.reward import RewardModelsConfig
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
+EDITED = "human"
+"""The demonstrations that people's edits become, unless told otherwise."""
+
+
 class HttpConfig(Section):
     """What is served over HTTP: where, to whom, and within which limits."""
 
@@ -108,8 +112,9 @@ class FeedbackConfig(HttpConfig):
     """Whether people's rewards replace those of the rows; if not, they are labels only."""
     labels: list[str] = Field(default_factory=list, max_length=9)
     """Labels to choose from."""
-    demonstrations: str = Field("human", pattern=NAME)
-    """The demonstrations of the run to which edited answers are added."""
+    demonstrations: str = Field(EDITED, pattern=NAME)
+    """The demonstrations of the run to which edited answers are added. A stage with groups that names ``human`` may
+    begin while there are none."""
     max_groups: int = Field(2000, ge=1)
     """Groups in the queue, those that wait for training first, then the newest."""
 

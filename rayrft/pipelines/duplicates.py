@@ -107,7 +107,8 @@ class NearOptions(Columns):
     ngram: int = Field(3, ge=1)
     """Words of an n-gram."""
     same_numbers: bool = True
-    """Only rows with the same numbers are duplicates: a problem with other numbers is another problem."""
+    """Only rows with the same numbers are duplicates: a problem with other numbers is another problem. Set it to false
+    for prose and code, where a third of the duplicates of similarity .9 differ in a number."""
 
 
 @register_operator("near_duplicates")

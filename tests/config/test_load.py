@@ -83,6 +83,11 @@ def test_task_sources_are_overridden_by_number_and_those_with_a_name_by_name() -
         load_config(raw, {"tasks.sources.2.size": 1})
 
 
+def test_a_stage_may_name_the_edits_of_people_before_there_are_any() -> None:
+    config = load_config(base(), {"stages.mix.demonstrations": "human"})
+    assert config.grows(config.stages[-1]) and "human" not in config.demonstrations
+
+
 @pytest.mark.parametrize(("text", "value"), [("1e-3", 1e-3), ("3E4", 3e4), ("-.5e+1", -5.0), ("1.e2", 100.0)])
 def test_numbers_are_read_as_papers_write_them(text: str, value: float) -> None:
     assert parse_override(f"a={text}") == ("a", value)
