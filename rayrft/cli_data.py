@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
+import sys
 import time
 import uuid
 from dataclasses import asdict
@@ -60,28 +62,25 @@ def head(
     storage: _Storage = _RUNS,
 ) -> None:
     """Print the first rows, one line per row."""
-    from rich.console import Console
-    from rich.table import Table
-
     from rayrft.buffer.export import glance
     from rayrft.experience import from_batch
 
     archive = _archive(run, storage)
-    table = Table("id", "group_status", "reward", "tokens", "version", "uses", box=None, pad_edge=False, expand=True)
-    table.add_column("answer", no_wrap=True, ratio=1)  # what room the others leave
+    lines = [["id", "group_status", "reward", "tokens", "version", "uses", "answer"]]
     for batch in archive.rows(store, where=where, skip_damaged=skip_damaged):
-        part = batch.slice(0, count - table.row_count)
+        part = batch.slice(0, count + 1 - len(lines))
         for row, group_status in zip(from_batch(part), part.column("group_status").to_pylist(), strict=True):
             seen = glance(row)
-            version = ", ".join(map(str, seen["versions"]))
+            version, reward = ", ".join(map(str, seen["versions"])), "" if row.reward is None else f"{row.reward:g}"
             answer = (seen["answer"] or "").replace("\n", " ")[:200]
-            reward = "" if row.reward is None else f"{row.reward:g}"
-            table.add_row(
-                row.experience_id, group_status, reward, str(len(row.token_ids)), version, str(row.uses), answer
-            )
-        if table.row_count == count:
+            facts = (row.experience_id, group_status or "", reward, len(row.token_ids), version, row.uses, answer)
+            lines.append([str(each) for each in facts])
+        if len(lines) > count:
             break
-    Console(highlight=False, markup=False).print(table)
+    widths = [max(map(len, column)) for column in list(zip(*lines, strict=True))[:-1]]
+    room = max(40, shutil.get_terminal_size().columns - sum(widths) - 12) if sys.stdout.isatty() else 200
+    for *cells, answer in lines:
+        print("  ".join([*(text.ljust(width) for text, width in zip(cells, widths, strict=True)), answer[:room]]))
     _report(archive)
 
 

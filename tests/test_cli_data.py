@@ -73,6 +73,10 @@ def test_head_shows_a_line_a_row_and_no_more_than_asked_for(live: Path) -> None:
     assert len(call("head", live, "--store", "expert/gold").splitlines()) == 6
     [_, line] = call("head", live, "--where", "group_id = '7'").splitlines()
     assert line.split() == ["7/0", "ready", "0", "4", "0", "0", "It", "is", "2."]
+    narrow = CliRunner().invoke(app, ["data", "head", str(live)], env={"COLUMNS": "40"})
+    assert narrow.output.splitlines() == lines, "nothing is cut where nobody looks on"
+    [line] = call("lineage", "7/0", live).splitlines()
+    assert line.startswith("7/0: answer: 'It is\\n2.', ") and "token_ids" not in line
 
 
 @pytest.mark.parametrize(

@@ -176,8 +176,11 @@ def reason_of(reason: str) -> str:
 
 
 def glimpse(row: dict[str, Any]) -> str:
-    """Return a row's values in one line, shortened."""
-    text = ", ".join(f"{name}: {value!r}" for name, value in row.items() if value not in (None, [], {}, ""))
+    """Return a row's values in one line, shortened: of an experience the answer first, and no tokens."""
+    turns, skipped = row.get("turns") or (), {"turns", "token_ids", "action_mask", "logprobs", "weight_versions"}
+    shown = {"answer": dict(turns[-1])["content"], **row} if turns else row
+    values = {name: value for name, value in shown.items() if not (turns and name in skipped)}
+    text = ", ".join(f"{name}: {value!r}" for name, value in values.items() if value not in (None, [], {}, ""))
     return shortened(text)
 
 
