@@ -41,10 +41,11 @@ def moved(state: State, event: e.Moved) -> None:
 @rule(e.Deleted)
 def deleted(state: State, event: e.Deleted) -> None:
     groups, gone = state.groups, {*event.forgotten}
-    state.meta.late_feedback = [each for each in state.meta.late_feedback if each.experience_id not in gone]
     for segment in event.segments:
         del state.meta.extents[segment]
-        state.meta.late_feedback.pop(segment, None)
+        noted = state.meta.late_feedback.pop(segment, [])
+        if gone and (kept := [each for each in noted if each.experience_id not in gone]):  # its other groups were moved
+            state.meta.late_feedback.setdefault(max(state.meta.extents), []).extend(kept)
         groups.live.pop(segment, None)
     groups.forget(np.flatnonzero(np.isin(groups.segment, event.segments) & (groups.status != GroupStatus.FREE)))
 
