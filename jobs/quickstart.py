@@ -24,9 +24,9 @@ def main(arguments: list[str]) -> int:
         controls = yaml.safe_load((HERE / "quickstart_controls.yaml").read_text())["stages"]
         raw["stages"] = [warmup, *controls, {**mix, "start_from": "warmup"}]
     try:
-        exit_on_signals()
         overrides = dict(parse_override(each) for each in arguments if each != "--controls")
-        follow(start(load_config(raw, overrides)))
+        with exit_on_signals():
+            follow(start(load_config(raw, overrides)))
     except RayrftError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1

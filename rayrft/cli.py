@@ -263,15 +263,22 @@ def _last_line(status: RunStatus) -> str:
     return f"{status.name}: {status.status} after {status.step} steps{resume}{error}"
 
 
-def exit_on_signals() -> None:
-    """Exit, with what `finally` asks for, at SIGINT, SIGTERM and SIGHUP; before a run is up nothing is to be saved."""
+@contextlib.contextmanager
+def exit_on_signals() -> Iterator[None]:
+    """Raise SystemExit inside at SIGINT, SIGTERM and SIGHUP: before a run is up nothing is to be saved."""
+    received: list[int] = []
 
     def end(number: int, _: Any) -> None:
+        received.append(number)
         print("interrupted", file=sys.stderr, flush=True)
         raise SystemExit(128 + number)
 
     for number in _signal_numbers():
         signal.signal(number, end)
+    try:
+        yield
+    except SystemExit as ended:  # a call into Ray in which it was raised has changed its status
+        raise SystemExit(128 + received[0] if received else ended.code) from None
 
 
 def _signal_numbers() -> list[signal.Signals]:
@@ -330,9 +337,9 @@ def _print(text: str) -> None:
 
 def main() -> None:
     """Run the command line: a RayrftError is printed to stderr as one paragraph, with exit status 1."""
-    exit_on_signals()
-    try:
-        app()
-    except RayrftError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(1)
+    with exit_on_signals():
+        try:
+            app()
+        except RayrftError as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            sys.exit(1)

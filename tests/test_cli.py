@@ -100,20 +100,27 @@ def test_commands_for_a_run_elsewhere_tell_how_it_ended(
 @pytest.mark.parametrize(("number", "status"), SIGNALS)
 def test_before_a_run_is_up_a_signal_ends_the_command_as_it_would_by_itself(number: int, status: int) -> None:
     ended = []
-    exit_on_signals()
-    with pytest.raises(SystemExit) as exit:
+    with pytest.raises(SystemExit) as exit, exit_on_signals():
         try:
             os.kill(os.getpid(), number)
-        finally:
+        except SystemExit:
             ended.append("removed what it had reserved")
+            raise SystemExit(1) from None  # as from a call into Ray
     assert exit.value.code == status and ended
+
+
+@pytest.mark.usefixtures("handlers")
+def test_without_a_signal_a_command_has_its_own_status() -> None:
+    with pytest.raises(SystemExit) as exit, exit_on_signals():
+        sys.exit(3)
+    assert exit.value.code == 3
 
 
 @pytest.mark.usefixtures("handlers")
 def test_a_command_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    exit_on_signals()
-    os.kill(os.getpid(), signal.SIGHUP)
+    with exit_on_signals():
+        os.kill(os.getpid(), signal.SIGHUP)
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     run = ScriptedRun(tmp_path, status="finished")
     with _signals(lambda number: run.stop()):
