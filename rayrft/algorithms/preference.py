@@ -68,8 +68,8 @@ class Pairs:
 
     @property
     def nll(self) -> Tensor:
-        """``-log pi(w) / |w|``, ``[P]``, as in RPO (Pang et al. 2024, arXiv:2404.19733). TRL, where it is
-        ``rpo_alpha``, ``cpo_alpha`` and a part of ORPO, takes the mean over the tokens of all chosen answers."""
+        """``-log pi(w) / |w|``, ``[P]``, as in RPO (Pang et al. 2024, arXiv:2404.19733). TRL takes the mean over the
+        tokens of all chosen answers: in CPO (``cpo_alpha``), and with their prompts in ORPO."""
         return -self.means[0]
 
 
@@ -129,8 +129,15 @@ def dpo_by_length(pairs: Pairs, *, beta: Positive = 5.0, label_smoothing: BelowH
 @preferences.register("ipo", needs=["pairs", "reference"])
 def ipo(pairs: Pairs, *, beta: Positive = 0.1) -> Tensor:
     """IPO: ``(m - 1 / (2 beta))^2``: regression of the margin to a target (Azar et al. 2023, arXiv:2310.12036). The
-    margin uses sums over tokens, as in the paper; TRL uses means."""
+    margin uses sums over tokens, as in the paper's text; see `ipo_by_length`."""
     return (pairs.margin - 1 / (2 * beta)).square()
+
+
+@preferences.register("ipo_by_length", needs=["pairs", "reference"])
+def ipo_by_length(pairs: Pairs, *, beta: Positive = 0.1) -> Tensor:
+    """IPO normalised by length: ``(h(w) / |w| - h(l) / |l| - 1 / (2 beta))^2``, TRL's ``ipo``; according to its authors
+    this is the form of the paper's experiments."""
+    return (difference(pairs.gains / pairs.lengths) - 1 / (2 * beta)).square()
 
 
 @preferences.register("hinge", needs=["pairs", "reference"])

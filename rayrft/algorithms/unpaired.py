@@ -72,8 +72,8 @@ def kto(
 
     z0 estimates ``KL(pi || pi_ref)``, and has no gradient: ``max(0, mean of h)`` over answers to *other* prompts, as in
     the paper and TRL, which take those of a micro-batch. Here it is over all rows of an update, whatever rank or
-    micro-batch they are in, by the policy before the step: see `rayrft.trainer.batches.mismatched`. Raises
-    ValueError without it.
+    micro-batch they are in, by the policy before the step: see `rayrft.trainer.batches.mismatched`. An update whose
+    rows have one prompt has z0 = 0. Raises ValueError without z0.
     """
     if rows.reference_kl is None:
         raise ValueError("kto needs the mean KL from the reference")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, islice
@@ -181,23 +182,31 @@ def micro_batches(
 
 
 def mismatched(rows: list[TrainRow], everywhere: list[TrainRow]) -> list[TrainRow]:
-    """Return the prompts of ``rows`` with the answers of other rows of ``everywhere``, which contains them: whichever
-    they are, and in whatever order, each row gets the same answer.
+    """Return the prompts of ``rows`` with answers to other prompts of ``everywhere``, which contains the rows: for any
+    selection and order of them, each row gets the same answer.
 
-    All rows are put in an order by a hash of their tokens, and each gets the answer of the next. Only a row's first
-    prompt is kept, and all that follows it is its answer.
+    All rows are sorted by prompt, and each gets the answer that stands as many places later as the most frequent prompt
+    has rows. Where that prompt has more than half of the rows, those without an answer to another prompt are left out.
+    Only a row's first prompt is kept, and all that follows it is its answer.
     """
-    order = sorted(everywhere, key=_hash)
-    after = {_hash(row): order[(place + 1) % len(order)] for place, row in enumerate(order)}
+    order = sorted(everywhere, key=lambda row: (_prompt(row), _hash(row)))
+    shift = max(Counter(map(_prompt, order)).values(), default=0)
+    after = {_hash(row): order[(place + shift) % len(order)] for place, row in enumerate(order)}
     made = []
     for row in rows:
         other = after[_hash(row)]
+        if _prompt(other) == _prompt(row):
+            continue
         start, first = int(row.mask.argmax()), int(other.mask.argmax())
         ids = np.concatenate([row.token_ids[:start], other.token_ids[first:]])
         mask = np.concatenate([row.mask[:start], other.mask[first:]])
         zeros = np.zeros(len(ids), np.float32)
         made.append(TrainRow(ids, mask, zeros, zeros, expert=True, images=row.images))
     return made
+
+
+def _prompt(row: TrainRow) -> tuple[bytes, tuple[str, ...]]:
+    return row.token_ids[: int(row.mask.argmax())].tobytes(), row.images
 
 
 def _hash(row: TrainRow) -> bytes:

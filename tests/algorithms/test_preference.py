@@ -21,6 +21,7 @@ from rayrft.algorithms.preference import (
     dpo_robust,
     hinge,
     ipo,
+    ipo_by_length,
     orpo,
     simpo,
 )
@@ -119,6 +120,13 @@ def test_dpo_by_length_compares_gains_per_token() -> None:
 def test_ipo_by_hand() -> None:
     # beta 0.25: the goal is 2, and the loss the same on both sides of it.
     assert [ipo(margin(value), beta=0.25).item() for value in (0.0, 1.0, 2.0, 3.0)] == [4.0, 1.0, 0.0, 1.0]
+
+
+def test_ipo_by_length_compares_gains_per_token() -> None:
+    # As above: h is 1 and 3 per token, and the goal 2.
+    pair = of(-1.0, -2.0, lengths=(4, 1), reference=(-5.0, -5.0))
+    loss = ipo_by_length(pair, beta=0.25)
+    assert loss.item() == pytest.approx(16.0) and slopes(loss, pair) == pytest.approx([-8.0 / 4, 8.0])
 
 
 def test_hinge_by_hand() -> None:

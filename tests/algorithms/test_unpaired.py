@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -73,6 +74,17 @@ def test_the_loss_of_a_step_is_the_mean_over_labelled_rows() -> None:
     assert (parts.good_logprob.item(), parts.bad_logprob.item()) == (-1.0, -3.0)
     assert sum_gains([batch]).tolist() == pytest.approx([0.0, 2.0])
     assert sum_gains([batch_of(logprobs, [True, False]), batch_of(logprobs, [True, True])]).tolist() == [0.0, 4.0]
+
+
+def test_a_labelled_row_without_an_action_token_has_no_loss_and_no_part_in_the_kl() -> None:
+    logprobs = torch.tensor([9.0, -0.5, -0.5, 9.0, 9.0, 9.0], dtype=torch.float64, requires_grad=True)
+    batch = batch_of(logprobs, [True, False])
+    batch = replace(batch, mask=batch.mask & (batch.sequence == 0))
+    parts = build("kto", {"beta": 1.0}).loss(
+        PolicyOutput(logprobs, torch.zeros_like(logprobs)), batch, Denominators.of(count([batch]))
+    )
+    assert parts.loss.item() == pytest.approx(1 / (1 + math.exp(0.5))), "that of the first row alone"
+    assert sum_gains([batch]).tolist() == pytest.approx([1.0, 1.0])
 
 
 def test_it_takes_rows_of_its_own_kind() -> None:

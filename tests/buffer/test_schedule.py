@@ -20,6 +20,19 @@ def take(schedule: WindowedSchedule, step: int) -> list[int] | None:
     return draw.slots.tolist()
 
 
+@pytest.mark.parametrize("schedule", [WindowedSchedule(1, 0), ReplaySchedule(1, 1, 0)], ids=["window", "replay"])
+def test_a_group_that_can_no_longer_be_in_time_makes_room_for_another_at_once(
+    schedule: WindowedSchedule | ReplaySchedule,
+) -> None:
+    [old] = schedule.admit(1)
+    assert schedule.capacity(9) == 0
+    schedule.advance(1)
+    assert schedule.capacity(9) == 1
+    [new] = schedule.admit(1)
+    assert (old.deadline, new.deadline) == (0, 1)
+    assert not finish(schedule, old) and finish(schedule, new)
+
+
 def no_pool() -> Draw:
     raise AssertionError("there is none")
 

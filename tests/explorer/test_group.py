@@ -50,7 +50,7 @@ class Engine(Answering):
     async def generate(self, request: Request) -> list[Completion]:
         self.asked.append((request.n, request.sampling.temperature))
         answer = (5, 6, 1) if request.sampling.temperature else (5, 6, 6, 6, 1)
-        logprobs = (-0.5,) * len(answer)
+        logprobs = tuple(-0.5 - place / 8 for place in range(len(answer)))
         return [Completion(answer, logprobs, ((0, len(answer), 0),), self.stop_reason) for _ in range(request.n)]
 
 
@@ -104,6 +104,12 @@ async def test_remax_asks_for_one_greedy_answer_and_keeps_the_sampled_ones(tiny_
     assert sorted(engine.asked) == [(1, 0.0), (2, 1.0)]
     assert of_answers(taken.rows, {"name": "remax"}) == [[0.75] * 3, [-0.25] * 3]
     assert taken.report.rows == 2 and taken.report.tokens == 6 and taken.report.reward_sum == 1.0
+
+
+async def test_every_token_has_its_own_log_prob(tiny_model: Path) -> None:
+    taken = await explored(tiny_model, Engine(), Rewards(1.0, 0.0), {"name": "grpo"})
+    found = [row.logprobs[row.action_mask == 1].tolist() for row in taken.rows]
+    assert found == [[-0.5, -0.625, -0.75]] * 2
 
 
 async def test_no_greedy_answer_is_asked_for_without_need(tiny_model: Path) -> None:

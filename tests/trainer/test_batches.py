@@ -17,7 +17,7 @@ from rayrft.buffer.leases import BlockRows, Unit, deal
 from rayrft.buffer.log.segments import Extent
 from rayrft.buffer.state import ExpertCursor
 from rayrft.errors import DataError
-from rayrft.experience import Experience, to_batch
+from rayrft.experience import Experience, from_batch, to_batch
 from rayrft.trainer.batches import TrainRow, micro_batches, read_rows
 from tests.buffer.rows import expert_rows
 from tests.trainer.test_updates import make_learner
@@ -166,6 +166,22 @@ def test_components_of_rewards_come_from_the_lease_to_the_advantages() -> None:
     assert [float(each.advantages[1]) for each in rows] == pytest.approx([-(0.5**0.5), 0.5**0.5], abs=1e-5)
     with pytest.raises(DataError, match="has no speed"):
         read_rows(*group_of_two(), build("gdpo", {"reward_components": {"speed": 1.0}}))
+
+
+def test_every_row_of_a_block_has_the_advantage_of_its_place_in_its_group() -> None:
+    base, _ = group_of_two()
+    [row, _] = from_batch(base)
+    given = [1.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+    rows = [
+        replace(row, experience_id=f"{place // 3}/{place % 3}", group_id=str(place // 3), reward=reward)
+        for place, reward in enumerate(given)
+    ]
+    indices, groups = np.array([5, 0, 4, 1, 3, 2]), np.array([[3, 3], [0, 3], [3, 3], [0, 3], [3, 3], [0, 3]])
+    part = BlockRows(None, indices, groups, np.ones(6, np.float32), np.zeros(6, bool))  # type: ignore[arg-type]
+    found = read_rows(to_batch(rows), part, build("dr_grpo"))
+    expected = [given[place] - 1 / 3 for place in indices]
+    for token in (1, 3, 4):
+        assert [float(each.advantages[token]) for each in found] == pytest.approx(expected)
 
 
 def test_what_a_critics_advantages_need_comes_from_the_lease_to_the_micro_batch() -> None:

@@ -120,6 +120,26 @@ def test_every_prompt_gets_the_answer_of_another_row_whatever_the_order() -> Non
     assert [row.token_ids.tolist() for row in again] == [row.token_ids.tolist() for row in found[5:]]
 
 
+@pytest.mark.parametrize(
+    ("counts", "left"), [((4, 4), 8), ((1,) * 5, 5), ((3, 2, 1), 6), ((5, 2, 1), 6), ((6,), 0), ((1,), 0)]
+)
+def test_no_prompt_gets_an_answer_of_its_own(counts: tuple[int, ...], left: int) -> None:
+    prompts = [prompt for prompt, count in enumerate(counts) for _ in range(count)]
+    zeros, mask = np.zeros(4, np.float32), np.array([0, 0, 1, 1], np.uint8)
+    rows = [
+        TrainRow(np.array([9, prompt, prompt, answer], np.int32), mask, zeros, zeros, expert=True)
+        for answer, prompt in enumerate(prompts)
+    ]
+    found = mismatched(rows, rows[::-1])
+    assert len(found) == left and all(prompt != own for _, prompt, own, _ in (row.token_ids for row in found))
+
+
+def test_answers_to_one_prompt_are_compared_with_a_kl_of_0() -> None:
+    zeros, mask = np.zeros(4, np.float32), np.array([0, 0, 1, 1], np.uint8)
+    rows = [TrainRow(np.array([3, 4, 5, answer], np.int32), mask, zeros, zeros, expert=True) for answer in range(3)]
+    assert moved().step([rows]).reference_kl == 0.0
+
+
 def test_good_answers_become_likelier_and_bad_ones_less() -> None:
     learner, rows = make_learner("kto", {"beta": 1.0}), labelled()
 
