@@ -215,11 +215,15 @@ class SharedBuffer(Buffer):
         known = self._state.meta.model
         if known is None or known == model:
             return
-        what = "the tokenizer" if known.tokenizer != model.tokenizer else "vocabulary or model.max_length"
+        what = (
+            "the tokenizer or model.template"
+            if known.tokenizer != model.tokenizer
+            else "vocabulary or model.max_length"
+        )
         raise ConfigError(
             f"{what} differs from that of the Buffer {self._name!r}, of {known.vocabulary} tokens and rows of up to "
             f"{known.max_length}",
             field="model",
             value=[model.vocabulary, model.max_length],
-            remedy="give the jobs that meet at a Buffer the same model and model.max_length",
+            remedy="give the jobs that meet at a Buffer the same model, model.template and model.max_length",
         )

@@ -55,6 +55,7 @@ class ChatTokenizer:
                 value=str(path),
                 remedy="set tokenizer.eos_token and save the tokenizer again",
             )
+        self._has_own = template is not None and template != TemplateConfig()
         if template is not None and template.file is not None:
             self.hf.chat_template = template.file.read_text(encoding="utf-8")
         for name, value in template.options.items() if template is not None else ():
@@ -86,9 +87,9 @@ class ChatTokenizer:
 
     @cached_property
     def digest(self) -> str:
-        """Digest of the vocabulary: tokenizers with equal digests mean the same by the same ids."""
-        vocabulary = json.dumps(sorted(self.hf.get_vocab().items())).encode()
-        return hashlib.blake2b(vocabulary, digest_size=8).hexdigest()
+        """Digest of the vocabulary and the config's chat template: with equal ones, ids and prompts mean the same."""
+        vocabulary = json.dumps(sorted(self.hf.get_vocab().items())) + (self._template if self._has_own else "")
+        return hashlib.blake2b(vocabulary.encode(), digest_size=8).hexdigest()
 
     @cached_property
     def images(self) -> ImageReader:

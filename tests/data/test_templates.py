@@ -202,6 +202,7 @@ def config(tmp_path: Path, **template: Any) -> TemplateConfig:
 def test_options_of_the_template_reach_every_prompt_and_the_saved_tokenizer(make: Make, tmp_path: Path) -> None:
     plain = ChatTokenizer(make("qwen"))
     tokenizer = ChatTokenizer(make("qwen"), template=config(tmp_path, options={"enable_thinking": False}))
+    assert plain.digest == ChatTokenizer(make("qwen"), template=config(tmp_path)).digest != tokenizer.digest
     quiet = shown(plain, CHAT[:1], add_generation_prompt=True, enable_thinking=False)
     assert tokenizer.prompt(CHAT[:1]) == quiet != plain.prompt(CHAT[:1])
     assert tokenizer.observation(CHAT[:2], CHAT[2:3], last=tokenizer.end_id)[-4:] == quiet[-4:]
