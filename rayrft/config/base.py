@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,10 @@ from rayrft.errors import ConfigError
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]*$"
 """The pattern of names that are part of those of folders, actors and URLs."""
+
+
+REFERENCE = re.compile(r"env:[A-Za-z_]\w*")
+"""A text that stands for the value of an environment variable."""
 
 
 class Section(BaseModel):
@@ -37,7 +42,7 @@ def resolved(value: Any) -> Any:
         return {key: resolved(each) for key, each in value.items()}
     if isinstance(value, list):
         return [resolved(each) for each in value]
-    if not isinstance(value, str) or not value.startswith("env:"):
+    if not isinstance(value, str) or not REFERENCE.fullmatch(value):
         return value
     if (secret := os.environ.get(value[4:])) is None:
         remedy = "set it for the driver and on every node before Ray starts, or in env_vars of the job's runtime_env"

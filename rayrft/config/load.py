@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from rayrft.config.base import REFERENCE
 from rayrft.config.run import RunConfig
 from rayrft.errors import ConfigError, nearest
 from rayrft.registry import load_plugins, loaded_plugins
@@ -95,13 +96,19 @@ def _refuse_secrets(value: Any, path: list[str], raw: Any) -> None:
     """Raise ConfigError for a text that looks like a secret: the config is written to files, logs and wandb."""
     for key, each in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
         _refuse_secrets(each, [*path, str(key)], raw)
-    if not isinstance(value, str) or value.startswith("env:"):
+    if not isinstance(value, str):
+        return
+    field = ".".join(_named(path, raw))
+    if REFERENCE.fullmatch(value):
+        if {"options", "workflow_options", "url"}.isdisjoint(path):
+            remedy = "give the value itself; options and urls take env:NAME"
+            raise ConfigError("does not take a reference to a variable", field=field, value=value, remedy=remedy)
         return
     named = path and _SECRET_KEY.match(path[-1]) and re.fullmatch(r"[^\s<>]{8,}", value)
     if named or _SECRET.search(value):
         raise ConfigError(
             "looks like a secret, and a config is written to the run's folder, to logs and to wandb",
-            field=".".join(_named(path, raw)),
+            field=field,
             remedy="put it into an environment variable and give env:NAME",
         )
 

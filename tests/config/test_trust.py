@@ -72,6 +72,13 @@ def test_a_secret_in_a_config_is_refused_by_its_field_and_not_repeated(config: d
     assert NOT_SAID not in str(refused.value) and "aB3aB3" not in str(refused.value)
 
 
+def test_a_reference_where_none_is_resolved_is_refused() -> None:
+    with pytest.raises(ConfigError, check=about("monitor.project", "env:PROJECT")):
+        load_config({**base(), "monitor": {"project": "env:PROJECT"}})
+    assert load_config(given("source", note="env: a text")).tasks is not None
+    assert resolved({"note": "env: a text"}) == {"note": "env: a text"}
+
+
 @pytest.mark.parametrize(
     "options",
     [
