@@ -126,8 +126,8 @@ class ExplorerConfig(Section):
     another task replaces it. With a KL, an entropy term, a critic, or advantages normalised over the batch it has one,
     and is kept. (The dynamic sampling of other systems drops it also with a KL.)"""
     max_tries: int = Field(1000, ge=1)
-    """Consecutive groups of one Explorer that may be dropped for equal rewards; then the run ends with this as its
-    cause. An explore job goes on to the end of its tasks."""
+    """Consecutive groups of one Explorer that may be dropped, for equal rewards or any other reason; then the run ends
+    with this as its cause. An explore job goes on to the end of its tasks."""
     partial: PartialConfig | None = None
     """Park unfinished groups instead of waiting for them; by default each is sampled in one go."""
     over_sampling: float = Field(1.0, ge=1.0, le=8.0)

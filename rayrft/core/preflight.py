@@ -6,7 +6,7 @@ import datetime
 import json
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, islice, repeat, zip_longest
@@ -29,7 +29,7 @@ from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ConfigError, DataError, ModelError
 from rayrft.experience import Experience, Task
 from rayrft.explorer.environments import environment_factory
-from rayrft.explorer.workflows import build_workflow
+from rayrft.explorer.workflows import Workflow, build_workflow
 from rayrft.files import atomic_file
 from rayrft.pipelines.answering import Engines
 from rayrft.pipelines.experiences import check_experiences
@@ -149,7 +149,7 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False, engines: E
     check_experiences(config, config.model.path)
     if config.pipelines.batch:
         check_batches(config, config.model.path)
-    check_workflows(config.explorer, _all_tasks(splits), config.auxiliary)
+    built = check_workflows(config.explorer, _all_tasks(splits), config.auxiliary)
     _check_files(config)
     if resumed:
         _check_same_tasks(config.folder / _TASKS, splits)
@@ -166,8 +166,8 @@ def prepare(config: RunConfig, run_id: str, *, resumed: bool = False, engines: E
             check_classifier(model, stage.name)
     if any(task.images for task in _all_tasks(splits)):
         _ = tokenizer.images  # raises if the model does not accept images
-    if config.rolls_out and splits.train:
-        _check_prompts(config, splits.train, tokenizer)
+    if config.rolls_out and splits.train and config.explorer.environment is None:
+        notices += _check_prompts(config, splits.train, tokenizer, built)
     held_out = {task.dedup_key for task in splits.evaluation}
     demonstrations, left_out, max_length = {}, {}, config.model.max_length
     for name, spec in config.demonstrations.items():
@@ -403,19 +403,32 @@ def check_auxiliary(config: RunConfig) -> None:
         ChatTokenizer(find_model(auxiliary.model, field), field, auxiliary.template)
 
 
-def check_workflows(config: ExplorerConfig, tasks: Iterable[Task], auxiliary: Collection[str] = ()) -> None:
-    """Raise ConfigError unless the config's workflow, those that tasks name, and the environment can be built."""
-    build_workflow(config.workflow, config, auxiliary=auxiliary)
+def check_workflows(
+    config: ExplorerConfig, tasks: Iterable[Task], auxiliary: Collection[str] = ()
+) -> dict[str | None, Workflow]:
+    """Return the config's workflow (None) and those that tasks name. Raises ConfigError unless they and the environment
+    can be built."""
+    built: dict[str | None, Workflow] = {None: build_workflow(config.workflow, config, auxiliary=auxiliary)}
     if config.environment is not None:
         environment_factory(config.environment)
     for name in {task.workflow for task in tasks if task.workflow}:
-        build_workflow(name, config, "workflow of a task", auxiliary=auxiliary)
+        built[name] = build_workflow(name, config, "workflow of a task", auxiliary=auxiliary)
+    return built
 
 
-def _check_prompts(config: RunConfig, tasks: list[Task], tokenizer: ChatTokenizer) -> None:
+def _check_prompts(
+    config: RunConfig, tasks: list[Task], tokenizer: ChatTokenizer, built: Mapping[str | None, Workflow]
+) -> list[str]:
+    """Measure first prompts; return a notice if some are too long. Raises DataError if all are."""
     limit = config.explorer.sampling.max_prompt_tokens
+
+    def length(task: Task) -> int:
+        opening = getattr(built[task.workflow or None], "opening", None)
+        messages, tools = opening(task, tokenizer) if opening is not None else (task.messages, ())
+        return len(tokenizer.prompt(messages, task.images, tools))
+
     # Sampled over all tasks: a file may be sorted by length, and sources follow one another.
-    lengths = [len(tokenizer.prompt(task.messages, task.images)) for task in tasks[:: max(1, len(tasks) // 200)]]
+    lengths = [length(task) for task in tasks[:: max(1, len(tasks) // 200)]]
     if min(lengths) > limit:
         raise DataError(
             f"every prompt is longer than the limit of {limit} tokens (shortest of {len(lengths)}: {min(lengths)})",
@@ -423,3 +436,5 @@ def _check_prompts(config: RunConfig, tasks: list[Task], tokenizer: ChatTokenize
             value=limit,
             remedy="raise it, and model.max_length with it",
         )
+    long = sum(each > limit for each in lengths)
+    return [f"{long} of {len(lengths)} prompts are longer than {limit} tokens: such tasks are dropped"] if long else []

@@ -56,7 +56,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _FAILURES_IN_A_ROW = 32
-"""Consecutive groups that may fail, in a workflow or its reward, before the run is stopped."""
+"""Consecutive groups that may fail, whatever the reason, before the run is stopped."""
+_REMEMBERED = 10_000
+"""Number of the latest groups of which failures are remembered."""
 
 
 @dataclass(frozen=True)
@@ -141,8 +143,10 @@ class Explorer:
         self._rolling: dict[int, dict[Ticket, asyncio.Future[list[Rollout]]]] = {}
         """By the deadlines of the tickets: thousands are in flight."""
         self._partial = config.explorer.partial
-        self._failures, self._flat = 0, 0
-        """Numbers of consecutive groups: those that failed, and those of equal rewards."""
+        self._begun, self._failed = 0, set[int]()
+        """Number of groups that were started, and which of the latest have failed, by their order."""
+        self._empty = 0
+        """Number of consecutive groups of which no row was kept."""
 
     async def start(self) -> None:
         """Start what scores, unless a stage is still to train it: then it starts when it is needed; and what
@@ -232,6 +236,8 @@ class Explorer:
 
     async def _group(self, stage: StageConfig, algorithm: Algorithm, ticket: Ticket) -> None:
         """Roll out, score and store one group. The ticket is always used or returned."""
+        number = self._begun
+        self._begun += 1
         task = await self._task(ticket)
         group_id = self._group_id(stage, ticket)
         parking = await self._parking(ticket)
@@ -262,7 +268,7 @@ class Explorer:
             # Without a failure it was parked before a token was sampled.
             reason = max(rollout.failed, key=rollout.failed.__getitem__, default="surplus")
             await self._buffer.call(Buffer.fail, ticket, reason)
-            return self._count_failure(rollout.problem)
+            return self._count_failure(number, rollout.problem) if rollout.problem else None
         rules, max_tokens = self._config.reward, self._config.explorer.sampling.max_tokens
         score = partial(apply_rewards, config=rules, max_tokens=max_tokens, step=ticket.deadline)
         scored = score(rollout.rows, rollout.results)
@@ -282,23 +288,22 @@ class Explorer:
                 batch = to_batch(scored.rows)
             except DataError as error:  # of what the workflow has put into the rows
                 await self._buffer.call(Buffer.fail, ticket, "workflow_error")
-                return self._count_failure(f"workflow {workflow!r} on task {task.id}: {error}")
+                return self._count_failure(number, f"workflow {workflow!r} on task {task.id}: {error}")
             await self._writer.put(batch, scored.report, ticket=ticket, dropped=dict(scored.dropped))
         else:
             await self._buffer.call(Buffer.drop, ticket, dict(scored.dropped), scored.report)
         if scored.unknown and not scored.rewards:
-            self._count_failure(f"the reward is unknown: {scored.unknown}")
+            self._count_failure(number, f"the reward is unknown: {scored.unknown}")
         elif scored.problem and not verified.rows:
-            self._count_failure(scored.problem)
-        else:
-            self._failures = 0
-        self._flat = 0 if scored.rows else self._flat + bool(scored.dropped["zero_variance"])
-        if self._flat >= self._config.explorer.max_tries and not self._feed:
+            self._count_failure(number, scored.problem)
+        self._empty = 0 if scored.rows else self._empty + bool(scored.dropped)
+        if self._empty >= self._config.explorer.max_tries and not self._feed:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in scored.dropped.most_common())
             raise RayrftError(
-                f"{self._flat} consecutive groups had equal rewards, so that nothing is learned from them",
+                f"no row was kept of {self._empty} consecutive groups, so nothing is learned; dropped last: {reasons}",
                 field="explorer.max_tries",
-                value=self._flat,
-                remedy="give tasks that the model solves sometimes, but not always; or raise it",
+                value=self._empty,
+                remedy="give tasks that the model solves sometimes, but not always; relax what drops rows; or raise it",
             )
 
     def _make_pipeline(
@@ -373,15 +378,20 @@ class Explorer:
         with self._waits.on(f"reward of domain {task.domain!r}", task.id):
             return await self._rewards.score(task, transcripts)
 
-    def _count_failure(self, problem: str | None) -> None:
-        """Count a group that gave no row, unless its prompt was too long (``problem`` None); raise RayrftError if too
-        many have failed in a row."""
-        self._failures += problem is not None
-        if self._failures >= _FAILURES_IN_A_ROW:
+    def _count_failure(self, number: int, problem: str) -> None:
+        """Count a failed group; raise RayrftError if too many have failed in a row, in the order in which groups were
+        started: those that fail at once do not wait for those that are sampling."""
+        self._failed = {each for each in self._failed if each > number - _REMEMBERED} | {number}
+        first = last = number
+        while first - 1 in self._failed:
+            first -= 1
+        while last + 1 in self._failed:
+            last += 1
+        if last - first + 1 >= _FAILURES_IN_A_ROW:
             raise RayrftError(
-                f"{self._failures} consecutive groups failed; the last: {problem}",
+                f"{last - first + 1} consecutive groups failed; the last: {problem}",
                 field="explorer",
-                remedy="fix the workflow or reward; try it on a single task first",
+                remedy="fix the workflow, reward or limit; try it on a single task first",
             )
 
 

@@ -203,7 +203,8 @@ class Runner:
             except (ContextFull, PromptTooLong) as error:
                 made = [trajectory for trajectory in model.started if trajectory.answers]
                 if not made:
-                    return _Failure("prompt_too_long")
+                    problem = f"workflow {workflow!r} on task {task.id}: the prompt is too long: {error}"
+                    return _Failure("prompt_too_long", problem)
                 if isinstance(error, PromptTooLong):
                     made[-1].end_for_length()
             return _rows(made, task, name, model, calls)

@@ -318,6 +318,37 @@ async def test_tasks_that_are_added_are_drawn_and_a_prompt_over_the_limit_is_dro
     assert explorer._tasks.keys() == {task.id for task in [*spelling(2), *long, short]}
 
 
+async def test_a_run_whose_prompts_are_all_too_long_ends_with_that_cause(
+    tmp_path: Path, tiny_model: Path, cleanup: list[asyncio.Task[Any]]
+) -> None:
+    settings = config(**{"explorer.sampling.max_prompt_tokens": 3})
+    buffer = make_buffer(tmp_path)
+    explorer = make_explorer(settings, tiny_model, PromptEngine(), buffer, ScriptedRewards())
+    await buffer.open_stage(plan(settings))
+    with pytest.raises(RayrftError, match=r"32 consecutive groups failed.*too long: \d+ tokens, at most 3"):
+        await asyncio.wait_for(explorer.explore(settings.stages[0]), 60)
+
+
+async def test_prompts_that_are_refused_at_once_are_not_in_a_row_with_tasks_that_are_still_sampling(
+    tmp_path: Path, tiny_model: Path, cleanup: list[asyncio.Task[Any]]
+) -> None:
+    settings, engine = config(**{"stages.grpo.batch_size": 96}), ScriptedEngine(0)
+    long = [Task.create("test", "x" * 100 + str(i), "x") for i in range(48)]
+    mixed = [task for pair in zip(spelling(48), long, strict=True) for task in pair]
+    tasks = partial(TaskSet, [task.id for task in mixed], [0] * 96, [1.0], sampler="sequential", seed=0)
+    buffer = Buffer("run", tmp_path, BufferConfig(), 0, tasks)
+    explorer = make_explorer(settings, tiny_model, engine, buffer, ScriptedRewards(1))
+    explorer._tasks = {task.id: task for task in mixed}
+    await buffer.open_stage(plan(settings))
+    exploring = asyncio.create_task(explorer.explore(settings.stages[0]))
+    cleanup.append(exploring)
+    while (await buffer.stats()).ledger.dropped_tasks.get("prompt_too_long", 0) < 47:
+        assert not exploring.done(), "none that samples has ended, and 47 were refused"
+        await asyncio.sleep(0)
+    await engine.answer_one()
+    assert not exploring.done()
+
+
 async def test_a_dead_engine_ends_exploring_with_its_name(tmp_path: Path, tiny_model: Path) -> None:
     class DeadEngine(Answering):
         async def generate(self, request: Request) -> list[Completion]:

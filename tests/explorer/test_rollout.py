@@ -410,9 +410,10 @@ async def test_nothing_more_is_sampled_for_an_attempt_that_has_ended(tiny_model:
     assert engines.aborted == 2
 
 
-async def test_a_prompt_that_is_too_long_is_no_error(tiny_model: Path) -> None:
+async def test_a_prompt_that_is_too_long_is_counted_with_its_length(tiny_model: Path) -> None:
     rollout = await run(tiny_model, Engines(), **{"explorer.sampling.max_prompt_tokens": 3})
-    assert rollout.rows == [] and rollout.failed == {"prompt_too_long": 2} and rollout.problem is None
+    assert rollout.rows == [] and rollout.failed == {"prompt_too_long": 2}
+    assert rollout.problem is not None and rollout.problem.endswith("tokens, at most 3")
 
 
 async def test_what_is_sampled_does_not_depend_on_whether_first_requests_came_together(tiny_model: Path) -> None:

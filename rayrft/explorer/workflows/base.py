@@ -22,7 +22,9 @@ class Workflow(Protocol):
     """One attempt at a task: starts a trajectory, lets the model act, and appends observations. Several trajectories
     are rows of one attempt, such as its turns as separate rows. ``env`` is the attempt's own, if the config names an
     environment. A workflow that cannot do without one says so by a class attribute ``needs_environment = True``, and
-    names the auxiliary models that it needs in an attribute ``needs_auxiliary``.
+    names the auxiliary models that it needs in an attribute ``needs_auxiliary``. One whose first prompt is not
+    ``task.messages`` has ``opening(task, tokenizer)``, its messages and tools, by which prompts are measured before a
+    run.
 
     One instance serves all tasks of a run, in the Explorer's event loop, and must not block it. One that may block has
     a class attribute ``blocking = True``: each attempt has an instance and a process of its own, in which ``model`` and

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
-from rayrft.data.tokenizer import ChatTokenizer
+from rayrft.data.tokenizer import ChatTokenizer, Tools
 from rayrft.experience import TRUNCATED, Task
 from rayrft.explorer.environments import EnvironmentClient
 from rayrft.explorer.tools.mcp_servers import McpServer
@@ -45,11 +45,15 @@ class ToolCalling:
             raise TypeError("there are no tools: name some in 'tools' or 'mcp'")
         self._form, self._max_turns = form, max_turns
 
+    def opening(self, task: Task, tokenizer: ChatTokenizer) -> tuple[list[Message], Tools]:
+        """Return the messages and tools of a task's first prompt."""
+        if tokenizer.takes_tools:
+            return task.messages, self._toolbox.schemas
+        return instructed(task.messages, self._toolbox.schemas, self._form), ()
+
     async def run(self, task: Task, model: Model, env: EnvironmentClient | None = None) -> Trajectory:
-        if model.tokenizer.takes_tools:
-            trajectory = model.start(task.messages, task.images, self._toolbox.schemas)
-        else:
-            trajectory = model.start(instructed(task.messages, self._toolbox.schemas, self._form), task.images)
+        messages, schemas = self.opening(task, model.tokenizer)
+        trajectory = model.start(messages, task.images, schemas)
         async with self._toolbox.session() as session:
             for _ in range(self._max_turns - 1):
                 calls = parse_calls(await trajectory.act(), self._form)
