@@ -7,6 +7,7 @@ import csv
 import io
 import json
 import math
+import sys
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -129,7 +130,7 @@ def _value(text: str) -> str | int | float | None:
             number = kind(text)
         except ValueError:
             continue
-        if str(number) == text and math.isfinite(number):
+        if str(number) == text and finite(number) is not None:
             return number
     return text or None
 
@@ -245,7 +246,7 @@ def as_text(value: Any, name: str, key: str = "") -> str:
         except UnicodeEncodeError:  # no tokenizer accepts half a surrogate pair
             raise DataError(f"{name!r} is not valid Unicode", field=key) from None
         return value
-    if isinstance(value, int | float) and math.isfinite(value):
+    if isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
         return json.dumps(value)
     if isinstance(value, Decimal) and value.is_finite():
         return f"{value:f}"
@@ -311,13 +312,17 @@ def answer_label(value: Any, field: str) -> bool:
     return value
 
 
+def finite(value: Any) -> float | None:
+    """Return a finite number as float, and None for anything else."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if number and abs(value) <= sys.float_info.max else None
+
+
 def pair_margin(value: Any, field: str) -> float | None:
     """Return a pair's margin, if it has one. Raises DataError unless it is a finite number."""
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if value is not None and finite(value) is None:
         raise DataError(f"{field!r} is no finite number")
-    return float(value)
+    return finite(value)
 
 
 def tool_schemas(value: Any, field: str) -> tuple[dict[str, Any], ...]:

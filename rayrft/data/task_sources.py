@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
@@ -12,7 +11,7 @@ from typing import Any
 from rayrft.config.base import resolved
 from rayrft.config.tasks import TaskSourceConfig
 from rayrft.data.episodes import read_gymnasium, read_verifiers
-from rayrft.data.formats import SkippedRows, as_text, question_of, value_at
+from rayrft.data.formats import SkippedRows, as_text, finite, question_of, value_at
 from rayrft.data.images import image_paths
 from rayrft.data.squares import draw_squares
 from rayrft.data.task_files import read_tasks
@@ -203,7 +202,7 @@ def _to_task(row: dict[str, Any], rows: TaskRows, config: TaskSourceConfig, fiel
 def _difficulty(values: dict[str, Any], config: TaskSourceConfig, field: str, origin: str = "it") -> float | None:
     if config.difficulty is None:
         return None
-    difficulty = _finite(value_at(values, config.difficulty))
+    difficulty = finite(value_at(values, config.difficulty))
     if difficulty is None:
         raise DataError(
             f"{origin} has no number in {config.difficulty!r}",
@@ -219,13 +218,7 @@ def _number(row: dict[str, Any], name: str | None, field: str) -> float | None:
     value = None if name is None else value_at(row, name)
     if value is None:
         return None
-    number = _finite(value)
+    number = finite(value)
     if number is None:
         raise DataError(f"no number in {name!r}", field=field, value=value)
     return number
-
-
-def _finite(value: Any) -> float | None:
-    """Return a finite number as float, and None for anything else."""
-    sound = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if sound else None

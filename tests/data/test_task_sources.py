@@ -251,7 +251,7 @@ ASKED = {"role": "user", "content": "1 + 1?"}
     [
         ({"problem": [ASKED], "solution": "2"}, {}, ("1 + 1?", "2", None)),
         ({"problem": [{"role": "system", "content": "Add."}, ASKED], "solution": 2}, {}, ("1 + 1?", "2", "Add.")),
-        ({"problem": 7, "solution": 0.5}, {}, ("7", "0.5", None)),
+        ({"problem": 10**18, "solution": 0.5}, {}, (f"1{'0' * 18}", "0.5", None)),
         ({"problem": "true?", "solution": True}, {}, ("true?", "true", None)),
         (
             {"p": {"q": [ASKED]}, "reward_model": {"style": "rule", "ground_truth": "2"}},
@@ -303,6 +303,11 @@ def test_a_value_that_is_no_text_is_refused_by_row_and_field_or_skipped(
     assert "row 2: " in caught.value.problem and problem in caught.value.problem and remedy in caught.value.remedy
     [kept] = read_source(source.model_copy(update={"on_broken": "skip"}), "tasks.sources.0")
     assert kept.question == "2 + 2?"
+
+
+def test_a_number_that_no_float_holds_is_its_digits(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "rows.jsonl", {"problem": "2 ** 2000?", "solution": 2**2000})
+    assert read_source(config(path).sources[0], "s")[0].answer == str(2**2000)
 
 
 def test_a_procedural_task_without_an_answer_of_its_own_has_none() -> None:
