@@ -29,25 +29,44 @@ def test_the_probe_is_of_sequences_that_leave_an_engine_room_for_a_token(tiny_mo
     assert len(choose_probe(tasks * 3, tokenizer, max_length=1000)) == 8
 
 
-def test_a_resume_on_tasks_in_another_order_names_the_first_that_differs(tiny_model: Path, tmp_path: Path) -> None:
-    path = tmp_path / "tasks.jsonl"
-    rows = [json.dumps({"question": f"{n} + 1?", "answer": str(n + 1)}) for n in range(20)]
-    source = {"source": "file", "path": str(path)}
+ROWS = [json.dumps({"question": f"{n} + 1?", "answer": str(n + 1)}) for n in range(20)]
+
+
+def start(model: Path, folder: Path, lines: list[str], *, resumed: bool = False, **overrides: Any) -> Prepared:
+    """Prepare a run on a file of these lines."""
+    path = folder / "tasks.jsonl"
+    path.write_text("\n".join(lines))
     grpo = {"name": "grpo", "algorithm": {"name": "grpo"}, "steps": 1, "batch_size": 4, "group_size": 2}
-    changes = {"model": {"path": str(tiny_model), "max_length": 48}, "demonstrations": {}, "stages": [grpo]}
-    given = small_config(tmp_path, "run", tasks={"sources": [source], "eval_size": 4}, **changes)
+    tasks = {"sources": [{"source": "file", "path": str(path)}], "eval_size": 4}
+    changes = {"model": {"path": str(model), "max_length": 500}, "tasks": tasks, "demonstrations": {}, "stages": [grpo]}
+    return prepare(load_config(small_config(folder, "run", **changes), overrides), "run", resumed=resumed)
 
-    def start(lines: list[str], *, resumed: bool = True) -> Prepared:
-        path.write_text("\n".join(lines))
-        return prepare(load_config(given), "run", resumed=resumed)
 
-    first = start(rows, resumed=False)
-    assert [task.id for task in start(rows).held_out] == [task.id for task in first.held_out]
+def test_a_resume_on_tasks_in_another_order_names_the_first_that_differs(tiny_model: Path, tmp_path: Path) -> None:
+    first = start(tiny_model, tmp_path, ROWS)
+    again = start(tiny_model, tmp_path, ROWS, resumed=True)
+    assert [task.id for task in again.held_out] == [task.id for task in first.held_out]
     with pytest.raises(DataError, match="the same tasks are in another order", check=about("tasks.sources")) as caught:
-        start(rows[::-1])
+        start(tiny_model, tmp_path, ROWS[::-1], resumed=True)
     assert f"training task 1 was {first.tasks[0].id} and is " in caught.value.problem
     with pytest.raises(DataError, match=r"the tasks are others .* \('new'\)", check=about("tasks.sources")):
-        start([json.dumps({"question": "new", "answer": "1"}), *rows[1:]])
+        start(tiny_model, tmp_path, [json.dumps({"question": "new", "answer": "1"}), *ROWS[1:]], resumed=True)
+
+
+def add(one: int, two: int) -> int:
+    """Add two numbers."""
+    return one + two
+
+
+def test_prompts_are_measured_as_the_workflow_sends_them(tiny_model: Path, tmp_path: Path) -> None:
+    rows = [*ROWS[:10], *(json.dumps({"question": "x" * 60 + str(n), "answer": "x"}) for n in range(10))]
+    limit = {"explorer.sampling.max_prompt_tokens": 40}
+    [notice] = start(tiny_model, tmp_path, rows, **limit).notices
+    assert "of 16 prompts are longer than 40 tokens" in notice
+    assert not start(tiny_model, tmp_path, ROWS, **limit).notices
+    tools = {"explorer.workflow": "tool_calling", "explorer.workflow_options.tool_calling.tools": [f"{__name__}:add"]}
+    with pytest.raises(DataError, match="every prompt is longer", check=about("explorer.sampling.max_prompt_tokens")):
+        start(tiny_model, tmp_path, ROWS, **limit, **tools)
 
 
 BUILT: Counter[str] = Counter()
