@@ -63,6 +63,10 @@ class Task:
 
     @classmethod
     def create(cls, source: str, question: str, answer: str, **rest: Any) -> Task:
+        for name, text in (("question", question), ("answer", answer)):
+            if not isinstance(text, str):
+                problem = f"the {name} of a task is {type(text).__name__}, not a text"
+                raise DataError(problem, field=source, value=text, remedy="give the text that stands for it")
         task = cls("", question, answer, **rest)
         return replace(task, id=_digest([source, task.key]))
 

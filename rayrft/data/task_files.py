@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from rayrft.config.tasks import TaskSourceConfig
-from rayrft.data.tables import json_field, open_table, write_table
+from rayrft.data.tables import is_json, json_field, open_table, write_table
 from rayrft.errors import DataError
 from rayrft.experience import Task
 
@@ -71,6 +71,10 @@ def read_tasks(config: TaskSourceConfig, field: str) -> list[Task]:
         problem = f"is no file of tasks that rayrft wrote: it has no column {missing[0]!r}"
         remedy = "read files of your own by source: file"
         raise DataError(problem, field=place, value=str(path), remedy=remedy)
+    for name in ("question", "answer", "system"):
+        if (column := table.schema.field(name)).type != pa.string() or is_json(column):
+            problem = f"column {name!r} holds values that are not texts"
+            raise DataError(problem, field=place, value=str(path), remedy="write them as texts")
     rows = (row for batch in table.batches(_BATCH_ROWS) for row in batch.select(SCHEMA.names).to_pylist())
     return [_to_task(row, config.system) for row in islice(rows, config.size)]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -74,3 +76,14 @@ def test_a_torn_file_is_refused(tmp_path: Path) -> None:
     pq.write_table(pa.table({"id": ["a"]}), tmp_path / "other.parquet")
     with pytest.raises(DataError, match="no column 'source'"):
         read(tmp_path / "other.parquet")
+
+
+@pytest.mark.parametrize("answer", [5, ["5"], {"text": "5"}])
+def test_a_task_whose_answer_is_no_text_is_refused(tmp_path: Path, answer: Any) -> None:
+    path = tmp_path / "tasks.jsonl"
+    write_tasks(path, [("a", TASKS[0])])
+    path.write_text(json.dumps({**json.loads(path.read_text()), "answer": answer}) + "\n")
+    with pytest.raises(DataError, match="column 'answer' holds", check=about("tasks.sources.0.path")):
+        read(path)
+    with pytest.raises(DataError, match="the answer of a task is", check=about("mine", answer)):
+        Task.create("mine", "How much is 2 + 3?", answer)
