@@ -246,10 +246,10 @@ def open_folder(config: RunConfig, tasks: str = "{}") -> None:
     """Create the run folder and write ``config.yaml`` and ``tasks.json``. The folder of an older run of that name is
     renamed by the date of its end."""
     folder = config.folder
-    if folder.exists():
-        ended = datetime.datetime.fromtimestamp(folder.stat().st_mtime)
-        folder.rename(folder.with_name(f"{folder.name}-{ended:%Y%m%d-%H%M%S}"))
     try:
+        if folder.exists():
+            ended = datetime.datetime.fromtimestamp(folder.stat().st_mtime)
+            folder.rename(folder.with_name(f"{folder.name}-{ended:%Y%m%d-%H%M%S}"))
         (folder / "checkpoints").mkdir(parents=True)
         (folder / _TASKS).write_text(tasks)
     except OSError as error:

@@ -34,6 +34,7 @@ ROWS = [json.dumps({"question": f"{n} + 1?", "answer": str(n + 1)}) for n in ran
 
 def start(model: Path, folder: Path, lines: list[str], *, resumed: bool = False, **overrides: Any) -> Prepared:
     """Prepare a run on a file of these lines."""
+    folder.mkdir(exist_ok=True)
     path = folder / "tasks.jsonl"
     path.write_text("\n".join(lines))
     grpo = {"name": "grpo", "algorithm": {"name": "grpo"}, "steps": 1, "batch_size": 4, "group_size": 2}
@@ -61,12 +62,12 @@ def add(one: int, two: int) -> int:
 def test_prompts_are_measured_as_the_workflow_sends_them(tiny_model: Path, tmp_path: Path) -> None:
     rows = [*ROWS[:10], *(json.dumps({"question": "x" * 60 + str(n), "answer": "x"}) for n in range(10))]
     limit = {"explorer.sampling.max_prompt_tokens": 40}
-    [notice] = start(tiny_model, tmp_path, rows, **limit).notices
+    [notice] = start(tiny_model, tmp_path / "some", rows, **limit).notices
     assert "of 16 prompts are longer than 40 tokens" in notice
-    assert not start(tiny_model, tmp_path, ROWS, **limit).notices
+    assert not start(tiny_model, tmp_path / "none", ROWS, **limit).notices
     tools = {"explorer.workflow": "tool_calling", "explorer.workflow_options.tool_calling.tools": [f"{__name__}:add"]}
     with pytest.raises(DataError, match="every prompt is longer", check=about("explorer.sampling.max_prompt_tokens")):
-        start(tiny_model, tmp_path, ROWS, **limit, **tools)
+        start(tiny_model, tmp_path / "all", ROWS, **limit, **tools)
 
 
 BUILT: Counter[str] = Counter()
