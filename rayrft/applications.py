@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 from ray import serve
@@ -19,6 +20,14 @@ from rayrft.handle import Handle, Watched
 
 ON_HEAD = {"num_cpus": 0, "resources": {HEAD_NODE_RESOURCE_NAME: 0.001}, "max_retries": 0}
 """Ray's options of a task that runs on the head node, where Serve listens; a head may have no CPUs to offer."""
+WATCHED_CLOSELY: dict[str, Any] = {
+    "health_check_period_s": 1.0,
+    "health_check_timeout_s": 10.0,
+    "graceful_shutdown_timeout_s": 2.0,
+    "graceful_shutdown_wait_loop_s": 0.1,
+}
+"""Serve's options of a deployment: a replica that died is replaced at the next look at its health, and ended ones do
+not wait for requests."""
 _LOOK_S = 0.5
 """Seconds after the end of a watch in which the name of an actor that died becomes free: Ray has no event for it."""
 

@@ -7,6 +7,7 @@ import importlib
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -76,8 +77,10 @@ class Registry(Generic[T]):
 
 
 def _origin(piece: Any) -> tuple[str, str] | int:
-    """Return the definition site of a function or class; the identity of any other piece."""
-    return (piece.__module__, piece.__qualname__) if hasattr(piece, "__qualname__") else id(piece)
+    """Return the definition site of a function or class, by its file; the identity of any other piece."""
+    if not hasattr(piece, "__qualname__"):
+        return id(piece)
+    return getattr(sys.modules.get(piece.__module__), "__file__", None) or piece.__module__, piece.__qualname__
 
 
 def loaded_plugins() -> tuple[Path, ...]:
@@ -86,7 +89,8 @@ def loaded_plugins() -> tuple[Path, ...]:
 
 
 def load_plugins(paths: Iterable[Path]) -> None:
-    """Run Python files that register pieces. An unchanged file is not run again.
+    """Run Python files that register pieces. An unchanged file is not run again. They can import each other, and the
+    files beside them, by name.
 
     Every process that looks up pieces by name must load them. Raises ConfigError with the path and the cause.
     """
@@ -106,15 +110,20 @@ def load_plugins(paths: Iterable[Path]) -> None:
             continue
         module = types.ModuleType(name)
         module.__file__ = str(path)
-        sys.modules[name] = module
+        if str(path.parent) not in sys.path:
+            sys.path.append(str(path.parent))  # last: nothing that is installed is hidden
+        found = PathFinder.find_spec(path.stem)
+        names = [name] if found is None or found.origin != str(path) else [name, path.stem]
+        sys.modules.update(dict.fromkeys(names, module))
         try:
             exec(compile(source, str(path), "exec"), module.__dict__)
         except Exception as error:  # a user's file may raise anything
-            del sys.modules[name]
+            for each in names:
+                del sys.modules[each]
             raise ConfigError(
                 f"cannot be loaded: {type(error).__name__}: {error}",
                 field="plugins",
                 value=str(path),
-                remedy="fix the file: it must run as a standalone script",
+                remedy="fix the file: it must run as a standalone script, in a folder with what it imports",
             ) from error
         vars(module)["__digest__"] = digest

@@ -19,7 +19,16 @@ from ray import serve
 from ray.exceptions import RayActorError, RayTaskError
 
 from rayrft.actor_pool import TRIES
-from rayrft.applications import ON_HEAD, Anchor, Owner, create_anchor, delete_applications, delete_with, start_serve
+from rayrft.applications import (
+    ON_HEAD,
+    WATCHED_CLOSELY,
+    Anchor,
+    Owner,
+    create_anchor,
+    delete_applications,
+    delete_with,
+    start_serve,
+)
 from rayrft.config.reward import ReplicasConfig, RewardModelsConfig
 from rayrft.errors import ConfigError
 from rayrft.experience import Task
@@ -253,6 +262,5 @@ def _options(replicas: ReplicasConfig) -> dict[str, Any]:
             "num_gpus": replicas.gpus,
             "memory": replicas.memory_gib * _GIB,
         },
-        "graceful_shutdown_timeout_s": 2.0,
-        "graceful_shutdown_wait_loop_s": 0.1,
+        **WATCHED_CLOSELY,
     }

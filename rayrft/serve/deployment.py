@@ -15,7 +15,7 @@ from ray import serve
 from ray.exceptions import RayTaskError
 from ray.util.metrics import Counter
 
-from rayrft.applications import ON_HEAD, Owner, delete_applications, delete_with, start_serve
+from rayrft.applications import ON_HEAD, WATCHED_CLOSELY, Owner, delete_applications, delete_with, start_serve
 from rayrft.config.serve import HttpConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ConfigError
@@ -99,8 +99,7 @@ def deploy(replica: type, arguments: tuple[Any, ...], config: HttpConfig, app_na
         ray_actor_options={"num_cpus": config.cpus},
         # Requests above the service's own bound must reach it, to be answered with status 429.
         max_ongoing_requests=100 * config.max_requests,
-        graceful_shutdown_timeout_s=2.0,
-        graceful_shutdown_wait_loop_s=0.1,
+        **WATCHED_CLOSELY,
     )
     serve.run(deployment.bind(*arguments), name=app_name, route_prefix=f"/{route}")
     reached_at = {"0.0.0.0": ray.util.get_node_ip_address(), "::": "[::1]", "::1": "[::1]"}

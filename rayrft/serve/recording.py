@@ -70,6 +70,8 @@ class Row:
     engine: str | None
     busy: bool = False
     """Whether a call in progress continues it."""
+    responses: list[str] = field(default_factory=list)
+    """Ids of the responses whose answers it has."""
 
 
 @dataclass
@@ -106,6 +108,7 @@ class SessionRows:
                 row = Row(ids, len(call.prompt), "", [], [], "", None)
                 self.rows.append(row)
             row.token_ids = ids
+            row.responses.append(call.response)
             row.turns += [*call.turns, {"role": "assistant", "content": choice.text}]
             if call.trained and choice.completion.token_ids:
                 row.answers.append((len(call.prompt), choice.completion))

@@ -15,7 +15,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from rayrft.data.tokenizer import ChatTokenizer
-from rayrft.errors import ActorDied, DataError, RequestRefused
+from rayrft.errors import ActorDied, DataError, EngineFailed, RequestRefused
 from rayrft.experience import TRUNCATED
 from rayrft.explorer.engines.exchange import Chunk, Completion, Sampling
 from rayrft.explorer.tools.parsing import CallForm
@@ -245,7 +245,11 @@ def api_error(error: BaseException) -> ApiError:
         return ApiError(400, str(error), code="invalid_value", param=error.field or None)
     if isinstance(error, TimeoutError):
         return ApiError(504, "The request was not answered in time.", code="timeout", kind="server_error")
-    if isinstance(error, ActorDied):
-        return ApiError(503, str(error), code="engine_died", kind="server_error", headers={"Retry-After": "5"})
-    log.error("a request failed", exc_info=error)
-    return ApiError(500, f"{type(error).__name__}: {error}", code="internal_error", kind="server_error")
+    log.error("a request failed", exc_info=error)  # for us alone: it may name actors, addresses and files
+    if isinstance(error, ActorDied | EngineFailed):
+        code, text = (
+            "engine_died" if isinstance(error, ActorDied) else "engine_failed",
+            "No engine answered; try again.",
+        )
+        return ApiError(503, text, code=code, kind="server_error", headers={"Retry-After": "5"})
+    return ApiError(500, "The request failed; the server's log says why.", code="internal_error", kind="server_error")

@@ -61,6 +61,7 @@ class SessionStats:
 class _Session:
     number: int
     """One id may name several sessions, one after the other."""
+    id: str
     task: str | None
     first: Conversation
     began: float = field(default_factory=time.time)
@@ -117,7 +118,7 @@ class Sessions:
         """Begin a call. A session that has ended begins anew under its id."""
         entry = self._open.get(session)
         if entry is None:
-            entry = self._open[session] = _Session(next(self._numbers), task, conversation)
+            entry = self._open[session] = _Session(next(self._numbers), session, task, conversation)
         self._idle.pop(session, None)
         entry.task = entry.task or task
         number = next(self._numbers)
@@ -362,6 +363,7 @@ def _experience(row: Row, member: _Finished, experience_id: str, group_id: str) 
         reward_components=entry.components,
         stop_reason=row.stop_reason,
         turns=tuple(row.turns),
+        labels={"session_id": entry.id, "response_ids": " ".join(row.responses)},
         created_at=entry.began,
         finished_at=time.time(),
     )

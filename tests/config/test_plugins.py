@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,11 @@ EXAMPLE = JOBS / "plugins" / "my_loss.py"
 def forgotten() -> Iterator[None]:
     """What a test's own files register is not there for the others."""
     yield
-    for name in ("a_test_piece", "no_default"):
+    forget()
+
+
+def forget() -> None:
+    for name in ("a_test_piece", "another_piece", "no_default"):
         policy_losses._functions._pieces.pop(name, None)
 
 
@@ -95,6 +100,29 @@ def test_a_file_is_run_again_only_when_it_changed(tmp_path: Path) -> None:
     path.write_text(source.format(3.0))
     load_plugins([path])
     assert policy_losses.get("a_test_piece").coefficients == {"factor": 3.0}
+
+
+def test_plugins_import_each_other_and_what_lies_beside_them_in_any_order(tmp_path: Path) -> None:
+    imports = "from rayrft.algorithms import TokenLoss, policy_losses\n"
+    (tmp_path / "beside_plugins.py").write_text("FACTOR = 2.0\n")
+    (first := tmp_path / "first_plugin.py").write_text(
+        f"{imports}from beside_plugins import FACTOR\n"
+        "@policy_losses.register('a_test_piece')\n"
+        "def mine(logprobs, batch): return TokenLoss(-FACTOR * logprobs)\n"
+    )
+    (second := tmp_path / "second_plugin.py").write_text(
+        f"{imports}from first_plugin import mine\n"
+        "@policy_losses.register('another_piece')\n"
+        "def other(logprobs, batch): return mine(logprobs, batch)\n"
+    )
+    for order in ([first, second], [second, first]):
+        load_plugins(order)
+        logprobs = torch.tensor([1.0])
+        for name in ("a_test_piece", "another_piece"):
+            assert policy_losses.get(name).function(logprobs, None).values.tolist() == [-2.0]
+        forget()  # as in another process
+        for name in [name for name in sys.modules if name.endswith("_plugin") or "_plugin_" in name]:
+            del sys.modules[name]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import openai
 import pytest
 from fastapi import FastAPI
 
-from rayrft.errors import ActorDied
+from rayrft.errors import ActorDied, EngineFailed
 from rayrft.serve.protocol import key_digest
 from tests.serve.scripted import KEY, MAX_LENGTH, MODEL, Served, serve
 
@@ -455,17 +455,25 @@ async def test_a_thousand_open_streams_are_served_and_more_are_refused(tiny_mode
 
 async def test_a_dead_engine_and_a_late_answer_are_errors_of_the_server(tiny_model: Path) -> None:
     async with serve(tiny_model, deadline_s=0.05) as served:
-        served.policy.error = ActorDied("the engine failed to answer", field="engine-0")
+        inside = "\x1b[36mray::Engine (pid=7, ip=10.0.0.1, actor_id=c0ffee)\x1b[39m"
+        for error, code in [(ActorDied(inside), "engine_died"), (EngineFailed(inside), "engine_failed")]:
+            served.policy.error = error
+            response = await served.http.post("/v1/chat/completions", json=CHAT)
+            assert (response.status_code, response.headers["retry-after"]) == (503, "5")
+            assert response.json()["error"]["code"] == code and "ray" not in response.text
+        served.policy.error = KeyError(inside)
         response = await served.http.post("/v1/chat/completions", json=CHAT)
-        assert (response.status_code, response.headers["retry-after"]) == (503, "5")
+        assert response.status_code == 500 and "ray" not in response.text and "KeyError" not in response.text
         served.policy.error = None
         served.policy.holding.clear()
         assert (await served.http.post("/v1/chat/completions", json=CHAT)).status_code == 504
         async with served.http.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as late:
             assert '"code": "timeout"' in (await late.aread()).decode()
-        await served.until(lambda: served.endpoint.outcomes == {"503 engine_died": 1, "504 timeout": 2})
+        failed = {"503 engine_died": 1, "503 engine_failed": 1, "500 internal_error": 1}
+        await served.until(lambda: served.endpoint.outcomes == {**failed, "504 timeout": 2})
         assert served.policy.aborted == 2
-        assert served.book.sessions.stats().calls == {"engine_died": 1, "timeout": 2}
+        counted = {outcome.split()[1]: count for outcome, count in failed.items()}
+        assert served.book.sessions.stats().calls == {**counted, "timeout": 2}
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,7 @@ def test_calls_that_continue_each_other_are_one_row_with_answers_as_sampled() ->
         (13, 15, 2),
     ]
     assert (row.reward, row.reward_components, row.task_id) == (0.75, {"style": 1.0}, "task")
+    assert row.labels == {"session_id": "s", "response_ids": "r1 r2 r3"}, "so that an application finds its row"
     assert [turn["role"] for turn in row.turns] == ["user", "assistant"] * 3
     assert not find_faults(to_batch([row]), Limits(10, 100, 2))
 
