@@ -29,8 +29,9 @@ class ScriptedEngine(Answering):
     async def generate(self, request: Request, stream: Stream | None = None) -> list[Completion]:
         rng = random.Random(request.sampling.seed)
         answers = [self._answer(request.prompt, request.sampling, rng) for _ in range(request.n)]
-        if stream:
-            stream.add(answers[0].token_ids, answers[0].logprobs)
+        for token, logprob in zip(answers[0].token_ids, answers[0].logprobs, strict=True) if stream else ():
+            stream.add([token], [logprob])
+            await asyncio.sleep(0.01)  # as if it were decoding
         return answers
 
     async def score(self, token_ids: list[int], images: tuple[str, ...] = ()) -> list[float]:

@@ -7,7 +7,7 @@ import json
 import pickle
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from rayrft.data.images import ImageReader, insert_images
 from rayrft.data.reasoning import REASONING_MARKS, opened_reasoning, split_reasoning
 from rayrft.errors import DataError, ModelError
 
+_TOKEN_CHARACTERS = 16
+"""Mean characters of a token that no text exceeds but one of white space."""
 _ANSWER = "[the answer that was sampled]"
 """Stands for an answer whose tokens are there already, where the chat template is asked what follows it."""
 
@@ -25,6 +27,12 @@ Tools = tuple[dict[str, Any], ...]
 
 INCOMPLETE = "\ufffd"
 """What a decoder writes for the bytes of a character that are not all there."""
+
+
+def fills(texts: Iterable[str], tokens: int) -> bool:
+    """Return whether texts have more characters than so many tokens ever have, which is known without tokenising them:
+    that takes seconds for a megabyte, in which the event loop does nothing else."""
+    return sum(map(len, texts)) > _TOKEN_CHARACTERS * tokens
 
 
 class ChatTokenizer:

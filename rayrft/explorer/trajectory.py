@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from rayrft.data.images import Picture, keep_image
-from rayrft.data.tokenizer import ChatTokenizer, Tools
+from rayrft.data.tokenizer import ChatTokenizer, Tools, fills
 from rayrft.experience import TOKEN_REWARD, Experience, Task, VersionSpan
 from rayrft.explorer.engines.auxiliary import AuxiliaryModel, no_auxiliary
 from rayrft.explorer.engines.exchange import Completion, Session
@@ -69,6 +69,8 @@ class Model:
     def start(self, messages: list[dict[str, str]], images: Sequence[Picture] = (), tools: Tools = ()) -> Trajectory:
         """Start a trajectory from messages, images, and the JSON schemas of the tools that the chat template is to
         show. Raises PromptTooLong, and DataError if the template rejects the messages."""
+        if fills((message["content"] for message in messages), self._max_prompt_tokens):
+            raise PromptTooLong(f"more than {self._max_prompt_tokens} tokens")
         paths = self.keep(images)
         prompt = self.tokenizer.prompt(messages, paths, tools)
         if len(prompt) > self._max_prompt_tokens:
@@ -171,9 +173,13 @@ class Trajectory:
         """Append an observation, one user message or several messages, with further images, which stand where these
         say ``<image>``, else before the first text of the user; its tokens are masked.
 
-        Raises DataError if the chat template cannot place the messages after the answer.
+        Raises DataError if the chat template cannot place the messages after the answer, and ContextFull for a text
+        that is too long for the context whatever its tokens are.
         """
         messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
+        if fills((message["content"] for message in messages), self._model.max_length):
+            self.end_for_length()
+            raise ContextFull(f"an observation of more than {self._model.max_length} tokens")
         paths = self._model.keep(images)
         last = self._ids[-1]
         self._ids += self._model.tokenizer.observation(self.messages, messages, paths, self._tools, last=last)

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
 
-from rayrft.data.tokenizer import ChatTokenizer
+from rayrft.data.tokenizer import ChatTokenizer, fills
 from rayrft.explorer.engines import exchange
 from rayrft.explorer.engines.exchange import Chunk, Completion, Sampling, Session, Told
 from rayrft.explorer.tools.parsing import instructed
@@ -86,13 +86,15 @@ class Responder:
         ask = Ask(body, response, begun, conversation, turns, [], sampling, trained, None)
 
         async def checked() -> Ask:
-            ids, new_turns = self._tokenise(ask)
-            room = self.settings.max_length - len(ids)
+            size = self.settings.max_length
+            full = fills((turn["content"] for turn in turns), size)
+            ids, new_turns = ([], turns) if full else self._tokenise(ask)
+            room = 0 if full else size - len(ids)
             if room <= 0:
                 raise ApiError(
                     400,
-                    f"This model's maximum context length is {self.settings.max_length} tokens. However, your prompt "
-                    f"resulted in {len(ids)} tokens, which leaves no room for an answer.",
+                    f"This model's maximum context length is {size} tokens. However, your prompt resulted in "
+                    f"{'more' if full else f'{len(ids)} tokens'}, which leaves no room for an answer.",
                     code="context_length_exceeded",
                     param="messages" if isinstance(body, ChatRequest) else "prompt",
                 )

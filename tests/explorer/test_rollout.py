@@ -96,6 +96,9 @@ class Troubled:
                 raise RequestRefused("too long", field="request")
             case "dead engine":
                 raise ActorDied("gone", field="engine-0")
+            case "observes a library":
+                await trajectory.act()
+                trajectory.observe("x" * 1_000_000)
             case "late":
                 await asyncio.sleep(0)
             case "forges tokens" | "forges log-probs" | "forges a prompt":
@@ -174,6 +177,19 @@ async def test_a_repeat_that_fails_costs_itself_and_is_told_with_workflow_and_ta
     first, second = (record.getMessage() for record in caplog.records)
     assert all("'troubled'" in message and TASK.id in message for message in (first, second))
     assert "Traceback" in first and "Traceback" not in second
+
+
+async def test_a_text_that_cannot_fit_is_not_tokenised_and_the_attempt_ends_as_full(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A megabyte takes seconds, in which the Explorer does nothing else."""
+    monkeypatch.setattr(ChatTokenizer, "observation", None)
+    rollout = await run(tiny_model, Engines(), **troubled("observes a library"))
+    assert [row.stop_reason for row in rollout.rows] == ["stop", "length"] and not rollout.failed
+    monkeypatch.setattr(ChatTokenizer, "prompt", None)
+    book = Task.create("test", "x" * 1_000_000, "x")
+    rollout = await run(tiny_model, Engines(), task=book, **troubled("observes a library"))
+    assert rollout.rows == [] and rollout.failed == {"prompt_too_long": 2}
 
 
 class Room:

@@ -234,6 +234,7 @@ CHAT: dict[str, Any] = {"model": MODEL, "messages": USER}
             "context_length_exceeded",
             "messages",
         ),
+        ("completions", {"model": MODEL, "prompt": "x" * 1_000_000}, 400, "context_length_exceeded", "prompt"),
         ("chat/completions", {**CHAT, "tools": [{"function": 5}]}, 400, "unsupported_parameter", "tools"),
         ("chat/completions", {**CHAT, "stop": 5}, 400, "invalid_value", "stop"),
         (

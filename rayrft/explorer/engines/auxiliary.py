@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from rayrft.config.auxiliary import AuxiliaryConfig
-from rayrft.data.tokenizer import ChatTokenizer
+from rayrft.data.tokenizer import ChatTokenizer, fills
 from rayrft.errors import ConfigError, RequestRefused, nearest
 from rayrft.explorer.engines.client import EngineClient
 from rayrft.explorer.engines.exchange import Completion, Request, Sampling, Session
@@ -84,11 +84,12 @@ class AuxiliaryModel:
         Raises RequestRefused if the prompt leaves no room for an answer, DataError if the chat template rejects the
         messages, and ActorDied.
         """
-        prompt = self._tokenizer.prompt(messages)
-        room = self._config.max_length - len(prompt)
+        full = fills((message["content"] for message in messages), self._config.max_length)
+        prompt = [] if full else self._tokenizer.prompt(messages)
+        room = 0 if full else self._config.max_length - len(prompt)
         if room <= 0:
             raise RequestRefused(
-                f"the prompt has {len(prompt)} tokens, and leaves no room for an answer",
+                "the prompt leaves no room for an answer",
                 field=f"auxiliary.{self._name}.max_length",
                 value=self._config.max_length,
                 remedy="raise it, or ask for less",
