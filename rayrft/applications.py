@@ -76,12 +76,8 @@ def delete_applications(prefix: str) -> None:
             serve.delete(name)
 
 
-class Anchor:
+class Anchor(Watched):
     """An actor that owns the applications of a process that is none."""
-
-    async def watch(self) -> None:
-        """Never return."""
-        await asyncio.Event().wait()
 
 
 def create_anchor(owner: Owner) -> Handle[Anchor]:

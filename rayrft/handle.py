@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 from rayrft.errors import ActorUnreachable
 from rayrft.waits import Waits
@@ -22,11 +23,16 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Watched(Protocol):
-    """An actor whose death can be awaited."""
+class Watched:
+    """The base of actors whose death can be awaited."""
 
     async def watch(self) -> None:
         """Never return: a caller that awaits it learns at once when the actor dies."""
+        await asyncio.Event().wait()
+
+    async def pid(self) -> int:
+        """Return the actor's process id."""
+        return os.getpid()
 
 
 class Handle(Generic[T_co]):

@@ -15,7 +15,7 @@ async def calls(buffer: Handle[Buffer], trainer: Handle[Trainer]) -> None:
     await buffer.call(Buffer.ack, "0")  # type: ignore[call-overload]  # a wrong argument
     await buffer.call(Buffer.ack)  # type: ignore[call-overload]  # one too few
     await buffer.call(Buffer.ack, 0, version=1)  # type: ignore[call-arg]  # a name that it does not have
-    await buffer.call(Trainer.pid)  # type: ignore[call-overload]  # a method of another actor
+    await buffer.call(Trainer.waiting)  # type: ignore[call-overload]  # a method of another actor
     name: str = await buffer.call(Buffer.pid)  # type: ignore[call-overload]  # its answer for another type
     digest: str = (await trainer.call(Trainer.command, Score([[1, 2]])))[0]  # type: ignore[assignment]
     await trainer.call(Trainer.command, Train)  # type: ignore[call-overload]  # a class for a command

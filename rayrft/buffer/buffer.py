@@ -9,8 +9,6 @@ and reports what it waited for.
 
 from __future__ import annotations
 
-import asyncio
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -38,10 +36,11 @@ from rayrft.config.buffer import BufferConfig
 from rayrft.data.task_sampler import TaskSet
 from rayrft.errors import DataError, StorageError
 from rayrft.experience import Task, unpack
+from rayrft.handle import Watched
 from rayrft.waits import WaitReport
 
 
-class Buffer:
+class Buffer(Watched):
     """Stores ``usual`` (own rows, in whole groups) and ``expert`` (demonstrations, by name), and the task cursor.
 
     ``run`` is the id of the run whose log is in ``folder``; ``tasks`` creates the task set; ``limits`` are those of the
@@ -420,14 +419,6 @@ class Buffer:
     async def waiting(self) -> WaitReport:
         """Report what a lease waits for, and the time without progress."""
         return self._leasing.waits.report()
-
-    async def pid(self) -> int:
-        """Return the actor's process id."""
-        return os.getpid()
-
-    async def watch(self) -> None:
-        """Never return: a caller that awaits it learns at once when this actor dies."""
-        await asyncio.Event().wait()
 
     def _may_admit(self) -> bool:
         # A step that waits for new groups must get them even if the Buffer is full: it then frees room.

@@ -107,17 +107,13 @@ class Actors:
         """Return by actor a call that it answers at once, with its `WaitReport` if it waits for others. An actor comes
         before those that it keeps waiting."""
         asks: dict[str, Callable[[], Awaitable[Any]]] = {}
-        if (trainer := self.trainer) is not None:
-            asks["trainer"] = lambda: trainer.call(Trainer.waiting)
+        if self.trainer is not None:
+            asks["trainer"] = partial(self.trainer.call, Trainer.waiting)
         asks |= {explorer.name: partial(explorer.call, Explorer.waiting) for explorer in self.explorers}
-        if (keeper := self.keeper) is not None:
-            asks["keeper"] = lambda: keeper.call(SessionKeeper.pid)
+        others = [self.keeper, self.buffer, self.engine_pool, *self._auxiliary_pools, *self.all_engines]
+        asks |= {actor.name: partial(actor.call, Watched.pid) for actor in others if actor is not None}
         # What a Buffer waits for is what a train job waits for, be it another one.
-        asks["buffer"] = partial(self.buffer.call, Buffer.waiting if self.trainer is not None else Buffer.pid)
-        if (pool := self.engine_pool) is not None:
-            asks["engine_pool"] = lambda: pool.call(EnginePool.pid)
-        asks |= {auxiliary.name: partial(auxiliary.call, EnginePool.pid) for auxiliary in self._auxiliary_pools}
-        return asks | {engine.name: partial(engine.call, RolloutEngine.pid) for engine in self.all_engines}
+        return asks | ({"buffer": partial(self.buffer.call, Buffer.waiting)} if self.trainer is not None else {})
 
     @property
     def _auxiliary_pools(self) -> list[Handle[EnginePool]]:

@@ -26,9 +26,7 @@ from rayrft.core.supervision import Silence, Stopped, root_cause, supervise, unl
 from rayrft.core.train_loop import TrainLoop
 from rayrft.core.weight_sync import WeightSync
 from rayrft.errors import ActorDied, RayrftError, RowsFailed, StorageError
-from rayrft.explorer.engines.engine import RolloutEngine
-from rayrft.explorer.explorer import Explorer
-from rayrft.handle import Handle
+from rayrft.handle import Handle, Watched
 from rayrft.monitor.records import Record
 from rayrft.registry import load_plugins
 from rayrft.serve.keeper import SessionKeeper
@@ -39,7 +37,7 @@ from rayrft.waits import Waits
 _STATS_DEADLINE_S = 5.0
 
 
-class Master:
+class Master(Watched):
     """The actor. ``run`` is the whole run; every other method may be called while it is running.
 
     The run resumes from ``progress``: see `rayrft.core.checkpoints`.
@@ -123,19 +121,13 @@ class Master:
             with contextlib.suppress(StorageError):
                 await self._recorder.save(self._summarise("killed", killed, rows))
 
-    async def watch(self) -> None:
-        """Never return: a caller that awaits it learns at once when this actor dies."""
-        await asyncio.Event().wait()
-
     async def pids(self) -> dict[str, int]:
         """Return the process ids of master, buffer, trainer, explorers and engines."""
         assert self._actors is not None  # called once the run is up
         actors = self._actors
-        pids = {"master": os.getpid(), "buffer": await actors.buffer.call(Buffer.pid)}
-        if actors.trainer is not None:
-            pids["trainer"] = await actors.trainer.call(Trainer.pid)
-        pids |= {explorer.name: await explorer.call(Explorer.pid) for explorer in actors.explorers}
-        return pids | {engine.name: await engine.call(RolloutEngine.pid) for engine in actors.all_engines}
+        others = [actors.buffer, actors.trainer, *actors.explorers, *actors.all_engines]
+        pids = {actor.name: await actor.call(Watched.pid) for actor in others if actor is not None}
+        return {"master": os.getpid(), **pids}
 
     async def _outcome(self, prepared: Prepared, placement: Placement) -> RayrftError | None:
         """Create the actors and run all stages; return why the run failed, or None if it finished or was stopped."""

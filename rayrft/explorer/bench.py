@@ -19,7 +19,7 @@ from rayrft.explorer.engines.pool import EnginePool
 from rayrft.explorer.evaluation import Attempt
 from rayrft.explorer.evaluator import Evaluator
 from rayrft.explorer.rollout import Runner
-from rayrft.handle import Handle
+from rayrft.handle import Handle, Watched
 from rayrft.registry import load_plugins
 from rayrft.rewards.pool import RewardPool, Scoring
 from rayrft.waits import Waits
@@ -65,7 +65,7 @@ def _attempt(fields: dict[str, object]) -> Attempt:
     return Attempt(**fields)  # type: ignore[arg-type]
 
 
-class BenchWorker:
+class BenchWorker(Watched):
     """The actor, for one model."""
 
     def __init__(
@@ -111,7 +111,3 @@ class BenchWorker:
         async with self._changed:
             await self._changed.wait_for(lambda: self._answered > after)
             return self._answered
-
-    async def watch(self) -> None:
-        """Never return: a caller that awaits it learns at once when this actor dies."""
-        await asyncio.Event().wait()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,7 +38,7 @@ from rayrft.explorer.scoring import (
     with_failures,
     with_verified,
 )
-from rayrft.handle import Handle, TrackedHandle
+from rayrft.handle import Handle, TrackedHandle, Watched
 from rayrft.pipelines.answering import answering, running
 from rayrft.pipelines.experiences import ExperiencePipeline, experience_chain
 from rayrft.pipelines.report import OperatorStats
@@ -93,7 +92,7 @@ class Timings:
         )
 
 
-class Explorer:
+class Explorer(Watched):
     """The actor. The Buffer's tickets name the next tasks; held-out tasks are used for evaluation only."""
 
     def __init__(
@@ -208,14 +207,6 @@ class Explorer:
     async def waiting(self) -> WaitReport:
         """Report what groups and evaluation wait for, and for how long."""
         return self._waits.report()
-
-    async def pid(self) -> int:
-        """Return the actor's process id."""
-        return os.getpid()
-
-    async def watch(self) -> None:
-        """Never return: a caller that awaits it learns at once when this actor dies."""
-        await asyncio.Event().wait()
 
     async def _trained_rewards(self) -> None:
         """Start what scores, if a stage has trained it and it has not been started. Raises ConfigError where a reward

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import time
 import uuid
 from collections import Counter
@@ -16,12 +15,12 @@ from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.client import BufferWriter
 from rayrft.config.serve import ServeConfig
 from rayrft.experience import to_batch
-from rayrft.handle import Handle
+from rayrft.handle import Handle, Watched
 from rayrft.serve.recording import Begun, Call, Conversation
 from rayrft.serve.sessions import ServedGroup, Sessions, SessionStats
 
 
-class SessionKeeper:
+class SessionKeeper(Watched):
     """The actor. Replicas of the endpoint tell it of calls; for the arguments see `Sessions`."""
 
     def __init__(
@@ -118,10 +117,6 @@ class SessionKeeper:
         await self._failed.wait()
         assert self._error is not None  # set before the event
         raise self._error
-
-    async def pid(self) -> int:
-        """Return the actor's process id."""
-        return os.getpid()
 
     async def _expire(self) -> None:
         """End sessions when their time has come. Never returns."""

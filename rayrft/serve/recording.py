@@ -68,8 +68,6 @@ class Row:
     """Those to train on, by their start index."""
     stop_reason: str
     engine: str | None
-    busy: bool = False
-    """Whether a call in progress continues it."""
     responses: list[str] = field(default_factory=list)
     """Ids of the responses whose answers it has."""
 
@@ -81,23 +79,22 @@ class SessionRows:
     rows: list[Row] = field(default_factory=list)
     running: dict[int, Row | None] = field(default_factory=dict)
     """Calls in progress by number, with what they continue."""
+    _free: dict[int, dict[Conversation, list[Row]]] = field(default_factory=dict)
+    """Rows that no call in progress continues, by the length of what is known, and by that."""
 
     def begin(self, number: int, conversation: Conversation) -> Prefix | None:
         """Begin a call. It continues the longest row that it can and no other call does; None: it begins another."""
-        fitting = [
-            row
-            for row in self.rows
-            if not row.busy
-            and isinstance(conversation, type(row.known))
-            and len(conversation) > len(row.known)
-            and conversation[: len(row.known)] == row.known
-        ]
-        longest = max(fitting, key=lambda row: len(row.known), default=None)
-        self.running[number] = longest
-        if longest is None:
-            return None
-        longest.busy = True
-        return Prefix(longest.token_ids, len(longest.known), longest.engine)
+        self.running[number] = None
+        for length in sorted(self._free, reverse=True):
+            rows = self._free[length].get(conversation[:length])
+            if rows and length < len(conversation):
+                self.running[number] = row = rows.pop(0)
+                if not rows:
+                    del self._free[length][row.known]
+                if not self._free[length]:
+                    del self._free[length]
+                return Prefix(row.token_ids, length, row.engine)
+        return None
 
     def answered(self, number: int, call: Call) -> None:
         """End a call with its answers; the first continues the row, others are rows of their own."""
@@ -113,13 +110,17 @@ class SessionRows:
             if call.trained and choice.completion.token_ids:
                 row.answers.append((len(call.prompt), choice.completion))
             row.known = call.conversation + choice.said  # type: ignore[operator]
-            row.stop_reason, row.engine, row.busy = choice.completion.stop_reason, call.engine, False
+            row.stop_reason, row.engine = choice.completion.stop_reason, call.engine
+            self._release(row)
             row = None
 
     def failed(self, number: int) -> None:
         """End a call without an answer."""
         if (row := self.running.pop(number)) is not None:
-            row.busy = False
+            self._release(row)
+
+    def _release(self, row: Row) -> None:
+        self._free.setdefault(len(row.known), {}).setdefault(row.known, []).append(row)
 
 
 def canonical(messages: Sequence[dict[str, object]]) -> tuple[str, ...]:

@@ -188,7 +188,7 @@ class ChoicesReply:
 
 def token_logprobs(chunk: Chunk, tokenizer: ChatTokenizer) -> list[dict[str, Any]]:
     """Return the sampled tokens with their log-probs, as the API has them."""
-    texts = [str(tokenizer.hf.decode([token])) for token in chunk.token_ids]
+    texts = [tokenizer.decode([token]) for token in chunk.token_ids]  # those that are no text have none here either
     return [
         {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
         for text, value in zip(texts, chunk.logprobs, strict=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from rayrft.buffer.leases import Lease
 from rayrft.config.model import TemplateConfig
 from rayrft.config.trainer import TrainerConfig
 from rayrft.errors import ActorDied, RayrftError, StorageError
-from rayrft.handle import Handle
+from rayrft.handle import Handle, Watched
 from rayrft.trainer.batch_pipeline import BatchPipeline, ProcessedLease
 from rayrft.trainer.commands import Command, Stop, command_name
 from rayrft.waits import WaitReport, Waits
@@ -35,7 +34,7 @@ class RankSetup:
     template: TemplateConfig | None = None
 
 
-class Trainer:
+class Trainer(Watched):
     """The actor. ``start`` returns when every rank has loaded the model; then ``command`` runs commands one by one."""
 
     def __init__(self, config: TrainerConfig, group: Any, batches: Callable[[], BatchPipeline] | None = None) -> None:
@@ -129,10 +128,6 @@ class Trainer:
     async def waiting(self) -> WaitReport:
         """Report which ranks have not answered, and for how long."""
         return self._waits.report()
-
-    async def pid(self) -> int:
-        """Return the actor's process id."""
-        return os.getpid()
 
     # Called by the ranks.
 

@@ -130,6 +130,23 @@ def test_a_call_that_does_not_continue_an_earlier_one_is_a_row_of_its_own(second
     assert {row.repeat for row in found} == {"0"} and len({row.experience_id for row in found}) == 2
 
 
+def test_a_call_of_a_session_with_many_rows_is_not_compared_with_each() -> None:
+    class Counted(str):
+        compared = 0
+
+        def __eq__(self, other: object) -> bool:
+            Counted.compared += 1
+            return str(self) == other
+
+        __hash__ = str.__hash__
+
+    sessions = make()
+    for number in range(100):
+        answer(sessions, sessions.begin("s", None, ("tools", f"u{number}"), 0.0), ("tools", f"u{number}"))
+    begun = sessions.begin("s", None, ("tools", Counted("u7"), "a", "more"), 0.0)
+    assert begun.prefix is not None and begun.prefix.length == 3 and Counted.compared < 5
+
+
 def test_two_calls_that_continue_the_same_one_do_not_share_its_row() -> None:
     sessions = make()
     answer(sessions, sessions.begin("s", None, ("t", "u"), 0.0), ("t", "u"))

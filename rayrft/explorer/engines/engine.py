@@ -18,6 +18,7 @@ from rayrft.config.explorer import EngineConfig, RepetitionConfig
 from rayrft.data.images import ImageReader, takes_images
 from rayrft.errors import ActorDied, ModelError, RequestRefused
 from rayrft.explorer.engines.exchange import Answering, Capacity, Completion, Request, Stream
+from rayrft.handle import Watched
 from rayrft.weights.messages import Link
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class EngineWeights:
     digests: tuple[str, ...]
 
 
-class RolloutEngine(Answering):
+class RolloutEngine(Answering, Watched):
     """The actor. ``start`` starts vLLM and must be called first."""
 
     def __init__(self) -> None:
@@ -214,10 +215,6 @@ class RolloutEngine(Answering):
         """
         await self._core_ended.wait()
         raise _core_ended()
-
-    async def pid(self) -> int:
-        """Return the actor's process id."""
-        return os.getpid()
 
     def _watch_core(self) -> None:
         loop = asyncio.get_running_loop()

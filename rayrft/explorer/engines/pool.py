@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from rayrft.errors import ActorDied, WeightSyncError
 from rayrft.explorer.engines.engine import RolloutEngine
-from rayrft.handle import Handle
+from rayrft.handle import Handle, Watched
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +46,7 @@ class Membership:
         return [member.handle for member in self.members]
 
 
-class EnginePool:
+class EnginePool(Watched):
     """The actor. It only keeps the membership: engines are created, and given weights, by the Master.
 
     ``expendable``: the death of a member fails its requests only; else `watch` raises it.
@@ -103,10 +102,6 @@ class EnginePool:
         await self._lost.wait()
         assert self._death is not None  # set before the event
         raise self._death
-
-    async def pid(self) -> int:
-        """Return the actor's process id."""
-        return os.getpid()
 
     async def _change(self, members: tuple[Member, ...]) -> Membership:
         self._membership = membership = Membership(self._membership.generation + 1, members)
