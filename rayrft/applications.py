@@ -5,21 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
 
 import ray
 from ray import serve
 from ray._common.constants import HEAD_NODE_RESOURCE_NAME
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.config import ProxyLocation
 from ray.serve.schema import ServeStatus
 
 from rayrft.errors import ConfigError
 from rayrft.handle import Handle, Watched
 
-ON_HEAD = {"num_cpus": 0, "resources": {HEAD_NODE_RESOURCE_NAME: 0.001}, "max_retries": 0}
-"""Ray's options of a task that runs on the head node, where Serve listens; a head may have no CPUs to offer."""
+P = ParamSpec("P")
+R = TypeVar("R")
+
 WATCHED_CLOSELY: dict[str, Any] = {
     "health_check_period_s": 1.0,
     "health_check_timeout_s": 10.0,
@@ -38,6 +40,16 @@ class Owner:
 
     namespace: str
     name: str
+
+
+def on_head(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Run a function on the head node, where Serve listens, and which may have no CPUs to offer; block for its result.
+    Its errors are raised without Ray's wrappers."""
+    options = {"num_cpus": 0, "resources": {HEAD_NODE_RESOURCE_NAME: 0.001}, "max_retries": 0}
+    try:
+        return cast(R, ray.get(ray.remote(function).options(**options).remote(*args, **kwargs)))
+    except RayTaskError as error:
+        raise error.cause from None
 
 
 def start_serve(host: str, port: int, *, http: bool = True) -> None:

@@ -124,6 +124,16 @@ def fetch(call: Awaitable[R], who: str = "", deadline_s: float | None = None) ->
         raise ActorUnreachable(problem, field=who, remedy="check it in the Ray dashboard, and try again") from None
 
 
+def end(actors: Collection[Handle[Watched]]) -> None:
+    """Kill actors; block until their names and memory are free for others."""
+    import ray
+
+    watches = [actor.call(Watched.watch) for actor in actors]
+    for actor in actors:
+        actor.kill()
+    ray.wait(watches, num_returns=len(watches))
+
+
 def until_dead(actor: Handle[Watched]) -> None:
     """Block until an actor has died; outside of event loops."""
     from ray.exceptions import RayActorError

@@ -46,6 +46,10 @@ class Auxiliary:
     engines: list[Handle[RolloutEngine]]
 
     @property
+    def all(self) -> list[Handle[Any]]:
+        return [self.engine_pool, *self.engines]
+
+    @property
     def members(self) -> list[Member]:
         """The engines as members of their pool, whose weights stay as they are."""
         return [Member(engine, 0) for engine in self.engines]

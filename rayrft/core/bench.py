@@ -31,7 +31,7 @@ from rayrft.explorer.bench import AttemptFile, BenchWorker
 from rayrft.explorer.engines.engine import RolloutEngine
 from rayrft.explorer.engines.pool import EnginePool, Member
 from rayrft.explorer.evaluation import Attempt, measure
-from rayrft.handle import Handle, Watched, fetch
+from rayrft.handle import Handle, end, fetch
 from rayrft.monitor.bench import BenchResult, BenchScore
 from rayrft.pipelines.report import summary
 from rayrft.pipelines.tasks import load_splits, read_report
@@ -163,17 +163,7 @@ def _auxiliary_open(config: RunConfig, placement: Placement) -> Iterator[dict[st
                 fetch(actors.engine_pool.call(EnginePool.join, actors.members), actors.engine_pool.name, deadline_s)
         yield {name: actors.engine_pool for name, actors in created.items()}
     finally:
-        _end([actor for actors in created.values() for actor in (actors.engine_pool, *actors.engines)])
-
-
-def _end(actors: list[Handle[Any]]) -> None:
-    """Kill actors; return when their names and memory are free for others."""
-    import ray
-
-    watches = [actor.call(Watched.watch) for actor in actors]
-    for actor in actors:
-        actor.kill()
-    ray.wait(watches, num_returns=len(watches))
+        end([actor for actors in created.values() for actor in actors.all])
 
 
 def _rewards_open(
@@ -261,7 +251,7 @@ class _Evaluation:
                     say(f"{self._model.name} on {name}: {self._seen - first} of {len(todo)}")
 
     def __exit__(self, *_: object) -> None:
-        _end([self._worker, self._pool, *self._engines])
+        end([self._worker, self._pool, *self._engines])
 
 
 def _tasksets(config: RunConfig, say: Callable[[str], None]) -> dict[str, list[Task]]:

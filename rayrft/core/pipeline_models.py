@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
 
 from rayrft.config import RunConfig
 from rayrft.config.auxiliary import AuxiliaryConfig
@@ -16,7 +15,7 @@ from rayrft.core.supervision import root_cause
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import Stalled
 from rayrft.explorer.engines.auxiliary import auxiliary_models
-from rayrft.handle import Handle, Watched
+from rayrft.handle import end
 from rayrft.pipelines.answering import AskedModel, Engines
 
 _START_S = 1800.0
@@ -52,7 +51,7 @@ def pipeline_engines(
             found = auxiliary_models(wanted, {name: each.engine_pool for name, each in actors.items()})
             yield {name: AskedModel.on_engines(model, wanted[name]) for name, model in found.items()}
         finally:
-            await _ended(actors)
+            await asyncio.to_thread(end, [actor for each in actors.values() for actor in each.all])
             placement.remove()
 
     return engines
@@ -74,12 +73,3 @@ async def _started(actors: Mapping[str, Auxiliary], models: Mapping[str, Auxilia
         raise Stalled(f"engines did not start within {_START_S:g} s", field="models", remedy=remedy) from None
     except (RayActorError, RayTaskError) as error:
         raise root_cause(error, "models") from None
-
-
-async def _ended(actors: Mapping[str, Auxiliary]) -> None:
-    """Kill actors, and wait until they are gone: only then are their names free for those of another pipeline."""
-    handles: list[Handle[Any]] = [actor for each in actors.values() for actor in (each.engine_pool, *each.engines)]
-    watches = [actor.call(Watched.watch) for actor in handles]
-    for actor in handles:
-        actor.kill()
-    await asyncio.gather(*watches, return_exceptions=True)

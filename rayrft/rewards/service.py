@@ -14,19 +14,18 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import ray
 from ray import serve
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError
 
 from rayrft.actor_pool import TRIES
 from rayrft.applications import (
-    ON_HEAD,
     WATCHED_CLOSELY,
     Anchor,
     Owner,
     create_anchor,
     delete_applications,
     delete_with,
+    on_head,
     start_serve,
 )
 from rayrft.config.reward import ReplicasConfig, RewardModelsConfig
@@ -169,10 +168,7 @@ async def open_rewards(
     ``address`` is that of Serve, if it does not run yet; ``http``: see `start_serve`; ``models``: those that judges may
     ask. Raises ConfigError where a reward cannot be built.
     """
-    try:
-        await ray.remote(_open).options(**ON_HEAD).remote(service, config, plugins, owner, address, http, models)
-    except RayTaskError as error:
-        raise error.cause from None
+    await asyncio.to_thread(on_head, _open, service, config, plugins, owner, address, http, models)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from ray import serve
 from ray.exceptions import RayTaskError
 from ray.util.metrics import Counter
 
-from rayrft.applications import ON_HEAD, WATCHED_CLOSELY, Owner, delete_applications, delete_with, start_serve
+from rayrft.applications import WATCHED_CLOSELY, Owner, delete_applications, delete_with, on_head, start_serve
 from rayrft.config.serve import HttpConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ConfigError
@@ -79,10 +79,7 @@ async def open_endpoint(
     It listens on the cluster's head node. Raises ConfigError if the port is in use there by another program, or if Ray
     Serve has another port on this cluster.
     """
-    try:
-        return await ray.remote(_open).options(**ON_HEAD).remote(app_name, route, model, settings, actors)
-    except RayTaskError as error:
-        raise error.cause from None
+    return await asyncio.to_thread(on_head, _open, app_name, route, model, settings, actors)
 
 
 def _open(app_name: str, route: str, model: str, settings: EndpointSettings, actors: EndpointActors) -> str:

@@ -8,13 +8,11 @@ from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any, Self
 
-import ray
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, RootModel, model_validator
-from ray.exceptions import RayTaskError
 
-from rayrft.applications import ON_HEAD, Owner, delete_with
+from rayrft.applications import Owner, delete_with, on_head
 from rayrft.config.serve import RewardServiceConfig
 from rayrft.experience import Task
 from rayrft.rewards.base import RewardResult, Transcript
@@ -208,10 +206,7 @@ class RewardFrontReplica:
 async def open_reward_front(front: RewardFront) -> str:
     """Deploy what answers HTTP requests, in front of rewards that are there; return its base URL, once it answers.
     Raises ConfigError if it does not."""
-    try:
-        return await ray.remote(_open).options(**ON_HEAD).remote(front)
-    except RayTaskError as error:
-        raise error.cause from None
+    return await asyncio.to_thread(on_head, _open, front)
 
 
 def _open(front: RewardFront) -> str:

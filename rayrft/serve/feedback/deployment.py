@@ -6,11 +6,9 @@ import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 
-import ray
 from fastapi import FastAPI
-from ray.exceptions import RayTaskError
 
-from rayrft.applications import ON_HEAD, Owner, delete_with, start_serve
+from rayrft.applications import Owner, delete_with, on_head, start_serve
 from rayrft.config import RunConfig
 from rayrft.config.serve import FeedbackConfig
 from rayrft.registry import load_plugins
@@ -58,10 +56,7 @@ class FeedbackReplica:
 
 def open_feedback(front: FeedbackFront) -> str:
     """Deploy the page; return its address, once it answers. Raises ConfigError as `start_serve` and `deploy` do."""
-    try:
-        return ray.get(ray.remote(_open).options(**ON_HEAD).remote(front))
-    except RayTaskError as error:
-        raise error.cause from None
+    return on_head(_open, front)
 
 
 def _open(front: FeedbackFront) -> str:
