@@ -73,7 +73,7 @@ def master(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Master, Act
     config = load_config(small_config(tmp_path, "begins", evaluation={"enabled": False}, monitor={"patience_s": 0.1}))
     config.folder.mkdir()
     (config.folder / "config.yaml").write_text(dump_config(config))
-    trainer, buffer = Actor(), remote(Actor())
+    trainer, buffer = Actor(), remote(Actor(), "buffer")
     monkeypatch.setattr(module, "Placement", Groups)
     monkeypatch.setattr(module, "create_actors", lambda *_: Actors(buffer, remote(trainer, "trainer"), [], None, []))
     monkeypatch.setattr("rayrft.core.actors._until_dead_for_good", lambda actor: actor.call(Buffer.watch))
