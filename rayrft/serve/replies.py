@@ -15,7 +15,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from rayrft.data.tokenizer import ChatTokenizer
-from rayrft.errors import ActorDied, DataError, EngineFailed, RequestRefused
+from rayrft.errors import ActorDied, DataError, EngineFailed, RequestRefused, StorageError
 from rayrft.experience import TRUNCATED
 from rayrft.explorer.engines.exchange import Chunk, Completion, Sampling
 from rayrft.explorer.tools.parsing import CallForm
@@ -252,4 +252,5 @@ def api_error(error: BaseException) -> ApiError:
             "No engine answered; try again.",
         )
         return ApiError(503, text, code=code, kind="server_error", headers={"Retry-After": "5"})
-    return ApiError(500, "The request failed; the server's log says why.", code="internal_error", kind="server_error")
+    known = f"{error.field}: {error.problem}." if isinstance(error, StorageError) else "the server's log says why."
+    return ApiError(500, f"The request failed: {known}", code="internal_error", kind="server_error")
