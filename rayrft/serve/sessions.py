@@ -187,20 +187,20 @@ class Sessions:
     def forget(self, name: str) -> int:
         """Drop a session that is not part of a group yet, by its id or that of a response; return its rows."""
         session, number = self._known.get(name, (name, -1))
-        entry = self._open.get(session)
+        entry, rows = self._open.get(session), 0
         if entry is not None and (name == session or entry.number == number):
             for call in entry.calls.running:
                 del self._running[call]
             self._end(session, entry, "forgotten")
             rows = max(1, len(entry.calls.rows))
-        elif number in self._aging:
-            group = self._waiting[key := self._aging.pop(number)]
-            rows = sum(len(member.rows) for member in group if member.session.number == number)
-            self._waiting[key] = [member for member in group if member.session.number != number]
-            if not self._waiting[key]:
-                del self._waiting[key]
-        else:
-            return 0
+        waiting = [member for group in self._waiting.values() for member in group]
+        for member in waiting:
+            if member.session.number == number or member.session.id == name:
+                key = self._aging.pop(member.session.number)
+                self._waiting[key].remove(member)
+                rows += len(member.rows)
+                if not self._waiting[key]:
+                    del self._waiting[key]
         self._drop(rows, "forgotten")
         return rows
 

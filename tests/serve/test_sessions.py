@@ -305,6 +305,20 @@ def test_of_too_many_sessions_without_a_group_the_one_that_has_waited_longest_is
     assert sessions.take()[1] == {"no_group": 1} and sessions.stats().ungrouped == 0
 
 
+def test_a_session_is_forgotten_wherever_it_is() -> None:
+    sessions = make(2)
+    for _ in range(2):  # the first waits for its group as the second of its id begins
+        begun = sessions.begin("s", "x", ("t", "u"), 0.0)
+        call = answer(sessions, begun, ("t", "u"))
+        if not sessions.stats().ungrouped:
+            sessions.feedback("s", 1.0, {}, 0.0)
+    sessions.begin("s", "x", ("t", "u", "a", "v"), 0.0)
+    assert sessions.forget("nobody") == 0 and sessions.forget("s") == 2 and sessions.forget(call.response) == 0
+    assert (sessions.stats().open, sessions.stats().ungrouped, sessions.take()) == (0, 0, ([], {"forgotten": 2}))
+    sessions.expire(10_000.0)
+    assert sessions.take()[1] == {}
+
+
 @given(seed=st.integers(0, 10**6))
 def test_in_any_order_every_row_is_in_a_group_or_dropped_once(seed: int) -> None:
     rng, now, begun_rows = random.Random(seed), 0.0, 0
