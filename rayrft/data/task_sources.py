@@ -88,7 +88,8 @@ def read_reasoning_gym(config: TaskSourceConfig, field: str) -> list[Task]:
             "" if entry["answer"] is None else as_text(entry["answer"], "answer"),
             difficulty=_difficulty(entry["metadata"], config, field, f"task {number} of {config.dataset}"),
             system=config.system,
-            metadata=entry["metadata"],
+            # Its place in the data set makes no task another one.
+            metadata={name: value for name, value in entry["metadata"].items() if name != "source_index"},
         )
         for number, entry in enumerate(entries, start=1)
     ]

@@ -172,6 +172,14 @@ def test_one_question_for_all_tasks_is_refused_unless_their_environment_tells_th
         load_tasks(config(jsonl(tmp_path / "tasks.jsonl", *rows)), {}, seed=0)
 
 
+def test_a_procedural_question_that_comes_again_is_one_task() -> None:
+    words = {"min_word_len": 3, "max_word_len": 3}
+    source = {"source": "reasoning_gym", "dataset": "spell_backward", "options": words, "size": 1000}
+    splits = load_tasks(TasksConfig(sources=[source], eval_size=40), {"gold": DemonstrationsConfig(size=60)}, seed=0)
+    asked = questions(splits)
+    assert len(asked) == len(set(asked)) == 1000 - splits.skipped[0].left_out["the same task again"]
+
+
 def test_a_question_of_two_sources_stays_with_the_first() -> None:
     tasks = TasksConfig(sources=[own(0, 60), own(40, 60)], eval_size=10)
     splits = load_tasks(tasks, {"gold": DemonstrationsConfig(size=6)}, seed=3)
