@@ -82,10 +82,10 @@ class EventStream(Response):
             if sending.done():
                 outcome = sending.result()
         finally:
+            self.ended(outcome)  # before anything is awaited: Serve may cancel this task at any time
             sending.cancel()
             gone.cancel()
             await asyncio.gather(sending, gone, return_exceptions=True)
-            self.ended(outcome)
 
     async def _send(self, send: Any) -> str:
         """Send all events; return how the stream ended."""
