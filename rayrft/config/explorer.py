@@ -127,7 +127,7 @@ class ExplorerConfig(Section):
     and is kept. (The dynamic sampling of other systems drops it also with a KL.)"""
     max_tries: int = Field(1000, ge=1)
     """Consecutive groups of one Explorer that may be dropped, for equal rewards or any other reason; then the run ends
-    with this as its cause. An explore job goes on to the end of its tasks."""
+    with this as its cause. An explore job continues to the end of its tasks."""
     partial: PartialConfig | None = None
     """Park unfinished groups instead of waiting for them; by default each is sampled in one go."""
     over_sampling: float = Field(1.0, ge=1.0, le=8.0)

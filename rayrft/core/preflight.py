@@ -419,13 +419,17 @@ def check_workflows(
 def _check_prompts(
     config: RunConfig, tasks: list[Task], tokenizer: ChatTokenizer, built: Mapping[str | None, Workflow]
 ) -> list[str]:
-    """Measure first prompts; return a notice if some are too long. Raises DataError if all are."""
+    """Measure first prompts; return a notice if some are too long. Raises DataError if all are, or the chat template
+    refuses one."""
     limit = config.explorer.sampling.max_prompt_tokens
 
     def length(task: Task) -> int:
         opening = getattr(built[task.workflow or None], "opening", None)
         messages, tools = opening(task, tokenizer) if opening is not None else (task.messages, ())
-        return len(tokenizer.prompt(messages, task.images, tools))
+        try:
+            return len(tokenizer.prompt(messages, task.images, tools))
+        except DataError as error:
+            raise DataError(error.problem, field="tasks", value=task.id, remedy=error.remedy) from None
 
     # Sampled over all tasks: a file may be sorted by length, and sources follow one another.
     lengths = [length(task) for task in tasks[:: max(1, len(tasks) // 200)]]

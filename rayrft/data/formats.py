@@ -158,7 +158,7 @@ def _json_row(value: Any) -> Row:
 
 
 def _parse_json(text: bytes) -> Any:
-    """Return what a JSON text stands for. Raises ValueError with the problem if it is not JSON, an object has a key
+    """Return the value of a JSON text. Raises ValueError with the problem if it is not JSON, an object has a key
     twice, or a text has half a surrogate pair, which no tokenizer and no table accepts."""
     try:
         value = json.loads(text, object_pairs_hook=_json_object)

@@ -318,7 +318,7 @@ class ChatTokenizer:
         return str(self.hf.convert_ids_to_tokens(token))
 
     def _probed(self, options: Mapping[str, Any] | None = None, **settings: bool) -> list[str]:
-        """Return what the template writes before, between and after a question and its answer; with
+        """Return the texts that the template writes before, between and after a question and its answer; with
         ``add_generation_prompt``, and another question. All are empty if it does not take such messages."""
         messages = [{"role": role, "content": _ANSWER} for role in ("user", "assistant", "user")][: 2 + len(settings)]
         try:

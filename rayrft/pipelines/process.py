@@ -126,7 +126,7 @@ def process(
 
 
 def _kinds(config: PipelineConfig, context: Context, sources: Sequence[RowSource]) -> dict[str, str]:
-    """Return what operators read, text or numbers, of columns whose values are of several kinds in or among files."""
+    """Return the kind that operators read, text or numbers, of columns whose files or values differ in kind."""
     found: dict[str, set[tuple[pa.DataType, bool]]] = {}
     for column in (column for source in sources for column in source.schema):
         found.setdefault(column.name, set()).add((column.type, is_json(column)))

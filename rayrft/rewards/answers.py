@@ -93,7 +93,7 @@ def statements(response: str, *, strict: bool = False) -> list[Statement]:
 
 
 def _decoded(field: re.Match[str]) -> str:
-    r"""Return what the value of a field says. A command of LaTeX may have one backslash, which JSON has two of."""
+    r"""Return the text of a field's value. A command of LaTeX may have one backslash, which JSON has two of."""
     if field[3] is not None:
         return ", ".join(_decoded(item) for item in _FIELD.finditer(field[3]))
     text = re.sub(r"\\u([0-9a-fA-F]{4})", lambda code: chr(int(code[1], 16)), field[field.lastindex or 1])

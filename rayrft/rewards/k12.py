@@ -260,7 +260,7 @@ def _numbered(text: str, count: int) -> list[str]:
 
 
 def _filled(text: str, question: str, count: int) -> list[str]:
-    """Return what the text says in place of the question's blanks, if it is the question's sentence otherwise."""
+    """Return the text in place of the question's blanks, if it is the question's sentence otherwise."""
     first, *others = _BLANK.split(question)
     if len(others) != count:
         return []

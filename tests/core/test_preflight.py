@@ -70,6 +70,14 @@ def test_prompts_are_measured_as_the_workflow_sends_them(tiny_model: Path, tmp_p
         start(tiny_model, tmp_path / "all", ROWS, **limit, **tools)
 
 
+def test_a_task_that_the_chat_template_refuses_is_named(tiny_model: Path, tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{% if '1?' in messages[0].content %}{{ raise_exception('no sums') }}{% endif %}> ")
+    with pytest.raises(DataError, match="the chat template") as refused:
+        start(tiny_model, tmp_path / "run", ROWS, **{"model.template.file": str(template)})
+    assert refused.value.field == "tasks" and refused.value.value
+
+
 BUILT: Counter[str] = Counter()
 SCORED: list[str] = []
 

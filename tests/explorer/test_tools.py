@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayrft.errors import ConfigError
-from rayrft.explorer.tools.base import as_text, function_tool
+from rayrft.explorer.tools.base import function_tool, shortened
 from rayrft.explorer.tools.parsing import Malformed, ToolCall, parse_calls
 from rayrft.explorer.tools.toolbox import Limits, Outcome, Toolbox
 from tests.explorer import sample_tools
@@ -147,8 +147,8 @@ def test_tools_that_cannot_be_used_are_refused_at_once(settings: dict[str, Any],
 
 
 def test_what_is_no_text_is_json_and_what_is_long_is_cut() -> None:
-    assert as_text({"a": (1, b"\xff"), "b": float("nan")}, 100) == '{"a":[1,"_w=="],"b":NaN}'
-    assert as_text("x" * 5000, 10) == f"{'x' * 10}\n[the first 10 of 5,000 characters]"
+    assert shortened({"a": (1, b"\xff"), "b": float("nan")}, 100) == '{"a":[1,"_w=="],"b":NaN}'
+    assert shortened("x" * 5000, 10) == f"{'x' * 10}\n[the first 10 of 5,000 characters]"
 
 
 @pytest_asyncio.fixture

@@ -88,7 +88,7 @@ def find_tool(name: str) -> tuple[str, Callable[..., Any]]:
     return name.rpartition(":")[2], tools.get(name, TOOLS)
 
 
-def as_text(value: Any, limit: int) -> str:
+def shortened(value: Any, limit: int) -> str:
     """Write a result as text, or JSON if it is no text, cut after ``limit`` characters."""
     text = value if isinstance(value, str) else _json(value)
     if len(text) <= limit:
@@ -120,7 +120,7 @@ class ToolHost:
     def call(self, name: str, arguments: dict[str, Any], limit: int) -> str:
         """Call a tool; return its result as text of at most ``limit`` characters and a note."""
         tool, function = self._tools[name]
-        return as_text(function(**tool.check(arguments)), limit)
+        return shortened(function(**tool.check(arguments)), limit)
 
     def close(self) -> None:
         """Close the objects that have a ``close``."""

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from rayrft.errors import CallFailed, CallTimeout, ConfigError
-from rayrft.explorer.tools.base import TOOLS, Tool, ToolFailed, ToolHost, as_text, find_tool, function_tool, methods
+from rayrft.explorer.tools.base import TOOLS, Tool, ToolFailed, ToolHost, find_tool, function_tool, methods, shortened
 from rayrft.explorer.tools.mcp_servers import McpServer
 from rayrft.explorer.tools.parsing import Malformed, ToolCall
 from rayrft.processes import ProcessPool, Worker
@@ -91,7 +91,7 @@ class Toolbox:
         """Call a tool with arguments that fit; return its result as text. Raises ToolFailed, and CallFailed."""
         limits = self.limits
         if name in self._servers:
-            return as_text(await self._servers[name].call(name, arguments, limits.timeout_s), limits.characters)
+            return shortened(await self._servers[name].call(name, arguments, limits.timeout_s), limits.characters)
         if name in self._methods:
             return await objects.call(name, arguments, limits)
         if name in self._async:
@@ -136,7 +136,7 @@ class Toolbox:
         try:
             async with asyncio.timeout(self.limits.timeout_s) as deadline:
                 result = await self._async[name](**self.tools[name].check(arguments))
-            return as_text(result, self.limits.characters)
+            return shortened(result, self.limits.characters)
         except (Exception, SystemExit) as error:  # a user's function may raise anything: only the call fails
             if deadline.expired():
                 raise _late(self.limits) from None
@@ -167,7 +167,7 @@ class ToolSession:
         try:
             tools[call.name].check(call.arguments)
         except ValueError as error:
-            return Outcome(as_text(f"Error: the arguments of {call.name} do not fit: {error}", 1000), "arguments")
+            return Outcome(shortened(f"Error: the arguments of {call.name} do not fit: {error}", 1000), "arguments")
         if number >= limits.calls:
             return Outcome(f"Error: not called, as an answer may call at most {limits.calls} tools", "failed")
         try:
@@ -179,7 +179,7 @@ class ToolSession:
         except ToolFailed as error:
             failure = error
         self._toolbox.warn(call.name, failure)
-        return Outcome(as_text(f"Error: {failure}", limits.characters), failure.kind)
+        return Outcome(shortened(f"Error: {failure}", limits.characters), failure.kind)
 
 
 class _Objects:
