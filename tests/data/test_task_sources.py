@@ -355,6 +355,7 @@ def test_rows_of_compressed_files_arrays_and_tab_separated_values_are_those_of_l
         ("a.jsonl.gz", gzip.compress(b'{"question": 1}\n' * 1000)[:40], "cannot be read: Truncated"),
         ("a.jsonl.gz", b'{"question": 1}\n', "cannot be read: "),
     ],
+    ids=["part of a list", "one object", "a key twice", "cut off", "not compressed"],
 )
 def test_a_file_that_cannot_be_read_says_what_it_is(tmp_path: Path, name: str, content: bytes, problem: str) -> None:
     (tmp_path / name).write_bytes(content)
