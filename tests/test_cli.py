@@ -23,9 +23,11 @@ from rayrft.errors import ActorDied
 SIGNALS = [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
+    """The signals mean what they mean by default, also where the tests themselves run under nohup."""
     before = {number: signal.getsignal(number) for number, _ in SIGNALS}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -96,7 +98,6 @@ def test_commands_for_a_run_elsewhere_tell_how_it_ended(
     assert stopped.output.startswith("r: stopping" if running else f"r: {status} after 7 steps")
 
 
-@pytest.mark.usefixtures("handlers")
 @pytest.mark.parametrize(("number", "status"), SIGNALS)
 def test_before_a_run_is_up_a_signal_ends_the_command_as_it_would_by_itself(number: int, status: int) -> None:
     ended = []
@@ -109,14 +110,12 @@ def test_before_a_run_is_up_a_signal_ends_the_command_as_it_would_by_itself(numb
     assert exit.value.code == status and ended
 
 
-@pytest.mark.usefixtures("handlers")
 def test_without_a_signal_a_command_has_its_own_status() -> None:
     with pytest.raises(SystemExit) as exit, exit_on_signals():
         sys.exit(3)
     assert exit.value.code == 3
 
 
-@pytest.mark.usefixtures("handlers")
 def test_a_command_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with exit_on_signals():

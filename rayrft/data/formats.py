@@ -7,6 +7,7 @@ import csv
 import io
 import json
 import math
+import re
 import sys
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator
@@ -93,7 +94,7 @@ def _lines(path: Path) -> Iterator[tuple[int, Row]]:
             yield from _csv_rows(file, "\t" if _kind(path) == ".tsv" else ",")
         elif first.startswith(b"["):
             yield from _json_array(file.read())
-        elif first.partition(b"\n")[0].strip() == b"{":
+        elif re.match(rb'\{\s*\n\s*["}]', first):
             raise ValueError("it is one JSON object over several lines; give one array, or one object a line")
         else:
             yield from _json_lines(file)

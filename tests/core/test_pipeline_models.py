@@ -120,7 +120,7 @@ def test_tasks_of_a_run_may_be_worked_on_by_its_auxiliary_models_and_are_the_sam
         load_processed(config)
     said: list[str] = []
     found = load_processed(config, task_engines(config, said.append))
-    assert found.reports[0].made == 3 and "asks-tasks:auxiliary-m" in said[0]
+    assert sum(report.made for report in found.reports) == 3 and "asks-tasks:auxiliary-m" in said[0]
     answers = config.storage / "answers.asks.jsonl"
     before = answers.read_bytes()
     again = load_processed(config, task_engines(config, said.append))

@@ -536,6 +536,7 @@ def test_an_undo_that_is_asked_for_twice_takes_one_judgement_back(
 
     person.window.route("**/v1/undo", lose)
     person.key("z")
+    person.see("#toast").to_have_text("Undone.")
     expect(person.window.locator("#person")).to_contain_text("· 1")
     assert person.shown == second and len(lost) == 1
     assert sum(isinstance(entry, Undone) for entry in read_journal(tmp_path / FILE)) == 1
