@@ -117,7 +117,7 @@ async def test_an_owner_that_cannot_be_reached_for_a_moment_keeps_its_applicatio
 ) -> None:
     owner = Worker(LOST, LOST)
     monkeypatch.setattr(ray, "get_actor", lambda name, namespace: Remote(owner))
-    monkeypatch.setattr("ray.serve.delete", None)  # whoever calls it fails
+    monkeypatch.setattr("ray.serve.delete", None)  # a call of it fails
     watching = asyncio.ensure_future(delete_with(Owner("rayrft", "run:engine_pool"), "run:serve"))
     await asyncio.wait_for(owner.is_watched.wait(), 20)
     assert not owner.failures and not watching.done()

@@ -152,7 +152,7 @@ def _in_labels(schema: pa.Schema) -> bool:
 
 FORMULA = r"\$[^$]*\$|\\\[(?:(?!\\\[).)*?\\\]|\\\((?:(?!\\\().)*?\\\)|\\[A-Za-z]+"
 """Pattern of formulas and commands of LaTeX, with re.DOTALL; it takes time in proportion to a text's length, also where
-formulas are opened again and again and never closed."""
+formulas are opened repeatedly and never closed."""
 _LINEAGE = {PARENTS: pa.list_(pa.string()), MADE_BY: pa.string()}
 
 

@@ -1,4 +1,4 @@
-"""Secrets stay out of configs, and reading a run folder runs no code of whoever made it."""
+"""Secrets stay out of configs, and reading a run folder runs no code of its author."""
 
 from __future__ import annotations
 

@@ -333,7 +333,7 @@ async def test_a_process_whose_call_was_slow_stays_and_runs_on_as_before() -> No
             results = await scorer.score(task("a"), transcripts("fine", "nap", "niceness", "niceness"))
             assert [each.value for each in results] == [1.0, 1.0, *[float(os.getpriority(os.PRIO_PROCESS, 0))] * 2]
             seen |= {each.answer for each in results[2:]}
-        assert len(seen) <= 2, "no process was started anew"
+        assert len(seen) <= 2, "no process was replaced"
 
 
 async def test_a_stand_in_that_cannot_be_started_costs_no_call(tmp_path: Path) -> None:
