@@ -7,7 +7,12 @@ import asyncio
 import pytest
 import ray
 
+from rayrft.buffer import events as e
 from rayrft.buffer.client import BufferWriter
+from rayrft.buffer.log.segments import Extent
+from rayrft.buffer.state import State
+from rayrft.buffer.transitions import apply
+from rayrft.config.buffer import SamplerConfig
 from rayrft.experience import to_batch
 from tests.buffer.actor import Start, ledger, put
 from tests.buffer.rows import group, plan, trained_ids
@@ -54,3 +59,15 @@ def test_a_group_that_was_used_is_evicted_before_others(start: Start) -> None:
     put(buffer, None, group(3, deviation=1.0))
     after = ledger(buffer)
     assert (after.trained, after.dropped, after.held) == (2, {}, 6)
+
+
+def test_what_is_remembered_of_rejected_groups_and_late_feedback_does_not_grow_with_the_run() -> None:
+    state = State(SamplerConfig(), 0, None)
+    for key in range(10_050):
+        apply(state, e.Dropped(None, {"rejected": 1}, e.GroupReport(rows=1), key=key, digest=7))
+    apply(state, e.Dropped(None, {"rejected": 1}, e.GroupReport(rows=1), key=10_049, digest=7))
+    assert len(state.meta.rejected_keys) == 10_000 and state.meta.ledger.sampled == 10_050, "a repeat counts once"
+    state.meta.extents = {1: Extent(1), 2: Extent(2)}
+    apply(state, e.FeedbackNoted(1, "a/0", 1.0, {}, 0))
+    apply(state, e.Deleted([1]))
+    assert state.meta.late_feedback == {} and state.meta.late_feedback_count == 1
